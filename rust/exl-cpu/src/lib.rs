@@ -1,0 +1,1 @@
+//! CPU kernels and their thread pool.

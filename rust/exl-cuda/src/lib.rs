@@ -1,0 +1,1 @@
+//! CUDA kernels, driver loading and launching.
