@@ -1,1 +1,7 @@
 //! CPU kernels and their thread pool.
+//!
+//! Every kernel gives the same bits for the same inputs at any thread count: work is split over outputs only, and each output is
+//! reduced in one fixed order.
+
+pub mod isa;
+pub mod pool;

@@ -2,11 +2,29 @@
 
 use pyo3::prelude::*;
 
+mod activation;
+mod attention;
+mod cuda;
+mod format;
+mod kv;
+mod linear;
+mod norm;
+mod rope;
 mod tensor;
+mod threads;
 
 /// `exl_kernels._native`: private to the `exl_kernels` package.
 #[pymodule]
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    format::register(m)?;
+    threads::register(m)?;
+    linear::register(m)?;
+    norm::register(m)?;
+    rope::register(m)?;
+    activation::register(m)?;
+    kv::register(m)?;
+    attention::register(m)?;
+    cuda::register(m)?;
     Ok(())
 }

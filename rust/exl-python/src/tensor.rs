@@ -64,7 +64,10 @@ fn dtype_table(py: Python<'_>) -> PyResult<&Vec<(Py<PyAny>, DType)>> {
             ("int8", DType::I8),
             ("bool", DType::Bool),
         ];
-        names.iter().map(|(name, dtype)| Ok((torch.getattr(*name)?.unbind(), *dtype))).collect()
+        names
+            .iter()
+            .map(|(name, dtype)| Ok((torch.getattr(*name)?.unbind(), *dtype)))
+            .collect()
     })
 }
 
@@ -91,8 +94,13 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensor {
             .find(|(known, _)| known.is(&dtype_obj))
             .map(|(_, dtype)| *dtype)
             .ok_or_else(|| PyTypeError::new_err(format!("unsupported tensor dtype {dtype_obj}")))?;
-        if !obj.call_method0(pyo3::intern!(py, "is_contiguous"))?.extract::<bool>()? {
-            return Err(PyValueError::new_err("tensor is not contiguous: call .contiguous() first"));
+        if !obj
+            .call_method0(pyo3::intern!(py, "is_contiguous"))?
+            .extract::<bool>()?
+        {
+            return Err(PyValueError::new_err(
+                "tensor is not contiguous: call .contiguous() first",
+            ));
         }
         let shape = obj
             .getattr(pyo3::intern!(py, "shape"))?
@@ -101,13 +109,27 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensor {
             .iter()
             .map(|d| d.extract::<usize>())
             .collect::<PyResult<Vec<_>>>()?;
-        let cuda = if obj.getattr(pyo3::intern!(py, "is_cuda"))?.extract::<bool>()? {
-            Some(obj.call_method0(pyo3::intern!(py, "get_device"))?.extract::<u32>()?)
+        let cuda = if obj
+            .getattr(pyo3::intern!(py, "is_cuda"))?
+            .extract::<bool>()?
+        {
+            Some(
+                obj.call_method0(pyo3::intern!(py, "get_device"))?
+                    .extract::<u32>()?,
+            )
         } else {
             None
         };
-        let ptr = obj.call_method0(pyo3::intern!(py, "data_ptr"))?.extract::<usize>()?;
-        Ok(Self { ptr, shape, dtype, cuda, owner: obj.to_owned().unbind() })
+        let ptr = obj
+            .call_method0(pyo3::intern!(py, "data_ptr"))?
+            .extract::<usize>()?;
+        Ok(Self {
+            ptr,
+            shape,
+            dtype,
+            cuda,
+            owner: obj.to_owned().unbind(),
+        })
     }
 }
 
@@ -119,10 +141,16 @@ impl Tensor {
 
     fn check<T: Element>(&self, what: &str) -> PyResult<()> {
         if self.dtype != T::DTYPE {
-            return Err(PyTypeError::new_err(format!("{what}: dtype {:?}, expected {:?}", self.dtype, T::DTYPE)));
+            return Err(PyTypeError::new_err(format!(
+                "{what}: dtype {:?}, expected {:?}",
+                self.dtype,
+                T::DTYPE
+            )));
         }
         if self.cuda.is_some() {
-            return Err(PyTypeError::new_err(format!("{what}: tensor is on a GPU, expected CPU memory")));
+            return Err(PyTypeError::new_err(format!(
+                "{what}: tensor is on a GPU, expected CPU memory"
+            )));
         }
         Ok(())
     }
