@@ -1,0 +1,44 @@
+"""Argument checks shared by the operator doors: typed errors naming the argument, its value and what was expected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import DTypeError, ShapeError, UnsupportedError
+
+__all__ = ["require_cpu", "require_dtype", "require_out", "require_shape"]
+
+
+def require_cpu(what: str, *tensors: Tensor | None) -> None:
+    """Refuses tensors that are not in CPU memory."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type != "cpu":
+            raise UnsupportedError(
+                f"{what}: a tensor is on {tensor.device}; this operator runs on the CPU only, move it with .cpu()"
+            )
+
+
+def require_dtype(what: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+    """Refuses a tensor whose element type is not one of `dtypes`."""
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise DTypeError(f"{what}: dtype {str(tensor.dtype).removeprefix('torch.')}, expected {wanted}")
+
+
+def require_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuses a tensor that does not have exactly `shape`."""
+    if tuple(tensor.shape) != shape:
+        raise ShapeError(f"{what}: shape {tuple(tensor.shape)}, expected {shape}")
+
+
+def require_out(what: str, out: Tensor | None, like: Tensor) -> Tensor:
+    """The output tensor: `out` after checks, or a new one like `like`."""
+    if out is None:
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    if out.shape != like.shape or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():
+        raise ShapeError(
+            f"{what}: out is {tuple(out.shape)} {out.dtype} on {out.device}, "
+            f"expected contiguous {tuple(like.shape)} {like.dtype} on {like.device}"
+        )
+    return out

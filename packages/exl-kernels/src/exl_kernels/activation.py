@@ -1,0 +1,50 @@
+"""Activations of the MLP (spec core 4.4). Arithmetic is float32."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ._check import require_cpu, require_dtype, require_out
+from .errors import ShapeError, UnsupportedError
+from .reference import activation as _twin
+
+__all__ = ["ActivationKind", "activation", "gated_activation"]
+
+ActivationKind = Literal["silu", "gelu", "quickgelu"]
+_KINDS = ("silu", "gelu", "quickgelu")
+
+
+def activation(x: Tensor, kind: ActivationKind, *, out: Tensor | None = None) -> Tensor:
+    """silu(x), gelu(x) in its tanh form, or quickgelu(x) = x * sigmoid(1.702 x).
+
+    x: float32, any shape, on the CPU. out: like x, may be x itself. Returns out. Raises DTypeError, ShapeError,
+    UnsupportedError.
+    """
+    _check("activation", x, kind)
+    out = require_out("activation", out, x)
+    return out.copy_(_twin.activation(x, kind))
+
+
+def gated_activation(gate: Tensor, up: Tensor, kind: ActivationKind, *, out: Tensor | None = None) -> Tensor:
+    """activation(gate) * up, elementwise.
+
+    gate, up: float32 of one shape, on the CPU. out: like gate, may be gate or up itself. Returns out. Errors as
+    `activation`.
+    """
+    _check("gated_activation", gate, kind)
+    require_cpu("gated_activation", up)
+    require_dtype("gated_activation: up", up, torch.float32)
+    if gate.shape != up.shape:
+        raise ShapeError(f"gated_activation: gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape")
+    out = require_out("gated_activation", out, gate)
+    return out.copy_(_twin.gated_activation(gate, up, kind))
+
+
+def _check(what: str, x: Tensor, kind: str) -> None:
+    require_cpu(what, x)
+    require_dtype(f"{what}: input", x, torch.float32)
+    if kind not in _KINDS:
+        raise UnsupportedError(f"{what}: unknown kind {kind!r}, expected one of {', '.join(_KINDS)}")

@@ -1,0 +1,230 @@
+"""One layer's keys and values in pages, and the codecs that store them (spec formats 5).
+
+| kind | keys | values | stored bytes of one head of D elements (D' = D rounded up to a multiple of 64) |
+|---|---|---|---|
+| fp16 | float16 | float16 | 2 D |
+| fp8 | E5M2, to nearest even, saturating | same | D |
+| q8 | 8 bit, Hadamard | same | D' + scales |
+| q6 | 8 bit, Hadamard | 4 bit, Hadamard | D' and D' / 2, + scales |
+| q4 | 4 bit, Hadamard | same | D' / 2 + scales |
+
+Scales are float16, one for 32 elements (D' / 16 bytes). Blocks of 64 belong to one head of one token: storing a token
+never touches another. Values are rounded to half first; finite values beyond +-65504 saturate, NaN and infinities are
+kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ._check import require_cpu, require_dtype, require_shape
+from .errors import DTypeError, ShapeError, UnsupportedError
+from .reference import kv as _twin
+
+__all__ = ["KVKind", "KVPages", "load_kv", "store_kv"]
+
+KVKind = Literal["fp16", "fp8", "q8", "q6", "q4"]
+_BITS: dict[str, tuple[int, int]] = {"fp16": (16, 16), "fp8": (8, 8), "q8": (8, 8), "q6": (8, 4), "q4": (4, 4)}
+
+
+@dataclass(frozen=True, slots=True)
+class KVPages:
+    """Keys and values of one layer: `key` and `value` [P, page, H, stored], scales [P, page, H, D'/32] float16 or None.
+
+    The tensors belong to whoever made them; this object only says how to read them. The page size is the second
+    dimension, so a contiguous cache [batch, seq, H, stored] is `batch` pages of `seq` tokens.
+    """
+
+    kind: KVKind
+    head_dim: int
+    key: Tensor
+    value: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in _BITS:
+            raise UnsupportedError(f"KVPages: unknown kind {self.kind!r}, expected one of {', '.join(_BITS)}")
+        if self.key.dim() != 4 or self.head_dim < 1:
+            raise ShapeError(
+                f"KVPages: key {tuple(self.key.shape)}, head_dim {self.head_dim}; "
+                "expected [pages, page_size, heads, stored]"
+            )
+        lead = tuple(self.key.shape[:3])
+        key_width, value_width, scale_width = self.stored_widths(self.kind, self.head_dim)
+        dtype = torch.float16 if self.kind == "fp16" else torch.uint8
+        self._check_part("key", self.key, (*lead, key_width), dtype)
+        self._check_part("value", self.value, (*lead, value_width), dtype)
+        for name, scales in (("key_scales", self.key_scales), ("value_scales", self.value_scales)):
+            if (scales is not None) != bool(scale_width):
+                raise ShapeError(f"KVPages: {name} must {'' if scale_width else 'not '}be given for kind {self.kind!r}")
+            if scales is not None:
+                self._check_part(name, scales, (*lead, scale_width), torch.float16)
+
+    def _check_part(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        require_shape(f"KVPages: {name}", tensor, shape)
+        require_dtype(f"KVPages: {name}", tensor, dtype)
+        if not tensor.is_contiguous():
+            raise ShapeError(f"KVPages: {name} is not contiguous")
+        if tensor.device != self.key.device:
+            raise DTypeError(f"KVPages: {name} is on {tensor.device}, key on {self.key.device}; put both on one device")
+
+    @staticmethod
+    def stored_widths(kind: KVKind, head_dim: int) -> tuple[int, int, int]:
+        """Elements stored for one head of one token: (of key, of value, of each scales tensor; 0 = no scales)."""
+        if kind in ("fp16", "fp8"):
+            return head_dim, head_dim, 0
+        padded = -(-head_dim // _twin.BLOCK) * _twin.BLOCK
+        key_bits, value_bits = _BITS[kind]
+        return padded * key_bits // 8, padded * value_bits // 8, padded // _twin.RUN
+
+    @classmethod
+    def allocate(
+        cls,
+        kind: KVKind,
+        num_pages: int,
+        page_size: int,
+        heads: int,
+        head_dim: int,
+        device: torch.device | str = "cpu",
+    ) -> KVPages:
+        """Zeroed pages on `device`. Raises UnsupportedError for an unknown kind, ShapeError for a size below 1."""
+        if kind not in _BITS:
+            raise UnsupportedError(f"KVPages: unknown kind {kind!r}, expected one of {', '.join(_BITS)}")
+        if min(num_pages, page_size, heads, head_dim) < 1:
+            raise ShapeError(
+                f"KVPages: num_pages {num_pages}, page_size {page_size}, heads {heads}, head_dim {head_dim}: "
+                "all must be at least 1"
+            )
+        key_width, value_width, scale_width = cls.stored_widths(kind, head_dim)
+        dtype = torch.float16 if kind == "fp16" else torch.uint8
+        lead = (num_pages, page_size, heads)
+        key = torch.zeros((*lead, key_width), dtype=dtype, device=device)
+        value = torch.zeros((*lead, value_width), dtype=dtype, device=device)
+        if not scale_width:
+            return cls(kind, head_dim, key, value)
+        scales = [torch.zeros((*lead, scale_width), dtype=torch.float16, device=device) for _ in range(2)]
+        return cls(kind, head_dim, key, value, scales[0], scales[1])
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages P."""
+        return self.key.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of one page."""
+        return self.key.shape[1]
+
+    @property
+    def heads(self) -> int:
+        """Key/value heads H."""
+        return self.key.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self.key.device
+
+    @property
+    def key_bits(self) -> int:
+        """Bits of one stored key element: 16, 8 or 4."""
+        return _BITS[self.kind][0]
+
+    @property
+    def value_bits(self) -> int:
+        """Bits of one stored value element: 16, 8 or 4."""
+        return _BITS[self.kind][1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """The storage: key, value, then scales if the kind has them."""
+        return [t for t in (self.key, self.value, self.key_scales, self.value_scales) if t is not None]
+
+    def repaged(self, page_size: int) -> KVPages:
+        """The same memory as pages of another size: [1, seq, ...] as [seq / page_size, page_size, ...] and back."""
+        tokens = self.num_pages * self.page_size
+        if page_size < 1 or tokens % page_size:
+            raise ShapeError(f"KVPages: {tokens} tokens cannot be seen as pages of {page_size}")
+
+        def view(t: Tensor) -> Tensor:
+            return t.view(tokens // page_size, page_size, *t.shape[2:])
+
+        ks, vs = self.key_scales, self.value_scales
+        return KVPages(
+            self.kind,
+            self.head_dim,
+            view(self.key),
+            view(self.value),
+            None if ks is None else view(ks),
+            None if vs is None else view(vs),
+        )
+
+
+def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Encodes k and v into the pages, one token each.
+
+    k, v: float32 [T, H, D] on the CPU. slots: int64 [T], slot = page * page_size + offset, -1 = skip this token; no
+    slot twice. Raises ShapeError (also for a slot out of range), DTypeError, UnsupportedError.
+    """
+    require_cpu("store_kv", pages.key, k, v, slots)
+    shape = (slots.shape[0] if slots.dim() == 1 else -1, pages.heads, pages.head_dim)
+    for name, tensor in (("k", k), ("v", v)):
+        require_dtype(f"store_kv: {name}", tensor, torch.float32)
+        require_shape(f"store_kv: {name}", tensor, shape)
+    _check_slots("store_kv", pages, slots)
+    keep = slots >= 0
+    page, offset = slots[keep] // pages.page_size, slots[keep] % pages.page_size
+    for data, scales, x, bits in (
+        (pages.key, pages.key_scales, k, pages.key_bits),
+        (pages.value, pages.value_scales, v, pages.value_bits),
+    ):
+        half = _twin.round_to_half(x[keep])
+        if scales is not None:
+            data[page, offset], scales[page, offset] = _twin.hadamard_encode(_twin.pad_to_block(half), bits)
+        else:
+            data[page, offset] = _twin.fp8_encode(half) if pages.kind == "fp8" else half
+
+
+def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of the tokens in `slots`, decoded with the codec's own roundings (spec formats 5).
+
+    slots: int64 [T]; -1 gives zeros. Returns k, v: float32 [T, H, D].
+
+    Raises ShapeError (also for a slot out of range), DTypeError, UnsupportedError.
+    """
+    require_cpu("load_kv", pages.key, slots)
+    _check_slots("load_kv", pages, slots)
+    keep = slots >= 0
+    page, offset = slots[keep] // pages.page_size, slots[keep] % pages.page_size
+    parts = []
+    for data, scales, bits in (
+        (pages.key, pages.key_scales, pages.key_bits),
+        (pages.value, pages.value_scales, pages.value_bits),
+    ):
+        stored = data[page, offset]
+        if scales is not None:
+            half = _twin.hadamard_decode(stored, scales[page, offset], bits)[..., : pages.head_dim]
+        else:
+            half = _twin.fp8_decode(stored) if pages.kind == "fp8" else stored
+        part = torch.zeros((slots.shape[0], pages.heads, pages.head_dim))
+        part[keep] = half.float()
+        parts.append(part)
+    return parts[0], parts[1]
+
+
+def _check_slots(what: str, pages: KVPages, slots: Tensor) -> None:
+    require_dtype(f"{what}: slots", slots, torch.int64)
+    if slots.dim() != 1:
+        raise ShapeError(f"{what}: slots {tuple(slots.shape)}, expected one dimension")
+    tokens = pages.num_pages * pages.page_size
+    if slots.numel() and (int(slots.min()) < -1 or int(slots.max()) >= tokens):
+        raise ShapeError(f"{what}: slots {int(slots.min())}..{int(slots.max())}, expected -1 (skip) to {tokens - 1}")

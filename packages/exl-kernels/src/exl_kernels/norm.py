@@ -1,0 +1,51 @@
+"""RMSNorm and LayerNorm over the last dimension, also per head (spec core 4.3). Arithmetic is float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._check import require_cpu, require_dtype, require_out
+from .errors import ShapeError
+from .reference import norm as _twin
+
+__all__ = ["layer_norm", "rms_norm"]
+
+_WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0, out: Tensor | None = None) -> Tensor:
+    """x * (weight + weight_offset) / sqrt(mean(x^2) + eps) over the last dimension.
+
+    x: float32 [..., D] on the CPU, or [..., H, D] with a weight [H, D] (one norm a head). weight: [D] or [H, D],
+    float32 (fastest), float16 or bfloat16; weight_offset is added in float32 (Gemma: 1). out: like x, may be x
+    itself. Returns out. Raises ShapeError, DTypeError, UnsupportedError (not on the CPU).
+    """
+    _check("rms_norm", x, weight, None)
+    out = require_out("rms_norm", out, x)
+    return out.copy_(_twin.rms_norm(x, weight, eps, weight_offset=weight_offset))
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """(x - mean) * weight / sqrt(mean((x - mean)^2) + eps) + bias over the last dimension.
+
+    Shapes, dtypes and errors as `rms_norm`; bias has the weight's shape or is None.
+    """
+    _check("layer_norm", x, weight, bias)
+    out = require_out("layer_norm", out, x)
+    return out.copy_(_twin.layer_norm(x, weight, bias, eps))
+
+
+def _check(what: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    require_cpu(what, x, weight, bias)
+    require_dtype(f"{what}: x", x, torch.float32)
+    require_dtype(f"{what}: weight", weight, *_WEIGHTS)
+    if weight.dim() not in (1, 2) or x.dim() < weight.dim() or x.shape[-weight.dim() :] != weight.shape:
+        raise ShapeError(
+            f"{what}: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; "
+            "expected x's last one or two dimensions"
+        )
+    if bias is not None:
+        require_dtype(f"{what}: bias", bias, *_WEIGHTS)
+        if bias.shape != weight.shape:
+            raise ShapeError(f"{what}: bias {tuple(bias.shape)}, expected the weight's {tuple(weight.shape)}")

@@ -1,0 +1,41 @@
+"""Rotary position embedding, in place (spec core 5.2). Arithmetic is float32; tables stay float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._check import require_cpu, require_dtype
+from .errors import ShapeError
+from .reference import rope as _twin
+
+__all__ = ["apply_rope"]
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotates the first R dimensions of every head of x, in place; the other D - R stay.
+
+    x: float32 [T, H, D], contiguous, on the CPU. cos, sin: float32 [S, R/2], R <= D even. positions: int64 [T], rows
+    of the tables. NeoX pairs (i, i + R/2), or neighbours (2i, 2i + 1) if `interleaved` (GPT-J). Returns x.
+    Raises ShapeError (also for a position outside the tables), DTypeError, UnsupportedError.
+    """
+    require_cpu("apply_rope", x, cos, sin, positions)
+    require_dtype("apply_rope: x", x, torch.float32)
+    require_dtype("apply_rope: cos", cos, torch.float32)
+    require_dtype("apply_rope: sin", sin, torch.float32)
+    require_dtype("apply_rope: positions", positions, torch.int64)
+    if x.dim() != 3 or not x.is_contiguous():
+        raise ShapeError(f"apply_rope: x is {tuple(x.shape)}, expected contiguous [tokens, heads, head_dim]")
+    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[2]:
+        raise ShapeError(
+            f"apply_rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)}, "
+            f"expected both [S, R/2] with R <= {x.shape[2]}"
+        )
+    if positions.shape != x.shape[:1]:
+        raise ShapeError(f"apply_rope: positions {tuple(positions.shape)}, expected ({x.shape[0]},)")
+    if x.shape[0] and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
+        raise ShapeError(
+            f"apply_rope: positions {int(positions.min())}..{int(positions.max())} outside the tables' "
+            f"0..{cos.shape[0] - 1}; build the tables for more positions or shorten the context"
+        )
+    return x.copy_(_twin.apply_rope(x, cos, sin, positions, interleaved=interleaved))
