@@ -1,0 +1,9 @@
+//! EXL2: mixed-width groups of rows, 4-bit square-root scales, row permutation (formats.md section 2).
+
+mod dequantize;
+mod view;
+
+pub use view::{Exl2Tensors, Exl2View, Group};
+
+/// The widths a group may have.
+pub const WIDTHS: [u32; 6] = [2, 3, 4, 5, 6, 8];
