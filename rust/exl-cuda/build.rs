@@ -31,7 +31,10 @@ fn main() {
         Ok(table) => table,
         Err(why) => {
             println!("cargo:warning=building without CUDA kernels: {why}");
-            Table { note: why, ..Table::default() }
+            Table {
+                note: why,
+                ..Table::default()
+            }
         }
     };
     fs::write(out.join("fatbins.rs"), table.to_rust()).expect("OUT_DIR is writable");
@@ -48,9 +51,16 @@ struct Table {
 
 impl Table {
     fn to_rust(&self) -> String {
-        let mut text = String::from("/// Name and image of each kernel file.\npub const FATBINS: &[(&str, &[u8])] = &[\n");
+        let mut text = String::from(
+            "/// Name and image of each kernel file.\npub const FATBINS: &[(&str, &[u8])] = &[\n",
+        );
         for (name, path) in &self.fatbins {
-            writeln!(text, "    ({name:?}, include_bytes!({:?})),", path.display().to_string()).expect("write to a String");
+            writeln!(
+                text,
+                "    ({name:?}, include_bytes!({:?})),",
+                path.display().to_string()
+            )
+            .expect("write to a String");
         }
         let archs = &self.archs;
         writeln!(
@@ -74,20 +84,28 @@ fn build(out: &Path) -> Result<Table, String> {
     let flags = flags(&archs);
     let names: Vec<String> = sources
         .iter()
-        .map(|p| p.file_stem().expect("a .cu file has a stem").to_string_lossy().into_owned())
+        .map(|p| {
+            p.file_stem()
+                .expect("a .cu file has a stem")
+                .to_string_lossy()
+                .into_owned()
+        })
         .collect();
     let fatbins: Vec<PathBuf> = sources
         .iter()
         .zip(&names)
         .map(|(source, name)| {
-            let text = fs::read_to_string(source).map_err(|e| format!("{}: {e}", source.display()))?;
+            let text =
+                fs::read_to_string(source).map_err(|e| format!("{}: {e}", source.display()))?;
             let mut hasher = DefaultHasher::new();
             (&text, &headers, &flags, &toolkit).hash(&mut hasher);
             Ok(out.join(format!("{name}-{:016x}.fatbin", hasher.finish())))
         })
         .collect::<Result<_, String>>()?;
     remove_stale(out, &fatbins);
-    let missing: Vec<usize> = (0..sources.len()).filter(|&i| !fatbins[i].exists()).collect();
+    let missing: Vec<usize> = (0..sources.len())
+        .filter(|&i| !fatbins[i].exists())
+        .collect();
     compile_all(&nvcc, &flags, &sources, &fatbins, &missing)?;
     Ok(Table {
         fatbins: names.into_iter().zip(fatbins).collect(),
@@ -99,7 +117,8 @@ fn build(out: &Path) -> Result<Table, String> {
 
 /// The files of one kind in `kernels/`, in a fixed order.
 fn sources(extension: &str) -> Result<Vec<PathBuf>, String> {
-    let folder = Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("kernels");
+    let folder =
+        Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("kernels");
     let mut files: Vec<PathBuf> = fs::read_dir(&folder)
         .map_err(|e| format!("{}: {e}", folder.display()))?
         .filter_map(|entry| entry.ok().map(|e| e.path()))
@@ -124,7 +143,11 @@ fn architectures() -> Result<Vec<String>, String> {
         "none" => return Err("EXL_CUDA_ARCHS=none asked for a CPU-only build".to_owned()),
         other => other,
     };
-    let archs: Vec<String> = list.replace([',', ';'], " ").split_whitespace().map(str::to_owned).collect();
+    let archs: Vec<String> = list
+        .replace([',', ';'], " ")
+        .split_whitespace()
+        .map(str::to_owned)
+        .collect();
     for arch in &archs {
         let number = arch.trim_end_matches("+ptx").trim_end_matches('a');
         // A wrong list is a mistake of the person who builds, not a machine without CUDA: stop.
@@ -137,15 +160,23 @@ fn architectures() -> Result<Vec<String>, String> {
 }
 
 fn flags(archs: &[String]) -> Vec<String> {
-    let mut flags: Vec<String> = ["-fatbin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-lineinfo"]
-        .map(str::to_owned)
-        .to_vec();
+    let mut flags: Vec<String> = [
+        "-fatbin",
+        "-O3",
+        "-std=c++17",
+        "--expt-relaxed-constexpr",
+        "-lineinfo",
+    ]
+    .map(str::to_owned)
+    .to_vec();
     for arch in archs {
         let (number, kind) = match arch.strip_suffix("+ptx") {
             Some(number) => (number, "compute"),
             None => (arch.as_str(), "sm"),
         };
-        flags.push(format!("-gencode=arch=compute_{number},code={kind}_{number}"));
+        flags.push(format!(
+            "-gencode=arch=compute_{number},code={kind}_{number}"
+        ));
     }
     if archs.len() > 1 {
         // About 9:1 over many architectures; a single one stays raw and loads without unpacking.
@@ -162,7 +193,10 @@ fn find_nvcc() -> Result<PathBuf, String> {
             if nvcc.is_file() {
                 return Ok(nvcc);
             }
-            println!("cargo:warning={name} names {} but bin/nvcc is not there", Path::new(&home).display());
+            println!(
+                "cargo:warning={name} names {} but bin/nvcc is not there",
+                Path::new(&home).display()
+            );
         }
     }
     for packages in site_packages() {
@@ -187,16 +221,33 @@ fn site_packages() -> Vec<PathBuf> {
     let mut found = Vec::new();
     if let Some(python) = env::var_os("PYO3_PYTHON") {
         let asked = Command::new(&python)
-            .args(["-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
+            .args([
+                "-c",
+                "import sysconfig; print(sysconfig.get_path('purelib'))",
+            ])
             .output();
         if let Ok(answer) = asked {
-            found.push(PathBuf::from(String::from_utf8_lossy(&answer.stdout).trim().to_owned()));
+            found.push(PathBuf::from(
+                String::from_utf8_lossy(&answer.stdout).trim().to_owned(),
+            ));
         }
     }
-    let checkout = Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("../../.venv");
-    for venv in env::var_os("VIRTUAL_ENV").map(PathBuf::from).into_iter().chain([checkout]) {
-        let versions = fs::read_dir(venv.join("lib")).into_iter().flatten().flatten();
-        found.extend(versions.map(|v| v.path().join("site-packages")).filter(|p| p.is_dir()));
+    let checkout =
+        Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("../../.venv");
+    for venv in env::var_os("VIRTUAL_ENV")
+        .map(PathBuf::from)
+        .into_iter()
+        .chain([checkout])
+    {
+        let versions = fs::read_dir(venv.join("lib"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        found.extend(
+            versions
+                .map(|v| v.path().join("site-packages"))
+                .filter(|p| p.is_dir()),
+        );
     }
     found.retain(|p| p.is_absolute());
     found.dedup();
@@ -217,8 +268,17 @@ fn toolkit_version(nvcc: &Path) -> Result<String, String> {
 }
 
 /// Runs nvcc on the files whose fatbin is missing, as many at a time as cargo grants jobs.
-fn compile_all(nvcc: &Path, flags: &[String], sources: &[PathBuf], fatbins: &[PathBuf], missing: &[usize]) -> Result<(), String> {
-    let jobs = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1usize);
+fn compile_all(
+    nvcc: &Path,
+    flags: &[String],
+    sources: &[PathBuf],
+    fatbins: &[PathBuf],
+    missing: &[usize],
+) -> Result<(), String> {
+    let jobs = env::var("NUM_JOBS")
+        .ok()
+        .and_then(|n| n.parse().ok())
+        .unwrap_or(1usize);
     let next = AtomicUsize::new(0);
     let failures = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
@@ -236,8 +296,13 @@ fn compile_all(nvcc: &Path, flags: &[String], sources: &[PathBuf], fatbins: &[Pa
     // A host without a usable C++ compiler gets the CPU-only module; a kernel that does not compile is our mistake and stops.
     match failures.first() {
         None => Ok(()),
-        Some(why) if why.contains("error:") && !why.contains("nvcc fatal") => panic!("{}", failures.join("\n")),
-        Some(why) => Err(format!("nvcc cannot compile here: {}", why.lines().next().unwrap_or_default())),
+        Some(why) if why.contains("error:") && !why.contains("nvcc fatal") => {
+            panic!("{}", failures.join("\n"))
+        }
+        Some(why) => Err(format!(
+            "nvcc cannot compile here: {}",
+            why.lines().next().unwrap_or_default()
+        )),
     }
 }
 
@@ -262,7 +327,9 @@ fn compile(nvcc: &Path, flags: &[String], source: &Path, fatbin: &Path) -> Resul
 fn remove_stale(out: &Path, keep: &[PathBuf]) {
     for entry in fs::read_dir(out).into_iter().flatten().flatten() {
         let path = entry.path();
-        let image = path.extension().is_some_and(|e| e == "fatbin" || e == "partial");
+        let image = path
+            .extension()
+            .is_some_and(|e| e == "fatbin" || e == "partial");
         if image && !keep.contains(&path) {
             let _ = fs::remove_file(path);
         }

@@ -1,4 +1,5 @@
-// RMSNorm: out = x / sqrt(mean(x^2) + eps) * (weight + offset). One block a row; a row's sum has one order, whatever the row count.
+// RMSNorm: out = x / sqrt(mean(x^2) + eps) * (weight + offset). LayerNorm: out = (x - mean) / sqrt(var + eps) * weight + bias.
+// One block a row; a row's sums have one order, whatever the row count.
 #include "common.cuh"
 
 constexpr int THREADS = 256;
@@ -7,6 +8,7 @@ constexpr int THREADS = 256;
 DEVICE float block_sum(float v) {
   __shared__ float parts[THREADS / 32];
   v = warp_sum(v);
+  __syncthreads();  // a second sum must not overwrite what a slow warp still reads of the first
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
   __syncthreads();
   float sum = 0.f;
@@ -51,11 +53,36 @@ DEVICE void rms_norm_kernel(const T* x, const W* weight, T* out, int width, int 
   }
 }
 
+template <class T, class W>
+DEVICE void layer_norm_kernel(const T* x, const W* weight, const W* bias, T* out, int width, int heads, float eps) {
+  pdl_trigger();
+  x += (size_t)blockIdx.x * width;
+  out += (size_t)blockIdx.x * width;
+  weight += (size_t)(blockIdx.x % heads) * width;
+  if (bias) bias += (size_t)(blockIdx.x % heads) * width;
+  pdl_wait();
+  float sum = 0.f;
+  for (int k = threadIdx.x; k < width; k += THREADS) sum += to_float(x[k]);
+  const float mean = block_sum(sum) / (float)width;
+  float squares = 0.f;
+  for (int k = threadIdx.x; k < width; k += THREADS) {
+    const float d = to_float(x[k]) - mean;
+    squares = fmaf(d, d, squares);
+  }
+  const float scale = 1.f / sqrtf(block_sum(squares) / (float)width + eps);
+  for (int k = threadIdx.x; k < width; k += THREADS)
+    out[k] = from_float<T>((to_float(x[k]) - mean) * scale * to_float(weight[k]) + (bias ? to_float(bias[k]) : 0.f));
+}
+
 #define RMS_NORM(T, t, W, w)                                                                                       \
   extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_##t##_##w(const T* x, const W* weight, T* out,    \
                                                                            int width, int heads, float eps,        \
                                                                            float offset) {                         \
     rms_norm_kernel(x, weight, out, width, heads, eps, offset);                                                    \
+  }                                                                                                                \
+  extern "C" __global__ void __launch_bounds__(THREADS) layer_norm_##t##_##w(                                      \
+      const T* x, const W* weight, const W* bias, T* out, int width, int heads, float eps) {                       \
+    layer_norm_kernel(x, weight, bias, out, width, heads, eps);                                                    \
   }
 #define RMS_NORM_ALL(T, t)               \
   RMS_NORM(T, t, __half, f16)            \

@@ -46,31 +46,49 @@ static DEVICES: OnceLock<Vec<OnceLock<Result<Device, CudaError>>>> = OnceLock::n
 /// Every visible GPU, or the reason why there is none to use.
 pub fn devices() -> Result<Vec<DeviceInfo>, &'static Reason> {
     let driver = Driver::get()?;
-    Ok((0..driver.device_count()).filter_map(|i| describe(driver, i).ok().map(|(_, info)| info)).collect())
+    Ok((0..driver.device_count())
+        .filter_map(|i| describe(driver, i).ok().map(|(_, info)| info))
+        .collect())
 }
 
 impl Device {
     /// The GPU `index` (torch's numbering), its kernels loaded at the first call.
     pub fn get(index: u32) -> Result<&'static Self, CudaError> {
         let driver = Driver::get().map_err(|reason| CudaError::Unavailable(reason.to_string()))?;
-        let slots = DEVICES.get_or_init(|| (0..driver.device_count()).map(|_| OnceLock::new()).collect());
+        let slots = DEVICES.get_or_init(|| {
+            (0..driver.device_count())
+                .map(|_| OnceLock::new())
+                .collect()
+        });
         let slot = slots.get(index as usize).ok_or(CudaError::NoSuchDevice {
             index,
             count: driver.device_count(),
         })?;
-        slot.get_or_init(|| Self::open(driver, index)).as_ref().map_err(Clone::clone)
+        slot.get_or_init(|| Self::open(driver, index))
+            .as_ref()
+            .map_err(Clone::clone)
     }
 
     /// The kernel `name`, allowed `shared` bytes of dynamic shared memory.
     pub(crate) fn function(&self, name: &str, shared: u32) -> Result<CuFunction, CudaError> {
-        let function = self.functions.get(name).ok_or_else(|| CudaError::NoKernel(name.to_owned()))?;
+        let function = self
+            .functions
+            .get(name)
+            .ok_or_else(|| CudaError::NoKernel(name.to_owned()))?;
         // Up to 48 KB need no permission; beyond, the limit only ever grows.
         if shared > 48 * 1024 {
-            let mut allowed = function.shared.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut allowed = function
+                .shared
+                .lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner);
             if *allowed < shared {
                 // SAFETY: a live function handle and a documented attribute.
                 let code = unsafe {
-                    (self.driver.functions.function_attribute)(function.handle, ffi::FUNC_MAX_DYNAMIC_SHARED, shared as c_int)
+                    (self.driver.functions.function_attribute)(
+                        function.handle,
+                        ffi::FUNC_MAX_DYNAMIC_SHARED,
+                        shared as c_int,
+                    )
                 };
                 check(self.driver, code, "cuFuncSetAttribute", name)?;
                 *allowed = shared;
@@ -80,19 +98,39 @@ impl Device {
     }
 
     /// How many blocks of `threads` with `shared` bytes fit one multiprocessor.
-    pub fn blocks_per_multiprocessor(&self, name: &str, threads: u32, shared: u32) -> Result<u32, CudaError> {
+    pub fn blocks_per_multiprocessor(
+        &self,
+        name: &str,
+        threads: u32,
+        shared: u32,
+    ) -> Result<u32, CudaError> {
         let handle = self.function(name, shared)?;
         let mut blocks: c_int = 0;
         self.in_context(|| {
             // SAFETY: writes one int; the handle is live in the current context.
-            let code = unsafe { (self.driver.functions.occupancy)(&raw mut blocks, handle, threads as c_int, shared as usize) };
-            check(self.driver, code, "cuOccupancyMaxActiveBlocksPerMultiprocessor", name)
+            let code = unsafe {
+                (self.driver.functions.occupancy)(
+                    &raw mut blocks,
+                    handle,
+                    threads as c_int,
+                    shared as usize,
+                )
+            };
+            check(
+                self.driver,
+                code,
+                "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+                name,
+            )
         })?;
         Ok(blocks as u32)
     }
 
     /// Runs `work` with this device's context current, leaving the caller's choice as it was.
-    pub(crate) fn in_context<T>(&self, work: impl FnOnce() -> Result<T, CudaError>) -> Result<T, CudaError> {
+    pub(crate) fn in_context<T>(
+        &self,
+        work: impl FnOnce() -> Result<T, CudaError>,
+    ) -> Result<T, CudaError> {
         let functions = &self.driver.functions;
         let mut current: CuContext = std::ptr::null_mut();
         // SAFETY: writes one pointer.
@@ -126,7 +164,8 @@ impl Device {
             context,
             functions: HashMap::new(),
         };
-        device.functions = device.in_context(|| with_relaxed_capture(driver, || load_all(driver)))?;
+        device.functions =
+            device.in_context(|| with_relaxed_capture(driver, || load_all(driver)))?;
         Ok(device)
     }
 }
@@ -152,7 +191,10 @@ fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaE
     }
     let end = name.iter().position(|&b| b == 0).unwrap_or(256);
     let name = String::from_utf8_lossy(&name[..end]).into_owned();
-    let capability = (attribute(ffi::ATTRIBUTE_CC_MAJOR), attribute(ffi::ATTRIBUTE_CC_MINOR));
+    let capability = (
+        attribute(ffi::ATTRIBUTE_CC_MAJOR),
+        attribute(ffi::ATTRIBUTE_CC_MINOR),
+    );
     Ok((
         handle,
         DeviceInfo {
@@ -161,7 +203,8 @@ fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaE
             multiprocessors: attribute(ffi::ATTRIBUTE_MULTIPROCESSORS),
             shared_bytes_per_block: attribute(ffi::ATTRIBUTE_SHARED_OPTIN),
             memory_bytes: memory,
-            unsupported: (!runs_on(images::ARCHS, capability)).then(|| not_built_for(&name, capability)),
+            unsupported: (!runs_on(images::ARCHS, capability))
+                .then(|| not_built_for(&name, capability)),
             name,
         },
     ))
@@ -170,7 +213,11 @@ fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaE
 /// Whether one of `archs` runs on a card: the same major at an equal or lower minor; `a` only exactly; PTX on anything as new.
 fn runs_on(archs: &[&str], (major, minor): (i32, i32)) -> bool {
     archs.iter().any(|arch| {
-        let number: i32 = arch.trim_end_matches("+ptx").trim_end_matches('a').parse().unwrap_or(i32::MAX);
+        let number: i32 = arch
+            .trim_end_matches("+ptx")
+            .trim_end_matches('a')
+            .parse()
+            .unwrap_or(i32::MAX);
         if arch.ends_with('a') {
             return number == major * 10 + minor;
         }
@@ -184,7 +231,11 @@ fn runs_on(archs: &[&str], (major, minor): (i32, i32)) -> bool {
 fn not_built_for(name: &str, (major, minor): (i32, i32)) -> String {
     format!(
         "this build's kernels are for {}, and {name} is sm_{major}{minor}: rebuild with EXL_CUDA_ARCHS={major}{minor} (or `release`)",
-        images::ARCHS.iter().map(|a| format!("sm_{a}")).collect::<Vec<_>>().join(", ")
+        images::ARCHS
+            .iter()
+            .map(|a| format!("sm_{a}"))
+            .collect::<Vec<_>>()
+            .join(", ")
     )
 }
 
@@ -205,13 +256,18 @@ fn load_all(driver: &'static Driver) -> Result<HashMap<String, Function>, CudaEr
     for (file, image) in images::FATBINS {
         let mut module: ffi::CuModule = std::ptr::null_mut();
         // SAFETY: a complete fatbin made by nvcc; the driver copies it.
-        let code = unsafe { (driver.functions.module_load)(&raw mut module, image.as_ptr().cast::<c_void>()) };
+        let code = unsafe {
+            (driver.functions.module_load)(&raw mut module, image.as_ptr().cast::<c_void>())
+        };
         check(driver, code, "cuModuleLoadData", file)?;
         for name in crate::ops::kernels_of(file) {
             let mut handle: CuFunction = std::ptr::null_mut();
-            let symbol = CString::new(name.as_str()).map_err(|_| CudaError::NoKernel(name.clone()))?;
+            let symbol =
+                CString::new(name.as_str()).map_err(|_| CudaError::NoKernel(name.clone()))?;
             // SAFETY: a loaded module and a zero-terminated name.
-            let code = unsafe { (driver.functions.module_function)(&raw mut handle, module, symbol.as_ptr()) };
+            let code = unsafe {
+                (driver.functions.module_function)(&raw mut handle, module, symbol.as_ptr())
+            };
             check(driver, code, "cuModuleGetFunction", &name)?;
             let shared = Mutex::new(0);
             all.insert(name, Function { handle, shared });
@@ -227,8 +283,14 @@ mod tests {
     #[test]
     fn binary_and_ptx_compatibility() {
         assert!(runs_on(&["80"], (8, 6)) && runs_on(&["80"], (8, 0)) && !runs_on(&["86"], (8, 0)));
-        assert!(runs_on(&["90a"], (9, 0)) && !runs_on(&["90a"], (10, 0)) && !runs_on(&["75"], (8, 0)));
-        assert!(runs_on(&["120+ptx"], (12, 1)) && runs_on(&["120+ptx"], (13, 0)) && !runs_on(&["120+ptx"], (9, 0)));
+        assert!(
+            runs_on(&["90a"], (9, 0)) && !runs_on(&["90a"], (10, 0)) && !runs_on(&["75"], (8, 0))
+        );
+        assert!(
+            runs_on(&["120+ptx"], (12, 1))
+                && runs_on(&["120+ptx"], (13, 0))
+                && !runs_on(&["120+ptx"], (9, 0))
+        );
         assert!(!runs_on(&[], (9, 0)));
     }
 }

@@ -11,11 +11,15 @@ use crate::images;
 pub enum Reason {
     #[error("this build holds no CUDA kernels: {0}")]
     NotBuilt(String),
-    #[error("no NVIDIA driver: {library} cannot be opened ({detail}); install the NVIDIA driver, or use device \"cpu\"")]
+    #[error(
+        "no NVIDIA driver: {library} cannot be opened ({detail}); install the NVIDIA driver, or use device \"cpu\""
+    )]
     NoDriver { library: String, detail: String },
     #[error("the NVIDIA driver lacks {symbol}: update it to {needed} or newer")]
     Incomplete { symbol: String, needed: String },
-    #[error("the NVIDIA driver is too old: it supports CUDA {found}, these kernels need CUDA {needed} or newer; update the driver")]
+    #[error(
+        "the NVIDIA driver is too old: it supports CUDA {found}, these kernels need CUDA {needed} or newer; update the driver"
+    )]
     TooOld { found: String, needed: String },
     #[error("the NVIDIA driver sees no GPU ({detail}); check nvidia-smi and CUDA_VISIBLE_DEVICES")]
     NoDevice { detail: String },
@@ -63,10 +67,11 @@ impl Driver {
             return Err(Reason::NotBuilt(images::NOTE.to_owned()));
         }
         // SAFETY: loading the driver runs its initialisers, which every CUDA program does.
-        let handle = unsafe { libloading::Library::new(library) }.map_err(|e| Reason::NoDriver {
-            library: library.to_owned(),
-            detail: e.to_string(),
-        })?;
+        let handle =
+            unsafe { libloading::Library::new(library) }.map_err(|e| Reason::NoDriver {
+                library: library.to_owned(),
+                detail: e.to_string(),
+            })?;
         let functions = Functions::resolve(&handle).map_err(|symbol| Reason::Incomplete {
             symbol: symbol.to_owned(),
             needed: format!("one for CUDA {}", toolkit_major()),
@@ -111,7 +116,10 @@ impl Driver {
 
 /// A cubin runs on every driver of its CUDA major version, so the major is the floor.
 fn toolkit_major() -> i32 {
-    let digits: String = images::TOOLKIT.chars().take_while(char::is_ascii_digit).collect();
+    let digits: String = images::TOOLKIT
+        .chars()
+        .take_while(char::is_ascii_digit)
+        .collect();
     digits.parse().unwrap_or(13)
 }
 
@@ -151,10 +159,15 @@ mod tests {
         if images::FATBINS.is_empty() {
             return;
         }
-        let reason = Driver::open("libnot-a-driver.so.9").err().expect("no such library");
+        let reason = Driver::open("libnot-a-driver.so.9")
+            .err()
+            .expect("no such library");
         let text = reason.to_string();
         assert!(matches!(reason, Reason::NoDriver { .. }));
-        assert!(text.contains("libnot-a-driver.so.9") && text.contains("install"), "{text}");
+        assert!(
+            text.contains("libnot-a-driver.so.9") && text.contains("install"),
+            "{text}"
+        );
     }
 
     #[test]
@@ -163,7 +176,10 @@ mod tests {
             return;
         }
         let reason = Driver::open("libc.so.6").err().expect("not a driver");
-        assert!(matches!(&reason, Reason::Incomplete { symbol, .. } if symbol == "cuInit"), "{reason}");
+        assert!(
+            matches!(&reason, Reason::Incomplete { symbol, .. } if symbol == "cuInit"),
+            "{reason}"
+        );
     }
 
     #[test]

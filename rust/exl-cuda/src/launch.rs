@@ -17,7 +17,9 @@ pub enum CudaError {
     NoKernel(String),
     #[error("{what}: {limit}")]
     Argument { what: String, limit: String },
-    #[error("the stream belongs to another GPU than cuda:{index}, where the tensors are: make it current with torch.cuda.device")]
+    #[error(
+        "the stream belongs to another GPU than cuda:{index}, where the tensors are: make it current with torch.cuda.device"
+    )]
     ForeignStream { index: u32 },
     #[error("{call} failed for {what}: {name} ({text}){remedy}")]
     Driver {
@@ -30,7 +32,12 @@ pub enum CudaError {
 }
 
 /// Turns a driver code into an error that says what to do.
-pub(crate) fn check(driver: &Driver, code: CuResult, call: &'static str, what: &str) -> Result<(), CudaError> {
+pub(crate) fn check(
+    driver: &Driver,
+    code: CuResult,
+    call: &'static str,
+    what: &str,
+) -> Result<(), CudaError> {
     if code == CUDA_SUCCESS {
         return Ok(());
     }
@@ -70,11 +77,21 @@ impl Launch<'_> {
     /// # Safety
     /// The arguments must match the kernel's parameters in number, type and order, and every device address among them must stay
     /// valid until the stream has passed this launch.
-    pub unsafe fn run(&self, device: &Device, arguments: &mut [*mut c_void]) -> Result<(), CudaError> {
+    pub unsafe fn run(
+        &self,
+        device: &Device,
+        arguments: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
         if self.shared_bytes > device.info.shared_bytes_per_block as u32 {
             return Err(CudaError::Argument {
-                what: format!("{}: {} bytes of shared memory", self.kernel, self.shared_bytes),
-                limit: format!("a block of {} has {}", device.info.name, device.info.shared_bytes_per_block),
+                what: format!(
+                    "{}: {} bytes of shared memory",
+                    self.kernel, self.shared_bytes
+                ),
+                limit: format!(
+                    "a block of {} has {}",
+                    device.info.name, device.info.shared_bytes_per_block
+                ),
             });
         }
         let driver = device.driver;
@@ -82,10 +99,14 @@ impl Launch<'_> {
             let function = device.function(self.kernel, self.shared_bytes)?;
             let mut owner: CuContext = std::ptr::null_mut();
             // SAFETY: the caller's stream handle; writes one pointer.
-            let code = unsafe { (driver.functions.stream_context)(self.stream as ffi::CuStream, &raw mut owner) };
+            let code = unsafe {
+                (driver.functions.stream_context)(self.stream as ffi::CuStream, &raw mut owner)
+            };
             check(driver, code, "cuStreamGetCtx", "the given stream")?;
             if owner != device.context {
-                return Err(CudaError::ForeignStream { index: device.info.index });
+                return Err(CudaError::ForeignStream {
+                    index: device.info.index,
+                });
             }
             let attribute = ffi::LaunchAttribute {
                 id: ffi::LAUNCH_PROGRAMMATIC,
@@ -102,7 +123,14 @@ impl Launch<'_> {
                 attribute_count: u32::from(programmatic),
             };
             // SAFETY: by this function's contract; the driver copies the arguments before it returns.
-            let code = unsafe { (driver.functions.launch)(&raw const config, function, arguments.as_mut_ptr(), std::ptr::null_mut()) };
+            let code = unsafe {
+                (driver.functions.launch)(
+                    &raw const config,
+                    function,
+                    arguments.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            };
             check(driver, code, "cuLaunchKernelEx", self.kernel)
         })
     }

@@ -1,5 +1,8 @@
 //! Bindings of the `cuda` subject.
 
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
 use exl_cuda::ops::{Element, Target, elementwise, norm, rope};
 use exl_cuda::{CudaError, Driver, devices, images};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -10,7 +13,10 @@ use crate::tensor::{DType, Tensor};
 /// `exl_kernels.errors.DeviceError` with the text of `error`.
 pub fn device_error(py: Python<'_>, error: &CudaError) -> PyErr {
     let text = error.to_string();
-    match py.import("exl_kernels.errors").and_then(|m| m.getattr("DeviceError")?.call1((text,))) {
+    match py
+        .import("exl_kernels.errors")
+        .and_then(|m| m.getattr("DeviceError")?.call1((text,)))
+    {
         Ok(instance) => PyErr::from_value(instance),
         Err(broken) => broken,
     }
@@ -22,7 +28,9 @@ pub fn element(tensor: &Tensor, what: &str) -> PyResult<Element> {
         DType::F16 => Ok(Element::F16),
         DType::BF16 => Ok(Element::BF16),
         DType::F32 => Ok(Element::F32),
-        other => Err(PyTypeError::new_err(format!("{what}: dtype {other:?}, expected float16, bfloat16 or float32"))),
+        other => Err(PyTypeError::new_err(format!(
+            "{what}: dtype {other:?}, expected float16, bfloat16 or float32"
+        ))),
     }
 }
 
@@ -31,11 +39,15 @@ pub fn target(tensors: &[(&str, &Tensor)], stream: usize, programmatic: bool) ->
     let mut found: Option<(&str, u32)> = None;
     for (what, tensor) in tensors {
         let Some(device) = tensor.cuda else {
-            return Err(PyTypeError::new_err(format!("{what}: tensor is in CPU memory, expected a GPU")));
+            return Err(PyTypeError::new_err(format!(
+                "{what}: tensor is in CPU memory, expected a GPU"
+            )));
         };
         match found {
             Some((first, other)) if other != device => {
-                return Err(PyTypeError::new_err(format!("{what} is on cuda:{device} and {first} on cuda:{other}")));
+                return Err(PyTypeError::new_err(format!(
+                    "{what} is on cuda:{device} and {first} on cuda:{other}"
+                )));
             }
             _ => found = Some((what, device)),
         }
@@ -93,6 +105,47 @@ fn cuda_probe(py: Python<'_>) -> (Option<(i32, i32)>, Vec<DeviceRow>, Option<Str
     })
 }
 
+/// Checks what both norms share and launches.
+fn launch_norm(
+    py: Python<'_>,
+    x: &Tensor,
+    weight: &Tensor,
+    out: &Tensor,
+    eps: f32,
+    kind: norm::Kind,
+    to: Target,
+) -> PyResult<()> {
+    let width = x.shape.last().copied().unwrap_or(0);
+    expect(
+        out.shape == x.shape && out.dtype == x.dtype,
+        "out must have the shape and dtype of x",
+    )?;
+    expect(
+        width > 0 && weight.shape.last() == Some(&width),
+        "weight must have the width of x",
+    )?;
+    let (rows, heads) = (x.numel() / width, weight.numel() / width);
+    expect(
+        heads > 0 && rows % heads == 0,
+        "the rows of weight must divide the rows of x",
+    )?;
+    let op = norm::Norm {
+        input: x.ptr,
+        element: element(x, "x")?,
+        weight: weight.ptr,
+        weight_element: element(weight, "weight")?,
+        heads,
+        output: out.ptr,
+        rows,
+        width,
+        eps,
+        kind,
+    };
+    // SAFETY: torch owns the memory; sizes were checked above; torch keeps freed blocks alive for work queued on their stream.
+    py.detach(|| unsafe { norm::norm(to, &op) })
+        .map_err(|e| device_error(py, &e))
+}
+
 #[pyfunction]
 fn cuda_rms_norm(
     py: Python<'_>,
@@ -104,26 +157,45 @@ fn cuda_rms_norm(
     stream: usize,
     programmatic: bool,
 ) -> PyResult<()> {
-    let to = target(&[("x", &x), ("weight", &weight), ("out", &out)], stream, programmatic)?;
-    let width = x.shape.last().copied().unwrap_or(0);
-    expect(out.shape == x.shape && out.dtype == x.dtype, "out must have the shape and dtype of x")?;
-    expect(width > 0 && weight.shape.last() == Some(&width), "weight must have the width of x")?;
-    let (rows, heads) = (x.numel() / width, weight.numel() / width);
-    expect(heads > 0 && rows % heads == 0, "the rows of weight must divide the rows of x")?;
-    let op = norm::RmsNorm {
-        input: x.ptr,
-        element: element(&x, "x")?,
-        weight: weight.ptr,
-        weight_element: element(&weight, "weight")?,
-        heads,
-        output: out.ptr,
-        rows,
-        width,
+    let to = target(
+        &[("x", &x), ("weight", &weight), ("out", &out)],
+        stream,
+        programmatic,
+    )?;
+    launch_norm(
+        py,
+        &x,
+        &weight,
+        &out,
         eps,
-        weight_offset,
-    };
-    // SAFETY: torch owns the memory; sizes were checked above; torch keeps freed blocks alive for work queued on their stream.
-    py.detach(|| unsafe { norm::rms_norm(to, &op) }).map_err(|e| device_error(py, &e))
+        norm::Kind::Rms { weight_offset },
+        to,
+    )
+}
+
+#[pyfunction]
+#[pyo3(signature = (x, weight, bias, out, eps, stream, programmatic))]
+fn cuda_layer_norm(
+    py: Python<'_>,
+    x: Tensor,
+    weight: Tensor,
+    bias: Option<Tensor>,
+    out: Tensor,
+    eps: f32,
+    stream: usize,
+    programmatic: bool,
+) -> PyResult<()> {
+    let mut all = vec![("x", &x), ("weight", &weight), ("out", &out)];
+    if let Some(bias) = &bias {
+        expect(
+            bias.shape == weight.shape && bias.dtype == weight.dtype,
+            "bias must have the shape and dtype of weight",
+        )?;
+        all.push(("bias", bias));
+    }
+    let to = target(&all, stream, programmatic)?;
+    let bias = bias.as_ref().map_or(0, |b| b.ptr);
+    launch_norm(py, &x, &weight, &out, eps, norm::Kind::Layer { bias }, to)
 }
 
 #[pyfunction]
@@ -137,13 +209,34 @@ fn cuda_rope(
     stream: usize,
     programmatic: bool,
 ) -> PyResult<()> {
-    let to = target(&[("x", &x), ("cos", &cos), ("sin", &sin), ("positions", &positions)], stream, programmatic)?;
+    let to = target(
+        &[
+            ("x", &x),
+            ("cos", &cos),
+            ("sin", &sin),
+            ("positions", &positions),
+        ],
+        stream,
+        programmatic,
+    )?;
     expect(x.shape.len() == 3, "x must be [tokens, heads, head_dim]")?;
-    expect(cos.shape.len() == 2 && cos.shape == sin.shape, "cos and sin must both be [positions, rotated / 2]")?;
-    expect(cos.dtype == DType::F32 && sin.dtype == DType::F32, "cos and sin must be float32")?;
-    expect(positions.dtype == DType::I64 && positions.shape == x.shape[..1], "positions must be int64 [tokens]")?;
+    expect(
+        cos.shape.len() == 2 && cos.shape == sin.shape,
+        "cos and sin must both be [positions, rotated / 2]",
+    )?;
+    expect(
+        cos.dtype == DType::F32 && sin.dtype == DType::F32,
+        "cos and sin must be float32",
+    )?;
+    expect(
+        positions.dtype == DType::I64 && positions.shape == x.shape[..1],
+        "positions must be int64 [tokens]",
+    )?;
     let rotated = 2 * cos.shape[1];
-    expect(rotated <= x.shape[2], "cos has more columns than half of head_dim")?;
+    expect(
+        rotated <= x.shape[2],
+        "cos has more columns than half of head_dim",
+    )?;
     let op = rope::Rope {
         x: x.ptr,
         element: element(&x, "x")?,
@@ -158,7 +251,8 @@ fn cuda_rope(
         interleaved,
     };
     // SAFETY: as in `cuda_rms_norm`.
-    py.detach(|| unsafe { rope::apply(to, &op) }).map_err(|e| device_error(py, &e))
+    py.detach(|| unsafe { rope::apply(to, &op) })
+        .map_err(|e| device_error(py, &e))
 }
 
 #[pyfunction]
@@ -175,13 +269,21 @@ fn cuda_activation(
     let kind = match kind {
         "silu" => elementwise::Activation::Silu,
         "gelu" => elementwise::Activation::Gelu,
-        other => return Err(PyValueError::new_err(format!("kind = {other:?}: expected \"silu\" or \"gelu\""))),
+        "quickgelu" => elementwise::Activation::QuickGelu,
+        other => {
+            return Err(PyValueError::new_err(format!(
+                "kind = {other:?}: expected \"silu\", \"gelu\" or \"quickgelu\""
+            )));
+        }
     };
     let mut all = vec![("gate", &gate), ("out", &out)];
     all.extend(up.as_ref().map(|t| ("up", t)));
     for (what, tensor) in &all {
         let same = tensor.shape == gate.shape && tensor.dtype == gate.dtype;
-        expect(same, &format!("{what} must have the shape and dtype of gate"))?;
+        expect(
+            same,
+            &format!("{what} must have the shape and dtype of gate"),
+        )?;
     }
     let to = target(&all, stream, programmatic)?;
     let op = elementwise::Gated {
@@ -193,7 +295,8 @@ fn cuda_activation(
         kind,
     };
     // SAFETY: as in `cuda_rms_norm`.
-    py.detach(|| unsafe { elementwise::activation(to, &op) }).map_err(|e| device_error(py, &e))
+    py.detach(|| unsafe { elementwise::activation(to, &op) })
+        .map_err(|e| device_error(py, &e))
 }
 
 /// Adds this subject's functions and classes to the module.
@@ -201,6 +304,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(cuda_build, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_probe, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_rms_norm, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_layer_norm, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_rope, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_activation, m)?)
 }

@@ -1,7 +1,7 @@
-"""The CUDA side of the elementary operators. The public doors (`norm`, `rope`, `activation`) come here when `x.is_cuda`.
+"""The CUDA side of the elementary operators; `norm`, `rope` and `activation` come here when `x.is_cuda`.
 
-Every function launches on torch's current stream of the tensors' GPU and returns at once; inside `torch.cuda.graph` the launch is
-captured. Arithmetic is FP32, results are rounded once to the dtype of the activations.
+Every function launches on torch's current stream of the tensors' GPU and returns at once; inside `torch.cuda.graph` the
+launch is captured. Arithmetic is FP32, results are rounded once to the dtype of the activations.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from exl_kernels import _native
 from exl_kernels.device import programmatic_launch, require_cuda
-from exl_kernels.errors import DTypeError, ShapeError
+from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 
-__all__ = ["activation", "apply_rope", "gated_activation", "rms_norm"]
+__all__ = ["activation", "apply_rope", "gated_activation", "layer_norm", "rms_norm", "warm_up"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -60,14 +60,38 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
         DTypeError, ShapeError: an operand does not fit.
         DeviceError: the launch failed, or CUDA cannot be used.
     """
-    check_operand("x", x)
-    check_operand("weight", weight, x)
-    if weight.dim() not in (1, 2) or x.dim() < weight.dim() or x.shape[-weight.dim() :] != weight.shape:
-        raise ShapeError(f"weight is {tuple(weight.shape)}: expected the last one or two dimensions of x {tuple(x.shape)}")
+    _check_norm(x, weight)
     out = _output(out, x)
     if x.numel():
         _native.cuda_rms_norm(x, weight, out, eps, weight_offset, stream_of(x), programmatic_launch())
     return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension; shapes and errors as `rms_norm`.
+
+    bias: shape of the weight, or None; brought to the weight's dtype if it has another.
+    """
+    _check_norm(x, weight)
+    if bias is not None:
+        check_operand("bias", bias, x)
+        if bias.shape != weight.shape:
+            raise ShapeError(f"bias is {tuple(bias.shape)}: expected {tuple(weight.shape)}, as the weight")
+        if bias.dtype != weight.dtype:
+            weight, bias = weight.float(), bias.float()
+    out = _output(out, x)
+    if x.numel():
+        _native.cuda_layer_norm(x, weight, bias, out, eps, stream_of(x), programmatic_launch())
+    return out
+
+
+def _check_norm(x: Tensor, weight: Tensor) -> None:
+    check_operand("x", x)
+    check_operand("weight", weight, x)
+    if weight.dim() not in (1, 2) or x.dim() < weight.dim() or x.shape[-weight.dim() :] != weight.shape:
+        raise ShapeError(
+            f"weight is {tuple(weight.shape)}: expected the last one or two dimensions of x {tuple(x.shape)}"
+        )
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -76,14 +100,16 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interl
     Args:
         x: [T, H, D], float16, bfloat16 or float32, on a GPU.
         cos, sin: [S, R/2] float32; R <= D.
-        positions: [T] int64. A position outside 0..S-1 leaves its token unchanged (it cannot be checked without a read-back).
+        positions: [T] int64. A position outside 0..S-1 leaves its token unchanged: finding it would take a read-back.
         interleaved: pairs are (2i, 2i + 1) rather than (i, i + R/2).
     """
     check_operand("x", x)
     for name, table in (("cos", cos), ("sin", sin)):
         check_operand(name, table, x)
         if table.dim() != 2 or table.dtype != torch.float32 or table.shape != cos.shape:
-            raise ShapeError(f"{name} is {tuple(table.shape)} {table.dtype}: expected float32 [S, R/2], cos and sin alike")
+            raise ShapeError(
+                f"{name} is {tuple(table.shape)} {table.dtype}: expected float32 [S, R/2], cos and sin alike"
+            )
     if x.dim() != 3 or 2 * cos.shape[1] > x.shape[2]:
         raise ShapeError(f"x is {tuple(x.shape)}: expected [T, H, D] with D >= R = {2 * cos.shape[1]}")
     if positions.device != x.device or positions.dtype != torch.int64:
@@ -95,8 +121,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interl
     return x
 
 
-def gated_activation(gate: Tensor, up: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
-    """f(gate) * up, elementwise; `kind` is "silu" or "gelu" (tanh approximation). `out` may be gate or up."""
+def gated_activation(gate: Tensor, up: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+    """f(gate) * up, elementwise; `kind` is "silu", "gelu" (tanh form) or "quickgelu". `out` may be gate or up."""
+    _check_kind(kind)
     check_operand("gate", gate)
     check_operand("up", up, gate)
     if up.shape != gate.shape or up.dtype != gate.dtype:
@@ -106,12 +133,18 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str, out: Tensor | None = N
     return out
 
 
-def activation(x: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
-    """f(x), elementwise; `kind` is "silu" or "gelu" (tanh approximation). `out` may be x."""
+def activation(x: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+    """f(x), elementwise; `kind` is "silu", "gelu" (tanh approximation) or "quickgelu". `out` may be x."""
+    _check_kind(kind)
     check_operand("x", x)
     out = _output(out, x)
     _native.cuda_activation(x, None, out, kind, stream_of(x), programmatic_launch())
     return out
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in ("silu", "gelu", "quickgelu"):
+        raise UnsupportedError(f"unknown activation {kind!r}, expected one of silu, gelu, quickgelu")
 
 
 def warm_up(device: torch.device | str | int = "cuda") -> torch.device:

@@ -93,6 +93,6 @@ def programmatic_launch() -> bool:
 
 
 def set_programmatic_launch(enabled: bool) -> None:
-    """Turns programmatic dependent launch on (the default) or off; EXL_CUDA_PDL=0 does the same. Results do not change."""
-    global _programmatic  # noqa: PLW0603
+    """Turns programmatic dependent launch on (the default) or off, as EXL_CUDA_PDL=0 does. Results do not change."""
+    global _programmatic
     _programmatic = bool(enabled)

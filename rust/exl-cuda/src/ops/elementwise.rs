@@ -5,11 +5,12 @@ use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 
-/// The functions; `Gelu` is the tanh approximation.
+/// The functions; `Gelu` is the tanh approximation, `QuickGelu` x * sigmoid(1.702 x).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     Silu,
     Gelu,
+    QuickGelu,
 }
 
 /// Operands of [`activation`]: device addresses of `count` contiguous elements.
@@ -44,7 +45,10 @@ pub unsafe fn activation(to: Target, op: &Gated) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
     let kernel = name(op.element);
     // A grid-stride loop: enough blocks to fill the card, never more than the work.
-    let blocks = op.count.div_ceil(256 * 8).min(device.info.multiprocessors as usize * 8);
+    let blocks = op
+        .count
+        .div_ceil(256 * 8)
+        .min(device.info.multiprocessors as usize * 8);
     let launch = Launch {
         kernel: &kernel,
         grid: [blocks as u32, 1, 1],

@@ -59,7 +59,17 @@ pub unsafe fn apply(to: Target, op: &Rope) -> Result<(), CudaError> {
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![op.x, op.cos, op.sin, op.positions, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]];
+    let mut arguments = kernel_arguments![
+        op.x,
+        op.cos,
+        op.sin,
+        op.positions,
+        sizes[0],
+        sizes[1],
+        sizes[2],
+        sizes[3],
+        sizes[4]
+    ];
     // SAFETY: the order is that of `rope_kernel`; validity is the caller's promise.
     unsafe { launch.run(device, &mut arguments) }
 }
