@@ -1,1 +1,29 @@
-"""To be filled."""
+"""Load and run EXL2, GPTQ and float language models: config, architectures, cache, tokenizer (spec core.md)."""
+
+from . import errors
+from .attn_params import AttentionParams, PagedParams
+from .cache import (
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_8bit,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_Q6,
+    ExLlamaV2Cache_Q8,
+    ExLlamaV2CacheBase,
+)
+from .config import ExLlamaV2Config
+from .model import ExLlamaV2
+
+__all__ = [
+    "AttentionParams",
+    "ExLlamaV2",
+    "ExLlamaV2Cache",
+    "ExLlamaV2CacheBase",
+    "ExLlamaV2Cache_8bit",
+    "ExLlamaV2Cache_Q4",
+    "ExLlamaV2Cache_Q6",
+    "ExLlamaV2Cache_Q8",
+    "ExLlamaV2Config",
+    "PagedParams",
+    "errors",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,319 @@
+"""What all caches share: allocation beside the model's layers, page views, copying and accounting (spec core.md 8)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from exl_kernels.kv import KVKind, KVPages, load_kv, store_kv
+
+from ..errors import CacheError, InputError, ModelStateError
+
+if TYPE_CHECKING:
+    from ..model import ExLlamaV2
+
+__all__ = ["ExLlamaV2CacheBase"]
+
+
+class ExLlamaV2CacheBase:
+    """Keys and values of `batch_size` sequences of up to `max_seq_len` tokens, one pair of tensors a layer.
+
+    Use a subclass. Storage of a layer is [batch_size, max_seq_len, kv_heads, stored elements]; the same memory is read
+    as pages by the paged generator. Tokens are stored one by one: appending never re-encodes what is already there.
+    An eager cache needs a loaded model (ModelStateError otherwise), because its tensors live beside the layers; a lazy
+    one gets its tensors from `update_cache_tensors()`, which `load_autosplit` calls.
+    """
+
+    kind: ClassVar[KVKind]
+    wbits: ClassVar[int | None] = None  # 4, 6 or 8 for the quantized classes
+    weights_per_element_k: ClassVar[int] = 1  # stored values per element of the tensor
+    weights_per_element_v: ClassVar[int] = 1
+    dtype: ClassVar[torch.dtype] = torch.uint8
+    has_scales: ClassVar[bool] = False
+    q_block: ClassVar[int] = 1  # tokens are encoded one by one, so nothing has to be rounded
+
+    def __init__(
+        self,
+        model: ExLlamaV2,
+        batch_size: int = 1,
+        max_seq_len: int = -1,
+        copy_from: ExLlamaV2CacheBase | None = None,
+        lazy: bool = False,
+        num_key_value_heads: int | None = None,
+        fixed_device: str | int | None = None,
+    ) -> None:
+        config = model.config
+        self.model = model
+        self.batch_size = _at_least_one("batch_size", batch_size)
+        self.max_seq_len = config.max_seq_len if max_seq_len == -1 else _at_least_one("max_seq_len", max_seq_len)
+        self.num_key_value_heads = num_key_value_heads or config.num_key_value_heads
+        self.num_hidden_layers = config.num_hidden_layers
+        self.head_dim = config.head_dim
+        self.fixed_device = fixed_device
+        self.current_seq_len = 0
+        self._layers: list[KVPages | None] = [None] * self.num_hidden_layers
+        self._views: dict[tuple[int, int], KVPages] = {}
+        self._temp: tuple[Tensor, Tensor] | None = None
+        self.create_state_tensors(copy_from, lazy)
+
+    # ------------------------------------------------------------------------------------------------------- storage
+
+    def create_state_tensors(self, copy_from: ExLlamaV2CacheBase | None, lazy: bool = False) -> None:
+        """Zeroed tensors on each layer's device, or clones of `copy_from`'s, or nothing yet if `lazy`."""
+        if copy_from is not None:
+            if lazy:
+                raise CacheError("a cache cannot be lazy and copy_from another one at the same time")
+            self._check_same_layout(copy_from)
+            self._layers = [_clone_pages(p) for p in copy_from._layers]
+            self.current_seq_len = copy_from.current_seq_len
+        elif not lazy:
+            if not self.model.loaded:
+                raise ModelStateError(
+                    f"{type(self).__name__}: load the model before creating its cache, or pass lazy=True and load with "
+                    "load_autosplit(cache)"
+                )
+            self.update_cache_tensors()
+        self._views.clear()
+
+    def update_cache_tensors(self) -> None:
+        """Give every layer of `model.cache_map` zeroed tensors on its device, unless it has them there already."""
+        for layer, device in self.model.cache_map.items():
+            device = str(self.fixed_device) if self.fixed_device is not None else device
+            pages = self._layers[layer]
+            if pages is None or pages.device != torch.device(device):
+                self._layers[layer] = KVPages.allocate(
+                    self.kind, self.batch_size, self.max_seq_len, self.num_key_value_heads, self.head_dim, device
+                )
+        self._views.clear()
+
+    def pages(self, layer_idx: int, page_size: int) -> KVPages:
+        """Layer `layer_idx` as pages of `page_size` tokens: the same memory, [batch * max_seq_len / page_size, ...]."""
+        view = self._views.get((layer_idx, page_size))
+        if view is None:
+            view = self._views[layer_idx, page_size] = self._storage(layer_idx).repaged(page_size)
+        return view
+
+    @property
+    def key_states(self) -> list[Tensor | None]:
+        """Stored keys of each layer; None where a lazy cache has no tensors yet."""
+        return [None if p is None else p.key for p in self._layers]
+
+    @property
+    def value_states(self) -> list[Tensor | None]:
+        """Stored values of each layer."""
+        return [None if p is None else p.value for p in self._layers]
+
+    @property
+    def key_scales(self) -> list[Tensor | None]:
+        """Scales of the keys of each layer; None for formats without."""
+        return [None if p is None else p.key_scales for p in self._layers]
+
+    @property
+    def value_scales(self) -> list[Tensor | None]:
+        """Scales of the values of each layer; None for formats without."""
+        return [None if p is None else p.value_scales for p in self._layers]
+
+    def all_tensors(self) -> list[Tensor]:
+        """Every storage tensor: keys of all layers, values, then scales."""
+        columns = (self.key_states, self.value_states, self.key_scales, self.value_scales)
+        return [t for column in columns for t in column if t is not None]
+
+    def footprint(self) -> list[int]:
+        """Bytes on each device: index i is device i, the CPU counts as device 0."""
+        totals: list[int] = []
+        tensors = [*self.all_tensors(), *(self._temp or ())]
+        for t in tensors:
+            index = t.device.index or 0
+            totals += [0] * (index + 1 - len(totals))
+            totals[index] += t.nbytes
+        return totals
+
+    # ------------------------------------------------------------------------------------------------------- content
+
+    def reset(self) -> None:
+        """Forget the content: the next forward starts at position 0."""
+        self.current_seq_len = 0
+
+    def clone(self) -> Self:
+        """A new cache of the same class with copies of all tensors and the same length."""
+        return type(self)(
+            self.model,
+            self.batch_size,
+            self.max_seq_len,
+            copy_from=self,
+            num_key_value_heads=self.num_key_value_heads,
+            fixed_device=self.fixed_device,
+        )
+
+    def copy_states(
+        self,
+        target: ExLlamaV2CacheBase,
+        from_column: int,
+        from_columns: int,
+        to_column: int,
+        to_columns: int,
+        from_row: int,
+        from_rows: int,
+        to_row: int,
+        to_rows: int,
+    ) -> None:
+        """Copy tokens [from_column, +from_columns) of one row into `to_rows` rows of `target`, as stored."""
+        if from_rows != 1:
+            raise CacheError(f"copy_states: from_rows is {from_rows}, must be 1")
+        if from_columns != to_columns:
+            raise CacheError(f"copy_states: from_columns {from_columns} and to_columns {to_columns} must be equal")
+        if target.kind != self.kind:
+            raise CacheError(f"copy_states: {type(self).__name__} cannot be copied into {type(target).__name__}")
+        for cache, column, row, rows in ((self, from_column, from_row, 1), (target, to_column, to_row, to_rows)):
+            inside = 0 <= column <= column + from_columns <= cache.max_seq_len
+            if not (inside and rows >= 0 and 0 <= row <= row + rows <= cache.batch_size):
+                raise CacheError(
+                    f"copy_states: columns {column}..{column + from_columns}, rows {row}..{row + rows} are outside a "
+                    f"cache of {cache.batch_size} rows of {cache.max_seq_len} tokens"
+                )
+        for source, destination in zip(self.all_tensors(), target.all_tensors(), strict=True):
+            part = source[from_row : from_row + 1, from_column : from_column + from_columns]
+            part = part.clone() if source is destination else part
+            destination[to_row : to_row + to_rows, to_column : to_column + to_columns].copy_(
+                part.expand(to_rows, -1, -1, -1)
+            )
+
+    def get_kv_state(
+        self,
+        layer_idx: int,
+        batch_size: int,
+        offset: int,
+        width: int,
+        page_size: int = 0,
+        cache_seqlens: Tensor | None = None,
+        block_table: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Half tensors [batch, max_seq_len, kv_heads, head_dim] of a layer's keys and values.
+
+        FP16 gives the storage itself. Other formats decode tokens [offset, offset + width) of the first `batch_size`
+        rows, or with `page_size` the stored tokens of every sequence in `block_table`, into a pair of tensors that all
+        layers share.
+        """
+        storage = self._storage(layer_idx)
+        if self.kind == "fp16":
+            return storage.key, storage.value
+        keys, values = self._temp_pair(storage.device)
+        slots = self._slots(batch_size, offset, width, page_size, cache_seqlens, block_table, new_tokens=False)
+        if slots.numel():
+            k, v = load_kv(self._flat(layer_idx), slots)
+            keys.view(-1, *keys.shape[2:])[slots] = k.half()
+            values.view(-1, *values.shape[2:])[slots] = v.half()
+        return keys, values
+
+    def store_kv_state(
+        self,
+        layer_idx: int,
+        batch_size: int,
+        offset: int,
+        width: int,
+        page_size: int = 0,
+        cache_seqlens: Tensor | None = None,
+        block_table: Tensor | None = None,
+    ) -> None:
+        """Encode the region from the pair that `get_kv_state` gave. Nothing to do for FP16.
+
+        With `page_size` the region is the `width` tokens after `cache_seqlens` of every sequence.
+        """
+        storage = self._storage(layer_idx)
+        if self.kind == "fp16":
+            return
+        keys, values = self._temp_pair(storage.device)
+        slots = self._slots(batch_size, offset, width, page_size, cache_seqlens, block_table, new_tokens=True)
+        if slots.numel():
+            k = keys.view(-1, *keys.shape[2:])[slots].float()
+            v = values.view(-1, *values.shape[2:])[slots].float()
+            store_kv(self._flat(layer_idx), k, v, slots)
+
+    def touch_device(self, device: str | torch.device) -> None:
+        """Create the pair of half tensors that `get_kv_state` decodes into."""
+        if self.kind != "fp16":
+            self._temp_pair(torch.device(device))
+
+    @property
+    def temp_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """device -> (keys, values) that `get_kv_state` decodes into; empty until it is first used."""
+        return {} if self._temp is None else {str(self._temp[0].device): self._temp}
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    def _storage(self, layer_idx: int) -> KVPages:
+        pages = self._layers[layer_idx]
+        if pages is None:
+            raise ModelStateError(
+                "this lazy cache has no tensors yet: load the model with load_autosplit(cache), or call "
+                "cache.update_cache_tensors() after model.load()"
+            )
+        return pages
+
+    def _flat(self, layer_idx: int) -> KVPages:
+        return self.pages(layer_idx, self.max_seq_len)
+
+    def _temp_pair(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._temp is None or self._temp[0].device != device:
+            shape = (self.batch_size, self.max_seq_len, self.num_key_value_heads, self.head_dim)
+            self._temp = (
+                torch.zeros(shape, dtype=torch.half, device=device),
+                torch.zeros(shape, dtype=torch.half, device=device),
+            )
+        return self._temp
+
+    def _slots(
+        self,
+        batch_size: int,
+        offset: int,
+        width: int,
+        page_size: int,
+        cache_seqlens: Tensor | None,
+        block_table: Tensor | None,
+        *,
+        new_tokens: bool,
+    ) -> Tensor:
+        """Token numbers (row * max_seq_len + column) of a region, in contiguous or paged terms."""
+        if not page_size:
+            if batch_size > self.batch_size or offset < 0 or width < 0 or offset + width > self.max_seq_len:
+                raise CacheError(
+                    f"tokens {offset}..{offset + width} of {batch_size} rows are outside a cache of "
+                    f"{self.batch_size} rows of {self.max_seq_len} tokens"
+                )
+            rows = torch.arange(batch_size)[:, None] * self.max_seq_len
+            return (rows + torch.arange(offset, offset + width)).reshape(-1)
+        if cache_seqlens is None or block_table is None:
+            raise InputError("cache_seqlens and block_table are needed together with page_size")
+        parts = []
+        for pages, stored in zip(block_table.long(), cache_seqlens.long(), strict=True):
+            span = torch.arange(int(stored), int(stored) + width) if new_tokens else torch.arange(int(stored))
+            parts.append(pages[span // page_size] * page_size + span % page_size)
+        return torch.cat(parts)
+
+    def _check_same_layout(self, other: ExLlamaV2CacheBase) -> None:
+        mine = (self.kind, self.batch_size, self.max_seq_len, self.num_key_value_heads, self.head_dim)
+        theirs = (other.kind, other.batch_size, other.max_seq_len, other.num_key_value_heads, other.head_dim)
+        if mine != theirs or self.num_hidden_layers != other.num_hidden_layers:
+            raise CacheError(f"copy_from: format and shape {theirs} differ from {mine}")
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CacheError(f"{name} is {value!r}, must be an int of at least 1")
+    return value
+
+
+def _clone_pages(pages: KVPages | None) -> KVPages | None:
+    if pages is None:
+        return None
+    ks, vs = pages.key_scales, pages.value_scales
+    return KVPages(
+        pages.kind,
+        pages.head_dim,
+        pages.key.clone(),
+        pages.value.clone(),
+        None if ks is None else ks.clone(),
+        None if vs is None else vs.clone(),
+    )

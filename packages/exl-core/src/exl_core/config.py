@@ -1,0 +1,408 @@
+"""ExLlamaV2Config: what a model folder says about its model, and what the caller wants of it (spec core.md 2)."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from .architectures import Architecture, find_architecture
+from .architectures.llama import LLAMA
+from .errors import ConfigError, ConfigFileError, ConfigTypeError, MissingTensorError, UnsupportedError
+from .json_reader import REQUIRED, JsonReader, read_json_file
+from .loading.checkpoint import Checkpoint
+from .rope import RopeSettings
+from .rope_config import read_rope
+
+__all__ = ["CPU_MATMUL_MODES", "ExLlamaV2Config"]
+
+log = logging.getLogger(__name__)
+
+CPU_MATMUL_MODES = ("int8", "exact")
+VOCAB_PADDING = 32  # logits have this many columns' granularity
+
+
+def _env(name: str) -> bool:
+    return name in os.environ
+
+
+class ExLlamaV2Config:
+    """Reads `model_dir` at construction if given, else when `prepare()` is called. Set overrides before the model.
+
+    Raises ConfigError and its subclasses for whatever is wrong with config.json, UnsupportedArchitectureError for a
+    family without code here, FormatError for a broken weight file, MissingTensorError for an incomplete one.
+    """
+
+    # Settable by the user
+    model_dir: str | None = None
+    max_seq_len: int = 2048  # maximum context, positions
+    max_batch_size: int = 1
+    max_input_len: int = 2048  # tokens per forward chunk at batch 1
+    max_attention_size: int = (
+        2048**2
+    )  # limit of (past + q) * q per chunk, only when both fused back ends are switched off
+    max_output_len: int | None = None  # most positions that one chunk may produce logits for
+    scale_pos_emb: float = 1.0  # linear RoPE divisor
+    scale_alpha_value: float = 1.0  # NTK alpha
+    no_flash_attn: bool = False
+    no_xformers: bool = False
+    no_sdpa: bool = False
+    no_graphs: bool = False
+    load_in_q4: bool = False  # refused: UnsupportedError at load
+    max_dq_size: int = 512 * 1024**2
+    fasttensors: bool = False  # deprecated, ignored
+    allow_unknown_architecture: str | None = None  # load an unknown `architectures[0]` as this supported one
+    cpu_matmul: str = "int8"  # "int8" (fast) or "exact" (float32, the oracle); environment EXL_CPU_MATMUL
+
+    # Read from config.json
+    architecture: str = ""
+    arch: Architecture = LLAMA
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None  # the first of eos_token_ids
+    pad_token_id: int | None = None
+    vocab_size: int = 0
+    initializer_range: float = 0.02
+    num_hidden_layers: int = 0
+    norm_eps: float = 1e-5
+    hidden_size: int = 0
+    num_attention_heads: int = 0
+    head_dim: int = 0
+    num_key_value_heads: int = 0
+    num_key_value_groups: int = 1
+    use_qk_norm: bool = False
+    query_pre_attn_scalar: float | None = None
+    attention_multiplier: float | None = None
+    intermediate_size: int = 0
+    num_experts: int | None = None
+    num_experts_per_token: int | None = None
+    logit_scale: float = 1.0
+    scale_emb: float = 1.0
+    scale_depth: float = 1.0
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    norm_head: bool | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    activation: Literal["silu", "gelu"] = "silu"
+    max_position_embeddings: int = 2048  # as in the file; max_seq_len is the caller's copy
+    original_max_seq_len: int = 2048
+    sliding_window: int = 0  # 0 where no layer slides
+    sliding_window_pattern: int = 1
+    partial_rotary_factor: float = 1.0
+    rotary_embedding_base: float = 10000.0
+    rotary_embedding_base_alt: float | None = None
+    scale_pos_emb_alt: float | None = None
+    pos_id_index: int = 0
+    alt_rope_method: str | None = None  # None, "llama3" or "yarn"
+    l3_rope_factor: float | None = None
+    l3_rope_low_freq_factor: float | None = None
+    l3_rope_high_freq_factor: float | None = None
+    l3_rope_original_max_position_embeddings: int | None = None
+    yarn_rope_factor: float | None = None
+    yarn_rope_original_max_position_embeddings: int | None = None
+    yarn_rope_attention_factor: float | None = None
+    yarn_rope_beta_fast: float = 32.0
+    yarn_rope_beta_slow: float = 1.0
+    yarn_rope_mscale: float | None = None
+    yarn_rope_mscale_all_dim: float | None = None
+    yarn_rope_truncate: bool = True
+    mrope_section: list[int] | None = None
+    quant_method: str | None = None  # quantization_config.quant_method: informative, the tensors decide
+    gptq_bits: int = 4
+    gptq_group_size: int | None = None
+    checkpoint_offset_qzeros: bool = False
+    checkpoint_fused_mlp: bool = False
+    checkpoint: Checkpoint | None = None
+
+    def __init__(self, model_dir: str | os.PathLike[str] | None = None) -> None:
+        self.no_flash_attn = _env("EXLLAMA_NO_FLASH_ATTN")
+        self.no_xformers = _env("EXLLAMA_NO_XFORMERS")
+        self.no_sdpa = _env("EXLLAMA_NO_SDPA")
+        self.no_graphs = _env("EXLLAMA_NO_GRAPHS")
+        self.cpu_matmul = os.environ.get("EXL_CPU_MATMUL") or "int8"
+        self.eos_token_ids: list[int] = []
+        self.layer_windows: list[int] = []  # sliding window of each layer, 0 = full attention
+        self.generation_config: dict[str, Any] | None = None
+        self.tensor_file_map: dict[str, str] = {}  # tensor name -> file
+        self.tensor_files: list[str] = []
+        if model_dir is not None:
+            self.model_dir = os.fspath(model_dir)
+            self.prepare()
+
+    def prepare(self, no_tensors: bool = False) -> None:
+        """Read config.json, generation_config.json and, unless `no_tensors`, the headers of all weight files."""
+        if self.model_dir is None:
+            raise ConfigError("No model_dir specified in ExLlamaV2Config: set config.model_dir first")
+        folder = Path(self.model_dir)
+        if not folder.is_dir():
+            raise ConfigFileError(f"Can't find {folder}: not a folder")
+        file = folder / "config.json"
+        read = JsonReader(read_json_file(file), file)
+        self._read_architecture(read)
+        self._read_tokens(read, folder)
+        self._read_shape(read)
+        self._read_scales(read)
+        self._read_lengths(read)
+        read_rope(self, read, self.arch.rope_theta)
+        self._read_quantization(read)
+        if not no_tensors:
+            self._scan_tensors(folder)
+
+    def set_low_mem(self) -> None:
+        """Smaller chunks and head buffers: slower prompts, less memory."""
+        self.max_input_len = 1024
+        self.max_attention_size = 1024**2
+        if self.max_output_len is not None:
+            self.max_output_len = min(self.max_output_len, 1024)
+
+    def arch_compat_overrides(self, quiet: bool = False, warn_only: bool = False) -> None:
+        """Switch off attention back ends that the model cannot use. Ours runs every supported model: nothing to do."""
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Columns of the logits: vocab_size rounded up to a multiple of 32."""
+        return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on q.k before the softmax (spec core.md 6.3)."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
+        return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+
+    def rope_settings(self) -> RopeSettings:
+        """The rotation this configuration asks for, overrides of the caller included."""
+        rotary_dim = int(self.head_dim * self.partial_rotary_factor)
+        if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
+            raise ConfigError(
+                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} rotates {rotary_dim} "
+                "dimensions; that must be an even number between 2 and head_dim"
+            )
+        for name in ("scale_pos_emb", "scale_alpha_value", "rotary_embedding_base"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} is {value}, must be a positive number")
+        common: dict[str, Any] = {
+            "theta": self.rotary_embedding_base,
+            "rotary_dim": rotary_dim,
+            "max_positions": self.max_seq_len,
+            "position_scale": self.scale_pos_emb,
+            "alpha": self.scale_alpha_value,
+        }
+        if self.alt_rope_method is None:
+            return RopeSettings(**common)
+        if self.alt_rope_method == "llama3":
+            return RopeSettings(**common, method="llama3", **self._llama3_fields())
+        if self.alt_rope_method == "yarn":
+            return RopeSettings(**common, method="yarn", **self._yarn_fields())
+        raise UnsupportedError(f'alt_rope_method {self.alt_rope_method!r} is not built; use None, "llama3" or "yarn"')
+
+    def check_for_load(self) -> None:
+        """Refuse settings that no code here can honour, before anything is allocated."""
+        if self.load_in_q4:
+            raise UnsupportedError("load_in_q4 is not built in this version: convert the model to EXL2 instead")
+        if self.cpu_matmul not in CPU_MATMUL_MODES:
+            raise ConfigError(f"cpu_matmul is {self.cpu_matmul!r}, must be one of {', '.join(CPU_MATMUL_MODES)}")
+        for name in ("max_seq_len", "max_batch_size", "max_input_len", "max_attention_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigTypeError(f"{name} is {value!r}, must be an int")
+            if value < 1:
+                raise ConfigError(f"{name} is {value}, must be at least 1")
+
+    # ------------------------------------------------------------------------------------------- sections of the file
+
+    def _read_architecture(self, read: JsonReader) -> None:
+        names = read.listing("architectures")
+        if not names or not all(isinstance(n, str) for n in names):
+            raise ConfigTypeError(f"{read.file}: architectures must be a non-empty list of strings, not {names!r}")
+        errors: list[Exception] = []
+        for name in names:
+            try:
+                self.arch = find_architecture(name, self.allow_unknown_architecture)
+            except UnsupportedError as e:
+                errors.append(e)
+                continue
+            self.architecture = name
+            break
+        else:
+            raise errors[0]
+        if self.arch.name != self.architecture:
+            log.warning("architecture %s is loaded as %s on request", self.architecture, self.arch.name)
+
+    def _read_tokens(self, read: JsonReader, folder: Path) -> None:
+        self.bos_token_id = read.integer("bos_token_id", default=None)
+        self.pad_token_id = read.integer("pad_token_id", default=None)
+        self.eos_token_ids = _id_list(read, "eos_token_id")
+        self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
+        self.generation_config = None
+        file = folder / "generation_config.json"
+        if file.exists():
+            ids = _id_list(JsonReader(read_json_file(file), file), "eos_token_id")
+            self.generation_config = {"eos_token_id": ids or None}
+            self.eos_token_ids += [i for i in ids if i not in self.eos_token_ids]
+
+    def _read_shape(self, read: JsonReader) -> None:
+        def count(*keys: str, default: Any = REQUIRED) -> Any:
+            return read.integer(*keys, default=default, text=True, minimum=1)
+
+        arch = self.arch
+        self.vocab_size = count("vocab_size")
+        self.num_hidden_layers = count("num_hidden_layers", "n_layers", "n_layer")
+        self.hidden_size = count("hidden_size", "d_model", "n_embd")
+        self.intermediate_size = count("intermediate_size", "ffn_config->ffn_hidden_size", "n_inner")
+        head_dim = count("head_dim", default=None)
+        default_heads = self.hidden_size // head_dim if head_dim else REQUIRED
+        self.num_attention_heads = count("num_attention_heads", "n_heads", "n_head", default=default_heads)
+        self.head_dim = head_dim or self.hidden_size // self.num_attention_heads
+        self.num_key_value_heads = count(
+            "num_key_value_heads", "attn_config->kv_n_heads", default=self.num_attention_heads
+        )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"{read.file}: num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        self.num_key_value_groups = self.num_attention_heads // self.num_key_value_heads
+        self.norm_eps = read.number(*arch.norm_eps_keys, text=True) if arch.norm_eps_keys else 1e-5
+        self.initializer_range = read.number("initializer_range", default=0.02, text=True)
+        self.tie_word_embeddings = read.boolean("tie_word_embeddings", default=arch.tied_head, text=True)
+        attention_bias = read.boolean("attention_bias", default=False, text=True)
+        from_file = attention_bias and not (arch.qkv_bias or arch.o_bias)
+        self.qkv_bias, self.o_bias = arch.qkv_bias or from_file, arch.o_bias or from_file
+        self.mlp_bias = arch.mlp_bias or read.boolean("mlp_bias", default=False, text=True)
+        self.activation = _activation(read, arch)
+
+    def _read_scales(self, read: JsonReader) -> None:
+        self.use_qk_norm = read.boolean("use_qk_norm", default=False, text=True)
+        self.query_pre_attn_scalar = read.number("query_pre_attn_scalar", default=None, text=True)
+        self.attention_multiplier = read.number("attention_multiplier", default=None, text=True)
+        self.attn_logit_softcapping = read.number("attn_logit_softcapping", default=None, text=True)
+        self.final_logit_softcapping = read.number("final_logit_softcapping", default=None, text=True)
+        self.norm_head = read.boolean("norm_head", default=None)
+        self.logit_scale = read.number("logit_scale", default=1.0, text=True)
+        self.scale_emb = read.number("scale_emb", "embedding_multiplier", default=1.0, text=True)
+        depth = read.number("scale_depth", default=None)
+        self.scale_depth = 1.0 if depth is None else depth / math.sqrt(self.num_hidden_layers)
+        self.scale_depth = read.number("residual_multiplier", default=self.scale_depth, text=True)
+        divisor = read.number("logits_scaling", default=None, text=True)
+        if divisor:
+            self.logit_scale = 1.0 / divisor
+        for unbuilt in ("use_qk_norm", "norm_head"):
+            if getattr(self, unbuilt):
+                raise UnsupportedError(f"{read.file}: {unbuilt} is set, which {self.arch.name} does not have here")
+
+    def _read_lengths(self, read: JsonReader) -> None:
+        self.max_position_embeddings = read.integer(
+            *("max_sequence_length", "model_max_length", "max_position_embeddings", "max_seq_len", "n_positions"),
+            default=2048,
+            text=True,
+            minimum=1,
+        )
+        self.max_seq_len = self.original_max_seq_len = self.max_position_embeddings
+        self.layer_windows = self.arch.windows(read, self.num_hidden_layers)
+        self.sliding_window = max(self.layer_windows)
+        self.sliding_window_pattern = read.integer("sliding_window_pattern", default=1, text=True)
+
+    def _read_quantization(self, read: JsonReader) -> None:
+        self.quant_method, self.gptq_bits, self.gptq_group_size = None, 4, None
+        self.checkpoint_offset_qzeros = False
+        block = read.section("quantization_config", text=True)
+        if block is None:
+            return
+        self.quant_method = block.string("quant_method", default=None)
+        self.checkpoint_offset_qzeros = block.string("checkpoint_format", default=None) == "gptq_v2"
+        if self.quant_method == "gptq":
+            self.gptq_bits = block.integer("bits", default=4)
+            group_size = block.integer("group_size", default=None)
+            self.gptq_group_size = group_size if group_size is not None and group_size > 0 else None
+        elif self.quant_method not in (None, "exl2"):
+            raise UnsupportedError(
+                f"{block.file}: quant_method {self.quant_method!r} has no reader here; supported: exl2, gptq, float"
+            )
+
+    # --------------------------------------------------------------------------------------------------- weight files
+
+    def _scan_tensors(self, folder: Path) -> None:
+        self.checkpoint = Checkpoint.scan(folder, self.arch.map_key)
+        self.tensor_file_map = {name: str(t.file) for name, t in self.checkpoint.tensors.items()}
+        self.tensor_files = [str(f) for f in self.checkpoint.files]
+        self.checkpoint_fused_mlp = (
+            "model.layers.0.mlp.swiglu.w12.weight" in self.checkpoint.tensors
+            and "model.layers.0.mlp.down_proj.weight" not in self.checkpoint.tensors
+        )
+        if self.checkpoint_fused_mlp:
+            raise UnsupportedError(f"{folder}: swiglu-fused MLP weights (mlp.swiglu.w12) are not built in this version")
+        for alternatives in self._expected_keys():
+            if not any(self.checkpoint.has_module(key) for key in alternatives):
+                raise MissingTensorError(f"{folder}: Could not find {alternatives[0]}.* in model")
+
+    def _expected_keys(self) -> list[list[str]]:
+        arch = self.arch
+        head = [arch.lm_head, *([arch.embed_tokens] if self.tie_word_embeddings else [])]
+        expected = [[arch.embed_tokens], [arch.final_norm], head]
+        for layer in range(self.num_hidden_layers):
+            for key in arch.expected_layer_keys(layer):
+                fused = arch.fused_key(key)
+                expected.append([key, fused[0]] if fused else [key])
+        return expected
+
+    # ------------------------------------------------------------------------------------------------- rope overrides
+
+    def _llama3_fields(self) -> dict[str, Any]:
+        return {
+            "factor": _needed("l3_rope_factor", self.l3_rope_factor),
+            "low_freq_factor": _needed("l3_rope_low_freq_factor", self.l3_rope_low_freq_factor),
+            "high_freq_factor": _needed("l3_rope_high_freq_factor", self.l3_rope_high_freq_factor),
+            "original_max_positions": _needed(
+                "l3_rope_original_max_position_embeddings", self.l3_rope_original_max_position_embeddings
+            ),
+        }
+
+    def _yarn_fields(self) -> dict[str, Any]:
+        return {
+            "factor": _needed("yarn_rope_factor", self.yarn_rope_factor),
+            "original_max_positions": _needed(
+                "yarn_rope_original_max_position_embeddings", self.yarn_rope_original_max_position_embeddings
+            ),
+            "attention_factor": self.yarn_rope_attention_factor,
+            "beta_fast": self.yarn_rope_beta_fast,
+            "beta_slow": self.yarn_rope_beta_slow,
+            "mscale": self.yarn_rope_mscale,
+            "mscale_all_dim": self.yarn_rope_mscale_all_dim,
+            "truncate": self.yarn_rope_truncate,
+        }
+
+
+def _needed(name: str, value: float | None) -> float:
+    if value is None or not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} is {value}, must be a positive number for this alt_rope_method")
+    return value
+
+
+def _id_list(read: JsonReader, key: str) -> list[int]:
+    """A token id, or a list of them, as a list without repetitions."""
+    found = read.raw(key)
+    if found is None:
+        return []
+    values = found[1] if isinstance(found[1], list) else [found[1]]
+    if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+        raise ConfigTypeError(f"{read.file}: Value for {key} is not of expected type int or list of int: {found[1]!r}")
+    return list(dict.fromkeys(values))
+
+
+def _activation(read: JsonReader, arch: Architecture) -> Literal["silu", "gelu"]:
+    name = read.string("hidden_act", "hidden_activation", default=None, text=True)
+    if name is None:
+        return arch.activation
+    if name in ("silu", "swish"):
+        return "silu"
+    if name in ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"):
+        return "gelu"
+    raise UnsupportedError(
+        f"{read.file}: hidden_act {name!r} is not built in this version; supported: silu, gelu (tanh)"
+    )

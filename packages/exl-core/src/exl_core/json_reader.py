@@ -1,0 +1,119 @@
+"""Typed reading of config.json: first present key wins, `a->b` descends, and complaints name file, key and type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, ConfigFileError, ConfigKeyError, ConfigTypeError
+
+__all__ = ["REQUIRED", "JsonReader", "read_json_file"]
+
+MAX_JSON_BYTES = 16 << 20  # a config is kilobytes; this stops a hostile file before it is parsed
+
+
+class _Required:
+    pass
+
+
+REQUIRED = _Required()
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """Parse `path` as one JSON object. Raises ConfigFileError or ConfigError; never anything else for a bad file."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ConfigError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} a JSON file of a model may have")
+        text = path.read_bytes().decode("utf-8")
+    except OSError as e:
+        raise ConfigFileError(f"Can't find {path} ({e.strerror or e})") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: not UTF-8 text ({e})") from e
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as e:
+        raise ConfigError(f"{path}: not valid JSON ({e})") from e
+    if not isinstance(value, dict):
+        raise ConfigTypeError(f"{path}: the file must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+class JsonReader:
+    """Reads typed values out of one parsed JSON object.
+
+    Keys are tried in order and null counts as absent. `text=True` also looks under `text_config->`, where multimodal
+    models keep the language model's fields. An int is accepted for a float and an integral float for an int.
+    """
+
+    def __init__(self, data: Mapping[str, Any], file: str | Path) -> None:
+        self.data = data
+        self.file = str(file)
+
+    def raw(self, *keys: str, text: bool = False) -> tuple[str, Any] | None:
+        """(key, value) of the first present non-null key, or None."""
+        for key in (*keys, *(f"text_config->{k}" for k in keys)) if text else keys:
+            node: Any = self.data
+            for part in key.split("->"):
+                node = node.get(part) if isinstance(node, Mapping) else None
+            if node is not None:
+                return key, node
+        return None
+
+    def integer(self, *keys: str, default: Any = REQUIRED, text: bool = False, minimum: int | None = None) -> Any:
+        found = self._find(keys, default, text)
+        if found is None:
+            return default
+        key, value = found
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong_type(key, value, "int")
+        if minimum is not None and value < minimum:
+            raise ConfigError(f"{self.file}: {key} is {value}, must be at least {minimum}")
+        return value
+
+    def number(self, *keys: str, default: Any = REQUIRED, text: bool = False) -> Any:
+        found = self._find(keys, default, text)
+        if found is None:
+            return default
+        key, value = found
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._wrong_type(key, value, "float")
+        return float(value)
+
+    def boolean(self, *keys: str, default: Any = REQUIRED, text: bool = False) -> Any:
+        return self._typed(keys, default, text, bool, "bool")
+
+    def string(self, *keys: str, default: Any = REQUIRED, text: bool = False) -> Any:
+        return self._typed(keys, default, text, str, "str")
+
+    def listing(self, *keys: str, default: Any = REQUIRED, text: bool = False) -> Any:
+        return self._typed(keys, default, text, list, "list")
+
+    def section(self, *keys: str, text: bool = False) -> JsonReader | None:
+        """The JSON object under the first present key, as a reader of its own."""
+        value = self._typed(keys, None, text, dict, "object")
+        return None if value is None else JsonReader(value, f"{self.file}: {keys[0]}")
+
+    def _typed(self, keys: tuple[str, ...], default: Any, text: bool, kind: type, name: str) -> Any:
+        found = self._find(keys, default, text)
+        if found is None:
+            return default
+        key, value = found
+        if not isinstance(value, kind):
+            raise self._wrong_type(key, value, name)
+        return value
+
+    def _find(self, keys: tuple[str, ...], default: Any, text: bool) -> tuple[str, Any] | None:
+        found = self.raw(*keys, text=text)
+        if found is None and default is REQUIRED:
+            raise ConfigKeyError(f"{self.file}: Missing any of the following keys: {list(keys)}")
+        return found
+
+    def _wrong_type(self, key: str, value: Any, expected: str) -> ConfigTypeError:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        return ConfigTypeError(f"{self.file}: Value for {key} is not of expected type {expected}: {shown}")

@@ -1,0 +1,191 @@
+"""From a module key to a matrix: which format the files hold it in, split or fused, with or without bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .._standin import QuantMatrix
+from ..errors import FormatError, MissingTensorError
+from .checkpoint import TensorSource
+
+__all__ = ["LinearSpec", "load_linear"]
+
+EXL2_TENSORS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
+GPTQ_TENSORS = ("qweight", "qzeros", "scales")
+# Row range [begin, end) of the fused matrix that this linear is; the tensors that are cut along their last dimension
+# and how many columns share one of their elements.
+EXL2_COLUMNS = {"q_weight": 1, "q_scale": 8}
+GPTQ_COLUMNS = {"qweight": 1, "qzeros": 8, "scales": 1}
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One linear layer as the model needs it, independent of how the files store it."""
+
+    key: str
+    in_features: int
+    out_features: int
+    bias: bool = False
+    prescale: float = 1.0
+    alternate_key: str | None = None  # tied heads: the embedding's matrix (float only)
+    fused_key: str | None = None  # where the files hold this matrix as rows [begin, end) of a larger one
+    fused_rows: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """What the configuration says about every matrix."""
+
+    compute: Literal["exact", "int8"] = "int8"
+    gptq_bits: int = 4
+    gptq_zeros: Literal["classic", "v2"] = "classic"
+    gptq_group_size: int | None = None
+    device: str = "cpu"
+
+
+def load_linear(source: TensorSource, spec: LinearSpec, options: LinearOptions) -> QuantMatrix:
+    """Read, check and repack one matrix. Raises FormatError and MissingTensorError naming file and tensor."""
+    key, rows = _stored_key(source, spec)
+    if source.has(f"{key}.q_weight"):
+        matrix = _load_exl2(source, spec, key, rows, options)
+    elif source.has(f"{key}.qweight"):
+        matrix = _load_gptq(source, spec, key, rows, options)
+    else:
+        matrix = _load_float(source, spec, key, rows, options)
+    if matrix.in_features != spec.in_features or matrix.out_features < spec.out_features:
+        raise FormatError(
+            f"{spec.key} is {matrix.in_features} x {matrix.out_features} (in x out) in the files, "
+            f"config.json needs {spec.in_features} x {spec.out_features}"
+        )
+    return matrix
+
+
+def _stored_key(source: TensorSource, spec: LinearSpec) -> tuple[str, tuple[int, int] | None]:
+    """Where the files keep this matrix: its own key, a fused one (with the rows to take), or the alternate."""
+
+    def stored(key: str) -> bool:
+        return any(source.has(f"{key}.{suffix}") for suffix in ("q_weight", "qweight", "weight"))
+
+    if stored(spec.key):
+        return spec.key, None
+    if spec.fused_key is not None and stored(spec.fused_key):
+        return spec.fused_key, spec.fused_rows
+    if spec.alternate_key is not None and source.has(f"{spec.alternate_key}.weight"):
+        return spec.alternate_key, None
+    raise MissingTensorError(f"Could not find {spec.key}.* in model")
+
+
+def _read_parts(
+    source: TensorSource, key: str, needed: tuple[str, ...], optional: tuple[str, ...]
+) -> dict[str, Tensor]:
+    for part in needed:
+        if not source.has(f"{key}.{part}"):
+            raise MissingTensorError(f"{source.describe(f'{key}.{needed[0]}')}: {key}.{part} is missing beside it")
+    names = [f"{key}.{p}" for p in (*needed, *(p for p in optional if source.has(f"{key}.{p}")))]
+    group = source.read_group(names)
+    return {name[len(key) + 1 :]: tensor for name, tensor in group.items()}
+
+
+def _load_exl2(
+    source: TensorSource, spec: LinearSpec, key: str, rows: tuple[int, int] | None, options: LinearOptions
+) -> QuantMatrix:
+    tensors = _read_parts(source, key, EXL2_TENSORS, ("bias",))
+    tensors = _take_columns(tensors, rows, EXL2_COLUMNS, source.describe(f"{key}.q_weight"))
+    _settle_bias(source, spec, key, tensors)
+    name = source.describe(f"{key}.q_weight")
+    return QuantMatrix.from_exl2(
+        tensors, prescale=spec.prescale, compute=options.compute, device=options.device, name=name
+    )
+
+
+def _load_gptq(
+    source: TensorSource, spec: LinearSpec, key: str, rows: tuple[int, int] | None, options: LinearOptions
+) -> QuantMatrix:
+    tensors = _read_parts(source, key, GPTQ_TENSORS, ("g_idx", "bias"))
+    tensors = _take_columns(tensors, rows, GPTQ_COLUMNS, source.describe(f"{key}.qweight"))
+    _settle_bias(source, spec, key, tensors)
+    return QuantMatrix.from_gptq(
+        tensors,
+        bits=options.gptq_bits,
+        zeros=options.gptq_zeros,
+        group_size=options.gptq_group_size,
+        prescale=spec.prescale,
+        compute=options.compute,
+        device=options.device,
+        name=source.describe(f"{key}.qweight"),
+    )
+
+
+def _load_float(
+    source: TensorSource, spec: LinearSpec, key: str, rows: tuple[int, int] | None, options: LinearOptions
+) -> QuantMatrix:
+    name = source.describe(f"{key}.weight")
+    tensors = _read_parts(source, key, ("weight",), () if key == spec.alternate_key else ("bias",))
+    weight = tensors["weight"]
+    if weight.dim() != 2:
+        raise FormatError(f"{name}: a linear weight has two dimensions, this one has shape {list(weight.shape)}")
+    if rows is not None:
+        _check_rows(rows, weight.shape[0], name)
+        tensors = {part: t[rows[0] : rows[1]] for part, t in tensors.items()}
+    for part, tensor in tensors.items():
+        require_finite_float(tensor, source.describe(f"{key}.{part}"))
+    _settle_bias(source, spec, key, tensors)
+    return QuantMatrix.from_float(
+        tensors["weight"],
+        tensors.get("bias"),
+        prescale=spec.prescale,
+        compute=options.compute,
+        device=options.device,
+        name=name,
+    )
+
+
+def require_finite_float(tensor: Tensor, name: str) -> None:
+    """FormatError unless `tensor` is F16, BF16 or F32 without NaN and infinities."""
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise FormatError(f"{name}: element type {tensor.dtype}; a float weight must be F16, BF16 or F32")
+    # A sum is one fast pass and non-finite as soon as any element is; overflow of finite ones is told apart below.
+    if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
+        raise FormatError(
+            f"{name}: holds NaN or infinity; the file is damaged or was written by an overflowing conversion"
+        )
+
+
+def _take_columns(
+    tensors: dict[str, Tensor], rows: tuple[int, int] | None, shared: dict[str, int], name: str
+) -> dict[str, Tensor]:
+    """Columns [begin, end) of a fused quantized matrix (spec formats.md 2.8: any multiple of 8 columns)."""
+    if rows is None:
+        return tensors
+    begin, end = rows
+    if begin % 8 or end % 8:
+        raise FormatError(f"{name}: fused quantized matrices split only at multiples of 8 columns, not {begin}:{end}")
+    cut = dict(tensors)
+    for part, per_element in shared.items():
+        _check_rows(rows, cut[part].shape[-1] * per_element, name)
+        cut[part] = cut[part][:, begin // per_element : end // per_element].contiguous()
+    if "bias" in cut:
+        cut["bias"] = cut["bias"][begin:end]
+    return cut
+
+
+def _check_rows(rows: tuple[int, int], available: int, name: str) -> None:
+    if rows[1] > available:
+        raise FormatError(f"{name}: has {available} outputs, config.json needs at least {rows[1]}")
+
+
+def _settle_bias(source: TensorSource, spec: LinearSpec, key: str, tensors: dict[str, Tensor]) -> None:
+    """A declared bias must be there; an undeclared one may be there only if it does nothing (all zero)."""
+    if spec.bias and "bias" not in tensors:
+        raise MissingTensorError(f"{spec.key} has no bias but bias expected")
+    if "bias" in tensors:
+        name = source.describe(f"{key}.bias")
+        require_finite_float(tensors["bias"], name)
+        if not spec.bias:
+            if tensors["bias"].any():
+                raise FormatError(f"{name}: has a bias, but config.json declares none for {spec.key}")
+            del tensors["bias"]

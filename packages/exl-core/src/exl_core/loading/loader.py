@@ -1,0 +1,73 @@
+"""Loading a model module by module: order, callbacks, progress, and giving everything back when something fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import InputError
+from .checkpoint import Checkpoint, TensorReader
+
+if TYPE_CHECKING:
+    from ..modules import Module
+
+__all__ = ["Callback", "CallbackGen", "check_callbacks", "load_modules", "progress_bar"]
+
+Callback = Callable[[int, int], Any]
+CallbackGen = Callable[[int, int], Generator[Any, Any, Any]]
+
+
+def check_callbacks(callback: Callback | None, progress: bool) -> None:
+    """A console bar and a callback exclude each other (spec core.md 9.3)."""
+    if progress and callback is not None:
+        raise InputError("progress=True draws its own bar: pass either progress or callback")
+
+
+def load_modules(
+    modules: list[Module],
+    checkpoint: Checkpoint,
+    device: torch.device,
+    callback: Callback | None = None,
+    callback_gen: CallbackGen | None = None,
+    after_module: Callable[[Module], None] = lambda module: None,
+) -> Iterator[Any]:
+    """Load `modules` in order; yields what `callback_gen` yields.
+
+    callback(index, total) is called before each module and once with (total, total) at the end. If anything raises,
+    or the generator is closed half way, every module is unloaded again before the error goes on.
+    """
+    total = len(modules)
+
+    def report(index: int) -> Iterator[Any]:
+        if callback is not None:
+            callback(index, total)
+        if callback_gen is not None:
+            yield from callback_gen(index, total)
+
+    try:
+        with TensorReader(checkpoint) as reader:
+            for index, module in enumerate(modules):
+                yield from report(index)
+                module.load(reader, device)
+                after_module(module)
+        yield from report(total)
+    except BaseException:
+        for module in modules:
+            module.unload()
+        raise
+
+
+def progress_bar(width: int = 40) -> Callback:
+    """A callback that draws a bar on standard error when that is a terminal."""
+
+    def draw(index: int, total: int) -> None:
+        if sys.stderr.isatty():
+            filled = width * index // max(total, 1)
+            end = "\n" if index == total else ""
+            sys.stderr.write(f"\rloading [{'#' * filled}{'.' * (width - filled)}] {index}/{total}{end}")
+            sys.stderr.flush()
+
+    return draw

@@ -1,0 +1,407 @@
+"""ExLlamaV2: a model's modules in order, loading them, running token ids through them (spec core.md 1, 7, 9)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attn_params import AttentionParams, PagedParams
+from .cache import ExLlamaV2CacheBase
+from .config import ExLlamaV2Config
+from .device import default_device
+from .errors import CacheError, InputError, ModelStateError, SequenceTooLongError, TokenIdError, UnsupportedError
+from .loading.loader import Callback, CallbackGen, check_callbacks, load_modules, progress_bar
+from .modules import Attention, Linear, Module, build_modules
+from .rope import RopeTable
+from .step import build_step
+
+__all__ = ["ExLlamaV2"]
+
+
+class ExLlamaV2:
+    """A language model. Building it reads no weights; `load` or `load_autosplit` does, `unload` gives them back.
+
+    Not thread-safe: one thread at a time may call forward.
+    """
+
+    def __init__(self, config: ExLlamaV2Config, lazy_load: bool = False, archparams: None = None) -> None:
+        if archparams is not None:
+            raise UnsupportedError("archparams is not supported: the architecture comes from config.arch")
+        config.check_for_load()
+        self.config = config
+        self.modules: list[Module] = build_modules(config)
+        self.modules_dict: dict[str, Module | Linear] = {}
+        for module in self.modules:
+            submodules = list(module.submodules())
+            self.modules_dict.update({s.key: s for s in submodules} if submodules else {module.key: module})
+        self.last_kv_layer_idx = max(i for i, m in enumerate(self.modules) if isinstance(m, Attention))
+        self.head_layer_idx = len(self.modules) - 1
+        self.rope = RopeTable(config.rope_settings())
+        self.device: torch.device | None = None  # where the modules are; None until load
+        self.cache_map: dict[int, str] = {}  # layer index -> device of its cache
+        self.device_context: dict[str, Any] = {}
+        self.tp_context: None = None
+        self.loaded = False
+
+    # ------------------------------------------------------------------------------------------------------- loading
+
+    def load(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        lazy: bool = False,
+        stats: bool = False,
+        callback: Callback | None = None,
+        callback_gen: CallbackGen | None = None,
+        progress: bool = False,
+    ) -> None:
+        """Load all weights. `lazy` only decides the devices. Loading a loaded model does nothing.
+
+        gpu_split is a list of GB a device; on a machine without a usable GPU everything goes to the CPU and it has no
+        effect. callback(index, total) runs before each module and at the end. An error leaves nothing loaded.
+        """
+        check_callbacks(callback, progress)
+        for _ in self.load_gen(gpu_split, lazy, stats, progress_bar() if progress else callback, callback_gen):
+            pass
+
+    def load_gen(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        lazy: bool = False,
+        stats: bool = False,
+        callback: Callback | None = None,
+        callback_gen: CallbackGen | None = None,
+    ) -> Iterator[Any]:
+        """As `load`, as a generator that must be exhausted; yields what `callback_gen(index, total)` yields."""
+        yield from self._load(callback, callback_gen, lazy=lazy, cache=None)
+
+    def load_autosplit(
+        self,
+        cache: ExLlamaV2CacheBase,
+        reserve_vram: int | Sequence[int] | None = None,
+        last_id_only: bool = False,
+        callback: Callback | None = None,
+        callback_gen: CallbackGen | None = None,
+        progress: bool = False,
+    ) -> None:
+        """Load all weights and create the tensors of the lazy `cache` beside them.
+
+        On a machine without a usable GPU everything goes to the CPU: reserve_vram and last_id_only have no effect.
+        """
+        check_callbacks(callback, progress)
+        report = progress_bar() if progress else callback
+        for _ in self.load_autosplit_gen(cache, reserve_vram, last_id_only, report, callback_gen):
+            pass
+
+    def load_autosplit_gen(
+        self,
+        cache: ExLlamaV2CacheBase,
+        reserve_vram: int | Sequence[int] | None = None,
+        last_id_only: bool = False,
+        callback: Callback | None = None,
+        callback_gen: CallbackGen | None = None,
+    ) -> Iterator[Any]:
+        """As `load_autosplit`, as a generator that must be exhausted."""
+        if any(t is not None for t in cache.key_states):
+            raise CacheError("load_autosplit needs a cache made with lazy=True: it decides where the tensors go")
+        yield from self._load(callback, callback_gen, lazy=False, cache=cache)
+
+    def load_tp(self, *args: Any, **kwargs: Any) -> None:
+        """Tensor parallel: not built in this version."""
+        raise UnsupportedError("load_tp (tensor parallel) is not built in this version; use load or load_autosplit")
+
+    def load_tp_gen(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Tensor parallel: not built in this version."""
+        raise UnsupportedError("load_tp_gen (tensor parallel) is not built in this version; use load_gen")
+
+    def _load(
+        self,
+        callback: Callback | None,
+        callback_gen: CallbackGen | None,
+        *,
+        lazy: bool,
+        cache: ExLlamaV2CacheBase | None,
+    ) -> Iterator[Any]:
+        self.config.check_for_load()
+        checkpoint = self.config.checkpoint
+        if checkpoint is None:
+            raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() before loading")
+        device = default_device()
+        self.device = device
+        if not lazy and not self.loaded:
+            yield from load_modules(self.modules, checkpoint, device, callback, callback_gen)
+            self.loaded = True
+        self.cache_map = {m.layer_idx: str(device) for m in self.modules if isinstance(m, Attention)}
+        if cache is not None:
+            cache.update_cache_tensors()
+
+    def unload(self) -> None:
+        """Drop all weights. The model may be loaded again; caches keep their own memory until they are dropped."""
+        for module in self.modules:
+            module.unload()
+        self.cache_map = {}
+        self.device = None
+        self.loaded = False
+
+    # ------------------------------------------------------------------------------------------------------- queries
+
+    def get_modules(self) -> list[Module]:
+        """The modules in the order of the forward pass."""
+        return self.modules
+
+    def get_cache_devices(self) -> list[str]:
+        """Devices that hold a part of the cache."""
+        return sorted(set(self.cache_map.values()))
+
+    def is_quant(self) -> bool:
+        """Whether any loaded matrix is EXL2 or GPTQ."""
+        return any(linear.is_quant() for linear in self._linears() if linear.matrix is not None)
+
+    def weight_bytes(self) -> int:
+        """Bytes held by loaded weights."""
+        return sum(m.weight_bytes() for m in self.modules)
+
+    def _linears(self) -> Iterator[Linear]:
+        for module in self.modules:
+            yield from module.submodules()
+
+    # ------------------------------------------------------------------------------------------------------- forward
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        cache: ExLlamaV2CacheBase | None = None,
+        input_mask: Tensor | None = None,
+        preprocess_only: bool = False,
+        last_id_only: bool = False,
+        loras: Sequence[Any] | None = None,
+        return_last_state: bool = False,
+        position_offsets: Tensor | None = None,
+        abort_event: Event | None = None,
+        cpu_logits: bool = False,
+        *,
+        indexed_embeddings: Sequence[Any] | None = None,
+    ) -> Any:
+        """Run ids [batch, q_len] through the model, in chunks if they are many, appending to `cache`.
+
+        Returns float32 logits [batch, q_len (1 with last_id_only), padded vocabulary] on the CPU, whose columns beyond
+        the vocabulary are -65504; None with preprocess_only; (logits or None, state) with return_last_state, where
+        state float32 [batch, tokens of the last chunk, hidden] is taken before the final norm. If `abort_event` is set
+        the result is None and cache.current_seq_len stays at the last finished chunk.
+
+        input_mask: additive [batch, past + q_len], 0 attends to a key, -inf ignores it. position_offsets: int
+        [batch, 1], added to RoPE positions (minus the left padding of each row). cpu_logits: logits are on the CPU
+        anyway. loras, indexed_embeddings: UnsupportedError unless empty.
+
+        Raises ModelStateError, SequenceTooLongError, TokenIdError, InputError before anything is computed.
+        """
+        ids = self._check_ids(input_ids)
+        self._check_unbuilt(loras, indexed_embeddings)
+        batch, q_len = ids.shape
+        past = 0 if cache is None else cache.current_seq_len
+        self._check_length(cache, batch, past, q_len)
+        logits: list[Tensor] = []
+        state: Tensor | None = None
+        begin = 0
+        while begin < q_len:
+            end = begin + self._chunk_size(batch, past + begin, q_len - begin, cache is not None)
+            skip_head = preprocess_only or (last_id_only and end < q_len)
+            result = self._run(
+                ids[:, begin:end],
+                cache,
+                AttentionParams(batch, end - begin, past + begin, input_mask, position_offsets),
+                preprocess_only=skip_head,
+                last_id_only=last_id_only,
+                return_last_state=return_last_state and end == q_len,
+                abort_event=abort_event,
+            )
+            if result is None:
+                return None
+            if "logits" in result:
+                logits.append(result["logits"])
+            state = result.get("last_state")
+            begin = end
+        joined = None if not logits else logits[0] if len(logits) == 1 else torch.cat(logits, dim=1)
+        return (joined, state) if return_last_state else joined
+
+    @torch.no_grad()
+    def forward_chunk(
+        self,
+        input_ids: Tensor,
+        cache: ExLlamaV2CacheBase | None = None,
+        input_mask: Tensor | None = None,
+        preprocess_only: bool = False,
+        last_id_only: bool = False,
+        loras: Sequence[Any] | None = None,
+        return_last_state: bool = False,
+        position_offsets: Tensor | None = None,
+        abort_event: Event | None = None,
+        attn_params: AttentionParams | PagedParams | None = None,
+        extract_state_indices: Sequence[int] | None = None,
+        *,
+        indexed_embeddings: Sequence[Any] | None = None,
+    ) -> dict[str, Any]:
+        """One chunk, contiguous or paged. Returns a dict with the keys that apply: "logits" as in `forward`,
+        "last_state" [batch, q_len, hidden], "states" {index: input of model.modules[index]}; "aborted": True and
+        nothing else if `abort_event` was set, in which case cache.current_seq_len has not moved.
+
+        Contiguous AttentionParams carry the past length, and set cache.current_seq_len to it. In paged mode the
+        lengths are PagedParams', and current_seq_len means nothing.
+        """
+        ids = self._check_ids(input_ids)
+        self._check_unbuilt(loras, indexed_embeddings)
+        batch, q_len = ids.shape
+        if isinstance(attn_params, PagedParams):
+            if input_mask is not None or position_offsets is not None:
+                raise UnsupportedError(
+                    "input_mask and position_offsets do not go with PagedParams: pages need no padding"
+                )
+            params: AttentionParams | PagedParams = attn_params
+        else:
+            params = self._contiguous_params(attn_params, cache, batch, q_len, input_mask, position_offsets)
+        result = self._run(
+            ids,
+            cache,
+            params,
+            preprocess_only=preprocess_only,
+            last_id_only=last_id_only,
+            return_last_state=return_last_state,
+            abort_event=abort_event,
+            extract=frozenset(extract_state_indices or ()),
+        )
+        return {"aborted": True} if result is None else result
+
+    def _run(
+        self,
+        ids: Tensor,
+        cache: ExLlamaV2CacheBase | None,
+        params: AttentionParams | PagedParams,
+        *,
+        preprocess_only: bool,
+        last_id_only: bool,
+        return_last_state: bool,
+        abort_event: Event | None,
+        extract: frozenset[int] = frozenset(),
+    ) -> dict[str, Any] | None:
+        """The pass itself: every module in turn, None when aborted."""
+        batch, q_len = ids.shape
+        limit = self.config.max_output_len
+        if limit is not None and q_len > limit and not (preprocess_only or last_id_only):
+            raise SequenceTooLongError(
+                f"seq_len exceeds max_output_len: {q_len} positions of logits, config.max_output_len is {limit}; use "
+                "last_id_only=True or preprocess_only=True, or raise it"
+            )
+        step = build_step(self.config, self.rope, cache, params, batch, q_len, abort_event)
+        result: dict[str, Any] = {}
+        x = ids.reshape(-1)
+        for index, module in enumerate(self.modules):
+            if abort_event is not None and abort_event.is_set():
+                return None
+            if index in extract:
+                result.setdefault("states", {})[index] = x.view(batch, q_len, -1).clone()
+            if index == self.last_kv_layer_idx + 1 and preprocess_only and not (return_last_state or extract):
+                break
+            if index == self.head_layer_idx - 1:
+                if return_last_state:
+                    result["last_state"] = x.view(batch, q_len, -1).clone()
+                if preprocess_only:
+                    break
+                if last_id_only:
+                    x = x.view(batch, q_len, -1)[:, -1].contiguous()
+            x = module.forward(x, step)
+        else:
+            result["logits"] = x.view(batch, -1, x.shape[-1])
+        if cache is not None:
+            cache.current_seq_len = _end_of_chunk(params, q_len)
+        return result
+
+    # -------------------------------------------------------------------------------------------------------- checks
+
+    def _check_ids(self, input_ids: Tensor) -> Tensor:
+        if not self.loaded:
+            raise ModelStateError("the model is not loaded: call model.load() first")
+        if input_ids.dim() != 2 or input_ids.numel() == 0:
+            raise InputError(
+                f"input_ids has shape {list(input_ids.shape)}, expected [batch, tokens] with at least one token"
+            )
+        if input_ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            raise InputError(f"input_ids is {input_ids.dtype}, expected int64")
+        ids = input_ids.to(device="cpu", dtype=torch.int64)
+        low, high = int(ids.min()), int(ids.max())
+        if low < -1 or high >= self.config.vocab_size:
+            bad = low if low < -1 else high
+            raise TokenIdError(
+                f"token id {bad} is outside the vocabulary of {self.config.vocab_size} (-1 stands for padding)"
+            )
+        return ids
+
+    def _check_unbuilt(self, loras: Sequence[Any] | None, indexed_embeddings: Sequence[Any] | None) -> None:
+        if loras:
+            raise UnsupportedError("loras are not built in this version: pass None or an empty list")
+        if indexed_embeddings:
+            raise UnsupportedError("indexed_embeddings are not built in this version: pass None or an empty list")
+
+    def _check_length(self, cache: ExLlamaV2CacheBase | None, batch: int, past: int, q_len: int) -> None:
+        if cache is None:
+            limit = self._effective_max(batch)
+            if q_len > limit:
+                raise SequenceTooLongError(
+                    f"Maximum input length exceeded in model.forward: {q_len} tokens without a cache, at most {limit} "
+                    f"(max_input_len {self.config.max_input_len} x max_batch_size {self.config.max_batch_size} / batch)"
+                )
+            return
+        if batch > cache.batch_size:
+            raise InputError(f"batch of {batch} for a cache of batch_size {cache.batch_size}")
+        if past + q_len > cache.max_seq_len:
+            raise SequenceTooLongError(
+                f"Total sequence length exceeds cache size in model.forward: {past} + {q_len} tokens, the cache holds "
+                f"{cache.max_seq_len}"
+            )
+
+    def _effective_max(self, batch: int) -> int:
+        return max(self.config.max_input_len * self.config.max_batch_size // batch, 1)
+
+    def _chunk_size(self, batch: int, past: int, remaining: int, cached: bool) -> int:
+        """Tokens of the next chunk (spec core.md 7.2). Our attention is fused, so max_attention_size limits a chunk
+        only where both fused back ends of the original are switched off by the caller."""
+        size = min(remaining, self._effective_max(batch))
+        limit = self.config.max_attention_size
+        fused = not (self.config.no_flash_attn and self.config.no_xformers)
+        if cached and not fused and (past + remaining) * remaining > limit:
+            size = min(size, int((math.sqrt(past * past + 4 * limit) - past) / 2))
+        return max(size, 1)
+
+    def _contiguous_params(
+        self,
+        params: AttentionParams | None,
+        cache: ExLlamaV2CacheBase | None,
+        batch: int,
+        q_len: int,
+        input_mask: Tensor | None,
+        position_offsets: Tensor | None,
+    ) -> AttentionParams:
+        past = 0 if cache is None else cache.current_seq_len
+        if params is None:
+            return AttentionParams(batch, q_len, past, input_mask, position_offsets)
+        if params.batch_size != batch or params.seq_len not in (None, q_len):
+            raise InputError(
+                f"ids are {batch} x {q_len}, attn_params says batch_size {params.batch_size}, seq_len {params.seq_len}"
+            )
+        return AttentionParams(
+            batch,
+            q_len,
+            past if params.past_len is None else params.past_len,
+            params.input_mask if input_mask is None else input_mask,
+            params.position_offsets if position_offsets is None else position_offsets,
+        )
+
+
+def _end_of_chunk(params: AttentionParams | PagedParams, q_len: int) -> int:
+    if isinstance(params, PagedParams):
+        return int(params.cache_seqlens.max()) + q_len
+    return (params.past_len or 0) + q_len

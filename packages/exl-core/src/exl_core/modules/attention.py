@@ -1,0 +1,105 @@
+"""Self-attention with its norm and residual: the only module that touches the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from exl_kernels.attention import paged_attention
+from exl_kernels.kv import store_kv
+from exl_kernels.rope import apply_rope
+
+from ..loading.checkpoint import TensorSource
+from .linear import Linear
+from .module import Module, Step
+from .norm import RMSNorm
+
+__all__ = ["Attention"]
+
+
+class Attention(Module):
+    """x + o_proj(attention(rope(q), rope(k), v)) with q, k, v from norm(x) (spec core.md 1.3, 6).
+
+    Keys and values of the chunk are stored before they are read, so that a token's result does not depend on how the
+    prompt was cut into chunks.
+    """
+
+    name = "Attention"
+
+    def __init__(
+        self,
+        key: str,
+        layer_idx: int,
+        norm: RMSNorm,
+        projections: tuple[Linear, Linear, Linear, Linear],
+        *,
+        head_dim: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        interleaved: bool = False,
+    ) -> None:
+        self.key = key
+        self.layer_idx = layer_idx
+        self.norm = norm
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = projections
+        self.head_dim = head_dim
+        self.num_attention_heads = self.q_proj.out_features // head_dim
+        self.num_key_value_heads = self.k_proj.out_features // head_dim
+        self.scale = scale
+        self.window = window
+        self.softcap = softcap
+        self.interleaved = interleaved
+
+    def submodules(self) -> Iterator[Linear]:
+        yield from (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        try:
+            self.norm.load(source, device)
+            for linear in self.submodules():
+                linear.load(source)
+        except BaseException:
+            self.unload()
+            raise
+
+    def unload(self) -> None:
+        self.norm.unload()
+        for linear in self.submodules():
+            linear.unload()
+
+    @property
+    def loaded(self) -> bool:
+        return self.o_proj.matrix is not None
+
+    def weight_bytes(self) -> int:
+        return self.norm.weight_bytes() + sum(p.weight_bytes() for p in self.submodules())
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        q, k, v = self._project(self.norm.forward(x), step)
+        pages = step.pages(self.layer_idx)
+        store_kv(pages, k, v, step.slots)
+        mixed = paged_attention(
+            q,
+            pages,
+            step.block_table,
+            step.rows,
+            step.positions,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            key_mask=step.key_mask,
+        )
+        return x.add_(self.o_proj.forward(mixed.view(x.shape[0], -1)))
+
+    def _project(self, h: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q, rotated k, and v, each float32 [T, heads, head_dim]."""
+        tokens = h.shape[0]
+        q = self.q_proj.forward(h).view(tokens, self.num_attention_heads, self.head_dim)
+        k = self.k_proj.forward(h).view(tokens, self.num_key_value_heads, self.head_dim)
+        v = self.v_proj.forward(h).view(tokens, self.num_key_value_heads, self.head_dim)
+        apply_rope(q, step.cos, step.sin, step.rope_positions, interleaved=self.interleaved)
+        apply_rope(k, step.cos, step.sin, step.rope_positions, interleaved=self.interleaved)
+        return q, k, v

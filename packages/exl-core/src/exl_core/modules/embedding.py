@@ -1,0 +1,56 @@
+"""The token embedding: ids in, float32 rows out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import FormatError, ModelStateError
+from ..loading.checkpoint import TensorSource
+from ..loading.linears import require_finite_float
+from .module import Module, Step
+
+__all__ = ["Embedding"]
+
+
+class Embedding(Module):
+    """Rows of the table [vocab, hidden], kept on the CPU in the file's float type, given out as float32.
+
+    Negative ids read row 0 (a pad id of -1, spec core.md 4.1); the model refuses ids beyond the vocabulary.
+    """
+
+    name = "Embedding"
+
+    def __init__(self, key: str, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
+        self.key = key
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.scale = scale
+        self.weight: Tensor | None = None
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        name = f"{self.key}.weight"
+        weight = source.read(name)
+        if weight.dim() != 2 or weight.shape[0] < self.vocab_size or weight.shape[1] != self.hidden_size:
+            raise FormatError(
+                f"{source.describe(name)}: shape {list(weight.shape)}, expected [{self.vocab_size}, {self.hidden_size}]"
+            )
+        require_finite_float(weight, source.describe(name))
+        self.weight = weight
+
+    def unload(self) -> None:
+        self.weight = None
+
+    @property
+    def loaded(self) -> bool:
+        return self.weight is not None
+
+    def weight_bytes(self) -> int:
+        return 0 if self.weight is None else self.weight.nbytes
+
+    def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
+        """x: int64 [T] -> float32 [T, hidden]."""
+        if self.weight is None:
+            raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
+        rows = self.weight[x.clamp(min=0)].float()
+        return rows if self.scale == 1.0 else rows * self.scale

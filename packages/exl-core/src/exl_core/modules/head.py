@@ -1,0 +1,52 @@
+"""The head: hidden state to logits, padded to a multiple of 32 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..loading.checkpoint import TensorSource
+from .linear import Linear
+from .module import Module, Step
+
+__all__ = ["PADDING_LOGIT", "Head"]
+
+PADDING_LOGIT = -65504.0  # the lowest half: what the reference writes into columns that stand for no token
+
+
+class Head(Module):
+    """logits = softcap((x @ W) * logit_scale), float32 [T, padded vocabulary] (spec core.md 4.6)."""
+
+    name = "Linear"
+
+    def __init__(self, linear: Linear, padded_vocab_size: int, softcap: float | None = None) -> None:
+        self.key = linear.key
+        self.linear = linear
+        self.padded_vocab_size = padded_vocab_size
+        self.softcap = softcap
+
+    def submodules(self) -> Iterator[Linear]:
+        yield self.linear
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        self.linear.load(source)
+
+    def unload(self) -> None:
+        self.linear.unload()
+
+    @property
+    def loaded(self) -> bool:
+        return self.linear.matrix is not None
+
+    def weight_bytes(self) -> int:
+        return self.linear.weight_bytes()
+
+    def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
+        logits = torch.empty((x.shape[0], self.padded_vocab_size), dtype=torch.float32)
+        self.linear.forward_into(x, logits)
+        if self.softcap:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        logits[:, self.linear.out_features :] = PADDING_LOGIT
+        return logits

@@ -1,0 +1,68 @@
+"""The gated MLP with its norm and residual."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from exl_kernels.activation import gated_activation
+
+from ..loading.checkpoint import TensorSource
+from .linear import Linear
+from .module import Module, Step
+from .norm import RMSNorm
+
+__all__ = ["GatedMLP"]
+
+
+class GatedMLP(Module):
+    """x + down(act(gate(h)) * up(h)) with h = norm(x) (spec core.md 4.4)."""
+
+    name = "MLP"
+
+    def __init__(
+        self,
+        key: str,
+        layer_idx: int,
+        norm: RMSNorm,
+        projections: tuple[Linear, Linear, Linear],
+        activation: Literal["silu", "gelu"],
+    ) -> None:
+        self.key = key
+        self.layer_idx = layer_idx
+        self.norm = norm
+        self.gate_proj, self.up_proj, self.down_proj = projections
+        self.activation: Literal["silu", "gelu"] = activation
+
+    def submodules(self) -> Iterator[Linear]:
+        yield from (self.gate_proj, self.up_proj, self.down_proj)
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        try:
+            self.norm.load(source, device)
+            for linear in self.submodules():
+                linear.load(source)
+        except BaseException:
+            self.unload()
+            raise
+
+    def unload(self) -> None:
+        self.norm.unload()
+        for linear in self.submodules():
+            linear.unload()
+
+    @property
+    def loaded(self) -> bool:
+        return self.down_proj.matrix is not None
+
+    def weight_bytes(self) -> int:
+        return self.norm.weight_bytes() + sum(p.weight_bytes() for p in self.submodules())
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        h = self.norm.forward(x)
+        gate = self.gate_proj.forward(h)
+        gated_activation(gate, self.up_proj.forward(h), self.activation, out=gate)
+        return x.add_(self.down_proj.forward(gate))

@@ -1,0 +1,73 @@
+"""What every module of a model is: a key, a life (load, unload), and a forward pass over flat token rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from threading import Event
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..loading.checkpoint import TensorSource
+
+if TYPE_CHECKING:
+    from exl_kernels.kv import KVPages
+
+    from .linear import Linear
+
+__all__ = ["Module", "Step"]
+
+
+@dataclass
+class Step:
+    """One chunk on its way through the modules: T = batch * q_len token rows, sequence by sequence.
+
+    Built by `exl_core.step`, read by modules, changed by none of them.
+    """
+
+    batch_size: int
+    q_len: int
+    rows: Tensor  # int32 [T], row of block_table
+    positions: Tensor  # int32 [T], place in the sequence: what is visible
+    slots: Tensor  # int64 [T], place in the cache
+    block_table: Tensor  # int32 [B, max_pages]
+    rope_positions: Tensor  # int64 [T], position that is rotated by
+    cos: Tensor  # float32 [S, rotary_dim / 2]
+    sin: Tensor
+    pages: Callable[[int], KVPages]  # of a layer
+    key_mask: Tensor | None = None  # float32 [B, S], added to the logits of each key
+    abort_event: Event | None = None
+
+
+class Module(ABC):
+    """A node of `model.modules`."""
+
+    key: str
+    name: str
+
+    @abstractmethod
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        """Read the weights. On an error the module is as unloaded as before."""
+
+    @abstractmethod
+    def unload(self) -> None:
+        """Drop the weights."""
+
+    @property
+    @abstractmethod
+    def loaded(self) -> bool: ...
+
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes held by loaded weights."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """Hidden state in, hidden state out, float32 [T, hidden]. May work in place on `x`."""
+
+    def submodules(self) -> Iterator[Linear]:
+        """The linears inside, which stand in `model.modules_dict` instead of this module."""
+        return iter(())

@@ -1,0 +1,150 @@
+"""Builds the `Step` of a chunk: where its tokens lie, what they see, how far they are rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exl_kernels.kv import KVPages
+
+from .attn_params import AttentionParams, PagedParams
+from .errors import InputError, SequenceTooLongError
+from .modules import Step
+from .rope import RopeTable
+
+if TYPE_CHECKING:
+    from .cache import ExLlamaV2CacheBase
+    from .config import ExLlamaV2Config
+
+__all__ = ["build_step"]
+
+MASKED = -1e30  # finite, so that a row that sees only masked keys stays free of NaN
+
+
+def build_step(
+    config: ExLlamaV2Config,
+    rope: RopeTable,
+    cache: ExLlamaV2CacheBase | None,
+    params: AttentionParams | PagedParams,
+    batch: int,
+    q_len: int,
+    abort_event: Event | None,
+) -> Step:
+    """Raises SequenceTooLongError or InputError when the tokens do not fit the cache, the model or the parameters."""
+    if isinstance(params, PagedParams):
+        layout = _paged_layout(cache, params, batch, q_len)
+    else:
+        layout = _contiguous_layout(config, cache, params, batch, q_len)
+    positions, block_table, page_size, pages = layout
+    last = int(positions.max())
+    if last >= config.max_seq_len:
+        raise SequenceTooLongError(
+            f"position {last} is beyond the model's max_seq_len of {config.max_seq_len}; shorten the context, or raise "
+            "config.max_seq_len before building the model"
+        )
+    rows = torch.arange(batch, dtype=torch.int32).repeat_interleave(q_len)
+    flat = positions.reshape(-1)
+    page_of = block_table[rows.long(), flat // page_size].long()
+    rope_positions = _rope_positions(params, positions, batch)
+    highest = int(rope_positions.max())
+    if highest >= config.max_seq_len:
+        raise SequenceTooLongError(f"position_offsets lead to position {highest}, max_seq_len is {config.max_seq_len}")
+    cos, sin = rope.upto(highest + 1)
+    return Step(
+        batch_size=batch,
+        q_len=q_len,
+        rows=rows,
+        positions=flat.to(torch.int32),
+        slots=page_of * page_size + flat % page_size,
+        block_table=block_table,
+        rope_positions=rope_positions,
+        cos=cos,
+        sin=sin,
+        pages=pages,
+        key_mask=_key_mask(params, batch, last + 1),
+        abort_event=abort_event,
+    )
+
+
+Layout = tuple[Tensor, Tensor, int, Callable[[int], KVPages]]
+
+
+def _contiguous_layout(
+    config: ExLlamaV2Config, cache: ExLlamaV2CacheBase | None, params: AttentionParams, batch: int, q_len: int
+) -> Layout:
+    """(positions int64 [B, q], block table, page size, pages of a layer); a scratch cache where there is none."""
+    past = params.past_len or 0
+    positions = (past + torch.arange(q_len)).expand(batch, q_len)
+    block_table = torch.arange(batch, dtype=torch.int32)[:, None]
+    if cache is None:
+        scratch = KVPages.allocate("fp16", batch, q_len, config.num_key_value_heads, config.head_dim)
+        return positions, block_table, q_len, lambda layer: scratch
+    if batch > cache.batch_size:
+        raise InputError(f"batch of {batch} for a cache of batch_size {cache.batch_size}")
+    if past + q_len > cache.max_seq_len:
+        raise SequenceTooLongError(
+            f"Total sequence length exceeds cache size in model.forward: {past} + {q_len} tokens, the cache holds "
+            f"{cache.max_seq_len}"
+        )
+    return positions, block_table, cache.max_seq_len, lambda layer: cache.pages(layer, cache.max_seq_len)
+
+
+def _paged_layout(cache: ExLlamaV2CacheBase | None, params: PagedParams, batch: int, q_len: int) -> Layout:
+    if cache is None:
+        raise InputError("paged attention needs a cache")
+    if cache.batch_size != 1:
+        raise InputError(f"paged attention needs a cache of batch_size 1, this one has {cache.batch_size}")
+    page_size = params.page_size
+    if cache.max_seq_len % page_size:
+        raise InputError(f"the cache's max_seq_len {cache.max_seq_len} is not a multiple of the page size {page_size}")
+    if params.batch_size != batch or params.q_len not in (0, q_len):
+        raise InputError(
+            f"ids are {batch} x {q_len}, PagedParams says batch_size {params.batch_size}, q_len {params.q_len}"
+        )
+    past = params.cache_seqlens.to(torch.int64)
+    table = params.block_index.to(torch.int32).contiguous()
+    needed = int(past.max()) + q_len
+    if int(past.min()) < 0 or needed > table.shape[1] * page_size:
+        raise SequenceTooLongError(
+            f"{needed} tokens of a sequence do not fit its {table.shape[1]} pages of {page_size} in block_index"
+        )
+    _check_page_numbers(table, past + q_len, page_size, cache.max_seq_len // page_size)
+    positions = past[:, None] + torch.arange(q_len)
+    return positions, table, page_size, lambda layer: cache.pages(layer, page_size)
+
+
+def _check_page_numbers(table: Tensor, lengths: Tensor, page_size: int, num_pages: int) -> None:
+    """Entries behind a sequence's last page may hold anything; those in use must exist."""
+    used = torch.arange(table.shape[1])[None, :] * page_size < lengths[:, None]
+    bad = used & ((table < 0) | (table >= num_pages))
+    if bad.any():
+        raise InputError(f"block_index names page {int(table[bad][0])}; the cache has pages 0 to {num_pages - 1}")
+
+
+def _rope_positions(params: AttentionParams | PagedParams, positions: Tensor, batch: int) -> Tensor:
+    """Row of the RoPE table for each token: max(0, past + offset + j) (spec core.md 5.2)."""
+    if isinstance(params, PagedParams) or params.position_offsets is None:
+        return positions.reshape(-1).contiguous()
+    offsets = params.position_offsets.reshape(-1).to(torch.int64)
+    if offsets.shape[0] not in (1, batch):
+        raise InputError(f"position_offsets has {offsets.shape[0]} entries for a batch of {batch}")
+    return (positions + offsets[:, None]).clamp(min=0).reshape(-1).contiguous()
+
+
+def _key_mask(params: AttentionParams | PagedParams, batch: int, total: int) -> Tensor | None:
+    """input_mask as float32 [batch, total]: cut to the keys there are, padded with 0 where it is shorter."""
+    if isinstance(params, PagedParams) or params.input_mask is None:
+        return None
+    mask = params.input_mask
+    if mask.dim() != 2 or mask.shape[0] not in (1, batch):
+        raise InputError(f"input_mask has shape {list(mask.shape)}, expected [batch = {batch}, total length]")
+    mask = mask.to(torch.float32).clamp(min=MASKED).expand(batch, -1)
+    if torch.isnan(mask).any():
+        raise InputError("input_mask holds NaN; use 0 to attend to a key and -inf to ignore it")
+    if mask.shape[1] < total:
+        return torch.nn.functional.pad(mask, (0, total - mask.shape[1]))
+    return mask[:, :total].contiguous()
