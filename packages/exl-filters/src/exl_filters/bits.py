@@ -1,0 +1,133 @@
+"""Packed token masks: int32 words, token i is bit `i & 31` of word `i >> 5`, 1 = allowed.
+
+The convention of llguidance, xgrammar, vLLM and SGLang (spec/filters.md 3.5). A mask that is narrower than what it is
+applied to counts as zero beyond its width; bits at and above the vocabulary size are always zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "Words",
+    "and_into",
+    "apply",
+    "clear_from",
+    "copy_into",
+    "count",
+    "empty",
+    "expand",
+    "from_ids",
+    "full",
+    "is_empty",
+    "test",
+    "to_ids",
+    "word_count",
+]
+
+Words = npt.NDArray[np.int32]
+
+
+def word_count(size: int) -> int:
+    """Words needed for `size` tokens."""
+    return (size + 31) >> 5
+
+
+def empty(size: int) -> Words:
+    """A mask for `size` tokens that allows none."""
+    return np.zeros(word_count(size), dtype=np.int32)
+
+
+def full(size: int) -> Words:
+    """A mask that allows exactly ids 0..size-1 (tail bits stay zero)."""
+    words = np.full(word_count(size), -1, dtype=np.int32)
+    clear_from(words, size)
+    return words
+
+
+def clear_from(words: Words, size: int) -> None:
+    """Clear every bit at and above `size`, in place."""
+    whole, rest = size >> 5, size & 31
+    if whole >= len(words):
+        return
+    if rest:
+        words[whole] &= np.int32((1 << rest) - 1)
+        whole += 1
+    words[whole:] = 0
+
+
+def from_ids(ids: Iterable[int] | npt.NDArray[np.integer], size: int) -> Words:
+    """Pack token ids, in any order and with repeats. Ids outside [0, size) are left out."""
+    array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, dtype=np.int64)
+    words = empty(size)
+    if len(array) == 0:
+        return words
+    array = array[(array >= 0) & (array < size)]
+    if len(array) > 64:
+        flags = np.zeros(len(words) * 32, dtype=np.uint8)
+        flags[array] = 1
+        words.view(np.uint8)[:] = np.packbits(flags, bitorder="little")
+        return words
+    unsigned = words.view(np.uint32)
+    for token in array.tolist():
+        unsigned[token >> 5] |= np.uint32(1 << (token & 31))
+    return words
+
+
+def expand(words: Words, size: int | None = None) -> npt.NDArray[np.uint8]:
+    """One byte per token, 1 = allowed; `size` entries (default: every bit of the words), zero beyond their width."""
+    flags = np.unpackbits(words.view(np.uint8), bitorder="little")
+    if size is None or size == len(flags):
+        return flags
+    if size < len(flags):
+        return flags[:size]
+    return np.concatenate([flags, np.zeros(size - len(flags), dtype=np.uint8)])
+
+
+def to_ids(words: Words) -> list[int]:
+    """The allowed ids, ascending."""
+    ids: list[int] = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+    return ids
+
+
+def test(words: Words, token: int) -> bool:
+    """Whether `token` is allowed; False outside the mask's width."""
+    word = token >> 5
+    return 0 <= word < len(words) and bool((int(words[word]) >> (token & 31)) & 1)
+
+
+def is_empty(words: Words) -> bool:
+    """Whether the mask allows nothing."""
+    return not words.any()
+
+
+def count(words: Words) -> int:
+    """How many ids are allowed."""
+    return int(np.unpackbits(words.view(np.uint8)).sum(dtype=np.int64))
+
+
+def copy_into(source: Words, target: Words) -> None:
+    """Write `source` over `target` whatever their widths; what the source does not cover becomes zero."""
+    width = min(len(source), len(target))
+    target[:width] = source[:width]
+    target[width:] = 0
+
+
+def and_into(source: Words, target: Words) -> None:
+    """`target &= source`, where a narrower source counts as zero beyond its width."""
+    width = min(len(source), len(target))
+    np.bitwise_and(target[:width], source[:width], out=target[:width])
+    target[width:] = 0
+
+
+def apply(words: Words, logits: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
+    """Set the logits of excluded ids to -inf, in place; returns `logits`.
+
+    `logits` is [..., W], any float dtype; entries beyond the mask's width are excluded, allowed ones keep their value.
+    """
+    excluded = expand(words, logits.shape[-1]) == 0
+    np.copyto(logits, logits.dtype.type(-np.inf), where=excluded)
+    return logits

@@ -1,0 +1,182 @@
+"""`FilterDriver`: one private filter, run by the rules. Hosts and combining filters drive filters only through this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from exl_filters import bits
+from exl_filters.base import ExLlamaV2Filter, overrides
+from exl_filters.bits import Words
+from exl_filters.context import FilterContext
+from exl_filters.errors import FilterError, FilterFailed, FilterRejected, FilterUsageError
+
+__all__ = ["FilterDriver"]
+
+
+class FilterDriver:
+    """Owns a filter, its token journal, its mask buffer and its first failure.
+
+    The filter must be native (see `as_filter`) and nobody else's. Masks are computed once per state. After a failure
+    every call answers with that failure until `begin`.
+    """
+
+    def __init__(self, filter_: ExLlamaV2Filter, context: FilterContext) -> None:
+        self.filter = filter_
+        self.context = context
+        self.failure: FilterError | None = None
+        self._lists_ends = not overrides(filter_, "ended")
+        self._words = bits.empty(context.vocab_size)
+        self._fresh = False
+        self._has_opinion = False
+        self._journal: list[int] = []
+        # Journal length at which a stop token or the end of the constraint finished the filter; later tokens never
+        # reach it.
+        self._done_at: int | None = None
+        self._ended_at: int | None = None
+        self._prefix: str | bytes | None = ""
+        self._guard("attach", lambda: filter_.attach(context))
+
+    # State.
+
+    @property
+    def done(self) -> bool:
+        """A stop token or an end token has been fed."""
+        return self._done_at is not None
+
+    @property
+    def ended(self) -> bool:
+        """The constraint itself has ended (as against: a stop token was fed)."""
+        return self._ended_at is not None
+
+    @property
+    def complete(self) -> bool:
+        """The text so far is a whole sentence of this filter."""
+        return self.done or bool(self._guard("is_complete", self.filter.is_complete))
+
+    @property
+    def length(self) -> int:
+        return len(self._journal)
+
+    def begin(self, prefix: str | bytes | None = "") -> None:
+        """Start over; clears a failure."""
+        self.failure = None
+        self._journal.clear()
+        self._done_at = self._ended_at = None
+        self._fresh = False
+        self._prefix = prefix
+        self.filter.background_drop()
+        self._guard("begin", lambda: self.filter.begin(prefix or ""))
+
+    def mask(self) -> Words | None:
+        """The packed mask of the current state; None = no opinion. Owned by the driver, valid until the next call.
+
+        Once the constraint has ended there is no opinion any more.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self.done:
+            return None
+        if not self._fresh:
+            self._has_opinion = bool(self._guard("fill_bitmask", lambda: self.filter.fill_bitmask(self._words)))
+            bits.clear_from(self._words, self.context.vocab_size)
+            self._fresh = True
+        return self._words if self._has_opinion else None
+
+    def ends(self) -> frozenset[int]:
+        """The end tokens of the current state, so far as the filter lists them."""
+        if self.done:
+            return frozenset()
+        allowed, ends = self._guard("next", self.filter.next)
+        return frozenset() if allowed is None else frozenset(int(e) for e in ends)
+
+    def feed(self, token: int) -> bool:
+        """Accept a token; True when the constraint has ended with it. Raises `FilterRejected` with the state unchanged."""
+        if self.failure is not None:
+            raise self.failure
+        if not self.done:
+            stop = token in self.context.stop_ids
+            listed = token in self.ends() if self._lists_ends else False
+            if stop:
+                self._stop(token)
+            else:
+                self._guard("feed", lambda: self.filter.feed(token))
+                self._fresh = False
+                if listed or (not self._lists_ends and self._guard("ended", self.filter.ended)):
+                    self._done_at = self._ended_at = len(self._journal) + 1
+        self._journal.append(token)
+        return self.ended
+
+    def _stop(self, token: int) -> None:
+        """A stop token finishes the filter without reaching it: many filters raise on their own EOS (spec FD-11)."""
+        words = self.mask()
+        if words is not None and not bits.test(words, token):
+            raise FilterRejected(f"stop token {token}: {self.filter.describe()} is not complete", token)
+        self._done_at = len(self._journal) + 1
+        if words is not None:
+            self._ended_at = self._done_at
+
+    def rewind(self, n: int) -> None:
+        """Undo the last `n` feeds, also across the end. Raises `FilterUsageError` for more than were fed, state
+        unchanged.
+        """
+        if not 0 <= n <= len(self._journal):
+            raise FilterUsageError(f"rewind({n}) after {len(self._journal)} tokens")
+        if n == 0:
+            return
+        seen_before = self._seen()
+        del self._journal[len(self._journal) - n :]
+        if self._done_at is not None and len(self._journal) < self._done_at:
+            self._done_at = self._ended_at = None
+        self._fresh = False
+        steps = seen_before - self._seen()
+        if steps and overrides(self.filter, "rewind"):
+            self._guard("rewind", lambda: self.filter.rewind(steps))
+        elif steps:
+            self._replay()
+
+    def _seen(self) -> int:
+        """How many tokens of the journal have reached the filter."""
+        if self._done_at is None:
+            return len(self._journal)
+        last_is_stop = self._journal[self._done_at - 1] in self.context.stop_ids
+        return self._done_at - 1 if last_is_stop else self._done_at
+
+    def _replay(self) -> None:
+        self._guard("begin", lambda: self.filter.begin(self._prefix or ""))
+        for token in self._journal[: self._seen()]:
+            # Asked before each feed: lm-format-enforcer restarts silently when fed twice in a row (spec FC-4).
+            self._guard("next", self.filter.next)
+            self._guard("feed", lambda token=token: self.filter.feed(token))
+
+    def validate(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens` may follow in order; state unchanged."""
+        if self.done:
+            return len(tokens)
+        if overrides(self.filter, "validate"):
+            return int(self._guard("validate", lambda: self.filter.validate(tokens)))
+        accepted = 0
+        for token in tokens:
+            words = self.mask()
+            if words is not None and not bits.test(words, token):
+                break
+            self.feed(token)
+            accepted += 1
+        self.rewind(accepted)
+        return accepted
+
+    def _guard(self, what: str, call):  # type: ignore[no-untyped-def]
+        """Run `call`; park anything it raises but a rejection, as a `FilterError`."""
+        try:
+            return call()
+        except FilterRejected:
+            raise
+        except FilterError as error:
+            self.failure = error
+            raise
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        # BaseException: a panic in a Rust library arrives as one.
+        except BaseException as error:
+            name = self.filter.describe()
+            self.failure = FilterFailed(f"{name}.{what} raised {type(error).__name__}: {error}")
+            raise self.failure from error

@@ -1,0 +1,262 @@
+"""`as_filter`: any object with begin, feed and next, made to obey the native contract.
+
+This is how lm-format-enforcer's own class (not a subclass, no background methods), formatron's (a subclass whose clone
+shares its engine) and every filter written for exllamav2 run unmodified.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from exl_filters import bits
+from exl_filters.base import Allowed, ExLlamaV2Filter, overrides
+from exl_filters.bits import Words
+from exl_filters.copying import copy_state
+from exl_filters.errors import FilterError, FilterFailed, FilterRejected, FilterUsageError
+from exl_filters.tokens import FedToken, as_prefix, as_token
+
+__all__ = ["ForeignFilter", "as_filter"]
+
+
+def as_filter(obj: Any) -> ExLlamaV2Filter:
+    """`obj` itself if it is a native filter, else a `ForeignFilter` around it.
+
+    Raises `FilterUsageError` when it lacks `begin`, `feed` or `next` (or a mask method in its place).
+    """
+    if isinstance(obj, ExLlamaV2Filter) and obj.native:
+        return obj
+    return ForeignFilter(obj)
+
+
+class ForeignFilter(ExLlamaV2Filter):
+    """Drives one object that knows only begin, feed and next, and supplies the rest of the contract.
+
+    Adds: int feeds (the object sees something that is also its (1, 1) tensor), `FilterRejected` before the object sees
+    a token it does not allow, `next` between any two feeds, sorted unique ids inside the vocabulary, the host's stop
+    set, healing, and its exceptions as `FilterFailed`.
+    """
+
+    native = True
+
+    def __init__(self, inner: Any) -> None:
+        missing = [name for name in ("begin", "feed") if not callable(getattr(inner, name, None))]
+        if not callable(getattr(inner, "next", None)) and not callable(getattr(inner, "mask_logits", None)):
+            missing.append("next")
+        if missing:
+            raise FilterUsageError(f"{type(inner).__name__} is no filter: it has no {', '.join(missing)}")
+        super().__init__(getattr(inner, "model", None), getattr(inner, "tokenizer", None))
+        self.inner = inner
+        self._reset(b"")
+
+    def _reset(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._begun = False
+        self._answer: tuple[npt.NDArray[np.int64] | None, frozenset[int]] | None = None
+        self._ended = False
+        self._done = False
+
+    # Contract.
+
+    def begin(self, prefix_str: Any = "") -> None:
+        self._reset(as_prefix(prefix_str))
+        drop = getattr(self.inner, "background_drop", None)
+        if callable(drop):
+            self._call(drop)
+        # The object gets "": what must be regenerated is matched here, since most foreign filters ignore the argument.
+        self._call(self.inner.begin, "")
+        self._begun = True
+
+    def next(self) -> Allowed:
+        ids, ends = self._ask()
+        return (None if ids is None else ids.tolist()), set(ends)
+
+    def fill_bitmask(self, words: Words) -> bool:
+        ids, _ = self._ask()
+        if ids is None:
+            return False
+        bits.copy_into(bits.from_ids(ids, len(words) * 32), words)
+        return True
+
+    def feed(self, token: Any) -> None:
+        token = as_token(token)
+        if self._done:
+            return
+        ids, ends = self._ask()
+        if ids is not None and not _contains(ids, token):
+            raise FilterRejected(f"token {token} is not allowed by {self.describe()}", token)
+        if self.context is not None and token in self.context.stop_ids:
+            self._done, self._ended, self._answer = True, token in ends, None
+            return
+        for part in self._healed(token):
+            if self._answer is None:
+                self._ask_inner()
+            self._call(self.inner.feed, FedToken(part))
+            self._answer = None
+        self._prefix, self._answer = b"", None
+        self._ended = token in ends
+
+    def ended(self) -> bool:
+        return self._ended
+
+    def is_complete(self) -> bool:
+        ids, _ = self._ask()
+        stops = set(self.context.stop_ids if self.context else ())
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        if isinstance(eos, int):
+            stops.add(eos)
+        return self._ended or (ids is not None and any(_contains(ids, stop) for stop in stops))
+
+    def use_background_worker(self) -> bool:
+        own = getattr(self.inner, "use_background_worker", None)
+        return bool(own()) if callable(own) else False
+
+    def clone(self, c: Any = None) -> Any:
+        """A wrapper around a copy of the object; `FilterUsageError` when the object's own clone cannot be trusted."""
+        self._settle()
+        new = ForeignFilter(copy_of_foreign(self.inner))
+        for name, value in vars(self).items():
+            if name not in ("inner", "background_result"):
+                new.__dict__[name] = value
+        return new
+
+    def describe(self) -> str:
+        return type(self.inner).__name__
+
+    # Inside.
+
+    def _call(self, method: Any, *args: Any) -> Any:
+        try:
+            return method(*args)
+        except FilterError:
+            raise
+        except Exception as error:
+            name = getattr(method, "__name__", "call")
+            raise FilterFailed(f"{self.describe()}.{name} raised {type(error).__name__}: {error}") from error
+
+    def _ask(self) -> tuple[npt.NDArray[np.int64] | None, frozenset[int]]:
+        """The answer for the current state, asked once per state, with stop set and healing applied."""
+        if self._done:
+            stops = self.context.stop_ids if self.context else frozenset()
+            return np.array(sorted(stops), dtype=np.int64), stops
+        if self._answer is None:
+            self._answer = self._with_prefix(*self._with_stops(*self._ask_inner()))
+        return self._answer
+
+    def _ask_inner(self) -> tuple[npt.NDArray[np.int64] | None, frozenset[int]]:
+        if not self._begun:
+            self.begin("")
+        if not callable(getattr(self.inner, "next", None)) or (
+            isinstance(self.inner, ExLlamaV2Filter) and not overrides(self.inner, "next")
+        ):
+            return self._ask_mask(), frozenset()
+        answer = self._call(self.inner.next)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise FilterFailed(f"{self.describe()}.next() returned {answer!r:.80}; it must be (allowed, end_tokens)")
+        allowed, ends = answer
+        if allowed is None:
+            return None, frozenset()
+        ids = self._sorted(allowed)
+        return ids, frozenset(int(e) for e in ends or () if _contains(ids, int(e)))
+
+    def _sorted(self, allowed: Any) -> npt.NDArray[np.int64]:
+        try:
+            ids = np.asarray(list(allowed) if not isinstance(allowed, np.ndarray) else allowed, dtype=np.int64).reshape(
+                -1
+            )
+        except (TypeError, ValueError, OverflowError) as error:
+            raise FilterFailed(f"{self.describe()}.next() allowed {allowed!r:.60}, which are no token ids") from error
+        ids = np.unique(ids)
+        ids = ids[ids >= 0]
+        return ids[ids < self.context.vocab_size] if self.context is not None else ids
+
+    def _ask_mask(self) -> npt.NDArray[np.int64]:
+        """Ids of a filter that can only mask: what stays finite in a row of zeros."""
+        if self.context is None:
+            raise FilterUsageError(f"{self.describe()} only masks logits: attach a context with the logits width first")
+        zeros: Any = np.zeros(self.context.logits_width, dtype=np.float32)
+        if (torch := sys.modules.get("torch")) is not None:
+            zeros = torch.from_numpy(zeros)
+        if self._call(self.inner.prepare_logit_mask) is not True:
+            raise FilterFailed(f"{self.describe()}.prepare_logit_mask() did not return True")
+        masked = self._call(self.inner.mask_logits, zeros)
+        return np.flatnonzero(np.isfinite(np.asarray(masked).reshape(-1))[: self.context.vocab_size]).astype(np.int64)
+
+    def _with_stops(
+        self, ids: npt.NDArray[np.int64] | None, ends: frozenset[int]
+    ) -> tuple[npt.NDArray[np.int64] | None, frozenset[int]]:
+        """Spec FC-24 for a filter that knows one EOS: all stop ids once it offers its EOS (or nothing else), none
+        before.
+        """
+        stops = self.context.stop_ids if self.context else frozenset()
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        if ids is None or not stops or not isinstance(eos, int):
+            return ids, ends
+        stop_array = np.array(sorted(stops), dtype=np.int64)
+        rest = ids[~np.isin(ids, stop_array)]
+        if _contains(ids, eos) or (len(ids) and not len(rest)):
+            return np.union1d(ids, stop_array), ends
+        return rest, ends - stops
+
+    def _with_prefix(
+        self, ids: npt.NDArray[np.int64] | None, ends: frozenset[int]
+    ) -> tuple[npt.NDArray[np.int64] | None, frozenset[int]]:
+        """Spec FC-34: tokens that start with the text to be regenerated and whose surplus, as one token, is allowed."""
+        if not self._prefix:
+            return ids, ends
+        allowed, ended = [], []
+        for token, surplus in self._vocabulary().tokens_starting_with(self._prefix):
+            parts = self._vocabulary().ids_of(surplus) if surplus else ()
+            if not surplus or ids is None or any(_contains(ids, part) for part in parts):
+                allowed.append(token)
+            if surplus and any(part in ends for part in parts):
+                ended.append(token)
+        return np.array(sorted(allowed), dtype=np.int64), frozenset(ended)
+
+    def _healed(self, token: int) -> tuple[int, ...]:
+        """What the object sees of a token: nothing of the healing prefix, the surplus as a token of its own."""
+        if not self._prefix:
+            return (token,)
+        surplus = self._vocabulary().bytes_of(token)[len(self._prefix) :]
+        if not surplus:
+            return ()
+        self._answer = None
+        ids, _ = self._ask_inner()
+        for part in self._vocabulary().ids_of(surplus):
+            if ids is None or _contains(ids, part):
+                return (part,)
+        raise FilterRejected(f"token {token}: {surplus!r} is not allowed by {self.describe()}", token)
+
+    def _vocabulary(self) -> Any:
+        from exl_filters.vocabulary import vocabulary_of
+
+        if self.tokenizer is None:
+            raise FilterUsageError(
+                f"{self.describe()} has no tokenizer, so a healing prefix cannot be matched to tokens"
+            )
+        return vocabulary_of(self.tokenizer)
+
+
+def copy_of_foreign(inner: Any) -> Any:
+    """A copy of a foreign filter for one job, where that is safe: a subclass with the base class's own `clone`, of
+    plain state.
+
+    Raises `FilterUsageError` otherwise: lm-format-enforcer's clone returns itself, formatron's shares its engine (spec
+    FX-4).
+    """
+    if not isinstance(inner, ExLlamaV2Filter) or overrides(inner, "clone"):
+        raise FilterUsageError(f"clone() of {type(inner).__name__} cannot be trusted")
+    shared = {id(x): x for x in (inner.model, inner.tokenizer) if x is not None}
+    new = type(inner).__new__(type(inner))
+    for name, value in vars(inner).items():
+        copied = None if name == "background_result" else copy_state(value, shared, f"{type(inner).__name__}.{name}")
+        new.__dict__[name] = copied
+    return new
+
+
+def _contains(ids: npt.NDArray[np.int64], token: int) -> bool:
+    index = int(np.searchsorted(ids, token))
+    return index < len(ids) and int(ids[index]) == token

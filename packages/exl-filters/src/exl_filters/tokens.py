@@ -1,0 +1,71 @@
+"""What crosses the door: tokens come as ints or one-element tensors, prefixes as None, str, bytes or a list of pieces."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from exl_filters.errors import FilterUsageError
+
+__all__ = ["FedToken", "as_prefix", "as_token"]
+
+
+class FedToken(int):
+    """An int that also answers like the (1, 1) tensor that filters written for exllamav2 expect (spec FC-1).
+
+    `int(t)`, `t.item()`, `t[0][0]` and use as an index all give the id.
+    """
+
+    shape = (1, 1)
+
+    def item(self) -> int:
+        return int(self)
+
+    def tolist(self) -> list[list[int]]:
+        return [[int(self)]]
+
+    def __getitem__(self, index: Any) -> FedToken:
+        return self
+
+    def __len__(self) -> int:
+        return 1
+
+
+def as_token(token: Any) -> int:
+    """The id in an int, a numpy integer or a tensor of one element.
+
+    Raises `FilterUsageError` for anything else.
+    """
+    if type(token) is int:
+        return token
+    try:
+        return operator.index(token)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    try:
+        return int(token.item())
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise FilterUsageError(
+            f"feed() takes an int or a tensor of one element, got {type(token).__name__} {token!r:.60}"
+        ) from error
+
+
+def as_prefix(prefix: Any) -> bytes:
+    """The bytes of a healing prefix: None and "" are empty, a list of one piece per row (base generator) is its one
+    row.
+    """
+    if prefix is None:
+        return b""
+    if isinstance(prefix, str):
+        return prefix.encode("utf-8", "surrogateescape")
+    if isinstance(prefix, bytes | bytearray):
+        return bytes(prefix)
+    if isinstance(prefix, list | tuple):
+        if not prefix:
+            return b""
+        if len(prefix) == 1 or all(piece == prefix[0] for piece in prefix):
+            return as_prefix(prefix[0])
+        raise FilterUsageError(
+            f"begin() got {len(prefix)} different prefixes; a filter constrains one row, clone it per row"
+        )
+    raise FilterUsageError(f"begin() takes None, str, bytes or a list of one piece, got {type(prefix).__name__}")
