@@ -63,8 +63,10 @@ pub enum Problem {
         "q_groups: the groups hold {found} rows in all, but q_invperm has {expected} entries; both must equal in_features"
     )]
     GroupSum { found: usize, expected: usize },
-    #[error("q_invperm: entry {index} is {value}; {rule} 0..{k}")]
+    #[error("{tensor}: entry {index} is {value}; {rule} 0..{k}")]
     Permutation {
+        /// `q_invperm` of a file, or `perm` handed to a writer.
+        tensor: &'static str,
         index: usize,
         value: i32,
         k: usize,
@@ -124,7 +126,9 @@ pub enum Problem {
     },
     #[error("quantization plan {plan:?}: {why}")]
     Plan { plan: String, why: String },
-    #[error("weight[{row}, {column}] is {value}; weights must be finite to be quantized")]
+    #[error(
+        "weight[{row}, {column}] is {value}; weights must be finite and within the half range (65504) to be quantized"
+    )]
     Weight {
         row: usize,
         column: usize,

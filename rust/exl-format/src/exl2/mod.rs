@@ -1,8 +1,15 @@
 //! EXL2: mixed-width groups of rows, 4-bit square-root scales, row permutation (formats.md section 2).
 
 mod dequantize;
+mod pack;
+mod plan;
+mod quantize;
 mod view;
 
+pub use pack::Exl2Matrix;
+pub(crate) use pack::invert;
+pub use plan::{Part, Plan};
+pub use quantize::{Search, quantize};
 pub use view::{Exl2Tensors, Exl2View, Group};
 
 /// The widths a group may have.

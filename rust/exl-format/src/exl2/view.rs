@@ -296,6 +296,7 @@ fn check_permutation(invperm: &[i32]) -> Result<(), Problem> {
     let mut seen = vec![false; k];
     for (index, &value) in invperm.iter().enumerate() {
         let bad = |rule| Problem::Permutation {
+            tensor: "q_invperm",
             index,
             value,
             k,

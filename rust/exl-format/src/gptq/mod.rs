@@ -4,8 +4,10 @@
 //! codes in 3 words.
 
 mod dequantize;
+mod quantize;
 mod view;
 
+pub use quantize::{GptqMatrix, Settings, quantize};
 pub use view::{GptqTensors, GptqView, Zeros};
 
 /// The widths a matrix may have.

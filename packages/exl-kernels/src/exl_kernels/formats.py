@@ -1,0 +1,319 @@
+"""EXL2 and GPTQ matrices as their files hold them: read, dequantized to the bit, and written by round to nearest.
+
+Formulas and layouts are those of the format specification (formats.md; the section stands at each function). Matrices
+stand as W [K, N] = [in_features, out_features], y = x @ W; float weights come as [N, K], torch's `Linear`. Everything
+here runs on CPU tensors. `exl_kernels.formats_reference` holds the same functions in plain numpy, as the tests' oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from . import _native
+from .errors import DTypeError, FormatError, ShapeError
+from .safetensors_file import (
+    SafetensorsHeader,
+    TensorEntry,
+    read_into,
+    read_safetensors_folder,
+    read_safetensors_header,
+    read_tensor,
+    write_safetensors,
+)
+
+__all__ = [
+    "SafetensorsHeader",
+    "TensorEntry",
+    "exl2_check",
+    "exl2_dequantize",
+    "exl2_groups",
+    "exl2_pack",
+    "exl2_quantize",
+    "exl2_total_bits",
+    "gptq_check",
+    "gptq_dequantize",
+    "gptq_quantize",
+    "importance_order",
+    "read_into",
+    "read_safetensors_folder",
+    "read_safetensors_header",
+    "read_tensor",
+    "write_safetensors",
+]
+
+Zeros = Literal["classic", "v2"]
+
+_EXL2 = {
+    "q_weight": (torch.int32, 2),
+    "q_scale": (torch.int32, 2),
+    "q_scale_max": (torch.float16, 1),
+    "q_groups": (torch.int16, 1),
+    "q_invperm": (torch.int32, 1),
+}
+_GPTQ = {"qweight": (torch.int32, 2), "qzeros": (torch.int32, 2), "scales": (torch.float16, 2)}
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+# EXL2
+
+
+def exl2_check(tensors: Mapping[str, Tensor], *, name: str = "") -> list[tuple[int, int]]:
+    """Check a matrix completely (2.1, 2.2) and return (bits, rows) of each group in file order.
+
+    tensors: q_weight int32 [R, N], q_scale int32 [G, N / 8], q_scale_max float16 [G], q_groups int16 [2 G],
+    q_invperm int32 [K]; others are ignored. Raises FormatError, naming `name` and what is wrong.
+    """
+    groups: list[tuple[int, int]] = _native.exl2_check(name, _exl2_parts(tensors, name))
+    return groups
+
+
+def exl2_dequantize(tensors: Mapping[str, Tensor], *, name: str = "") -> Tensor:
+    """W [K, N] float16, rows in file order of the input features, exact to the bit (2.4, 2.5).
+
+    N as stored, padding included. Arguments and errors as `exl2_check`.
+    """
+    parts = _exl2_parts(tensors, name)
+    out = torch.empty((parts[4].shape[0], parts[0].shape[1]), dtype=torch.float16)
+    _native.exl2_dequantize(name, parts, out)
+    return out
+
+
+def exl2_groups(plan: str, in_features: int) -> list[tuple[int, int]]:
+    """(bits, rows) of each group that a plan such as "0.1:5b_32g/0.9:4b_32g" gives (6.5). Raises FormatError."""
+    groups: list[tuple[int, int]] = _native.exl2_groups("plan", plan, in_features)
+    return groups
+
+
+def exl2_total_bits(plan: str, in_features: int, out_features: int) -> int:
+    """Bits the five tensors of a matrix take in a file, columns padded to 32 (6.5). Raises FormatError."""
+    bits: int = _native.exl2_total_bits("plan", plan, in_features, out_features)
+    return bits
+
+
+def importance_order(weight: Tensor) -> Tensor:
+    """Input features of `weight` [out, in] by falling L2 norm, int64 [in]: which rows get wide codes without data."""
+    norms = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)
+    return torch.argsort(norms, descending=True, stable=True)
+
+
+def exl2_quantize(
+    weight: Tensor,
+    plan: str | int = 4,
+    group_size: int = 128,
+    *,
+    perm: Tensor | None = None,
+    fast: bool = False,
+    name: str = "",
+) -> dict[str, Tensor]:
+    """Quantize by round to nearest (6.8 step 3, no error compensation); columns are padded to a multiple of 32.
+
+    weight: float32, float16 or bfloat16 [out, in], in a multiple of 32. plan: a width in bits, used with
+    `group_size`, or a mixed plan such as "0.1:5b_32g/0.9:4b_32g". perm: int64 [in]; packed row k takes input feature
+    perm[k], most important first (see `importance_order`); the default keeps the order. fast: skip the search for each
+    group's best scale. Returns q_weight, q_scale, q_scale_max, q_groups, q_invperm; the same bits at any thread count.
+    Raises FormatError (plan, NaN or infinity in the weight, in_features), ShapeError, DTypeError.
+    """
+    weight = _float_weight(weight, name)
+    text = plan if isinstance(plan, str) else f"1:{plan}b_{group_size}g"
+    out_features, in_features = weight.shape
+    groups: list[tuple[int, int]] = _native.exl2_groups(name, text, in_features)
+    result = _exl2_empty(groups, -(-out_features // 32) * 32)
+    _native.exl2_quantize(name, weight, text, _perm(perm, name), not fast, tuple(result.values()))
+    return result
+
+
+def exl2_pack(
+    codes: Tensor,
+    scale_codes: Tensor,
+    q_scale_max: Tensor,
+    groups: Sequence[tuple[int, int]],
+    *,
+    perm: Tensor | None = None,
+    name: str = "",
+) -> dict[str, Tensor]:
+    """Pack codes uint8 [K, N] (packed rows) and stored scale codes uint8 [G, N] (0..15) into file tensors (2.3, 2.4).
+
+    groups: (bits, rows) in any order of widths; the reference reads only falling widths. q_scale_max: float16 [G].
+    perm as in `exl2_quantize`. N a multiple of 8. Raises FormatError, ShapeError, DTypeError.
+    """
+    for what, tensor, dtype, dims in (
+        ("codes", codes, torch.uint8, 2),
+        ("scale_codes", scale_codes, torch.uint8, 2),
+        ("q_scale_max", q_scale_max, torch.float16, 1),
+    ):
+        _require(tensor, dtype, dims, f"{name or 'exl2_pack'}: {what}")
+    if any(bits < 0 or rows < 0 for bits, rows in groups):
+        raise FormatError(f"{name or 'exl2_pack'}: groups {list(groups)[:4]}: bits and rows are positive")
+    result = _exl2_empty(groups, codes.shape[1])
+    _native.exl2_pack(
+        name,
+        codes.contiguous(),
+        scale_codes.contiguous(),
+        q_scale_max.contiguous(),
+        list(groups),
+        _perm(perm, name),
+        tuple(result.values()),
+    )
+    return result
+
+
+def _exl2_parts(tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, ...]:
+    return tuple(_file_tensor(tensors, key, dtype, dims, name) for key, (dtype, dims) in _EXL2.items())
+
+
+def _exl2_empty(groups: Sequence[tuple[int, int]], columns: int) -> dict[str, Tensor]:
+    words = sum(rows // 32 * bits for bits, rows in groups)
+    shapes = {
+        "q_weight": (words, columns),
+        "q_scale": (len(groups), columns // 8),
+        "q_scale_max": (len(groups),),
+        "q_groups": (2 * len(groups),),
+        "q_invperm": (sum(rows for _, rows in groups),),
+    }
+    return {key: torch.empty(shape, dtype=_EXL2[key][0]) for key, shape in shapes.items()}
+
+
+# GPTQ
+
+
+def gptq_check(
+    tensors: Mapping[str, Tensor],
+    *,
+    bits: int = 4,
+    zeros: Zeros = "classic",
+    group_size: int | None = None,
+    name: str = "",
+) -> tuple[int, int]:
+    """Check a matrix completely and return (in_features, out_features). Arguments and errors as `gptq_dequantize`."""
+    parts = _gptq_parts(tensors, bits, name)
+    shape: tuple[int, int] = _native.gptq_check(name, parts, bits, _is_v2(zeros), _group_size(group_size))
+    return shape
+
+
+def gptq_dequantize(
+    tensors: Mapping[str, Tensor],
+    *,
+    bits: int = 4,
+    zeros: Zeros = "classic",
+    group_size: int | None = None,
+    name: str = "",
+) -> Tensor:
+    """W [K, N] float16, exact to the bit (3.2 to 3.4).
+
+    tensors: qweight int32 [K bits / 32, N], qzeros int32 [G, N bits / 32], scales [G, N] (float16; float32 and bfloat16
+    are rounded), optional g_idx int32 [K], honoured row by row; all zeros means none. bits: 2, 3, 4 or 8. zeros:
+    "classic" stores the zero point minus one, "v2" the zero point. group_size: None or -1 takes the smallest power of
+    two that gives the file's number of groups. Raises FormatError.
+    """
+    out = torch.empty(
+        gptq_check(tensors, bits=bits, zeros=zeros, group_size=group_size, name=name), dtype=torch.float16
+    )
+    parts = _gptq_parts(tensors, bits, name)
+    _native.gptq_dequantize(name, parts, bits, _is_v2(zeros), _group_size(group_size), out)
+    return out
+
+
+def gptq_quantize(
+    weight: Tensor,
+    *,
+    bits: int = 4,
+    group_size: int = 128,
+    symmetric: bool = False,
+    zeros: Zeros = "classic",
+    perm: Tensor | None = None,
+    name: str = "",
+) -> dict[str, Tensor]:
+    """Quantize by round to nearest; returns qweight, qzeros, scales, g_idx.
+
+    weight: float32, float16 or bfloat16 [out, in], both multiples of 32. group_size: rows a group, -1 for one group.
+    perm: int64 [in]; with it (act-order) rows perm[0:group_size] make group 0 and so on. symmetric: zero point fixed in
+    the middle. Raises FormatError (settings, NaN or infinity in the weight), ShapeError, DTypeError.
+    """
+    weight = _float_weight(weight, name)
+    out_features, in_features = weight.shape
+    if group_size == -1:
+        group_size = in_features
+    if bits not in (2, 3, 4, 8) or group_size < 1 or in_features % 32 or out_features % 32:
+        raise FormatError(
+            f"{name or 'matrix'}: {bits} bits, group size {group_size}, shape [{out_features}, {in_features}]; "
+            "GPTQ has 2, 3, 4 and 8 bits, positive group sizes and sizes in multiples of 32"
+        )
+    groups = -(-in_features // group_size)
+    result = {
+        "qweight": torch.empty((in_features * bits // 32, out_features), dtype=torch.int32),
+        "qzeros": torch.empty((groups, out_features * bits // 32), dtype=torch.int32),
+        "scales": torch.empty((groups, out_features), dtype=torch.float16),
+        "g_idx": torch.empty(in_features, dtype=torch.int32),
+    }
+    outputs = tuple(result.values())
+    _native.gptq_quantize(name, weight, bits, group_size, symmetric, _is_v2(zeros), _perm(perm, name), outputs)
+    return result
+
+
+def _gptq_parts(tensors: Mapping[str, Tensor], bits: int, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    if bits not in (2, 3, 4, 8):
+        raise FormatError(f"{name or 'matrix'}: {bits}-bit GPTQ is not a format; use 2, 3, 4 or 8")
+    scales = tensors.get("scales")
+    if scales is not None and scales.dtype in (torch.float32, torch.bfloat16):
+        tensors = {**tensors, "scales": scales.half()}
+    qweight, qzeros, scales = (_file_tensor(tensors, key, dtype, dims, name) for key, (dtype, dims) in _GPTQ.items())
+    g_idx = _file_tensor(tensors, "g_idx", torch.int32, 1, name) if tensors.get("g_idx") is not None else None
+    return qweight, qzeros, scales, g_idx
+
+
+def _is_v2(zeros: Zeros) -> bool:
+    if zeros not in ("classic", "v2"):
+        raise FormatError(f"zeros {zeros!r} is not a convention; use 'classic' or 'v2'")
+    return zeros == "v2"
+
+
+def _group_size(group_size: int | None) -> int | None:
+    if group_size is None or group_size == -1:
+        return None
+    if group_size < 1:
+        raise FormatError(f"group_size {group_size}; expected a positive number of rows, or -1 for one group")
+    return group_size
+
+
+# Checks
+
+
+def _file_tensor(tensors: Mapping[str, Tensor], key: str, dtype: torch.dtype, dims: int, name: str) -> Tensor:
+    """A tensor that came from a file; what is wrong with it is the file's fault."""
+    tensor = tensors.get(key)
+    if tensor is None:
+        raise FormatError(f"{name or 'matrix'}: tensor {key} is missing; found {', '.join(sorted(tensors)) or 'none'}")
+    if tensor.dtype != dtype or tensor.dim() != dims or tensor.device.type != "cpu":
+        raise FormatError(
+            f"{name or 'matrix'}: {key} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; "
+            f"expected {dtype} with {dims} dimensions on the CPU"
+        )
+    return tensor.contiguous()
+
+
+def _require(tensor: Tensor, dtype: torch.dtype, dims: int, what: str) -> None:
+    if tensor.dtype != dtype or tensor.device.type != "cpu":
+        raise DTypeError(f"{what} is {tensor.dtype} on {tensor.device}; expected {dtype} on the CPU")
+    if tensor.dim() != dims:
+        raise ShapeError(f"{what} has shape {list(tensor.shape)}; expected {dims} dimensions")
+
+
+def _float_weight(weight: Tensor, name: str) -> Tensor:
+    if weight.dtype not in _FLOATS or weight.device.type != "cpu":
+        raise DTypeError(
+            f"{name or 'weight'} is {weight.dtype} on {weight.device}; expected float32, float16 or bfloat16 on the CPU"
+        )
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise ShapeError(f"{name or 'weight'} has shape {list(weight.shape)}; expected [out_features, in_features]")
+    return weight.detach().contiguous()
+
+
+def _perm(perm: Tensor | None, name: str) -> Tensor | None:
+    if perm is None:
+        return None
+    _require(perm, torch.int64, 1, f"{name or 'matrix'}: perm")
+    return perm.contiguous()
