@@ -12,6 +12,9 @@ from .cache import (
 )
 from .config import ExLlamaV2Config
 from .model import ExLlamaV2
+from .seq_tensor import SeqTensor
+from .timer import Timer
+from .tokenizer import ExLlamaV2Tokenizer
 
 __all__ = [
     "AttentionParams",
@@ -23,7 +26,11 @@ __all__ = [
     "ExLlamaV2Cache_Q6",
     "ExLlamaV2Cache_Q8",
     "ExLlamaV2Config",
+    "ExLlamaV2Tokenizer",
     "PagedParams",
+    "SeqTensor",
+    "Timer",
+    "__version__",
     "errors",
 ]
 __version__ = "0.1.0"

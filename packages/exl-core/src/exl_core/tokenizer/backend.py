@@ -1,0 +1,145 @@
+"""tokenizer.json through the Hugging Face tokenizers library (spec core.md 11.1)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from ..errors import TokenizerError, TokenizerFileError
+
+__all__ = ["TokenizerBackend"]
+
+MAX_FILE_BYTES = 256 << 20  # the largest published tokenizer.json is about 35 MB
+
+
+class TokenizerBackend:
+    """Encodes and decodes with tokenizer.json. Text is never given special tokens unasked.
+
+    Two encoders share the file: the plain one reads the text of special tokens as ordinary text, the special one (made
+    on first use) turns it into their ids, exactly as transformers does. Neither changes once made: thread-safe.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        text = _read(file)
+        self.data: dict[str, Any] = _parse(file, text)
+        self._text = text
+        self.tokenizer = _build(file, text)
+        self.tokenizer.encode_special_tokens = True  # "encode them as text"
+        self._special: Tokenizer | None = None
+        self._special_tokens: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids the file knows, added tokens included (one more than the highest, even if ids are missing)."""
+        ids = self.tokenizer.get_vocab(with_added_tokens=True).values()
+        return 1 + max(ids, default=-1)
+
+    def added_tokens(self) -> dict[int, AddedToken]:
+        """The file's added_tokens by id."""
+        return dict(self.tokenizer.get_added_tokens_decoder())
+
+    def use_special_tokens(self, tokens: Mapping[str, int]) -> None:
+        """Texts that `encode(special=True)` turns into ids, beyond those the file marks as special."""
+        with self._lock:
+            self._special_tokens = dict(tokens)
+            self._special = None
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of `text`; `special` recognises the text of special tokens."""
+        tokenizer = self._special_tokenizer() if special else self.tokenizer
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        tokenizer = self._special_tokenizer() if special else self.tokenizer
+        return [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of `ids`; special tokens vanish unless `special`."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=not special)
+
+    def id_to_piece(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token (with U+0120, U+2581 and the like), None for an unknown id."""
+        return self.tokenizer.id_to_token(token_id)
+
+    def piece_to_id(self, piece: str) -> int | None:
+        return self.tokenizer.token_to_id(piece)
+
+    def enumerate_tokens(self) -> list[tuple[int, str]]:
+        """(id, vocabulary spelling) of every token, by id."""
+        return sorted((i, p) for p, i in self.tokenizer.get_vocab(with_added_tokens=True).items())
+
+    def unk_token(self) -> str | None:
+        """The model section's unknown token, None if it has none."""
+        model = self.data.get("model") or {}
+        token = model.get("unk_token")
+        if token is None and isinstance(model.get("unk_id"), int):
+            token = self.id_to_piece(model["unk_id"])
+        return token if isinstance(token, str) else None
+
+    def space_char(self) -> str:
+        """How the vocabulary writes a space, deduced by encoding one."""
+        return self._first_char(" ")
+
+    def newline_char(self) -> str:
+        """How the vocabulary writes a newline."""
+        return self._first_char("\n")
+
+    def _first_char(self, text: str) -> str:
+        ids = self.encode(text)
+        piece = self.id_to_piece(ids[-1]) if ids else None
+        return piece[-1] if piece else text
+
+    def _special_tokenizer(self) -> Tokenizer:
+        with self._lock:
+            if self._special is None:
+                tokenizer = _build(self.file, self._text)
+                for text, token_id in sorted(self._special_tokens.items(), key=lambda item: item[1]):
+                    known = tokenizer.token_to_id(text)
+                    fits = known == token_id or (known is None and token_id == tokenizer.get_vocab_size())
+                    # One that the file registers already would lose its lstrip / rstrip flags by being added again.
+                    if fits and token_id not in tokenizer.get_added_tokens_decoder():
+                        tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+                self._special = tokenizer
+            return self._special
+
+
+def _read(file: Path) -> str:
+    try:
+        size = file.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise TokenizerError(f"{file}: {size} bytes, more than the {MAX_FILE_BYTES} a tokenizer may have")
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise TokenizerError(f"{file}: not UTF-8 text ({e})") from e
+    except OSError as e:
+        raise TokenizerFileError(f"No supported tokenizer found: cannot read {file} ({e.strerror or e})") from e
+
+
+def _parse(file: Path, text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as e:
+        raise TokenizerError(f"{file}: not valid JSON ({e})") from e
+    if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+        raise TokenizerError(f"{file}: not a tokenizer: no `model` object")
+    return data
+
+
+def _build(file: Path, text: str) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # the library raises plain Exception, or a panic that derives from BaseException
+        raise TokenizerError(f"{file}: the tokenizers library cannot read it ({e})") from e
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

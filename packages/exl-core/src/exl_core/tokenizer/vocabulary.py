@@ -1,0 +1,67 @@
+"""What each id stands for in bytes, read off the decoder that tokenizer.json names, so that streams decode exactly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["byte_decoder"]
+
+PieceToBytes = Callable[[str], bytes]
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The 256 printable characters that byte-level BPE writes bytes as (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(b): b for b in printable}
+    others = [b for b in range(256) if b not in printable]
+    table.update({chr(256 + i): b for i, b in enumerate(others)})
+    return table
+
+
+ALPHABET = _byte_level_alphabet()
+
+
+def _byte_level(piece: str) -> bytes:
+    try:
+        return bytes(ALPHABET[c] for c in piece)
+    except KeyError:  # an added token that is not written in the alphabet stands for itself
+        return piece.encode("utf-8")
+
+
+def byte_decoder(tokenizer_json: dict[str, Any]) -> PieceToBytes | None:
+    """A function from a vocabulary piece to the bytes it adds to a text, or None for decoders that do not work so.
+
+    Text that a decoder changes only at the very start of a sequence (the stripped first space) is not its business.
+    """
+    decoder = tokenizer_json.get("decoder")
+    if decoder is None:
+        return None
+    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    kinds = {s.get("type") for s in steps}
+    if kinds == {"ByteLevel"}:
+        return _byte_level
+    if not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        return None
+    replacements: list[tuple[str, str]] = []
+    for step in steps:
+        if step["type"] == "Replace":
+            pattern = step.get("pattern", {})
+            if "String" not in pattern:
+                return None
+            replacements.append((pattern["String"], step.get("content", "")))
+        elif step["type"] == "Metaspace":
+            replacements.append((step.get("replacement", "▁"), " "))
+    has_bytes = "ByteFallback" in kinds
+
+    def piece_to_bytes(piece: str) -> bytes:
+        match = BYTE_TOKEN.fullmatch(piece) if has_bytes else None
+        if match:
+            return bytes([int(match.group(1), 16)])
+        for old, new in replacements:
+            piece = piece.replace(old, new)
+        return piece.encode("utf-8")
+
+    return piece_to_bytes
