@@ -55,7 +55,7 @@ class Silent(ExLlamaV2Filter):
 
 
 class Duck:
-    """No subclass, clone returns itself, wants a tensor, breaks when fed twice without next: lm-format-enforcer's habits."""
+    """lm-format-enforcer's habits: no subclass, clone returns itself, wants a tensor, breaks when fed without next."""
 
     def __init__(self):
         self.count, self.asked = 0, False

@@ -310,7 +310,7 @@ class _Owners:
             held = self._owner.get(id(obj))
             if held is not None and held() is not None:
                 raise FilterBusy(
-                    f"this {type(obj).__name__} already serves a live job and cannot be copied safely: give each job its own"
+                    f"this {type(obj).__name__} serves a live job and cannot be copied safely: give each job its own"
                 )
             self._owner[id(obj)] = weakref.ref(stack)
         return id(obj)

@@ -15,6 +15,7 @@ from exl_filters.vocabulary import Vocabulary
 
 __all__ = ["from_tokenizer_json", "read_tokenizer"]
 
+_EOS_NAMES = ("</s>", "<|endoftext|>", "<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<eos>")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -32,8 +33,9 @@ def read_tokenizer(tokenizer: Any) -> Vocabulary:
     if callable(getattr(tokenizer, "convert_ids_to_tokens", None)):
         return _from_slow(tokenizer)
     raise FilterUsageError(
-        f"{type(tokenizer).__name__} is no tokenizer this package can read: it has neither get_id_to_piece_list (exllamav2), "
-        "backend_tokenizer (transformers) nor convert_ids_to_tokens; pass an exl_filters.Vocabulary"
+        f"{type(tokenizer).__name__} is no tokenizer this package can read: it has neither "
+        "get_id_to_piece_list (exllamav2), backend_tokenizer (transformers) nor convert_ids_to_tokens; "
+        "pass an exl_filters.Vocabulary"
     )
 
 
@@ -47,9 +49,7 @@ def from_tokenizer_json(path: str, eos_token: str | None = None) -> Vocabulary:
     vocab = model.get("vocab") or {}
     pieces = dict(vocab) if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
     added = {t["id"]: (t["content"], bool(t.get("special"))) for t in data.get("added_tokens", [])}
-    names = (
-        [eos_token] if eos_token else ["</s>", "<|endoftext|>", "<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<eos>"]
-    )
+    names = [eos_token] if eos_token else _EOS_NAMES
     ids = {content: token for token, (content, _) in added.items()} | pieces
     eos = next((ids[name] for name in names if name in ids), None)
     return _assemble(pieces, added, _decoder_kinds(data.get("decoder")), eos_token_id=eos)
@@ -122,7 +122,7 @@ def _from_sentencepiece(piece: str) -> bytes:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """The byte-level BPE alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 onwards, in order."""
+    """The byte-level BPE alphabet: printable Latin-1 for itself, the other bytes from U+0100 on, in order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(b): b for b in plain}
     others = (b for b in range(256) if b not in set(plain))
@@ -132,7 +132,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 def _from_exllama(tokenizer: Any, tokens: list[bytes | str | None]) -> Vocabulary:
     """A tokenizer with exllamav2's names: control ids are those of its extended map and its four roles."""
-    roles = {name: _one_id(getattr(tokenizer, name, None)) for name in _ROLES}
+    roles: dict[str, Any] = {name: _one_id(getattr(tokenizer, name, None)) for name in _ROLES}
     extended = getattr(tokenizer, "extended_id_to_piece", None) or {}
     plain = getattr(tokenizer, "unspecial_id_to_piece", None) or {}
     special = {int(i) for i in extended if int(i) not in plain} | {i for i in roles.values() if i is not None}
@@ -175,7 +175,7 @@ def _from_slow(tokenizer: Any) -> Vocabulary:
     table = _byte_alphabet()
     byte_level = sum(p.startswith("Ġ") for p in pieces) > len(pieces) // 20 and "▁" not in "".join(pieces[:2000])
     decode = _from_byte_level if byte_level and table else _from_sentencepiece
-    roles = {name: _one_id(getattr(tokenizer, name, None)) for name in _ROLES}
+    roles: dict[str, Any] = {name: _one_id(getattr(tokenizer, name, None)) for name in _ROLES}
     special = {int(i) for i in getattr(tokenizer, "all_special_ids", ())}
     return Vocabulary([decode(p) for p in pieces], special_ids=special, **roles)
 

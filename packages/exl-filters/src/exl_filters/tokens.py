@@ -1,4 +1,4 @@
-"""What crosses the door: tokens come as ints or one-element tensors, prefixes as None, str, bytes or a list of pieces."""
+"""What crosses the door: tokens as ints or one-element tensors, prefixes as None, str, bytes or a list of pieces."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 __all__ = ["ByteTrie"]
 
 ROOT = 0
+_Ints = npt.NDArray[np.int64]
 
 
 class ByteTrie:
@@ -29,9 +30,7 @@ class ByteTrie:
         starts = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64)
         self._build(lengths, blob, starts)
 
-    def _build(
-        self, lengths: npt.NDArray[np.int64], blob: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64]
-    ) -> None:
+    def _build(self, lengths: _Ints, blob: npt.NDArray[np.uint8], starts: _Ints) -> None:
         """Level by level: among tokens sorted by bytes, a new node begins where the parent or the next byte changes."""
         count = len(lengths)
         node_of = np.zeros(count, dtype=np.int64)

@@ -172,9 +172,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     if isinstance(tokenizer, Vocabulary):
         return tokenizer
     if tokenizer is None:
-        raise FilterUsageError(
-            "this filter needs a tokenizer: pass the tokenizer it constrains, or an exl_filters.Vocabulary"
-        )
+        raise FilterUsageError("this filter needs a tokenizer, or an exl_filters.Vocabulary in its place")
     key = id(tokenizer)
     with _lock:
         held = _cache.get(key)
