@@ -24,12 +24,19 @@ from exl_filters.errors import (
 )
 from exl_filters.foreign import ForeignFilter, as_filter
 from exl_filters.host import FilterStack, Status
+from exl_filters.masking import apply_mask
+from exl_filters.prefix import ExLlamaV2PrefixFilter
+from exl_filters.select import ExLlamaV2SelectFilter
+from exl_filters.state_filter import Choice, StateFilter
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
 
 __all__ = [
     "AmbiguousPlugin",
+    "Choice",
     "Diagnosis",
     "ExLlamaV2Filter",
+    "ExLlamaV2PrefixFilter",
+    "ExLlamaV2SelectFilter",
     "FilterBusy",
     "FilterCompileError",
     "FilterContext",
@@ -42,9 +49,11 @@ __all__ = [
     "ForeignFilter",
     "MissingExtra",
     "PluginError",
+    "StateFilter",
     "Status",
     "UnknownFilter",
     "Vocabulary",
+    "apply_mask",
     "as_filter",
     "vocabulary_of",
 ]

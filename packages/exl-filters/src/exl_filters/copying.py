@@ -33,7 +33,7 @@ _UNKNOWN = object()
 
 
 def copy_state(value: Any, shared: dict[int, Any], where: str) -> Any:
-    """A private copy of `value`; objects whose id is in `shared` stay shared. Raises `FilterUsageError` naming `where`."""
+    """A private copy of `value`; what is in `shared` stays shared. Raises `FilterUsageError` naming `where`."""
     if id(value) in shared:
         return shared[id(value)]
     if isinstance(value, _VALUES) or getattr(type(value), "shared_between_clones", False):

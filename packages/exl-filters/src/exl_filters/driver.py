@@ -90,7 +90,7 @@ class FilterDriver:
         return frozenset() if allowed is None else frozenset(int(e) for e in ends)
 
     def feed(self, token: int) -> bool:
-        """Accept a token; True when the constraint has ended with it. Raises `FilterRejected` with the state unchanged."""
+        """Accept a token; True when the constraint has ended. Raises `FilterRejected`, state unchanged."""
         if self.failure is not None:
             raise self.failure
         if not self.done:

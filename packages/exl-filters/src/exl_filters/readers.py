@@ -16,6 +16,7 @@ from exl_filters.vocabulary import Vocabulary
 __all__ = ["from_tokenizer_json", "read_tokenizer"]
 
 _EOS_NAMES = ("</s>", "<|endoftext|>", "<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<eos>")
+_UNDEFINED = "_undefined_token_"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -140,7 +141,7 @@ def _from_exllama(tokenizer: Any, tokens: list[bytes | str | None]) -> Vocabular
     tokens = [*tokens, *([None] * (size - len(tokens)))]
     texts = {int(i): str(text) for i, text in extended.items()}
     for token, text in enumerate(tokens):
-        if isinstance(text, str) and "_undefined_token_" in text:
+        if isinstance(text, str) and _UNDEFINED in text:
             tokens[token] = None
     return Vocabulary(tokens, special_ids=special, special_texts=texts, **roles)
 
@@ -148,7 +149,9 @@ def _from_exllama(tokenizer: Any, tokens: list[bytes | str | None]) -> Vocabular
 def _bytes_from_pieces(tokenizer: Any) -> list[bytes | str | None]:
     """Pieces as text, with the bytes of those that are no whole characters read from the raw pieces underneath."""
     pieces: list[bytes | str | None] = list(tokenizer.get_id_to_piece_list())
-    broken = [i for i, piece in enumerate(pieces) if isinstance(piece, str) and "�" in piece]
+    broken = [
+        i for i, piece in enumerate(pieces) if isinstance(piece, str) and "�" in piece and _UNDEFINED not in piece
+    ]
     model = getattr(tokenizer, "tokenizer_model", None)
     raw = getattr(model, "id_to_piece", None)
     if not broken:
@@ -164,7 +167,7 @@ def _bytes_from_pieces(tokenizer: Any) -> list[bytes | str | None]:
             pieces[token] = bytes([int(match[1], 16)])
         elif text and all(c in table for c in text):
             pieces[token] = bytes(table[c] for c in text)
-        elif "_undefined_token_" not in str(pieces[token]):
+        else:
             pieces[token] = text.replace("▁", " ")
     return pieces
 

@@ -1,0 +1,73 @@
+"""`ExLlamaV2PrefixFilter`: the output starts with one of some strings; after that, no opinion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exl_filters.byte_machine import DEAD, ByteMachine, Tokenized
+from exl_filters.errors import FilterCompileError
+from exl_filters.state_filter import Choice, StateFilter
+
+__all__ = ["ExLlamaV2PrefixFilter"]
+
+# (state of the machine, text still to be regenerated, bytes so far beyond it)
+_State = tuple[int, bytes, bytes]
+
+
+class ExLlamaV2PrefixFilter(StateFilter[_State]):
+    """Forces the output to begin with one of `prefix_strings`, then lets anything through.
+
+    Works on bytes, so text that tokens split inside a character is reached. A token may go past the end of a prefix as
+    long as it spells it first; `overshoot=False` allows only exact arrival. The shorter of two nested prefixes decides.
+    Never ends the job.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, prefix_strings: str | list[str], *, overshoot: bool = True) -> None:
+        super().__init__(model, tokenizer)
+        strings = [prefix_strings] if isinstance(prefix_strings, str) else list(prefix_strings)
+        if not strings or not all(isinstance(s, str) for s in strings):
+            raise FilterCompileError(f"prefix_strings must be one string or some; got {prefix_strings!r:.80}")
+        self.prefix_strings = strings
+        self.overshoot = overshoot
+        shortest = [s for s in strings if not any(s != other and s.startswith(other) for other in strings)]
+        self._table = Tokenized(ByteMachine.of_strings(shortest, then_free=True), self.vocabulary, overshoot=overshoot)
+        self.begin("")
+
+    @property
+    def current_prefixes(self) -> set[str]:
+        """The strings the text so far can still become, or has begun with."""
+        text = self.current_str
+        return {s for s in self.prefix_strings if s.startswith(text) or text.startswith(s)}
+
+    @property
+    def current_str(self) -> str:
+        """The constrained text so far (only as far as it matters)."""
+        return self._now().state[2].decode("utf-8", "replace")
+
+    def describe(self) -> str:
+        return (
+            f"Prefix({', '.join(repr(s) for s in self.prefix_strings[:3])}{', ...' * (len(self.prefix_strings) > 3)})"
+        )
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "prefix", "prefix_strings": list(self.prefix_strings), "overshoot": self.overshoot}
+
+    def _start(self, prefix: bytes) -> _State:
+        return 0, prefix, b""
+
+    def _choice(self, state: _State) -> Choice | None:
+        at, pending, _ = state
+        if self._table.machine.free[at] and not pending:
+            return None
+        return self._table.choice(at, pending)
+
+    def _advance(self, state: _State, token: int) -> _State:
+        at, pending, text = state
+        if self._table.machine.free[at] and not pending:
+            return state
+        reached, left = self._table.advance(at, pending, token)
+        assert reached != DEAD, "advanced by a token that was not allowed"
+        return reached, left, text + self.vocabulary.bytes_of(token)[len(pending) :]
+
+    def _whole(self, state: _State) -> bool:
+        return self._table.machine.free[state[0]] and not state[1]

@@ -1,0 +1,85 @@
+"""`ExLlamaV2SelectFilter`: the output is exactly one of some strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from exl_filters.byte_machine import DEAD, ByteMachine, Tokenized
+from exl_filters.errors import FilterCompileError
+from exl_filters.state_filter import Choice, StateFilter
+
+__all__ = ["ExLlamaV2SelectFilter"]
+
+# (state of the machine, text still to be regenerated, bytes fed)
+_State = tuple[int, bytes, bytes]
+
+
+class ExLlamaV2SelectFilter(StateFilter[_State]):
+    """Forces the output to be exactly one of `options`; the token that finishes one ends the job.
+
+    Works on bytes, so emoji and other text that tokens split inside a character are reached. `case_insensitive` matches
+    by Unicode case folding; a healing prefix is always matched exactly. `policy` decides about an option that begins
+    another one: "longest" lets the longer one go on (the shorter is offered the stop ids), "first" ends at the shorter,
+    as exllamav2 does.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        options: Sequence[str],
+        case_insensitive: bool = False,
+        *,
+        policy: Literal["longest", "first"] = "longest",
+    ) -> None:
+        super().__init__(model, tokenizer)
+        if isinstance(options, str) or not options or not all(isinstance(o, str) for o in options):
+            raise FilterCompileError(f"options must be a list of at least one string; got {options!r:.80}")
+        if policy not in ("longest", "first"):
+            raise FilterCompileError(f'policy is "longest" or "first"; got {policy!r}')
+        self.options = list(options)
+        self.case_insensitive = case_insensitive
+        self.policy = policy
+        build = ByteMachine.of_strings_any_case if case_insensitive else ByteMachine.of_strings
+        machine = build(self.options)
+        if policy == "first":
+            for state, accepting in enumerate(machine.accepting):
+                if accepting:
+                    machine.edges[state] = {}
+        self._table = Tokenized(machine, self.vocabulary)
+        self.begin("")
+
+    @property
+    def sequence_str(self) -> str:
+        """The text fed so far, healing prefix included."""
+        return self._now().state[2].decode("utf-8", "replace") if self._steps else ""
+
+    @sequence_str.setter
+    def sequence_str(self, text: str) -> None:
+        """The base class resets it; here it follows from the state."""
+
+    def describe(self) -> str:
+        return f"Select({', '.join(repr(o) for o in self.options[:3])}{', ...' * (len(self.options) > 3)})"
+
+    def spec(self) -> dict[str, Any]:
+        return {
+            "type": "select",
+            "options": list(self.options),
+            "case_insensitive": self.case_insensitive,
+            "policy": self.policy,
+        }
+
+    def _start(self, prefix: bytes) -> _State:
+        return 0, prefix, b""
+
+    def _choice(self, state: _State) -> Choice:
+        return self._table.choice(state[0], state[1])
+
+    def _advance(self, state: _State, token: int) -> _State:
+        reached, pending = self._table.advance(state[0], state[1], token)
+        assert reached != DEAD, "advanced by a token that was not allowed"
+        return reached, pending, state[2] + self.vocabulary.bytes_of(token)
+
+    def _whole(self, state: _State) -> bool:
+        return self._table.machine.accepting[state[0]] and not state[1]

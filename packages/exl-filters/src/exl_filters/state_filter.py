@@ -1,0 +1,185 @@
+"""`StateFilter`: filters whose state is an immutable value. Rewind, clone, healing bookkeeping and stop handling live
+here once.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from exl_filters import bits
+from exl_filters.base import Allowed, ExLlamaV2Filter
+from exl_filters.bits import Words
+from exl_filters.context import FilterContext
+from exl_filters.errors import FilterRejected, FilterUsageError
+from exl_filters.masking import masked
+from exl_filters.tokens import as_prefix, as_token
+from exl_filters.vocabulary import Vocabulary, vocabulary_of
+
+__all__ = ["Choice", "StateFilter"]
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a state allows, stop ids aside: a packed mask over the vocabulary, and the ids in it that end the
+    constraint.
+    """
+
+    words: Words
+    ends: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Step(Generic[S]):
+    state: S
+    done: bool = False
+    ended: bool = False
+
+
+class StateFilter(ExLlamaV2Filter, Generic[S]):
+    """A native filter described by four pure functions of an immutable state.
+
+    `_start(prefix)`, `_choice(state)` (None = no opinion), `_advance(state, token)` for an allowed token,
+    `_whole(state)`: the text so far is a sentence. Once whole, the stop ids are offered beside the choice; before,
+    never. After an end token or a stop token the filter is done: it offers the stop ids and ignores what is fed.
+    """
+
+    native: ClassVar[bool] = True
+
+    def __init__(self, model: Any, tokenizer: Any, vocabulary: Vocabulary | None = None) -> None:
+        super().__init__(model, tokenizer)
+        self.vocabulary = vocabulary or vocabulary_of(tokenizer)
+        self._stops = self.vocabulary.stop_ids
+        self._steps: list[_Step[S]] = []
+
+    @abstractmethod
+    def _start(self, prefix: bytes) -> S: ...
+
+    @abstractmethod
+    def _choice(self, state: S) -> Choice | None: ...
+
+    @abstractmethod
+    def _advance(self, state: S, token: int) -> S: ...
+
+    @abstractmethod
+    def _whole(self, state: S) -> bool: ...
+
+    # Contract.
+
+    def attach(self, context: FilterContext) -> None:
+        super().attach(context)
+        self._stops = context.stop_ids
+
+    def begin(self, prefix_str: Any = "") -> None:
+        self._steps = [_Step(self._start(as_prefix(prefix_str)))]
+
+    def feed(self, token: Any) -> None:
+        token = as_token(token)
+        now = self._now()
+        if now.done:
+            self._steps.append(now)
+            return
+        choice = self._choice(now.state)
+        if token in self._stops:
+            if choice is not None and not self._whole(now.state):
+                raise FilterRejected(f"stop token {token}: {self.describe()} is not complete", token)
+            self._steps.append(_Step(now.state, done=True, ended=choice is not None))
+            return
+        if choice is not None and not bits.test(choice.words, token):
+            raise FilterRejected(f"token {token} is not allowed by {self.describe()}", token)
+        ended = choice is not None and token in choice.ends
+        self._steps.append(_Step(self._advance(now.state, token), done=ended, ended=ended))
+
+    def next(self) -> Allowed:
+        now = self._now()
+        if now.done:
+            return sorted(self._stops), set(self._stops)
+        choice = self._choice(now.state)
+        if choice is None:
+            return None, set()
+        whole = self._whole(now.state)
+        words = self._with_stops(choice.words.copy(), whole)
+        ends = set(choice.ends - self._stops)
+        return bits.to_ids(words), ends | self._stops if whole else ends
+
+    def fill_bitmask(self, words: Words) -> bool:
+        now = self._now()
+        if now.done:
+            bits.copy_into(bits.from_ids(self._stops, len(words) * 32), words)
+            return True
+        choice = self._choice(now.state)
+        if choice is None:
+            return False
+        bits.copy_into(choice.words, words)
+        self._with_stops(words, self._whole(now.state))
+        return True
+
+    def is_complete(self) -> bool:
+        now = self._now()
+        return now.done or self._whole(now.state)
+
+    def ended(self) -> bool:
+        return self._now().ended
+
+    def rewind(self, n: int) -> None:
+        if not 0 <= n < max(1, len(self._steps)):
+            raise FilterUsageError(f"rewind({n}) after {max(0, len(self._steps) - 1)} tokens")
+        if n:
+            del self._steps[-n:]
+
+    def validate(self, tokens: Sequence[int]) -> int:
+        accepted = 0
+        try:
+            for token in tokens:
+                self.feed(token)
+                accepted += 1
+                if self._now().done:
+                    break
+        except FilterRejected:
+            pass
+        self.rewind(accepted)
+        return accepted
+
+    def clone(self, c: Any = None) -> Any:
+        """States are immutable, so a copy of the list of them is an independent filter."""
+        self._settle()
+        new = c if c is not None else type(self).__new__(type(self))
+        new.__dict__.update(vars(self))
+        new._steps = list(self._steps)
+        new.background_result = None
+        return new
+
+    # Mask mode, for hosts that know only exllamav2's calls.
+
+    def prepare_logit_mask(self) -> bool:
+        """Nothing to prepare: the mask of a state is cached with it."""
+        return True
+
+    def mask_logits(self, logits: Any) -> Any:
+        """`logits` (W,), numpy or torch, with excluded entries at -inf; the input is not changed."""
+        words = bits.empty(logits.shape[-1])
+        if not self.fill_bitmask(words):
+            return logits
+        bits.clear_from(words, self.vocabulary.size)
+        return masked(logits, words)
+
+    # Inside.
+
+    def _now(self) -> _Step[S]:
+        if not self._steps:
+            self.begin("")
+        return self._steps[-1]
+
+    def _with_stops(self, words: Words, whole: bool) -> Words:
+        """Set the stop bits where the text is whole, clear them where it is not (spec FC-23, FC-24)."""
+        for stop in self._stops:
+            if stop >> 5 < len(words):
+                bit = np.int32(1 << (stop & 31)) if stop & 31 != 31 else np.int32(-(1 << 31))
+                words[stop >> 5] = words[stop >> 5] | bit if whole else words[stop >> 5] & ~bit
+        return words
