@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from exl_kernels.errors import FormatError
-
-
-def read_safetensors_header(path: Path) -> list[tuple[str, str, tuple[int, ...], int, int]]:
-    with open(path, "rb") as f:
-        (n,) = struct.unpack("<Q", f.read(8))
-        if n > 100 << 20:
-            raise FormatError(f"{path}: header")
-        header = json.loads(f.read(n))
-    header.pop("__metadata__", None)
-    return [
-        (k, v["dtype"], tuple(v["shape"]), 8 + n + v["data_offsets"][0], 8 + n + v["data_offsets"][1])
-        for k, v in header.items()
-    ]
 
 
 class QuantMatrix:

@@ -329,7 +329,7 @@ class ExLlamaV2Config:
 
     def _scan_tensors(self, folder: Path) -> None:
         self.checkpoint = Checkpoint.scan(folder, self.arch.map_key)
-        self.tensor_file_map = {name: str(t.file) for name, t in self.checkpoint.tensors.items()}
+        self.tensor_file_map = {name: str(t.path) for name, t in self.checkpoint.tensors.items()}
         self.tensor_files = [str(f) for f in self.checkpoint.files]
         self.checkpoint_fused_mlp = (
             "model.layers.0.mlp.swiglu.w12.weight" in self.checkpoint.tensors

@@ -48,11 +48,11 @@ def load_modules(
             yield from callback_gen(index, total)
 
     try:
-        with TensorReader(checkpoint) as reader:
-            for index, module in enumerate(modules):
-                yield from report(index)
-                module.load(reader, device)
-                after_module(module)
+        reader = TensorReader(checkpoint)
+        for index, module in enumerate(modules):
+            yield from report(index)
+            module.load(reader, device)
+            after_module(module)
         yield from report(total)
     except BaseException:
         for module in modules:

@@ -1,0 +1,159 @@
+"""Writes an EXL2 model folder of a given shape filled with random codes: real file layout, no quantization, no meaning.
+
+    python benchmarks/make_random_model.py OUT [--shape tinyllama] [--bits 4.0] [--layers N | --gigabytes G]
+
+Values are scaled so that activations stay of order one through the layers. The same arguments give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from exl_kernels.formats import exl2_groups
+from exl_kernels.safetensors_file import write_safetensors
+
+WIDTHS = (2, 3, 4, 5, 6, 8)
+WEIGHT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that make a Llama."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Key below the layer -> (in, out)."""
+        head_dim = self.hidden // self.heads
+        return {
+            "self_attn.q_proj": (self.hidden, self.hidden),
+            "self_attn.k_proj": (self.hidden, self.kv_heads * head_dim),
+            "self_attn.v_proj": (self.hidden, self.kv_heads * head_dim),
+            "self_attn.o_proj": (self.hidden, self.hidden),
+            "mlp.gate_proj": (self.hidden, self.intermediate),
+            "mlp.up_proj": (self.hidden, self.intermediate),
+            "mlp.down_proj": (self.intermediate, self.hidden),
+        }
+
+
+SHAPES = {
+    "tinyllama": Shape(2048, 5632, 22, 32, 4, 32000),
+    "tiny": Shape(256, 768, 2, 4, 2, 2048),
+}
+
+
+def plan_for(bits: float, group_size: int = 128) -> str:
+    """A plan of at most two neighbouring widths whose codes average `bits`."""
+    low = max((w for w in WIDTHS if w <= bits), default=WIDTHS[0])
+    high = min((w for w in WIDTHS if w > bits), default=WIDTHS[-1])
+    if low >= bits or low == high:
+        return f"1:{low}b_{group_size}g"
+    share = (bits - low) / (high - low)
+    return f"{share:.4f}:{high}b_{group_size}g/{1 - share:.4f}:{low}b_{group_size}g"
+
+
+def random_exl2(in_features: int, out_features: int, bits: float, generator: torch.Generator) -> dict[str, Tensor]:
+    """The five tensors of one matrix, every code equally likely."""
+    columns = -(-out_features // 32) * 32
+    groups = exl2_groups(plan_for(bits), in_features)
+    starts, scales, words = [], [], 0
+    for width, rows in groups:
+        starts += [width, words]
+        words += rows * width // 32
+        code_rms = (2.0**width) / 12**0.5
+        scale_rms = 108.5  # root mean square of (c + 1)^2 over c = 0..15
+        scales.append(256 * WEIGHT_STD / (code_rms * scale_rms))
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
+
+    return {
+        "q_weight": integers(words, columns),
+        "q_scale": integers(len(groups), columns // 8),
+        "q_scale_max": torch.tensor(scales, dtype=torch.float16),
+        "q_groups": torch.tensor(starts, dtype=torch.int16),
+        "q_invperm": torch.randperm(in_features, generator=generator).to(torch.int32),
+    }
+
+
+def make_model(folder: Path, shape: Shape, bits: float, head_bits: float = 6, seed: int = 0) -> int:
+    """Write config.json and model.safetensors into `folder`; returns the bytes of the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+
+    def add(key: str, in_features: int, out_features: int, width: float) -> None:
+        matrix = random_exl2(in_features, out_features, width, generator)
+        tensors.update({f"{key}.{part}": tensor for part, tensor in matrix.items()})
+
+    embedding = torch.randn(shape.vocab, shape.hidden, generator=generator)
+    tensors["model.embed_tokens.weight"] = embedding.half()
+    del embedding
+    for layer in range(shape.layers):
+        for part, (in_features, out_features) in shape.linears().items():
+            add(f"model.layers.{layer}.{part}", in_features, out_features, bits)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{norm}.weight"] = torch.ones(shape.hidden, dtype=torch.float16)
+    tensors["model.norm.weight"] = torch.ones(shape.hidden, dtype=torch.float16)
+    add("lm_head", shape.hidden, shape.vocab, head_bits)
+    write_safetensors(folder / "model.safetensors", tensors)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": shape.vocab,
+        "quantization_config": {"quant_method": "exl2", "bits": bits, "head_bits": head_bits},
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return sum(t.nbytes for t in tensors.values())
+
+
+def layers_for(shape: Shape, bits: float, gigabytes: float) -> int:
+    """As many layers as bring the weights to about `gigabytes` (10^9 bytes)."""
+    fixed = shape.vocab * shape.hidden * (2 + 6 / 8)
+    layer = sum(i * o for i, o in shape.linears().values()) * (bits + 0.04) / 8
+    return max(1, round((gigabytes * 1e9 - fixed) / layer))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama")
+    parser.add_argument("--bits", type=float, default=4.0)
+    parser.add_argument("--head-bits", type=float, default=6)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--gigabytes", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    shape = SHAPES[args.shape]
+    if args.gigabytes:
+        shape = replace(shape, layers=layers_for(shape, args.bits, args.gigabytes))
+    if args.layers:
+        shape = replace(shape, layers=args.layers)
+    size = make_model(args.out, shape, args.bits, args.head_bits, args.seed)
+    print(json.dumps({"model": str(args.out), "bytes": size, "layers": shape.layers, "bits": args.bits}))
+
+
+if __name__ == "__main__":
+    main()
