@@ -1,0 +1,51 @@
+# Developer verbs: what people, hooks and CI call. `make help` lists them.
+.DEFAULT_GOAL := help
+UV ?= uv
+CARGO_DIR := rust
+
+.PHONY: help sync format lint types layers lock test test-rust test-install test-cuda bench docs ci
+
+help:  ## list the verbs
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+sync:  ## build and install everything, editable, into .venv
+	$(UV) sync --locked
+
+format:  ## rewrite sources in the house style
+	$(UV) run --no-sync ruff format .
+	$(UV) run --no-sync ruff check --fix .
+	cd $(CARGO_DIR) && cargo fmt --all
+
+lint:  ## ruff, rustfmt, clippy; nothing is rewritten
+	$(UV) run --no-sync ruff format --check .
+	$(UV) run --no-sync ruff check .
+	cd $(CARGO_DIR) && cargo fmt --all --check
+	cd $(CARGO_DIR) && cargo clippy --locked --workspace --all-targets -- -D warnings
+	$(UV) run --no-sync python scripts/check_tree.py
+
+types:  ## mypy, strict, on the four packages
+	$(UV) run --no-sync mypy
+
+layers:  ## a package imports only what stands below it
+	$(UV) run --no-sync lint-imports
+
+lock:  ## the lock files agree with the manifests
+	$(UV) lock --check
+	cd $(CARGO_DIR) && cargo metadata --locked --format-version 1 >/dev/null
+
+test:  ## the test suite (no GPU needed)
+	$(UV) run --no-sync pytest
+
+test-rust:  ## the Rust crates' own tests
+	cd $(CARGO_DIR) && cargo test --locked
+
+test-install:  ## every package alone, in an environment that holds only it
+	$(UV) run --no-sync pytest -m install tests/install
+
+test-cuda:  ## on a machine with an NVIDIA GPU
+	$(UV) run --no-sync pytest -m cuda
+
+bench:  ## CPU benchmarks, JSON lines
+	$(UV) run --no-sync python benchmarks/bench_cpu.py
+
+ci: lint types layers lock test test-rust test-install  ## everything CI checks, after `make sync`

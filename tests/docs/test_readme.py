@@ -1,0 +1,56 @@
+"""Every command and example of the documentation runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
+# Exercised where it costs nothing extra: the tests run this very file, CI runs the verbs, installs have their own tests.
+PROVEN_ELSEWHERE = re.compile(r"^(python3? -m pip install|uv (sync|pip|add|build)|pip install|uv run pytest|make |git |cargo )")
+
+
+def blocks(language: str) -> list[pytest.param]:
+    found = []
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        for i, block in enumerate(re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)):
+            found.append(pytest.param(block, id=f"{path.relative_to(ROOT)}#{i}"))
+    return found
+
+
+def environment() -> dict[str, str]:
+    bin_dir = str(Path(sys.executable).parent)
+    return os.environ | {"PATH": bin_dir + os.pathsep + os.environ["PATH"], "OMP_NUM_THREADS": "2"}
+
+
+@pytest.mark.parametrize("source", blocks("python"))
+def test_python_example(source: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("source", blocks("sh"))
+def test_shell_example(source: str, tmp_path: Path) -> None:
+    for line in source.strip().splitlines():
+        for command in line.split(" && "):
+            if PROVEN_ELSEWHERE.match(command) or command.lstrip().startswith("#"):
+                continue
+            # In a checkout `uv run` means: in this environment.
+            command = command.removeprefix("uv run ")
+            done = subprocess.run(command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{command}\n{done.stderr}"
+            assert done.stdout.strip(), f"{command} printed nothing"
+
+
+def test_readme_begins_with_the_two_commands() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"^```sh\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[:2]
+    assert "exl generate" in first
+    assert "pytest" in second

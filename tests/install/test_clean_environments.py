@@ -1,0 +1,100 @@
+"""Each package installs and passes its own tests in an environment that holds only it and what it declares."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ["exl-kernels", "exl-core", "exl-filters", "exl-generate"]
+TESTS = {"exl-kernels": "kernels", "exl-core": "core", "exl-filters": "filters", "exl-generate": "generate"}
+# What each package's tests use beyond the package: declared here, since it is not the package's own need.
+TEST_NEEDS = {
+    "exl-kernels": ["safetensors"],
+    "exl-core": ["safetensors", "transformers>=5", "jinja2"],
+    "exl-filters": [],
+    "exl-generate": ["safetensors"],
+}
+pytestmark = [pytest.mark.install, pytest.mark.timeout(1800)]
+
+
+def run(*args: str, **env: str) -> str:
+    """Runs a command; its output is in the failure message."""
+    clean = {k: v for k, v in os.environ.items() if k not in {"VIRTUAL_ENV", "PYTHONPATH", "UV_FIND_LINKS", "PIP_FIND_LINKS"}}
+    done = subprocess.run(args, cwd=ROOT, env=clean | env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(args)}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def uv(*args: str) -> str:
+    return run(shutil.which("uv") or "uv", *args)
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wheels of all four packages, the native one built in release mode without this checkout's environment."""
+    out = tmp_path_factory.mktemp("wheels")
+    for package in PACKAGES:
+        uv("build", "-q", "--wheel", "--package", package, "--out-dir", str(out))
+    return out
+
+
+def environment(where: Path) -> Path:
+    uv("venv", "-q", "--python", sys.executable, str(where))
+    return where / "bin" / "python"
+
+
+def install(python: Path, wheels: Path, *what: str) -> None:
+    uv("pip", "install", "-q", "--python", str(python), "--find-links", str(wheels), *what)
+
+
+def installed(python: Path) -> dict[str, str]:
+    lines = uv("pip", "list", "-q", "--python", str(python), "--format", "freeze").split()
+    return dict(line.split("==", 1) for line in lines if "==" in line)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_alone_passes_its_own_tests(package: str, wheels: Path, tmp_path: Path) -> None:
+    python = environment(tmp_path / "env")
+    install(python, wheels, package, "pytest", "pytest-timeout", "hypothesis", *TEST_NEEDS[package])
+    others = {p for p in PACKAGES if p in installed(python)} - {package}
+    allowed = {"exl-kernels": set(), "exl-filters": set(), "exl-core": {"exl-kernels"}}
+    assert others <= allowed.get(package, set(PACKAGES)), others
+    run(str(python), "-m", "pytest", "-q", f"tests/{TESTS[package]}", "-p", "no:cacheprovider", OMP_NUM_THREADS="2")
+
+
+def test_filters_bring_numpy_and_nothing_of_torch(wheels: Path, tmp_path: Path) -> None:
+    python = environment(tmp_path / "env")
+    install(python, wheels, "exl-filters")
+    assert set(installed(python)) == {"exl-filters", "numpy"}
+
+
+def test_a_present_torch_is_left_alone(wheels: Path, tmp_path: Path) -> None:
+    """A stand-in torch 2.6.0 (the oldest supported) must still be there, alone, after everything is installed."""
+    stand_in = tmp_path / "torch-2.6.0-py3-none-any.whl"
+    with zipfile.ZipFile(stand_in, "w") as wheel:
+        wheel.writestr("torch/__init__.py", "__version__ = '2.6.0'\n")
+        wheel.writestr("torch-2.6.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.6.0\n")
+        wheel.writestr("torch-2.6.0.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("torch-2.6.0.dist-info/RECORD", "")
+    python = environment(tmp_path / "env")
+    uv("pip", "install", "-q", "--python", str(python), str(stand_in))
+    install(python, wheels, *PACKAGES)
+    assert installed(python)["torch"] == "2.6.0"
+
+
+def test_native_wheel_serves_every_python_and_links_no_gpu_library(wheels: Path, tmp_path: Path) -> None:
+    wheel = next(wheels.glob("exl_kernels-*.whl"))
+    assert "-cp311-abi3-" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith("_native.abi3.so"))
+        library = Path(archive.extract(name, tmp_path))
+        assert not [n for n in archive.namelist() if "libcuda" in n or "libtorch" in n]
+    needed = run("ldd", str(library))
+    assert not [line for line in needed.splitlines() if any(x in line for x in ("libcuda", "libtorch", "libc10", "libpython"))], needed
