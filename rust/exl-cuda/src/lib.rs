@@ -1,1 +1,19 @@
 //! CUDA kernels, driver loading and launching.
+//!
+//! Nothing here links to libcuda, libcudart or libtorch: the driver is opened at run time, kernels are embedded images, and a launch
+//! goes to the stream the caller names, in the primary context that torch uses too. A machine without a GPU gets a [`Reason`].
+
+mod device;
+mod driver;
+mod ffi;
+mod launch;
+pub mod ops;
+
+/// The embedded images, written by `build.rs`.
+pub mod images {
+    include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
+}
+
+pub use device::{Device, DeviceInfo, devices};
+pub use driver::{Driver, Reason};
+pub use launch::{CudaError, Launch};

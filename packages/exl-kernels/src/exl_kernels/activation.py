@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from . import cuda_ops
 from ._check import require_cpu, require_dtype, require_out
 from .errors import ShapeError, UnsupportedError
 from .reference import activation as _twin
@@ -23,6 +24,8 @@ def activation(x: Tensor, kind: ActivationKind, *, out: Tensor | None = None) ->
     x: float32, any shape, on the CPU. out: like x, may be x itself. Returns out. Raises DTypeError, ShapeError,
     UnsupportedError.
     """
+    if x.is_cuda:
+        return cuda_ops.activation(x, kind, out=out)
     _check("activation", x, kind)
     out = require_out("activation", out, x)
     return out.copy_(_twin.activation(x, kind))
@@ -34,6 +37,8 @@ def gated_activation(gate: Tensor, up: Tensor, kind: ActivationKind, *, out: Ten
     gate, up: float32 of one shape, on the CPU. out: like gate, may be gate or up itself. Returns out. Errors as
     `activation`.
     """
+    if gate.is_cuda:
+        return cuda_ops.gated_activation(gate, up, kind, out=out)
     _check("gated_activation", gate, kind)
     require_cpu("gated_activation", up)
     require_dtype("gated_activation: up", up, torch.float32)

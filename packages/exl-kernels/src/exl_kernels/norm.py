@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import cuda_ops
 from ._check import require_cpu, require_dtype, require_out
 from .errors import ShapeError
 from .reference import norm as _twin
@@ -21,6 +22,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
     float32 (fastest), float16 or bfloat16; weight_offset is added in float32 (Gemma: 1). out: like x, may be x
     itself. Returns out. Raises ShapeError, DTypeError, UnsupportedError (not on the CPU).
     """
+    if x.is_cuda:
+        return cuda_ops.rms_norm(x, weight, eps, weight_offset=weight_offset, out=out)
     _check("rms_norm", x, weight, None)
     out = require_out("rms_norm", out, x)
     return out.copy_(_twin.rms_norm(x, weight, eps, weight_offset=weight_offset))
@@ -31,6 +34,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, ou
 
     Shapes, dtypes and errors as `rms_norm`; bias has the weight's shape or is None.
     """
+    if x.is_cuda:
+        return cuda_ops.layer_norm(x, weight, bias, eps, out=out)
     _check("layer_norm", x, weight, bias)
     out = require_out("layer_norm", out, x)
     return out.copy_(_twin.layer_norm(x, weight, bias, eps))

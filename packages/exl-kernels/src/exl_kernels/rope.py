@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import cuda_ops
 from ._check import require_cpu, require_dtype
 from .errors import ShapeError
 from .reference import rope as _twin
@@ -19,6 +20,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interl
     of the tables. NeoX pairs (i, i + R/2), or neighbours (2i, 2i + 1) if `interleaved` (GPT-J). Returns x.
     Raises ShapeError (also for a position outside the tables), DTypeError, UnsupportedError.
     """
+    if x.is_cuda:
+        return cuda_ops.apply_rope(x, cos, sin, positions, interleaved=interleaved)
     require_cpu("apply_rope", x, cos, sin, positions)
     require_dtype("apply_rope: x", x, torch.float32)
     require_dtype("apply_rope: cos", cos, torch.float32)

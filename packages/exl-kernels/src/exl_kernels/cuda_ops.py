@@ -1,0 +1,155 @@
+"""The CUDA side of the elementary operators; `norm`, `rope` and `activation` come here when `x.is_cuda`.
+
+Every function launches on torch's current stream of the tensors' GPU and returns at once; inside `torch.cuda.graph` the
+launch is captured. Arithmetic is FP32, results are rounded once to the dtype of the activations.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exl_kernels import _native
+from exl_kernels.device import programmatic_launch, require_cuda
+from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
+
+__all__ = ["activation", "apply_rope", "gated_activation", "layer_norm", "rms_norm", "warm_up"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def stream_of(x: Tensor) -> int:
+    """The current stream of the GPU that holds `x`, as the driver's handle."""
+    return int(torch.cuda.current_stream(x.device).cuda_stream)
+
+
+def check_operand(name: str, t: Tensor, like: Tensor | None = None) -> None:
+    """Refuses a tensor that is not contiguous floating-point GPU memory, or not on the GPU of `like`."""
+    if not t.is_cuda:
+        raise DTypeError(f"{name} is on {t.device}: expected a CUDA tensor")
+    if like is not None and t.device != like.device:
+        raise DTypeError(f"{name} is on {t.device}, the other operands are on {like.device}: move it with .to()")
+    if t.dtype not in _FLOATS:
+        raise DTypeError(f"{name} has dtype {t.dtype}: expected float16, bfloat16 or float32")
+    if not t.is_contiguous():
+        raise ShapeError(f"{name} is not contiguous (strides {tuple(t.stride())}): call .contiguous()")
+
+
+def _output(out: Tensor | None, like: Tensor) -> Tensor:
+    if out is None:
+        return torch.empty_like(like)
+    check_operand("out", out, like)
+    if out.shape != like.shape or out.dtype != like.dtype:
+        raise ShapeError(
+            f"out is {tuple(out.shape)} {out.dtype}: expected {tuple(like.shape)} {like.dtype}, as the activations"
+        )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0, out: Tensor | None = None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over the last dimension.
+
+    Args:
+        x: [.., D], float16, bfloat16 or float32, on a GPU.
+        weight: [D], or [H, D] for a norm per head of x [.., H, D]; any of the three dtypes.
+        eps: added to the mean square.
+        weight_offset: 1.0 for models that store weight - 1.
+        out: like x; may be x itself.
+
+    Raises:
+        DTypeError, ShapeError: an operand does not fit.
+        DeviceError: the launch failed, or CUDA cannot be used.
+    """
+    _check_norm(x, weight)
+    out = _output(out, x)
+    if x.numel():
+        _native.cuda_rms_norm(x, weight, out, eps, weight_offset, stream_of(x), programmatic_launch())
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension; shapes and errors as `rms_norm`.
+
+    bias: shape of the weight, or None; brought to the weight's dtype if it has another.
+    """
+    _check_norm(x, weight)
+    if bias is not None:
+        check_operand("bias", bias, x)
+        if bias.shape != weight.shape:
+            raise ShapeError(f"bias is {tuple(bias.shape)}: expected {tuple(weight.shape)}, as the weight")
+        if bias.dtype != weight.dtype:
+            weight, bias = weight.float(), bias.float()
+    out = _output(out, x)
+    if x.numel():
+        _native.cuda_layer_norm(x, weight, bias, out, eps, stream_of(x), programmatic_launch())
+    return out
+
+
+def _check_norm(x: Tensor, weight: Tensor) -> None:
+    check_operand("x", x)
+    check_operand("weight", weight, x)
+    if weight.dim() not in (1, 2) or x.dim() < weight.dim() or x.shape[-weight.dim() :] != weight.shape:
+        raise ShapeError(
+            f"weight is {tuple(weight.shape)}: expected the last one or two dimensions of x {tuple(x.shape)}"
+        )
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotates the first R dimensions of each head of x [T, H, D] in place and returns x.
+
+    Args:
+        x: [T, H, D], float16, bfloat16 or float32, on a GPU.
+        cos, sin: [S, R/2] float32; R <= D.
+        positions: [T] int64. A position outside 0..S-1 leaves its token unchanged: finding it would take a read-back.
+        interleaved: pairs are (2i, 2i + 1) rather than (i, i + R/2).
+    """
+    check_operand("x", x)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_operand(name, table, x)
+        if table.dim() != 2 or table.dtype != torch.float32 or table.shape != cos.shape:
+            raise ShapeError(
+                f"{name} is {tuple(table.shape)} {table.dtype}: expected float32 [S, R/2], cos and sin alike"
+            )
+    if x.dim() != 3 or 2 * cos.shape[1] > x.shape[2]:
+        raise ShapeError(f"x is {tuple(x.shape)}: expected [T, H, D] with D >= R = {2 * cos.shape[1]}")
+    if positions.device != x.device or positions.dtype != torch.int64:
+        raise DTypeError(f"positions is {positions.dtype} on {positions.device}: expected int64 on {x.device}")
+    if positions.shape != x.shape[:1] or not positions.is_contiguous():
+        raise ShapeError(f"positions is {tuple(positions.shape)}: expected contiguous [{x.shape[0]}]")
+    if x.numel() and cos.numel():
+        _native.cuda_rope(x, cos, sin, positions, interleaved, stream_of(x), programmatic_launch())
+    return x
+
+
+def gated_activation(gate: Tensor, up: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+    """f(gate) * up, elementwise; `kind` is "silu", "gelu" (tanh form) or "quickgelu". `out` may be gate or up."""
+    _check_kind(kind)
+    check_operand("gate", gate)
+    check_operand("up", up, gate)
+    if up.shape != gate.shape or up.dtype != gate.dtype:
+        raise ShapeError(f"up is {tuple(up.shape)} {up.dtype}: expected {tuple(gate.shape)} {gate.dtype}, as gate")
+    out = _output(out, gate)
+    _native.cuda_activation(gate, up, out, kind, stream_of(gate), programmatic_launch())
+    return out
+
+
+def activation(x: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+    """f(x), elementwise; `kind` is "silu", "gelu" (tanh approximation) or "quickgelu". `out` may be x."""
+    _check_kind(kind)
+    check_operand("x", x)
+    out = _output(out, x)
+    _native.cuda_activation(x, None, out, kind, stream_of(x), programmatic_launch())
+    return out
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in ("silu", "gelu", "quickgelu"):
+        raise UnsupportedError(f"unknown activation {kind!r}, expected one of silu, gelu, quickgelu")
+
+
+def warm_up(device: torch.device | str | int = "cuda") -> torch.device:
+    """Loads every kernel onto a GPU now rather than at the first launch (which may be inside a captured region)."""
+    place = require_cuda(device)
+    x = torch.ones(1, 8, device=place)
+    rms_norm(x, x[0], 1e-6)
+    return place

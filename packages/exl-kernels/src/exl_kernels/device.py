@@ -1,0 +1,98 @@
+"""What GPU is here and, when CUDA cannot be used, why not. Nothing is initialised before the first question."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from exl_kernels import _native
+from exl_kernels.errors import DeviceError
+
+__all__ = ["CudaDevice", "CudaStatus", "cuda_status", "programmatic_launch", "require_cuda", "set_programmatic_launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """One visible GPU, in torch's numbering."""
+
+    index: int
+    name: str
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes_per_block: int
+    memory_bytes: int
+    reason: str | None
+    """Why this build's kernels do not run on it; None when they do."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaStatus:
+    """The state of CUDA in this process. `reason` is None exactly when at least one GPU can be used."""
+
+    built_with_cuda: bool
+    archs: tuple[str, ...]
+    """Architectures the kernels were built for, e.g. ("90a",)."""
+    toolkit: str
+    """Version of the toolkit they were built with; "" when there was none."""
+    driver_version: str | None
+    """Highest CUDA version the driver supports, e.g. "13.0"; None when no driver could be opened."""
+    devices: tuple[CudaDevice, ...]
+    reason: str | None
+
+    @property
+    def available(self) -> bool:
+        """Whether kernels can run on at least one GPU."""
+        return self.reason is None
+
+
+def cuda_status() -> CudaStatus:
+    """What this build and this machine offer. Opens the driver at the first call; never raises."""
+    archs, toolkit, note = _native.cuda_build()
+    version, rows, reason = _native.cuda_probe()
+    if reason is None and torch.version.cuda is None:
+        reason = "this torch is a CPU-only build: install a CUDA build of torch"
+    return CudaStatus(
+        built_with_cuda=not note,
+        archs=tuple(archs),
+        toolkit=toolkit,
+        driver_version=None if version is None else f"{version[0]}.{version[1]}",
+        devices=tuple(CudaDevice(*row) for row in rows),
+        reason=reason,
+    )
+
+
+def require_cuda(device: torch.device | str | int) -> torch.device:
+    """`device` with its index filled in, once it is certain that kernels run there.
+
+    Raises:
+        DeviceError: it is no CUDA device, or CUDA cannot be used; the text says what is missing.
+    """
+    asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if asked.type != "cuda":
+        raise DeviceError(f"device {asked} is not a CUDA device: expected cuda or cuda:<index>")
+    status = cuda_status()
+    if status.reason is not None:
+        raise DeviceError(f"device {asked} cannot be used: {status.reason}")
+    index = asked.index if asked.index is not None else torch.cuda.current_device()
+    if index >= len(status.devices):
+        raise DeviceError(f"device {asked} does not exist: {len(status.devices)} GPU(s) are visible")
+    reason = status.devices[index].reason
+    if reason is not None:
+        raise DeviceError(f"device {asked} cannot be used: {reason}")
+    return torch.device("cuda", index)
+
+
+_programmatic = os.environ.get("EXL_CUDA_PDL", "1") != "0"
+
+
+def programmatic_launch() -> bool:
+    """Whether launches ask for programmatic dependent launch (a kernel begins while its predecessor drains)."""
+    return _programmatic
+
+
+def set_programmatic_launch(enabled: bool) -> None:
+    """Turns programmatic dependent launch on (the default) or off, as EXL_CUDA_PDL=0 does. Results do not change."""
+    global _programmatic
+    _programmatic = bool(enabled)

@@ -1,0 +1,296 @@
+//! A GPU: what it is, its primary context and the kernels loaded into it.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_int, c_void};
+use std::sync::{Mutex, OnceLock};
+
+use crate::driver::{Driver, Reason};
+use crate::ffi::{self, CuContext, CuDevice, CuFunction};
+use crate::images;
+use crate::launch::{CudaError, check};
+
+/// What a GPU says about itself.
+#[derive(Clone, Debug)]
+pub struct DeviceInfo {
+    pub index: u32,
+    pub name: String,
+    pub compute_capability: (i32, i32),
+    pub multiprocessors: i32,
+    pub shared_bytes_per_block: i32,
+    pub memory_bytes: usize,
+    /// Why this build's kernels do not run on it; `None` when they do.
+    pub unsupported: Option<String>,
+}
+
+/// A GPU in use: the context torch uses too, and this crate's kernels in it.
+pub struct Device {
+    pub info: DeviceInfo,
+    pub(crate) driver: &'static Driver,
+    pub(crate) context: CuContext,
+    functions: HashMap<String, Function>,
+}
+
+/// A loaded kernel and the dynamic shared memory it was last allowed.
+struct Function {
+    handle: CuFunction,
+    shared: Mutex<u32>,
+}
+
+// SAFETY: contexts and functions are process-wide handles; the driver allows their use from any thread.
+unsafe impl Send for Device {}
+// SAFETY: as above; the only mutable state is behind mutexes.
+unsafe impl Sync for Device {}
+
+static DEVICES: OnceLock<Vec<OnceLock<Result<Device, CudaError>>>> = OnceLock::new();
+
+/// Every visible GPU, or the reason why there is none to use.
+pub fn devices() -> Result<Vec<DeviceInfo>, &'static Reason> {
+    let driver = Driver::get()?;
+    Ok((0..driver.device_count())
+        .filter_map(|i| describe(driver, i).ok().map(|(_, info)| info))
+        .collect())
+}
+
+impl Device {
+    /// The GPU `index` (torch's numbering), its kernels loaded at the first call.
+    pub fn get(index: u32) -> Result<&'static Self, CudaError> {
+        let driver = Driver::get().map_err(|reason| CudaError::Unavailable(reason.to_string()))?;
+        let slots = DEVICES.get_or_init(|| {
+            (0..driver.device_count())
+                .map(|_| OnceLock::new())
+                .collect()
+        });
+        let slot = slots.get(index as usize).ok_or(CudaError::NoSuchDevice {
+            index,
+            count: driver.device_count(),
+        })?;
+        slot.get_or_init(|| Self::open(driver, index))
+            .as_ref()
+            .map_err(Clone::clone)
+    }
+
+    /// The kernel `name`, allowed `shared` bytes of dynamic shared memory.
+    pub(crate) fn function(&self, name: &str, shared: u32) -> Result<CuFunction, CudaError> {
+        let function = self
+            .functions
+            .get(name)
+            .ok_or_else(|| CudaError::NoKernel(name.to_owned()))?;
+        // Up to 48 KB need no permission; beyond, the limit only ever grows.
+        if shared > 48 * 1024 {
+            let mut allowed = function
+                .shared
+                .lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner);
+            if *allowed < shared {
+                // SAFETY: a live function handle and a documented attribute.
+                let code = unsafe {
+                    (self.driver.functions.function_attribute)(
+                        function.handle,
+                        ffi::FUNC_MAX_DYNAMIC_SHARED,
+                        shared as c_int,
+                    )
+                };
+                check(self.driver, code, "cuFuncSetAttribute", name)?;
+                *allowed = shared;
+            }
+        }
+        Ok(function.handle)
+    }
+
+    /// How many blocks of `threads` with `shared` bytes fit one multiprocessor.
+    pub fn blocks_per_multiprocessor(
+        &self,
+        name: &str,
+        threads: u32,
+        shared: u32,
+    ) -> Result<u32, CudaError> {
+        let handle = self.function(name, shared)?;
+        let mut blocks: c_int = 0;
+        self.in_context(|| {
+            // SAFETY: writes one int; the handle is live in the current context.
+            let code = unsafe {
+                (self.driver.functions.occupancy)(
+                    &raw mut blocks,
+                    handle,
+                    threads as c_int,
+                    shared as usize,
+                )
+            };
+            check(
+                self.driver,
+                code,
+                "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+                name,
+            )
+        })?;
+        Ok(blocks as u32)
+    }
+
+    /// Runs `work` with this device's context current, leaving the caller's choice as it was.
+    pub(crate) fn in_context<T>(
+        &self,
+        work: impl FnOnce() -> Result<T, CudaError>,
+    ) -> Result<T, CudaError> {
+        let functions = &self.driver.functions;
+        let mut current: CuContext = std::ptr::null_mut();
+        // SAFETY: writes one pointer.
+        let code = unsafe { (functions.context_current)(&raw mut current) };
+        check(self.driver, code, "cuCtxGetCurrent", "")?;
+        if current == self.context {
+            return work();
+        }
+        // SAFETY: the primary context is retained for the life of the process.
+        let code = unsafe { (functions.context_push)(self.context) };
+        check(self.driver, code, "cuCtxPushCurrent", "")?;
+        let answer = work();
+        let mut popped: CuContext = std::ptr::null_mut();
+        // SAFETY: pops what was pushed above.
+        unsafe { (functions.context_pop)(&raw mut popped) };
+        answer
+    }
+
+    fn open(driver: &'static Driver, index: u32) -> Result<Self, CudaError> {
+        let (handle, info) = describe(driver, index)?;
+        if let Some(why) = &info.unsupported {
+            return Err(CudaError::Unavailable(why.clone()));
+        }
+        let mut context: CuContext = std::ptr::null_mut();
+        // SAFETY: writes one pointer. Never released: torch holds the same context as long as the process lives.
+        let code = unsafe { (driver.functions.primary_retain)(&raw mut context, handle) };
+        check(driver, code, "cuDevicePrimaryCtxRetain", &info.name)?;
+        let mut device = Self {
+            info,
+            driver,
+            context,
+            functions: HashMap::new(),
+        };
+        device.functions =
+            device.in_context(|| with_relaxed_capture(driver, || load_all(driver)))?;
+        Ok(device)
+    }
+}
+
+fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaError> {
+    let functions = &driver.functions;
+    let mut handle: CuDevice = 0;
+    // SAFETY: writes one int.
+    let code = unsafe { (functions.device_get)(&raw mut handle, index as c_int) };
+    check(driver, code, "cuDeviceGet", &index.to_string())?;
+    let attribute = |which: c_int| {
+        let mut value: c_int = 0;
+        // SAFETY: writes one int; an attribute the driver does not know leaves it zero.
+        unsafe { (functions.device_attribute)(&raw mut value, which, handle) };
+        value
+    };
+    let mut name = [0u8; 256];
+    let mut memory = 0usize;
+    // SAFETY: writes at most 256 bytes with a terminating zero, and one size.
+    unsafe {
+        (functions.device_name)(name.as_mut_ptr().cast(), 256, handle);
+        (functions.device_memory)(&raw mut memory, handle);
+    }
+    let end = name.iter().position(|&b| b == 0).unwrap_or(256);
+    let name = String::from_utf8_lossy(&name[..end]).into_owned();
+    let capability = (
+        attribute(ffi::ATTRIBUTE_CC_MAJOR),
+        attribute(ffi::ATTRIBUTE_CC_MINOR),
+    );
+    Ok((
+        handle,
+        DeviceInfo {
+            index,
+            compute_capability: capability,
+            multiprocessors: attribute(ffi::ATTRIBUTE_MULTIPROCESSORS),
+            shared_bytes_per_block: attribute(ffi::ATTRIBUTE_SHARED_OPTIN),
+            memory_bytes: memory,
+            unsupported: (!runs_on(images::ARCHS, capability))
+                .then(|| not_built_for(&name, capability)),
+            name,
+        },
+    ))
+}
+
+/// Whether one of `archs` runs on a card: the same major at an equal or lower minor; `a` only exactly; PTX on anything as new.
+fn runs_on(archs: &[&str], (major, minor): (i32, i32)) -> bool {
+    archs.iter().any(|arch| {
+        let number: i32 = arch
+            .trim_end_matches("+ptx")
+            .trim_end_matches('a')
+            .parse()
+            .unwrap_or(i32::MAX);
+        if arch.ends_with('a') {
+            return number == major * 10 + minor;
+        }
+        if arch.ends_with("+ptx") {
+            return number <= major * 10 + minor;
+        }
+        number / 10 == major && number % 10 <= minor
+    })
+}
+
+fn not_built_for(name: &str, (major, minor): (i32, i32)) -> String {
+    format!(
+        "this build's kernels are for {}, and {name} is sm_{major}{minor}: rebuild with EXL_CUDA_ARCHS={major}{minor} (or `release`)",
+        images::ARCHS
+            .iter()
+            .map(|a| format!("sm_{a}"))
+            .collect::<Vec<_>>()
+            .join(", ")
+    )
+}
+
+/// Loading code is refused while another thread captures a graph in global mode, though it cannot disturb it: ask for leave.
+fn with_relaxed_capture<T>(driver: &Driver, work: impl FnOnce() -> T) -> T {
+    let mut mode = ffi::CAPTURE_MODE_RELAXED;
+    // SAFETY: swaps this thread's mode, and back below.
+    unsafe { (driver.functions.capture_mode)(&raw mut mode) };
+    let answer = work();
+    // SAFETY: as above.
+    unsafe { (driver.functions.capture_mode)(&raw mut mode) };
+    answer
+}
+
+/// Loads every image and resolves every kernel, so that no load happens later inside a captured region.
+fn load_all(driver: &'static Driver) -> Result<HashMap<String, Function>, CudaError> {
+    let mut all = HashMap::new();
+    for (file, image) in images::FATBINS {
+        let mut module: ffi::CuModule = std::ptr::null_mut();
+        // SAFETY: a complete fatbin made by nvcc; the driver copies it.
+        let code = unsafe {
+            (driver.functions.module_load)(&raw mut module, image.as_ptr().cast::<c_void>())
+        };
+        check(driver, code, "cuModuleLoadData", file)?;
+        for name in crate::ops::kernels_of(file) {
+            let mut handle: CuFunction = std::ptr::null_mut();
+            let symbol =
+                CString::new(name.as_str()).map_err(|_| CudaError::NoKernel(name.clone()))?;
+            // SAFETY: a loaded module and a zero-terminated name.
+            let code = unsafe {
+                (driver.functions.module_function)(&raw mut handle, module, symbol.as_ptr())
+            };
+            check(driver, code, "cuModuleGetFunction", &name)?;
+            let shared = Mutex::new(0);
+            all.insert(name, Function { handle, shared });
+        }
+    }
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::runs_on;
+
+    #[test]
+    fn binary_and_ptx_compatibility() {
+        assert!(runs_on(&["80"], (8, 6)) && runs_on(&["80"], (8, 0)) && !runs_on(&["86"], (8, 0)));
+        assert!(
+            runs_on(&["90a"], (9, 0)) && !runs_on(&["90a"], (10, 0)) && !runs_on(&["75"], (8, 0))
+        );
+        assert!(
+            runs_on(&["120+ptx"], (12, 1))
+                && runs_on(&["120+ptx"], (13, 0))
+                && !runs_on(&["120+ptx"], (9, 0))
+        );
+        assert!(!runs_on(&[], (9, 0)));
+    }
+}

@@ -1,0 +1,85 @@
+//! The driver's C types and the functions this crate calls, by the names and layouts of `cuda.h` (CUDA 12 and 13).
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+
+pub type CuResult = c_int;
+pub type CuDevice = c_int;
+pub type CuContext = *mut c_void;
+pub type CuModule = *mut c_void;
+pub type CuFunction = *mut c_void;
+pub type CuStream = *mut c_void;
+
+pub const CUDA_SUCCESS: CuResult = 0;
+pub const CUDA_ERROR_NO_DEVICE: CuResult = 100;
+pub const ATTRIBUTE_MULTIPROCESSORS: c_int = 16;
+pub const ATTRIBUTE_CC_MAJOR: c_int = 75;
+pub const ATTRIBUTE_CC_MINOR: c_int = 76;
+pub const ATTRIBUTE_SHARED_OPTIN: c_int = 97;
+pub const FUNC_MAX_DYNAMIC_SHARED: c_int = 8;
+pub const CAPTURE_MODE_RELAXED: c_int = 2;
+/// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`
+pub const LAUNCH_PROGRAMMATIC: c_int = 6;
+
+/// `CUlaunchAttribute`: a tag, padding to 8 bytes, a union of 64 bytes.
+#[repr(C, align(8))]
+#[derive(Clone, Copy)]
+pub struct LaunchAttribute {
+    pub id: c_int,
+    pub pad: [u8; 4],
+    pub value: [u32; 16],
+}
+
+/// `CUlaunchConfig`
+#[repr(C)]
+pub struct LaunchConfig {
+    pub grid: [c_uint; 3],
+    pub block: [c_uint; 3],
+    pub shared_bytes: c_uint,
+    pub stream: CuStream,
+    pub attributes: *const LaunchAttribute,
+    pub attribute_count: c_uint,
+}
+
+/// Declares the function table and how it is filled, so that a name stands in one place only.
+macro_rules! functions {
+    ($($field:ident = $symbol:literal ($($arg:ty),*);)*) => {
+        /// Resolved entry points. They stay valid because the library is never closed.
+        pub struct Functions { $(pub $field: unsafe extern "C" fn($($arg),*) -> CuResult,)* }
+
+        impl Functions {
+            /// Resolves every function; the error names the first one that is missing.
+            pub fn resolve(library: &libloading::Library) -> Result<Self, &'static str> {
+                Ok(Self { $($field: {
+                    // SAFETY: the signature is the one `cuda.h` declares for this symbol.
+                    let symbol = unsafe {
+                        library.get::<unsafe extern "C" fn($($arg),*) -> CuResult>(concat!($symbol, "\0").as_bytes())
+                    };
+                    *symbol.map_err(|_| $symbol)?
+                },)* })
+            }
+        }
+    };
+}
+
+functions! {
+    init = "cuInit" (c_uint);
+    driver_version = "cuDriverGetVersion" (*mut c_int);
+    device_count = "cuDeviceGetCount" (*mut c_int);
+    device_get = "cuDeviceGet" (*mut CuDevice, c_int);
+    device_name = "cuDeviceGetName" (*mut c_char, c_int, CuDevice);
+    device_memory = "cuDeviceTotalMem_v2" (*mut usize, CuDevice);
+    device_attribute = "cuDeviceGetAttribute" (*mut c_int, c_int, CuDevice);
+    primary_retain = "cuDevicePrimaryCtxRetain" (*mut CuContext, CuDevice);
+    context_current = "cuCtxGetCurrent" (*mut CuContext);
+    context_push = "cuCtxPushCurrent_v2" (CuContext);
+    context_pop = "cuCtxPopCurrent_v2" (*mut CuContext);
+    module_load = "cuModuleLoadData" (*mut CuModule, *const c_void);
+    module_function = "cuModuleGetFunction" (*mut CuFunction, CuModule, *const c_char);
+    function_attribute = "cuFuncSetAttribute" (CuFunction, c_int, c_int);
+    occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor" (*mut c_int, CuFunction, c_int, usize);
+    launch = "cuLaunchKernelEx" (*const LaunchConfig, CuFunction, *mut *mut c_void, *mut *mut c_void);
+    stream_context = "cuStreamGetCtx" (CuStream, *mut CuContext);
+    capture_mode = "cuThreadExchangeStreamCaptureMode" (*mut c_int);
+    error_name = "cuGetErrorName" (CuResult, *mut *const c_char);
+    error_text = "cuGetErrorString" (CuResult, *mut *const c_char);
+}

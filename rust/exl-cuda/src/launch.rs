@@ -1,0 +1,145 @@
+//! Launching one kernel on a stream that somebody else owns.
+
+use std::ffi::c_void;
+
+use crate::device::Device;
+use crate::driver::Driver;
+use crate::ffi::{self, CUDA_SUCCESS, CuContext, CuResult};
+
+/// What can go wrong between a checked call and the GPU.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum CudaError {
+    #[error("CUDA cannot be used: {0}")]
+    Unavailable(String),
+    #[error("cuda:{index} does not exist: {count} GPU(s) are visible")]
+    NoSuchDevice { index: u32, count: u32 },
+    #[error("no kernel {0:?} in this build")]
+    NoKernel(String),
+    #[error("{what}: {limit}")]
+    Argument { what: String, limit: String },
+    #[error(
+        "the stream belongs to another GPU than cuda:{index}, where the tensors are: make it current with torch.cuda.device"
+    )]
+    ForeignStream { index: u32 },
+    #[error("{call} failed for {what}: {name} ({text}){remedy}")]
+    Driver {
+        call: &'static str,
+        what: String,
+        name: String,
+        text: String,
+        remedy: &'static str,
+    },
+}
+
+/// Turns a driver code into an error that says what to do.
+pub(crate) fn check(
+    driver: &Driver,
+    code: CuResult,
+    call: &'static str,
+    what: &str,
+) -> Result<(), CudaError> {
+    if code == CUDA_SUCCESS {
+        return Ok(());
+    }
+    let (name, text) = driver.describe(code);
+    let remedy = match code {
+        2 => "; free GPU memory, or use a smaller model, cache or batch",
+        // 700 illegal address, 719 launch failure, 46/999 device lost: the context is gone.
+        46 | 700 | 714..=719 | 999 => "; the GPU context is lost: restart the process",
+        _ => "",
+    };
+    Err(CudaError::Driver {
+        call,
+        what: what.to_owned(),
+        name,
+        text,
+        remedy,
+    })
+}
+
+/// One launch: the kernel, its shape and the stream. Arguments are passed to [`Launch::run`].
+#[derive(Clone, Copy, Debug)]
+pub struct Launch<'a> {
+    pub kernel: &'a str,
+    pub grid: [u32; 3],
+    pub block: u32,
+    pub shared_bytes: u32,
+    /// `torch.cuda.current_stream().cuda_stream`; 0 is the legacy default stream.
+    pub stream: usize,
+    /// Ask for programmatic dependent launch: the kernel may begin while its predecessor drains. Only for kernels that wait
+    /// before they touch what a predecessor wrote. Ignored below compute capability 9.0.
+    pub programmatic: bool,
+}
+
+impl Launch<'_> {
+    /// Launches with `arguments`, each a pointer to a value of the kernel's parameter type.
+    ///
+    /// # Safety
+    /// The arguments must match the kernel's parameters in number, type and order, and every device address among them must stay
+    /// valid until the stream has passed this launch.
+    pub unsafe fn run(
+        &self,
+        device: &Device,
+        arguments: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
+        if self.shared_bytes > device.info.shared_bytes_per_block as u32 {
+            return Err(CudaError::Argument {
+                what: format!(
+                    "{}: {} bytes of shared memory",
+                    self.kernel, self.shared_bytes
+                ),
+                limit: format!(
+                    "a block of {} has {}",
+                    device.info.name, device.info.shared_bytes_per_block
+                ),
+            });
+        }
+        let driver = device.driver;
+        device.in_context(|| {
+            let function = device.function(self.kernel, self.shared_bytes)?;
+            let mut owner: CuContext = std::ptr::null_mut();
+            // SAFETY: the caller's stream handle; writes one pointer.
+            let code = unsafe {
+                (driver.functions.stream_context)(self.stream as ffi::CuStream, &raw mut owner)
+            };
+            check(driver, code, "cuStreamGetCtx", "the given stream")?;
+            if owner != device.context {
+                return Err(CudaError::ForeignStream {
+                    index: device.info.index,
+                });
+            }
+            let attribute = ffi::LaunchAttribute {
+                id: ffi::LAUNCH_PROGRAMMATIC,
+                pad: [0; 4],
+                value: std::array::from_fn(|i| u32::from(i == 0)),
+            };
+            let programmatic = self.programmatic && device.info.compute_capability.0 >= 9;
+            let config = ffi::LaunchConfig {
+                grid: self.grid,
+                block: [self.block, 1, 1],
+                shared_bytes: self.shared_bytes,
+                stream: self.stream as ffi::CuStream,
+                attributes: &raw const attribute,
+                attribute_count: u32::from(programmatic),
+            };
+            // SAFETY: by this function's contract; the driver copies the arguments before it returns.
+            let code = unsafe {
+                (driver.functions.launch)(
+                    &raw const config,
+                    function,
+                    arguments.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            };
+            check(driver, code, "cuLaunchKernelEx", self.kernel)
+        })
+    }
+}
+
+/// The arguments of a launch as the array of pointers the driver wants. Values live until the end of the statement's block.
+#[macro_export]
+macro_rules! kernel_arguments {
+    ($($value:expr),* $(,)?) => {
+        [$((&raw const $value).cast_mut().cast::<std::ffi::c_void>()),*]
+    };
+}

@@ -1,0 +1,75 @@
+"""Without a usable GPU: imports work, the reason is a sentence, and doors refuse with typed errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from exl_kernels import cuda_ops
+from exl_kernels.device import cuda_status, require_cuda
+from exl_kernels.errors import DeviceError, DTypeError, UnsupportedError
+
+
+def test_status_is_consistent() -> None:
+    status = cuda_status()
+    assert status == cuda_status()
+    assert status.built_with_cuda == bool(status.archs) == bool(status.toolkit)
+    assert status.available == (status.reason is None)
+    if status.available:
+        assert status.devices
+        assert status.driver_version is not None
+    else:
+        assert status.reason is not None
+        assert len(status.reason) > 20
+
+
+def test_the_reason_names_what_is_missing() -> None:
+    status = cuda_status()
+    if status.reason is None:
+        assert any(d.reason is None for d in status.devices)
+        return
+    words = ("driver", "kernels", "GPU", "torch")
+    assert any(word in status.reason for word in words), status.reason
+
+
+def test_import_opens_no_driver() -> None:
+    code = (
+        "import exl_kernels.device, exl_kernels.cuda_ops, sys;"
+        "maps = open('/proc/self/maps').read() if sys.platform == 'linux' else '';"
+        "sys.exit('libcuda.so' in maps)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_require_cuda_refuses_other_devices(device: str) -> None:
+    with pytest.raises(DeviceError, match=device):
+        require_cuda(device)
+
+
+def test_require_cuda_says_why() -> None:
+    status = cuda_status()
+    if status.reason is not None:
+        with pytest.raises(DeviceError) as caught:
+            require_cuda("cuda")
+        assert status.reason in str(caught.value)
+    else:
+        with pytest.raises(DeviceError, match="does not exist"):
+            require_cuda(f"cuda:{len(status.devices)}")
+
+
+def test_cuda_doors_refuse_cpu_tensors() -> None:
+    x = torch.ones(2, 8)
+    with pytest.raises(DTypeError, match="cpu"):
+        cuda_ops.rms_norm(x, x[0], 1e-6)
+    with pytest.raises(DTypeError, match="cpu"):
+        cuda_ops.layer_norm(x, x[0], None, 1e-6)
+    with pytest.raises(DTypeError, match="cpu"):
+        cuda_ops.activation(x, "silu")
+    with pytest.raises(DTypeError, match="cpu"):
+        cuda_ops.apply_rope(x[None], x, x, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(UnsupportedError, match="relu"):
+        cuda_ops.activation(x, "relu")

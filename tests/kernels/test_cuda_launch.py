@@ -1,0 +1,117 @@
+"""Launching: torch's streams, captured graphs, dependent launch, foreign devices and streams; needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from exl_kernels import _native, cuda_ops
+from exl_kernels.activation import gated_activation
+from exl_kernels.device import cuda_status, programmatic_launch, require_cuda, set_programmatic_launch
+from exl_kernels.errors import DeviceError
+from exl_kernels.norm import rms_norm
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "programmatic"])
+def launch_mode(request: pytest.FixtureRequest) -> Iterator[bool]:
+    before = programmatic_launch()
+    set_programmatic_launch(request.param)
+    yield request.param
+    set_programmatic_launch(before)
+
+
+def chain(x: torch.Tensor, w: torch.Tensor, length: int) -> torch.Tensor:
+    """A dependent chain in which every kernel reads what the one before wrote, over two alternating buffers."""
+    a, b = x.clone(), torch.empty_like(x)
+    for _ in range(length):
+        rms_norm(a, w, 1e-6, out=b)
+        gated_activation(b, b, "silu", out=a)
+    return a
+
+
+def test_status_matches_torch() -> None:
+    status = cuda_status()
+    assert status.reason is None
+    assert len(status.devices) == torch.cuda.device_count()
+    properties = torch.cuda.get_device_properties(0)
+    device = status.devices[0]
+    assert device.name == properties.name
+    assert device.multiprocessors == properties.multi_processor_count
+    assert device.compute_capability == (properties.major, properties.minor)
+    assert require_cuda("cuda").index == torch.cuda.current_device()
+
+
+def test_a_chain_on_a_side_stream(launch_mode: bool) -> None:
+    x, w = torch.randn(7, 2048, device="cuda"), torch.rand(2048, device="cuda") + 0.5
+    want = chain(x, w, 50)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        got = chain(x, w, 50)
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(got, want)
+
+
+def test_capture_and_replay(launch_mode: bool) -> None:
+    x, w = torch.randn(7, 2048, device="cuda", dtype=torch.float16), torch.rand(2048, device="cuda") + 0.5
+    cuda_ops.warm_up()
+    static = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(static, w, 100)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        fresh = torch.randn_like(x)
+        static.copy_(fresh)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, chain(fresh, w, 100))
+
+
+def test_programmatic_launch_changes_no_bit() -> None:
+    x, w = torch.randn(132, 4096, device="cuda", dtype=torch.float16), torch.rand(4096, device="cuda") + 0.5
+    before = programmatic_launch()
+    results = []
+    for enabled in (False, True, True, True):
+        set_programmatic_launch(enabled)
+        results.append(chain(x, w, 200))
+    set_programmatic_launch(before)
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+def test_a_foreign_stream_is_refused() -> None:
+    x = torch.randn(2, 64, device="cuda")
+    if torch.cuda.device_count() < 2:
+        with pytest.raises(DeviceError, match="cuda:7 does not exist"):
+            require_cuda("cuda:7")
+        return
+    with torch.cuda.device(1):
+        other = torch.cuda.Stream()
+    with pytest.raises(DeviceError, match="another GPU"):
+        _native.cuda_rms_norm(x, x[0], torch.empty_like(x), 1e-6, 0.0, other.cuda_stream, False)
+
+
+def test_tensors_of_the_second_gpu_need_no_device_guard() -> None:
+    last = torch.cuda.device_count() - 1
+    x = torch.randn(3, 256, device=f"cuda:{last}")
+    w = torch.rand(256, device=x.device)
+    got = rms_norm(x, w, 1e-6)
+    assert got.device == x.device
+    assert torch.equal(got.cpu(), rms_norm(x.cpu().cuda(), w.cpu().cuda(), 1e-6).cpu())
+    assert torch.cuda.current_device() == 0
+
+
+def test_launches_from_another_thread() -> None:
+    import threading
+
+    x, w = torch.randn(3, 256, device="cuda"), torch.rand(256, device="cuda")
+    want, got = rms_norm(x, w, 1e-6), []
+    thread = threading.Thread(target=lambda: got.append(rms_norm(x, w, 1e-6)))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(got[0], want)
