@@ -319,17 +319,13 @@ def test_bad_arguments():
             stack(**options)
 
 
-def test_importing_the_package_imports_no_torch_and_is_quick():
+def test_importing_the_package_imports_no_torch_and_costs_little_beside_numpy():
     code = (
-        "import sys, time; t = time.perf_counter(); import exl_filters; "
+        "import sys, time, numpy; t = time.process_time(); import exl_filters; "
         "heavy = {'torch', 'transformers', 'hypothesis', 'llguidance', 'lmformatenforcer'} & set(sys.modules); "
-        "print(sorted(heavy), time.perf_counter() - t)"
+        "print(sorted(heavy), time.process_time() - t)"
     )
-    best = 9.0
-    for _ in range(3):
-        heavy, seconds = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.split()
-        assert heavy == "[]"
-        best = min(best, float(seconds))
-    assert best < 0.3
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy, seconds = run.stdout.split()
+    assert heavy == "[]"
+    assert float(seconds) < 0.15

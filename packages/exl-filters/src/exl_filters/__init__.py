@@ -26,6 +26,7 @@ from exl_filters.foreign import ForeignFilter, as_filter
 from exl_filters.host import FilterStack, Status
 from exl_filters.masking import apply_mask
 from exl_filters.prefix import ExLlamaV2PrefixFilter
+from exl_filters.registry import create, from_spec, get, names, register, unregister
 from exl_filters.select import ExLlamaV2SelectFilter
 from exl_filters.state_filter import Choice, StateFilter
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
@@ -55,5 +56,11 @@ __all__ = [
     "Vocabulary",
     "apply_mask",
     "as_filter",
+    "create",
+    "from_spec",
+    "get",
+    "names",
+    "register",
+    "unregister",
     "vocabulary_of",
 ]

@@ -1,0 +1,1 @@
+"""pytest options of the law kit; inert unless used."""
