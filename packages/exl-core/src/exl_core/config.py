@@ -95,6 +95,7 @@ class ExLlamaV2Config:
     partial_rotary_factor: float = 1.0
     rotary_embedding_base: float = 10000.0
     rotary_embedding_base_alt: float | None = None
+    scale_pos_emb_from_file: float | None = None
     scale_pos_emb_alt: float | None = None
     pos_id_index: int = 0
     alt_rope_method: str | None = None  # None, "llama3" or "yarn"

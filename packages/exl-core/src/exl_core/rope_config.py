@@ -21,6 +21,10 @@ def read_rope(config: ExLlamaV2Config, read: JsonReader, default_theta: float) -
     theta = read.number("rope_theta", "attn_config->rope_theta", default=default_theta, text=True)
     config.partial_rotary_factor = read.number("partial_rotary_factor", default=1.0, text=True)
     config.rotary_embedding_base = theta
+    config.alt_rope_method = None
+    if config.scale_pos_emb == config.scale_pos_emb_from_file:  # not the caller's, so forgotten on a second prepare()
+        config.scale_pos_emb = 1.0
+    config.scale_pos_emb_from_file = None
     if block is None:
         return
     if block.data and all(isinstance(v, dict) for v in block.data.values()):
@@ -45,7 +49,7 @@ def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -
     if kind == "default":
         return
     if kind == "linear":
-        config.scale_pos_emb = block.number("factor")
+        config.scale_pos_emb = config.scale_pos_emb_from_file = block.number("factor")
         return
     # transformers gives the top-level key priority, and falls back to the model's own length
     original = read.integer("original_max_position_embeddings", default=None, text=True) or block.integer(

@@ -1,0 +1,286 @@
+"""ExLlamaV2Config: fields and spellings of config.json, and a typed error for everything that is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exl_core import ExLlamaV2, ExLlamaV2Config, errors
+from exl_core.architectures import PLANNED, supported_architectures
+
+
+def config_only(folder: Path, base: dict[str, Any], **changes: Any) -> ExLlamaV2Config:
+    """Prepared without weight files; a value of ... removes the key."""
+    merged = {k: v for k, v in {**base, **changes}.items() if v is not ...}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(merged))
+    config = ExLlamaV2Config()
+    config.model_dir = str(folder)
+    config.prepare(no_tensors=True)
+    return config
+
+
+def test_every_field_has_a_default() -> None:
+    config = ExLlamaV2Config()
+    for name in ExLlamaV2Config.__annotations__:
+        getattr(config, name)
+    assert (config.max_batch_size, config.max_input_len, config.max_attention_size) == (1, 2048, 2048**2)
+    assert (config.max_output_len, config.scale_pos_emb, config.scale_alpha_value) == (None, 1.0, 1.0)
+    assert config.cpu_matmul == "int8"
+
+
+def test_fields_of_a_plain_llama(lab: Any, tmp_path: Path) -> None:
+    config = config_only(tmp_path, lab.config, eos_token_id=[2, 5, 2], head_dim=None)
+    assert config.architecture == "LlamaForCausalLM"
+    assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (64, 96, 90)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_groups) == (4, 2, 2)
+    assert (config.head_dim, config.max_seq_len, config.original_max_seq_len) == (16, 512, 512)
+    assert (config.eos_token_id, config.eos_token_ids, config.pad_token_id) == (2, [2, 5], None)
+    assert config.padded_vocab_size == 96
+    assert config.layer_windows == [0, 0]
+    assert config.generation_config is None
+
+
+def test_generation_config_adds_eos_ids(lab: Any, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    config = config_only(tmp_path, lab.config)
+    assert config.generation_config == {"eos_token_id": [7, 2]}
+    assert config.eos_token_ids == [2, 7]
+
+
+def test_older_names_of_keys(lab: Any, tmp_path: Path) -> None:
+    config = config_only(
+        tmp_path,
+        lab.config,
+        num_hidden_layers=...,
+        n_layer=3,
+        hidden_size=...,
+        d_model=128,
+        num_attention_heads=...,
+        n_head=8,
+        max_position_embeddings=...,
+        n_positions=1024,
+        num_key_value_heads=...,
+    )
+    assert (config.num_hidden_layers, config.hidden_size, config.max_seq_len) == (3, 128, 1024)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 8, 16)
+
+
+def test_nested_text_config(lab: Any, tmp_path: Path) -> None:
+    nested = {k: v for k, v in lab.config.items() if k != "architectures"}
+    config = config_only(tmp_path, {"architectures": ["LlamaForCausalLM"], "text_config": nested})
+    assert (config.hidden_size, config.rotary_embedding_base) == (64, 10000.0)
+
+
+def test_integral_floats_and_ints_are_interchangeable(lab: Any, tmp_path: Path) -> None:
+    config = config_only(tmp_path, lab.config, hidden_size=64.0, rope_theta=500000)
+    assert config.hidden_size == 64
+    assert isinstance(config.rotary_embedding_base, float)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3"}},
+        {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3"}},
+        {"rope_theta": ..., "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0}},
+    ],
+)
+def test_llama3_rope_in_old_and_new_spelling(lab: Any, tmp_path: Path, spelling: dict[str, Any]) -> None:
+    block = "rope_scaling" if "rope_scaling" in spelling else "rope_parameters"
+    spelling[block].update(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=256)
+    config = config_only(tmp_path, lab.config, **spelling)
+    assert config.rotary_embedding_base == 500000.0
+    assert (config.alt_rope_method, config.l3_rope_factor) == ("llama3", 8)
+    settings = config.rope_settings()
+    assert (settings.method, settings.original_max_positions, settings.high_freq_factor) == ("llama3", 256, 4)
+
+
+def test_linear_scaling_and_ntk(lab: Any, tmp_path: Path) -> None:
+    config = config_only(tmp_path, lab.config, rope_scaling={"type": "linear", "factor": 4.0})
+    config.scale_alpha_value = 2.0
+    assert config.scale_pos_emb == 4.0
+    settings = config.rope_settings()
+    assert (settings.position_scale, settings.alpha) == (4.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "windows"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 32}, [32, 32]),
+        ("MistralForCausalLM", {"sliding_window": None}, [0, 0]),
+        ("MistralForCausalLM", {}, [4096, 4096]),
+        ("LlamaForCausalLM", {"sliding_window": 32}, [0, 0]),
+        ("Qwen2ForCausalLM", {"sliding_window": 32}, [0, 0]),
+        ("Qwen2ForCausalLM", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}, [0, 32]),
+        (
+            "Qwen2ForCausalLM",
+            {
+                "sliding_window": 32,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            [32, 0],
+        ),
+    ],
+)
+def test_windows(lab: Any, tmp_path: Path, arch: str, keys: dict[str, Any], windows: list[int]) -> None:
+    config = config_only(tmp_path, lab.config, architectures=[arch], **keys)
+    assert config.layer_windows == windows
+    assert config.sliding_window == max(windows)
+
+
+def test_biases(lab: Any, tmp_path: Path) -> None:
+    def biases(**changes: Any) -> tuple[bool, bool, bool]:
+        config = config_only(tmp_path, lab.config, **changes)
+        return config.qkv_bias, config.o_bias, config.mlp_bias
+
+    assert biases() == (False, False, False)
+    assert biases(attention_bias=True) == (True, True, False)
+    assert biases(mlp_bias=True) == (False, False, True)
+    assert biases(architectures=["Qwen2ForCausalLM"], attention_bias=True) == (True, False, False)
+
+
+def test_set_low_mem() -> None:
+    config = ExLlamaV2Config()
+    config.max_output_len = 4096
+    config.set_low_mem()
+    assert (config.max_input_len, config.max_attention_size, config.max_output_len) == (1024, 1024**2, 1024)
+
+
+def test_environment_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXLLAMA_NO_FLASH_ATTN", "")
+    monkeypatch.setenv("EXL_CPU_MATMUL", "exact")
+    config = ExLlamaV2Config()
+    assert config.no_flash_attn
+    assert not config.no_xformers
+    assert config.cpu_matmul == "exact"
+
+
+def test_prepare_twice_reads_again(lab: Any, tmp_path: Path) -> None:
+    config = config_only(tmp_path, lab.config, rope_scaling={"type": "linear", "factor": 4.0})
+    config.max_seq_len = 100
+    (tmp_path / "config.json").write_text(json.dumps({**lab.config, "vocab_size": 64}))
+    config.prepare(no_tensors=True)
+    assert (config.vocab_size, config.max_seq_len, config.scale_pos_emb) == (64, 512, 1.0)
+
+
+def test_unknown_architecture_is_refused_with_the_list(lab: Any, tmp_path: Path) -> None:
+    with pytest.raises(errors.UnsupportedArchitectureError) as e:
+        config_only(tmp_path, lab.config, architectures=["LamaForCausalLM"])
+    for name in supported_architectures():
+        assert name in str(e.value)
+    assert "allow_unknown_architecture" in str(e.value)
+
+
+def test_unknown_architecture_on_request(lab: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**lab.config, "architectures": ["MyLlama"]}))
+    config = ExLlamaV2Config()
+    config.model_dir = str(tmp_path)
+    config.allow_unknown_architecture = "LlamaForCausalLM"
+    config.prepare(no_tensors=True)
+    assert (config.architecture, config.arch.name) == ("MyLlama", "LlamaForCausalLM")
+    config.allow_unknown_architecture = "Nonsense"
+    with pytest.raises(errors.UnsupportedArchitectureError, match="Nonsense"):
+        config.prepare(no_tensors=True)
+
+
+@pytest.mark.parametrize("name", sorted(PLANNED))
+def test_known_families_without_code_are_not_loaded_as_llama(lab: Any, tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**lab.config, "architectures": [name]}))
+    config = ExLlamaV2Config()
+    config.model_dir = str(tmp_path)
+    for override in (None, "LlamaForCausalLM"):
+        config.allow_unknown_architecture = override
+        with pytest.raises(errors.UnsupportedArchitectureError, match=name):
+            config.prepare(no_tensors=True)
+
+
+def test_first_supported_of_several_architectures(lab: Any, tmp_path: Path) -> None:
+    config = config_only(tmp_path, lab.config, architectures=["Gemma2ForCausalLM", "MistralForCausalLM"])
+    assert config.architecture == "MistralForCausalLM"
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"architectures": ...}, errors.ConfigKeyError, "architectures"),
+    ({"architectures": []}, errors.ConfigTypeError, "architectures"),
+    ({"architectures": "LlamaForCausalLM"}, errors.ConfigTypeError, "architectures"),
+    ({"architectures": [3]}, errors.ConfigTypeError, "architectures"),
+    ({"hidden_size": ...}, errors.ConfigKeyError, "d_model"),
+    ({"hidden_size": "64"}, errors.ConfigTypeError, "hidden_size"),
+    ({"hidden_size": 64.5}, errors.ConfigTypeError, "hidden_size"),
+    ({"hidden_size": True}, errors.ConfigTypeError, "hidden_size"),
+    ({"hidden_size": 0}, errors.ConfigError, "hidden_size"),
+    ({"hidden_size": -64}, errors.ConfigError, "hidden_size"),
+    ({"num_key_value_heads": 3}, errors.ConfigError, "num_key_value_heads"),
+    ({"rms_norm_eps": "tiny"}, errors.ConfigTypeError, "rms_norm_eps"),
+    ({"tie_word_embeddings": 1}, errors.ConfigTypeError, "tie_word_embeddings"),
+    ({"eos_token_id": "2"}, errors.ConfigTypeError, "eos_token_id"),
+    ({"eos_token_id": [2, "x"]}, errors.ConfigTypeError, "eos_token_id"),
+    ({"hidden_act": "relu"}, errors.UnsupportedError, "relu"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2}}, errors.UnsupportedError, "dynamic"),
+    ({"rope_scaling": {"type": "linear"}}, errors.ConfigKeyError, "factor"),
+    ({"rope_scaling": {"type": "linear", "rope_type": "yarn"}}, errors.ConfigError, "rope_type"),
+    ({"rope_scaling": [1]}, errors.ConfigTypeError, "rope_scaling"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, errors.UnsupportedError, "full_attention"),
+    ({"quantization_config": {"quant_method": "awq"}}, errors.UnsupportedError, "awq"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "named"), BAD, ids=[str(sorted(b[0].items()))[:60] for b in BAD])
+def test_bad_values(lab: Any, tmp_path: Path, changes: dict[str, Any], error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named) as e:
+        config_only(tmp_path, lab.config, **changes)
+    assert isinstance(e.value, errors.ExlError)
+    assert "config.json" in str(e.value) or error is errors.UnsupportedArchitectureError
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b"null"])
+def test_broken_config_json(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(errors.ConfigError, match=r"config\.json"):
+        ExLlamaV2Config(tmp_path)
+
+
+def test_missing_folder_file_and_model_dir(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="not a folder"):
+        ExLlamaV2Config(tmp_path / "nowhere")
+    with pytest.raises(errors.ConfigFileError, match=r"Can't find .*config\.json"):
+        ExLlamaV2Config(tmp_path)
+    with pytest.raises(errors.ConfigError, match="No model_dir"):
+        ExLlamaV2Config().prepare()
+
+
+def test_errors_are_the_builtin_kinds_that_users_catch() -> None:
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.ConfigFileError, FileNotFoundError)
+    assert issubclass(errors.ConfigKeyError, KeyError)
+    assert issubclass(errors.ConfigTypeError, TypeError)
+    assert str(errors.ConfigKeyError("a message")) == "a message"
+    assert str(errors.ConfigFileError("a message")) == "a message"
+    codes = [getattr(errors, n).code for n in errors.__all__]
+    assert len(set(codes)) == len(codes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("cpu_matmul", "fast", errors.ConfigError),
+        ("max_seq_len", 0, errors.ConfigError),
+        ("max_input_len", "2048", errors.ConfigTypeError),
+        ("load_in_q4", True, errors.UnsupportedError),
+        ("scale_alpha_value", -1.0, errors.ConfigError),
+        ("alt_rope_method", "su", errors.UnsupportedError),
+        ("partial_rotary_factor", 0.2, errors.ConfigError),
+    ],
+)
+def test_settings_that_cannot_be_honoured(
+    lab: Any, tmp_path: Path, field: str, value: Any, error: type[Exception]
+) -> None:
+    config = config_only(tmp_path, lab.config)
+    setattr(config, field, value)
+    with pytest.raises(error, match=field):
+        ExLlamaV2(config)
