@@ -4,4 +4,5 @@
 //! reduced in one fixed order.
 
 pub mod isa;
+pub mod matmul;
 pub mod pool;

@@ -1,13 +1,38 @@
 //! The thread pool of the CPU kernels: own threads, never the host process's global pool.
+//!
+//! Workers spin a little after each job and then sleep, so that the hundred short products of a decode step find them awake and an
+//! idle process costs nothing. Jobs from several threads take turns; a job started inside a task runs on that task's thread.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::any::Any;
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicPtr, AtomicUsize, Ordering, fence};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
 
 static THREADS: AtomicUsize = AtomicUsize::new(0);
+
+/// How long a worker looks for the next job before it sleeps: longer than what lies between two products of a decode step.
+const SPIN: Duration = Duration::from_micros(150);
+/// Looks at the ticket between two looks at the clock.
+const SPIN_ROUND: u32 = 64;
 
 /// Number of threads the kernels use, the calling one included: set by [`set_threads`], else `EXL_CPU_THREADS`, else the cores.
 pub fn threads() -> usize {
     match THREADS.load(Ordering::Relaxed) {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        0 => {
+            let wanted = std::env::var("EXL_CPU_THREADS").ok();
+            let n = wanted
+                .and_then(|n| n.trim().parse::<usize>().ok())
+                .filter(|&n| n > 0)
+                .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+            // A set size wins over the default found here.
+            match THREADS.compare_exchange(0, n, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => n,
+                Err(set) => set,
+            }
+        }
         n => n,
     }
 }
@@ -19,26 +44,286 @@ pub fn set_threads(n: usize) {
 
 /// Runs `task(0)` to `task(tasks - 1)`, each exactly once, on the pool; returns when all are done. Tasks must write to disjoint
 /// places. Which thread runs which task is not fixed, so no result may depend on it.
+///
+/// # Panics
+/// With the first panic of a task, after all tasks have ended.
 pub fn run(tasks: usize, task: &(dyn Fn(usize) + Sync)) {
     let workers = threads().min(tasks);
-    if workers <= 1 {
+    if workers <= 1 || INSIDE.get() {
         (0..tasks).for_each(task);
         return;
     }
-    let next = AtomicUsize::new(0);
-    let work = || {
-        loop {
-            let i = next.fetch_add(1, Ordering::Relaxed);
-            if i >= tasks {
-                break;
+    Pool::get().run(tasks, workers - 1, task);
+}
+
+thread_local! {
+    /// This thread is running a task, so the pool is taken.
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+type Task = dyn Fn(usize) + Sync + 'static;
+
+/// What the workers see of the job under way.
+struct Job {
+    /// Tasks not yet claimed; at or below zero when there are none. Claiming one is what entitles a thread to read `task`.
+    unclaimed: AtomicI64,
+    tasks: AtomicUsize,
+    task: AtomicPtr<&'static Task>,
+    finished: AtomicUsize,
+    /// Workers numbered below this may claim.
+    workers: AtomicUsize,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+struct Worker {
+    thread: Thread,
+    asleep: &'static AtomicBool,
+}
+
+struct Pool {
+    job: Job,
+    /// Held for the length of a job; the workers started so far.
+    turn: Mutex<Vec<Worker>>,
+}
+
+/// The pool of this process; null before the first job and in a forked child, where the parent's threads do not exist.
+static POOL: AtomicPtr<Pool> = AtomicPtr::new(std::ptr::null_mut());
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Pool {
+    fn get() -> &'static Self {
+        let mut pool = POOL.load(Ordering::Acquire);
+        if pool.is_null() {
+            forget_pool_after_fork();
+            let fresh = Box::into_raw(Box::new(Self {
+                job: Job {
+                    unclaimed: AtomicI64::new(0),
+                    tasks: AtomicUsize::new(0),
+                    task: AtomicPtr::new(std::ptr::null_mut()),
+                    finished: AtomicUsize::new(0),
+                    workers: AtomicUsize::new(0),
+                    panic: Mutex::new(None),
+                },
+                turn: Mutex::new(Vec::new()),
+            }));
+            let null = std::ptr::null_mut();
+            pool = match POOL.compare_exchange(null, fresh, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => fresh,
+                Err(other) => {
+                    // SAFETY: nobody else has seen `fresh`.
+                    drop(unsafe { Box::from_raw(fresh) });
+                    other
+                }
+            };
+        }
+        // SAFETY: a published pool is never freed: its workers live as long as the process.
+        unsafe { &*pool }
+    }
+
+    fn run(&'static self, tasks: usize, helpers: usize, task: &(dyn Fn(usize) + Sync)) {
+        let mut workers = lock(&self.turn);
+        while workers.len() < helpers {
+            match self.start_worker(workers.len()) {
+                Some(worker) => workers.push(worker),
+                // No more threads to be had: fewer do the same work.
+                None => break,
             }
-            task(i);
         }
-    };
-    std::thread::scope(|scope| {
-        for _ in 1..workers {
-            scope.spawn(work);
+        let job = &self.job;
+        // SAFETY: only the lifetime changes. The reference is read only by threads that claimed a task, and this function returns
+        // after the last claimed task has finished.
+        let task: &'static Task =
+            unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Task>(task) };
+        let slot = &task;
+        job.task
+            .store(std::ptr::from_ref(slot).cast_mut(), Ordering::Relaxed);
+        job.tasks.store(tasks, Ordering::Relaxed);
+        job.finished.store(0, Ordering::Relaxed);
+        job.workers.store(helpers, Ordering::Relaxed);
+        job.unclaimed.store(tasks as i64, Ordering::Release);
+        // Either a worker that falls asleep sees the tasks, or this thread sees it asleep.
+        fence(Ordering::SeqCst);
+        for worker in workers.iter().take(helpers) {
+            if worker.asleep.swap(false, Ordering::Relaxed) {
+                worker.thread.unpark();
+            }
         }
-        work();
-    });
+        while job.run_one() {}
+        let mut rounds = 0u32;
+        while job.finished.load(Ordering::Acquire) < tasks {
+            rounds += 1;
+            if rounds < 1 << 12 {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
+        }
+        let panic = lock(&job.panic).take();
+        drop(workers);
+        if let Some(panic) = panic {
+            resume_unwind(panic);
+        }
+    }
+
+    fn start_worker(&'static self, index: usize) -> Option<Worker> {
+        let asleep: &'static AtomicBool = Box::leak(Box::new(AtomicBool::new(false)));
+        let handle = std::thread::Builder::new()
+            .name(format!("exl-cpu-{}", index + 1))
+            .spawn(move || self.job.work(index, asleep))
+            .ok()?;
+        Some(Worker {
+            thread: handle.thread().clone(),
+            asleep,
+        })
+    }
+}
+
+impl Job {
+    /// Claims and runs one task; false when there was none.
+    fn run_one(&self) -> bool {
+        if self.unclaimed.load(Ordering::Relaxed) <= 0 {
+            return false;
+        }
+        let left = self.unclaimed.fetch_sub(1, Ordering::Acquire);
+        if left <= 0 {
+            return false;
+        }
+        // The claim holds the job open, so these belong to it.
+        let index = self.tasks.load(Ordering::Relaxed) - left as usize;
+        // SAFETY: `run` keeps the slot alive until this task is counted as finished.
+        let task = unsafe { *self.task.load(Ordering::Relaxed) };
+        INSIDE.set(true);
+        let result = catch_unwind(AssertUnwindSafe(|| task(index)));
+        INSIDE.set(false);
+        if let Err(panic) = result {
+            lock(&self.panic).get_or_insert(panic);
+        }
+        self.finished.fetch_add(1, Ordering::Release);
+        true
+    }
+
+    fn work(&self, index: usize, asleep: &AtomicBool) {
+        loop {
+            let mine = index < self.workers.load(Ordering::Relaxed);
+            if mine && self.run_one() {
+                continue;
+            }
+            if mine && self.spin() {
+                continue;
+            }
+            asleep.store(true, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+            let wanted = index < self.workers.load(Ordering::Relaxed);
+            if wanted && self.unclaimed.load(Ordering::Relaxed) > 0 {
+                asleep.store(false, Ordering::Relaxed);
+                continue;
+            }
+            while asleep.load(Ordering::Relaxed) {
+                std::thread::park();
+            }
+        }
+    }
+
+    /// Waits a little for a task; true when there is one.
+    fn spin(&self) -> bool {
+        let start = Instant::now();
+        loop {
+            for _ in 0..SPIN_ROUND {
+                if self.unclaimed.load(Ordering::Relaxed) > 0 {
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+            if start.elapsed() > SPIN {
+                return false;
+            }
+        }
+    }
+}
+
+/// A forked child has the parent's memory but none of its threads: it starts with no pool and makes its own.
+#[cfg(unix)]
+fn forget_pool_after_fork() {
+    static ONCE: AtomicBool = AtomicBool::new(false);
+    type Handler = Option<unsafe extern "C" fn()>;
+    unsafe extern "C" {
+        fn pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> i32;
+    }
+    unsafe extern "C" fn child() {
+        POOL.store(std::ptr::null_mut(), Ordering::Relaxed);
+        INSIDE.set(false);
+    }
+    if !ONCE.swap(true, Ordering::Relaxed) {
+        // SAFETY: the handler only stores to memory of its own.
+        unsafe { pthread_atfork(None, None, Some(child)) };
+    }
+}
+
+#[cfg(not(unix))]
+fn forget_pool_after_fork() {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_task_runs_once_at_any_size() {
+        for threads in [1, 2, 3, 8] {
+            set_threads(threads);
+            for tasks in [0, 1, 2, 7, 100] {
+                let counts: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
+                run(tasks, &|i| {
+                    counts[i].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn jobs_from_many_threads_and_from_inside_tasks() {
+        let total = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..500 {
+                        run(5, &|_| {
+                            run(3, &|_| {
+                                total.fetch_add(1, Ordering::Relaxed);
+                            });
+                        });
+                    }
+                });
+            }
+        });
+        assert_eq!(total.load(Ordering::Relaxed), 4 * 500 * 5 * 3);
+    }
+
+    #[test]
+    fn sleeping_workers_wake_up() {
+        set_threads(3);
+        for _ in 0..20 {
+            std::thread::sleep(2 * SPIN);
+            let total = AtomicUsize::new(0);
+            run(10, &|i| {
+                total.fetch_add(i, Ordering::Relaxed);
+            });
+            assert_eq!(total.load(Ordering::Relaxed), 45);
+        }
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
+        set_threads(3);
+        let result = catch_unwind(|| run(8, &|i| assert!(i != 5, "task five")));
+        assert!(result.is_err());
+        let total = AtomicUsize::new(0);
+        run(8, &|_| {
+            total.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!(total.load(Ordering::Relaxed), 8);
+    }
 }

@@ -1,9 +1,199 @@
-//! Bindings of the `linear` subject.
+//! Bindings of the `linear` subject: repacked matrices and their products.
 
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use exl_cpu::matmul::{Compute, Epilogue, QuantMatrix};
+use exl_format::exl2::{Exl2Tensors, Exl2View};
+use exl_format::gptq::{GptqTensors, GptqView, Zeros};
+use half::{bf16, f16};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::tensor::{DType, Tensor};
+
+fn format_error(py: Python<'_>, error: &exl_format::FormatError) -> PyErr {
+    let raised = py
+        .import("exl_kernels.errors")
+        .and_then(|module| module.getattr("FormatError"))
+        .and_then(|class| class.call1((error.to_string(),)));
+    match raised {
+        Ok(error) => PyErr::from_value(error),
+        Err(error) => error,
+    }
+}
+
+fn two(tensor: &Tensor, what: &str) -> PyResult<[usize; 2]> {
+    <[usize; 2]>::try_from(&tensor.shape[..]).map_err(|_| {
+        let shape = &tensor.shape;
+        PyValueError::new_err(format!(
+            "{what} has shape {shape:?}, expected two dimensions"
+        ))
+    })
+}
+
+fn epilogue(bias: Option<&Tensor>, prescale: f32) -> PyResult<Epilogue> {
+    let bias = bias.map(|t| Ok::<_, PyErr>(t.slice::<f32>("bias")?.to_vec()));
+    Ok(Epilogue {
+        bias: bias.transpose()?,
+        prescale,
+    })
+}
+
+fn compute(exact: bool) -> Compute {
+    if exact { Compute::Exact } else { Compute::Int8 }
+}
+
+/// The tensors of an EXL2 matrix: q_weight, q_scale, q_scale_max, q_groups, q_invperm.
+#[derive(FromPyObject)]
+struct Exl2Parts(Tensor, Tensor, Tensor, Tensor, Tensor);
+
+/// The tensors of a GPTQ matrix: qweight, qzeros, scales, g_idx.
+#[derive(FromPyObject)]
+struct GptqParts(Tensor, Tensor, Tensor, Option<Tensor>);
+
+/// A matrix in the kernels' layout.
+#[pyclass(frozen, name = "Matrix", module = "exl_kernels._native")]
+pub struct Matrix {
+    pub inner: QuantMatrix,
+}
+
+#[pymethods]
+impl Matrix {
+    #[staticmethod]
+    fn from_exl2(
+        py: Python<'_>,
+        name: &str,
+        parts: Exl2Parts,
+        bias: Option<Tensor>,
+        prescale: f32,
+        exact: bool,
+    ) -> PyResult<Self> {
+        let Exl2Parts(q_weight, q_scale, q_scale_max, q_groups, q_invperm) = parts;
+        let tensors = Exl2Tensors {
+            q_weight: q_weight.slice("q_weight")?,
+            q_weight_shape: two(&q_weight, "q_weight")?,
+            q_scale: q_scale.slice("q_scale")?,
+            q_scale_shape: two(&q_scale, "q_scale")?,
+            q_scale_max: q_scale_max.slice::<f16>("q_scale_max")?,
+            q_groups: q_groups.slice("q_groups")?,
+            q_invperm: q_invperm.slice("q_invperm")?,
+        };
+        let epilogue = epilogue(bias.as_ref(), prescale)?;
+        let view = Exl2View::new(name, tensors).map_err(|e| format_error(py, &e))?;
+        let inner = py.detach(|| QuantMatrix::from_exl2(&view, epilogue, compute(exact)));
+        Ok(Self { inner })
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (name, parts, bits, v2, group_size, bias, prescale, exact))]
+    fn from_gptq(
+        py: Python<'_>,
+        name: &str,
+        parts: GptqParts,
+        bits: u32,
+        v2: bool,
+        group_size: Option<usize>,
+        bias: Option<Tensor>,
+        prescale: f32,
+        exact: bool,
+    ) -> PyResult<Self> {
+        let GptqParts(qweight, qzeros, scales, g_idx) = parts;
+        let tensors = GptqTensors {
+            qweight: qweight.slice("qweight")?,
+            qweight_shape: two(&qweight, "qweight")?,
+            qzeros: qzeros.slice("qzeros")?,
+            qzeros_shape: two(&qzeros, "qzeros")?,
+            scales: scales.slice::<f16>("scales")?,
+            scales_shape: two(&scales, "scales")?,
+            g_idx: g_idx.as_ref().map(|t| t.slice("g_idx")).transpose()?,
+        };
+        let zeros = if v2 { Zeros::V2 } else { Zeros::Classic };
+        let epilogue = epilogue(bias.as_ref(), prescale)?;
+        let view = GptqView::new(name, tensors, bits, zeros, group_size)
+            .map_err(|e| format_error(py, &e))?;
+        let inner = py.detach(|| QuantMatrix::from_gptq(&view, zeros, epilogue, compute(exact)));
+        Ok(Self { inner })
+    }
+
+    /// `weight` [out, in].
+    #[staticmethod]
+    fn from_float(
+        py: Python<'_>,
+        weight: Tensor,
+        bias: Option<Tensor>,
+        prescale: f32,
+    ) -> PyResult<Self> {
+        let epilogue = epilogue(bias.as_ref(), prescale)?;
+        let k = two(&weight, "weight")?[1];
+        let inner = match weight.dtype {
+            DType::F32 => {
+                let data = weight.slice::<f32>("weight")?;
+                py.detach(|| QuantMatrix::from_f32(data, k, epilogue))
+            }
+            DType::F16 => {
+                let data = weight.slice::<f16>("weight")?;
+                py.detach(|| QuantMatrix::from_f16(data, k, epilogue))
+            }
+            _ => {
+                let data = weight.slice::<bf16>("weight")?;
+                py.detach(|| QuantMatrix::from_bf16(data, k, epilogue))
+            }
+        };
+        Ok(Self { inner })
+    }
+
+    #[getter]
+    fn in_features(&self) -> usize {
+        self.inner.in_features()
+    }
+
+    #[getter]
+    fn out_features(&self) -> usize {
+        self.inner.out_features()
+    }
+
+    #[getter]
+    fn bits_per_weight(&self) -> f64 {
+        self.inner.bits_per_weight()
+    }
+
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.inner.bytes()
+    }
+
+    /// `x` [.., K] into `out` [.., N]; both float32. Refuses lengths that do not fit.
+    fn matmul(&self, py: Python<'_>, x: Tensor, out: Tensor) -> PyResult<()> {
+        let (k, n) = (self.inner.in_features(), self.inner.out_features());
+        let (x, out) = (x.slice::<f32>("x")?, out.slice_mut::<f32>("out")?);
+        let rows = x.len() / k;
+        if x.len() != rows * k || out.len() != rows * n {
+            return Err(PyValueError::new_err(format!(
+                "x holds {} values and out {}; expected rows * {k} and rows * {n}",
+                x.len(),
+                out.len()
+            )));
+        }
+        py.detach(|| self.inner.matmul(x, rows, out));
+        Ok(())
+    }
+
+    /// W [K, N] float16 into `out`.
+    fn dequantize(&self, py: Python<'_>, out: Tensor) -> PyResult<()> {
+        let expected = self.inner.in_features() * self.inner.out_features();
+        let out = out.slice_mut::<f16>("out")?;
+        if out.len() != expected {
+            return Err(PyValueError::new_err(format!(
+                "out must hold {expected} values"
+            )));
+        }
+        py.detach(|| self.inner.dequantize_into(out));
+        Ok(())
+    }
+}
+
 /// Adds this subject's functions and classes to the module.
-#[allow(clippy::unnecessary_wraps)]
-pub fn register(_m: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<Matrix>()
 }

@@ -1,0 +1,83 @@
+//! The int8 product of one tile.
+
+use super::activations::Int8Block;
+use super::decode::{operands, scale_and_zero};
+use super::layout::TILE;
+use super::matrix::{Codes, Span};
+use super::simd::{LANES, Simd};
+
+/// Adds one tile's product to `c` `[rows][32]`; `acts` is `[blocks][rows]`.
+///
+/// Each output is the sum over its blocks, in order, of `int * (column scale * activation scale)`: one product rounding, one fused
+/// multiply-add a block. `V` vectors are held at once; their eight operands are decoded once for all rows.
+///
+/// # Safety
+/// [`Simd`]'s contract; `tile` is a tile of `codes`, and the pointers are valid for `rows` rows.
+#[inline(always)]
+pub unsafe fn tile<S: Simd, const V: usize>(
+    codes: &Codes,
+    tile: usize,
+    acts: *const Int8Block,
+    rows: usize,
+    c: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe {
+        let words = codes.words.as_ptr().add(tile * codes.tile_words);
+        for group in &codes.spans {
+            match group.bits {
+                2 => span::<S, V, 2>(codes, tile, group, words, acts, rows, c),
+                3 => span::<S, V, 3>(codes, tile, group, words, acts, rows, c),
+                4 => span::<S, V, 4>(codes, tile, group, words, acts, rows, c),
+                5 => span::<S, V, 5>(codes, tile, group, words, acts, rows, c),
+                6 => span::<S, V, 6>(codes, tile, group, words, acts, rows, c),
+                _ => span::<S, V, 8>(codes, tile, group, words, acts, rows, c),
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn span<S: Simd, const V: usize, const BITS: u32>(
+    codes: &Codes,
+    tile: usize,
+    span: &Span,
+    words: *const u32,
+    acts: *const Int8Block,
+    rows: usize,
+    c: *mut f32,
+) {
+    // SAFETY: the caller's; blocks of the span lie in the tile.
+    unsafe {
+        let mut first = 0;
+        while first < TILE / LANES {
+            let scale_zero: [(S::F, S::I); V] = std::array::from_fn(|v| {
+                let (scale, zero) =
+                    scale_and_zero::<S, BITS>(&codes.scales, codes.groups, tile, span, first + v);
+                // The low half of each lane holds -zero as 16 bits; the high half is 0.
+                let negated = S::and_i(S::sub_i(S::splat_i(0), zero), S::splat_i(0xffff));
+                (scale, negated)
+            });
+            for b in 0..span.blocks {
+                let block = words.add(span.word + b * BITS as usize * TILE);
+                let ops: [[S::I; 8]; V] =
+                    std::array::from_fn(|v| operands::<S, BITS>(block, first + v));
+                let acts = acts.add((span.first_block + b) * rows);
+                for row in 0..rows {
+                    let act = &*acts.add(row);
+                    let sum = S::splat_i(act.sum as u32);
+                    let act_scale = S::splat_f(act.scale);
+                    for v in 0..V {
+                        let (scale, negated_zero) = scale_zero[v];
+                        let start = S::dot_i16(S::splat_i(0), negated_zero, sum);
+                        let dot = S::dot_u8::<BITS>(start, &ops[v], act.q.as_ptr().cast());
+                        let out = c.add(row * TILE + (first + v) * LANES);
+                        let product = S::mul_f(scale, act_scale);
+                        S::store_f(out, S::fma_f(S::to_f(dot), product, S::load_f(out)));
+                    }
+                }
+            }
+            first += V;
+        }
+    }
+}

@@ -1,0 +1,19 @@
+//! Quantized matrix products: EXL2, GPTQ and float weights, for one row or many (formats.md 2-4, performance.md 6).
+//!
+//! A matrix is repacked once into tiles ([`layout`]) and kept in as many bits as its file has. A row's result depends on that row
+//! alone: not on the other rows of the call, the number of threads, or the instruction set.
+
+mod activations;
+mod decode;
+mod exact;
+mod int8;
+mod kernels;
+pub mod layout;
+mod matrix;
+mod memory;
+mod product;
+mod repack;
+mod simd;
+
+pub use matrix::{Compute, QuantMatrix};
+pub use repack::Epilogue;
