@@ -1,1 +1,43 @@
-"""To be filled."""
+"""Generators for EXL2, GPTQ and float models: paged continuous batching, sampling, streaming, command line.
+
+Names are loaded on first use, so that the command line can answer before torch has been imported.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+    from exl_generate.errors import CapacityError, JobStateError, NoCandidatesError, RequestError
+    from exl_generate.sampling import ExLlamaV2Sampler
+
+__all__ = [
+    "PAGED_PAGE_SIZE",
+    "CapacityError",
+    "ExLlamaV2DynamicGenerator",
+    "ExLlamaV2DynamicJob",
+    "ExLlamaV2Sampler",
+    "JobStateError",
+    "NoCandidatesError",
+    "RequestError",
+]
+__version__ = "0.1.0"
+
+_HOME = {
+    "PAGED_PAGE_SIZE": "dynamic",
+    "ExLlamaV2DynamicGenerator": "dynamic",
+    "ExLlamaV2DynamicJob": "dynamic",
+    "ExLlamaV2Sampler": "sampling",
+    "CapacityError": "errors",
+    "JobStateError": "errors",
+    "NoCandidatesError": "errors",
+    "RequestError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,7 @@
+"""The dynamic generator: jobs, scheduler, page table, batches, stop rules, results."""
+
+from exl_generate.dynamic.generator import ExLlamaV2DynamicGenerator
+from exl_generate.dynamic.job import ExLlamaV2DynamicJob
+from exl_generate.dynamic.pages import PAGED_PAGE_SIZE
+
+__all__ = ["PAGED_PAGE_SIZE", "ExLlamaV2DynamicGenerator", "ExLlamaV2DynamicJob"]

@@ -1,0 +1,105 @@
+"""`generate()`: from prompts to jobs, and from the jobs' results back to completions."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from exl_generate.dynamic.job import ExLlamaV2DynamicJob
+from exl_generate.errors import RequestError
+from exl_generate.sampling import Settings
+from exl_kernels.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from exl_core import ExLlamaV2Tokenizer
+
+__all__ = ["Completions", "build_jobs"]
+
+
+def build_jobs(
+    tokenizer: ExLlamaV2Tokenizer,
+    prompt: Any,
+    *,
+    gen_settings: Settings | list[Settings] | None,
+    filters: list[Any] | None,
+    embeddings: list[Any] | None,
+    seed: int | None,
+    encode_special_tokens: bool,
+    add_bos: bool,
+    **kwargs: Any,
+) -> list[ExLlamaV2DynamicJob]:
+    """One job per prompt; nothing is enqueued, so a refused prompt leaves nothing behind."""
+    prompts = _prompts(prompt)
+    listed = isinstance(prompt, list)
+    settings = _per_prompt("gen_settings", gen_settings, len(prompts), shared=not isinstance(gen_settings, list))
+    all_filters = _per_prompt("filters", filters, len(prompts), shared=not listed or filters is None)
+    all_embeddings = _per_prompt("embeddings", embeddings, len(prompts), shared=not listed or embeddings is None)
+    unknown = set(kwargs) - _JOB_PARAMETERS
+    if unknown:
+        raise TypeError(f"generate() got unexpected keyword arguments {sorted(unknown)}; jobs take {sorted(_JOB_PARAMETERS)}")
+    return [
+        ExLlamaV2DynamicJob(
+            input_ids=tokenizer.encode(text, encode_special_tokens=encode_special_tokens, add_bos=add_bos),
+            gen_settings=settings[i],
+            filters=all_filters[i],
+            embeddings=all_embeddings[i],
+            seed=None if seed is None else seed + i,
+            **kwargs,
+        )
+        for i, text in enumerate(prompts)
+    ]
+
+
+class Completions:
+    """Collects the results of the jobs of one `generate()` call."""
+
+    def __init__(self, prompt: Any, jobs: list[ExLlamaV2DynamicJob], completion_only: bool) -> None:
+        self._listed = isinstance(prompt, list)
+        self._prompts = _prompts(prompt)
+        self._jobs = jobs
+        self._completion_only = completion_only
+        self._last: dict[ExLlamaV2DynamicJob, dict[str, Any]] = {}
+
+    def take(self, result: dict[str, Any]) -> None:
+        if result["eos"]:
+            self._last[result["job"]] = result
+
+    def answer(self, return_last_results: bool) -> Any:
+        """What `generate()` returns; raises the first job's error unless the caller gets to see the last results."""
+        last = [self._last[job] for job in self._jobs]
+        if not return_last_results:
+            for result in last:
+                if "exception" in result:
+                    raise result["exception"]
+        prefixes = ["" if self._completion_only else prompt for prompt in self._prompts]
+        texts = [prefix + result["full_completion"] for prefix, result in zip(prefixes, last, strict=True)]
+        if self._listed:
+            return (texts, last) if return_last_results else texts
+        return (texts[0], last[0]) if return_last_results else texts[0]
+
+
+_JOB_PARAMETERS = frozenset(inspect.signature(ExLlamaV2DynamicJob).parameters) - {
+    "input_ids",
+    "gen_settings",
+    "filters",
+    "embeddings",
+    "seed",
+}
+
+
+def _prompts(prompt: Any) -> list[str]:
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    for text in prompts:
+        if isinstance(text, tuple):
+            raise UnsupportedError("prompt pairs (CFG) are not supported yet; pass a str")
+        if not isinstance(text, str):
+            raise RequestError(f"prompt holds a {type(text).__name__}; pass a str or a list of str")
+    return prompts
+
+
+def _per_prompt(name: str, value: Any, count: int, *, shared: bool) -> list[Any]:
+    if shared:
+        return [value] * count
+    if not isinstance(value, list) or len(value) != count:
+        raise RequestError(f"{name} must be a list with one entry for each of the {count} prompts")
+    return value

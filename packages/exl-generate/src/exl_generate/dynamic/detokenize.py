@@ -1,0 +1,48 @@
+"""Token ids to text, token by token, exact to the byte: a character is emitted when its last byte has arrived."""
+
+from __future__ import annotations
+
+import codecs
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from exl_core import ExLlamaV2Tokenizer
+
+__all__ = ["PieceTable", "decode_incremental"]
+
+_cache: weakref.WeakKeyDictionary[ExLlamaV2Tokenizer, dict[bool, PieceTable]] = weakref.WeakKeyDictionary()
+
+
+class PieceTable:
+    """The bytes each id stands for. Without `special`, special ids stand for nothing."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._pieces = pieces
+
+    @classmethod
+    def of(cls, tokenizer: ExLlamaV2Tokenizer, special: bool) -> PieceTable:
+        """The table of this tokenizer, built once and shared by all requests."""
+        tables = _cache.setdefault(tokenizer, {})
+        if special not in tables:
+            tables[special] = cls(_piece_bytes(tokenizer, special))
+        return tables[special]
+
+    def __getitem__(self, token: int) -> bytes:
+        return self._pieces[token] if 0 <= token < len(self._pieces) else b""
+
+
+def decode_incremental(pending: bytes, new: bytes, final: bool = False) -> tuple[str, bytes]:
+    """Text that is complete, and the bytes (at most three) of a character that is not. Invalid bytes become U+FFFD at once.
+
+    Feeding any split of a byte string and flushing with `final` gives that string decoded with errors="replace".
+    """
+    data = pending + new
+    text, used = codecs.utf_8_decode(data, "replace", final)
+    return text, data[used:]
+
+
+def _piece_bytes(tokenizer: ExLlamaV2Tokenizer, special: bool) -> list[bytes]:
+    pieces = tokenizer.get_id_to_piece_list(include_special_tokens=special)
+    exact = tokenizer.get_id_to_bytes_list()
+    return [exact[i] if "\ufffd" in piece and i < len(exact) else piece.encode() for i, piece in enumerate(pieces)]

@@ -1,0 +1,335 @@
+"""`ExLlamaV2DynamicGenerator`: continuous batching over a paged cache. Behaviour: spec/generators.md 3."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from exl_generate.dynamic.completion import Completions, build_jobs
+from exl_generate.dynamic.job import ExLlamaV2DynamicJob
+from exl_generate.dynamic.limits import Limits
+from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, PageTable, namespace_digest
+from exl_generate.dynamic.runner import Runner, Window
+from exl_generate.dynamic.scheduler import Scheduler
+from exl_generate.errors import JobStateError, RequestError
+from exl_generate.sampling import Settings
+from exl_kernels.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from exl_core import ExLlamaV2, ExLlamaV2CacheBase, ExLlamaV2Tokenizer
+
+__all__ = ["ExLlamaV2DynamicGenerator"]
+
+Result = dict[str, Any]
+
+
+class ExLlamaV2DynamicGenerator:
+    """Runs any number of jobs over one model and one cache, whose length is shared by all of them.
+
+    A job's tokens depend on model, prompt, settings and seed alone: not on other jobs, chunk sizes or what was cached. A job that
+    fails ends with a result of its own (`eos_reason` "error", "filter_error" or "filter_dead_end", with `exception`) and disturbs
+    no other. `enqueue`, `cancel`, `iterate` and `generate` may be called from any thread; one call works at a time.
+
+    Parameters as in spec/generators.md 3.1; violations raise `RequestError`. `max_chunk_size` is the number of prompt tokens
+    computed per round for all jobs together. `max_sampling_threads`, `min_sampling_threads` and `filter_background_eval` are
+    limits on helper threads and never change results; sampling needs none on the CPU. `page_size` is for tests and tuning.
+    """
+
+    def __init__(
+        self,
+        model: ExLlamaV2,
+        cache: ExLlamaV2CacheBase,
+        tokenizer: ExLlamaV2Tokenizer,
+        max_batch_size: int | None = None,
+        max_seq_len: int | None = None,
+        max_chunk_size: int | None = None,
+        max_q_size: int = 8,
+        draft_model: ExLlamaV2 | None = None,
+        draft_cache: ExLlamaV2CacheBase | None = None,
+        num_draft_tokens: int = 4,
+        use_ngram_draft: bool = False,
+        max_ngram: int = 4,
+        max_sampling_threads: int = 16,
+        min_sampling_threads: int = 3,
+        paged: bool = True,
+        filter_background_eval: bool = True,
+        *,
+        page_size: int = PAGED_PAGE_SIZE,
+    ) -> None:
+        if draft_model is not None or draft_cache is not None or use_ngram_draft:
+            raise UnsupportedError("speculative decoding is not supported yet; leave out draft_model and use_ngram_draft")
+        limits = Limits.resolve(model, cache, max_batch_size, max_seq_len, max_chunk_size, max_q_size, paged, page_size)
+        self.model = model
+        self.cache = cache
+        self.tokenizer = tokenizer
+        self.drafting = False
+        self.page_size = limits.page_size
+        self.max_pages = limits.num_pages
+        self.max_total_tokens = limits.num_pages * limits.page_size
+        self.max_batch_size = limits.max_batch_size
+        self.max_seq_len = limits.max_seq_len
+        self.max_chunk_size = limits.max_chunk_size
+        self.max_q_size = max_q_size
+        self.padded_vocab_size = -(-model.config.vocab_size // 32) * 32
+        self.namespace = namespace_digest([type(cache).__name__])
+        self.page_table = PageTable(limits.num_pages, limits.page_size)
+        self.job_serial = 0
+        self._scheduler = Scheduler(self.page_table, limits.max_batch_size, limits.max_seq_len)
+        self._runner = Runner(model, cache, limits.page_size)
+        self._sinks: dict[ExLlamaV2DynamicJob, list[Result]] = {}
+        self._outbox: list[Result] = []
+        self._lock = threading.RLock()
+
+    # ---- jobs ------------------------------------------------------------------------------------------------------
+
+    def enqueue(self, job: ExLlamaV2DynamicJob | Sequence[ExLlamaV2DynamicJob]) -> int | list[int]:
+        """Queue one job or several; returns the serial number(s). Either all are queued or, if one is refused, none."""
+        if isinstance(job, ExLlamaV2DynamicJob):
+            return self._enqueue([job])[0]
+        return self._enqueue(list(job))
+
+    def cancel(self, job: ExLlamaV2DynamicJob) -> None:
+        """End a job in whatever phase it is. Its last result (`eos_reason` "cancelled") comes with the next `iterate()`.
+        A job that is unknown or finished is ignored."""
+        with self._lock:
+            if job in self._scheduler.pending or job in self._scheduler.active:
+                self._deliver([job.cancelled()])
+                self._drop(job)
+
+    def clear_queue(self) -> None:
+        """Drop every job, queued or running, without results."""
+        with self._lock:
+            for job in [*self._scheduler.pending, *self._scheduler.active]:
+                self._drop(job)
+            self._outbox.clear()
+
+    def num_remaining_jobs(self) -> int:
+        return len(self._scheduler.pending) + len(self._scheduler.active)
+
+    def num_pending_jobs(self) -> int:
+        return len(self._scheduler.pending)
+
+    def num_active_jobs(self) -> int:
+        return len(self._scheduler.active)
+
+    @property
+    def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:
+        return list(self._scheduler.pending)
+
+    @property
+    def active_jobs(self) -> list[ExLlamaV2DynamicJob]:
+        return list(self._scheduler.active)
+
+    def iterate(self) -> list[Result]:
+        """One round: start jobs, prefill, decode one step. Returns all results since the last call; [] if idle."""
+        with self._lock:
+            self._step()
+            results, self._outbox = self._outbox, []
+            return results
+
+    def generate(
+        self,
+        prompt: str | tuple[str, str] | list[str] | list[tuple[str, str]],
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        seed: int | None = None,
+        gen_settings: Settings | list[Settings] | None = None,
+        token_healing: bool = False,
+        encode_special_tokens: bool = False,
+        decode_special_tokens: bool = False,
+        stop_conditions: Iterable[int | str] | None = None,
+        add_bos: bool = False,
+        abort_event: threading.Event | None = None,
+        completion_only: bool = False,
+        filters: list[Any] | None = None,
+        filter_prefer_eos: bool = False,
+        return_last_results: bool = False,
+        embeddings: list[Any] | None = None,
+        banned_strings: Iterable[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Complete one prompt (str) or several (list); returns str or list of str, in the order of the prompts.
+
+        Prompt i uses seed + i; settings and filters may be lists with one entry per prompt. With `return_last_results` the
+        return value is (completions, last result dicts). None if `abort_event` was set. `kwargs` go to the jobs
+        (`max_skips`, `return_probs`, ...). Other jobs in the queue run along and keep their results for `iterate()`.
+        A job's own error is raised, once all prompts are done; with `return_last_results` it stands in that prompt's result.
+        """
+        jobs = build_jobs(
+            self.tokenizer,
+            prompt,
+            gen_settings=gen_settings,
+            filters=filters,
+            embeddings=embeddings,
+            seed=seed,
+            encode_special_tokens=encode_special_tokens,
+            add_bos=add_bos,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            token_healing=token_healing,
+            decode_special_tokens=decode_special_tokens,
+            stop_conditions=stop_conditions if stop_conditions is None or isinstance(stop_conditions, str) else list(stop_conditions),
+            filter_prefer_eos=filter_prefer_eos,
+            banned_strings=banned_strings if banned_strings is None or isinstance(banned_strings, str) else list(banned_strings),
+            **kwargs,
+        )
+        completions = Completions(prompt, jobs, completion_only)
+        if not self._run_to_end(jobs, completions.take, abort_event):
+            return None
+        return completions.answer(return_last_results)
+
+    # ---- upkeep ----------------------------------------------------------------------------------------------------
+
+    def warmup(self) -> None:
+        """Generate 32 tokens, so that lazily built state exists, and forget them."""
+        limit = min(32, self.max_seq_len // 2, self.max_total_tokens // 2)
+        self.generate("Once upon a time,", max_new_tokens=limit, add_bos=True)
+        self.reset_page_table()
+
+    def reset_page_table(self) -> None:
+        """Forget all cached content. Only while no job is running."""
+        with self._lock:
+            if self._scheduler.active:
+                raise JobStateError(f"{len(self._scheduler.active)} jobs are running; finish or cancel them first")
+            self.page_table.reset()
+
+    def set_loras(self, loras: object) -> None:
+        """None or [] removes all adapters; anything else is not supported yet."""
+        if loras is not None and loras != []:
+            raise UnsupportedError("LoRA adapters are not supported yet")
+
+    def defrag_cache(self) -> None:
+        """Nothing to do: attention reads pages in any order at the same speed."""
+
+    # ---- one round -------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Schedule, run, sample, settle."""
+        self._deliver([job.started() for job in self._scheduler.admit()])
+        self._prefill(self.max_chunk_size)
+        windows = {job: Window(job.sequence, []) for job in self._scheduler.active if job.prefilled and not job.is_finished}
+        for job in windows:
+            job.mark_decode()
+        self._runner.decode(list(windows.values()))
+        for job, window in windows.items():
+            self._guarded(job, lambda job=job, window=window: self._settle(job, window))
+        self._scheduler.retire()
+
+    def _prefill(self, budget: int) -> None:
+        """Prompt tokens for jobs in the order they started, `budget` in all, so that running streams never wait longer."""
+        left = budget
+        for job in self._scheduler.active:
+            if job.prefilled or (left < budget and left < self.page_size):
+                continue
+            spent: list[int] = []
+            self._guarded(job, lambda job=job, spent=spent, left=left: self._prefill_job(job, left, spent))
+            left -= sum(spent)
+
+    def _prefill_job(self, job: ExLlamaV2DynamicJob, budget: int, spent: list[int]) -> list[Result]:
+        """One chunk of one job; what it computed is appended to `spent`."""
+        job.mark_prefill()
+        copied: list[int] = []
+
+        def copy(source: int, target: int, tokens: int) -> None:
+            self._runner.copy_page_head(source, target, tokens)
+            copied.append(tokens)
+
+        for sequence in job.sequences:
+            sequence.skip_cached(copy)
+            if not sequence.prefilled and budget > sum(spent):
+                start, end = sequence.next_chunk(budget - sum(spent))
+                self._runner.prefill(sequence, start, end)
+                spent.append(end - start)
+        return [job.progress()] if spent or copied else []
+
+    def _settle(self, job: ExLlamaV2DynamicJob, window: Window) -> list[Result]:
+        """Turn a window's logits into accepted tokens and results."""
+        if window.error is not None:
+            raise window.error
+        assert window.logits is not None
+        job.sequence.commit(len(job.sequence))
+        result = job.accept(job.sample(window.logits[0]), window.logits[0])
+        job.settle()
+        return [result]
+
+    # ---- internals -------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, jobs: list[ExLlamaV2DynamicJob], sink: list[Result] | None = None) -> list[int]:
+        with self._lock:
+            for job in jobs:
+                self._check(job)
+            attached: list[ExLlamaV2DynamicJob] = []
+            try:
+                for job in jobs:
+                    job.attach(self, self.job_serial + len(attached))
+                    attached.append(job)
+                    self._scheduler.check(job)
+            except BaseException:
+                for job in attached:
+                    job.forget_generator()
+                raise
+            self.job_serial += len(jobs)
+            self._scheduler.pending.extend(jobs)
+            if sink is not None:
+                self._sinks.update((job, sink) for job in jobs)
+            return [job.serial_number for job in jobs if job.serial_number is not None]
+
+    def _check(self, job: ExLlamaV2DynamicJob) -> None:
+        if not isinstance(job, ExLlamaV2DynamicJob):
+            raise RequestError(f"enqueue takes jobs, not {type(job).__name__}; build an ExLlamaV2DynamicJob")
+        if job.serial_number is not None:
+            raise JobStateError(f"job {job.serial_number} has been enqueued before; a job is used once, so build a new one")
+        vocab = self.model.config.vocab_size
+        for sequence in job.sequences:
+            ids = sequence.ids
+            bad = ids[(ids < 0) | (ids >= vocab)]
+            if len(bad):
+                raise RequestError(f"input_ids holds token id {int(bad[0])}; the vocabulary has ids 0 to {vocab - 1}")
+
+    def _guarded(self, job: ExLlamaV2DynamicJob, work: Callable[[], list[Result]]) -> None:
+        """Run one job's part of a round; its exception becomes its last result and nobody else's problem."""
+        try:
+            self._deliver(work())
+        except Exception as error:
+            self._deliver([job.fail(error)])
+
+    def _deliver(self, results: list[Result]) -> None:
+        for result in results:
+            self._sinks.get(result["job"], self._outbox).append(result)
+
+    def _drop(self, job: ExLlamaV2DynamicJob) -> None:
+        job.is_finished = True
+        if job in self._scheduler.active:
+            self._scheduler.retire()
+        else:
+            job.detach()
+            self._scheduler.pending = [other for other in self._scheduler.pending if other is not job]
+
+    def _run_to_end(
+        self,
+        jobs: list[ExLlamaV2DynamicJob],
+        take: Callable[[Result], None],
+        abort_event: threading.Event | None,
+    ) -> bool:
+        """Run until these jobs are done; False if aborted. Whatever happens, none of them stays in the queue."""
+        sink: list[Result] = []
+        self._enqueue(jobs, sink)
+        try:
+            while not all(job.is_finished for job in jobs):
+                if abort_event is not None and abort_event.is_set():
+                    return False
+                with self._lock:
+                    self._step()
+                    for result in sink:
+                        take(result)
+                    sink.clear()
+            return abort_event is None or not abort_event.is_set()
+        finally:
+            with self._lock:
+                for job in jobs:
+                    if not job.is_finished:
+                        self._drop(job)
+                    self._sinks.pop(job, None)

@@ -1,0 +1,370 @@
+"""One request: what was asked for, and how far it has come."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Sequence as SequenceOf
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from exl_filters import FilterStack
+
+from exl_generate.dynamic.detokenize import PieceTable
+from exl_generate.dynamic.output import Match, Record, TextStream
+from exl_generate.dynamic.pages import PageTable
+from exl_generate.dynamic.results import Results
+from exl_generate.dynamic.sequence import Sequence
+from exl_generate.dynamic.stopping import Automaton
+from exl_generate.errors import NoCandidatesError, RequestError
+from exl_generate.sampling import Constraint, RequestSampler, Sample, Settings, Vocabulary
+from exl_kernels.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from exl_core import ExLlamaV2Tokenizer
+
+    from exl_generate.dynamic.generator import ExLlamaV2DynamicGenerator
+
+__all__ = ["ExLlamaV2DynamicJob"]
+
+#: A job that keeps running into its banned strings ends with an error after this many rewinds.
+MAX_REWINDS = 4096
+
+Result = dict[str, Any]
+
+
+class ExLlamaV2DynamicJob:
+    """A request for one completion; single use. Parameters and result dicts: spec/generators.md 3.3 and 3.14.
+
+    `input_ids`: int64 [1, n] on the CPU, n >= 1. `stop_conditions`: ids and strings; None means none at all, not even EOS.
+    Settings are copied: later changes to the object do not reach this job, and jobs may share one object.
+    Raises `RequestError` for malformed parameters and `UnsupportedError` for features that are not built yet.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor | SequenceOf[torch.Tensor],
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        max_skips: int | None = 4,
+        gen_settings: Settings | None = None,
+        seed: int | None = None,
+        stop_conditions: Iterable[int | str] | None = None,
+        decode_special_tokens: bool = False,
+        return_top_tokens: int = 0,
+        return_logits: bool = False,
+        return_probs: bool = False,
+        filters: SequenceOf[object] | None = None,
+        filter_prefer_eos: bool = False,
+        token_healing: bool = False,
+        identifier: object = None,
+        banned_strings: Iterable[str] | None = None,
+        embeddings: SequenceOf[object] | None = None,
+    ) -> None:
+        if token_healing:
+            raise UnsupportedError("token_healing is not supported yet; end the prompt on a whole word instead")
+        if embeddings:
+            raise UnsupportedError("embeddings are not supported yet; pass text prompts")
+        self.max_new_tokens = _count("max_new_tokens", max_new_tokens)
+        self.min_new_tokens = _count("min_new_tokens", min_new_tokens)
+        self.max_skips = None if max_skips is None else _count("max_skips", max_skips)
+        self.return_top_tokens = _count("return_top_tokens", return_top_tokens)
+        self.return_logits = return_logits
+        self.return_probs = return_probs
+        self.gen_settings = (Settings() if gen_settings is None else gen_settings).clone()
+        self.gen_settings.validate()
+        self.seed = seed
+        self.identifier = identifier
+        self.decode_special_tokens = decode_special_tokens
+        self.stop_tokens, self.stop_strings = _stop_conditions(stop_conditions)
+        self.banned_strings = _strings("banned_strings", banned_strings)
+        self.filters = list(filters or [])
+        self.filter_prefer_eos = filter_prefer_eos
+        self.sequences = [Sequence(_ids(input_ids))]
+
+        self.serial_number: int | None = None
+        self.new_tokens = 0
+        self.skips = 0
+        self.is_finished = False
+        self.accepted_draft_tokens = 0
+        self.rejected_draft_tokens = 0
+        self.drafting = False
+        self.total_pages = 0
+        self.time_enqueue: float | None = None
+        self.time_first_prefill: float | None = None
+        self.time_first_token: float | None = None
+        self.time_last_token: float | None = None
+        #: generated position -> first tokens of banned strings met there
+        self._explored: dict[int, list[int]] = {}
+        self._rewinds = 0
+        self._tokenizer: ExLlamaV2Tokenizer | None = None
+        self._sampler: RequestSampler | None = None
+        self._filters: FilterStack | None = None
+        self._output: TextStream | None = None
+        self._results = Results(self)
+
+    @property
+    def sequence(self) -> Sequence:
+        """The sequence that is decoded: the only one, or the positive prompt."""
+        return self.sequences[0]
+
+    @property
+    def full_completion(self) -> str:
+        """All text released so far."""
+        return "" if self._output is None else self._output.full_text
+
+    @property
+    def prefilled(self) -> bool:
+        return all(sequence.prefilled for sequence in self.sequences)
+
+    @property
+    def cached_pages(self) -> int:
+        return sum(s.cached_pages for s in self.sequences) // len(self.sequences)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(s.cached_tokens for s in self.sequences) // len(self.sequences)
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self.max_new_tokens - self.new_tokens
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def attach(self, generator: ExLlamaV2DynamicGenerator, serial: int) -> None:
+        """Become part of a generator's queue: build what needs its tokenizer. Fails as a whole or not at all."""
+        self._tokenizer = generator.tokenizer
+        self.drafting = generator.drafting
+        vocabulary = Vocabulary.of(generator.tokenizer)
+        sampler = RequestSampler(self.gen_settings, vocabulary, self.seed)
+        output = TextStream(
+            PieceTable.of(generator.tokenizer, self.decode_special_tokens),
+            Automaton(self.stop_strings),
+            Automaton(self.banned_strings, fold=True),
+        )
+        if self.filters:
+            self._filters = FilterStack(
+                self.filters,
+                vocab_size=vocabulary.size,
+                stop_ids=self.stop_tokens,
+                logits_width=generator.padded_vocab_size,
+                prefer_eos=self.filter_prefer_eos,
+            )
+        for sequence in self.sequences:
+            sequence.prepare(generator.page_table, generator.namespace)
+        self._sampler, self._output = sampler, output
+        self.serial_number = serial
+        self.time_enqueue = time.monotonic()
+
+    def forget_generator(self) -> None:
+        """Undo `attach` for a job that was refused, so that it may be enqueued elsewhere."""
+        self.serial_number = None
+        for sequence in self.sequences:
+            sequence.labels.clear()
+        if self._filters is not None:
+            self._filters.close()
+            self._filters = None
+
+    def detach(self) -> None:
+        """Give back pages and filters; the job is over, whatever the reason."""
+        self.is_finished = True
+        for sequence in self.sequences:
+            sequence.release()
+        filters, self._filters = self._filters, None
+        if filters is not None:
+            with contextlib.suppress(Exception):  # a filter that cannot be closed is nobody else's problem
+                filters.close()
+
+    def count_pages(self, page_size: int) -> int:
+        """Pages under all sequences at their longest; pages of a common prefix count once, as far as `prepare` knows them."""
+        shared = {label for sequence in self.sequences for label in sequence.labels}
+        own = sum(sequence.pages_needed(self.max_new_tokens, page_size) - len(sequence.labels) for sequence in self.sequences)
+        return len(shared) + own
+
+    def missing_pages(self, table: PageTable) -> int:
+        """Pages that starting now would take away from others: all but those that running jobs hold already."""
+        held = {
+            label
+            for sequence in self.sequences
+            for label, ids in sequence.context_pages()
+            if (page := table.find(label, ids)) is not None and page.ref_count > 0
+        }
+        return self.count_pages(table.page_size) - len(held)
+
+    def acquire_pages(self) -> None:
+        self.total_pages = 0
+        for sequence in self.sequences:
+            self.total_pages += sequence.acquire(self.max_new_tokens)
+
+    def mark_prefill(self) -> None:
+        if self.time_first_prefill is None:
+            self.time_first_prefill = time.monotonic()
+
+    def mark_decode(self) -> None:
+        self.mark_prefill()
+        if self.time_first_token is None:
+            self.time_first_token = time.monotonic()
+
+    # ---- one token -------------------------------------------------------------------------------------------------
+
+    def sample(self, logits: torch.Tensor) -> Sample:
+        """Choose the next token from float32 logits [Vp]; changes nothing."""
+        assert self._sampler is not None
+        position = self.new_tokens
+        explored = self._explored.get(position, [])
+        constraint = Constraint(
+            mask=None if self._filters is None else self._filters.next_mask(),
+            blocked=tuple(explored),
+            discouraged=tuple(self.stop_tokens) if position < self.min_new_tokens else (),
+        )
+        return self._sampler.sample(
+            logits.numpy(),
+            self.sequence.ids,
+            position,
+            constraint,
+            attempt=len(explored),
+            top_n=self.return_top_tokens,
+        )
+
+    def accept(self, sample: Sample, logits: torch.Tensor) -> Result:
+        """Take a sampled token in and say what may be shown: stop token, then text, then filter end, then the limit."""
+        assert self._output is not None
+        filter_ended = self._filters is not None and self._filters.feed(sample.token)
+        for sequence in self.sequences:
+            sequence.append(sample.token)
+        self.new_tokens += 1
+        self.time_last_token = time.monotonic()
+        record = self._record(sample, logits)
+        if sample.token in self.stop_tokens:
+            return self._end("stop_token", token=record)
+        match = self._output.push(record)
+        if match is not None and match.kind == "ban":
+            return self._rewind(match)
+        if match is not None:
+            return self._end("stop_string", match=match)
+        if filter_ended:
+            return self._end("end_filter")
+        if self.new_tokens >= self.max_new_tokens:
+            return self._end("max_new_tokens")
+        return self._results.streaming(self._output.release())
+
+    def settle(self) -> None:
+        """After a step: the K/V of all ids but the last are computed, and full pages that cannot be rewound are shared."""
+        assert self._output is not None
+        for sequence in self.sequences:
+            sequence.publish(len(sequence) - self._output.held_tokens - 1)
+
+    def finish_empty(self) -> Result:
+        """A job that asked for no tokens."""
+        return self._end("max_new_tokens")
+
+    def fail(self, error: BaseException) -> Result:
+        """The result of a job that an error ended; what was held is handed over as `held`."""
+        reason = {"filter_dead_end": "filter_dead_end"}.get(getattr(error, "code", ""), "error")
+        if reason == "error" and type(error).__module__.startswith("exl_filters"):
+            reason = "filter_error"
+        self.is_finished = True
+        held = None if self._output is None else self._output.flush_held()
+        return self._results.error(reason, error, held)
+
+    def cancelled(self) -> Result:
+        self.is_finished = True
+        return self._results.cancelled(None if self._output is None else self._output.flush_held())
+
+    def piece(self, token: int, special: bool | None = None) -> str:
+        """Text of one token by itself; `special` None = as this job decodes special tokens."""
+        assert self._tokenizer is not None
+        table = PieceTable.of(self._tokenizer, self.decode_special_tokens if special is None else special)
+        return table[token].decode(errors="replace")
+
+    # ---- results ---------------------------------------------------------------------------------------------------
+
+    def started(self) -> Result:
+        return self._results.started()
+
+    def progress(self) -> Result:
+        return self._results.prefill()
+
+    def _record(self, sample: Sample, logits: torch.Tensor) -> Record:
+        return Record(
+            sample.token,
+            sample.probability,
+            sample.top_tokens,
+            sample.top_probabilities,
+            logits.clone() if self.return_logits else None,
+        )
+
+    def _end(self, reason: str, token: Record | None = None, match: Match | None = None) -> Result:
+        assert self._output is not None
+        self.is_finished = True
+        if match is not None:
+            released, held_text = self._output.stop_at(match)
+            return self._results.end(reason, released, held_text=held_text, string=match.string)
+        released = self._output.flush()
+        return self._results.end(reason, released, token=token)
+
+    def _rewind(self, match: Match) -> Result:
+        """Take a banned string back, exclude the token it began with at that position, and go on from there."""
+        assert self._output is not None
+        gone, text = self._output.withdraw(match)
+        self.new_tokens -= len(gone)
+        for sequence in self.sequences:
+            sequence.rewind(len(sequence) - len(gone))
+        if self._filters is not None:
+            self._filters.rewind(len(gone))
+        for position in [p for p in self._explored if p > self.new_tokens]:
+            del self._explored[position]
+        self._explored.setdefault(self.new_tokens, []).append(gone[0].token)
+        self._rewinds += 1
+        if self._rewinds > MAX_REWINDS:
+            raise NoCandidatesError(f"gave up after {MAX_REWINDS} rewinds of banned strings, the last of them {match.string!r}")
+        return self._results.streaming(self._output.release(), suppressed=(text, gone))
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+        raise RequestError(f"{name} is {value!r}; it must be an integer of at least 0")
+    return int(value)
+
+
+def _strings(name: str, values: Iterable[str] | None) -> list[str]:
+    if isinstance(values, str):
+        raise RequestError(f"{name} is the bare string {values!r}; pass a list: [{values!r}]")
+    found = list(values or [])
+    for value in found:
+        if not isinstance(value, str) or not value:
+            raise RequestError(f"{name} holds {value!r}; each entry must be a non-empty string")
+    return found
+
+
+def _stop_conditions(conditions: Iterable[int | str] | None) -> tuple[frozenset[int], list[str]]:
+    """Ids and strings, the strings in the order given."""
+    if isinstance(conditions, str | int):
+        raise RequestError(f"stop_conditions is {conditions!r}; pass a list of ids and strings: [{conditions!r}]")
+    tokens: set[int] = set()
+    strings: list[str] = []
+    for condition in conditions or []:
+        if isinstance(condition, str) and condition:
+            strings.append(condition)
+        elif isinstance(condition, int | np.integer) and not isinstance(condition, bool) and condition >= 0:
+            tokens.add(int(condition))
+        else:
+            raise RequestError(f"stop condition {condition!r} is neither a token id of at least 0 nor a non-empty string")
+    return frozenset(tokens), strings
+
+
+def _ids(input_ids: object) -> np.ndarray[Any, np.dtype[np.int64]]:
+    if isinstance(input_ids, list | tuple) and len(input_ids) == 1:
+        input_ids = input_ids[0]
+    if isinstance(input_ids, list | tuple) and input_ids and isinstance(input_ids[0], torch.Tensor):
+        raise UnsupportedError("prompt pairs (CFG) are not supported yet; pass one sequence [1, n]")
+    if not isinstance(input_ids, torch.Tensor):
+        raise RequestError(f"input_ids is a {type(input_ids).__name__}; pass an int64 tensor of shape [1, n]")
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1:
+        raise RequestError(f"input_ids has shape {list(input_ids.shape)}; a job takes one sequence of shape [1, n]")
+    if input_ids.shape[1] == 0:
+        raise RequestError("input_ids is empty; a job needs at least one token (add_bos=True gives a prompt its BOS)")
+    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise RequestError(f"input_ids is {input_ids.dtype}; pass int64 token ids")
+    return input_ids.detach().cpu().numpy().reshape(-1).astype(np.int64)

@@ -1,0 +1,77 @@
+"""The numbers a dynamic generator runs with, checked once against model and cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from exl_generate.errors import CapacityError, RequestError
+
+if TYPE_CHECKING:
+    from exl_core import ExLlamaV2, ExLlamaV2CacheBase
+
+__all__ = ["Limits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Page size and count, and the most that one round or one sequence may hold, in tokens or sequences."""
+
+    page_size: int
+    num_pages: int
+    max_batch_size: int
+    max_seq_len: int
+    max_chunk_size: int
+
+    @classmethod
+    def resolve(
+        cls,
+        model: ExLlamaV2,
+        cache: ExLlamaV2CacheBase,
+        max_batch_size: int | None,
+        max_seq_len: int | None,
+        max_chunk_size: int | None,
+        max_q_size: int,
+        paged: bool,
+        page_size: int,
+    ) -> Limits:
+        """Defaults filled in and every rule of spec/generators.md 3.1 checked. Unpaged, one page spans the cache and one
+        sequence runs at a time."""
+        config = model.config
+        if cache.batch_size != 1:
+            raise RequestError(f"the cache has batch_size {cache.batch_size}; a dynamic generator needs 1: all jobs share its length")
+        if cache.max_seq_len % page_size or cache.max_seq_len < page_size:
+            raise CapacityError(
+                f"the cache's max_seq_len {cache.max_seq_len} is not a multiple of {page_size}: "
+                f"use {max(1, cache.max_seq_len // page_size) * page_size} or {(cache.max_seq_len // page_size + 1) * page_size}"
+            )
+        if max_q_size < 1:
+            raise RequestError(f"max_q_size is {max_q_size}; it must be at least 1")
+        batch = max_batch_size or max(1, config.max_input_len // max_q_size)
+        positions = config.max_batch_size * config.max_input_len
+        if batch < 1 or max_q_size * batch > positions:
+            raise RequestError(
+                f"max_batch_size {batch} times max_q_size {max_q_size} must be at least 1 and at most {positions} "
+                "(config.max_batch_size * config.max_input_len)"
+            )
+        length = config.max_seq_len if max_seq_len is None else max_seq_len
+        if not 1 <= length <= config.max_seq_len:
+            raise RequestError(f"max_seq_len is {length}; it must be from 1 to the model's {config.max_seq_len}")
+        size = page_size if paged else cache.max_seq_len
+        return cls(
+            page_size=size,
+            num_pages=cache.max_seq_len // size,
+            max_batch_size=batch if paged else 1,
+            max_seq_len=length,
+            max_chunk_size=_chunk_size(max_chunk_size, config.max_input_len, page_size if paged else 1),
+        )
+
+
+def _chunk_size(asked: int | None, longest: int, page_size: int) -> int:
+    if asked is None:
+        return max(longest // page_size * page_size, min(longest, page_size))
+    if not 1 <= asked <= longest or asked % page_size:
+        raise RequestError(
+            f"max_chunk_size is {asked}; it must be a multiple of {page_size}, at most {longest} (config.max_input_len)"
+        )
+    return asked

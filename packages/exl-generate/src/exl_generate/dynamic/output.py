@@ -1,0 +1,160 @@
+"""From accepted tokens to text that may be shown: what is held back, what is released, what is withdrawn.
+
+Text, ids, probabilities and logits of a token travel together in one record, so they are released, held and withdrawn together.
+A record leaves when all its characters are complete and none of them can still become part of a stop string or banned string.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from exl_generate.dynamic.detokenize import PieceTable, decode_incremental
+from exl_generate.dynamic.stopping import Automaton
+
+__all__ = ["Match", "Record", "Released", "TextStream"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """Everything the stream knows beside the held records; restoring it undoes a token exactly."""
+
+    pending: bytes = b""
+    length: int = 0
+    stop: int = 0
+    ban: int = 0
+
+
+@dataclass(slots=True)
+class Record:
+    """One accepted token and what was asked to be reported with it."""
+
+    token: int
+    probability: float = 1.0
+    top_tokens: NDArray[np.int64] | None = None
+    top_probabilities: NDArray[np.float32] | None = None
+    logits: torch.Tensor | None = None
+    #: characters of the whole output up to the end of this token; one more while its last character is incomplete
+    end: int = 0
+    before: _Scan = field(default_factory=_Scan)
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Text and the tokens it belongs to."""
+
+    text: str
+    records: list[Record]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A stop string or banned string has been completed: `start` is its first character's place in the whole output."""
+
+    kind: str
+    string: str
+    start: int
+
+
+class TextStream:
+    """The output of one job, between its sampler and its reader."""
+
+    def __init__(self, pieces: PieceTable, stops: Automaton, bans: Automaton, skip: bytes = b"") -> None:
+        self._pieces = pieces
+        self._stops = stops
+        self._bans = bans
+        #: bytes of the healed prefix that the prompt shows already
+        self._skip = skip
+        self._scan = _Scan()
+        self._held: list[Record] = []
+        self._text = ""
+        self.full_text = ""
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens that may still be withdrawn."""
+        return len(self._held) if self._bans else 0
+
+    def push(self, record: Record) -> Match | None:
+        """Add a token's text to the held text and look for what it completes: the first match wins, a ban before a stop."""
+        record.before = self._scan
+        self._held.append(record)
+        data = self._pieces[record.token]
+        if self._skip:
+            cut = min(len(self._skip), len(data))
+            data, self._skip = data[cut:], self._skip[cut:]
+        text, pending = decode_incremental(self._scan.pending, data)
+        return self._append(record, text, pending)
+
+    def release(self) -> Released:
+        """Hand out every leading token whose text is safe to show."""
+        scan = self._scan
+        safe = scan.length - max(self._stops.depth[scan.stop], self._bans.depth[scan.ban])
+        count = 0
+        while count < len(self._held) and self._held[count].end <= safe:
+            count += 1
+        return self._take(count, self._held[count - 1].end if count else self._start)
+
+    def flush(self) -> Released:
+        """Hand out all that is held: the output ends here, so an incomplete character becomes U+FFFD."""
+        text, _ = decode_incremental(self._scan.pending, b"", final=True)
+        self._text += text
+        self._scan = _Scan(length=self._scan.length + len(text))
+        return self._take(len(self._held), self._scan.length)
+
+    def flush_held(self) -> Released:
+        """What is still held, without releasing it: it stays out of the full text."""
+        text, _ = decode_incremental(self._scan.pending, b"", final=True)
+        return Released(self._text + text, list(self._held))
+
+    def stop_at(self, match: Match) -> tuple[Released, str]:
+        """Hand out the text before a stop string with all tokens; also returns the text that is kept back, from the string on."""
+        held = self._text[match.start - self._start :]
+        self._text = self._text[: match.start - self._start]
+        return self._take(len(self._held), match.start), held
+
+    def withdraw(self, match: Match) -> tuple[list[Record], str]:
+        """Take back the tokens that spelled a banned string, from the token its first character is in. Their text is returned."""
+        first = next(i for i, record in enumerate(self._held) if record.end > match.start)
+        gone = self._held[first:]
+        del self._held[first:]
+        self._scan = gone[0].before
+        keep = self._scan.length - self._start
+        text, self._text = self._text[keep:], self._text[:keep]
+        return gone, text
+
+    @property
+    def _start(self) -> int:
+        """Place of the held text's first character in the whole output."""
+        return len(self.full_text)
+
+    def _append(self, record: Record, text: str, pending: bytes) -> Match | None:
+        stop, ban, length = self._scan.stop, self._scan.ban, self._scan.length
+        self._text += text
+        match: Match | None = None
+        for character in text:
+            length += 1
+            stop, ban = self._stops.step(stop, character), self._bans.step(ban, character)
+            if match is None:
+                match = self._completed(stop, ban, length)
+        record.end = length + bool(pending)
+        self._scan = _Scan(pending, length, stop, ban)
+        return match
+
+    def _completed(self, stop: int, ban: int, length: int) -> Match | None:
+        if size := self._bans.match_length(ban):
+            return Match("ban", self._bans.matched(ban), length - size)
+        if size := self._stops.match_length(stop):
+            return Match("stop", self._stops.matched(stop), length - size)
+        return None
+
+    def _take(self, count: int, end: int) -> Released:
+        size = end - self._start
+        released = Released(self._text[:size], self._held[:count])
+        del self._held[:count]
+        self.full_text += released.text
+        self._text = self._text[size:]
+        return released

@@ -1,0 +1,212 @@
+"""The page table: which physical page of the cache holds which tokens, who uses it, and what may be reused.
+
+A page is `page_size` tokens of K/V. Full pages are labelled with a chained hash over everything that decides their content (the
+namespace of model, cache and adapters, then every token from the start), so equal label means equal prefix; the tokens are compared as
+well. A label may be set before the content exists: jobs that need the same prefix share the page, and whichever runs first fills it.
+
+Pages nobody uses keep their content and wait in least-recently-used order. A sequence gives its pages back last page first, and
+whoever holds a page holds all pages before it, so a prefix is never evicted before what follows it.
+
+Reservations are counted, not taken: a job reserves the pages its output may need, and takes each when it writes there. So a
+reservation that is never used evicts nothing, and a started job can never run out of pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["PAGED_PAGE_SIZE", "Page", "PageTable", "namespace_digest", "page_hash"]
+
+PAGED_PAGE_SIZE = 256
+
+Ids = NDArray[np.int64]
+
+
+def page_hash(previous: bytes, ids: Ids) -> bytes:
+    """16-byte BLAKE2b over the previous page's digest and this page's ids as little-endian int64 (spec/generators.md 3.9)."""
+    return hashlib.blake2b(previous + ids.astype("<i8").tobytes(), digest_size=16).digest()
+
+
+def namespace_digest(parts: Sequence[str]) -> bytes:
+    """Digest that stands before the first page: everything beside the tokens that decides what K/V they get."""
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16, person=b"exl-namespace").digest()
+
+
+class Page:
+    """One physical page. `tokens[:valid]` are the ids whose K/V it holds; a labelled page knows all its ids in advance."""
+
+    __slots__ = ("index", "label", "parent", "ref_count", "tokens", "valid")
+
+    def __init__(self, index: int, tokens: Ids) -> None:
+        self.index = index
+        self.tokens = tokens
+        self.ref_count = 0
+        self.valid = 0
+        #: chained hash of the full page, None while its end is open
+        self.label: bytes | None = None
+        #: label of the page before it (namespace digest for the first), None for a page without content
+        self.parent: bytes | None = None
+
+    def __repr__(self) -> str:
+        return f"Page({self.index}, refs={self.ref_count}, valid={self.valid}, labelled={self.label is not None})"
+
+
+class PageTable:
+    """Owns all pages of one cache. Every page is either referenced (by `ref_count` sequences) or waiting in eviction order."""
+
+    def __init__(self, num_pages: int, page_size: int = PAGED_PAGE_SIZE) -> None:
+        self.page_size = page_size
+        tokens = np.zeros((num_pages, page_size), dtype=np.int64)
+        self.pages = [Page(i, tokens[i]) for i in range(num_pages)]
+        self.reserved = 0
+        self._waiting: OrderedDict[int, Page] = OrderedDict((p.index, p) for p in self.pages)
+        self._by_label: dict[bytes, Page] = {}
+        #: (parent, first id) -> pages that continue `parent` with that id
+        self._children: dict[tuple[bytes, int], dict[int, Page]] = {}
+
+    @property
+    def available(self) -> int:
+        """Unreferenced pages that no reservation has claimed."""
+        return len(self._waiting) - self.reserved
+
+    @property
+    def unreferenced(self) -> int:
+        return len(self._waiting)
+
+    def reset(self) -> None:
+        """Forget all cached content. Only while no page is referenced."""
+        assert len(self._waiting) == len(self.pages), "reset of a page table in use"
+        for page in self.pages:
+            self._forget(page)
+
+    def find(self, label: bytes, ids: Ids) -> Page | None:
+        """The page labelled `label`, if its ids really are `ids`."""
+        page = self._by_label.get(label)
+        return page if page is not None and np.array_equal(page.tokens, ids) else None
+
+    def reserve(self, count: int) -> None:
+        assert 0 <= count <= self.available, "reservation beyond the free pages"
+        self.reserved += count
+
+    def unreserve(self, count: int) -> None:
+        assert 0 <= count <= self.reserved, "more reservations returned than made"
+        self.reserved -= count
+
+    def share(self, page: Page) -> Page:
+        """Add a reference to an existing page."""
+        page.ref_count += 1
+        self._waiting.pop(page.index, None)
+        return page
+
+    def take(self, parent: bytes | None, keep: Page | None = None) -> Page:
+        """An empty page that will follow `parent` (None = not known yet): the least recently used one, `keep` last of all."""
+        assert self._waiting, "a page was taken that was not reserved"
+        index = next((i for i in self._waiting if keep is None or i != keep.index), None)
+        page = self._waiting.pop(next(iter(self._waiting)) if index is None else index)
+        self._forget(page)
+        page.ref_count = 1
+        page.parent = parent
+        return page
+
+    def label(self, page: Page, label: bytes, ids: Ids) -> None:
+        """Say what the full page holds or will hold, so that other sequences may share it."""
+        assert label not in self._by_label, "a label belongs to one page"
+        page.tokens[:] = ids
+        page.label = label
+        self._by_label[label] = page
+        self._index(page)
+
+    def adopt(self, page: Page, parent: bytes) -> None:
+        """Name the parent of a page that was taken before its parent was complete."""
+        if page.parent is None:
+            page.parent = parent
+            if page.valid > 0:
+                self._index(page)
+
+    def fill(self, page: Page, start: int, ids: Ids) -> None:
+        """K/V of `ids` now stand at offsets start.. of the page (at or below `valid`)."""
+        assert start <= page.valid, "a gap of unwritten K/V inside a page"
+        end = start + len(ids)
+        if page.label is None:
+            page.tokens[start:end] = ids
+        page.valid = max(page.valid, end)
+        self._index(page)
+
+    def truncate(self, page: Page, valid: int) -> None:
+        """Forget the K/V at offsets valid.. of an unlabelled page."""
+        if valid >= page.valid:
+            return
+        assert page.label is None, "a published page does not shrink"
+        if valid == 0:
+            self._unindex(page)
+        page.valid = valid
+
+    def publish(self, page: Page, label: bytes) -> Page:
+        """Label a page that has just become full; returns the page to use from now on: an older one with the same content wins."""
+        assert page.valid == self.page_size
+        if page.label is not None:
+            return page
+        other = self._by_label.get(label)
+        if other is None:
+            self.label(page, label, page.tokens.copy())
+            return page
+        if other.valid < self.page_size or not np.array_equal(other.tokens, page.tokens):
+            return page  # somebody is still filling the other one; ours stays private
+        self.share(other)
+        self.release(page)
+        return other
+
+    def release(self, page: Page) -> None:
+        """Drop one reference. An unreferenced page keeps its valid content; a label without full content is taken back."""
+        assert page.ref_count > 0, "a page was released more often than it was taken"
+        page.ref_count -= 1
+        if page.ref_count > 0:
+            return
+        if page.parent is None or (page.valid == self.page_size and page.label is None):
+            self._forget(page)  # without a known prefix, or a private duplicate of a published page
+        if page.label is not None and page.valid < self.page_size:
+            del self._by_label[page.label]
+            page.label = None
+        self._waiting[page.index] = page
+        if page.valid == 0:
+            self._forget(page)
+            self._waiting.move_to_end(page.index, last=False)
+
+    def partial(self, parent: bytes, ids: Ids) -> tuple[Page, int] | None:
+        """The page behind `parent` whose valid ids share the longest prefix with `ids`, and that length (at least 2)."""
+        if len(ids) < 2:
+            return None
+        best: tuple[Page, int] | None = None
+        for page in self._children.get((parent, int(ids[0])), {}).values():
+            length = min(page.valid, len(ids))
+            differ = np.flatnonzero(page.tokens[:length] != ids[:length])
+            common = int(differ[0]) if len(differ) else length
+            if common >= 2 and (best is None or common > best[1]):
+                best = (page, common)
+        return best
+
+    def _index(self, page: Page) -> None:
+        if page.parent is not None:
+            self._children.setdefault((page.parent, int(page.tokens[0])), {})[page.index] = page
+
+    def _unindex(self, page: Page) -> None:
+        if page.parent is None:
+            return
+        key = (page.parent, int(page.tokens[0]))
+        siblings = self._children.get(key)
+        if siblings is not None:
+            siblings.pop(page.index, None)
+            if not siblings:
+                del self._children[key]
+
+    def _forget(self, page: Page) -> None:
+        self._unindex(page)
+        if page.label is not None:
+            del self._by_label[page.label]
+        page.label = page.parent = None
+        page.valid = 0

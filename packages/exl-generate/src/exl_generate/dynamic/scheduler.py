@@ -1,0 +1,82 @@
+"""Which jobs run: first come first served, smaller jobs may overtake a job that does not fit yet, a bounded number of times."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from exl_generate.dynamic.pages import PageTable
+from exl_generate.errors import CapacityError
+
+if TYPE_CHECKING:
+    from exl_generate.dynamic.job import ExLlamaV2DynamicJob
+
+__all__ = ["Scheduler"]
+
+#: Queued jobs looked at per round, so that a round costs the same with ten or ten thousand of them waiting.
+LOOKAHEAD = 64
+
+
+class Scheduler:
+    """Owns the queue and the set of running jobs. A job starts when every page it can ever need is free or reserved for it,
+    so running jobs never wait for pages and the queue always moves: when nothing runs, any job that was let in fits."""
+
+    def __init__(self, table: PageTable, max_batch_size: int, max_seq_len: int) -> None:
+        self.table = table
+        self.max_batch_size = max_batch_size
+        self.max_seq_len = max_seq_len
+        self.pending: list[ExLlamaV2DynamicJob] = []
+        self.active: list[ExLlamaV2DynamicJob] = []
+
+    def check(self, job: ExLlamaV2DynamicJob) -> None:
+        """Refuse a job that could never run."""
+        if len(job.sequences) > self.max_batch_size:
+            raise CapacityError(f"the job has {len(job.sequences)} sequences, the batch holds {self.max_batch_size}")
+        longest = max(len(sequence) for sequence in job.sequences)
+        wanted = longest + job.max_new_tokens
+        asked = f"the prompt has {longest} tokens and max_new_tokens is {job.max_new_tokens}, together {wanted}"
+        if wanted > self.max_seq_len:
+            raise CapacityError(f"{asked}; the model's limit is {self.max_seq_len}: shorten one of them")
+        pages, size = len(self.table.pages), self.table.page_size
+        needed = job.count_pages(size)
+        if needed > pages:
+            raise CapacityError(
+                f"{asked}, which takes {needed} pages of {size}; the cache has {pages}: "
+                f"shorten one of them or give the cache max_seq_len >= {needed * size}"
+            )
+
+    def admit(self) -> list[ExLlamaV2DynamicJob]:
+        """Start what fits, in order; returns the started jobs."""
+        started: list[ExLlamaV2DynamicJob] = []
+        skipped: list[ExLlamaV2DynamicJob] = []
+        for job in self.pending[:LOOKAHEAD]:
+            if self.table.available <= 0 or self.active_sequences >= self.max_batch_size:
+                break
+            if not self.can_start(job):
+                skipped.append(job)
+                continue
+            if any(other.max_skips is not None and other.skips >= other.max_skips for other in skipped):
+                break
+            for other in skipped:
+                other.skips += 1
+            job.acquire_pages()
+            self.active.append(job)
+            started.append(job)
+        if started:
+            self.pending = [job for job in self.pending if job not in started]
+        return started
+
+    def can_start(self, job: ExLlamaV2DynamicJob) -> bool:
+        """Whether the batch and the free pages can take the job now."""
+        fits = self.active_sequences + len(job.sequences) <= self.max_batch_size
+        return fits and job.missing_pages(self.table) <= self.table.available
+
+    def retire(self) -> None:
+        """Take finished jobs out and give their pages back."""
+        for job in self.active:
+            if job.is_finished:
+                job.detach()
+        self.active = [job for job in self.active if not job.is_finished]
+
+    @property
+    def active_sequences(self) -> int:
+        return sum(len(job.sequences) for job in self.active)

@@ -1,0 +1,198 @@
+"""One token sequence of a job: its ids, the pages under them, and how far their K/V has been computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exl_generate.dynamic.pages import Page, PageTable, page_hash
+
+__all__ = ["Sequence"]
+
+Ids = NDArray[np.int64]
+
+
+class Sequence:
+    """Ids and K/V of one sequence. `kv_position` is the number of leading ids whose K/V stand in the pages.
+
+    The last id of the context is never prefilled: it is the first input of the generation step, so prefill is done when
+    `kv_position` reaches `prefill_end`.
+    """
+
+    def __init__(self, input_ids: Ids) -> None:
+        self.prompt_length = len(input_ids)
+        self._buffer = np.array(input_ids, dtype=np.int64)
+        self._length = len(input_ids)
+        self.kv_position = 0
+        self.allocated_pages: list[Page] = []
+        #: labels of the leading full pages, as far as they are known
+        self.labels: list[bytes] = []
+        self.cached_pages = 0
+        self.cached_tokens = 0
+        self._root = b""
+        self._reserved = 0
+        self._table: PageTable | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def ids(self) -> Ids:
+        """All ids so far, as a view."""
+        return self._buffer[: self._length]
+
+    @property
+    def prefill_end(self) -> int:
+        return self.prompt_length - 1
+
+    @property
+    def prefilled(self) -> bool:
+        return self.kv_position >= self.prefill_end
+
+    def append(self, token: int) -> None:
+        if self._length == len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.zeros(max(256, self._length), dtype=np.int64)])
+        self._buffer[self._length] = token
+        self._length += 1
+
+    # ---- admission -------------------------------------------------------------------------------------------------
+
+    def prepare(self, table: PageTable, root: bytes) -> None:
+        """Compute the labels of the context's full pages under namespace `root`."""
+        self._table, self._root = table, root
+        size = table.page_size
+        for k in range(self.prefill_end // size):
+            self.labels.append(page_hash(self._parent(k), self.ids[k * size : (k + 1) * size]))
+
+    def context_pages(self) -> Iterator[tuple[bytes, Ids]]:
+        """Label and ids of each full page of the context."""
+        size = self._pages.page_size
+        for k, label in enumerate(self.labels):
+            yield label, self.ids[k * size : (k + 1) * size]
+
+    def pages_needed(self, max_new_tokens: int, page_size: int) -> int:
+        """Pages under the prompt and `max_new_tokens` more, shared or not."""
+        return -(-(self._length + max_new_tokens) // page_size)
+
+    def acquire(self, max_new_tokens: int) -> int:
+        """Hold the context's full pages, shared where they exist, and reserve the rest; returns the number of all of them."""
+        table = self._pages
+        total_pages = self.pages_needed(max_new_tokens, table.page_size)
+        for k, (label, ids) in enumerate(self.context_pages()):
+            page = table.find(label, ids)
+            if page is not None:
+                table.share(page)
+            else:
+                page = table.take(self._parent(k))
+                table.label(page, label, ids)
+            self.allocated_pages.append(page)
+        self._reserved = total_pages - len(self.labels)
+        table.reserve(self._reserved)
+        return total_pages
+
+    def release(self) -> None:
+        """Give back every page, last page first, and what is left of the reservation. The computed K/V stay reusable."""
+        self.publish(self.kv_position)
+        for page in reversed(self.allocated_pages):
+            self._pages.release(page)
+        self.allocated_pages = []
+        self._pages.unreserve(self._reserved)
+        self._reserved = 0
+
+    # ---- running ---------------------------------------------------------------------------------------------------
+
+    def skip_cached(self, copy: Callable[[int, int, int], None]) -> int:
+        """Advance over prompt K/V that is there already; `copy(source, target, tokens)` copies the head of a page.
+
+        Returns the number of tokens gained. Stops where something has to be computed.
+        """
+        start = self.kv_position
+        size = self._pages.page_size
+        while not self.prefilled:
+            k, offset = divmod(self.kv_position, size)
+            valid = self.allocated_pages[k].valid if k < len(self.allocated_pages) else 0
+            if valid <= offset and not (offset == 0 and self._copy_partial(k, copy)):
+                break
+            valid = self.allocated_pages[k].valid
+            self.cached_pages += int(valid == size and offset == 0)
+            self.kv_position = min(k * size + valid, self.prefill_end)
+        gained = self.kv_position - start
+        self.cached_tokens += gained
+        return gained
+
+    def next_chunk(self, budget: int) -> tuple[int, int]:
+        """Bounds of the next prompt ids to compute: at most `budget`, to a page boundary where that is not the whole rest."""
+        start = self.kv_position
+        end = start + budget
+        size = self._pages.page_size
+        if end < self.prefill_end and end // size * size > start:
+            end = end // size * size
+        return start, min(end, self.prefill_end)
+
+    def provide(self, end: int) -> None:
+        """Take pages until ids up to `end` (exclusive) have a place."""
+        while len(self.allocated_pages) * self._pages.page_size < end:
+            self._take_next()
+
+    def commit(self, end: int) -> None:
+        """The K/V of ids kv_position..end now stand in the pages."""
+        size = self._pages.page_size
+        while self.kv_position < end:
+            k, offset = divmod(self.kv_position, size)
+            stop = min(end, (k + 1) * size)
+            self._pages.fill(self.allocated_pages[k], offset, self.ids[self.kv_position : stop])
+            self.kv_position = stop
+
+    def rewind(self, length: int) -> None:
+        """Drop all ids from `length` on, and their K/V; the last id left is computed again."""
+        size = self._pages.page_size
+        self._length = length
+        self.kv_position = min(self.kv_position, length - 1)
+        for k, page in enumerate(self.allocated_pages):
+            if (k + 1) * size > self.kv_position and page.label is None:
+                self._pages.truncate(page, max(0, self.kv_position - k * size))
+
+    def publish(self, settled: int) -> None:
+        """Label full pages whose first `settled` ids can no longer be taken back, so that others may share them."""
+        size = self._pages.page_size
+        while (len(self.labels) + 1) * size <= min(settled, self.kv_position):
+            k = len(self.labels)
+            label = page_hash(self._parent(k), self.ids[k * size : (k + 1) * size])
+            self.allocated_pages[k] = self._pages.publish(self.allocated_pages[k], label)
+            self.labels.append(label)
+            if k + 1 < len(self.allocated_pages):
+                self._pages.adopt(self.allocated_pages[k + 1], label)
+
+    # ---- internals -------------------------------------------------------------------------------------------------
+
+    @property
+    def _pages(self) -> PageTable:
+        assert self._table is not None, "the sequence has not been enqueued"
+        return self._table
+
+    def _parent(self, k: int) -> bytes:
+        return self._root if k == 0 else self.labels[k - 1]
+
+    def _take_next(self, keep: Page | None = None) -> Page:
+        k = len(self.allocated_pages)
+        page = self._pages.take(self._parent(k) if k <= len(self.labels) else None, keep)
+        self._pages.unreserve(1)
+        self._reserved -= 1
+        self.allocated_pages.append(page)
+        return page
+
+    def _copy_partial(self, k: int, copy: Callable[[int, int, int], None]) -> bool:
+        """Reuse the head of a page that begins like the prompt's page `k` behind the same prefix."""
+        size = self._pages.page_size
+        ids = self.ids[k * size : min((k + 1) * size, self.prefill_end)]
+        found = self._pages.partial(self._parent(k), ids)
+        if found is None:
+            return False
+        source, length = found
+        target = self.allocated_pages[k] if k < len(self.allocated_pages) else self._take_next(keep=source)
+        if target is not source:
+            copy(source.index, target.index, length)
+        self._pages.fill(target, 0, ids[:length])
+        return True

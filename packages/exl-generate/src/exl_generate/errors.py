@@ -1,0 +1,33 @@
+"""Errors of the generation layer: each names the value, the limit it broke and the remedy."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from exl_kernels.errors import ExlError
+
+__all__ = ["CapacityError", "JobStateError", "NoCandidatesError", "RequestError"]
+
+
+class RequestError(ExlError, ValueError):
+    """A parameter of a generator, job or sampler setting is out of its range or of the wrong form."""
+
+    code: ClassVar[str] = "request"
+
+
+class CapacityError(ExlError, ValueError):
+    """A job can never fit: its prompt and `max_new_tokens` exceed the cache, the model length or the batch."""
+
+    code: ClassVar[str] = "capacity"
+
+
+class JobStateError(ExlError, RuntimeError):
+    """An operation does not fit the state the job or generator is in, such as enqueueing a job twice."""
+
+    code: ClassVar[str] = "job_state"
+
+
+class NoCandidatesError(ExlError, RuntimeError):
+    """Bans, bias, filters and healing together leave no token that may be sampled, or the logits hold NaN."""
+
+    code: ClassVar[str] = "no_candidates"
