@@ -36,7 +36,9 @@ def build_jobs(
     all_embeddings = _per_prompt("embeddings", embeddings, len(prompts), shared=not listed or embeddings is None)
     unknown = set(kwargs) - _JOB_PARAMETERS
     if unknown:
-        raise TypeError(f"generate() got unexpected keyword arguments {sorted(unknown)}; jobs take {sorted(_JOB_PARAMETERS)}")
+        raise TypeError(
+            f"generate() got unexpected keyword arguments {sorted(unknown)}; jobs take {sorted(_JOB_PARAMETERS)}"
+        )
     return [
         ExLlamaV2DynamicJob(
             input_ids=tokenizer.encode(text, encode_special_tokens=encode_special_tokens, add_bos=add_bos),

@@ -25,7 +25,7 @@ class PieceTable:
         """The table of this tokenizer, built once and shared by all requests."""
         tables = _cache.setdefault(tokenizer, {})
         if special not in tables:
-            tables[special] = cls(_piece_bytes(tokenizer, special))
+            tables[special] = cls(tokenizer.get_id_to_bytes_list(include_special_tokens=special))
         return tables[special]
 
     def __getitem__(self, token: int) -> bytes:
@@ -33,16 +33,11 @@ class PieceTable:
 
 
 def decode_incremental(pending: bytes, new: bytes, final: bool = False) -> tuple[str, bytes]:
-    """Text that is complete, and the bytes (at most three) of a character that is not. Invalid bytes become U+FFFD at once.
+    """Text that is complete, and the bytes (at most three) of a character that is not. Invalid bytes become U+FFFD
+    at once.
 
     Feeding any split of a byte string and flushing with `final` gives that string decoded with errors="replace".
     """
     data = pending + new
     text, used = codecs.utf_8_decode(data, "replace", final)
     return text, data[used:]
-
-
-def _piece_bytes(tokenizer: ExLlamaV2Tokenizer, special: bool) -> list[bytes]:
-    pieces = tokenizer.get_id_to_piece_list(include_special_tokens=special)
-    exact = tokenizer.get_id_to_bytes_list()
-    return [exact[i] if "\ufffd" in piece and i < len(exact) else piece.encode() for i, piece in enumerate(pieces)]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from exl_generate.dynamic.completion import Completions, build_jobs
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
@@ -29,13 +28,15 @@ Result = dict[str, Any]
 class ExLlamaV2DynamicGenerator:
     """Runs any number of jobs over one model and one cache, whose length is shared by all of them.
 
-    A job's tokens depend on model, prompt, settings and seed alone: not on other jobs, chunk sizes or what was cached. A job that
-    fails ends with a result of its own (`eos_reason` "error", "filter_error" or "filter_dead_end", with `exception`) and disturbs
-    no other. `enqueue`, `cancel`, `iterate` and `generate` may be called from any thread; one call works at a time.
+    A job's tokens depend on model, prompt, settings and seed alone: not on other jobs, chunk sizes or what was
+    cached. A job that fails ends with a result of its own (`eos_reason` "error", "filter_error" or
+    "filter_dead_end", with `exception`) and disturbs no other. `enqueue`, `cancel`, `iterate` and `generate` may be
+    called from any thread; one call works at a time.
 
-    Parameters as in spec/generators.md 3.1; violations raise `RequestError`. `max_chunk_size` is the number of prompt tokens
-    computed per round for all jobs together. `max_sampling_threads`, `min_sampling_threads` and `filter_background_eval` are
-    limits on helper threads and never change results; sampling needs none on the CPU. `page_size` is for tests and tuning.
+    Parameters as in spec/generators.md 3.1; violations raise `RequestError`. `max_chunk_size` is the number of
+    prompt tokens computed per round for all jobs together. `max_sampling_threads`, `min_sampling_threads` and
+    `filter_background_eval` are limits on helper threads and never change results; sampling needs none on the CPU.
+    `page_size` is for tests and tuning.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class ExLlamaV2DynamicGenerator:
         page_size: int = PAGED_PAGE_SIZE,
     ) -> None:
         if draft_model is not None or draft_cache is not None or use_ngram_draft:
-            raise UnsupportedError("speculative decoding is not supported yet; leave out draft_model and use_ngram_draft")
+            raise UnsupportedError(
+                "speculative decoding is not supported yet; leave out draft_model and use_ngram_draft"
+            )
         limits = Limits.resolve(model, cache, max_batch_size, max_seq_len, max_chunk_size, max_q_size, paged, page_size)
         self.model = model
         self.cache = cache
@@ -92,8 +95,8 @@ class ExLlamaV2DynamicGenerator:
         return self._enqueue(list(job))
 
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
-        """End a job in whatever phase it is. Its last result (`eos_reason` "cancelled") comes with the next `iterate()`.
-        A job that is unknown or finished is ignored."""
+        """End a job in whatever phase it is. Its last result (`eos_reason` "cancelled") comes with the next
+        `iterate()`. A job that is unknown or finished is ignored."""
         with self._lock:
             if job in self._scheduler.pending or job in self._scheduler.active:
                 self._deliver([job.cancelled()])
@@ -153,10 +156,11 @@ class ExLlamaV2DynamicGenerator:
     ) -> Any:
         """Complete one prompt (str) or several (list); returns str or list of str, in the order of the prompts.
 
-        Prompt i uses seed + i; settings and filters may be lists with one entry per prompt. With `return_last_results` the
-        return value is (completions, last result dicts). None if `abort_event` was set. `kwargs` go to the jobs
-        (`max_skips`, `return_probs`, ...). Other jobs in the queue run along and keep their results for `iterate()`.
-        A job's own error is raised, once all prompts are done; with `return_last_results` it stands in that prompt's result.
+        Prompt i uses seed + i; settings and filters may be lists with one entry per prompt. With
+        `return_last_results` the return value is (completions, last result dicts). None if `abort_event` was set.
+        `kwargs` go to the jobs (`max_skips`, `return_probs`, ...). Other jobs in the queue run along and keep their
+        results for `iterate()`. A job's own error is raised, once all prompts are done; with `return_last_results`
+        it stands in that prompt's result.
         """
         jobs = build_jobs(
             self.tokenizer,
@@ -171,9 +175,13 @@ class ExLlamaV2DynamicGenerator:
             min_new_tokens=min_new_tokens,
             token_healing=token_healing,
             decode_special_tokens=decode_special_tokens,
-            stop_conditions=stop_conditions if stop_conditions is None or isinstance(stop_conditions, str) else list(stop_conditions),
+            stop_conditions=stop_conditions
+            if stop_conditions is None or isinstance(stop_conditions, str)
+            else list(stop_conditions),
             filter_prefer_eos=filter_prefer_eos,
-            banned_strings=banned_strings if banned_strings is None or isinstance(banned_strings, str) else list(banned_strings),
+            banned_strings=banned_strings
+            if banned_strings is None or isinstance(banned_strings, str)
+            else list(banned_strings),
             **kwargs,
         )
         completions = Completions(prompt, jobs, completion_only)
@@ -210,22 +218,25 @@ class ExLlamaV2DynamicGenerator:
         """Schedule, run, sample, settle."""
         self._deliver([job.started() for job in self._scheduler.admit()])
         self._prefill(self.max_chunk_size)
-        windows = {job: Window(job.sequence, []) for job in self._scheduler.active if job.prefilled and not job.is_finished}
+        windows = {
+            job: Window(job.sequence, []) for job in self._scheduler.active if job.prefilled and not job.is_finished
+        }
         for job in windows:
             job.mark_decode()
         self._runner.decode(list(windows.values()))
         for job, window in windows.items():
-            self._guarded(job, lambda job=job, window=window: self._settle(job, window))
+            self._guarded(job, partial(self._settle, job, window))
         self._scheduler.retire()
 
     def _prefill(self, budget: int) -> None:
-        """Prompt tokens for jobs in the order they started, `budget` in all, so that running streams never wait longer."""
+        """Prompt tokens for jobs in the order they started, `budget` in all, so that running streams never wait
+        longer."""
         left = budget
         for job in self._scheduler.active:
             if job.prefilled or (left < budget and left < self.page_size):
                 continue
             spent: list[int] = []
-            self._guarded(job, lambda job=job, spent=spent, left=left: self._prefill_job(job, left, spent))
+            self._guarded(job, partial(self._prefill_job, job, left, spent))
             left -= sum(spent)
 
     def _prefill_job(self, job: ExLlamaV2DynamicJob, budget: int, spent: list[int]) -> list[Result]:
@@ -281,7 +292,9 @@ class ExLlamaV2DynamicGenerator:
         if not isinstance(job, ExLlamaV2DynamicJob):
             raise RequestError(f"enqueue takes jobs, not {type(job).__name__}; build an ExLlamaV2DynamicJob")
         if job.serial_number is not None:
-            raise JobStateError(f"job {job.serial_number} has been enqueued before; a job is used once, so build a new one")
+            raise JobStateError(
+                f"job {job.serial_number} has been enqueued before; a job is used once, so build a new one"
+            )
         vocab = self.model.config.vocab_size
         for sequence in job.sequences:
             ids = sequence.ids

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence as SequenceOf
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from exl_filters import FilterStack
 
+from exl_filters import FilterStack
 from exl_generate.dynamic.detokenize import PieceTable
 from exl_generate.dynamic.output import Match, Record, TextStream
 from exl_generate.dynamic.pages import PageTable
@@ -23,7 +24,6 @@ from exl_kernels.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from exl_core import ExLlamaV2Tokenizer
-
     from exl_generate.dynamic.generator import ExLlamaV2DynamicGenerator
 
 __all__ = ["ExLlamaV2DynamicJob"]
@@ -37,8 +37,8 @@ Result = dict[str, Any]
 class ExLlamaV2DynamicJob:
     """A request for one completion; single use. Parameters and result dicts: spec/generators.md 3.3 and 3.14.
 
-    `input_ids`: int64 [1, n] on the CPU, n >= 1. `stop_conditions`: ids and strings; None means none at all, not even EOS.
-    Settings are copied: later changes to the object do not reach this job, and jobs may share one object.
+    `input_ids`: int64 [1, n] on the CPU, n >= 1. `stop_conditions`: ids and strings; None means none at all, not
+    even EOS. Settings are copied: later changes to the object do not reach this job, and jobs may share one object.
     Raises `RequestError` for malformed parameters and `UnsupportedError` for features that are not built yet.
     """
 
@@ -177,9 +177,12 @@ class ExLlamaV2DynamicJob:
                 filters.close()
 
     def count_pages(self, page_size: int) -> int:
-        """Pages under all sequences at their longest; pages of a common prefix count once, as far as `prepare` knows them."""
+        """Pages under all sequences at their longest; pages of a common prefix count once, as far as `prepare` knows
+        them."""
         shared = {label for sequence in self.sequences for label in sequence.labels}
-        own = sum(sequence.pages_needed(self.max_new_tokens, page_size) - len(sequence.labels) for sequence in self.sequences)
+        own = sum(
+            sequence.pages_needed(self.max_new_tokens, page_size) - len(sequence.labels) for sequence in self.sequences
+        )
         return len(shared) + own
 
     def missing_pages(self, table: PageTable) -> int:
@@ -250,7 +253,8 @@ class ExLlamaV2DynamicJob:
         return self._results.streaming(self._output.release())
 
     def settle(self) -> None:
-        """After a step: the K/V of all ids but the last are computed, and full pages that cannot be rewound are shared."""
+        """After a step: the K/V of all ids but the last are computed, and full pages that cannot be rewound are
+        shared."""
         assert self._output is not None
         for sequence in self.sequences:
             sequence.publish(len(sequence) - self._output.held_tokens - 1)
@@ -318,7 +322,9 @@ class ExLlamaV2DynamicJob:
         self._explored.setdefault(self.new_tokens, []).append(gone[0].token)
         self._rewinds += 1
         if self._rewinds > MAX_REWINDS:
-            raise NoCandidatesError(f"gave up after {MAX_REWINDS} rewinds of banned strings, the last of them {match.string!r}")
+            raise NoCandidatesError(
+                f"gave up after {MAX_REWINDS} rewinds of banned strings, the last of them {match.string!r}"
+            )
         return self._results.streaming(self._output.release(), suppressed=(text, gone))
 
 
@@ -350,7 +356,9 @@ def _stop_conditions(conditions: Iterable[int | str] | None) -> tuple[frozenset[
         elif isinstance(condition, int | np.integer) and not isinstance(condition, bool) and condition >= 0:
             tokens.add(int(condition))
         else:
-            raise RequestError(f"stop condition {condition!r} is neither a token id of at least 0 nor a non-empty string")
+            raise RequestError(
+                f"stop condition {condition!r} is neither a token id of at least 0 nor a non-empty string"
+            )
     return frozenset(tokens), strings
 
 

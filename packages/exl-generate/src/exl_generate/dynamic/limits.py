@@ -35,15 +35,18 @@ class Limits:
         paged: bool,
         page_size: int,
     ) -> Limits:
-        """Defaults filled in and every rule of spec/generators.md 3.1 checked. Unpaged, one page spans the cache and one
-        sequence runs at a time."""
+        """Defaults filled in and every rule of spec/generators.md 3.1 checked. Unpaged, one page spans the cache and
+        one sequence runs at a time."""
         config = model.config
         if cache.batch_size != 1:
-            raise RequestError(f"the cache has batch_size {cache.batch_size}; a dynamic generator needs 1: all jobs share its length")
+            raise RequestError(
+                f"the cache has batch_size {cache.batch_size}; a dynamic generator needs 1: all jobs share its length"
+            )
         if cache.max_seq_len % page_size or cache.max_seq_len < page_size:
+            below = cache.max_seq_len // page_size * page_size
             raise CapacityError(
                 f"the cache's max_seq_len {cache.max_seq_len} is not a multiple of {page_size}: "
-                f"use {max(1, cache.max_seq_len // page_size) * page_size} or {(cache.max_seq_len // page_size + 1) * page_size}"
+                f"use {max(below, page_size)} or {below + page_size}"
             )
         if max_q_size < 1:
             raise RequestError(f"max_q_size is {max_q_size}; it must be at least 1")

@@ -1,7 +1,8 @@
 """From accepted tokens to text that may be shown: what is held back, what is released, what is withdrawn.
 
-Text, ids, probabilities and logits of a token travel together in one record, so they are released, held and withdrawn together.
-A record leaves when all its characters are complete and none of them can still become part of a stop string or banned string.
+Text, ids, probabilities and logits of a token travel together in one record, so they are released, held and
+withdrawn together. A record leaves when all its characters are complete and none of them can still become part of a
+stop string or banned string.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class TextStream:
         return len(self._held) if self._bans else 0
 
     def push(self, record: Record) -> Match | None:
-        """Add a token's text to the held text and look for what it completes: the first match wins, a ban before a stop."""
+        """Add a token's text to the held text and look for what it completes: the first match wins, a ban before a
+        stop."""
         record.before = self._scan
         self._held.append(record)
         data = self._pieces[record.token]
@@ -111,13 +113,15 @@ class TextStream:
         return Released(self._text + text, list(self._held))
 
     def stop_at(self, match: Match) -> tuple[Released, str]:
-        """Hand out the text before a stop string with all tokens; also returns the text that is kept back, from the string on."""
+        """Hand out the text before a stop string with all tokens; also returns the text that is kept back, from the
+        string on."""
         held = self._text[match.start - self._start :]
         self._text = self._text[: match.start - self._start]
         return self._take(len(self._held), match.start), held
 
     def withdraw(self, match: Match) -> tuple[list[Record], str]:
-        """Take back the tokens that spelled a banned string, from the token its first character is in. Their text is returned."""
+        """Take back the tokens that spelled a banned string, from the token its first character is in. Their text is
+        returned."""
         first = next(i for i, record in enumerate(self._held) if record.end > match.start)
         gone = self._held[first:]
         del self._held[first:]

@@ -1,14 +1,15 @@
 """The page table: which physical page of the cache holds which tokens, who uses it, and what may be reused.
 
-A page is `page_size` tokens of K/V. Full pages are labelled with a chained hash over everything that decides their content (the
-namespace of model, cache and adapters, then every token from the start), so equal label means equal prefix; the tokens are compared as
-well. A label may be set before the content exists: jobs that need the same prefix share the page, and whichever runs first fills it.
+A page is `page_size` tokens of K/V. Full pages are labelled with a chained hash over everything that decides their
+content (the namespace of model, cache and adapters, then every token from the start), so equal label means equal
+prefix; the tokens are compared as well. A label may be set before the content exists: jobs that need the same prefix
+share the page, and whichever runs first fills it.
 
-Pages nobody uses keep their content and wait in least-recently-used order. A sequence gives its pages back last page first, and
-whoever holds a page holds all pages before it, so a prefix is never evicted before what follows it.
+Pages nobody uses keep their content and wait in least-recently-used order. A sequence gives its pages back last page
+first, and whoever holds a page holds all pages before it, so a prefix is never evicted before what follows it.
 
-Reservations are counted, not taken: a job reserves the pages its output may need, and takes each when it writes there. So a
-reservation that is never used evicts nothing, and a started job can never run out of pages.
+Reservations are counted, not taken: a job reserves the pages its output may need, and takes each when it writes
+there. So a reservation that is never used evicts nothing, and a started job can never run out of pages.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Ids = NDArray[np.int64]
 
 
 def page_hash(previous: bytes, ids: Ids) -> bytes:
-    """16-byte BLAKE2b over the previous page's digest and this page's ids as little-endian int64 (spec/generators.md 3.9)."""
+    """16-byte BLAKE2b over the previous page's digest and this page's ids as little-endian int64 (spec/generators.md
+    3.9)."""
     return hashlib.blake2b(previous + ids.astype("<i8").tobytes(), digest_size=16).digest()
 
 
@@ -38,7 +40,8 @@ def namespace_digest(parts: Sequence[str]) -> bytes:
 
 
 class Page:
-    """One physical page. `tokens[:valid]` are the ids whose K/V it holds; a labelled page knows all its ids in advance."""
+    """One physical page. `tokens[:valid]` are the ids whose K/V it holds; a labelled page knows all its ids in
+    advance."""
 
     __slots__ = ("index", "label", "parent", "ref_count", "tokens", "valid")
 
@@ -57,7 +60,8 @@ class Page:
 
 
 class PageTable:
-    """Owns all pages of one cache. Every page is either referenced (by `ref_count` sequences) or waiting in eviction order."""
+    """Owns all pages of one cache. Every page is either referenced (by `ref_count` sequences) or waiting in eviction
+    order."""
 
     def __init__(self, num_pages: int, page_size: int = PAGED_PAGE_SIZE) -> None:
         self.page_size = page_size
@@ -104,7 +108,8 @@ class PageTable:
         return page
 
     def take(self, parent: bytes | None, keep: Page | None = None) -> Page:
-        """An empty page that will follow `parent` (None = not known yet): the least recently used one, `keep` last of all."""
+        """An empty page that will follow `parent` (None = not known yet): the least recently used one, `keep` last
+        of all."""
         assert self._waiting, "a page was taken that was not reserved"
         index = next((i for i in self._waiting if keep is None or i != keep.index), None)
         page = self._waiting.pop(next(iter(self._waiting)) if index is None else index)
@@ -147,7 +152,8 @@ class PageTable:
         page.valid = valid
 
     def publish(self, page: Page, label: bytes) -> Page:
-        """Label a page that has just become full; returns the page to use from now on: an older one with the same content wins."""
+        """Label a page that has just become full; returns the page to use from now on: an older one with the same
+        content wins."""
         assert page.valid == self.page_size
         if page.label is not None:
             return page
@@ -162,7 +168,8 @@ class PageTable:
         return other
 
     def release(self, page: Page) -> None:
-        """Drop one reference. An unreferenced page keeps its valid content; a label without full content is taken back."""
+        """Drop one reference. An unreferenced page keeps its valid content; a label without full content is taken
+        back."""
         assert page.ref_count > 0, "a page was released more often than it was taken"
         page.ref_count -= 1
         if page.ref_count > 0:
@@ -178,7 +185,8 @@ class PageTable:
             self._waiting.move_to_end(page.index, last=False)
 
     def partial(self, parent: bytes, ids: Ids) -> tuple[Page, int] | None:
-        """The page behind `parent` whose valid ids share the longest prefix with `ids`, and that length (at least 2)."""
+        """The page behind `parent` whose valid ids share the longest prefix with `ids`, and that length (at least
+        2)."""
         if len(ids) < 2:
             return None
         best: tuple[Page, int] | None = None

@@ -49,7 +49,8 @@ class Results:
         held_text: str = "",
         string: str | None = None,
     ) -> Result:
-        """The last dict of a job. `token` is the stop token, which is reported as held; `held_text` begins with a stop string."""
+        """The last dict of a job. `token` is the stop token, which is reported as held; `held_text` begins with a
+        stop string."""
         result = self._common("streaming", eos=True) | self._data(released.text, released.records)
         result["eos_reason"] = reason
         if token is not None:

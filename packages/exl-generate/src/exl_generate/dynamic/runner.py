@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from exl_core import PagedParams
 
+from exl_core import PagedParams
 from exl_generate.dynamic.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class Runner:
         sequence.commit(end)
 
     def decode(self, windows: list[Window]) -> None:
-        """Evaluate every window, those of equal length together. A failing call is repeated window by window, so that only
-        those that fail by themselves are marked with an error."""
+        """Evaluate every window, those of equal length together. A failing call is repeated window by window, so
+        that only those that fail by themselves are marked with an error."""
         groups: dict[int, list[Window]] = defaultdict(list)
         for window in windows:
             groups[len(window.ids)].append(window)

@@ -1,4 +1,5 @@
-"""Which jobs run: first come first served, smaller jobs may overtake a job that does not fit yet, a bounded number of times."""
+"""Which jobs run: first come first served, smaller jobs may overtake a job that does not fit yet, a bounded number
+of times."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ LOOKAHEAD = 64
 
 
 class Scheduler:
-    """Owns the queue and the set of running jobs. A job starts when every page it can ever need is free or reserved for it,
-    so running jobs never wait for pages and the queue always moves: when nothing runs, any job that was let in fits."""
+    """Owns the queue and the set of running jobs. A job starts when every page it can ever need is free or reserved
+    for it, so running jobs never wait for pages and the queue always moves: when nothing runs, any job that was let
+    in fits."""
 
     def __init__(self, table: PageTable, max_batch_size: int, max_seq_len: int) -> None:
         self.table = table

@@ -77,7 +77,8 @@ class Sequence:
         return -(-(self._length + max_new_tokens) // page_size)
 
     def acquire(self, max_new_tokens: int) -> int:
-        """Hold the context's full pages, shared where they exist, and reserve the rest; returns the number of all of them."""
+        """Hold the context's full pages, shared where they exist, and reserve the rest; returns the number of all of
+        them."""
         table = self._pages
         total_pages = self.pages_needed(max_new_tokens, table.page_size)
         for k, (label, ids) in enumerate(self.context_pages()):
@@ -93,7 +94,8 @@ class Sequence:
         return total_pages
 
     def release(self) -> None:
-        """Give back every page, last page first, and what is left of the reservation. The computed K/V stay reusable."""
+        """Give back every page, last page first, and what is left of the reservation. The computed K/V stay
+        reusable."""
         self.publish(self.kv_position)
         for page in reversed(self.allocated_pages):
             self._pages.release(page)
@@ -123,7 +125,8 @@ class Sequence:
         return gained
 
     def next_chunk(self, budget: int) -> tuple[int, int]:
-        """Bounds of the next prompt ids to compute: at most `budget`, to a page boundary where that is not the whole rest."""
+        """Bounds of the next prompt ids to compute: at most `budget`, to a page boundary where that is not the whole
+        rest."""
         start = self.kv_position
         end = start + budget
         size = self._pages.page_size

@@ -1,4 +1,5 @@
-"""Stop strings and banned strings: one automaton each, advanced character by character, never rescanning what it has seen."""
+"""Stop strings and banned strings: one automaton each, advanced character by character, never rescanning what it has
+seen."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ __all__ = ["Automaton"]
 
 
 class Automaton:
-    """Aho-Corasick over characters. A state is an int, 0 at the start; `depth[state]` characters of the text so far may still
-    become part of a match, and no more than that ever has to be held back.
+    """Aho-Corasick over characters. A state is an int, 0 at the start; `depth[state]` characters of the text so far
+    may still become part of a match, and no more than that ever has to be held back.
 
-    The first pattern to be completed decides; of several completed by the same character, the longest (the earliest start).
-    That depends on the text alone, not on how tokens cut it. With `fold`, patterns and text are compared lower-cased.
+    The first pattern to be completed decides; of several completed by the same character, the longest (the earliest
+    start). That depends on the text alone, not on how tokens cut it. With `fold`, patterns and text are compared
+    lower-cased.
     """
 
     def __init__(self, patterns: Iterable[str], *, fold: bool = False) -> None:

@@ -12,17 +12,19 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 def _mix(x: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014): a bijection of 64-bit words that passes BigCrush as a counter RNG."""
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014): a bijection of 64-bit words that passes BigCrush as a
+    counter RNG."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
 
 
 class RequestRandom:
-    """Uniform numbers in [0, 1) as a function of (seed, position of the token in the request, attempt at that position).
+    """Uniform numbers in [0, 1) as a function of (seed, position of the token in the request, attempt at that
+    position).
 
-    `seed` is any integer; None takes 64 bits from the operating system. The seed is hashed, so that neighbouring seeds, which
-    batches use on purpose, give unrelated streams.
+    `seed` is any integer; None takes 64 bits from the operating system. The seed is hashed, so that neighbouring
+    seeds, which batches use on purpose, give unrelated streams.
     """
 
     __slots__ = ("_key", "seed")

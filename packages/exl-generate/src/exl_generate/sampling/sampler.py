@@ -1,11 +1,13 @@
 """From one row of logits to one token, in the normative order of spec/generators.md 4.3.
 
-1 (CFG mix) - 2 penalties - 3 blocked tokens - 4 bias - 5 DRY - 6 filter mask - 7 healing prefix - 8 ids beyond the vocabulary
-- 9 greedy switch - 10 softmax with temperature - 11 top-k - 12 top-p - 13 top-a - 14 min-p - 15 TFS - 16 typical - 17 mirostat
-- 18 late or dynamic temperature - 19 XTC - 20 order - 21 report - 22 skewed draw - 23 mirostat update.
+1 (CFG mix) - 2 penalties - 3 blocked tokens - 4 bias - 5 DRY - 6 filter mask - 7 healing prefix - 8 ids beyond the
+vocabulary - 9 greedy switch - 10 softmax with temperature - 11 top-k - 12 top-p - 13 top-a - 14 min-p - 15 TFS - 16
+typical - 17 mirostat - 18 late or dynamic temperature - 19 XTC - 20 order - 21 report - 22 skewed draw - 23 mirostat
+update.
 
-A draw walks the candidates in descending order of probability, ties by lower id, whatever was asked to be reported. Everything
-here is float64 after the logits and runs in one thread, so that a token depends on (logits, settings, seed, position) only.
+A draw walks the candidates in descending order of probability, ties by lower id, whatever was asked to be reported.
+Everything here is float64 after the logits and runs in one thread, so that a token depends on (logits, settings,
+seed, position) only.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from exl_generate.sampling.vocabulary import Vocabulary, members
 
 __all__ = ["Constraint", "RequestSampler", "Sample"]
 
-#: Logit of a token that is to be avoided while anything else is possible. A filter that leaves nothing else still gets it.
+#: Logit of a token that is to be avoided while anything else is possible. A filter that leaves nothing else still
+#: gets it.
 DISCOURAGED = np.float32(-1e30)
 
 
@@ -221,6 +224,8 @@ def _why_empty(logits: Logits, constraint: Constraint) -> str:
     parts = [
         f"{len(constraint.blocked)} blocked tokens",
         "no filter" if constraint.mask is None else "a filter mask",
-        "no healing prefix" if constraint.prefix is None else f"{len(constraint.prefix)} tokens that fit the healing prefix",
+        "no healing prefix"
+        if constraint.prefix is None
+        else f"{len(constraint.prefix)} tokens that fit the healing prefix",
     ]
     return f"no token is left to sample: token_bias, {', '.join(parts)} together exclude the whole vocabulary"

@@ -1,4 +1,5 @@
-"""`ExLlamaV2Sampler.Settings`: what a caller may ask of the sampler, with the exact defaults of spec/generators.md 4.1."""
+"""`ExLlamaV2Sampler.Settings`: what a caller may ask of the sampler, with the exact defaults of spec/generators.md
+4.1."""
 
 from __future__ import annotations
 
@@ -59,10 +60,11 @@ _RANGES: dict[str, tuple[float, float]] = {
 class Settings:
     """Sampling settings. They hold no state of a running request: one object may serve any number of jobs at once.
 
-    `top_k` 0, `top_p`, `tfs` and `typical` 0 or >= 1, `min_p`, `top_a`, `smoothing_factor`, `skew`, `dry_multiplier` and
-    `xtc_probability` 0 switch a transform off; a temperature below 0.01 means greedy. The order in which transforms apply
-    is that of `exl_generate.sampling.sampler`. `mirostat_mu`, `ngram_trie`, `ngram_index` and `ngram_history` held state in
-    exllamav2; they stay as names so that positional construction works, and are not used: that state belongs to the request.
+    `top_k` 0, `top_p`, `tfs` and `typical` 0 or >= 1, `min_p`, `top_a`, `smoothing_factor`, `skew`, `dry_multiplier`
+    and `xtc_probability` 0 switch a transform off; a temperature below 0.01 means greedy. The order in which transforms
+    apply is that of `exl_generate.sampling.sampler`. `mirostat_mu`, `ngram_trie`, `ngram_index` and `ngram_history`
+    held state in exllamav2; they stay as names so that positional construction works, and are not used: that state
+    belongs to the request.
     """
 
     token_repetition_penalty: float = 1.025
@@ -105,7 +107,8 @@ class Settings:
 
     @staticmethod
     def greedy(**kwargs: Any) -> Settings:
-        """The most probable token each time: temperature 1, no repetition penalty, `top_p` 0, `top_k` 1, changed by `kwargs`."""
+        """The most probable token each time: temperature 1, no repetition penalty, `top_p` 0, `top_k` 1, changed by
+        `kwargs`."""
         greedy: dict[str, Any] = {"temperature": 1.0, "token_repetition_penalty": 1.0, "top_p": 0.0, "top_k": 1}
         return Settings(**{**greedy, **kwargs})
 
@@ -123,7 +126,8 @@ class Settings:
         )
 
     def greedy_clone(self) -> Settings:
-        """Greedy settings that keep this object's penalties, DRY and XTC fields: what a draft of its output is made with."""
+        """Greedy settings that keep this object's penalties, DRY and XTC fields: what a draft of its output is made
+        with."""
         return Settings(
             token_repetition_penalty=self.token_repetition_penalty,
             token_repetition_range=self.token_repetition_range,
@@ -151,14 +155,16 @@ class Settings:
         self.token_bias = bias
 
     def allow_tokens(self, tokenizer: ExLlamaV2Tokenizer, tokens: Iterable[int | str]) -> None:
-        """Sample only these ids or whole pieces; with a bias already set, lift the ban on these and keep the rest as it is."""
+        """Sample only these ids or whole pieces; with a bias already set, lift the ban on these and keep the rest as
+        it is."""
         ids = [_token_id(tokenizer, token) for token in tokens]
         bias = self._own_bias(tokenizer, -math.inf)
         bias[ids] = 0.0
         self.token_bias = bias
 
     def validate(self) -> None:
-        """Refuse what has no meaning or no code yet: `RequestError` with the limit, `UnsupportedError` with the field."""
+        """Refuse what has no meaning or no code yet: `RequestError` with the limit, `UnsupportedError` with the
+        field."""
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
@@ -166,7 +172,9 @@ class Settings:
         if self.max_temp > 0 and self.min_temp > self.max_temp:
             raise RequestError(f"Settings.min_temp {self.min_temp} exceeds max_temp {self.max_temp}; swap them")
         if self.dry_multiplier > 0 and 0 < self.dry_range <= self.dry_max_ngram:
-            raise RequestError(f"Settings.dry_range {self.dry_range} must be 0 or exceed dry_max_ngram {self.dry_max_ngram}")
+            raise RequestError(
+                f"Settings.dry_range {self.dry_range} must be 0 or exceed dry_max_ngram {self.dry_max_ngram}"
+            )
         for name, off in _NOT_BUILT.items():
             if getattr(self, name) != off:
                 raise UnsupportedError(f"Settings.{name} is not supported yet; leave it at {off!r}")

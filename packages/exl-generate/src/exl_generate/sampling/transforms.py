@@ -1,11 +1,11 @@
 """The sampler's transforms, one small function each, by the definitions of spec/generators.md 4.4.
 
 Logit transforms change a float32 row [Vp] in place. Candidate transforms take probabilities as a float64 vector in
-descending order that sums to 1. A *cut* returns which entries stay, as a boolean vector or as a count of leading entries;
-the others return new probabilities. None of them knows of settings, tokens or requests.
+descending order that sums to 1. A *cut* returns which entries stay, as a boolean vector or as a count of leading
+entries; the others return new probabilities. None of them knows of settings, tokens or requests.
 
-Where exllamav2 departs from the definition (top-p, min-p, top-a, typical, XTC, DRY, dynamic temperature), the definition is
-followed; the docstring says so.
+Where exllamav2 departs from the definition (top-p, min-p, top-a, typical, XTC, DRY, dynamic temperature), the
+definition is followed; the docstring says so.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def penalties(
 ) -> None:
     """Repetition, presence and frequency penalties over the newest `sustain` tokens, fading over `decay` more (P-4).
 
-    The strength at distance d from the newest token is 1 up to `sustain`, then falls linearly to 0. Repetition and presence
-    act once per token, at its most recent occurrence; frequency at each. Ids beyond the logits' width are ignored.
+    The strength at distance d from the newest token is 1 up to `sustain`, then falls linearly to 0. Repetition and
+    presence act once per token, at its most recent occurrence; frequency at each. Ids beyond the logits' width are
+    ignored.
     """
     reach = len(context) if sustain < 0 else min(len(context), sustain + decay)
     if reach == 0:
@@ -88,11 +89,13 @@ def dry(
     window: int = 0,
     breakers: Collection[int] = (),
 ) -> None:
-    """DRY: a token that would extend a repeat of L >= `allowed_length` tokens loses multiplier * base^(L - allowed_length).
+    """DRY: a token that would extend a repeat of L >= `allowed_length` tokens loses multiplier * base^(L -
+    allowed_length).
 
-    L is the longest suffix of the context, up to `max_ngram` tokens and free of `breakers`, that occurred before with that
-    token behind it, within the newest `window` tokens (0 = all). exllamav2 multiplies by the number of occurrences, lets a
-    long suffix without continuation hide shorter ones, and stops penalising at `max_ngram`; the definition does none of that.
+    L is the longest suffix of the context, up to `max_ngram` tokens and free of `breakers`, that occurred before
+    with that token behind it, within the newest `window` tokens (0 = all). exllamav2 multiplies by the number of
+    occurrences, lets a long suffix without continuation hide shorter ones, and stops penalising at `max_ngram`; the
+    definition does none of that.
     """
     if window > 0:
         context = context[-window:]
@@ -121,13 +124,13 @@ def dry(
 
 
 def softmax(logits: NDArray[np.floating], temperature: float = 1.0, smoothing: float = 0.0) -> Probabilities:
-    """exp((x - max) / T), or exp(-(x - max)^2 * s / T) with smoothing s > 0, normalised. -inf gives exactly 0 (P-7, P-8)."""
+    """exp((x - max) / T), or exp(-(x - max)^2 * s / T) with smoothing s > 0, normalised. -inf gives 0 (P-7, P-8)."""
     x = logits.astype(np.float64)
     x -= x.max()
     if smoothing > 0:
         x = -(x * x) * smoothing
-    weights: Probabilities = np.exp(x / temperature)
-    return weights / weights.sum()
+    weights = np.exp(x / temperature)
+    return np.asarray(weights / weights.sum())
 
 
 def top_k(logits: Logits, k: int) -> Ids:
@@ -143,7 +146,8 @@ def top_k(logits: Logits, k: int) -> Ids:
 
 
 def top_p(p: Probabilities, threshold: float) -> int:
-    """Length of the smallest prefix whose sum reaches `threshold`, the crossing token included (the nucleus, not P-10)."""
+    """Length of the smallest prefix whose sum reaches `threshold`, the crossing token included (the nucleus, not
+    P-10)."""
     return int(np.searchsorted(np.cumsum(p), threshold, side="left")) + 1
 
 
@@ -158,7 +162,8 @@ def min_p(p: Probabilities, threshold: float) -> int:
 
 
 def tail_free(p: Probabilities, z: float) -> int:
-    """Tail-free sampling: keep one more than the leading terms of |second difference| whose running share is <= z (P-13)."""
+    """Tail-free sampling: keep one more than the leading terms of |second difference| whose running share is <= z
+    (P-13)."""
     kept = p[p >= 1e-8]
     if len(kept) < 3:
         return len(p)
@@ -170,7 +175,8 @@ def tail_free(p: Probabilities, z: float) -> int:
 
 
 def typical(p: Probabilities, mass: float) -> Keep:
-    """Locally typical: smallest set by |-ln p - entropy| whose sum reaches `mass`, the crossing token included (not P-14)."""
+    """Locally typical: smallest set by |-ln p - entropy| whose sum reaches `mass`, the crossing token included (not
+    P-14)."""
     positive = p > 0
     surprise = np.full(len(p), np.inf)
     surprise[positive] = -np.log(p[positive])
@@ -209,7 +215,8 @@ def dynamic_temperature(p: Probabilities, low: float, high: float, exponent: flo
 
 def xtc(p: Probabilities, probability: float, threshold: float, ignored: Keep | None = None) -> Probabilities:
     """Exclude top choices, in expectation (P-18): all tokens with p >= threshold but the least probable of them lose
-    `probability` of their mass, which the others share in proportion. `ignored` marks tokens that are never excluded."""
+    `probability` of their mass, which the others share in proportion. `ignored` marks tokens that are never
+    excluded."""
     choice = p >= threshold
     if ignored is not None:
         choice &= ~ignored
@@ -231,6 +238,7 @@ def skew(r: float, amount: float) -> float:
 
 
 def draw(p: Probabilities, r: float) -> int:
-    """Index of the first entry whose running share exceeds r in [0, 1); an entry of probability 0 is never drawn (P-21)."""
+    """Index of the first entry whose running share exceeds r in [0, 1); an entry of probability 0 is never drawn
+    (P-21)."""
     running = np.cumsum(p)
     return min(int(np.searchsorted(running / running[-1], r, side="right")), int(np.flatnonzero(p)[-1]))

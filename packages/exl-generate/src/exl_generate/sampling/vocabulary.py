@@ -1,4 +1,5 @@
-"""What the sampler must know of a vocabulary: how many ids are real, DRY's default breakers, XTC's default ignore set."""
+"""What the sampler must know of a vocabulary: how many ids are real, DRY's default breakers, XTC's default ignore
+set."""
 
 from __future__ import annotations
 

@@ -1,0 +1,176 @@
+"""A model made of a hash function (spec/generators.md 7).
+
+Next-token logits are a function of the whole token context. Each slot of the cache stores the token and a running hash
+of its prefix; every forward pass recomputes the chain over the block table and fails where K/V of another context would
+have been used. Generators cannot tell it from a model, but with it a wrong page, a lost copy or a stale rewind is an
+error, not a nuance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+__all__ = ["ScriptedCache", "ScriptedConfig", "ScriptedModel", "ScriptedTokenizer"]
+
+Script = Callable[[list[int]], int | None]
+
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+_PAD_LOGIT = -65504.0
+
+
+@dataclass
+class ScriptedConfig:
+    """The config fields that generators read."""
+
+    vocab_size: int = 64
+    max_seq_len: int = 512
+    max_input_len: int = 64
+    max_batch_size: int = 8
+    pad_token_id: int = 0
+    hidden_size: int = 8
+
+
+class ScriptedCache:
+    """Slots of (token, prefix hash), with the copy operation of a K/V cache."""
+
+    def __init__(self, model: ScriptedModel, batch_size: int = 1, max_seq_len: int = 256) -> None:
+        self.model = model
+        self.batch_size = batch_size
+        self.max_seq_len = max_seq_len
+        self.current_seq_len = 0
+        self.tokens = np.full(max_seq_len, -1, dtype=np.int64)
+        self.chain = np.zeros(max_seq_len, dtype=np.uint64)
+
+    def all_tensors(self) -> list[torch.Tensor]:
+        return [torch.from_numpy(self.tokens)]
+
+    def copy_states(self, target: ScriptedCache, from_column: int, from_columns: int, to_column: int, *_: int) -> None:
+        """Copy slots, as `ExLlamaV2Cache.copy_states` does for one row."""
+        source, destination = slice(from_column, from_column + from_columns), slice(to_column, to_column + from_columns)
+        target.tokens[destination] = self.tokens[source]
+        target.chain[destination] = self.chain[source]
+
+
+class ScriptedModel:
+    """`script(context)` names the next token, or None where the hash decides. `faults` are raised by the forward passes
+    that see a context ending in that token."""
+
+    def __init__(self, config: ScriptedConfig | None = None, script: Script | None = None, scale: float = 4.0) -> None:
+        self.config = config or ScriptedConfig()
+        self.script = script
+        self.scale = scale
+        self.faults: dict[int, Exception] = {}
+        self.calls: list[tuple[int, int, bool]] = []
+        width = self.config.max_seq_len + self.config.max_input_len + 1
+        with np.errstate(over="ignore"):
+            self._powers = np.cumprod(np.full(width, _BASE, dtype=np.uint64))
+
+    def forward_chunk(
+        self,
+        input_ids: torch.Tensor,
+        cache: ScriptedCache,
+        attn_params: Any,
+        preprocess_only: bool = False,
+        **_: Any,
+    ) -> dict[str, torch.Tensor]:
+        """As `ExLlamaV2.forward_chunk` in paged mode: store K/V, check provenance, return logits float32 [B, q, Vp]."""
+        ids = input_ids.numpy()
+        batch, q_len = ids.shape
+        self.calls.append((batch, q_len, preprocess_only))
+        table, lengths = attn_params.block_index.numpy(), attn_params.cache_seqlens.numpy()
+        slots = [self._slots(table[b], int(lengths[b]) + q_len, attn_params.page_size) for b in range(batch)]
+        written = np.concatenate([row[len(row) - q_len :] for row in slots])
+        if len(np.unique(written)) != len(written):
+            raise AssertionError("two rows of a batch write the same slots")
+        out = np.empty((batch, q_len, -(-self.config.vocab_size // 32) * 32), dtype=np.float32)
+        for b in range(batch):
+            self._store(cache, slots[b], ids[b])
+            for i in range(q_len):
+                context = cache.tokens[slots[b][: len(slots[b]) - q_len + i + 1]]
+                if int(context[-1]) in self.faults:
+                    raise self.faults[int(context[-1])]
+                if not preprocess_only:
+                    out[b, i] = self.logits(context)
+        return {} if preprocess_only else {"logits": torch.from_numpy(out)}
+
+    def logits(self, context: NDArray[np.int64]) -> NDArray[np.float32]:
+        """float32 [Vp] for the token after `context`: what a correct generator must have sampled from."""
+        vocab = self.config.vocab_size
+        row = np.full(-(-vocab // 32) * 32, _PAD_LOGIT, dtype=np.float32)
+        with np.errstate(over="ignore"):
+            mixed = (
+                self._hash(context)[-1] ^ np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
+            ) * _BASE
+            mixed ^= mixed >> np.uint64(31)
+            mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        row[:vocab] = (mixed >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24) * self.scale
+        wanted = None if self.script is None else self.script(context.tolist())
+        if wanted is not None:
+            row[wanted] = self.scale + 20.0
+        return row
+
+    def _slots(self, pages: NDArray[np.int32], length: int, page_size: int) -> NDArray[np.int64]:
+        positions = np.arange(length)
+        return pages.astype(np.int64)[positions // page_size] * page_size + positions % page_size
+
+    def _store(self, cache: ScriptedCache, slots: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
+        past = len(slots) - len(ids)
+        tokens = np.concatenate([cache.tokens[slots[:past]], ids])
+        chain = self._hash(tokens)
+        if not np.array_equal(chain[:past], cache.chain[slots[:past]]) or (tokens[:past] < 0).any():
+            raise AssertionError("K/V of another context were used")
+        cache.tokens[slots[past:]] = ids
+        cache.chain[slots[past:]] = chain[past:]
+
+    def _hash(self, tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Prefix hash of every position."""
+        with np.errstate(over="ignore"):
+            return np.cumsum((tokens.astype(np.uint64) + np.uint64(7)) * self._powers[: len(tokens)], dtype=np.uint64)
+
+
+class ScriptedTokenizer:
+    """A vocabulary of byte strings after three special ids: 0 pad, 1 BOS, 2 EOS. Encodes by longest match."""
+
+    def __init__(self, pieces: Sequence[str | bytes], config: ScriptedConfig | None = None) -> None:
+        special = [b"<pad>", b"<s>", b"</s>"]
+        self.pieces = special + [p.encode() if isinstance(p, str) else p for p in pieces]
+        self.config = config or ScriptedConfig(vocab_size=len(self.pieces))
+        self.pad_token_id, self.bos_token_id, self.eos_token_id = 0, 1, 2
+        self.extended_id_to_piece = {i: piece.decode() for i, piece in enumerate(special)}
+        self._longest = max(len(piece) for piece in self.pieces)
+        self._ids = {piece: i for i, piece in reversed(list(enumerate(self.pieces))) if i > 2}
+
+    def get_vocab_size(self) -> int:
+        return len(self.pieces)
+
+    def get_id_to_bytes_list(self, include_special_tokens: bool = False) -> list[bytes]:
+        return [p if i > 2 or include_special_tokens else b"" for i, p in enumerate(self.pieces)]
+
+    def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
+        return [p.decode(errors="replace") for p in self.get_id_to_bytes_list(include_special_tokens)]
+
+    def single_id(self, piece: str) -> int | None:
+        return self._ids.get(piece.encode())
+
+    def encode(
+        self, text: str, add_bos: bool = False, add_eos: bool = False, encode_special_tokens: bool = False, **_: Any
+    ) -> torch.Tensor:
+        """int64 [1, n]."""
+        data, at, ids = text.encode(), 0, [self.bos_token_id] if add_bos else []
+        while at < len(data):
+            size = next(n for n in range(min(self._longest, len(data) - at), 0, -1) if data[at : at + n] in self._ids)
+            ids.append(self._ids[data[at : at + size]])
+            at += size
+        return torch.tensor([ids + [self.eos_token_id] * add_eos], dtype=torch.int64)
+
+    def decode(self, ids: torch.Tensor, decode_special_tokens: bool = False) -> Any:
+        if ids.dim() == 2:
+            return [self.decode(row, decode_special_tokens) for row in ids]
+        table = self.get_id_to_bytes_list(decode_special_tokens)
+        return b"".join(table[int(i)] for i in ids).decode(errors="replace")
