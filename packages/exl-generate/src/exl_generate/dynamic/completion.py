@@ -11,13 +11,13 @@ from exl_generate.sampling import Settings
 from exl_kernels.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from exl_core import ExLlamaV2Tokenizer
+    from exl_generate.contracts import Tokenizer
 
 __all__ = ["Completions", "build_jobs"]
 
 
 def build_jobs(
-    tokenizer: ExLlamaV2Tokenizer,
+    tokenizer: Tokenizer,
     prompt: Any,
     *,
     gen_settings: Settings | list[Settings] | None,

@@ -7,11 +7,11 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from exl_core import ExLlamaV2Tokenizer
+    from exl_generate.contracts import Tokenizer
 
 __all__ = ["PieceTable", "decode_incremental"]
 
-_cache: weakref.WeakKeyDictionary[ExLlamaV2Tokenizer, dict[bool, PieceTable]] = weakref.WeakKeyDictionary()
+_cache: weakref.WeakKeyDictionary[Tokenizer, dict[bool, PieceTable]] = weakref.WeakKeyDictionary()
 
 
 class PieceTable:
@@ -21,7 +21,7 @@ class PieceTable:
         self._pieces = pieces
 
     @classmethod
-    def of(cls, tokenizer: ExLlamaV2Tokenizer, special: bool) -> PieceTable:
+    def of(cls, tokenizer: Tokenizer, special: bool) -> PieceTable:
         """The table of this tokenizer, built once and shared by all requests."""
         tables = _cache.setdefault(tokenizer, {})
         if special not in tables:

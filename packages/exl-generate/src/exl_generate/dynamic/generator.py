@@ -18,7 +18,7 @@ from exl_generate.sampling import Settings
 from exl_kernels.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from exl_core import ExLlamaV2, ExLlamaV2CacheBase, ExLlamaV2Tokenizer
+    from exl_generate.contracts import Cache, Model, Tokenizer
 
 __all__ = ["ExLlamaV2DynamicGenerator"]
 
@@ -41,15 +41,15 @@ class ExLlamaV2DynamicGenerator:
 
     def __init__(
         self,
-        model: ExLlamaV2,
-        cache: ExLlamaV2CacheBase,
-        tokenizer: ExLlamaV2Tokenizer,
+        model: Model,
+        cache: Cache,
+        tokenizer: Tokenizer,
         max_batch_size: int | None = None,
         max_seq_len: int | None = None,
         max_chunk_size: int | None = None,
         max_q_size: int = 8,
-        draft_model: ExLlamaV2 | None = None,
-        draft_cache: ExLlamaV2CacheBase | None = None,
+        draft_model: Model | None = None,
+        draft_cache: Cache | None = None,
         num_draft_tokens: int = 4,
         use_ngram_draft: bool = False,
         max_ngram: int = 4,

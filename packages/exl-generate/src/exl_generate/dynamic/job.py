@@ -23,7 +23,7 @@ from exl_generate.sampling import Constraint, RequestSampler, Sample, Settings, 
 from exl_kernels.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from exl_core import ExLlamaV2Tokenizer
+    from exl_generate.contracts import Tokenizer
     from exl_generate.dynamic.generator import ExLlamaV2DynamicGenerator
 
 __all__ = ["ExLlamaV2DynamicJob"]
@@ -98,7 +98,7 @@ class ExLlamaV2DynamicJob:
         #: generated position -> first tokens of banned strings met there
         self._explored: dict[int, list[int]] = {}
         self._rewinds = 0
-        self._tokenizer: ExLlamaV2Tokenizer | None = None
+        self._tokenizer: Tokenizer | None = None
         self._sampler: RequestSampler | None = None
         self._filters: FilterStack | None = None
         self._output: TextStream | None = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from exl_generate.errors import CapacityError, RequestError
 
 if TYPE_CHECKING:
-    from exl_core import ExLlamaV2, ExLlamaV2CacheBase
+    from exl_generate.contracts import Cache, Model
 
 __all__ = ["Limits"]
 
@@ -26,8 +26,8 @@ class Limits:
     @classmethod
     def resolve(
         cls,
-        model: ExLlamaV2,
-        cache: ExLlamaV2CacheBase,
+        model: Model,
+        cache: Cache,
         max_batch_size: int | None,
         max_seq_len: int | None,
         max_chunk_size: int | None,

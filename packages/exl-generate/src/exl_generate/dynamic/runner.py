@@ -12,7 +12,7 @@ from exl_core import PagedParams
 from exl_generate.dynamic.sequence import Sequence
 
 if TYPE_CHECKING:
-    from exl_core import ExLlamaV2, ExLlamaV2CacheBase
+    from exl_generate.contracts import Cache, Model
 
 __all__ = ["Runner", "Window"]
 
@@ -33,7 +33,7 @@ class Window:
 class Runner:
     """One model with its cache. Knows pages and ids, not jobs."""
 
-    def __init__(self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, page_size: int) -> None:
+    def __init__(self, model: Model, cache: Cache, page_size: int) -> None:
         self._model = model
         self._cache = cache
         self._page_size = page_size

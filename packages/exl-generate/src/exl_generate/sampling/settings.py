@@ -15,7 +15,7 @@ from exl_generate.errors import RequestError
 from exl_kernels.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from exl_core import ExLlamaV2Tokenizer
+    from exl_generate.contracts import Tokenizer
 
 __all__ = ["Settings"]
 
@@ -147,14 +147,14 @@ class Settings:
             xtc_ignore_tokens=self.xtc_ignore_tokens,
         )
 
-    def disallow_tokens(self, tokenizer: ExLlamaV2Tokenizer, tokens: Iterable[int]) -> None:
+    def disallow_tokens(self, tokenizer: Tokenizer, tokens: Iterable[int]) -> None:
         """Never sample these ids. A bias of the padded vocabulary's width is created if none exists."""
         ids = [_token_id(tokenizer, token) for token in tokens]
         bias = self._own_bias(tokenizer, 0.0)
         bias[ids] = -math.inf
         self.token_bias = bias
 
-    def allow_tokens(self, tokenizer: ExLlamaV2Tokenizer, tokens: Iterable[int | str]) -> None:
+    def allow_tokens(self, tokenizer: Tokenizer, tokens: Iterable[int | str]) -> None:
         """Sample only these ids or whole pieces; with a bias already set, lift the ban on these and keep the rest as
         it is."""
         ids = [_token_id(tokenizer, token) for token in tokens]
@@ -190,7 +190,7 @@ class Settings:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: v for k, v in values.items() if v is not getattr(default, k) and not _same(v, getattr(default, k))}
 
-    def _own_bias(self, tokenizer: ExLlamaV2Tokenizer, fill: float) -> torch.Tensor:
+    def _own_bias(self, tokenizer: Tokenizer, fill: float) -> torch.Tensor:
         if self.token_bias is not None:
             return self.token_bias.clone()
         width = -(-tokenizer.config.vocab_size // 32) * 32
@@ -201,7 +201,7 @@ def _same(a: object, b: object) -> bool:
     return not isinstance(a, torch.Tensor) and a == b
 
 
-def _token_id(tokenizer: ExLlamaV2Tokenizer, token: int | str) -> int:
+def _token_id(tokenizer: Tokenizer, token: int | str) -> int:
     if isinstance(token, str):
         found = tokenizer.single_id(token)
         if found is None:

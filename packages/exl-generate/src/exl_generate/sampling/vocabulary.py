@@ -10,25 +10,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from exl_core import ExLlamaV2Tokenizer
+    from exl_generate.contracts import Tokenizer
 
 __all__ = ["Vocabulary"]
 
 _BREAKERS = frozenset('.,!?<>[](){}"\n\t')
-_cache: weakref.WeakKeyDictionary[ExLlamaV2Tokenizer, Vocabulary] = weakref.WeakKeyDictionary()
+_cache: weakref.WeakKeyDictionary[Tokenizer, Vocabulary] = weakref.WeakKeyDictionary()
 
 
 class Vocabulary:
     """Facts derived once per tokenizer; the sets are built on first use, since most requests need none of them."""
 
-    def __init__(self, tokenizer: ExLlamaV2Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = weakref.ref(tokenizer)
         self.size = int(tokenizer.get_vocab_size())
         self._dry_breakers: frozenset[int] | None = None
         self._xtc_ignored: frozenset[int] | None = None
 
     @classmethod
-    def of(cls, tokenizer: ExLlamaV2Tokenizer) -> Vocabulary:
+    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
         """The facts of this tokenizer, shared by all requests that use it."""
         found = _cache.get(tokenizer)
         if found is None:

@@ -1,0 +1,85 @@
+"""What generators need of the layers below, as protocols: exl_core's classes satisfy them, and so do test doubles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Cache", "Config", "Model", "Tokenizer"]
+
+
+class Config(Protocol):
+    """The config fields that generators read; lengths in tokens."""
+
+    vocab_size: int
+    max_seq_len: int
+    max_input_len: int
+    max_batch_size: int
+
+
+class Cache(Protocol):
+    """A K/V store of `batch_size` rows of `max_seq_len` tokens, which paged callers cut into pages."""
+
+    batch_size: int
+    max_seq_len: int
+
+    def copy_states(
+        self,
+        target: Any,
+        from_column: int,
+        from_columns: int,
+        to_column: int,
+        to_columns: int,
+        from_row: int,
+        from_rows: int,
+        to_row: int,
+        to_rows: int,
+    ) -> None:
+        """Copy the K/V of a range of tokens."""
+
+
+class Model(Protocol):
+    """A loaded model."""
+
+    @property
+    def config(self) -> Any:
+        """Its `Config`."""
+
+    def forward_chunk(
+        self,
+        input_ids: torch.Tensor,
+        cache: Any = None,
+        *,
+        attn_params: Any = None,
+        preprocess_only: bool = False,
+    ) -> dict[str, Any]:
+        """One pass over int64 [B, q] ids with `PagedParams`; "logits" float [B, q, Vp] unless `preprocess_only`."""
+
+
+class Tokenizer(Protocol):
+    """Text to ids, ids to bytes."""
+
+    @property
+    def config(self) -> Any:
+        """The model's `Config`."""
+
+    @property
+    def extended_id_to_piece(self) -> Mapping[int, str]:
+        """Special and added ids with their text."""
+
+    def encode(self, text: Any, add_bos: bool = False, *, encode_special_tokens: bool = False) -> torch.Tensor:
+        """int64 [1, n]."""
+
+    def get_vocab_size(self) -> int:
+        """1 + the highest known id."""
+
+    def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
+        """Text of each id."""
+
+    def get_id_to_bytes_list(self, include_special_tokens: bool = False) -> list[bytes]:
+        """Bytes of each id."""
+
+    def single_id(self, piece: str) -> int | None:
+        """Id of a whole piece."""
