@@ -1,9 +1,62 @@
 //! Bindings of the `attention` subject.
 
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use exl_cpu::attention::{self, Attention};
 use pyo3::prelude::*;
 
+use crate::kv::Pages;
+use crate::tensor::{Tensor, shape_error};
+
+/// See `exl_kernels.attention.paged_attention`.
+#[pyfunction]
+#[pyo3(signature = (q, pages, block_table, rows, positions, scale, window, softcap, key_mask, out))]
+fn paged_attention(
+    py: Python<'_>,
+    q: Tensor,
+    pages: &Bound<'_, Pages>,
+    block_table: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    scale: f32,
+    window: usize,
+    softcap: f32,
+    key_mask: Option<Tensor>,
+    out: Tensor,
+) -> PyResult<()> {
+    let (&[_, q_heads, _], &[_, max_pages]) = (&q.shape[..], &block_table.shape[..]) else {
+        return Err(shape_error(
+            py,
+            "paged_attention: q must be [T, Hq, D], block_table [B, max_pages]".into(),
+        ));
+    };
+    let key_mask = match &key_mask {
+        Some(mask) => Some((
+            mask.slice("key_mask")?,
+            mask.shape.last().copied().unwrap_or(0),
+        )),
+        None => None,
+    };
+    let args = Attention {
+        q: q.slice("q")?,
+        q_heads,
+        pages: &pages.get().inner,
+        block_table: block_table.slice("block_table")?,
+        max_pages,
+        rows: rows.slice("rows")?,
+        positions: positions.slice("positions")?,
+        scale,
+        window,
+        softcap,
+        key_mask,
+    };
+    let out = out.slice_mut("out")?;
+    py.detach(|| attention::paged_attention(&args, out))
+        .map_err(|error| shape_error(py, format!("paged_attention: {error}")))
+}
+
 /// Adds this subject's functions and classes to the module.
-#[allow(clippy::unnecessary_wraps)]
-pub fn register(_m: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_function(wrap_pyfunction!(paged_attention, m)?)
 }

@@ -1,9 +1,124 @@
 //! Bindings of the `kv` subject.
 
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use exl_cpu::kv;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::tensor::{Tensor, same_length, shape_error};
+
+/// One layer's pages: the addresses, and the tensors that own them.
+#[pyclass(frozen, name = "Pages")]
+pub struct Pages {
+    pub inner: kv::Pages,
+    _owners: Vec<Tensor>,
+}
+
+#[pymethods]
+impl Pages {
+    /// key, value: [P, page, H, row]; scales [P, page, H, row] where the kind has them.
+    #[new]
+    #[pyo3(signature = (kind, head_dim, key, value, key_scales, value_scales))]
+    fn new(
+        py: Python<'_>,
+        kind: &str,
+        head_dim: usize,
+        key: Tensor,
+        value: Tensor,
+        key_scales: Option<Tensor>,
+        value_scales: Option<Tensor>,
+    ) -> PyResult<Self> {
+        let codecs = kv::codecs(kind)
+            .ok_or_else(|| PyValueError::new_err(format!("unknown cache kind {kind:?}")))?;
+        let &[num_pages, page_size, heads, _] = &key.shape[..] else {
+            return Err(shape_error(
+                py,
+                "key must be [pages, page_size, heads, row]".into(),
+            ));
+        };
+        let rows = num_pages * page_size * heads;
+        let mut data = [std::ptr::null_mut(); 2];
+        let mut scales = [std::ptr::null_mut(); 2];
+        let parts = [
+            (codecs.0, &key, &key_scales),
+            (codecs.1, &value, &value_scales),
+        ];
+        for (i, (codec, plane, plane_scales)) in parts.into_iter().enumerate() {
+            data[i] = if codec == kv::Codec::F16 {
+                plane
+                    .slice_mut::<half::f16>("key or value")?
+                    .as_mut_ptr()
+                    .cast()
+            } else {
+                plane.slice_mut::<u8>("key or value")?.as_mut_ptr()
+            };
+            same_length(
+                "key or value bytes",
+                plane.numel() * plane.dtype.size(),
+                rows * codec.row_bytes(head_dim),
+            )?;
+            let wanted = rows * codec.row_scales(head_dim);
+            same_length(
+                "scales",
+                plane_scales.as_ref().map_or(0, Tensor::numel),
+                wanted,
+            )?;
+            if let Some(tensor) = plane_scales {
+                scales[i] = tensor.slice_mut::<half::f16>("scales")?.as_mut_ptr().cast();
+            }
+        }
+        // SAFETY: the lengths were compared above and `_owners` keeps the tensors; calls that write hold the caller.
+        let inner = unsafe {
+            kv::Pages::new(
+                codecs,
+                (data[0], data[1]),
+                (scales[0], scales[1]),
+                [num_pages, page_size, heads, head_dim],
+            )
+        };
+        let owners = [Some(key), Some(value), key_scales, value_scales];
+        Ok(Self {
+            inner,
+            _owners: owners.into_iter().flatten().collect(),
+        })
+    }
+}
+
+/// Encodes k, v [T, H, D] into slots [T].
+#[pyfunction]
+fn kv_store(
+    py: Python<'_>,
+    pages: &Bound<'_, Pages>,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+) -> PyResult<()> {
+    let pages = &pages.get().inner;
+    let (k, v, slots) = (k.slice("k")?, v.slice("v")?, slots.slice("slots")?);
+    py.detach(|| kv::store(pages, k, v, slots))
+        .map_err(|error| shape_error(py, format!("store_kv: {error}")))
+}
+
+/// Decodes slots [T] into k, v [T, H, D].
+#[pyfunction]
+fn kv_load(
+    py: Python<'_>,
+    pages: &Bound<'_, Pages>,
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> PyResult<()> {
+    let pages = &pages.get().inner;
+    let (k, v, slots) = (k.slice_mut("k")?, v.slice_mut("v")?, slots.slice("slots")?);
+    py.detach(|| kv::load(pages, slots, k, v))
+        .map_err(|error| shape_error(py, format!("load_kv: {error}")))
+}
+
 /// Adds this subject's functions and classes to the module.
-#[allow(clippy::unnecessary_wraps)]
-pub fn register(_m: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<Pages>()?;
+    m.add_function(wrap_pyfunction!(kv_store, m)?)?;
+    m.add_function(wrap_pyfunction!(kv_load, m)?)
 }

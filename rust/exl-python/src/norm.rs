@@ -1,9 +1,73 @@
 //! Bindings of the `norm` subject.
 
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use exl_cpu::norm::{Norm, normalize_raw};
 use pyo3::prelude::*;
 
-/// Adds this subject's functions and classes to the module.
-#[allow(clippy::unnecessary_wraps)]
-pub fn register(_m: &Bound<'_, PyModule>) -> PyResult<()> {
+use crate::tensor::{Tensor, same_length};
+
+/// x [.., D] normalised into out (which may be x); weight f32 with whole rows of `dim`.
+#[pyfunction]
+fn rms_norm(
+    py: Python<'_>,
+    x: Tensor,
+    weight: Tensor,
+    offset: f32,
+    eps: f32,
+    dim: usize,
+    out: Tensor,
+) -> PyResult<()> {
+    let norm = Norm::Rms {
+        weight: weight.slice("weight")?,
+        offset,
+    };
+    run(py, norm, &x, dim, eps, &out)
+}
+
+/// As `rms_norm`, with mean and bias.
+#[pyfunction]
+#[pyo3(signature = (x, weight, bias, eps, dim, out))]
+fn layer_norm(
+    py: Python<'_>,
+    x: Tensor,
+    weight: Tensor,
+    bias: Option<Tensor>,
+    eps: f32,
+    dim: usize,
+    out: Tensor,
+) -> PyResult<()> {
+    let norm = Norm::Layer {
+        weight: weight.slice("weight")?,
+        bias: bias.as_ref().map(|b| b.slice("bias")).transpose()?,
+    };
+    run(py, norm, &x, dim, eps, &out)
+}
+
+fn run(
+    py: Python<'_>,
+    norm: Norm<'_>,
+    x: &Tensor,
+    dim: usize,
+    eps: f32,
+    out: &Tensor,
+) -> PyResult<()> {
+    same_length("out", out.numel(), x.numel())?;
+    let (from, to) = (
+        x.slice::<f32>("x")?.as_ptr() as usize,
+        out.slice_mut::<f32>("out")?.as_mut_ptr() as usize,
+    );
+    let len = x.numel();
+    py.detach(|| {
+        // SAFETY: both tensors hold `len` floats; the Python side passes the same tensor or another one.
+        unsafe { normalize_raw(norm, from as *const f32, len, dim, eps, to as *mut f32) }
+    });
     Ok(())
+}
+
+/// Adds this subject's functions and classes to the module.
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_function(wrap_pyfunction!(rms_norm, m)?)?;
+    m.add_function(wrap_pyfunction!(layer_norm, m)?)
 }

@@ -178,3 +178,25 @@ impl Tensor {
         Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr as *mut T, self.numel()) })
     }
 }
+
+/// `exl_kernels.errors.ShapeError` with this text.
+pub fn shape_error(py: Python<'_>, text: String) -> PyErr {
+    let class = py
+        .import("exl_kernels.errors")
+        .and_then(|errors| errors.getattr("ShapeError"));
+    match class.and_then(|class| class.call1((text,))) {
+        Ok(error) => PyErr::from_value(error),
+        Err(error) => error,
+    }
+}
+
+/// Refuses two tensors of different size; the Python doors give the better message first.
+pub fn same_length(what: &str, got: usize, expected: usize) -> PyResult<()> {
+    if got == expected {
+        Ok(())
+    } else {
+        Err(PyValueError::new_err(format!(
+            "{what}: {got} elements, expected {expected}"
+        )))
+    }
+}

@@ -15,12 +15,13 @@ kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from . import _native
 from ._check import require_cpu, require_dtype, require_shape
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .reference import kv as _twin
@@ -45,6 +46,8 @@ class KVPages:
     value: Tensor
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+    # The native view of the same memory, made on first use.
+    _view: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in _BITS:
@@ -149,6 +152,13 @@ class KVPages:
         """The storage: key, value, then scales if the kind has them."""
         return [t for t in (self.key, self.value, self.key_scales, self.value_scales) if t is not None]
 
+    def native(self) -> Any:
+        """The kernels' view of these pages; CPU only. Not for use outside exl_kernels."""
+        if not self._view:
+            parts = (self.key, self.value, self.key_scales, self.value_scales)
+            self._view.append(_native.Pages(self.kind, self.head_dim, *parts))
+        return self._view[0]
+
     def repaged(self, page_size: int) -> KVPages:
         """The same memory as pages of another size: [1, seq, ...] as [seq / page_size, page_size, ...] and back."""
         tokens = self.num_pages * self.page_size
@@ -176,22 +186,12 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     slot twice. Raises ShapeError (also for a slot out of range), DTypeError, UnsupportedError.
     """
     require_cpu("store_kv", pages.key, k, v, slots)
-    shape = (slots.shape[0] if slots.dim() == 1 else -1, pages.heads, pages.head_dim)
+    _check_slots("store_kv", slots)
+    shape = (slots.shape[0], pages.heads, pages.head_dim)
     for name, tensor in (("k", k), ("v", v)):
         require_dtype(f"store_kv: {name}", tensor, torch.float32)
         require_shape(f"store_kv: {name}", tensor, shape)
-    _check_slots("store_kv", pages, slots)
-    keep = slots >= 0
-    page, offset = slots[keep] // pages.page_size, slots[keep] % pages.page_size
-    for data, scales, x, bits in (
-        (pages.key, pages.key_scales, k, pages.key_bits),
-        (pages.value, pages.value_scales, v, pages.value_bits),
-    ):
-        half = _twin.round_to_half(x[keep])
-        if scales is not None:
-            data[page, offset], scales[page, offset] = _twin.hadamard_encode(_twin.pad_to_block(half), bits)
-        else:
-            data[page, offset] = _twin.fp8_encode(half) if pages.kind == "fp8" else half
+    _native.kv_store(pages.native(), k.contiguous(), v.contiguous(), slots.contiguous())
 
 
 def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,29 +202,14 @@ def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
     Raises ShapeError (also for a slot out of range), DTypeError, UnsupportedError.
     """
     require_cpu("load_kv", pages.key, slots)
-    _check_slots("load_kv", pages, slots)
-    keep = slots >= 0
-    page, offset = slots[keep] // pages.page_size, slots[keep] % pages.page_size
-    parts = []
-    for data, scales, bits in (
-        (pages.key, pages.key_scales, pages.key_bits),
-        (pages.value, pages.value_scales, pages.value_bits),
-    ):
-        stored = data[page, offset]
-        if scales is not None:
-            half = _twin.hadamard_decode(stored, scales[page, offset], bits)[..., : pages.head_dim]
-        else:
-            half = _twin.fp8_decode(stored) if pages.kind == "fp8" else stored
-        part = torch.zeros((slots.shape[0], pages.heads, pages.head_dim))
-        part[keep] = half.float()
-        parts.append(part)
-    return parts[0], parts[1]
+    _check_slots("load_kv", slots)
+    shape = (slots.shape[0], pages.heads, pages.head_dim)
+    k, v = torch.empty(shape), torch.empty(shape)
+    _native.kv_load(pages.native(), slots.contiguous(), k, v)
+    return k, v
 
 
-def _check_slots(what: str, pages: KVPages, slots: Tensor) -> None:
+def _check_slots(what: str, slots: Tensor) -> None:
     require_dtype(f"{what}: slots", slots, torch.int64)
     if slots.dim() != 1:
         raise ShapeError(f"{what}: slots {tuple(slots.shape)}, expected one dimension")
-    tokens = pages.num_pages * pages.page_size
-    if slots.numel() and (int(slots.min()) < -1 or int(slots.max()) >= tokens):
-        raise ShapeError(f"{what}: slots {int(slots.min())}..{int(slots.max())}, expected -1 (skip) to {tokens - 1}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import cuda_ops
+from . import _native, cuda_ops
 from ._check import require_cpu, require_dtype, require_out
 from .errors import ShapeError
-from .reference import norm as _twin
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -26,7 +25,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
         return cuda_ops.rms_norm(x, weight, eps, weight_offset=weight_offset, out=out)
     _check("rms_norm", x, weight, None)
     out = require_out("rms_norm", out, x)
-    return out.copy_(_twin.rms_norm(x, weight, eps, weight_offset=weight_offset))
+    _native.rms_norm(x.contiguous(), _float32(weight), weight_offset, eps, x.shape[-1], out)
+    return out
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -38,7 +38,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, ou
         return cuda_ops.layer_norm(x, weight, bias, eps, out=out)
     _check("layer_norm", x, weight, bias)
     out = require_out("layer_norm", out, x)
-    return out.copy_(_twin.layer_norm(x, weight, bias, eps))
+    b = None if bias is None else _float32(bias)
+    _native.layer_norm(x.contiguous(), _float32(weight), b, eps, x.shape[-1], out)
+    return out
+
+
+def _float32(weight: Tensor) -> Tensor:
+    return weight.to(torch.float32).contiguous()
 
 
 def _check(what: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -1,0 +1,140 @@
+//! Activations of the MLP (spec core 4.4), elementwise over float32.
+
+use crate::isa::Isa;
+use crate::pool;
+use crate::simd::{Kernel, Lanes, dispatch, sigmoid};
+
+const PER_TASK: usize = 1 << 13;
+
+/// Which function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// x * sigmoid(x)
+    Silu,
+    /// The tanh form of GELU: x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
+    Gelu,
+    /// x * sigmoid(1.702 x)
+    QuickGelu,
+}
+
+impl Activation {
+    /// Parses `silu`, `gelu` or `quickgelu`.
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "silu" => Some(Self::Silu),
+            "gelu" => Some(Self::Gelu),
+            "quickgelu" => Some(Self::QuickGelu),
+            _ => None,
+        }
+    }
+
+    #[inline(always)]
+    fn of<V: Lanes>(self, x: V) -> V {
+        let inner = match self {
+            Self::Silu => x,
+            Self::Gelu => {
+                let cubic = x.mul(x).fma(V::splat(0.044_715), V::splat(1.0));
+                x.mul(cubic).mul(V::splat(1.595_769))
+            }
+            Self::QuickGelu => x.mul(V::splat(1.702)),
+        };
+        x.mul(sigmoid(inner))
+    }
+}
+
+/// x = activation(x), or x = activation(x) * up where `up` is given (as long as `x`).
+pub fn activate_in_place(kind: Activation, x: &mut [f32], up: Option<&[f32]>) {
+    assert!(
+        up.is_none_or(|up| up.len() == x.len()),
+        "up must be as long as x"
+    );
+    let p = x.as_mut_ptr();
+    // SAFETY: source and destination may be the same memory.
+    unsafe { activate_raw(kind, p, up.map(<[f32]>::as_ptr), x.len(), p) }
+}
+
+/// out = activation(x) [* up].
+/// # Safety
+/// `len` floats at `x` and `up`, room for as many at `out`; `out` may be `x` or `up` but not overlap them otherwise.
+pub unsafe fn activate_raw(
+    kind: Activation,
+    x: *const f32,
+    up: Option<*const f32>,
+    len: usize,
+    out: *mut f32,
+) {
+    let (isa, x, up, out) = (
+        Isa::current(),
+        x as usize,
+        up.map(|up| up as usize),
+        out as usize,
+    );
+    // Up to two chunks stay on the calling thread.
+    let per_task = if len <= 2 * PER_TASK {
+        len.max(1)
+    } else {
+        PER_TASK
+    };
+    pool::run(len.div_ceil(per_task), &|task| {
+        let first = task * per_task;
+        let n = per_task.min(len - first);
+        // SAFETY: `first + n <= len`.
+        let kernel = unsafe {
+            Chunk {
+                kind,
+                x: (x as *const f32).add(first),
+                up: up.map(|up| (up as *const f32).add(first)),
+                out: (out as *mut f32).add(first),
+                n,
+            }
+        };
+        dispatch(isa, kernel);
+    });
+}
+
+struct Chunk {
+    kind: Activation,
+    x: *const f32,
+    up: Option<*const f32>,
+    out: *mut f32,
+    n: usize,
+}
+
+impl Kernel for Chunk {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Lanes>(self) {
+        match self.kind {
+            Activation::Silu => self.map::<V>(|x| Activation::Silu.of(x)),
+            Activation::Gelu => self.map::<V>(|x| Activation::Gelu.of(x)),
+            Activation::QuickGelu => self.map::<V>(|x| Activation::QuickGelu.of(x)),
+        }
+    }
+}
+
+impl Chunk {
+    #[inline(always)]
+    fn map<V: Lanes>(&self, f: impl Fn(V) -> V) {
+        let n = self.n;
+        let mut i = 0;
+        // SAFETY: `activate_raw` made a chunk of n elements.
+        unsafe {
+            while i + V::LANES <= n {
+                let mut y = f(V::load(self.x.add(i)));
+                if let Some(up) = self.up {
+                    y = y.mul(V::load(up.add(i)));
+                }
+                y.store(self.out.add(i));
+                i += V::LANES;
+            }
+            if i < n {
+                let mut y = f(V::load_partial(self.x.add(i), n - i));
+                if let Some(up) = self.up {
+                    y = y.mul(V::load_partial(up.add(i), n - i));
+                }
+                y.store_partial(self.out.add(i), n - i);
+            }
+        }
+    }
+}

@@ -1,0 +1,795 @@
+//! One tile: some query tokens of one sequence, the heads that share one key/value head, all their visible keys.
+
+use super::{Attention, KEY_BLOCK, SPLIT, visible};
+use crate::kv::{Plane, decode_exact_row, hadamard_rows};
+use crate::simd::{Kernel, Lanes, MAX_LANES, exp, prefetch, tanh};
+
+/// Query rows a matrix kernel handles together.
+const ROWS: usize = 4;
+
+/// Tokens `first..first + tokens` of sequence `row`, and the union `from..to` of the keys they see.
+#[derive(Debug)]
+pub(super) struct Tile {
+    pub first: usize,
+    pub tokens: usize,
+    /// Query heads of one key/value head.
+    pub groups: usize,
+    pub row: usize,
+    pub from: usize,
+    pub to: usize,
+}
+
+impl Tile {
+    /// Query rows: row `t * groups + g` is head g of token t.
+    pub fn rows(&self) -> usize {
+        self.tokens * self.groups
+    }
+
+    pub fn work<'a>(&'a self, args: &'a Attention<'a>, head: usize) -> Work<'a> {
+        let dim = args.pages.head_dim;
+        let stored = |plane: &Plane| {
+            let unit = if plane.codec().is_hadamard() {
+                crate::kv::BLOCK
+            } else {
+                MAX_LANES
+            };
+            dim.next_multiple_of(unit)
+        };
+        Work {
+            tile: self,
+            args,
+            head,
+            key_dim: stored(&args.pages.key),
+            value_dim: stored(&args.pages.value),
+        }
+    }
+}
+
+/// A tile for one key/value head.
+#[derive(Clone, Copy)]
+pub(super) struct Work<'a> {
+    tile: &'a Tile,
+    args: &'a Attention<'a>,
+    head: usize,
+    /// Floats of a decoded key, padding included.
+    key_dim: usize,
+    value_dim: usize,
+}
+
+/// Running softmax of a tile's rows: largest logit, sum of weights, weighted sum of values.
+#[derive(Clone, Copy)]
+pub(super) struct State {
+    max: *mut f32,
+    sum: *mut f32,
+    acc: *mut f32,
+}
+
+impl State {
+    /// Floats that a state of `rows` rows takes.
+    pub fn floats(rows: usize, args: &Attention<'_>) -> usize {
+        rows * (2 + args.pages.head_dim.next_multiple_of(crate::kv::BLOCK))
+    }
+
+    /// Lays a state out in `floats` floats at `p`.
+    fn at(p: *mut f32, rows: usize) -> Self {
+        Self {
+            max: p,
+            sum: p.wrapping_add(rows),
+            acc: p.wrapping_add(2 * rows),
+        }
+    }
+}
+
+/// Buffers a thread keeps from tile to tile.
+#[derive(Default)]
+pub(super) struct Scratch {
+    /// Queries [rows, key_dim], scaled, transformed where the keys are.
+    q: Vec<f32>,
+    /// Decoded keys or values of a block, [KEY_BLOCK, dim].
+    decoded: Vec<f32>,
+    /// Keys of a block, [key_dim, KEY_BLOCK].
+    keys: Vec<f32>,
+    /// Logits, then weights, [rows, KEY_BLOCK].
+    weights: Vec<f32>,
+    states: Vec<f32>,
+    mask: Vec<f32>,
+}
+
+impl Scratch {
+    pub fn reserve(&mut self, work: &Work<'_>) {
+        let rows = work.tile.rows();
+        let dim = work.key_dim.max(work.value_dim);
+        let grow = |v: &mut Vec<f32>, n: usize| {
+            if v.len() < n {
+                v.resize(n, 0.0);
+            }
+        };
+        grow(&mut self.q, rows * work.key_dim);
+        grow(&mut self.decoded, KEY_BLOCK * dim);
+        grow(&mut self.keys, KEY_BLOCK * work.key_dim);
+        grow(&mut self.weights, rows * KEY_BLOCK);
+        grow(&mut self.states, 2 * State::floats(rows, work.args));
+        grow(&mut self.mask, KEY_BLOCK);
+    }
+}
+
+impl<'a> Work<'a> {
+    /// All splits one after the other, result to `out`.
+    pub fn whole(self, scratch: &'a mut Scratch, out: *mut f32) -> Whole<'a> {
+        Whole {
+            work: self,
+            scratch,
+            out,
+        }
+    }
+
+    /// One split, its state to `partial`.
+    pub fn split(self, scratch: &'a mut Scratch, split: usize, partial: *mut f32) -> Split<'a> {
+        Split {
+            work: self,
+            scratch,
+            index: split,
+            partial,
+        }
+    }
+
+    /// Joins the states of the splits, in order, result to `out`.
+    pub fn join(self, parts: &'a [*mut f32], out: *mut f32) -> Join<'a> {
+        Join {
+            work: self,
+            parts,
+            out,
+        }
+    }
+}
+
+pub(super) struct Whole<'a> {
+    work: Work<'a>,
+    scratch: &'a mut Scratch,
+    out: *mut f32,
+}
+
+pub(super) struct Split<'a> {
+    work: Work<'a>,
+    scratch: &'a mut Scratch,
+    index: usize,
+    partial: *mut f32,
+}
+
+pub(super) struct Join<'a> {
+    work: Work<'a>,
+    parts: &'a [*mut f32],
+    out: *mut f32,
+}
+
+impl Kernel for Whole<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Lanes>(self) {
+        let Self { work, scratch, out } = self;
+        let rows = work.tile.rows();
+        let floats = State::floats(rows, work.args);
+        let total = State::at(scratch.states.as_mut_ptr(), rows);
+        let part = State::at(scratch.states.as_mut_ptr().wrapping_add(floats), rows);
+        // SAFETY: `reserve` sized the scratch for this work; `out` has a place for every query row of this tile and head.
+        unsafe {
+            work.load_queries::<V>(scratch.q.as_mut_ptr());
+            let (first, last) = (work.tile.from / SPLIT, work.tile.to.div_ceil(SPLIT));
+            work.clear(total);
+            for split in first..last {
+                let state = if split == first { total } else { part };
+                work.clear(state);
+                work.run_split::<V>(scratch, split, state);
+                if split > first {
+                    work.merge::<V>(total, part);
+                }
+            }
+            work.finish::<V>(total, out);
+        }
+    }
+}
+
+impl Kernel for Split<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Lanes>(self) {
+        let state = State::at(self.partial, self.work.tile.rows());
+        // SAFETY: as above; `partial` has room for a state.
+        unsafe {
+            self.work.load_queries::<V>(self.scratch.q.as_mut_ptr());
+            self.work.clear(state);
+            self.work.run_split::<V>(self.scratch, self.index, state);
+        }
+    }
+}
+
+impl Kernel for Join<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Lanes>(self) {
+        let rows = self.work.tile.rows();
+        let mut empty = vec![
+            0.0;
+            if self.parts.is_empty() {
+                State::floats(rows, self.work.args)
+            } else {
+                0
+            }
+        ];
+        let first = self.parts.first().copied().unwrap_or(empty.as_mut_ptr());
+        let total = State::at(first, rows);
+        // SAFETY: every part holds the state of one split of this work.
+        unsafe {
+            if self.parts.is_empty() {
+                self.work.clear(total);
+            }
+            for &part in self.parts.iter().skip(1) {
+                self.work.merge::<V>(total, State::at(part, rows));
+            }
+            self.work.finish::<V>(total, self.out);
+        }
+    }
+}
+
+/// Where the keys `from..to` of a block lie: row numbers of the planes.
+struct BlockRows {
+    first_key: usize,
+    /// Keys of the block that exist for this tile: `from..to`, relative to `first_key`.
+    from: usize,
+    to: usize,
+    rows: [usize; KEY_BLOCK],
+}
+
+impl Work<'_> {
+    #[inline(always)]
+    fn query_visible(&self, row: usize) -> (usize, usize) {
+        let token = self.tile.first + row / self.tile.groups;
+        visible(self.args.positions[token], self.args.window)
+    }
+
+    /// Address of a query row in `q` or `out`, in floats.
+    #[inline(always)]
+    fn query_offset(&self, row: usize) -> usize {
+        let token = self.tile.first + row / self.tile.groups;
+        let head = self.head * self.tile.groups + row % self.tile.groups;
+        (token * self.args.q_heads + head) * self.args.pages.head_dim
+    }
+
+    #[inline(always)]
+    unsafe fn load_queries<V: Lanes>(&self, q: *mut f32) {
+        let dim = self.args.pages.head_dim;
+        let transformed = self.args.pages.key.codec().is_hadamard();
+        for row in 0..self.tile.rows() {
+            let source = &self.args.q[self.query_offset(row)..][..dim];
+            // SAFETY: the scratch has `rows * key_dim` floats.
+            let target =
+                unsafe { std::slice::from_raw_parts_mut(q.add(row * self.key_dim), self.key_dim) };
+            target[..dim].copy_from_slice(source);
+            target[dim..].fill(0.0);
+            if transformed {
+                hadamard_rows::<V>(target, self.args.scale / 32.0);
+            } else {
+                for x in &mut target[..dim] {
+                    *x *= self.args.scale;
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn clear(&self, state: State) {
+        let rows = self.tile.rows();
+        // SAFETY: a state holds `rows` rows.
+        unsafe {
+            std::slice::from_raw_parts_mut(state.max, rows).fill(f32::NEG_INFINITY);
+            std::slice::from_raw_parts_mut(state.sum, rows).fill(0.0);
+            std::slice::from_raw_parts_mut(state.acc, rows * self.value_dim).fill(0.0);
+        }
+    }
+
+    /// Adds the keys of one split to an empty state.
+    #[inline(always)]
+    unsafe fn run_split<V: Lanes>(&self, scratch: &mut Scratch, split: usize, state: State) {
+        let begin = (split * SPLIT).max(self.tile.from) / KEY_BLOCK;
+        let end = ((split + 1) * SPLIT).min(self.tile.to).div_ceil(KEY_BLOCK);
+        let rows = self.tile.rows();
+        if begin >= end {
+            return;
+        }
+        let last = self.tile.to.div_ceil(KEY_BLOCK) - 1;
+        let mut next = self.locate(begin);
+        for block in begin..end {
+            let here = next;
+            next = self.locate((block + 1).min(last));
+            // SAFETY: the scratch is sized for this work, the located rows lie within the pages.
+            unsafe {
+                self.decode_block::<V>(&self.args.pages.key, self.key_dim, &here, &next, scratch);
+                self.transpose_keys::<V>(scratch);
+                logits::<V>(
+                    &scratch.q,
+                    self.key_dim,
+                    self.args.pages.head_dim,
+                    rows,
+                    &scratch.keys,
+                    &mut scratch.weights,
+                    self,
+                );
+                self.load_mask(&here, &mut scratch.mask);
+                self.softmax::<V>(scratch, &here, state);
+                self.decode_block::<V>(
+                    &self.args.pages.value,
+                    self.value_dim,
+                    &here,
+                    &next,
+                    scratch,
+                );
+                self.drop_masked_values(scratch, &here);
+                self.add_values::<V>(scratch, &here, state);
+            }
+        }
+    }
+
+    /// Finds the rows of a block's keys through the block table.
+    #[inline(always)]
+    fn locate(&self, block: usize) -> BlockRows {
+        let pages = self.args.pages;
+        let first_key = block * KEY_BLOCK;
+        let from = self.tile.from.max(first_key) - first_key;
+        let to = self.tile.to.min(first_key + KEY_BLOCK) - first_key;
+        let table =
+            &self.args.block_table[self.tile.row * self.args.max_pages..][..self.args.max_pages];
+        let mut rows = [0; KEY_BLOCK];
+        let mut key = from;
+        while key < to {
+            let (page, offset) = (
+                (first_key + key) / pages.page_size,
+                (first_key + key) % pages.page_size,
+            );
+            let run = (pages.page_size - offset).min(to - key);
+            let slot = table[page] as usize * pages.page_size + offset;
+            for i in 0..run {
+                rows[key + i] = (slot + i) * pages.heads + self.head;
+            }
+            key += run;
+        }
+        BlockRows {
+            first_key,
+            from,
+            to,
+            rows,
+        }
+    }
+
+    /// Decodes the block's rows of one plane to `scratch.decoded`; keys outside `from..to` become zeros and are not read.
+    #[inline(always)]
+    unsafe fn decode_block<V: Lanes>(
+        &self,
+        plane: &Plane,
+        dim: usize,
+        here: &BlockRows,
+        next: &BlockRows,
+        scratch: &mut Scratch,
+    ) {
+        let out = scratch.decoded.as_mut_ptr();
+        let n = self.args.pages.head_dim;
+        // SAFETY: rows were located within checked pages; `decoded` has KEY_BLOCK * dim floats.
+        unsafe {
+            for key in 0..KEY_BLOCK {
+                let target = out.add(key * dim);
+                if key < here.from || key >= here.to {
+                    std::slice::from_raw_parts_mut(target, dim).fill(0.0);
+                    continue;
+                }
+                let (ahead, _) = plane.row(next.rows[key]);
+                for line in (0..plane.row_bytes()).step_by(64) {
+                    prefetch(ahead.wrapping_add(line));
+                }
+                let (data, scales) = plane.row(here.rows[key]);
+                decode_exact_row::<V>(plane.codec(), data, scales, n, target);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose_keys<V: Lanes>(&self, scratch: &mut Scratch) {
+        let (from, to) = (scratch.decoded.as_ptr(), scratch.keys.as_mut_ptr());
+        for d in (0..self.key_dim).step_by(V::LANES) {
+            for key in (0..KEY_BLOCK).step_by(V::LANES) {
+                // SAFETY: both buffers hold KEY_BLOCK * key_dim floats, key_dim a multiple of every LANES.
+                unsafe {
+                    V::transpose(
+                        from.add(key * self.key_dim + d),
+                        self.key_dim,
+                        to.add(d * KEY_BLOCK + key),
+                        KEY_BLOCK,
+                    );
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn load_mask(&self, here: &BlockRows, mask: &mut [f32]) {
+        if let Some((values, width)) = self.args.key_mask {
+            let row = &values[self.tile.row * width..][..width];
+            mask[here.from..here.to]
+                .copy_from_slice(&row[here.first_key + here.from..here.first_key + here.to]);
+        }
+    }
+
+    /// A query row's visible keys within a block, relative to the block.
+    #[inline(always)]
+    fn visible_in(&self, row: usize, here: &BlockRows) -> (usize, usize) {
+        let (from, to) = self.query_visible(row);
+        let from = from.max(here.first_key) - here.first_key;
+        let to = to
+            .min(here.first_key + KEY_BLOCK)
+            .saturating_sub(here.first_key);
+        (from, to)
+    }
+
+    /// Logits to weights exp(logit - max), with the row's running max, sum and accumulator brought along.
+    #[inline(always)]
+    unsafe fn softmax<V: Lanes>(&self, scratch: &mut Scratch, here: &BlockRows, state: State) {
+        let softcap = self.args.softcap;
+        for row in 0..self.tile.rows() {
+            let (from, to) = self.visible_in(row, here);
+            if from >= to {
+                continue;
+            }
+            let logits = &mut scratch.weights[row * KEY_BLOCK..][..KEY_BLOCK];
+            if softcap > 0.0 {
+                for_lanes::<V>(logits, |x| {
+                    tanh(x.mul(V::splat(1.0 / softcap))).mul(V::splat(softcap))
+                });
+            }
+            if self.args.key_mask.is_some() {
+                for (x, &m) in logits[from..to].iter_mut().zip(&scratch.mask[from..to]) {
+                    *x = if m == f32::NEG_INFINITY { m } else { *x + m };
+                }
+            }
+            logits[..from].fill(f32::NEG_INFINITY);
+            logits[to..].fill(f32::NEG_INFINITY);
+            // SAFETY: the state holds every row of the tile.
+            unsafe {
+                let (max, sum) = (&mut *state.max.add(row), &mut *state.sum.add(row));
+                let before = *max;
+                *max = largest::<V>(logits, before);
+                // With no key so far the weights are exp(-inf) = 0 against any finite number.
+                let reference = if *max == f32::NEG_INFINITY { 0.0 } else { *max };
+                let shift = V::splat(reference);
+                let mut total = V::splat(0.0);
+                for_lanes::<V>(logits, |x| {
+                    let weight = exp(x.sub(shift));
+                    total = total.add(weight);
+                    weight
+                });
+                if before == *max {
+                    *sum += total.sum();
+                } else {
+                    let factor = exp_scalar::<V>(before - reference);
+                    *sum = *sum * factor + total.sum();
+                    let acc = std::slice::from_raw_parts_mut(
+                        state.acc.add(row * self.value_dim),
+                        self.value_dim,
+                    );
+                    for_lanes::<V>(acc, |x| x.mul(V::splat(factor)));
+                }
+            }
+        }
+    }
+
+    /// A key taken out by the mask has weight 0, but 0 times a value that is not a number would still be one.
+    #[inline(always)]
+    fn drop_masked_values(&self, scratch: &mut Scratch, here: &BlockRows) {
+        if self.args.key_mask.is_none() {
+            return;
+        }
+        for key in here.from..here.to {
+            if scratch.mask[key] == f32::NEG_INFINITY {
+                scratch.decoded[key * self.value_dim..][..self.value_dim].fill(0.0);
+            }
+        }
+    }
+
+    /// acc += weights x values, each row over its visible keys in order.
+    #[inline(always)]
+    unsafe fn add_values<V: Lanes>(&self, scratch: &Scratch, here: &BlockRows, state: State) {
+        let rows = self.tile.rows();
+        let values = scratch.decoded.as_ptr();
+        let dim = self.value_dim;
+        let mut row = 0;
+        while row < rows {
+            let spans: [(usize, usize); ROWS] = std::array::from_fn(|r| {
+                if row + r < rows {
+                    self.visible_in(row + r, here)
+                } else {
+                    (0, 0)
+                }
+            });
+            let weights = scratch.weights[row * KEY_BLOCK..].as_ptr();
+            let together = row + ROWS <= rows
+                && spans.iter().all(|s| s.0 == spans[0].0)
+                && spans[0].0 < spans[0].1;
+            // SAFETY: `weights`, `values` and the accumulators hold what `reserve` and `State::floats` say.
+            unsafe {
+                let acc = state.acc.add(row * dim);
+                if together {
+                    let common = spans.iter().map(|s| s.1).min().unwrap_or(0).max(spans[0].0);
+                    accumulate::<V, ROWS>(weights, values, dim, spans[0].0, common, acc);
+                    for (r, span) in spans.iter().enumerate() {
+                        accumulate::<V, 1>(
+                            weights.add(r * KEY_BLOCK),
+                            values,
+                            dim,
+                            common,
+                            span.1,
+                            acc.add(r * dim),
+                        );
+                    }
+                    row += ROWS;
+                } else {
+                    accumulate::<V, 1>(weights, values, dim, spans[0].0, spans[0].1, acc);
+                    row += 1;
+                }
+            }
+        }
+    }
+
+    /// total = total and part, part being the later keys.
+    #[inline(always)]
+    unsafe fn merge<V: Lanes>(&self, total: State, part: State) {
+        for row in 0..self.tile.rows() {
+            // SAFETY: both states hold every row.
+            unsafe {
+                let (a, b) = (*total.max.add(row), *part.max.add(row));
+                // A part without keys must leave no trace, or the result would depend on which other rows share the tile.
+                if b == f32::NEG_INFINITY && *part.sum.add(row) == 0.0 {
+                    continue;
+                }
+                let (to, from) = (
+                    total.acc.add(row * self.value_dim),
+                    part.acc.add(row * self.value_dim),
+                );
+                if a == f32::NEG_INFINITY && *total.sum.add(row) == 0.0 {
+                    *total.max.add(row) = b;
+                    *total.sum.add(row) = *part.sum.add(row);
+                    std::ptr::copy_nonoverlapping(from, to, self.value_dim);
+                    continue;
+                }
+                let max = if b > a || b.is_nan() { b } else { a };
+                let reference = if max == f32::NEG_INFINITY { 0.0 } else { max };
+                let (fa, fb) = (
+                    exp_scalar::<V>(a - reference),
+                    exp_scalar::<V>(b - reference),
+                );
+                *total.max.add(row) = max;
+                let sum = &mut *total.sum.add(row);
+                *sum = *sum * fa + *part.sum.add(row) * fb;
+                for e in (0..self.value_dim).step_by(V::LANES) {
+                    let scaled = V::load(from.add(e)).mul(V::splat(fb));
+                    V::load(to.add(e))
+                        .mul(V::splat(fa))
+                        .add(scaled)
+                        .store(to.add(e));
+                }
+            }
+        }
+    }
+
+    /// acc / sum to `out`, transformed back; zeros where no key was seen.
+    #[inline(always)]
+    unsafe fn finish<V: Lanes>(&self, state: State, out: *mut f32) {
+        let dim = self.args.pages.head_dim;
+        for row in 0..self.tile.rows() {
+            // SAFETY: the state holds every row; `out` has a place for every query.
+            unsafe {
+                let sum = *state.sum.add(row);
+                let acc = std::slice::from_raw_parts_mut(
+                    state.acc.add(row * self.value_dim),
+                    self.value_dim,
+                );
+                let out = std::slice::from_raw_parts_mut(out.add(self.query_offset(row)), dim);
+                if sum == 0.0 {
+                    out.fill(0.0);
+                    continue;
+                }
+                if self.args.pages.value.codec().is_hadamard() {
+                    hadamard_rows::<V>(acc, 1.0 / 32.0);
+                }
+                for (o, a) in out.iter_mut().zip(acc) {
+                    *o = *a / sum;
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn for_lanes<V: Lanes>(values: &mut [f32], mut f: impl FnMut(V) -> V) {
+    let p = values.as_mut_ptr();
+    for e in (0..values.len()).step_by(V::LANES) {
+        // SAFETY: scratch rows are multiples of MAX_LANES long.
+        unsafe { f(V::load(p.add(e))).store(p.add(e)) };
+    }
+}
+
+#[inline(always)]
+fn largest<V: Lanes>(logits: &[f32], start: f32) -> f32 {
+    let mut max = V::splat(f32::NEG_INFINITY);
+    for e in (0..KEY_BLOCK).step_by(V::LANES) {
+        // SAFETY: `logits` has KEY_BLOCK floats.
+        max = max.max(unsafe { V::load(logits.as_ptr().add(e)) });
+    }
+    let max = max.largest();
+    if max > start { max } else { start }
+}
+
+#[inline(always)]
+fn exp_scalar<V: Lanes>(x: f32) -> f32 {
+    let mut lanes = [0.0; MAX_LANES];
+    // SAFETY: MAX_LANES floats.
+    unsafe { exp(V::splat(x)).store(lanes.as_mut_ptr()) };
+    lanes[0]
+}
+
+/// weights[row, key] = q[row] . keys[.., key], summed in order of the dimension.
+#[inline(always)]
+fn logits<V: Lanes>(
+    q: &[f32],
+    q_stride: usize,
+    dim: usize,
+    rows: usize,
+    keys: &[f32],
+    weights: &mut [f32],
+    work: &Work<'_>,
+) {
+    // Padded dimensions hold zeros on both sides unless the rows are transformed; then all of them count.
+    let dim = if work.args.pages.key.codec().is_hadamard() {
+        work.key_dim
+    } else {
+        dim
+    };
+    let (q, keys, weights) = (q.as_ptr(), keys.as_ptr(), weights.as_mut_ptr());
+    let mut row = 0;
+    // SAFETY: q has rows * q_stride floats, keys dim * KEY_BLOCK, weights rows * KEY_BLOCK.
+    unsafe {
+        while row + ROWS <= rows {
+            dots::<V, ROWS>(
+                q.add(row * q_stride),
+                q_stride,
+                dim,
+                keys,
+                weights.add(row * KEY_BLOCK),
+            );
+            row += ROWS;
+        }
+        while row < rows {
+            dots::<V, 1>(
+                q.add(row * q_stride),
+                q_stride,
+                dim,
+                keys,
+                weights.add(row * KEY_BLOCK),
+            );
+            row += 1;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn dots<V: Lanes, const R: usize>(
+    q: *const f32,
+    q_stride: usize,
+    dim: usize,
+    keys: *const f32,
+    out: *mut f32,
+) {
+    let mut key = 0;
+    // SAFETY: as `logits` says.
+    unsafe {
+        while key < KEY_BLOCK {
+            if V::COLUMNS == 4 {
+                dots_columns::<V, R, 4>(q, q_stride, dim, keys.add(key), out.add(key));
+            } else {
+                dots_columns::<V, R, 2>(q, q_stride, dim, keys.add(key), out.add(key));
+            }
+            key += V::COLUMNS * V::LANES;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn dots_columns<V: Lanes, const R: usize, const C: usize>(
+    q: *const f32,
+    q_stride: usize,
+    dim: usize,
+    keys: *const f32,
+    out: *mut f32,
+) {
+    let mut acc = [[V::splat(0.0); C]; R];
+    // SAFETY: as `logits` says.
+    unsafe {
+        for d in 0..dim {
+            let column: [V; C] =
+                std::array::from_fn(|c| V::load(keys.add(d * KEY_BLOCK + c * V::LANES)));
+            for r in 0..R {
+                let x = V::splat(*q.add(r * q_stride + d));
+                for c in 0..C {
+                    acc[r][c] = x.fma(column[c], acc[r][c]);
+                }
+            }
+        }
+        for r in 0..R {
+            for c in 0..C {
+                acc[r][c].store(out.add(r * KEY_BLOCK + c * V::LANES));
+            }
+        }
+    }
+}
+
+/// acc[r] += weights[r, key] * values[key] for key in from..to, in order.
+#[inline(always)]
+unsafe fn accumulate<V: Lanes, const R: usize>(
+    weights: *const f32,
+    values: *const f32,
+    dim: usize,
+    from: usize,
+    to: usize,
+    acc: *mut f32,
+) {
+    if from >= to {
+        return;
+    }
+    let mut e = 0;
+    // SAFETY: as `add_values` says.
+    unsafe {
+        while e + V::COLUMNS * V::LANES <= dim {
+            if V::COLUMNS == 4 {
+                accumulate_columns::<V, R, 4>(weights, values.add(e), dim, from, to, acc.add(e));
+            } else {
+                accumulate_columns::<V, R, 2>(weights, values.add(e), dim, from, to, acc.add(e));
+            }
+            e += V::COLUMNS * V::LANES;
+        }
+        while e < dim {
+            accumulate_columns::<V, R, 1>(weights, values.add(e), dim, from, to, acc.add(e));
+            e += V::LANES;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn accumulate_columns<V: Lanes, const R: usize, const C: usize>(
+    weights: *const f32,
+    values: *const f32,
+    dim: usize,
+    from: usize,
+    to: usize,
+    acc: *mut f32,
+) {
+    // SAFETY: as `add_values` says.
+    unsafe {
+        let mut sums: [[V; C]; R] = std::array::from_fn(|r| {
+            std::array::from_fn(|c| V::load(acc.add(r * dim + c * V::LANES)))
+        });
+        for key in from..to {
+            let value: [V; C] =
+                std::array::from_fn(|c| V::load(values.add(key * dim + c * V::LANES)));
+            for r in 0..R {
+                let w = V::splat(*weights.add(r * KEY_BLOCK + key));
+                for c in 0..C {
+                    sums[r][c] = w.fma(value[c], sums[r][c]);
+                }
+            }
+        }
+        for r in 0..R {
+            for c in 0..C {
+                sums[r][c].store(acc.add(r * dim + c * V::LANES));
+            }
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! The codecs themselves: one row (a head of a token) at a time.
+
+use std::ptr;
+
+use super::{BLOCK, Codec, Plane, RUN};
+use crate::simd::{Kernel, Lanes};
+
+/// Encodes the heads of one token into consecutive rows from `first_row`.
+pub(super) struct EncodeToken<'a> {
+    pub plane: &'a Plane,
+    pub first_row: usize,
+    pub x: &'a [f32],
+}
+
+impl Kernel for EncodeToken<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Lanes>(self) {
+        for (h, x) in self.x.chunks_exact(self.plane.head_dim).enumerate() {
+            let (data, scales) = self.plane.row(self.first_row + h);
+            let (data, scales) = (data.cast_mut(), scales.cast_mut());
+            // SAFETY: the row lies within the plane (slots are checked), and this token is stored by one task.
+            unsafe {
+                match self.plane.codec {
+                    Codec::F16 => encode_f16::<V>(x, data.cast()),
+                    Codec::E5M2 => encode_e5m2::<V>(x, data),
+                    Codec::Hadamard8 => encode_hadamard::<V, 8>(x, data, scales),
+                    Codec::Hadamard4 => encode_hadamard::<V, 4>(x, data, scales),
+                }
+            }
+        }
+    }
+}
+
+/// Decodes the heads of one token as formats 5 says, half roundings included.
+pub(super) struct DecodeToken<'a> {
+    pub plane: &'a Plane,
+    pub first_row: usize,
+    pub out: &'a mut [f32],
+}
+
+impl Kernel for DecodeToken<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Lanes>(self) {
+        let dim = self.plane.head_dim;
+        let mut row = [0.0f32; BLOCK];
+        for (h, out) in self.out.chunks_exact_mut(dim).enumerate() {
+            let (data, scales) = self.plane.row(self.first_row + h);
+            for (b, out) in out.chunks_mut(BLOCK).enumerate() {
+                let n = out.len();
+                // SAFETY: the row lies within the plane (slots are checked).
+                unsafe {
+                    let data = data.add(b * self.plane.codec.row_bytes(BLOCK));
+                    let scales = scales.wrapping_add(b * self.plane.codec.row_scales(BLOCK));
+                    decode_exact_row::<V>(self.plane.codec, data, scales, n, row.as_mut_ptr());
+                }
+                if self.plane.codec.is_hadamard() {
+                    round_all::<V>(&mut row);
+                    butterflies::<V, true>(&mut row);
+                    for x in &mut row {
+                        *x *= 1.0 / 32.0;
+                    }
+                    round_all::<V>(&mut row);
+                }
+                out.copy_from_slice(&row[..n]);
+            }
+        }
+    }
+}
+
+/// The stored numbers of a row as floats, `n` elements and zeros up to the next multiple of `LANES`: halves and bytes as they are,
+/// Hadamard codes as (code - m) * scale, still transformed and without half rounding.
+///
+/// # Safety
+/// `data` and `scales` point at a row of `codec` with `n` elements; room for `n` rounded up to 64 floats at `out`.
+#[inline(always)]
+pub(crate) unsafe fn decode_exact_row<V: Lanes>(
+    codec: Codec,
+    data: *const u8,
+    scales: *const u16,
+    n: usize,
+    out: *mut f32,
+) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        match codec {
+            Codec::F16 => {
+                // Loads of halves do not need alignment, and torch aligns to their size anyway.
+                #[allow(clippy::cast_ptr_alignment)]
+                let data = data.cast::<u16>();
+                map_row::<V, u16>(n, out, data, |p| V::load_f16(p));
+            }
+            Codec::E5M2 => map_row::<V, u8>(n, out, data, |p| V::load_e5m2(p)),
+            Codec::Hadamard8 => {
+                decode_codes::<V>(n, scales, 128.0, out, |e| V::load_u8(data.add(e)));
+            }
+            Codec::Hadamard4 => {
+                decode_codes::<V>(n, scales, 8.0, out, |e| V::load_u4(data.add(e / 2)));
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn map_row<V: Lanes, T: Copy + Default>(
+    n: usize,
+    out: *mut f32,
+    data: *const T,
+    load: impl Fn(*const T) -> V,
+) {
+    let whole = n - n % V::LANES;
+    let mut e = 0;
+    // SAFETY: as the caller promises; the tail is read through a copy.
+    unsafe {
+        while e < whole {
+            load(data.add(e)).store(out.add(e));
+            e += V::LANES;
+        }
+        if e < n {
+            let mut tail = [T::default(); crate::simd::MAX_LANES];
+            ptr::copy_nonoverlapping(data.add(e), tail.as_mut_ptr(), n - e);
+            load(tail.as_ptr()).store(out.add(e));
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn decode_codes<V: Lanes>(
+    n: usize,
+    scales: *const u16,
+    m: f32,
+    out: *mut f32,
+    load: impl Fn(usize) -> V,
+) {
+    let runs = n.next_multiple_of(BLOCK) / RUN;
+    let centre = V::splat(m);
+    for run in 0..runs {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let scale = V::splat(half::f16::from_bits(*scales.add(run)).to_f32());
+            for e in (run * RUN..(run + 1) * RUN).step_by(V::LANES) {
+                load(e).sub(centre).mul(scale).store(out.add(e));
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn encode_f16<V: Lanes>(x: &[f32], out: *mut u16) {
+    let whole = x.len() - x.len() % V::LANES;
+    // SAFETY: the row at `out` has as many elements as `x`.
+    unsafe {
+        for e in (0..whole).step_by(V::LANES) {
+            V::load(x.as_ptr().add(e)).store_f16(out.add(e));
+        }
+        let n = x.len() - whole;
+        if n > 0 {
+            let mut tail = [0u16; crate::simd::MAX_LANES];
+            V::load_partial(x.as_ptr().add(whole), n).store_f16(tail.as_mut_ptr());
+            ptr::copy_nonoverlapping(tail.as_ptr(), out.add(whole), n);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn encode_e5m2<V: Lanes>(x: &[f32], out: *mut u8) {
+    let mut halves = [0u16; BLOCK];
+    for (b, x) in x.chunks(BLOCK).enumerate() {
+        // SAFETY: a chunk is no longer than `halves`, and the row at `out` is as long as `x`.
+        unsafe {
+            encode_f16::<V>(x, halves.as_mut_ptr());
+            for (i, &h) in halves[..x.len()].iter().enumerate() {
+                *out.add(b * BLOCK + i) = e5m2_from_half(h);
+            }
+        }
+    }
+}
+
+/// Nearest E5M2, ties to even, saturating; infinities stay, every NaN becomes the same quiet one.
+#[inline(always)]
+fn e5m2_from_half(bits: u16) -> u8 {
+    let (sign, magnitude) = (bits & 0x8000, bits & 0x7fff);
+    let rounded = match magnitude {
+        0x7c00 => 0x7c,
+        0x7c01.. => 0x7e,
+        _ => ((magnitude + 0x7f + ((magnitude >> 8) & 1)) >> 8).min(0x7b),
+    };
+    ((sign >> 8) | rounded) as u8
+}
+
+#[inline(always)]
+unsafe fn encode_hadamard<V: Lanes, const BITS: u32>(x: &[f32], codes: *mut u8, scales: *mut u16) {
+    let m = (1 << (BITS - 1)) as f32;
+    for (b, x) in x.chunks(BLOCK).enumerate() {
+        let mut t = [0.0f32; BLOCK];
+        t[..x.len()].copy_from_slice(x);
+        round_all::<V>(&mut t);
+        butterflies::<V, true>(&mut t);
+        for (r, run) in t.chunks_exact_mut(RUN).enumerate() {
+            let peak = peak(run);
+            quantize_run::<V>(run, peak, m);
+            // SAFETY: block `b` lies within the row, which is padded to whole blocks.
+            unsafe {
+                *scales.add(b * (BLOCK / RUN) + r) = half::f16::from_f32(peak / m).to_bits();
+                let first = b * BLOCK + r * RUN;
+                if BITS == 8 {
+                    for (i, &code) in run.iter().enumerate() {
+                        *codes.add(first + i) = code as u8;
+                    }
+                } else {
+                    for (i, pair) in run.chunks_exact(2).enumerate() {
+                        *codes.add(first / 2 + i) = pair[0] as u8 | ((pair[1] as u8) << 4);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Largest magnitude of a run; NaN if any element is.
+#[inline(always)]
+fn peak(run: &[f32]) -> f32 {
+    run.iter().fold(0.0, |a: f32, x| {
+        let x = x.abs();
+        if x > a || x.is_nan() { x } else { a }
+    })
+}
+
+/// Step 3 of formats 5.4; every intermediate is a half. NaN ratios (an all-zero run) give code 0.
+#[inline(always)]
+fn quantize_run<V: Lanes>(run: &mut [f32], peak: f32, m: f32) {
+    let (peak, m, zero) = (V::splat(peak), V::splat(m), V::splat(0.0));
+    let top = m.add(m).sub(V::splat(1.0));
+    for e in (0..RUN).step_by(V::LANES) {
+        // SAFETY: a run has 32 elements, a multiple of every `LANES`.
+        unsafe {
+            let p = run.as_mut_ptr().add(e);
+            let ratio = V::load(p).div(peak).round_half();
+            let shifted = ratio.fma(m, m).round_half().round();
+            // NaN first: `max` returns its second operand then.
+            shifted.max(zero).min(top).store(p);
+        }
+    }
+}
+
+#[inline(always)]
+fn round_all<V: Lanes>(block: &mut [f32; BLOCK]) {
+    for e in (0..BLOCK).step_by(V::LANES) {
+        // SAFETY: 64 is a multiple of every `LANES`.
+        unsafe {
+            let p = block.as_mut_ptr().add(e);
+            V::load(p).round_half().store(p);
+        }
+    }
+}
+
+/// Unnormalised Sylvester transforms of the even and of the odd elements: butterflies at strides 2, 4, 8, 16, 32 of the block.
+/// `HALF`: every sum is rounded to half.
+#[inline(always)]
+fn butterflies<V: Lanes, const HALF: bool>(block: &mut [f32; BLOCK]) {
+    stage::<V, 2, HALF>(block);
+    stage::<V, 4, HALF>(block);
+    stage::<V, 8, HALF>(block);
+    stage::<V, 16, HALF>(block);
+    stage::<V, 32, HALF>(block);
+}
+
+#[inline(always)]
+fn stage<V: Lanes, const S: usize, const HALF: bool>(block: &mut [f32; BLOCK]) {
+    let finish = |x: V| if HALF { x.round_half() } else { x };
+    let p = block.as_mut_ptr();
+    // SAFETY: every offset below is under 64.
+    unsafe {
+        if S < V::LANES {
+            // Upper lanes take the difference: other - own.
+            let signs: [f32; crate::simd::MAX_LANES] =
+                std::array::from_fn(|i| if i & S == 0 { 1.0 } else { -1.0 });
+            let signs = V::load(signs.as_ptr());
+            for e in (0..BLOCK).step_by(V::LANES) {
+                let x = V::load(p.add(e));
+                finish(x.swap::<S>().add(x.mul(signs))).store(p.add(e));
+            }
+        } else {
+            for e in (0..BLOCK).step_by(V::LANES).filter(|e| e & S == 0) {
+                let (low, high) = (V::load(p.add(e)), V::load(p.add(e + S)));
+                finish(low.add(high)).store(p.add(e));
+                finish(low.sub(high)).store(p.add(e + S));
+            }
+        }
+    }
+}
+
+/// Transforms each block of 64 in float32 and multiplies by `factor`.
+#[inline(always)]
+pub(crate) fn hadamard_rows<V: Lanes>(rows: &mut [f32], factor: f32) {
+    for block in rows.as_chunks_mut::<BLOCK>().0 {
+        butterflies::<V, false>(block);
+        for x in block {
+            *x *= factor;
+        }
+    }
+}

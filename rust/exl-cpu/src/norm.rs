@@ -1,0 +1,216 @@
+//! RMSNorm and LayerNorm of float32 rows (spec core 4.3).
+
+use crate::isa::Isa;
+use crate::pool;
+use crate::simd::{Kernel, Lanes, dispatch};
+
+/// Elements below which a call stays on the calling thread.
+const PARALLEL_FROM: usize = 1 << 15;
+
+/// What to do with each row; weights hold one or more rows of `dim`, used in turn (one a head).
+#[derive(Clone, Copy, Debug)]
+pub enum Norm<'a> {
+    /// x * (weight + offset) / sqrt(mean(x^2) + eps)
+    Rms { weight: &'a [f32], offset: f32 },
+    /// (x - mean) * weight / sqrt(var + eps) + bias
+    Layer {
+        weight: &'a [f32],
+        bias: Option<&'a [f32]>,
+    },
+}
+
+impl<'a> Norm<'a> {
+    fn weight(&self) -> &'a [f32] {
+        match *self {
+            Norm::Rms { weight, .. } | Norm::Layer { weight, .. } => weight,
+        }
+    }
+}
+
+/// Normalises each row of `dim` elements of `x` into `out`. Panics unless `out` is as long as `x`, `dim` divides both and the weights.
+pub fn normalize(norm: Norm<'_>, x: &[f32], dim: usize, eps: f32, out: &mut [f32]) {
+    assert_eq!(x.len(), out.len(), "out must be as long as x");
+    // SAFETY: both slices hold the elements, and they are different slices.
+    unsafe { normalize_raw(norm, x.as_ptr(), x.len(), dim, eps, out.as_mut_ptr()) }
+}
+
+/// As [`normalize`], in place.
+pub fn normalize_in_place(norm: Norm<'_>, x: &mut [f32], dim: usize, eps: f32) {
+    let (p, len) = (x.as_mut_ptr(), x.len());
+    // SAFETY: source and destination may be the same memory.
+    unsafe { normalize_raw(norm, p, len, dim, eps, p) }
+}
+
+/// # Safety
+/// `len` floats at `x`, room for as many at `out`; `out` is `x` or does not overlap it; nobody else uses them meanwhile.
+pub unsafe fn normalize_raw(
+    norm: Norm<'_>,
+    x: *const f32,
+    len: usize,
+    dim: usize,
+    eps: f32,
+    out: *mut f32,
+) {
+    if len == 0 {
+        return;
+    }
+    let weights = norm.weight().len();
+    assert!(
+        dim > 0 && len.is_multiple_of(dim),
+        "dim must divide the length"
+    );
+    assert!(
+        weights > 0 && weights.is_multiple_of(dim),
+        "dim must divide the weights"
+    );
+    if let Norm::Layer {
+        bias: Some(bias), ..
+    } = norm
+    {
+        assert_eq!(bias.len(), weights, "bias must be as long as the weight");
+    }
+    let rows = len / dim;
+    let per_task = if len < PARALLEL_FROM {
+        rows
+    } else {
+        (PARALLEL_FROM / 4 / dim).max(1)
+    };
+    let (isa, x, out) = (Isa::current(), x as usize, out as usize);
+    pool::run(rows.div_ceil(per_task), &|task| {
+        let first = task * per_task;
+        dispatch(
+            isa,
+            Rows {
+                norm,
+                x: x as *const f32,
+                out: out as *mut f32,
+                dim,
+                eps,
+                first,
+                last: (first + per_task).min(rows),
+            },
+        );
+    });
+}
+
+struct Rows<'a> {
+    norm: Norm<'a>,
+    x: *const f32,
+    out: *mut f32,
+    dim: usize,
+    eps: f32,
+    first: usize,
+    last: usize,
+}
+
+impl Kernel for Rows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Lanes>(self) {
+        let weights = self.norm.weight();
+        for row in self.first..self.last {
+            let at = (row * self.dim) % weights.len();
+            let w = &weights[at..at + self.dim];
+            // SAFETY: `row` is below the number of rows that `normalize_raw` derived from the length.
+            let (x, out) = unsafe { (self.x.add(row * self.dim), self.out.add(row * self.dim)) };
+            match self.norm {
+                Norm::Rms { offset, .. } => rms::<V>(x, w, offset, self.eps, out),
+                Norm::Layer { bias, .. } => {
+                    layer::<V>(x, w, bias.map(|b| &b[at..at + self.dim]), self.eps, out);
+                }
+            }
+        }
+    }
+}
+
+/// Sum of f(x) over a row in four interleaved chains.
+#[inline(always)]
+fn reduce<V: Lanes>(
+    x: *const f32,
+    n: usize,
+    f: impl Fn(V, V) -> V,
+    tail: impl Fn(f32) -> f32,
+) -> f32 {
+    let mut sums = [V::splat(0.0); 4];
+    let mut i = 0;
+    // SAFETY: the caller's row has `n` elements.
+    unsafe {
+        while i + 4 * V::LANES <= n {
+            for (c, sum) in sums.iter_mut().enumerate() {
+                *sum = f(V::load(x.add(i + c * V::LANES)), *sum);
+            }
+            i += 4 * V::LANES;
+        }
+        while i + V::LANES <= n {
+            sums[0] = f(V::load(x.add(i)), sums[0]);
+            i += V::LANES;
+        }
+        let mut total = sums[0].add(sums[1]).add(sums[2].add(sums[3])).sum();
+        while i < n {
+            total += tail(*x.add(i));
+            i += 1;
+        }
+        total
+    }
+}
+
+/// out[i] = f(i, x[i]) over a row, the last lanes padded.
+#[inline(always)]
+fn map<V: Lanes>(x: *const f32, n: usize, out: *mut f32, f: impl Fn(usize, usize, V) -> V) {
+    let mut i = 0;
+    // SAFETY: the caller's rows have `n` elements.
+    unsafe {
+        while i + V::LANES <= n {
+            f(i, V::LANES, V::load(x.add(i))).store(out.add(i));
+            i += V::LANES;
+        }
+        if i < n {
+            f(i, n - i, V::load_partial(x.add(i), n - i)).store_partial(out.add(i), n - i);
+        }
+    }
+}
+
+#[inline(always)]
+fn load_at<V: Lanes>(values: &[f32], at: usize, n: usize) -> V {
+    // SAFETY: `map` asks only for `at + n <= values.len()`.
+    unsafe {
+        if n == V::LANES {
+            V::load(values.as_ptr().add(at))
+        } else {
+            V::load_partial(values.as_ptr().add(at), n)
+        }
+    }
+}
+
+#[inline(always)]
+fn rms<V: Lanes>(x: *const f32, weight: &[f32], offset: f32, eps: f32, out: *mut f32) {
+    let n = weight.len();
+    let squares = reduce::<V>(x, n, |v, sum| v.fma(v, sum), |v| v * v);
+    let scale = V::splat(1.0 / (squares / n as f32 + eps).sqrt());
+    let offset = V::splat(offset);
+    map::<V>(x, n, out, |i, k, v| {
+        v.mul(scale).mul(load_at::<V>(weight, i, k).add(offset))
+    });
+}
+
+#[inline(always)]
+fn layer<V: Lanes>(x: *const f32, weight: &[f32], bias: Option<&[f32]>, eps: f32, out: *mut f32) {
+    let n = weight.len();
+    let mean = reduce::<V>(x, n, |v, sum| sum.add(v), |v| v) / n as f32;
+    let centre = V::splat(mean);
+    let squares = reduce::<V>(
+        x,
+        n,
+        |v, sum| {
+            let c = v.sub(centre);
+            c.fma(c, sum)
+        },
+        |v| (v - mean) * (v - mean),
+    );
+    let scale = V::splat(1.0 / (squares / n as f32 + eps).sqrt());
+    map::<V>(x, n, out, |i, k, v| {
+        let y = v.sub(centre).mul(scale).mul(load_at::<V>(weight, i, k));
+        bias.map_or(y, |b| y.add(load_at::<V>(b, i, k)))
+    });
+}

@@ -1,0 +1,47 @@
+//! Elementary functions on lanes.
+
+use super::Lanes;
+
+const LOG2_E: f32 = std::f32::consts::LOG2_E;
+// ln 2 in two parts, the first with few enough bits that n * LN2_HIGH is exact.
+const LN2_HIGH: f32 = 0.693_359_4;
+const LN2_LOW: f32 = -2.121_944_4e-4;
+const EXP_MIN: f32 = -87.3;
+const EXP_MAX: f32 = 88.3;
+
+/// e^x within 2 units in the last place; exactly 0 below -87.3 (so for -inf), held at e^88.3 above; NaN stays.
+#[inline(always)]
+pub(crate) fn exp<V: Lanes>(x: V) -> V {
+    // The bound comes first: `max` and `min` return the second operand where either is NaN.
+    let clamped = V::splat(EXP_MIN).max(V::splat(EXP_MAX).min(x));
+    let n = clamped.mul(V::splat(LOG2_E)).round();
+    let r = n.fma(V::splat(-LN2_HIGH), clamped);
+    let r = n.fma(V::splat(-LN2_LOW), r);
+    // Taylor to r^7 for |r| <= ln(2) / 2: the next term is below 2^-25.
+    let mut p = V::splat(1.0 / 5040.0);
+    for c in [
+        1.0 / 720.0,
+        1.0 / 120.0,
+        1.0 / 24.0,
+        1.0 / 6.0,
+        0.5,
+        1.0,
+        1.0,
+    ] {
+        p = p.fma(r, V::splat(c));
+    }
+    p.mul(n.exp2_int()).zero_below(x, EXP_MIN)
+}
+
+/// 1 / (1 + e^-x)
+#[inline(always)]
+pub(crate) fn sigmoid<V: Lanes>(x: V) -> V {
+    let e = exp(V::splat(0.0).sub(x));
+    V::splat(1.0).div(V::splat(1.0).add(e))
+}
+
+/// tanh x, absolute error below 2e-7.
+#[inline(always)]
+pub(crate) fn tanh<V: Lanes>(x: V) -> V {
+    sigmoid(x.add(x)).fma(V::splat(2.0), V::splat(-1.0))
+}
