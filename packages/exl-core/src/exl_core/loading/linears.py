@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._standin import QuantMatrix
+from exl_kernels.linear import QuantMatrix
+
 from ..errors import FormatError, MissingTensorError
 from .checkpoint import TensorSource
 

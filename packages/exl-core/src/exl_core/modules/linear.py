@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._standin import QuantMatrix
+from exl_kernels.linear import QuantMatrix
+
 from ..errors import ModelStateError
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import LinearOptions, LinearSpec, load_linear
