@@ -13,7 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = {"uv.lock", "rust/Cargo.lock"}
 # Written in pieces, so that this file does not find itself.
-HOSTS = re.compile("|".join(["py" + r"pi\.org", "python" + r"hosted\.org", "crates" + r"\.io", "deb" + r"ian\.org", "npm" + r"js\.org"]))
+HOSTS = re.compile(
+    "|".join(
+        ["py" + r"pi\.org", "python" + r"hosted\.org", "crates" + r"\.io", "deb" + r"ian\.org", "npm" + r"js\.org"]
+    )
+)
 PATHS = re.compile("|".join(["/wo" + "rk/", "/ro" + "ot/", "/opt/whe" + "els", "/ho" + r"me/\w"]))
 TEXT = {".py", ".rs", ".cu", ".cuh", ".toml", ".md", ".yml", ".yaml", ".json", ".sh", ".txt", ".lock", ".jinja", ""}
 LONG = 600
@@ -21,7 +25,9 @@ LONG = 600
 
 def tracked() -> list[Path]:
     """Files git knows."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
     return [ROOT / name for name in names if name]
 
 

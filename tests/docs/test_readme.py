@@ -12,8 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
-# Exercised where it costs nothing extra: the tests run this very file, CI runs the verbs, installs have their own tests.
-PROVEN_ELSEWHERE = re.compile(r"^(python3? -m pip install|uv (sync|pip|add|build)|pip install|uv run pytest|make |git |cargo )")
+# Exercised elsewhere: the tests run this file, CI runs the verbs, installs have tests of their own.
+PROVEN_ELSEWHERE = re.compile(
+    r"^(python3? -m pip install|uv (sync|pip|add|build)|pip install|uv run pytest|make |git |cargo )"
+)
 
 
 def blocks(language: str) -> list[pytest.param]:
@@ -32,7 +34,9 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.parametrize("source", blocks("python"))
 def test_python_example(source: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -44,7 +48,9 @@ def test_shell_example(source: str, tmp_path: Path) -> None:
                 continue
             # In a checkout `uv run` means: in this environment.
             command = command.removeprefix("uv run ")
-            done = subprocess.run(command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+            )
             assert done.returncode == 0, f"{command}\n{done.stderr}"
             assert done.stdout.strip(), f"{command} printed nothing"
 

@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.install, pytest.mark.timeout(1800)]
 
 def run(*args: str, **env: str) -> str:
     """Runs a command; its output is in the failure message."""
-    clean = {k: v for k, v in os.environ.items() if k not in {"VIRTUAL_ENV", "PYTHONPATH", "UV_FIND_LINKS", "PIP_FIND_LINKS"}}
+    clean = {
+        k: v for k, v in os.environ.items() if k not in {"VIRTUAL_ENV", "PYTHONPATH", "UV_FIND_LINKS", "PIP_FIND_LINKS"}
+    }
     done = subprocess.run(args, cwd=ROOT, env=clean | env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(args)}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     return done.stdout
@@ -81,7 +83,10 @@ def test_a_present_torch_is_left_alone(wheels: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(stand_in, "w") as wheel:
         wheel.writestr("torch/__init__.py", "__version__ = '2.6.0'\n")
         wheel.writestr("torch-2.6.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.6.0\n")
-        wheel.writestr("torch-2.6.0.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            "torch-2.6.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         wheel.writestr("torch-2.6.0.dist-info/RECORD", "")
     python = environment(tmp_path / "env")
     uv("pip", "install", "-q", "--python", str(python), str(stand_in))
@@ -97,4 +102,6 @@ def test_native_wheel_serves_every_python_and_links_no_gpu_library(wheels: Path,
         library = Path(archive.extract(name, tmp_path))
         assert not [n for n in archive.namelist() if "libcuda" in n or "libtorch" in n]
     needed = run("ldd", str(library))
-    assert not [line for line in needed.splitlines() if any(x in line for x in ("libcuda", "libtorch", "libc10", "libpython"))], needed
+    assert not [
+        line for line in needed.splitlines() if any(x in line for x in ("libcuda", "libtorch", "libc10", "libpython"))
+    ], needed

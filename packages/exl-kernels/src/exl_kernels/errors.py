@@ -1,4 +1,4 @@
-"""Errors that callers can act on: one base class, a stable code each, messages that name the value, the limit and the remedy."""
+"""Errors to act on: one base class, a stable code each, messages that name the value, the limit and the remedy."""
 
 from __future__ import annotations
 
