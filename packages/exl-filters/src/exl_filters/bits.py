@@ -23,6 +23,7 @@ __all__ = [
     "from_ids",
     "full",
     "is_empty",
+    "put",
     "test",
     "to_ids",
     "word_count",
@@ -97,6 +98,16 @@ def test(words: Words, token: int) -> bool:
     """Whether `token` is allowed; False outside the mask's width."""
     word = token >> 5
     return 0 <= word < len(words) and bool((int(words[word]) >> (token & 31)) & 1)
+
+
+def put(words: Words, token: int, allowed: bool) -> None:
+    """Set or clear one bit; nothing outside the mask's width."""
+    word = token >> 5
+    if 0 <= word < len(words):
+        bit = 1 << (token & 31)
+        value = int(words[word]) & 0xFFFFFFFF
+        value = value | bit if allowed else value & ~bit
+        words[word] = value - (1 << 32) if value >> 31 else value
 
 
 def is_empty(words: Words) -> bool:

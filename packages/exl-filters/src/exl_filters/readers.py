@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -53,7 +53,8 @@ def from_tokenizer_json(path: str, eos_token: str | None = None) -> Vocabulary:
     names = [eos_token] if eos_token else _EOS_NAMES
     ids = {content: token for token, (content, _) in added.items()} | pieces
     eos = next((ids[name] for name in names if name in ids), None)
-    return _assemble(pieces, added, _decoder_kinds(data.get("decoder")), eos_token_id=eos)
+    text = json.dumps(data)
+    return _assemble(pieces, added, _decoder_kinds(data.get("decoder")), lambda: text, eos_token_id=eos)
 
 
 def _from_backend(backend: Any, tokenizer: Any) -> Vocabulary:
@@ -67,6 +68,7 @@ def _from_backend(backend: Any, tokenizer: Any) -> Vocabulary:
         backend.get_vocab(with_added_tokens=False),
         added,
         kinds,
+        canonical_json=backend.to_str,
         **{name: getattr(tokenizer, name, None) for name in _ROLES},
     )
 
@@ -74,7 +76,13 @@ def _from_backend(backend: Any, tokenizer: Any) -> Vocabulary:
 _ROLES = ("eos_token_id", "bos_token_id", "pad_token_id", "unk_token_id")
 
 
-def _assemble(pieces: dict[str, int], added: dict[int, tuple[str, bool]], kinds: set[str], **roles: Any) -> Vocabulary:
+def _assemble(
+    pieces: dict[str, int],
+    added: dict[int, tuple[str, bool]],
+    kinds: set[str],
+    canonical_json: Callable[[], str] | None = None,
+    **roles: Any,
+) -> Vocabulary:
     roles = {name: _one_id(value) for name, value in roles.items()}
     size = 1 + max([*pieces.values(), *added, *(i for i in roles.values() if i is not None)], default=0)
     tokens: list[bytes | None] = [None] * size
@@ -88,7 +96,7 @@ def _assemble(pieces: dict[str, int], added: dict[int, tuple[str, bool]], kinds:
         if is_special:
             special.add(token)
             texts[token] = content
-    return Vocabulary(tokens, special_ids=special, special_texts=texts, **roles)
+    return Vocabulary(tokens, special_ids=special, special_texts=texts, canonical_json=canonical_json, **roles)
 
 
 def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
@@ -143,7 +151,16 @@ def _from_exllama(tokenizer: Any, tokens: list[bytes | str | None]) -> Vocabular
     for token, text in enumerate(tokens):
         if isinstance(text, str) and _UNDEFINED in text:
             tokens[token] = None
-    return Vocabulary(tokens, special_ids=special, special_texts=texts, **roles)
+    stops = [i for i in (_one_id(i) for i in getattr(tokenizer, "eos_token_ids", None) or ()) if i is not None]
+    backend = getattr(getattr(tokenizer, "tokenizer_model", None), "tokenizer", None)
+    return Vocabulary(
+        tokens,
+        stop_ids=stops,
+        special_ids=special | set(stops),
+        special_texts=texts,
+        canonical_json=getattr(backend, "to_str", None),
+        **roles,
+    )
 
 
 def _bytes_from_pieces(tokenizer: Any) -> list[bytes | str | None]:

@@ -41,6 +41,8 @@ API = (1, 0)
 
 _BUILT_IN = {
     "prefix": "exl_filters.prefix:ExLlamaV2PrefixFilter",
+    "grammar": "exl_filters.grammar:ExLlamaV2GrammarFilter",
+    "token-enforcer": "exl_filters.token_enforcer:ExLlamaV2TokenEnforcerFilter",
     "select": "exl_filters.select:ExLlamaV2SelectFilter",
 }
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-import numpy as np
-
 from exl_filters import bits
 from exl_filters.base import Allowed, ExLlamaV2Filter
 from exl_filters.bits import Words
@@ -179,7 +177,5 @@ class StateFilter(ExLlamaV2Filter, Generic[S]):
     def _with_stops(self, words: Words, whole: bool) -> Words:
         """Set the stop bits where the text is whole, clear them where it is not (spec FC-23, FC-24)."""
         for stop in self._stops:
-            if stop >> 5 < len(words):
-                bit = np.int32(1 << (stop & 31)) if stop & 31 != 31 else np.int32(-(1 << 31))
-                words[stop >> 5] = words[stop >> 5] | bit if whole else words[stop >> 5] & ~bit
+            bits.put(words, stop, whole)
         return words

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -47,8 +48,11 @@ class Vocabulary:
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
         unk_token_id: int | None = None,
+        canonical_json: Callable[[], str] | None = None,
     ) -> None:
         self.size = len(tokens)
+        # The tokenizer.json text behind these tokens, where there is one: grammars want its canonical tokenization.
+        self.canonical_json = canonical_json
         if self.size == 0:
             raise FilterUsageError("a vocabulary needs at least one token")
         self.eos_token_id = eos_token_id
@@ -159,7 +163,10 @@ class Vocabulary:
         return f"Vocabulary of {self.size} tokens"
 
 
-_cache: dict[int, tuple[weakref.ref[Any], Vocabulary]] = {}
+_cache: dict[int, tuple[Callable[[], Any], Vocabulary]] = {}
+_strong: deque[int] = deque()
+# Tokenizers that take no weak reference (the tokenizers library's own) are held themselves, this many.
+MAX_STRONG = 4
 _lock = threading.Lock()
 
 
@@ -182,12 +189,24 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
 
     vocabulary = read_tokenizer(tokenizer)
     try:
-        reference = weakref.ref(tokenizer, lambda _: _cache.pop(key, None))
+        reference: Callable[[], Any] = weakref.ref(tokenizer, lambda _, pop=_cache.pop: pop(key, None))
     except TypeError:
-        return vocabulary
+        return _keep_strongly(key, tokenizer, vocabulary)
     with _lock:
         held = _cache.get(key)
         if held is not None and held[0]() is tokenizer:
             return held[1]
         _cache[key] = (reference, vocabulary)
+    return vocabulary
+
+
+def _keep_strongly(key: int, tokenizer: Any, vocabulary: Vocabulary) -> Vocabulary:
+    with _lock:
+        held = _cache.get(key)
+        if held is not None and held[0]() is tokenizer:
+            return held[1]
+        while len(_strong) >= MAX_STRONG:
+            _cache.pop(_strong.popleft(), None)
+        _strong.append(key)
+        _cache[key] = (lambda: tokenizer, vocabulary)
     return vocabulary

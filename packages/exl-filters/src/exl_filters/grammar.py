@@ -1,0 +1,330 @@
+"""`ExLlamaV2GrammarFilter`: JSON schema, regular expressions, Lark and EBNF, on llguidance (extra `grammar`)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from exl_filters import bits
+from exl_filters.base import Allowed, ExLlamaV2Filter
+from exl_filters.bits import Words
+from exl_filters.context import FilterContext
+from exl_filters.errors import FilterCompileError, FilterRejected, FilterUsageError
+from exl_filters.grammar_source import grammar_text
+from exl_filters.llg import Matcher, combine_words, compile_matcher
+from exl_filters.masking import masked
+from exl_filters.tokens import as_prefix, as_token
+from exl_filters.vocabulary import Vocabulary, vocabulary_of
+
+__all__ = ["ExLlamaV2GrammarFilter"]
+
+# Probing an id for being an end costs about 10 us; beyond this many the step would cost more than the model's.
+MAX_PROBED = 64
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One feed, for rewinding: tokens the matcher consumed, and the flags and pending prefix before it."""
+
+    consumed: int
+    done: bool
+    ended: bool
+    pending: bytes
+
+
+class _Template:
+    """The compiled start state, shared by all clones."""
+
+    shared_between_clones = True
+
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
+        self._lock = threading.Lock()
+
+    def start(self) -> Matcher:
+        with self._lock:
+            return self._matcher.copy()
+
+
+class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
+    """The output is a sentence of a grammar. Exactly one source:
+
+    json_schema: a JSON schema (object, boolean, JSON text, `{"name", "schema"}` wrapper or pydantic model class);
+    keywords that cannot be enforced raise. regex: a pattern for the whole output (Rust syntax). lark: a Lark grammar
+    with rule `start`. gbnf or ebnf: a grammar in llama.cpp's EBNF. choice: a list of strings. llg: llguidance's own
+    form.
+
+    whitespace (JSON): "bounded" (default; one space, or newline and indentation), "compact", "any", or a pattern.
+    on_complete: "end" finishes the job at the token after which nothing can follow; "eos" offers only stop ids there
+    instead. no_forcing: allow every spelling of forced text, not only the canonical tokens. leading_space: one space
+    may come first. limits: llguidance's parser limits by name, such as `max_grammar_size` or `step_max_items`.
+
+    Raises `FilterCompileError` at construction, `MissingExtra` without llguidance.
+    """
+
+    native: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        json_schema: Any = None,
+        regex: str | None = None,
+        lark: str | None = None,
+        gbnf: str | None = None,
+        ebnf: str | None = None,
+        choice: Sequence[str] | None = None,
+        llg: str | None = None,
+        whitespace: str = "bounded",
+        on_complete: Literal["end", "eos"] = "end",
+        no_forcing: bool = False,
+        leading_space: bool = False,
+        limits: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(model, tokenizer)
+        if on_complete not in ("end", "eos"):
+            raise FilterCompileError(f'on_complete is "end" or "eos"; got {on_complete!r}')
+        sources = {
+            "json_schema": json_schema,
+            "regex": regex,
+            "lark": lark,
+            "gbnf": gbnf,
+            "ebnf": ebnf,
+            "choice": choice,
+            "llg": llg,
+        }
+        text, self._source = grammar_text(
+            sources, whitespace=whitespace, no_forcing=no_forcing, leading_space=leading_space
+        )
+        self._options = {
+            "whitespace": whitespace,
+            "on_complete": on_complete,
+            "no_forcing": no_forcing,
+            "leading_space": leading_space,
+            "limits": dict(limits) if limits else None,
+        }
+        self._ends = on_complete == "end"
+        self.vocabulary: Vocabulary = vocabulary_of(tokenizer)
+        self._template = _Template(compile_matcher(text, self.vocabulary, limits))
+        self._stops = self.vocabulary.stop_ids
+        self._prepared: Words | None = None
+        self._healing: Words | None = None
+        self._keep = bits.from_ids(self.vocabulary.defined, self.vocabulary.size)
+        self.begin("")
+
+    # Contract.
+
+    def attach(self, context: FilterContext) -> None:
+        super().attach(context)
+        self._stops = context.stop_ids
+        self._changed()
+
+    def begin(self, prefix_str: Any = "") -> None:
+        self._matcher = self._template.start()
+        self._pending = as_prefix(prefix_str)
+        self._done = self._ended = False
+        self._steps: list[_Step] = []
+        self._changed()
+
+    def fill_bitmask(self, words: Words) -> bool:
+        if self._done:
+            words[:] = 0
+        elif self._pending:
+            bits.copy_into(self._healing_words(), words)
+        elif self._matcher.stopped:
+            words[:] = 0
+        else:
+            combine_words(self._matcher.mask(), self._keep, words)
+        self._put_stops(words)
+        return True
+
+    def next(self) -> Allowed:
+        words = bits.empty(self.vocabulary.size)
+        self.fill_bitmask(words)
+        ids = bits.to_ids(words)
+        return ids, self._probed_ends(ids)
+
+    def feed(self, token: Any) -> None:
+        token = as_token(token)
+        step = _Step(0, self._done, self._ended, self._pending)
+        if self._done:
+            self._steps.append(step)
+            return
+        if token in self._stops:
+            if not self.is_complete():
+                raise FilterRejected(f"stop token {token}: {self.describe()} is not complete", token)
+            self._done = self._ended = True
+        else:
+            before = self._matcher.consumed
+            self._consume(token)
+            step = _Step(self._matcher.consumed - before, step.done, step.ended, step.pending)
+            if self._ends and not self._pending and self._matcher.stopped:
+                self._done = self._ended = True
+        self._steps.append(step)
+        self._changed()
+
+    def is_complete(self) -> bool:
+        return self._done or (not self._pending and self._matcher.accepting)
+
+    def ended(self) -> bool:
+        return self._ended
+
+    def rewind(self, n: int) -> None:
+        if not 0 <= n <= len(self._steps):
+            raise FilterUsageError(f"rewind({n}) after {len(self._steps)} tokens")
+        if n == 0:
+            return
+        undone = self._steps[len(self._steps) - n :]
+        self._matcher.rollback(sum(step.consumed for step in undone))
+        self._done, self._ended, self._pending = undone[0].done, undone[0].ended, undone[0].pending
+        del self._steps[len(self._steps) - n :]
+        self._changed()
+
+    def validate(self, tokens: Sequence[int]) -> int:
+        if self._done:
+            return 0
+        if self._pending:
+            return super().validate(tokens)
+        plain = 0
+        while plain < len(tokens) and tokens[plain] not in self._stops and self._may_be(tokens[plain]):
+            plain += 1
+        accepted = self._matcher.accepts(tokens[:plain])
+        if accepted == plain < len(tokens) and tokens[plain] in self._stops:
+            trial = self._matcher.copy()
+            trial.consume(tokens[:plain])
+            accepted += trial.accepting
+        return accepted
+
+    def forced(self) -> bytes:
+        if self._done or self._pending or self._matcher.stopped:
+            return b""
+        return bytes(self._matcher.raw.compute_ff_bytes())
+
+    def clone(self, c: Any = None) -> Any:
+        self._settle()
+        new = c if c is not None else type(self).__new__(type(self))
+        new.__dict__.update(vars(self))
+        new._matcher = self._matcher.copy()
+        new._steps = list(self._steps)
+        new.background_result = None
+        return new
+
+    def captures(self) -> list[tuple[str, bytes]]:
+        """Named captures of a Lark grammar so far."""
+        return list(self._matcher.raw.get_captures())
+
+    # Hosts that know only exllamav2's calls.
+
+    def use_background_worker(self) -> bool:
+        return True
+
+    def prepare_logit_mask(self) -> bool:
+        if self._prepared is None:
+            words = bits.empty(self.vocabulary.size)
+            self.fill_bitmask(words)
+            self._prepared = words
+        return True
+
+    def mask_logits(self, logits: Any) -> Any:
+        """`logits` (W,), numpy or torch, with excluded entries at -inf; the input is not changed."""
+        self.prepare_logit_mask()
+        assert self._prepared is not None
+        return masked(logits, self._prepared)
+
+    def describe(self) -> str:
+        ((kind, value),) = self._source.items()
+        return f"Grammar({kind}={value!r:.60})"
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "grammar", **self._source, **self._options}
+
+    # Inside.
+
+    def _changed(self) -> None:
+        self._prepared = self._healing = None
+
+    def _put_stops(self, words: Words) -> None:
+        """All stop ids where the text is whole, none elsewhere."""
+        whole = self.is_complete()
+        for stop in self._stops:
+            bits.put(words, stop, whole)
+
+    def _may_be(self, token: int) -> bool:
+        """Whether an id stands for something; the rest the matcher would take for its placeholder."""
+        return bits.test(self._keep, token)
+
+    def _consume(self, token: int) -> None:
+        raw = self.vocabulary.bytes_of(token)
+        if not self._pending:
+            if not self._may_be(token) or not self._matcher.consume([token]):
+                raise FilterRejected(f"token {token} is not allowed by {self.describe()}", token)
+            return
+        if not raw or not bits.test(self._healing_words(), token):
+            raise FilterRejected(f"token {token} is not allowed by {self.describe()}", token)
+        if len(raw) < len(self._pending):
+            self._pending = self._pending[len(raw) :]
+            return
+        surplus = raw[len(self._pending) :]
+        if surplus and not self._matcher.consume(self._spelled(surplus)):
+            raise FilterRejected(f"token {token}: {surplus!r} is not allowed by {self.describe()}", token)
+        self._pending = b""
+
+    def _spelled(self, text: bytes) -> list[int]:
+        """Tokens that spell `text`, by longest match."""
+        ids, position = [], 0
+        while position < len(text):
+            length, token = self.vocabulary.trie.longest(text, position)
+            if not length:
+                raise FilterRejected(f"no token begins {text[position:]!r}")
+            ids.append(token)
+            position += length
+        return ids
+
+    def _healing_words(self) -> Words:
+        """Tokens that start with the pending text and whose surplus the grammar takes; where none starts with it, its
+        beginnings.
+        """
+        if self._healing is None:
+            trie = self.vocabulary.trie
+            found: list[int] = []
+            node = trie.find(self._pending)
+            if node >= 0:
+                found.extend(trie.exact(node))
+                self._walk_surplus(node, found)
+            if not found:
+                found = [i for n in range(1, len(self._pending)) for i in self.vocabulary.ids_of(self._pending[:n])]
+            self._healing = bits.from_ids(found, self.vocabulary.size)
+        return self._healing
+
+    def _walk_surplus(self, node: int, found: list[int]) -> None:
+        """Depth first over the tokens below `node`, leaving a branch as soon as the grammar refuses its bytes."""
+        trie = self.vocabulary.trie
+        todo = [(child, bytes([byte])) for byte, child in trie.children(node)]
+        while todo:
+            at, text = todo.pop()
+            try:
+                spelled = self._spelled(text)
+            except FilterRejected:
+                # Half a character that no token spells: its continuation may be one.
+                todo.extend((child, text + bytes([byte])) for byte, child in trie.children(at))
+                continue
+            if self._matcher.accepts(spelled) < len(spelled):
+                continue
+            found.extend(trie.exact(at))
+            todo.extend((child, text + bytes([byte])) for byte, child in trie.children(at))
+
+    def _probed_ends(self, ids: list[int]) -> set[int]:
+        """Which of a few allowed ids finish the constraint, for hosts that ask beforehand."""
+        ends = {i for i in ids if i in self._stops}
+        if self._done or self._pending or not self._ends or len(ids) > MAX_PROBED:
+            return ends
+        trial = self._matcher.copy()
+        for token in ids:
+            if token not in ends and trial.consume([token]):
+                if trial.stopped:
+                    ends.add(token)
+                trial.rollback(1)
+        return ends

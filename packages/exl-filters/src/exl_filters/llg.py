@@ -1,0 +1,210 @@
+"""llguidance behind one door: its tokenizer made from a `Vocabulary` once, its matcher with errors that are raised.
+
+llguidance never raises for a bad grammar or an illegal token; the matcher parks in an error state whose mask is "EOS
+only" (spec FG-1, FG-2). Everything here checks after every call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from exl_filters import bits
+from exl_filters.bits import Words
+from exl_filters.errors import FilterCompileError, FilterFailed, MissingExtra
+from exl_filters.vocabulary import Vocabulary
+
+__all__ = ["Matcher", "compile_matcher", "llguidance", "tokenizer_for"]
+
+_lock = threading.Lock()
+# Source text of grammars and schemas. The largest schema of JSONSchemaBench is about 0.5 MB; 4 MB compile within
+# seconds.
+MAX_SOURCE = 4_000_000
+
+
+def llguidance() -> Any:
+    """The module, or `MissingExtra`."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingExtra("ExLlamaV2GrammarFilter", "grammar", "llguidance") from error
+    return llguidance
+
+
+class _Wrapper:
+    """What `LLTokenizer` wants of a tokenizer that is not a tokenizer.json. Ids that are no text are listed as special:
+    else
+    they would match their placeholder."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, vocabulary: Vocabulary, eos: int) -> None:
+        self.tokens = [vocabulary.bytes_of(i) for i in range(vocabulary.size)]
+        special = [i for i in range(vocabulary.size) if not self.tokens[i]]
+        if eos == vocabulary.size:
+            self.tokens.append(b"")
+            special.append(eos)
+        for token in special:
+            self.tokens[token] = vocabulary.special_texts.get(token, f"<|special_{token}|>").encode()
+        self.special_token_ids = special
+        self.eos_token_id = eos
+        self.bos_token_id = vocabulary.bos_token_id
+        self._vocabulary = vocabulary
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        raw = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+        ids: list[int] = []
+        position = 0
+        while position < len(raw):
+            length, token = self._vocabulary.trie.longest(raw, position)
+            if length == 0:
+                break
+            ids.append(token)
+            position += length
+        return ids
+
+
+def tokenizer_for(vocabulary: Vocabulary) -> tuple[Any, int]:
+    """The `LLTokenizer` of a vocabulary and the width of its masks in tokens; built once, about a second at 128k
+    tokens.
+
+    From the tokenizer's own JSON where there is one and it stands for the same bytes, which makes forced text
+    canonical; else from the bytes, with longest-match tokenization.
+    """
+    with _lock:
+        held = vocabulary.__dict__.get("_llg")
+        if held is None:
+            held = vocabulary.__dict__["_llg"] = _build(vocabulary)
+        return held
+
+
+def _build(vocabulary: Vocabulary) -> tuple[Any, int]:
+    module = llguidance()
+    eos = vocabulary.eos_token_id if vocabulary.eos_token_id is not None else min(vocabulary.stop_ids, default=None)
+    if eos is not None and vocabulary.canonical_json is not None:
+        try:
+            built = module.LLTokenizer(vocabulary.canonical_json(), n_vocab=vocabulary.size, eos_token=eos)
+            if _same_bytes(built, vocabulary):
+                return built, vocabulary.size
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # Anything else, a Rust panic included, means only that this way is closed.
+        except BaseException:
+            pass
+    eos = vocabulary.size if eos is None else eos
+    width = max(vocabulary.size, eos + 1)
+    return module.LLTokenizer(_Wrapper(vocabulary, eos), n_vocab=width, eos_token=eos), width
+
+
+def _same_bytes(built: Any, vocabulary: Vocabulary) -> bool:
+    step = max(1, vocabulary.size // 500)
+    for token in range(0, vocabulary.size, step):
+        raw = vocabulary.bytes_of(token)
+        if raw and (built.is_special_token(token) or built.decode_bytes([token]) != raw):
+            return False
+    return True
+
+
+class Matcher:
+    """One `LLMatcher`: masks into its own buffer, counts what it consumed, raises `FilterFailed` when it fails."""
+
+    def __init__(self, raw: Any, width: int) -> None:
+        self.raw, self.width = raw, width
+        self.consumed = 0
+        self._words = bits.empty(width)
+        self._pointer = self._words.ctypes.data
+
+    def copy(self) -> Matcher:
+        new = Matcher(self.raw.deep_copy(), self.width)
+        new.consumed = self.consumed
+        return new
+
+    def mask(self) -> Words:
+        """The mask of the state; the buffer is reused. A stopped matcher allows the EOS alone."""
+        self.raw.unsafe_compute_mask_ptr(self._pointer, self._words.nbytes)
+        self.check()
+        return self._words
+
+    def consume(self, tokens: Sequence[int]) -> bool:
+        """All of them, or none and False."""
+        tokens = list(tokens)
+        taken = self.raw.try_consume_tokens(tokens)
+        self.check()
+        if taken < len(tokens):
+            if taken:
+                self.raw.rollback(taken)
+                self.check()
+            return False
+        self.consumed += taken
+        return True
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens may follow in order."""
+        count = int(self.raw.validate_tokens(list(tokens)))
+        self.check()
+        return count
+
+    def rollback(self, n: int) -> None:
+        """Undo `n` consumed tokens; more than were consumed would wreck the matcher for good."""
+        if n > self.consumed:
+            raise FilterFailed(f"rollback of {n} tokens after {self.consumed}")
+        if n:
+            self.raw.rollback(n)
+            self.check()
+            self.consumed -= n
+
+    @property
+    def accepting(self) -> bool:
+        return bool(self.raw.is_accepting())
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.raw.is_stopped())
+
+    def check(self) -> None:
+        if self.raw.is_error():
+            raise FilterFailed(f"llguidance: {self.raw.get_error()}")
+
+
+def compile_matcher(grammar: str, vocabulary: Vocabulary, limits: Mapping[str, int] | None = None) -> Matcher:
+    """A matcher at the start of `grammar` (llguidance's serialized form).
+
+    Raises `FilterCompileError` with llguidance's reason and position, also when a limit is exceeded.
+    """
+    module = llguidance()
+    if len(grammar) > MAX_SOURCE:
+        raise FilterCompileError(f"the grammar has {len(grammar)} characters; the limit is {MAX_SOURCE}")
+    tokenizer, width = tokenizer_for(vocabulary)
+    options: dict[str, Any] = {"verbose_errors": False, **(limits or {})}
+    try:
+        parser_limits = module.LLParserLimits(**options)
+    except TypeError as error:
+        raise FilterCompileError(f"limits: {error}") from error
+    raw = caught(lambda: module.LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits))
+    if raw.is_error():
+        raise FilterCompileError(str(raw.get_error()).strip())
+    warnings = raw.get_grammar_warnings()
+    if warnings:
+        raise FilterCompileError("cannot be enforced: " + "; ".join(str(w) for w in warnings))
+    return Matcher(raw, width)
+
+
+def caught(work: Callable[[], Any]) -> Any:
+    """Run llguidance code; its `ValueError`s and panics become `FilterCompileError`."""
+    try:
+        return work()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise FilterCompileError(f"llguidance: {error}") from error
+
+
+def combine_words(words: Words, keep: Words, target: Words) -> None:
+    """`target = words & keep`, whatever the widths."""
+    bits.copy_into(words, target)
+    width = min(len(keep), len(target))
+    np.bitwise_and(target[:width], keep[:width], out=target[:width])
+    target[width:] = 0
