@@ -120,7 +120,7 @@ def read_into(path: str | os.PathLike[str], offset: int, tensor: Tensor, *, name
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise DTypeError(f"read_into: the tensor for {name or 'data'} must be contiguous and in CPU memory")
-    if offset < 0:
+    if not 0 <= offset < 2**63:
         raise ShapeError(f"read_into: offset {offset} for {name or 'data'}; offsets count from the file's start")
     if tensor.numel():
         _native.read_into(Path(path), offset, tensor.reshape(-1).view(torch.uint8), name)
