@@ -57,6 +57,7 @@ class ExLlamaV2TokenEnforcerFilter(StateFilter[_State]):
                 f"character_level_parser must be lm-format-enforcer's, got {type(character_level_parser).__name__}"
             )
         self._data = _tokenizer_data(self.vocabulary)
+        self._control = frozenset(i for i, text, _ in self._data.regular_tokens if min(text) < " ")
         # Its own copy: the alphabet of this vocabulary is written into the parser's configuration.
         self._root = copy.deepcopy(character_level_parser)
         self._root.config = _parser_config(character_level_parser, self._data.tokenizer_alphabet)
@@ -108,7 +109,9 @@ class ExLlamaV2TokenEnforcerFilter(StateFilter[_State]):
             lists = self._data.tokenizer_tree.json_freetext_tokens
             least = min(lists.max_token_len, max(0, shortest - length))
             most = min(lists.max_token_len, longest - length)
-            ids.extend(lists.lookup_allowed_tokens(least, most).allowed_tokens)
+            # The lists hold tokens with raw control characters, which JSON forbids inside strings.
+            found = lists.lookup_allowed_tokens(least, most).allowed_tokens
+            ids.extend(i for i in found if i not in self._control)
             only = '"'
         todo = [(parser, self._data.tokenizer_tree.root)]
         while todo:

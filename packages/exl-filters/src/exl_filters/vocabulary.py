@@ -7,6 +7,7 @@ use.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import deque
@@ -189,7 +190,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
 
     vocabulary = read_tokenizer(tokenizer)
     try:
-        reference: Callable[[], Any] = weakref.ref(tokenizer, lambda _, pop=_cache.pop: pop(key, None))
+        reference: Callable[[], Any] = weakref.ref(tokenizer, functools.partial(_forget, key, _cache))
     except TypeError:
         return _keep_strongly(key, tokenizer, vocabulary)
     with _lock:
@@ -198,6 +199,11 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
             return held[1]
         _cache[key] = (reference, vocabulary)
     return vocabulary
+
+
+def _forget(key: int, cache: dict[int, Any], _: object) -> None:
+    """Given the cache, not looking it up: it may run when the module is gone."""
+    cache.pop(key, None)
 
 
 def _keep_strongly(key: int, tokenizer: Any, vocabulary: Vocabulary) -> Vocabulary:
