@@ -143,7 +143,7 @@ def test_exl2_quantized_weights_are_within_a_step(bits: int) -> None:
     error = (formats.exl2_dequantize(tensors).float() - weight.T).abs()
     # Half a step and the last rounding to half; weights beyond the widest code are clipped.
     clipped = weight.T.abs() > steps * (2 ** (bits - 1) - 1)
-    assert (error <= steps * 0.54)[~clipped & (steps > 0)].all()
+    assert (error <= steps * 0.57)[~clipped & (steps > 0)].all()
 
 
 def test_exl2_quantize_is_the_same_at_any_thread_count() -> None:

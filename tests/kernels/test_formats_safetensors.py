@@ -235,7 +235,7 @@ def test_harmless_oddities_are_read(tmp_path: Path) -> None:
 
 
 def test_folder_refuses_a_tensor_that_two_files_hold(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="no .* files here"):
+    with pytest.raises(FormatError, match=r"no .* files here"):
         formats.read_safetensors_folder(tmp_path)
     formats.write_safetensors(tmp_path / "1.safetensors", {"a": torch.ones(1), "b": torch.ones(2)})
     formats.write_safetensors(tmp_path / "2.safetensors", {"c": torch.ones(3)})
