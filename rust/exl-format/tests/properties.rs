@@ -72,7 +72,7 @@ fn groups() -> impl Strategy<Value = Vec<(u32, usize)>> {
 }
 
 proptest! {
-    #![proptest_config(config(128))]
+    #![proptest_config(config(512))]
 
     #[test]
     fn streams_come_back(
@@ -173,7 +173,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(config(48))]
+    #![proptest_config(config(256))]
 
     #[test]
     fn quantizing_does_not_depend_on_threads_or_element_type(
@@ -246,7 +246,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(config(512))]
+    #![proptest_config(config(4096))]
 
     #[test]
     fn headers_of_any_bytes_never_panic(header in prop::collection::vec(any::<u8>(), 0..200), length: u64) {

@@ -76,6 +76,7 @@ def exl2_dequantize(tensors: Mapping[str, Tensor], *, name: str = "") -> Tensor:
 
     N as stored, padding included. Arguments and errors as `exl2_check`.
     """
+    exl2_check(tensors, name=name)  # before allocating: a broken file may claim any size
     parts = _exl2_parts(tensors, name)
     out = torch.empty((parts[4].shape[0], parts[0].shape[1]), dtype=torch.float16)
     _native.exl2_dequantize(name, parts, out)
