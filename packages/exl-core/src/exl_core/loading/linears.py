@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,10 +16,11 @@ from .checkpoint import TensorSource
 
 __all__ = ["LinearSpec", "load_linear"]
 
+WEIGHT_TENSORS = ("q_weight", "qweight", "weight")
 EXL2_TENSORS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 GPTQ_TENSORS = ("qweight", "qzeros", "scales")
-# Row range [begin, end) of the fused matrix that this linear is; the tensors that are cut along their last dimension
-# and how many columns share one of their elements.
+COLUMN_PADDING = 32  # quantized files pad out_features to a multiple of this
+# Tensors of a fused matrix that are cut along their last dimension, and how many columns share one of their elements.
 EXL2_COLUMNS = {"q_weight": 1, "q_scale": 8}
 GPTQ_COLUMNS = {"qweight": 1, "qzeros": 8, "scales": 1}
 
@@ -32,6 +34,7 @@ class LinearSpec:
     out_features: int
     bias: bool = False
     prescale: float = 1.0
+    wider: bool = False  # heads: files may hold rows for more tokens than the vocabulary has
     alternate_key: str | None = None  # tied heads: the embedding's matrix (float only)
     fused_key: str | None = None  # where the files hold this matrix as rows [begin, end) of a larger one
     fused_rows: tuple[int, int] = (0, 0)
@@ -57,9 +60,10 @@ def load_linear(source: TensorSource, spec: LinearSpec, options: LinearOptions) 
         matrix = _load_gptq(source, spec, key, rows, options)
     else:
         matrix = _load_float(source, spec, key, rows, options)
-    if matrix.in_features != spec.in_features or matrix.out_features < spec.out_features:
+    most = sys.maxsize if spec.wider else -(-spec.out_features // COLUMN_PADDING) * COLUMN_PADDING
+    if matrix.in_features != spec.in_features or not spec.out_features <= matrix.out_features <= most:
         raise FormatError(
-            f"{spec.key} is {matrix.in_features} x {matrix.out_features} (in x out) in the files, "
+            f"{matrix.name}: {matrix.in_features} x {matrix.out_features} (in x out) in the file, "
             f"config.json needs {spec.in_features} x {spec.out_features}"
         )
     return matrix
@@ -69,7 +73,7 @@ def _stored_key(source: TensorSource, spec: LinearSpec) -> tuple[str, tuple[int,
     """Where the files keep this matrix: its own key, a fused one (with the rows to take), or the alternate."""
 
     def stored(key: str) -> bool:
-        return any(source.has(f"{key}.{suffix}") for suffix in ("q_weight", "qweight", "weight"))
+        return any(source.has(f"{key}.{suffix}") for suffix in WEIGHT_TENSORS)
 
     if stored(spec.key):
         return spec.key, None
@@ -182,7 +186,8 @@ def _check_rows(rows: tuple[int, int], available: int, name: str) -> None:
 def _settle_bias(source: TensorSource, spec: LinearSpec, key: str, tensors: dict[str, Tensor]) -> None:
     """A declared bias must be there; an undeclared one may be there only if it does nothing (all zero)."""
     if spec.bias and "bias" not in tensors:
-        raise MissingTensorError(f"{spec.key} has no bias but bias expected")
+        place = source.describe(next(f"{key}.{s}" for s in WEIGHT_TENSORS if source.has(f"{key}.{s}")))
+        raise MissingTensorError(f"{place}: {spec.key} has no bias but bias expected")
     if "bias" in tensors:
         name = source.describe(f"{key}.bias")
         require_finite_float(tensors["bias"], name)

@@ -88,6 +88,7 @@ class _Builder:
             c.hidden_size,
             c.vocab_size,
             prescale=c.logit_scale,
+            wider=True,
             alternate_key=arch.embed_tokens if c.tie_word_embeddings else None,
         )
         return Head(Linear(spec, self.options), c.padded_vocab_size, c.final_logit_softcapping)

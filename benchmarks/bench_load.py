@@ -1,0 +1,112 @@
+"""Times loading a model folder and measures what it costs in memory; one JSON line.
+
+    python benchmarks/bench_load.py [MODEL_DIR] [--gigabytes 1.0] [--bits 4.5] [--runs 3]
+
+Without MODEL_DIR a random model of that size is written to a temporary folder first (by another process, so that its
+memory does not count). Each run is a fresh process with the file in the page cache. The figures are medians over the
+runs; `read_s` is the time to merely read the file into a buffer in the same state, the floor for any loader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def read_all(folder: Path) -> float:
+    """Seconds to read all weight files once through a 16 MiB buffer; leaves them in the page cache."""
+    buffer = bytearray(16 << 20)
+    start = time.perf_counter()
+    for file in sorted(folder.glob("*.safetensors")):
+        with open(file, "rb", buffering=0) as f:
+            while f.readinto(buffer):
+                pass
+    return time.perf_counter() - start
+
+
+def rss_bytes(field: str) -> int:
+    """VmRSS or VmHWM of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Load once in this process."""
+    from exl_core import ExLlamaV2, ExLlamaV2Config
+
+    read_all(folder)
+    read_s = min(read_all(folder) for _ in range(2))
+    before = rss_bytes("VmRSS")
+    start = time.perf_counter()
+    config = ExLlamaV2Config(folder)
+    prepared = time.perf_counter()
+    model = ExLlamaV2(config)
+    model.load()
+    end = time.perf_counter()
+    assert config.checkpoint is not None
+    return {
+        "model_bytes": sum(t.nbytes for t in config.checkpoint.tensors.values()),
+        "weight_bytes": model.weight_bytes(),
+        "load_s": end - start,
+        "prepare_s": prepared - start,
+        "read_s": read_s,
+        "rss_before": before,
+        "rss_after": rss_bytes("VmRSS"),
+        "rss_peak": rss_bytes("VmHWM"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--bits", type=float, default=4.5)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--one", action="store_true", help="measure in this process (what the runs do)")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(args.model)))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.model or Path(scratch) / "model"
+        if args.model is None:
+            size = ["--gigabytes", str(args.gigabytes), "--bits", str(args.bits)]
+            command = [sys.executable, str(HERE / "make_random_model.py"), str(folder), *size]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, __file__, str(folder), "--one"]
+        runs = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(args.runs)]
+    middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    model_bytes = middle["model_bytes"]
+    print(
+        json.dumps(
+            {
+                "bench": "load",
+                "model_gb": round(model_bytes / 1e9, 3),
+                "load_s": round(middle["load_s"], 3),
+                "load_best_s": round(min(run["load_s"] for run in runs), 3),
+                "read_s": round(middle["read_s"], 3),
+                "gb_per_s": round(model_bytes / middle["load_s"] / 1e9, 2),
+                "peak_rss_over_model": round((middle["rss_peak"] - middle["rss_before"]) / model_bytes, 3),
+                "held_rss_over_model": round((middle["rss_after"] - middle["rss_before"]) / model_bytes, 3),
+                "rss_before_mb": round(middle["rss_before"] / 1e6),
+                "cores": os.cpu_count(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

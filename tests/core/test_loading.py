@@ -1,0 +1,360 @@
+"""From files to a loaded model: shards, formats side by side, callbacks, and broken files that leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, errors
+from exl_kernels.safetensors_file import read_safetensors_header, write_safetensors
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ------------------------------------------------------------------------------------------------------ what must work
+
+
+def test_callbacks_and_generator(lab: Any) -> None:
+    config = ExLlamaV2Config(lab.write())
+    model = ExLlamaV2(config)
+    seen: list[tuple[int, int]] = []
+
+    def report(index: int, total: int) -> Iterator[str]:
+        yield f"{index}/{total}"
+
+    yielded = list(model.load_gen(callback=lambda i, n: seen.append((i, n)), callback_gen=report))
+    assert seen == [(i, 7) for i in range(8)]
+    assert yielded == [f"{i}/7" for i in range(8)]
+    assert model.loaded
+    assert all(m.loaded for m in model.modules)
+    before = [m.weight_bytes() for m in model.modules]
+    model.load()  # nothing to do
+    assert [m.weight_bytes() for m in model.modules] == before
+    with pytest.raises(errors.InputError, match="progress"):
+        model.load(callback=lambda i, n: None, progress=True)
+
+
+def test_lazy_plans_and_modules_load_one_by_one(lab: Any) -> None:
+    model = ExLlamaV2(ExLlamaV2Config(lab.write()))
+    model.load(lazy=True)
+    assert not model.loaded
+    assert model.cache_map == {0: "cpu", 1: "cpu"}
+    assert model.weight_bytes() == 0
+    with pytest.raises(errors.ModelStateError):
+        model.forward(lab.ids(1, 4))
+
+
+def test_unload_and_load_again(lab: Any) -> None:
+    model = lab.load(lab.write())
+    ids = lab.ids(1, 12)
+    expected = model.forward(ids)
+    model.unload()
+    assert not model.loaded
+    assert model.weight_bytes() == 0
+    assert model.cache_map == {}
+    with pytest.raises(errors.ModelStateError):
+        model.forward(ids)
+    model.load()
+    assert torch.equal(model.forward(ids), expected)
+
+
+@pytest.mark.parametrize("kind", ["float", "exl2", "gptq"])
+def test_shards_give_the_same_model(lab: Any, kind: str) -> None:
+    """Tensors of one linear lie in different files."""
+    ids = lab.ids(1, 12)
+    one, many = lab.load(lab.write(kind=kind)), lab.load(lab.write(kind=kind, shards=5))
+    assert len(many.config.tensor_files) == 5
+    assert torch.equal(one.forward(ids), many.forward(ids))
+
+
+def test_fused_matrices_are_split(lab: Any, tmp_path: Path) -> None:
+    tensors = lab.random_tensors(lab.config)
+    fused = dict(tensors)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        for name, parts in (
+            ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+        ):
+            fused[f"{prefix}{name}.weight"] = torch.cat([fused.pop(f"{prefix}{p}.weight") for p in parts])
+    expected = lab.load(lab.write_model(tmp_path / "split", lab.config, tensors))
+    for kind in ("float", "gptq", "exl2"):
+        source = fused if kind == "float" else lab.quantize(fused, kind)
+        model = lab.load(lab.write_model(tmp_path / f"fused-{kind}", lab.config, source))
+        for key in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj"):
+            found, wanted = (m.modules_dict[key].get_weight_tensor_dq() for m in (model, expected))
+            assert found.shape == wanted.shape
+            if kind == "float":
+                assert torch.equal(found, wanted)
+            else:
+                assert float((found - wanted).abs().max()) < 0.1
+
+
+def test_formats_may_be_mixed(lab: Any, tmp_path: Path) -> None:
+    tensors = lab.random_tensors(lab.config)
+    mixed = lab.quantize(tensors, "exl2", keep=lambda key: "k_proj" in key or "layers.1.mlp.up" in key)
+    model = lab.load(lab.write_model(tmp_path, lab.config, mixed))
+    assert not model.modules_dict["model.layers.0.self_attn.k_proj"].is_quant()
+    assert model.modules_dict["model.layers.0.self_attn.q_proj"].is_quant()
+    assert model.is_quant()
+    assert torch.isfinite(model.forward(lab.ids(1, 10))).all()
+
+
+def test_tied_head_and_a_head_of_its_own(lab: Any, tmp_path: Path) -> None:
+    config = {**lab.config, "tie_word_embeddings": True}
+    tensors = lab.random_tensors(config)
+    tied = lab.load(lab.write_model(tmp_path / "tied", config, tensors))
+    embedding = tensors["model.embed_tokens.weight"]
+    assert torch.equal(tied.modules_dict["lm_head"].get_weight_tensor_dq(), embedding.T)
+    own = {**tensors, "lm_head.weight": embedding.flip(0)}
+    model = lab.load(lab.write_model(tmp_path / "own", config, own))
+    assert torch.equal(model.modules_dict["lm_head"].get_weight_tensor_dq(), embedding.flip(0).T)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_other_float_types(lab: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {k: v.to(dtype) for k, v in lab.random_tensors(lab.config).items()}
+    model = lab.load(lab.write_model(tmp_path, lab.config, tensors))
+    half = lab.load(lab.write())
+    error = (model.forward(lab.ids(1, 10)) - half.forward(lab.ids(1, 10))).abs().max()
+    assert float(error) < (0.2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_no_tensors_config_cannot_load(lab: Any) -> None:
+    config = ExLlamaV2Config()
+    config.model_dir = str(lab.write())
+    config.prepare(no_tensors=True)
+    with pytest.raises(errors.ModelStateError, match="no_tensors"):
+        ExLlamaV2(config).load()
+
+
+def test_a_zero_bias_that_config_does_not_declare_is_ignored(lab: Any, tmp_path: Path) -> None:
+    tensors = lab.random_tensors(lab.config)
+    plain = lab.load(lab.write_model(tmp_path / "plain", lab.config, tensors))
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64, dtype=torch.half)
+    model = lab.load(lab.write_model(tmp_path / "zero", lab.config, tensors))
+    assert torch.equal(model.forward(lab.ids(1, 5)), plain.forward(lab.ids(1, 5)))
+
+
+# --------------------------------------------------------------------------------------------------- what must not work
+
+Damage = Callable[[dict[str, torch.Tensor]], None]
+Q = "model.layers.1.self_attn.q_proj"
+
+
+def put(name: str, value: Any) -> Damage:
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = value
+
+    return damage
+
+
+def edit(name: str, change: Callable[[torch.Tensor], Any]) -> Damage:
+    """Change the named tensor in place, or replace it by what `change` returns."""
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensor = tensors[name].clone()
+        replaced = change(tensor)
+        tensors[name] = replaced if isinstance(replaced, torch.Tensor) else tensor
+
+    return damage
+
+
+def drop(name: str) -> Damage:
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[name]
+
+    return damage
+
+
+def set_first(value: float) -> Callable[[torch.Tensor], None]:
+    def change(tensor: torch.Tensor) -> None:
+        tensor.view(-1)[0] = value
+
+    return change
+
+
+BROKEN: dict[str, tuple[str, Damage, str]] = {
+    "NaN in a weight": ("float", edit(f"{Q}.weight", set_first(float("nan"))), f"{Q}.weight"),
+    "infinity in a weight": ("float", edit(f"{Q}.weight", set_first(float("inf"))), f"{Q}.weight"),
+    "NaN in a norm": ("float", edit("model.norm.weight", set_first(float("nan"))), "model.norm.weight"),
+    "NaN in the embedding": (
+        "float",
+        edit("model.embed_tokens.weight", set_first(float("nan"))),
+        "model.embed_tokens.weight",
+    ),
+    "NaN in an EXL2 scale": ("exl2", edit(f"{Q}.q_scale_max", set_first(float("nan"))), Q),
+    "NaN in a GPTQ scale": ("gptq", edit(f"{Q}.scales", set_first(float("nan"))), Q),
+    "groups that do not add up": ("exl2", edit(f"{Q}.q_groups", lambda t: t[:-2]), Q),
+    "impossible width": ("exl2", edit(f"{Q}.q_groups", set_first(7)), Q),
+    "not a permutation": ("exl2", edit(f"{Q}.q_invperm", set_first(1)), Q),
+    "short q_weight": ("exl2", edit(f"{Q}.q_weight", lambda t: t[:-1]), Q),
+    "narrow q_scale": ("exl2", edit(f"{Q}.q_scale", lambda t: t[:, :-1]), Q),
+    "missing q_scale": ("exl2", drop(f"{Q}.q_scale"), f"{Q}.q_scale"),
+    "missing qzeros": ("gptq", drop(f"{Q}.qzeros"), f"{Q}.qzeros"),
+    "integer weight": ("float", edit(f"{Q}.weight", lambda t: t.int()), f"{Q}.weight"),
+    "float codes": ("exl2", edit(f"{Q}.q_weight", lambda t: t.float()), Q),
+    "three dimensions": ("float", edit(f"{Q}.weight", lambda t: t[None]), f"{Q}.weight"),
+    "narrow weight": ("float", edit(f"{Q}.weight", lambda t: t[:, :32]), Q),
+    "short weight": ("float", edit(f"{Q}.weight", lambda t: t[:32]), Q),
+    "wide weight": ("float", edit(f"{Q}.weight", lambda t: torch.cat([t, t])), Q),
+    "short norm": ("float", edit("model.norm.weight", lambda t: t[:32]), "model.norm.weight"),
+    "norm with a bias": ("float", put("model.norm.bias", torch.zeros(64)), "model.norm.bias"),
+    "short embedding": (
+        "float",
+        edit("model.embed_tokens.weight", lambda t: t[:50]),
+        "model.embed_tokens.weight",
+    ),
+    "bias nobody declared": ("float", put(f"{Q}.bias", torch.ones(64)), f"{Q}.bias"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(BROKEN))
+def test_broken_tensors_name_file_and_tensor_and_leave_nothing(lab: Any, tmp_path: Path, case: str) -> None:
+    kind, damage, named = BROKEN[case]
+    tensors = lab.random_tensors(lab.config)
+    tensors = lab.quantize(tensors, kind) if kind != "float" else tensors
+    damage(tensors)
+    folder = lab.write_model(tmp_path, lab.config, tensors)
+    model = ExLlamaV2(ExLlamaV2Config(folder))
+    files = open_files()
+    with pytest.raises(errors.FormatError) as e:
+        model.load()
+    assert named in str(e.value)
+    assert "model.safetensors" in str(e.value)
+    assert not model.loaded
+    assert not any(m.loaded for m in model.modules)
+    assert model.weight_bytes() == 0
+    assert model.cache_map == {}
+    assert open_files() == files
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", f"{Q}.weight", "model.embed_tokens.weight"])
+def test_missing_modules_are_found_before_loading(lab: Any, tmp_path: Path, name: str) -> None:
+    tensors = lab.random_tensors(lab.config)
+    del tensors[name]
+    with pytest.raises(errors.MissingTensorError, match=name.removesuffix(".weight")):
+        ExLlamaV2Config(lab.write_model(tmp_path, lab.config, tensors))
+
+
+def test_missing_declared_bias(lab: Any, tmp_path: Path) -> None:
+    config = {**lab.config, "architectures": ["Qwen2ForCausalLM"]}
+    tensors = lab.random_tensors(config)
+    del tensors[f"{Q}.bias"]
+    model = ExLlamaV2(ExLlamaV2Config(lab.write_model(tmp_path, config, tensors)))
+    with pytest.raises(errors.MissingTensorError, match="no bias but bias expected"):
+        model.load()
+
+
+def test_no_weight_files(lab: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(lab.config))
+    with pytest.raises(errors.ConfigFileError, match=r"No \.safetensors files"):
+        ExLlamaV2Config(tmp_path)
+
+
+def test_the_same_tensor_in_two_files(lab: Any) -> None:
+    folder = lab.write()
+    write_safetensors(folder / "zz-extra.safetensors", {"model.norm.weight": torch.ones(64)})
+    with pytest.raises(errors.FormatError, match=r"model\.norm\.weight.*also in model\.safetensors"):
+        ExLlamaV2Config(folder)
+
+
+def test_truncated_file_is_refused_before_loading(lab: Any) -> None:
+    folder = lab.write()
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(errors.FormatError, match=r"model\.safetensors"):
+        ExLlamaV2Config(folder)
+
+
+def test_file_truncated_after_prepare(lab: Any) -> None:
+    folder = lab.write()
+    model = ExLlamaV2(ExLlamaV2Config(folder))
+    os.truncate(folder / "model.safetensors", 5000)
+    with pytest.raises(errors.FormatError, match=r"model\.safetensors"):
+        model.load()
+    assert not any(m.loaded for m in model.modules)
+
+
+def test_overlapping_tensors(lab: Any) -> None:
+    folder = lab.write()
+    file = folder / "model.safetensors"
+    raw = file.read_bytes()
+    size = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + size])
+    header[f"{Q}.weight"]["data_offsets"] = header["model.layers.0.self_attn.q_proj.weight"]["data_offsets"]
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+    with pytest.raises(errors.FormatError, match=r"model\.safetensors"):
+        ExLlamaV2Config(folder)
+
+
+def test_error_in_a_callback_unloads(lab: Any) -> None:
+    model = ExLlamaV2(ExLlamaV2Config(lab.write()))
+
+    def fail(index: int, total: int) -> None:
+        if index == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.load(callback=fail)
+    assert not any(m.loaded for m in model.modules)
+    model.load()
+    assert model.loaded
+
+
+def test_abandoned_generator_unloads(lab: Any) -> None:
+    model = ExLlamaV2(ExLlamaV2Config(lab.write()))
+
+    def report(index: int, total: int) -> Iterator[int]:
+        yield index
+
+    generator = model.load_gen(callback_gen=report)
+    for _ in range(4):
+        next(generator)
+    assert any(m.loaded for m in model.modules)
+    generator.close()
+    assert not any(m.loaded for m in model.modules)
+
+
+def test_device_variable(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = lab.write()
+    monkeypatch.setenv("EXL_DEVICE", "cpu")
+    assert lab.load(folder).device == torch.device("cpu")
+    for value, error in (("tpu", errors.DeviceError), ("cuda:99", errors.DeviceError)):
+        monkeypatch.setenv("EXL_DEVICE", value)
+        with pytest.raises(error, match="EXL_DEVICE"):
+            lab.load(folder)
+
+
+def test_loading_and_dropping_many_times_holds_no_memory(lab: Any) -> None:
+    folder = lab.write(hidden_size=256, intermediate_size=512, vocab_size=2048, kind="exl2")
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    def once() -> None:
+        model = lab.load(folder)
+        model.forward(lab.ids(1, 20), ExLlamaV2Cache(model, max_seq_len=64))
+        model.unload()
+
+    for _ in range(5):
+        once()
+    gc.collect()
+    before, files = resident(), open_files()
+    for _ in range(30):
+        once()
+    gc.collect()
+    size = sum(e.nbytes for e in read_safetensors_header(folder / "model.safetensors").entries.values())
+    assert resident() - before < 4 * size  # thirty leaks would be thirty times the size
+    assert open_files() == files
