@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _native
 from .errors import FormatError, UnsupportedError
 from .formats import exl2_quantize, importance_order
 from .quantize_plans import ATTENTION_ROLES, HEAD_PLANS, Matrix, Slot, allocate
@@ -147,7 +148,7 @@ def _read_config(source: Path) -> dict[str, Any]:
         raise FormatError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise FormatError(f"{path}: expected a JSON object")
-    if "quantization_config" in config:
+    if config.get("quantization_config"):
         raise FormatError(f"{path}: this model is already quantized; start from the float model")
     return config
 
@@ -298,7 +299,7 @@ class _Writer:
                 shutil.copyfile(file, self.target / file.name)
         block = {
             "quant_method": "exl2",
-            "version": "0.1.0",
+            "version": _native.__version__,
             "bits": float(bits),
             "head_bits": head_bits,
             "calibration": {"rows": 0, "length": 0, "dataset": "(none: round to nearest)"},
