@@ -7,6 +7,7 @@ mod device;
 mod driver;
 mod ffi;
 mod launch;
+pub mod layout;
 pub mod ops;
 
 /// The embedded images, written by `build.rs`.

@@ -1,0 +1,238 @@
+//! Weights in the order in which tensor cores want them.
+//!
+//! * A **tile** is 16 output features; the image is tile after tile, all alike in size and inner order.
+//! * A **slice** is 32 rows of K of one bit width and one quantization group. Slices are ordered by width, padded to pairs; rows that
+//!   pad have no input feature and meet an activation of zero.
+//! * A **chunk** is two slices (64 rows) of a tile: `128 * bits` bytes. A **unit** is up to four chunks (256 rows) and their scales: what
+//!   one warp works on at a time.
+//! * In a chunk, lane L = 4 g + t holds 16 **fields** of two codes each: field 4 j + r is register r of matrix instruction j
+//!   (m16n8k16, weights as the 16-row operand): feature g, or g + 8 for odd r; rows 32 (j / 2) + 8 t + 4 (j % 2) + 2 (r / 2) and the
+//!   next one, in the low and the high 16 bits of the same word. Where a field's bits stand is [`pieces`].
+//! * Words of a lane: first whole groups of four (16 bytes a lane, lane after lane), then a pair, then a single one.
+//! * After the chunks stand the unit's scales, one **entry** for each `entry_rows` rows; see [`Scales`].
+//!
+//! The device code that reads this is `kernels/tile.cuh`; [`Layout::code`] is its plain twin.
+
+mod pack;
+mod plan;
+
+use half::f16;
+
+pub use pack::Codes;
+pub use plan::Problem;
+
+/// Output features in a tile.
+pub const TILE: usize = 16;
+/// Rows of K in a slice, chunk and unit.
+pub const SLICE_ROWS: usize = 32;
+pub const CHUNK_ROWS: usize = 64;
+pub const UNIT_ROWS: usize = 256;
+const CHUNKS_PER_UNIT: usize = UNIT_ROWS / CHUNK_ROWS;
+
+/// How a unit's scales are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scales {
+    /// EXL2: byte `[g][entry]` = scale code of feature g, and of g + 8 in the high four bits. The entries' maxima stand in `maxima`.
+    Exl2,
+    /// GPTQ: eight bytes `[entry][g]` = the halves scale(g), scale(g + 8), zero(g), zero(g + 8).
+    Gptq,
+}
+
+impl Scales {
+    fn bytes_per_entry(self) -> usize {
+        match self {
+            Self::Exl2 => 8,
+            Self::Gptq => 64,
+        }
+    }
+}
+
+/// Up to 256 rows: where they stand in a tile and the widths of their chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Unit {
+    /// First byte within a tile.
+    pub offset: u32,
+    /// Bits of chunk c in bits `[4 c, 4 c + 4)`; 0 for a chunk that is not there.
+    pub widths: u32,
+}
+
+impl Unit {
+    fn chunk_bits(self) -> impl Iterator<Item = usize> {
+        (0..CHUNKS_PER_UNIT).map(move |c| (self.widths >> (4 * c) & 15) as usize)
+    }
+}
+
+/// Where everything of one matrix stands; the codes themselves are written by [`Layout::pack`].
+#[derive(Clone, Debug)]
+pub struct Layout {
+    pub scales: Scales,
+    /// Rows of K that share a scale entry: 32 or 128.
+    pub entry_rows: usize,
+    /// N of the matrix; the last tile may reach beyond it.
+    pub out_features: usize,
+    /// K of the matrix.
+    pub in_features: usize,
+    /// One more than there are units: the last holds a tile's size and no chunks.
+    pub units: Vec<Unit>,
+    /// Input feature of each row, -1 where a row pads; a multiple of 64 long.
+    pub features: Vec<i32>,
+    /// Row of the source (packed row in EXL2, input feature in GPTQ) of each row, -1 where it pads.
+    source_rows: Vec<i32>,
+    /// Quantization group of each entry.
+    groups: Vec<u32>,
+    /// EXL2: the group maximum of each entry.
+    pub maxima: Vec<f16>,
+}
+
+impl Layout {
+    pub fn tiles(&self) -> usize {
+        self.out_features.div_ceil(TILE)
+    }
+
+    pub fn tile_bytes(&self) -> usize {
+        self.units.last().map_or(0, |end| end.offset as usize)
+    }
+
+    /// Size of the packed image.
+    pub fn bytes(&self) -> usize {
+        self.tiles() * self.tile_bytes()
+    }
+
+    /// Rows of K, padding included.
+    pub fn rows(&self) -> usize {
+        self.features.len()
+    }
+
+    /// Row of each input feature: the inverse of `features`.
+    pub fn row_of_feature(&self) -> Vec<i32> {
+        let mut rows = vec![-1; self.in_features];
+        for (row, &feature) in self.features.iter().enumerate() {
+            if feature >= 0 {
+                rows[feature as usize] = row as i32;
+            }
+        }
+        rows
+    }
+
+    /// Size of the largest unit.
+    pub fn largest_unit(&self) -> usize {
+        self.units.windows(2).map(|pair| (pair[1].offset - pair[0].offset) as usize).max().unwrap_or(0)
+    }
+
+    fn entries_per_unit(&self) -> usize {
+        UNIT_ROWS / self.entry_rows
+    }
+
+    /// First byte of a chunk within a tile, and its bits.
+    fn chunk(&self, chunk: usize) -> (usize, usize) {
+        let unit = self.units[chunk / CHUNKS_PER_UNIT];
+        let before: usize = unit.chunk_bits().take(chunk % CHUNKS_PER_UNIT).sum();
+        let bits = unit.chunk_bits().nth(chunk % CHUNKS_PER_UNIT).unwrap_or(0);
+        (unit.offset as usize + 128 * before, bits)
+    }
+
+    /// First byte of a unit's scales within a tile.
+    fn scales_offset(&self, unit: usize) -> usize {
+        self.units[unit].offset as usize + 128 * self.units[unit].chunk_bits().sum::<usize>()
+    }
+
+    /// The code at `row` (of this layout) and feature `n`, read back from `image`: the plain twin of the device code.
+    pub fn code(&self, image: &[u8], row: usize, n: usize) -> u32 {
+        let (offset, bits) = self.chunk(row / CHUNK_ROWS);
+        let at = Place::of(row % CHUNK_ROWS, n % TILE);
+        let start = n / TILE * self.tile_bytes() + offset;
+        let words: Vec<u32> = (0..bits)
+            .map(|w| {
+                let byte = start + word_offset(bits, at.lane, w);
+                u32::from_le_bytes([image[byte], image[byte + 1], image[byte + 2], image[byte + 3]])
+            })
+            .collect();
+        pieces(bits, at.field)
+            .map(|p| (words[p.word] >> (p.bit + 16 * at.half) & ((1 << p.count) - 1)) << p.shift)
+            .sum()
+    }
+}
+
+/// Where a code of a chunk goes: lane, field and half of the word.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    lane: usize,
+    field: usize,
+    half: usize,
+}
+
+impl Place {
+    fn of(row: usize, feature: usize) -> Self {
+        let (slice, within) = (row / 32, row % 32);
+        let (t, within) = (within / 8, within % 8);
+        let instruction = 2 * slice + within / 4;
+        let register = 2 * (within % 4 / 2) + feature / 8;
+        Self {
+            lane: 4 * (feature % 8) + t,
+            field: 4 * instruction + register,
+            half: within % 2,
+        }
+    }
+}
+
+/// A run of a code's bits: `count` bits from `shift` on, stored at `bit` of 16-bit halves of word `word`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    pub word: usize,
+    pub bit: usize,
+    pub count: usize,
+    pub shift: usize,
+}
+
+/// Where the bits of `field` (0..16) stand in a lane's `bits` words. Whole fields first, so that one mask takes a field from both
+/// halves; what does not fit is put together from the words' spare top bits.
+pub fn pieces(bits: usize, field: usize) -> impl Iterator<Item = Piece> {
+    let whole = |per_word: usize| Piece {
+        word: field / per_word,
+        bit: bits * (field % per_word),
+        count: bits,
+        shift: 0,
+    };
+    let spare = |i: usize| Piece {
+        word: i,
+        bit: 15,
+        count: 1,
+        shift: i,
+    };
+    let list: Vec<Piece> = match bits {
+        3 | 5 if field == 15 => (0..bits).map(spare).collect(),
+        6 if field >= 12 => vec![
+            Piece {
+                word: field - 12,
+                bit: 12,
+                count: 4,
+                shift: 0,
+            },
+            Piece {
+                word: 4 + (field - 12) / 2,
+                bit: 12 + 2 * (field % 2),
+                count: 2,
+                shift: 4,
+            },
+        ],
+        _ => vec![whole(16 / bits)],
+    };
+    list.into_iter()
+}
+
+/// Byte of word `word` of lane `lane` in a chunk.
+fn word_offset(bits: usize, lane: usize, word: usize) -> usize {
+    let fours = bits / 4;
+    if word < 4 * fours {
+        return word / 4 * 512 + lane * 16 + word % 4 * 4;
+    }
+    let pair = bits & 2;
+    let rest = word - 4 * fours;
+    if rest < pair {
+        return fours * 512 + lane * 8 + rest * 4;
+    }
+    fours * 512 + pair * 128 + lane * 4
+}
+
+#[cfg(test)]
+mod tests;

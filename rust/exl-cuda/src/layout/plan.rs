@@ -1,0 +1,146 @@
+//! From a checked matrix to the order of its rows.
+
+use exl_format::exl2::Exl2View;
+use exl_format::gptq::GptqView;
+
+use super::{CHUNKS_PER_UNIT, Layout, SLICE_ROWS, Scales, Unit};
+
+/// A matrix that this layout cannot hold.
+#[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
+pub enum Problem {
+    #[error("{rows} rows after padding: the GPU layout holds at most {limit}")]
+    TooManyRows { rows: usize, limit: usize },
+    #[error("a tile of {bytes} bytes: the GPU layout holds at most {limit}")]
+    TileTooLarge { bytes: usize, limit: usize },
+}
+
+/// 32 rows of one width and group.
+#[derive(Clone, Debug)]
+struct Slice {
+    bits: u32,
+    group: u32,
+    /// Source rows, -1 where the slice pads.
+    rows: [i32; SLICE_ROWS],
+}
+
+impl Slice {
+    /// Slices of one group's rows, the last one padded.
+    fn of_group(bits: u32, group: u32, rows: &[i32]) -> impl Iterator<Item = Self> {
+        rows.chunks(SLICE_ROWS).map(move |part| {
+            let mut rows = [-1; SLICE_ROWS];
+            rows[..part.len()].copy_from_slice(part);
+            Self { bits, group, rows }
+        })
+    }
+}
+
+impl Layout {
+    /// The order of an EXL2 matrix. Groups keep their order within a width.
+    pub fn exl2(view: &Exl2View<'_>) -> Result<Self, Problem> {
+        let mut slices = Vec::new();
+        for (g, group) in view.groups().iter().enumerate() {
+            let rows: Vec<i32> = group.rows.clone().map(|row| row as i32).collect();
+            slices.extend(Slice::of_group(group.bits, g as u32, &rows));
+        }
+        let perm = view.perm();
+        let mut layout = Self::of_slices(Scales::Exl2, slices, view.in_features(), view.out_features(), |row| perm[row] as i32)?;
+        layout.maxima = layout.groups.iter().map(|&g| view.smax(g as usize)).collect();
+        Ok(layout)
+    }
+
+    /// The order of a GPTQ matrix: rows sorted by group, each group padded to whole slices.
+    pub fn gptq(view: &GptqView<'_>) -> Result<Self, Problem> {
+        let mut of_group = vec![Vec::new(); view.num_groups()];
+        for (row, &group) in view.group_of().iter().enumerate() {
+            of_group[group as usize].push(row as i32);
+        }
+        let slices = of_group
+            .iter()
+            .enumerate()
+            .flat_map(|(g, rows)| Slice::of_group(view.bits(), g as u32, rows))
+            .collect();
+        Self::of_slices(Scales::Gptq, slices, view.in_features(), view.out_features(), |row| row as i32)
+    }
+
+    fn of_slices(
+        scales: Scales,
+        slices: Vec<Slice>,
+        in_features: usize,
+        out_features: usize,
+        feature_of: impl Fn(usize) -> i32,
+    ) -> Result<Self, Problem> {
+        let slices = in_pairs(slices);
+        let rows = slices.len() * SLICE_ROWS;
+        // Scattered activations are addressed with 16 bits.
+        let limit = usize::from(u16::MAX);
+        if rows > limit {
+            return Err(Problem::TooManyRows { rows, limit });
+        }
+        let entry_slices = if share_groups(&slices, 4) { 4 } else { 1 };
+        let entry_rows = entry_slices * SLICE_ROWS;
+        let source_rows: Vec<i32> = slices.iter().flat_map(|slice| slice.rows).collect();
+        let features = source_rows
+            .iter()
+            .map(|&row| if row < 0 { -1 } else { feature_of(row as usize) })
+            .collect();
+        let units = units(&slices, 256 / entry_rows * scales.bytes_per_entry())?;
+        Ok(Self {
+            scales,
+            entry_rows,
+            out_features,
+            in_features,
+            units,
+            features,
+            source_rows,
+            groups: slices.chunks(entry_slices).map(|part| part[0].group).collect(),
+            maxima: Vec::new(),
+        })
+    }
+}
+
+/// The slices ordered by width, in the order in which widths first appear, each width padded to an even number.
+fn in_pairs(slices: Vec<Slice>) -> Vec<Slice> {
+    let mut widths: Vec<u32> = Vec::new();
+    for slice in &slices {
+        if !widths.contains(&slice.bits) {
+            widths.push(slice.bits);
+        }
+    }
+    let mut ordered = Vec::with_capacity(slices.len() + widths.len());
+    for &bits in &widths {
+        ordered.extend(slices.iter().filter(|slice| slice.bits == bits).cloned());
+        if ordered.len() % 2 == 1 {
+            let last = ordered[ordered.len() - 1].group;
+            ordered.extend(Slice::of_group(bits, last, &[-1; SLICE_ROWS]));
+        }
+    }
+    ordered
+}
+
+/// Whether every aligned run of `run` slices lies in one group.
+fn share_groups(slices: &[Slice], run: usize) -> bool {
+    slices.chunks(run).all(|part| part.iter().all(|slice| slice.group == part[0].group))
+}
+
+fn units(slices: &[Slice], scale_bytes: usize) -> Result<Vec<Unit>, Problem> {
+    let mut units = Vec::new();
+    let mut offset = 0usize;
+    for part in slices.chunks(2 * CHUNKS_PER_UNIT) {
+        let bits = || part.chunks(2).map(|chunk| chunk[0].bits);
+        let widths = bits().enumerate().map(|(c, b)| b << (4 * c)).sum();
+        units.push(Unit {
+            offset: offset as u32,
+            widths,
+        });
+        offset += 128 * bits().sum::<u32>() as usize + scale_bytes;
+    }
+    let limit = u32::MAX as usize / 2;
+    if offset > limit {
+        return Err(Problem::TileTooLarge { bytes: offset, limit });
+    }
+    units.push(Unit {
+        offset: offset as u32,
+        widths: 0,
+    });
+    Ok(units)
+}

@@ -1,0 +1,196 @@
+//! The image read back through the plain twin is the matrix, whatever its groups and widths.
+
+use exl_format::exl2::{Exl2Tensors, Exl2View};
+use exl_format::gptq::{GptqTensors, GptqView, Zeros};
+use half::f16;
+use proptest::prelude::*;
+
+use super::*;
+
+/// Deterministic words that are not zero.
+fn noise(count: usize, seed: u32) -> Vec<i32> {
+    let mut state = seed | 1;
+    (0..count)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 17;
+            state ^= state << 5;
+            state as i32
+        })
+        .collect()
+}
+
+struct Exl2 {
+    q_weight: Vec<i32>,
+    q_scale: Vec<i32>,
+    q_scale_max: Vec<f16>,
+    q_groups: Vec<i16>,
+    q_invperm: Vec<i32>,
+    n: usize,
+}
+
+impl Exl2 {
+    /// Groups as (bits, slices of 32 rows).
+    fn new(groups: &[(u32, usize)], n: usize, seed: u32) -> Self {
+        let mut q_groups = Vec::new();
+        let (mut words, mut k) = (0usize, 0usize);
+        for &(bits, slices) in groups {
+            q_groups.extend([bits as i16, words as i16]);
+            words += bits as usize * slices;
+            k += 32 * slices;
+        }
+        let mut order: Vec<i32> = (0..k as i32).collect();
+        for (i, r) in noise(k, seed ^ 77).into_iter().enumerate() {
+            order.swap(i, r.unsigned_abs() as usize % k);
+        }
+        Self {
+            q_weight: noise(words * n, seed),
+            q_scale: noise(groups.len() * n / 8, seed ^ 5),
+            q_scale_max: (0..groups.len()).map(|g| f16::from_f32(0.01 + g as f32 * 0.003)).collect(),
+            q_groups,
+            q_invperm: order,
+            n,
+        }
+    }
+
+    fn view(&self) -> Exl2View<'_> {
+        let groups = self.q_scale_max.len();
+        Exl2View::new(
+            "m",
+            Exl2Tensors {
+                q_weight: &self.q_weight,
+                q_weight_shape: [self.q_weight.len() / self.n, self.n],
+                q_scale: &self.q_scale,
+                q_scale_shape: [groups, self.n / 8],
+                q_scale_max: &self.q_scale_max,
+                q_groups: &self.q_groups,
+                q_invperm: &self.q_invperm,
+            },
+        )
+        .expect("well-formed")
+    }
+}
+
+fn check_exl2(groups: &[(u32, usize)], n: usize, seed: u32) -> Layout {
+    let matrix = Exl2::new(groups, n, seed);
+    let view = matrix.view();
+    let layout = Layout::exl2(&view).expect("fits");
+    let mut image = vec![0xa5u8; layout.bytes()];
+    layout.pack(&view, &mut image, 3);
+    let mut seen = vec![false; view.in_features()];
+    for row in 0..layout.rows() {
+        let feature = layout.features[row];
+        if feature < 0 {
+            continue;
+        }
+        let packed = view.invperm()[feature as usize] as usize;
+        assert!(!std::mem::replace(&mut seen[packed], true), "each row once");
+        let group = view.group_of(packed);
+        assert_eq!(layout.maxima[row / layout.entry_rows], view.smax(group));
+        for column in 0..n {
+            assert_eq!(layout.code(&image, row, column), view.code(packed, column), "row {row} column {column}");
+            let (unit, entry) = (row / UNIT_ROWS, row % UNIT_ROWS / layout.entry_rows);
+            let byte = image[column / TILE * layout.tile_bytes()
+                + layout.scales_offset(unit)
+                + column % 8 * layout.entries_per_unit()
+                + entry];
+            let code = u32::from(byte) >> (4 * (column % 16 / 8)) & 15;
+            assert_eq!(code, view.scale_code(group, column));
+        }
+    }
+    assert!(seen.into_iter().all(|s| s));
+    layout
+}
+
+#[test]
+fn plain_matrix_costs_what_its_codes_cost() {
+    let layout = check_exl2(&[(4, 4); 16], 64, 1);
+    assert_eq!((layout.entry_rows, layout.rows()), (128, 2048));
+    assert_eq!(layout.bytes(), 2048 * 64 / 2 + 64 / 16 * 8 * 16);
+}
+
+#[test]
+fn widths_that_split_an_entry_fall_back_to_short_entries() {
+    assert_eq!(check_exl2(&[(5, 4), (4, 4), (4, 4)], 32, 2).entry_rows, 128);
+    assert_eq!(check_exl2(&[(5, 2), (4, 4), (4, 4)], 32, 3).entry_rows, 32);
+    let odd = check_exl2(&[(8, 1), (6, 1), (5, 1), (4, 1), (3, 1), (2, 1)], 32, 4);
+    assert_eq!((odd.entry_rows, odd.rows(), odd.units.len()), (32, 6 * 64, 3));
+}
+
+#[test]
+fn every_bit_of_a_chunk_is_used_once() {
+    for bits in [2usize, 3, 4, 5, 6, 8] {
+        let mut used = vec![0u32; bits];
+        for field in 0..16 {
+            let covered: usize = pieces(bits, field).map(|p| ((1 << p.count) - 1) << p.shift).sum();
+            assert_eq!(covered, (1 << bits) - 1, "{bits} bits, field {field}");
+            for p in pieces(bits, field) {
+                assert!(p.bit + p.count <= 16);
+                let mask = ((1u32 << p.count) - 1) << p.bit;
+                assert_eq!(used[p.word] & mask, 0);
+                used[p.word] |= mask;
+            }
+        }
+        assert!(used.iter().all(|&u| u == 0xffff), "{bits} bits");
+        let mut offsets: Vec<usize> = (0..32).flat_map(|l| (0..bits).map(move |w| word_offset(bits, l, w))).collect();
+        offsets.sort_unstable();
+        assert!(offsets.iter().enumerate().all(|(i, &o)| o == 4 * i));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn exl2_survives(
+        groups in prop::collection::vec((prop::sample::select(vec![2u32, 3, 4, 5, 6, 8]), 1usize..5), 1..7),
+        n in prop::sample::select(vec![32usize, 64, 96]),
+        seed in 1u32..1000,
+    ) {
+        check_exl2(&groups, n, seed);
+    }
+
+    #[test]
+    fn gptq_survives(
+        bits in prop::sample::select(vec![2u32, 4, 8, 3]),
+        groups in 1usize..5,
+        slices in 1usize..6,
+        n in prop::sample::select(vec![32usize, 64]),
+        shuffled: bool,
+        v2: bool,
+        seed in 1u32..1000,
+    ) {
+        let k = groups * slices * 32;
+        let qweight = noise(k / 32 * bits as usize * n, seed);
+        let qzeros = noise(groups * n / 32 * bits as usize, seed ^ 9);
+        let scales: Vec<f16> = noise(groups * n, seed ^ 3).iter().map(|v| f16::from_f32((v % 1000) as f32 * 1e-5)).collect();
+        let g_idx: Vec<i32> = noise(k, seed ^ 8).iter().map(|v| v.unsigned_abs() as i32 % groups as i32).collect();
+        let zeros = if v2 { Zeros::V2 } else { Zeros::Classic };
+        let tensors = GptqTensors {
+            qweight: &qweight,
+            qweight_shape: [qweight.len() / n, n],
+            qzeros: &qzeros,
+            qzeros_shape: [groups, n / 32 * bits as usize],
+            scales: &scales,
+            scales_shape: [groups, n],
+            g_idx: shuffled.then_some(&g_idx[..]),
+        };
+        let view = GptqView::new("m", tensors, bits, zeros, Some(slices * 32)).expect("well-formed");
+        let layout = Layout::gptq(&view).expect("fits");
+        let mut image = vec![0x5au8; layout.bytes()];
+        layout.pack(&view, &mut image, 2);
+        for (feature, &row) in layout.row_of_feature().iter().enumerate() {
+            let row = row as usize;
+            let group = view.group_of()[feature] as usize;
+            for column in 0..n {
+                prop_assert_eq!(layout.code(&image, row, column), view.code(feature, column));
+                let (unit, entry) = (row / UNIT_ROWS, row % UNIT_ROWS / layout.entry_rows);
+                let at = column / TILE * layout.tile_bytes() + layout.scales_offset(unit) + (entry * 8 + column % 8) * 8;
+                let half = |i: usize| f16::from_le_bytes([image[at + 2 * i], image[at + 2 * i + 1]]);
+                let upper = column % 16 / 8;
+                prop_assert_eq!(half(upper), view.scale(group, column));
+                prop_assert_eq!(half(2 + upper).to_f32(), view.zero(group, column) as f32);
+            }
+        }
+    }
+}
