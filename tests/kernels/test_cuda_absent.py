@@ -11,6 +11,7 @@ import torch
 from exl_kernels import cuda_ops
 from exl_kernels.device import cuda_status, require_cuda
 from exl_kernels.errors import DeviceError, DTypeError, UnsupportedError
+from exl_kernels.linear import QuantMatrix
 
 
 def test_status_is_consistent() -> None:
@@ -73,3 +74,16 @@ def test_cuda_doors_refuse_cpu_tensors() -> None:
         cuda_ops.apply_rope(x[None], x, x, torch.zeros(1, dtype=torch.int64))
     with pytest.raises(UnsupportedError, match="relu"):
         cuda_ops.activation(x, "relu")
+
+
+def test_a_matrix_for_an_absent_gpu_is_refused_with_the_reason() -> None:
+    status = cuda_status()
+    weight = torch.ones(32, 32)
+    if status.reason is None:
+        assert QuantMatrix.from_float(weight, device="cuda").device.type == "cuda"
+        return
+    with pytest.raises(DeviceError) as caught:
+        QuantMatrix.from_float(weight, device="cuda")
+    assert status.reason in str(caught.value)
+    with pytest.raises(UnsupportedError, match="meta"):
+        QuantMatrix.from_float(weight, device="meta")

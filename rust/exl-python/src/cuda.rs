@@ -3,7 +3,7 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::ops::{Element, Target, elementwise, norm, rope};
+use exl_cuda::ops::{Element, Target, elementwise, norm, probe, rope};
 use exl_cuda::{CudaError, Driver, devices, images};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -299,12 +299,45 @@ fn cuda_activation(
         .map_err(|e| device_error(py, &e))
 }
 
+/// Reads all of `buffer` (uint8), for measuring the read bandwidth; `sink` is a uint8 tensor of at least 4 elements.
+#[pyfunction]
+fn cuda_probe_read(py: Python<'_>, buffer: Tensor, sink: Tensor, stream: usize) -> PyResult<()> {
+    let to = target(&[("buffer", &buffer), ("sink", &sink)], stream, false)?;
+    let bytes = buffer.numel() * buffer.dtype.size();
+    expect(
+        bytes.is_multiple_of(16) && sink.numel() >= 4,
+        "buffer must be a multiple of 16 bytes, sink at least 4",
+    )?;
+    // SAFETY: as in `launch_norm`.
+    py.detach(|| unsafe { probe::read(to, buffer.ptr, bytes, sink.ptr) })
+        .map_err(|e| device_error(py, &e))
+}
+
+/// Launches a kernel that does nothing, for measuring what a launch costs.
+#[pyfunction]
+fn cuda_probe_empty(
+    py: Python<'_>,
+    device: u32,
+    stream: usize,
+    programmatic: bool,
+) -> PyResult<()> {
+    let to = Target {
+        device,
+        stream,
+        programmatic,
+    };
+    py.detach(|| probe::empty(to))
+        .map_err(|e| device_error(py, &e))
+}
+
 /// Adds this subject's functions and classes to the module.
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(cuda_build, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_probe, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_rms_norm, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_layer_norm, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_probe_read, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_probe_empty, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_rope, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_activation, m)?)
 }

@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 mod activation;
 mod attention;
 mod cuda;
+mod cuda_linear;
 mod format;
 mod kv;
 mod linear;
@@ -26,5 +27,6 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     kv::register(m)?;
     attention::register(m)?;
     cuda::register(m)?;
+    cuda_linear::register(m)?;
     Ok(())
 }

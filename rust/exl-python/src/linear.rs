@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 
 use crate::tensor::{DType, Tensor};
 
-fn format_error(py: Python<'_>, error: &exl_format::FormatError) -> PyErr {
+pub(crate) fn format_error(py: Python<'_>, error: &exl_format::FormatError) -> PyErr {
     let raised = py
         .import("exl_kernels.errors")
         .and_then(|module| module.getattr("FormatError"))
@@ -23,7 +23,7 @@ fn format_error(py: Python<'_>, error: &exl_format::FormatError) -> PyErr {
     }
 }
 
-fn two(tensor: &Tensor, what: &str) -> PyResult<[usize; 2]> {
+pub(crate) fn two(tensor: &Tensor, what: &str) -> PyResult<[usize; 2]> {
     <[usize; 2]>::try_from(&tensor.shape[..]).map_err(|_| {
         let shape = &tensor.shape;
         PyValueError::new_err(format!(
@@ -46,11 +46,41 @@ fn compute(exact: bool) -> Compute {
 
 /// The tensors of an EXL2 matrix: q_weight, q_scale, q_scale_max, q_groups, q_invperm.
 #[derive(FromPyObject)]
-struct Exl2Parts(Tensor, Tensor, Tensor, Tensor, Tensor);
+pub(crate) struct Exl2Parts(pub Tensor, pub Tensor, pub Tensor, pub Tensor, pub Tensor);
 
 /// The tensors of a GPTQ matrix: qweight, qzeros, scales, g_idx.
 #[derive(FromPyObject)]
-struct GptqParts(Tensor, Tensor, Tensor, Option<Tensor>);
+pub(crate) struct GptqParts(pub Tensor, pub Tensor, pub Tensor, pub Option<Tensor>);
+
+impl Exl2Parts {
+    pub(crate) fn tensors(&self) -> PyResult<Exl2Tensors<'_>> {
+        let Self(q_weight, q_scale, q_scale_max, q_groups, q_invperm) = self;
+        Ok(Exl2Tensors {
+            q_weight: q_weight.slice("q_weight")?,
+            q_weight_shape: two(q_weight, "q_weight")?,
+            q_scale: q_scale.slice("q_scale")?,
+            q_scale_shape: two(q_scale, "q_scale")?,
+            q_scale_max: q_scale_max.slice::<f16>("q_scale_max")?,
+            q_groups: q_groups.slice("q_groups")?,
+            q_invperm: q_invperm.slice("q_invperm")?,
+        })
+    }
+}
+
+impl GptqParts {
+    pub(crate) fn tensors(&self) -> PyResult<GptqTensors<'_>> {
+        let Self(qweight, qzeros, scales, g_idx) = self;
+        Ok(GptqTensors {
+            qweight: qweight.slice("qweight")?,
+            qweight_shape: two(qweight, "qweight")?,
+            qzeros: qzeros.slice("qzeros")?,
+            qzeros_shape: two(qzeros, "qzeros")?,
+            scales: scales.slice::<f16>("scales")?,
+            scales_shape: two(scales, "scales")?,
+            g_idx: g_idx.as_ref().map(|t| t.slice("g_idx")).transpose()?,
+        })
+    }
+}
 
 /// A matrix in the kernels' layout.
 #[pyclass(frozen, name = "Matrix", module = "exl_kernels._native")]
@@ -69,16 +99,7 @@ impl Matrix {
         prescale: f32,
         exact: bool,
     ) -> PyResult<Self> {
-        let Exl2Parts(q_weight, q_scale, q_scale_max, q_groups, q_invperm) = parts;
-        let tensors = Exl2Tensors {
-            q_weight: q_weight.slice("q_weight")?,
-            q_weight_shape: two(&q_weight, "q_weight")?,
-            q_scale: q_scale.slice("q_scale")?,
-            q_scale_shape: two(&q_scale, "q_scale")?,
-            q_scale_max: q_scale_max.slice::<f16>("q_scale_max")?,
-            q_groups: q_groups.slice("q_groups")?,
-            q_invperm: q_invperm.slice("q_invperm")?,
-        };
+        let tensors = parts.tensors()?;
         let epilogue = epilogue(bias.as_ref(), prescale)?;
         let view = Exl2View::new(name, tensors).map_err(|e| format_error(py, &e))?;
         let inner = py.detach(|| QuantMatrix::from_exl2(&view, epilogue, compute(exact)));
@@ -98,16 +119,7 @@ impl Matrix {
         prescale: f32,
         exact: bool,
     ) -> PyResult<Self> {
-        let GptqParts(qweight, qzeros, scales, g_idx) = parts;
-        let tensors = GptqTensors {
-            qweight: qweight.slice("qweight")?,
-            qweight_shape: two(&qweight, "qweight")?,
-            qzeros: qzeros.slice("qzeros")?,
-            qzeros_shape: two(&qzeros, "qzeros")?,
-            scales: scales.slice::<f16>("scales")?,
-            scales_shape: two(&scales, "scales")?,
-            g_idx: g_idx.as_ref().map(|t| t.slice("g_idx")).transpose()?,
-        };
+        let tensors = parts.tensors()?;
         let zeros = if v2 { Zeros::V2 } else { Zeros::Classic };
         let epilogue = epilogue(bias.as_ref(), prescale)?;
         let view = GptqView::new(name, tensors, bits, zeros, group_size)

@@ -77,12 +77,19 @@ class QuantMatrix:
     ) -> QuantMatrix:
         """From q_weight, q_scale, q_scale_max, q_groups, q_invperm and, optionally, bias [N] (formats 2.1). Copies.
 
-        Raises FormatError naming the matrix if the tensors do not fit the format, UnsupportedError off the CPU.
+        device: "cpu", or a CUDA device: the matrix then takes half activations on that GPU (see `linear_cuda`), and
+        `compute` says nothing. Raises FormatError naming the matrix if the tensors do not fit the format, DeviceError
+        if CUDA cannot be used.
         """
         _check_options("from_exl2", compute, device, prescale)
         parts = tuple(_part(tensors, key, dtype, name) for key, dtype in _EXL2_DTYPES.items())
         bias = _bias(tensors.get("bias"), parts[0].shape[-1] if parts[0].dim() else 0, name)
-        native = _native.Matrix.from_exl2(name, _two_dimensional(parts, 2, name), bias, prescale, compute == "exact")
+        parts = _two_dimensional(parts, 2, name)
+        if torch.device(device).type == "cuda":
+            from .linear_cuda import exl2_matrix
+
+            return exl2_matrix(parts, bias, prescale, compute, device, name)
+        native = _native.Matrix.from_exl2(name, parts, bias, prescale, compute == "exact")
         return cls(native, "exl2", compute, name)
 
     @classmethod
@@ -114,6 +121,10 @@ class QuantMatrix:
         parts = _two_dimensional((qweight, qzeros, scales), 3, name)
         g_idx = _part(tensors, "g_idx", torch.int32, name) if tensors.get("g_idx") is not None else None
         bias = _bias(tensors.get("bias"), qweight.shape[1], name)
+        if torch.device(device).type == "cuda":
+            from .linear_cuda import gptq_matrix
+
+            return gptq_matrix((*parts, g_idx), bits, zeros, group_size, bias, prescale, compute, device, name)
         native = _native.Matrix.from_gptq(
             name, (*parts, g_idx), bits, zeros == "v2", group_size, bias, prescale, compute == "exact"
         )
@@ -137,9 +148,12 @@ class QuantMatrix:
             raise FormatError(f"{label}: weight is {weight.dtype}; expected float16, bfloat16 or float32")
         if weight.dim() != 2 or 0 in weight.shape:
             raise FormatError(f"{label}: weight has shape {list(weight.shape)}; expected [out, in], neither of them 0")
-        native = _native.Matrix.from_float(
-            _on_cpu(weight, label).contiguous(), _bias(bias, weight.shape[0], name), prescale
-        )
+        bias = _bias(bias, weight.shape[0], name)
+        if torch.device(device).type == "cuda":
+            from .linear_cuda import float_matrix
+
+            return float_matrix(weight, bias, prescale, compute, device, name)
+        native = _native.Matrix.from_float(_on_cpu(weight, label).contiguous(), bias, prescale)
         return cls(native, "float", compute, name)
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -186,8 +200,8 @@ class QuantMatrix:
 def _check_options(what: str, compute: str, device: torch.device | str, prescale: float) -> None:
     if compute not in ("exact", "int8"):
         raise UnsupportedError(f'{what}: compute={compute!r}; use "exact" or "int8"')
-    if torch.device(device).type != "cpu":
-        raise UnsupportedError(f"{what}: device {device}; quantized matrices run on the CPU in this version, use 'cpu'")
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"{what}: device {device}; a matrix lives on the CPU or an NVIDIA GPU: 'cpu' or 'cuda'")
     if not math.isfinite(prescale):
         raise FormatError(f"{what}: prescale is {prescale}; it must be finite")
 

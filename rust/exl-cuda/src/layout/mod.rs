@@ -116,7 +116,11 @@ impl Layout {
 
     /// Size of the largest unit.
     pub fn largest_unit(&self) -> usize {
-        self.units.windows(2).map(|pair| (pair[1].offset - pair[0].offset) as usize).max().unwrap_or(0)
+        self.units
+            .windows(2)
+            .map(|pair| (pair[1].offset - pair[0].offset) as usize)
+            .max()
+            .unwrap_or(0)
     }
 
     fn entries_per_unit(&self) -> usize {
@@ -144,7 +148,12 @@ impl Layout {
         let words: Vec<u32> = (0..bits)
             .map(|w| {
                 let byte = start + word_offset(bits, at.lane, w);
-                u32::from_le_bytes([image[byte], image[byte + 1], image[byte + 2], image[byte + 3]])
+                u32::from_le_bytes([
+                    image[byte],
+                    image[byte + 1],
+                    image[byte + 2],
+                    image[byte + 3],
+                ])
             })
             .collect();
         pieces(bits, at.field)

@@ -25,7 +25,13 @@ impl Codes for Exl2View<'_> {
     }
 
     fn scale(&self, group: usize, n: usize, put: &mut dyn FnMut(&[u8])) {
-        let code = |n: usize| if n < self.out_features() { self.scale_code(group, n) } else { 0 };
+        let code = |n: usize| {
+            if n < self.out_features() {
+                self.scale_code(group, n)
+            } else {
+                0
+            }
+        };
         put(&[(code(n) | code(n + 8) << 4) as u8]);
     }
 }
@@ -42,7 +48,11 @@ impl Codes for GptqView<'_> {
     fn scale(&self, group: usize, n: usize, put: &mut dyn FnMut(&[u8])) {
         let known = |n: usize| n < self.out_features();
         for at in [n, n + 8] {
-            let scale = if known(at) { self.scale(group, at) } else { half::f16::ZERO };
+            let scale = if known(at) {
+                self.scale(group, at)
+            } else {
+                half::f16::ZERO
+            };
             put(&scale.to_le_bytes());
         }
         for at in [n, n + 8] {
@@ -63,7 +73,10 @@ unsafe impl Sync for Image {}
 
 impl Image {
     fn write(&self, at: usize, bytes: &[u8]) {
-        assert!(at + bytes.len() <= self.len, "the plan stays within the image");
+        assert!(
+            at + bytes.len() <= self.len,
+            "the plan stays within the image"
+        );
         // SAFETY: in bounds by the check above; disjoint by the callers' split over chunks.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at), bytes.len()) };
     }
@@ -72,7 +85,11 @@ impl Image {
 impl Layout {
     /// Writes the image, `self.bytes()` long, on `threads` threads.
     pub fn pack(&self, codes: &impl Codes, image: &mut [u8], threads: usize) {
-        assert_eq!(image.len(), self.bytes(), "the image has the size the plan says");
+        assert_eq!(
+            image.len(),
+            self.bytes(),
+            "the image has the size the plan says"
+        );
         let shared = Image {
             start: image.as_mut_ptr(),
             len: image.len(),
@@ -87,7 +104,7 @@ impl Layout {
                     break;
                 }
                 self.pack_chunk(codes, chunk, &mut buffer, &shared);
-                if chunk % CHUNKS_PER_UNIT == 0 {
+                if chunk.is_multiple_of(CHUNKS_PER_UNIT) {
                     self.pack_scales(codes, chunk / CHUNKS_PER_UNIT, &shared);
                 }
             }
@@ -130,7 +147,9 @@ impl Layout {
             let start = tile * self.tile_bytes() + self.scales_offset(unit);
             for entry in 0..per_unit {
                 // A unit that is not full has no groups for its last entries; their bytes are never used.
-                let Some(&group) = self.groups.get(unit * per_unit + entry) else { continue };
+                let Some(&group) = self.groups.get(unit * per_unit + entry) else {
+                    continue;
+                };
                 for g in 0..8 {
                     let index = match self.scales {
                         super::Scales::Exl2 => g * per_unit + entry,

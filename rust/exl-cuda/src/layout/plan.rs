@@ -43,8 +43,18 @@ impl Layout {
             slices.extend(Slice::of_group(group.bits, g as u32, &rows));
         }
         let perm = view.perm();
-        let mut layout = Self::of_slices(Scales::Exl2, slices, view.in_features(), view.out_features(), |row| perm[row] as i32)?;
-        layout.maxima = layout.groups.iter().map(|&g| view.smax(g as usize)).collect();
+        let mut layout = Self::of_slices(
+            Scales::Exl2,
+            &slices,
+            view.in_features(),
+            view.out_features(),
+            |row| perm[row] as i32,
+        )?;
+        layout.maxima = layout
+            .groups
+            .iter()
+            .map(|&g| view.smax(g as usize))
+            .collect();
         Ok(layout)
     }
 
@@ -54,17 +64,23 @@ impl Layout {
         for (row, &group) in view.group_of().iter().enumerate() {
             of_group[group as usize].push(row as i32);
         }
-        let slices = of_group
+        let slices: Vec<Slice> = of_group
             .iter()
             .enumerate()
             .flat_map(|(g, rows)| Slice::of_group(view.bits(), g as u32, rows))
             .collect();
-        Self::of_slices(Scales::Gptq, slices, view.in_features(), view.out_features(), |row| row as i32)
+        Self::of_slices(
+            Scales::Gptq,
+            &slices,
+            view.in_features(),
+            view.out_features(),
+            |row| row as i32,
+        )
     }
 
     fn of_slices(
         scales: Scales,
-        slices: Vec<Slice>,
+        slices: &[Slice],
         in_features: usize,
         out_features: usize,
         feature_of: impl Fn(usize) -> i32,
@@ -81,7 +97,13 @@ impl Layout {
         let source_rows: Vec<i32> = slices.iter().flat_map(|slice| slice.rows).collect();
         let features = source_rows
             .iter()
-            .map(|&row| if row < 0 { -1 } else { feature_of(row as usize) })
+            .map(|&row| {
+                if row < 0 {
+                    -1
+                } else {
+                    feature_of(row as usize)
+                }
+            })
             .collect();
         let units = units(&slices, 256 / entry_rows * scales.bytes_per_entry())?;
         Ok(Self {
@@ -92,16 +114,19 @@ impl Layout {
             units,
             features,
             source_rows,
-            groups: slices.chunks(entry_slices).map(|part| part[0].group).collect(),
+            groups: slices
+                .chunks(entry_slices)
+                .map(|part| part[0].group)
+                .collect(),
             maxima: Vec::new(),
         })
     }
 }
 
 /// The slices ordered by width, in the order in which widths first appear, each width padded to an even number.
-fn in_pairs(slices: Vec<Slice>) -> Vec<Slice> {
+fn in_pairs(slices: &[Slice]) -> Vec<Slice> {
     let mut widths: Vec<u32> = Vec::new();
-    for slice in &slices {
+    for slice in slices {
         if !widths.contains(&slice.bits) {
             widths.push(slice.bits);
         }
@@ -119,7 +144,9 @@ fn in_pairs(slices: Vec<Slice>) -> Vec<Slice> {
 
 /// Whether every aligned run of `run` slices lies in one group.
 fn share_groups(slices: &[Slice], run: usize) -> bool {
-    slices.chunks(run).all(|part| part.iter().all(|slice| slice.group == part[0].group))
+    slices
+        .chunks(run)
+        .all(|part| part.iter().all(|slice| slice.group == part[0].group))
 }
 
 fn units(slices: &[Slice], scale_bytes: usize) -> Result<Vec<Unit>, Problem> {
@@ -136,7 +163,10 @@ fn units(slices: &[Slice], scale_bytes: usize) -> Result<Vec<Unit>, Problem> {
     }
     let limit = u32::MAX as usize / 2;
     if offset > limit {
-        return Err(Problem::TileTooLarge { bytes: offset, limit });
+        return Err(Problem::TileTooLarge {
+            bytes: offset,
+            limit,
+        });
     }
     units.push(Unit {
         offset: offset as u32,

@@ -40,13 +40,15 @@ impl Exl2 {
             k += 32 * slices;
         }
         let mut order: Vec<i32> = (0..k as i32).collect();
-        for (i, r) in noise(k, seed ^ 77).into_iter().enumerate() {
+        for (i, r) in noise(k, seed ^ 0x4d).into_iter().enumerate() {
             order.swap(i, r.unsigned_abs() as usize % k);
         }
         Self {
             q_weight: noise(words * n, seed),
-            q_scale: noise(groups.len() * n / 8, seed ^ 5),
-            q_scale_max: (0..groups.len()).map(|g| f16::from_f32(0.01 + g as f32 * 0.003)).collect(),
+            q_scale: noise(groups.len() * n / 8, seed ^ 0x5),
+            q_scale_max: (0..groups.len())
+                .map(|g| f16::from_f32(0.01 + g as f32 * 0.003))
+                .collect(),
             q_groups,
             q_invperm: order,
             n,
@@ -88,7 +90,11 @@ fn check_exl2(groups: &[(u32, usize)], n: usize, seed: u32) -> Layout {
         let group = view.group_of(packed);
         assert_eq!(layout.maxima[row / layout.entry_rows], view.smax(group));
         for column in 0..n {
-            assert_eq!(layout.code(&image, row, column), view.code(packed, column), "row {row} column {column}");
+            assert_eq!(
+                layout.code(&image, row, column),
+                view.code(packed, column),
+                "row {row} column {column}"
+            );
             let (unit, entry) = (row / UNIT_ROWS, row % UNIT_ROWS / layout.entry_rows);
             let byte = image[column / TILE * layout.tile_bytes()
                 + layout.scales_offset(unit)
@@ -114,7 +120,10 @@ fn widths_that_split_an_entry_fall_back_to_short_entries() {
     assert_eq!(check_exl2(&[(5, 4), (4, 4), (4, 4)], 32, 2).entry_rows, 128);
     assert_eq!(check_exl2(&[(5, 2), (4, 4), (4, 4)], 32, 3).entry_rows, 32);
     let odd = check_exl2(&[(8, 1), (6, 1), (5, 1), (4, 1), (3, 1), (2, 1)], 32, 4);
-    assert_eq!((odd.entry_rows, odd.rows(), odd.units.len()), (32, 6 * 64, 3));
+    assert_eq!(
+        (odd.entry_rows, odd.rows(), odd.units.len()),
+        (32, 6 * 64, 3)
+    );
 }
 
 #[test]
@@ -122,7 +131,9 @@ fn every_bit_of_a_chunk_is_used_once() {
     for bits in [2usize, 3, 4, 5, 6, 8] {
         let mut used = vec![0u32; bits];
         for field in 0..16 {
-            let covered: usize = pieces(bits, field).map(|p| ((1 << p.count) - 1) << p.shift).sum();
+            let covered: usize = pieces(bits, field)
+                .map(|p| ((1 << p.count) - 1) << p.shift)
+                .sum();
             assert_eq!(covered, (1 << bits) - 1, "{bits} bits, field {field}");
             for p in pieces(bits, field) {
                 assert!(p.bit + p.count <= 16);
@@ -132,7 +143,9 @@ fn every_bit_of_a_chunk_is_used_once() {
             }
         }
         assert!(used.iter().all(|&u| u == 0xffff), "{bits} bits");
-        let mut offsets: Vec<usize> = (0..32).flat_map(|l| (0..bits).map(move |w| word_offset(bits, l, w))).collect();
+        let mut offsets: Vec<usize> = (0..32)
+            .flat_map(|l| (0..bits).map(move |w| word_offset(bits, l, w)))
+            .collect();
         offsets.sort_unstable();
         assert!(offsets.iter().enumerate().all(|(i, &o)| o == 4 * i));
     }

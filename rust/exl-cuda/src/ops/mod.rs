@@ -1,7 +1,9 @@
 //! Checked launches, one file a subject. A door takes addresses and sizes and never reads device memory.
 
 pub mod elementwise;
+pub mod linear;
 pub mod norm;
+pub mod probe;
 pub mod rope;
 
 use crate::launch::CudaError;
@@ -38,10 +40,11 @@ pub struct Target {
 /// Kernels to resolve in the image of `file`; the names are the doors' own.
 pub(crate) fn kernels_of(file: &str) -> Vec<String> {
     match file {
+        "probe" => probe::kernels(),
         "norm" => norm::kernels(),
         "rope" => rope::kernels(),
         "elementwise" => elementwise::kernels(),
-        _ => Vec::new(),
+        _ => linear::kernels(file),
     }
 }
 

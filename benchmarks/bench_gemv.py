@@ -1,0 +1,181 @@
+"""Quantized products alone, at the shapes of an 8B Llama: time, bandwidth, share of the read roof, beside cuBLAS FP16.
+
+    python benchmarks/bench_gemv.py [--quick]
+
+Random weights. Weights rotate over at least 768 MB, launches are nodes of one graph. A case whose result is wrong
+against float64 prints no speed and makes the script fail. JSON lines (spec performance 7.1 to 7.3).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+import torch
+from gpu_timing import Timing, emit, environment, read_roof, time_graph
+from torch import Tensor
+
+from exl_kernels import _native
+from exl_kernels.device import require_cuda
+
+SHAPES = {
+    "gateup": (4096, 28672),
+    "head": (4096, 128256),
+    "down": (14336, 4096),
+    "qkv": (4096, 6144),
+    "o": (4096, 4096),
+}
+ROTATE = 768 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Groups of an EXL2 matrix: shares of K by width, widest first, and rows in a group."""
+
+    name: str
+    widths: tuple[tuple[int, float], ...]
+    group: int = 128
+
+    def groups(self, k: int) -> list[int]:
+        count = k // self.group
+        bits: list[int] = []
+        for width, share in self.widths:
+            bits += [width] * round(share * count)
+        return (bits + [self.widths[-1][0]] * count)[:count]
+
+
+FOUR = Plan("4", ((4, 1.0),))
+WIDTHS = [Plan(str(b), ((b, 1.0),)) for b in (2, 3, 5, 6, 8)]
+MIXED = [Plan("5+4", ((5, 0.125), (4, 0.875))), Plan("4+3", ((4, 0.25), (3, 0.75))), Plan("4g32", ((4, 1.0),), 32)]
+
+
+def random_exl2(k: int, n: int, plan: Plan) -> tuple[Tensor, ...]:
+    groups = plan.groups(k)
+    first, table = 0, []
+    for bits in groups:
+        table += [bits, first]
+        first += plan.group * bits // 32
+
+    def words(*shape: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda").cpu()
+
+    return (
+        words(first, n),
+        words(len(groups), n // 8),
+        (torch.rand(len(groups)) * 0.01 + 0.002).half(),
+        torch.tensor(table, dtype=torch.int16),
+        torch.randperm(k).to(torch.int32),
+    )
+
+
+class Rotating:
+    """Copies of one matrix over more memory than the caches hold."""
+
+    def __init__(self, k: int, n: int, plan: Plan) -> None:
+        layout = _native.CudaLayout.from_exl2(plan.name, random_exl2(k, n, plan), 16)
+        shared = [t.cuda() for t in (layout.units, layout.maxima, layout.features, layout.row_of_feature)]
+        image = layout.image.cuda()
+        self.bytes: int = image.nbytes
+        count = max(2, -(-ROTATE // image.nbytes))
+        self.copies = [
+            _native.CudaMatrix(layout, image if i == 0 else image.clone(), *shared, None, 1.0) for i in range(count)
+        ]
+        self.k, self.n, self.rows = k, n, layout.rows
+        torch.cuda.synchronize()
+
+    def run(self, copy: int, x: Tensor, y: Tensor, programmatic: bool) -> None:
+        made, stream = self.copies[copy % len(self.copies)], torch.cuda.current_stream().cuda_stream
+        if x.shape[0] <= made.ring_rows():
+            made.ring(x, y, stream, programmatic)
+        else:
+            prepared = torch.empty((x.shape[0], self.rows), dtype=torch.float16, device="cuda")
+            multipliers = torch.empty(x.shape[0], device="cuda")
+            made.matmul(x, prepared, multipliers, y, stream, programmatic)
+
+    def error(self, x: Tensor) -> float:
+        """Relative RMS against float64 over the bit-exact weights (whose own rounding the kernels leave out: 2e-4)."""
+        y = torch.full((x.shape[0], self.n), float("nan"), device="cuda")
+        self.run(0, x, y, False)
+        weight = torch.empty((self.k, self.n), dtype=torch.float16, device="cuda")
+        self.copies[0].dequantize(weight, torch.cuda.current_stream().cuda_stream)
+        worst = 0.0
+        for part in (slice(0, 2048), slice(self.n - 2048, self.n)):
+            want = x.double() @ weight[:, part].double()
+            worst = max(worst, float((y[:, part] - want).norm() / want.norm()))
+        return worst
+
+    def time(self, x: Tensor, y: Tensor, programmatic: bool) -> Timing:
+        launches = max(len(self.copies), 16)
+
+        def body() -> None:
+            for i in range(launches):
+                self.run(i, x, y, programmatic)
+
+        return time_graph(body, launches)
+
+
+def cublas(k: int, n: int, m: int) -> Timing:
+    count = max(2, -(-ROTATE // (2 * k * n)))
+    weights = [torch.randn(k, n, device="cuda", dtype=torch.float16) for _ in range(count)]
+    x, y = torch.randn(m, k, device="cuda", dtype=torch.float16), torch.empty(m, n, device="cuda", dtype=torch.float16)
+
+    def body() -> None:
+        for weight in weights:
+            torch.mm(x, weight, out=y)
+
+    return time_graph(body, count, samples=10)
+
+
+def measure(common: dict[str, object], roof: float, shape: str, plan: Plan, rows: list[int], peer: bool) -> bool:
+    k, n = SHAPES[shape]
+    matrix = Rotating(k, n, plan)
+    right = True
+    for m in rows:
+        x = torch.randn(m, k, device="cuda", dtype=torch.float16)
+        y = torch.empty(m, n, device="cuda", dtype=torch.float16)
+        line = {**common, "bench": "gemv", "shape": shape, "k": k, "n": n, "bits": plan.name, "m": m}
+        error = matrix.error(x)
+        line["max_err"] = error
+        if not error < 1e-3:
+            emit({**line, "wrong": True})
+            right = False
+            continue
+        plain, pdl = matrix.time(x, y, False), matrix.time(x, y, True)
+        best = pdl if m <= matrix.copies[0].ring_rows() else plain
+        gbps = matrix.bytes / best.p50 / 1e3
+        line |= {
+            "bytes": matrix.bytes,
+            "us_plain": plain.p50,
+            "us_pdl": pdl.p50,
+            "us_p10": best.p10,
+            "us_p90": best.p90,
+        }
+        line |= {"gbps": gbps, "pct_of_read_roof": 100 * gbps * 1e9 / roof}
+        if peer:
+            line["us_cublas_fp16"] = cublas(k, n, m).p50
+        emit(line)
+    return right
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="4 bits and mixed widths at m = 1 only")
+    quick = parser.parse_args().quick
+    require_cuda("cuda")
+    torch.manual_seed(1)
+    common, roof = environment(), read_roof()
+    emit({**common, "bench": "roof", "what": "read", "gbps": roof / 1e9})
+    right = True
+    for shape in SHAPES:
+        rows = [1] if quick or shape == "head" else [1, 2, 4, 8, 16, 32, 64]
+        right &= measure(common, roof, shape, FOUR, rows, peer=not quick and shape != "head")
+    for plan in [*([] if quick else WIDTHS), *MIXED]:
+        for shape in ("gateup", "down"):
+            right &= measure(common, roof, shape, plan, [1], peer=False)
+    emit({**common, "bench": "roof", "what": "read, again", "gbps": read_roof() / 1e9})
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What the GPU benchmarks share: graph timing, the read roof, the line to print (spec performance 7.2 and 7.3)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from exl_kernels import _native
+from exl_kernels.device import cuda_status
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds: median, tenth and ninetieth percentile of the samples."""
+
+    p50: float
+    p10: float
+    p90: float
+
+
+def graph_of(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """`body` run once eagerly and then captured."""
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph
+
+
+def time_graph(body: Callable[[], None], launches: int, *, samples: int = 20, sample_ms: float = 8.0) -> Timing:
+    """Time of one of the `launches` in `body`, by events around replays of its graph; warmed up by time."""
+    graph = graph_of(body)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def once(replays: int) -> float:
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / replays
+
+    replays = max(1, int(sample_ms * 1e3 / max(once(1), 1.0)))
+    until = time.perf_counter() + 0.1
+    while time.perf_counter() < until:
+        once(replays)
+    taken = sorted(once(replays) / launches for _ in range(samples))
+    return Timing(taken[len(taken) // 2], taken[len(taken) // 10], taken[len(taken) * 9 // 10])
+
+
+def read_roof(gigabytes: float = 4.0) -> float:
+    """Read bandwidth of this GPU in bytes a second, over a buffer of random bytes far larger than its caches."""
+    words = int(gigabytes * 2**30) // 4
+    buffer = torch.randint(-(2**31), 2**31 - 1, (words,), dtype=torch.int32, device="cuda")
+    sink = torch.zeros(16, dtype=torch.uint8, device="cuda")
+
+    def body() -> None:
+        _native.cuda_probe_read(buffer, sink, torch.cuda.current_stream().cuda_stream)
+
+    return buffer.nbytes / (time_graph(body, 1, sample_ms=15.0).p50 * 1e-6)
+
+
+def environment() -> dict[str, object]:
+    """The keys every line carries: GPU, driver, torch, commit, clocks."""
+    status = cuda_status()
+    commit = os.environ.get("EXL_COMMIT")
+    if commit is None:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver_cuda": status.driver_version,
+        "torch": torch.__version__,
+        "commit": commit,
+    }
+
+
+def emit(line: dict[str, object]) -> None:
+    """One JSON object on one line."""
+    rounded = {
+        k: round(v, 4 if abs(v) < 10 else 1) if isinstance(v, float) and abs(v) > 1e-3 else v for k, v in line.items()
+    }
+    print(json.dumps(rounded), flush=True)

@@ -1,0 +1,245 @@
+"""Matrices on a GPU: what `QuantMatrix.from_exl2`, `from_gptq` and `from_float` return for a CUDA device.
+
+Quantized weights are repacked on the CPU into tensor-core tiles (rust/exl-cuda/src/layout) at the bits per weight of
+the file. A product multiplies half activations with exact integer codes, accumulates in float32 and applies the group's
+scale to the group's sum: the second half rounding of formats 2.4.5 (of each weight) is left out, which is worth 2e-4 of
+the result's RMS; `dequantize` has it. Sums have one order, so for up to 64 rows a row's result does not depend on the
+number of rows or its place among them. BF16 activations are carried as halves times a power of two of their row.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from . import _native
+from .cuda_ops import stream_of
+from .device import programmatic_launch, require_cuda
+from .errors import DTypeError, FormatError, ShapeError, UnsupportedError
+from .linear import Compute, Format, QuantMatrix
+
+__all__ = ["CudaFloatMatrix", "CudaQuantMatrix", "exl2_matrix", "float_matrix", "gptq_matrix"]
+
+MATRIX_ROWS = 64
+"""Most rows that the quantized kernels take; beyond, the matrix is dequantized and multiplied by torch."""
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class _CudaMatrix(QuantMatrix):
+    """What the matrices on a GPU share: checks of activations and outputs."""
+
+    __slots__ = ()
+
+    def _output(self, x: Tensor, out: Tensor | None) -> Tensor:
+        label = self.name or "matmul"
+        if x.dtype not in _HALVES or x.device != self.device:
+            raise DTypeError(
+                f"{label}: x is {x.dtype} on {x.device}; this matrix takes float16 or bfloat16 on {self.device}"
+            )
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ShapeError(f"{label}: x has shape {list(x.shape)}; the last must be {self.in_features}")
+        wanted = (*x.shape[:-1], self.out_features)
+        if out is None:
+            return torch.empty(wanted, dtype=x.dtype, device=x.device)
+        if out.shape != wanted or out.device != x.device or not out.is_contiguous():
+            raise ShapeError(
+                f"{label}: out is {list(out.shape)} on {out.device}; expected contiguous {list(wanted)} on {x.device}"
+            )
+        if out.dtype not in (*_HALVES, torch.float32):
+            raise DTypeError(f"{label}: out is {out.dtype}; expected float16, bfloat16 or float32")
+        return out
+
+    def __repr__(self) -> str:
+        return (
+            f"QuantMatrix({self.name!r}, {self.format}, {self.in_features} x {self.out_features}, "
+            f"{self.bits_per_weight:.2f} bpw, {self.device})"
+        )
+
+
+class CudaQuantMatrix(_CudaMatrix):
+    """An EXL2 or GPTQ matrix on a GPU. Attributes as `QuantMatrix`; `compute` is kept for information only."""
+
+    __slots__ = ("_bias", "_prescale", "_ring_rows", "_rows")
+
+    def __init__(
+        self,
+        layout: _native.CudaLayout,
+        device: torch.device,
+        format: Format,
+        bits_per_weight: float,
+        bias: Tensor | None,
+        prescale: float,
+        compute: Compute,
+        name: str,
+    ) -> None:
+        """Not for callers: use `QuantMatrix.from_exl2` or `from_gptq` with a CUDA device."""
+        parts = [layout.image, layout.units, layout.maxima, layout.features, layout.row_of_feature]
+        moved = [part.to(device) for part in parts]
+        self._bias = None if bias is None else bias.to(device)
+        self._native = _native.CudaMatrix(layout, *moved, self._bias, prescale)
+        self._prescale = prescale
+        self._rows: int = layout.rows
+        self._ring_rows: int = self._native.ring_rows()
+        self.format: Format = format
+        self.compute: Compute = compute
+        self.name = name
+        self.device = device
+        self.in_features: int = layout.in_features
+        self.out_features: int = layout.out_features
+        self.bits_per_weight = bits_per_weight
+        self.nbytes: int = sum(part.nbytes for part in moved) + (0 if self._bias is None else self._bias.nbytes)
+        # The weights must be in place before a kernel that starts early reads them (programmatic dependent launch).
+        torch.cuda.current_stream(device).synchronize()
+
+    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32). Returns it.
+
+        Up to 64 rows run on the packed weights; more dequantize the matrix once and multiply with torch. Raises
+        ShapeError and DTypeError (wrong size, type or device).
+        """
+        out = self._output(x, out)
+        rows = x.numel() // self.in_features
+        if rows == 0:
+            return out
+        x = x.contiguous()
+        if rows > MATRIX_ROWS:
+            return self._large(x, out)
+        stream = stream_of(x)
+        if rows <= self._ring_rows:
+            self._native.ring(x, out, stream, programmatic_launch())
+        else:
+            self._direct(x, out, rows, stream)
+        return out
+
+    def _direct(self, x: Tensor, out: Tensor, rows: int, stream: int) -> None:
+        prepared = torch.empty((rows, self._rows), dtype=torch.float16, device=x.device)
+        multipliers = torch.empty(rows, dtype=torch.float32, device=x.device)
+        self._native.matmul(x, prepared, multipliers, out, stream, programmatic_launch())
+
+    def _large(self, x: Tensor, out: Tensor) -> Tensor:
+        x, weight = x.view(-1, self.in_features), self.dequantize()
+        if x.dtype == torch.float16:
+            product = x @ weight
+        else:
+            # As halves: bfloat16 weights would lose three of their eleven bits, float32 ones would be slow.
+            largest = x.abs().amax(dim=1, keepdim=True).float()
+            factor = torch.exp2(-torch.floor(torch.log2(largest.clamp(min=1e-30))))
+            product = (x.float() * factor).half() @ weight
+            product = product.float() / factor
+        if self._bias is not None or self._prescale != 1.0:
+            product = product.float()
+            product = (product if self._bias is None else product + self._bias) * self._prescale
+        out.view(-1, self.out_features).copy_(product)
+        return out
+
+    def dequantize(self) -> Tensor:
+        """W [K, N] float16 in file order on the GPU, bit-exact to formats 2.4 and 3.2."""
+        out = torch.empty((self.in_features, self.out_features), dtype=torch.float16, device=self.device)
+        self._native.dequantize(out, stream_of(out))
+        return out
+
+
+class CudaFloatMatrix(_CudaMatrix):
+    """A float matrix on a GPU, multiplied by torch: a row's result may depend on the number of rows in the call."""
+
+    __slots__ = ("_bias", "_prescale", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, prescale: float, compute: Compute, name: str) -> None:
+        """Not for callers: use `QuantMatrix.from_float` with a CUDA device."""
+        self._weight = weight
+        self._bias = bias
+        self._prescale = prescale
+        self.format: Format = "float"
+        self.compute: Compute = compute
+        self.name = name
+        self.device = weight.device
+        self.out_features, self.in_features = weight.shape
+        self.bits_per_weight = 8.0 * weight.element_size()
+        self.nbytes: int = weight.nbytes + (0 if bias is None else bias.nbytes)
+
+    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32). Returns it."""
+        out = self._output(x, out)
+        if x.dtype == self._weight.dtype:
+            product = torch.nn.functional.linear(x, self._weight)
+        else:
+            product = torch.nn.functional.linear(x.float(), self._weight.float())
+        if self._bias is not None or self._prescale != 1.0:
+            product = product.float()
+            product = (product if self._bias is None else product + self._bias) * self._prescale
+        return out.copy_(product)
+
+    def dequantize(self) -> Tensor:
+        """The transposed weight [K, N], rounded to float16."""
+        return self._weight.t().to(torch.float16).contiguous()
+
+
+def exl2_matrix(
+    parts: tuple[Tensor, ...],
+    bias: Tensor | None,
+    prescale: float,
+    compute: Compute,
+    device: torch.device | str,
+    name: str,
+) -> CudaQuantMatrix:
+    """`QuantMatrix.from_exl2` for a GPU; `parts` are its five checked CPU tensors."""
+    place = require_cuda(device)
+    layout = _native.CudaLayout.from_exl2(name, parts, _threads())
+    bits = _bits(parts, layout)
+    return CudaQuantMatrix(layout, place, "exl2", bits, bias, prescale, compute, name)
+
+
+def gptq_matrix(
+    parts: tuple[Tensor | None, ...],
+    bits: int,
+    zeros: Literal["classic", "v2"],
+    group_size: int | None,
+    bias: Tensor | None,
+    prescale: float,
+    compute: Compute,
+    device: torch.device | str,
+    name: str,
+) -> CudaQuantMatrix:
+    """`QuantMatrix.from_gptq` for a GPU; `parts` are qweight, qzeros, scales and g_idx or None, on the CPU."""
+    place = require_cuda(device)
+    layout = _native.CudaLayout.from_gptq(name, parts, bits, zeros == "v2", group_size, _threads())
+    stored = _bits(tuple(part for part in parts if part is not None), layout)
+    return CudaQuantMatrix(layout, place, "gptq", stored, bias, prescale, compute, name)
+
+
+def float_matrix(
+    weight: Tensor,
+    bias: Tensor | None,
+    prescale: float,
+    compute: Compute,
+    device: torch.device | str,
+    name: str,
+) -> CudaFloatMatrix:
+    """`QuantMatrix.from_float` for a GPU. float32 weights become float16, or are refused where that overflows."""
+    place = require_cuda(device)
+    if weight.dtype == torch.float32:
+        half = weight.to(torch.float16)
+        if not bool(torch.isfinite(half).all()):
+            raise UnsupportedError(
+                f"{name or 'matrix'}: float32 weights beyond the range of float16 (largest "
+                f"{float(weight.abs().max()):.3g}): convert them to bfloat16 first"
+            )
+        weight = half
+    moved = None if bias is None else bias.to(place, torch.float32)
+    return CudaFloatMatrix(weight.to(place).contiguous(), moved, prescale, compute, name)
+
+
+def _bits(parts: tuple[Tensor, ...], layout: _native.CudaLayout) -> float:
+    weights: int = layout.in_features * layout.out_features
+    if not weights:
+        raise FormatError("a matrix without weights")
+    return 8.0 * sum(part.nbytes for part in parts) / weights
+
+
+def _threads() -> int:
+    return max(1, math.ceil((os.cpu_count() or 1) / 2))

@@ -1,0 +1,45 @@
+//! Kernels that only measure: see `kernels/probe.cu`.
+
+use super::Target;
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+
+pub(super) fn kernels() -> Vec<String> {
+    vec!["probe_read".to_owned(), "probe_empty".to_owned()]
+}
+
+/// Reads `bytes` (a multiple of 16) at `buffer`; `sink` is four bytes that may be written.
+///
+/// # Safety
+/// The addresses must be device memory of these sizes, valid until the stream has passed this launch.
+pub unsafe fn read(to: Target, buffer: usize, bytes: usize, sink: usize) -> Result<(), CudaError> {
+    let device = Device::get(to.device)?;
+    let launch = Launch {
+        kernel: "probe_read",
+        grid: [device.info.multiprocessors as u32 * 8, 1, 1],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: false,
+    };
+    let words = bytes / 16;
+    let mut arguments = kernel_arguments![buffer, words, sink];
+    // SAFETY: the order is that of `probe_read`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+/// A kernel of one block a multiprocessor that does nothing.
+pub fn empty(to: Target) -> Result<(), CudaError> {
+    let device = Device::get(to.device)?;
+    let launch = Launch {
+        kernel: "probe_empty",
+        grid: [device.info.multiprocessors as u32, 1, 1],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    // SAFETY: the kernel has no parameters.
+    unsafe { launch.run(device, &mut []) }
+}

@@ -1,0 +1,288 @@
+"""Quantized matrices on a GPU against the definition of their formats, over widths, groups, shapes and row counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_kernels.device import programmatic_launch, set_programmatic_launch
+from exl_kernels.errors import DTypeError, FormatError, ShapeError
+from exl_kernels.formats import exl2_dequantize, gptq_dequantize
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear_cuda import CudaQuantMatrix
+
+pytestmark = pytest.mark.cuda
+
+# Groups as (bits, rows).
+G128 = [(4, 128)] * 16
+CASES: dict[str, tuple[list[tuple[int, int]], int]] = {
+    **{f"uniform-{b}": ([(b, 128)] * 16, 256) for b in (2, 3, 4, 5, 6, 8)},
+    **{f"short-{b}": ([(b, 32)] * 24, 96) for b in (2, 3, 4, 5, 6, 8)},
+    "two-widths": ([(5, 128)] * 3 + [(4, 128)] * 29, 512),
+    "two-widths-inside-a-unit": ([(4, 128)] * 1 + [(3, 128)] * 7, 128),
+    "all-widths": ([(8, 128), (6, 128), (5, 128), (4, 128), (3, 128), (2, 128)], 160),
+    "all-widths-32": ([(8, 32), (6, 96), (5, 32), (4, 64), (3, 32), (2, 160)], 64),
+    "short-last-group": ([(4, 128)] * 5 + [(4, 96)], 32),
+    "increasing": ([(2, 64), (8, 64), (4, 64), (2, 32)], 32),
+    "smallest": ([(4, 32)], 32),
+    "one-unit": ([(6, 64)] * 4, 32),
+    "seventeen-units": ([(4, 128)] * 34, 2144),
+    "long": ([(5, 128)] * 14 + [(4, 128)] * 98, 4096),
+    "wide": ([(4, 128)] * 32, 28672),
+}
+GPTQ = [
+    (4, 512, 128, 128, False, "classic"),
+    (4, 512, 128, 128, True, "classic"),
+    (4, 4096, 32, 512, False, "v2"),
+    (4, 2048, 2048, 64, False, "classic"),
+    (2, 256, 64, 64, True, "v2"),
+    (3, 384, 128, 96, False, "classic"),
+    (3, 384, 64, 96, True, "classic"),
+    (8, 1024, 128, 256, True, "classic"),
+    (8, 320, 64, 32, False, "v2"),
+]
+
+
+def words(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
+
+
+def exl2_tensors(groups: list[tuple[int, int]], n: int, seed: int = 0) -> dict[str, Tensor]:
+    first, table = 0, []
+    for bits, rows in groups:
+        table += [bits, first]
+        first += rows * bits // 32
+    k = sum(rows for _, rows in groups)
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "q_weight": words(first, n, seed=seed),
+        "q_scale": words(len(groups), n // 8, seed=seed + 1),
+        "q_scale_max": (torch.rand(len(groups), generator=generator) * 0.02 + 0.001).half(),
+        "q_groups": torch.tensor(table, dtype=torch.int16),
+        "q_invperm": torch.randperm(k, generator=generator).to(torch.int32),
+    }
+
+
+def gptq_tensors(bits: int, k: int, group: int, n: int, act_order: bool, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    count = k // group
+    tensors = {
+        "qweight": words(k * bits // 32, n, seed=seed),
+        "qzeros": words(count, n * bits // 32, seed=seed + 1),
+        "scales": (torch.rand(count, n, generator=generator) * 0.01 + 0.001).half(),
+    }
+    if act_order:
+        tensors["g_idx"] = torch.randint(0, count, (k,), generator=generator, dtype=torch.int32)
+    return tensors
+
+
+def unrounded(tensors: Mapping[str, Tensor], groups: list[tuple[int, int]]) -> Tensor:
+    """W in float64 with the scale's roundings but without the weight's own: what the kernels multiply with."""
+    rows, n = [], tensors["q_weight"].shape[1]
+    for g, (bits, count) in enumerate(groups):
+        first = int(tensors["q_groups"][2 * g + 1])
+        stream = tensors["q_weight"][first : first + count * bits // 32].long() & 0xFFFFFFFF
+        stream = torch.cat([stream, torch.zeros(1, n, dtype=torch.int64)])
+        position = torch.arange(count) * bits
+        low, shift = position // 32, (position % 32)[:, None]
+        pair = (stream[low] >> shift) | torch.where(shift > 0, stream[low + 1] << (32 - shift), 0)
+        code = pair & ((1 << bits) - 1)
+        nibble = (tensors["q_scale"][g].long()[:, None] >> (4 * torch.arange(8))) & 15
+        maximum = (tensors["q_scale_max"][g].float() / 256).half()
+        scale = ((nibble.reshape(-1) + 1) ** 2 * maximum.double()).half().double()
+        rows.append((code - 2 ** (bits - 1)).double() * scale)
+    packed = torch.cat(rows)
+    return packed[tensors["q_invperm"].long()]
+
+
+def rms(got: Tensor, want: Tensor) -> float:
+    got, want = got.double().cpu(), want.double().cpu()
+    assert got.isfinite().all()
+    return float((got - want).norm() / want.norm())
+
+
+def activations(m: int, k: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=generator)
+    x[:, ::97] *= 50
+    return x.to(dtype).cuda()
+
+
+def matrix(case: str, **options: object) -> tuple[CudaQuantMatrix, dict[str, Tensor], list[tuple[int, int]]]:
+    groups, n = CASES[case]
+    tensors = exl2_tensors(groups, n)
+    made = QuantMatrix.from_exl2(tensors, device="cuda", name=case, **options)  # type: ignore[arg-type]
+    assert isinstance(made, CudaQuantMatrix)
+    return made, tensors, groups
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exl2_dequantize_is_bit_exact(case: str) -> None:
+    made, tensors, _ = matrix(case)
+    assert torch.equal(made.dequantize().cpu(), exl2_dequantize(tensors))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c not in ("wide", "long")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_exl2_products(case: str, dtype: torch.dtype) -> None:
+    made, tensors, groups = matrix(case)
+    exact, rounded = unrounded(tensors, groups), exl2_dequantize(tensors).double()
+    for m in (1, 2, 3, 8, 9, 16, 24, 33, 64):
+        x = activations(m, made.in_features, dtype)
+        wide = made.matmul(x, out=torch.empty(m, made.out_features, device="cuda"))
+        assert rms(wide, x.double().cpu() @ exact) < 1e-6, m
+        assert rms(wide, x.double().cpu() @ rounded) < 1e-3, m
+        half = made.matmul(x)
+        assert half.dtype == dtype
+        assert torch.equal(half, wide.to(dtype)), "one rounding, from the same float32"
+
+
+@pytest.mark.parametrize("case", ["wide", "long"])
+def test_large_shapes(case: str) -> None:
+    made, tensors, groups = matrix(case)
+    exact = unrounded(tensors, groups).cuda()
+    for m in (1, 5, 40):
+        x = activations(m, made.in_features)
+        wide = made.matmul(x, out=torch.empty(m, made.out_features, device="cuda"))
+        assert rms(wide, x.double() @ exact) < 1e-6, m
+
+
+@pytest.mark.parametrize(("bits", "k", "group", "n", "act_order", "zeros"), GPTQ)
+def test_gptq(bits: int, k: int, group: int, n: int, act_order: bool, zeros: str) -> None:
+    tensors = gptq_tensors(bits, k, group, n, act_order)
+    options = {"bits": bits, "zeros": zeros, "group_size": group}
+    made = QuantMatrix.from_gptq(tensors, device="cuda", **options)  # type: ignore[arg-type]
+    want = gptq_dequantize(tensors, **options)  # type: ignore[arg-type]
+    assert torch.equal(made.dequantize().cpu(), want)
+    for m in (1, 4, 16, 64):
+        x = activations(m, k)
+        got = made.matmul(x, out=torch.empty(m, n, device="cuda"))
+        assert rms(got, x.double().cpu() @ want.double()) < 1e-3, m
+
+
+@pytest.mark.parametrize("case", ["uniform-4", "short-3", "two-widths", "all-widths-32", "seventeen-units", "smallest"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_row_does_not_depend_on_the_others(case: str, dtype: torch.dtype) -> None:
+    made, _, _ = matrix(case)
+    x = activations(64, made.in_features, dtype)
+    whole = made.matmul(x)
+    for m in (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63):
+        for first in {0, 1, 64 - m}:
+            if first + m <= 64:
+                assert torch.equal(made.matmul(x[first : first + m]), whole[first : first + m]), (m, first)
+    spoiled = x.clone()
+    spoiled[5] = float("nan")
+    keep = [i for i in range(64) if i != 5]
+    assert torch.equal(made.matmul(spoiled)[keep], whole[keep])
+
+
+@pytest.mark.parametrize("case", ["uniform-4", "two-widths", "all-widths-32"])
+def test_the_two_kernels_agree_bit_for_bit(case: str) -> None:
+    made, _, _ = matrix(case)
+    if made._ring_rows == 0:
+        pytest.fail("the ring kernel is expected to run on the GPU these tests are made for")
+    for m in range(1, made._ring_rows + 1):
+        x = activations(m, made.in_features, seed=m)
+        ring, direct = made.matmul(x), torch.empty(m, made.out_features, dtype=x.dtype, device="cuda")
+        made._direct(x, direct, m, torch.cuda.current_stream().cuda_stream)
+        assert torch.equal(ring, direct)
+
+
+def test_bias_and_prescale() -> None:
+    groups, n = CASES["two-widths"]
+    tensors = exl2_tensors(groups, n)
+    tensors["bias"] = torch.randn(n).half()
+    made = QuantMatrix.from_exl2(tensors, device="cuda", prescale=0.375)
+    exact = unrounded(tensors, groups)
+    for m in (1, 12, 70):
+        x = activations(m, made.in_features)
+        want = (x.double().cpu() @ exact + tensors["bias"].double()) * 0.375
+        assert rms(made.matmul(x), want) < 1e-3
+
+
+def test_many_rows_take_the_dequantized_way() -> None:
+    made, tensors, _ = matrix("two-widths")
+    rounded = exl2_dequantize(tensors).double()
+    for dtype, bound in ((torch.float16, 1e-3), (torch.bfloat16, 4e-3)):
+        x = activations(200, made.in_features, dtype)
+        assert rms(made.matmul(x), x.double().cpu() @ rounded) < bound
+        large = x * 1000
+        assert (
+            rms(
+                made.matmul(large, out=torch.empty(200, made.out_features, device="cuda")),
+                large.double().cpu() @ rounded,
+            )
+            < 4e-3
+        )
+
+
+def test_bf16_keeps_its_range() -> None:
+    made, tensors, groups = matrix("uniform-4")
+    exact = unrounded(tensors, groups)
+    for scale in (1e-30, 1e-10, 1.0, 1e20):
+        x = (activations(3, made.in_features).float() * scale).to(torch.bfloat16)
+        got = made.matmul(x, out=torch.empty(3, made.out_features, device="cuda"))
+        assert rms(got.double() / scale, (x.double().cpu() @ exact) / scale) < 1e-6
+    assert torch.equal(
+        made.matmul(torch.zeros_like(x)), torch.zeros(3, made.out_features, device="cuda", dtype=x.dtype)
+    )
+
+
+def test_captured_chain_with_dependent_launch() -> None:
+    up, _, _ = matrix("uniform-4")
+    groups = [(4, 128)] * 2
+    down = QuantMatrix.from_exl2(exl2_tensors(groups, 2048, seed=3), device="cuda", prescale=0.05)
+    x = activations(4, up.in_features)
+
+    def chain(a: Tensor) -> Tensor:
+        for _ in range(20):
+            a = down.matmul(up.matmul(a) * 0.01)
+        return a
+
+    before = programmatic_launch()
+    set_programmatic_launch(False)
+    want = chain(x)
+    set_programmatic_launch(True)
+    assert torch.equal(chain(x), want)
+    static, graph = x.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(static)
+    set_programmatic_launch(before)
+    for _ in range(5):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, want)
+
+
+def test_float_matrices() -> None:
+    weight, bias = torch.randn(96, 256), torch.randn(96)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        made = QuantMatrix.from_float(weight.to(dtype), bias, prescale=0.5, device="cuda")
+        for x_dtype in (torch.float16, torch.bfloat16):
+            x = torch.randn(3, 256, dtype=x_dtype, device="cuda")
+            want = (x.double().cpu() @ weight.to(dtype).double().t() + bias.double()) * 0.5
+            assert rms(made.matmul(x), want) < 6e-3
+        assert torch.equal(made.dequantize().cpu(), weight.to(dtype).t().half())
+
+
+def test_bad_operands() -> None:
+    made, tensors, _ = matrix("uniform-4")
+    k = made.in_features
+    with pytest.raises(DTypeError, match="float32"):
+        made.matmul(torch.zeros(1, k, device="cuda"))
+    with pytest.raises(DTypeError, match="cpu"):
+        made.matmul(torch.zeros(1, k, dtype=torch.float16))
+    with pytest.raises(ShapeError, match=str(k)):
+        made.matmul(torch.zeros(1, k + 1, dtype=torch.float16, device="cuda"))
+    with pytest.raises(ShapeError, match="out"):
+        made.matmul(torch.zeros(1, k, dtype=torch.float16, device="cuda"), out=torch.zeros(1, 1, device="cuda"))
+    assert made.matmul(torch.zeros(0, k, dtype=torch.float16, device="cuda")).shape == (0, made.out_features)
+    broken = dict(tensors, q_invperm=tensors["q_invperm"].clone().fill_(0))
+    with pytest.raises(FormatError, match="broken"):
+        QuantMatrix.from_exl2(broken, device="cuda", name="broken")
+    assert made.matmul(activations(6, k).view(2, 3, k)).shape == (2, 3, made.out_features)
+    assert made.nbytes < 1.05 * sum(t.nbytes for t in tensors.values())
