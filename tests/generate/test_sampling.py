@@ -95,7 +95,7 @@ def reference(logits: np.ndarray, context: np.ndarray, s: Any, mu: float | None 
             d2 = [abs(q[i] - 2 * q[i + 1] + q[i + 2]) for i in range(len(q) - 2)]
             running, k = 0.0, 0
             for v in d2:
-                running += v / sum(d2)
+                running += v / (sum(d2) or math.inf)
                 if running > s.tfs:
                     break
                 k += 1

@@ -216,7 +216,8 @@ class ExLlamaV2DynamicGenerator:
 
     def _step(self) -> None:
         """Schedule, run, sample, settle."""
-        self._deliver([job.started() for job in self._scheduler.admit()])
+        for job in self._scheduler.admit():
+            self._deliver(job.start())
         self._prefill(self.max_chunk_size)
         windows = {
             job: Window(job.sequence, []) for job in self._scheduler.active if job.prefilled and not job.is_finished
@@ -233,7 +234,7 @@ class ExLlamaV2DynamicGenerator:
         longer."""
         left = budget
         for job in self._scheduler.active:
-            if job.prefilled or (left < budget and left < self.page_size):
+            if job.is_finished or job.prefilled or (left < budget and left < self.page_size):
                 continue
             spent: list[int] = []
             self._guarded(job, partial(self._prefill_job, job, left, spent))

@@ -259,10 +259,6 @@ class ExLlamaV2DynamicJob:
         for sequence in self.sequences:
             sequence.publish(len(sequence) - self._output.held_tokens - 1)
 
-    def finish_empty(self) -> Result:
-        """A job that asked for no tokens."""
-        return self._end("max_new_tokens")
-
     def fail(self, error: BaseException) -> Result:
         """The result of a job that an error ended; what was held is handed over as `held`."""
         reason = {"filter_dead_end": "filter_dead_end"}.get(getattr(error, "code", ""), "error")
@@ -284,8 +280,10 @@ class ExLlamaV2DynamicJob:
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
-    def started(self) -> Result:
-        return self._results.started()
+    def start(self) -> list[Result]:
+        """What to say when the job leaves the queue; one that asked for no tokens is done at once."""
+        started = self._results.started()
+        return [started] if self.max_new_tokens > 0 else [started, self._end("max_new_tokens")]
 
     def progress(self) -> Result:
         return self._results.prefill()

@@ -40,6 +40,8 @@ class Record:
     logits: torch.Tensor | None = None
     #: characters of the whole output up to the end of this token; one more while its last character is incomplete
     end: int = 0
+    #: the token's last character is incomplete
+    open: bool = False
     before: _Scan = field(default_factory=_Scan)
 
 
@@ -96,8 +98,11 @@ class TextStream:
         scan = self._scan
         safe = scan.length - max(self._stops.depth[scan.stop], self._bans.depth[scan.ban])
         count = 0
-        while count < len(self._held) and self._held[count].end <= safe:
-            count += 1
+        for i, record in enumerate(self._held, 1):
+            if record.end > safe:
+                break
+            if not record.open:  # the token that completes a character may yet be withdrawn, so its first bytes wait for it
+                count = i
         return self._take(count, self._held[count - 1].end if count else self._start)
 
     def flush(self) -> Released:
@@ -144,7 +149,8 @@ class TextStream:
             stop, ban = self._stops.step(stop, character), self._bans.step(ban, character)
             if match is None:
                 match = self._completed(stop, ban, length)
-        record.end = length + bool(pending)
+        record.open = bool(pending)
+        record.end = length + record.open
         self._scan = _Scan(pending, length, stop, ban)
         return match
 

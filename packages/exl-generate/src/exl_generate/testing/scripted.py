@@ -135,7 +135,8 @@ class ScriptedModel:
 
 
 class ScriptedTokenizer:
-    """A vocabulary of byte strings after three special ids: 0 pad, 1 BOS, 2 EOS. Encodes by longest match."""
+    """A vocabulary of byte strings after three special ids: 0 pad, 1 BOS, 2 EOS. Encodes by longest match
+    and drops what it cannot spell."""
 
     def __init__(self, pieces: Sequence[str | bytes], config: ScriptedConfig | None = None) -> None:
         special = [b"<pad>", b"<s>", b"</s>"]
@@ -164,9 +165,10 @@ class ScriptedTokenizer:
         """int64 [1, n]."""
         data, at, ids = text.encode(), 0, [self.bos_token_id] if add_bos else []
         while at < len(data):
-            size = next(n for n in range(min(self._longest, len(data) - at), 0, -1) if data[at : at + n] in self._ids)
-            ids.append(self._ids[data[at : at + size]])
-            at += size
+            sizes = range(min(self._longest, len(data) - at), 0, -1)
+            size = next((n for n in sizes if data[at : at + n] in self._ids), 0)
+            ids.extend([self._ids[data[at : at + size]]] if size else [])
+            at += size or 1
         return torch.tensor([ids + [self.eos_token_id] * add_eos], dtype=torch.int64)
 
     def decode(self, ids: torch.Tensor, decode_special_tokens: bool = False) -> Any:

@@ -1,0 +1,68 @@
+"""Running a generator to the end and looking at what it said."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_generate.dynamic.pages import Page
+
+__all__ = ["check_pages", "drain", "streamed_text", "streamed_tokens"]
+
+Results = dict[ExLlamaV2DynamicJob, list[dict[str, Any]]]
+
+
+def drain(generator: ExLlamaV2DynamicGenerator, limit: int = 10_000) -> Results:
+    """Iterate until the queue is empty; results by job, in order. Fails if that takes more than `limit` rounds."""
+    results: Results = defaultdict(list)
+    for _ in range(limit):
+        for result in generator.iterate():
+            results[result["job"]].append(result)
+        if generator.num_remaining_jobs() == 0:
+            for result in generator.iterate():
+                results[result["job"]].append(result)
+            return results
+    raise AssertionError(f"{generator.num_remaining_jobs()} jobs are left after {limit} rounds")
+
+
+def streamed_text(results: list[dict[str, Any]]) -> str:
+    """All text of one job."""
+    return "".join(result.get("text", "") for result in results)
+
+
+def streamed_tokens(results: list[dict[str, Any]]) -> list[int]:
+    """All token ids of one job."""
+    return [int(i) for result in results if "token_ids" in result for i in result["token_ids"][0]]
+
+
+def check_pages(generator: ExLlamaV2DynamicGenerator) -> None:
+    """The invariants of page accounting (spec/generators.md 3.8), from what the table and the jobs show."""
+    table = generator.page_table
+    users: dict[int, list[tuple[bytes, ...]]] = defaultdict(list)
+    for job in generator.active_jobs:
+        for sequence in job.sequences:
+            size = table.page_size
+            for k, page in enumerate(sequence.allocated_pages):
+                users[page.index].append(tuple(int(i).to_bytes(8, "little") for i in sequence.ids[: (k + 1) * size]))
+                held = sequence.ids[k * size : min((k + 1) * size, sequence.kv_position)]
+                _require(page.valid >= len(held), page, "holds less than the sequence has computed")
+                _require(bool((page.tokens[: len(held)] == held).all()), page, "holds other tokens than its sequence")
+    for page in table.pages:
+        _require(page.ref_count == len(users[page.index]), page, f"has {len(users[page.index])} users")
+        _require(page.label is None or table.find(page.label, page.tokens) is page, page, "is not found by its label")
+        if page.ref_count > 1:
+            _require(page.label is not None, page, "is shared while its end is open")
+            _require(len(set(users[page.index])) == 1, page, "is shared by different prefixes")
+        if page.ref_count == 0 and page.valid == 0:
+            _require(page.parent is None and page.label is None, page, "is empty and still has an identity")
+    free = sum(page.ref_count == 0 for page in table.pages)
+    if free != table.unreferenced or not 0 <= table.reserved <= free:
+        raise AssertionError(f"{free} free pages, {table.unreferenced} in eviction order, {table.reserved} reserved")
+    if not generator.active_jobs and table.reserved:
+        raise AssertionError(f"{table.reserved} pages stay reserved without a job")
+
+
+def _require(condition: bool, page: Page, what: str) -> None:
+    if not condition:
+        raise AssertionError(f"{page} {what}")
