@@ -94,14 +94,19 @@ class TextStream:
         return self._append(record, text, pending)
 
     def release(self) -> Released:
-        """Hand out every leading token whose text is safe to show."""
-        scan = self._scan
-        safe = scan.length - max(self._stops.depth[scan.stop], self._bans.depth[scan.ban])
+        """Hand out every leading token whose text is safe to show.
+
+        Tokens leave only at a point where no banned string has begun: a token behind that point may yet be withdrawn,
+        and what follows instead may continue the banned string from there. For the same reason the first bytes of a
+        character wait for the token that completes it.
+        """
+        safe = self._scan.length - self._stops.depth[self._scan.stop]
         count = 0
         for i, record in enumerate(self._held, 1):
+            after = self._held[i].before if i < len(self._held) else self._scan
             if record.end > safe:
                 break
-            if not record.open:  # the token that completes a character may yet be withdrawn, so its first bytes wait for it
+            if not record.open and after.ban == 0:
                 count = i
         return self._take(count, self._held[count - 1].end if count else self._start)
 

@@ -47,6 +47,7 @@ def check_pages(generator: ExLlamaV2DynamicGenerator) -> None:
                 users[page.index].append(tuple(int(i).to_bytes(8, "little") for i in sequence.ids[: (k + 1) * size]))
                 held = sequence.ids[k * size : min((k + 1) * size, sequence.kv_position)]
                 _require(page.valid >= len(held), page, "holds less than the sequence has computed")
+                _require(page.label is not None or page.valid == len(held), page, "claims K/V that were rewound")
                 _require(bool((page.tokens[: len(held)] == held).all()), page, "holds other tokens than its sequence")
     for page in table.pages:
         _require(page.ref_count == len(users[page.index]), page, f"has {len(users[page.index])} users")
@@ -54,8 +55,9 @@ def check_pages(generator: ExLlamaV2DynamicGenerator) -> None:
         if page.ref_count > 1:
             _require(page.label is not None, page, "is shared while its end is open")
             _require(len(set(users[page.index])) == 1, page, "is shared by different prefixes")
-        if page.ref_count == 0 and page.valid == 0:
-            _require(page.parent is None and page.label is None, page, "is empty and still has an identity")
+        if page.ref_count == 0:
+            _require((page.valid > 0) == (page.parent is not None), page, "keeps content without a prefix, or a prefix only")
+            _require(page.label is None or page.valid == table.page_size, page, "promises content that nobody will compute")
     free = sum(page.ref_count == 0 for page in table.pages)
     if free != table.unreferenced or not 0 <= table.reserved <= free:
         raise AssertionError(f"{free} free pages, {table.unreferenced} in eviction order, {table.reserved} reserved")
