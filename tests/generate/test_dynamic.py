@@ -1,4 +1,5 @@
-"""The dynamic generator's promises, one at a time, on a scripted model that checks the provenance of every K/V it reads."""
+"""The dynamic generator's promises, one at a time, on a scripted model that checks the provenance of every K/V it
+reads."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from exl_filters import ExLlamaV2Filter
 from exl_generate import (
     CapacityError,
@@ -53,7 +55,8 @@ def ids(text: str) -> torch.Tensor:
 
 
 def says(*texts: str | int, after: int) -> Callable[[list[int]], int | None]:
-    """A script that answers a prompt of `after` tokens with these texts or ids, one token each, whatever was sampled."""
+    """A script that answers a prompt of `after` tokens with these texts or ids, one token each, whatever was
+    sampled."""
     answer = [t if isinstance(t, int) else int(i) for t in texts for i in ([t] if isinstance(t, int) else ids(t)[0])]
     return lambda context: answer[len(context) - after] if 0 <= len(context) - after < len(answer) else None
 

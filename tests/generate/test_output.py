@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from exl_generate.dynamic.detokenize import PieceTable, decode_incremental
 from exl_generate.dynamic.output import Match, Record, TextStream
 from exl_generate.dynamic.stopping import Automaton
-from hypothesis import given
-from hypothesis import strategies as st
 
 ALPHABET = "abAé😀"
 texts = st.text(ALPHABET, max_size=30)

@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from exl_filters import ExLlamaV2Filter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.dynamic.detokenize import decode_incremental
@@ -19,8 +22,6 @@ from exl_generate.testing import (
     streamed_text,
     streamed_tokens,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 PIECES: list[str | bytes] = ["a", "b", "c", "ab", "bc", " ", "A", "cab", "."] + [bytes([b]) for b in "é😀".encode()]
 TOKENIZER = ScriptedTokenizer(PIECES)
@@ -172,7 +173,8 @@ def alone(ask: Ask) -> dict[str, Any]:
 @settings(max_examples=300, deadline=None)
 @given(shapes, st.lists(asks(), min_size=1, max_size=7), st.booleans())
 def test_a_jobs_output_is_the_same_alone_and_in_company(shape: Shape, requests: list[Ask], warm: bool) -> None:
-    """Tokens, text, probabilities and logits, bitwise, whatever the page size, chunk size, batch, company and cache state."""
+    """Tokens, text, probabilities and logits, bitwise, whatever the page size, chunk size, batch, company and cache
+    state."""
     generator = shape.generator()
     if warm:
         play(generator, requests[::-1])
@@ -217,7 +219,8 @@ def reach(table: list[bytes], tokens: list[int]) -> int:
 @settings(max_examples=60, deadline=None)
 @given(asks())
 def test_banned_strings_against_a_naive_search(ask: Ask) -> None:
-    """Depth-first search over the model's greedy choices: at each position the best token that does not lead into a ban."""
+    """Depth-first search over the model's greedy choices: at each position the best token that does not lead into a
+    ban."""
     ask.filtered, ask.style, ask.stops = False, "greedy", []
     model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128, max_input_len=64))
     table = TOKENIZER.get_id_to_bytes_list()

@@ -1,15 +1,17 @@
-"""Page accounting as a state machine: after any sequence of enqueue, iterate, cancel, clear and error nothing is lost."""
+"""Page accounting as a state machine: after any sequence of enqueue, iterate, cancel, clear and error nothing is
+lost."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from exl_generate import CapacityError, ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
-from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel, ScriptedTokenizer, check_pages
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from exl_generate import CapacityError, ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel, ScriptedTokenizer, check_pages
 
 TOKENIZER = ScriptedTokenizer([chr(c) for c in range(97, 107)])
 POISON = TOKENIZER.get_vocab_size() - 1

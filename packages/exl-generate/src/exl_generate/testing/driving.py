@@ -56,8 +56,9 @@ def check_pages(generator: ExLlamaV2DynamicGenerator) -> None:
             _require(page.label is not None, page, "is shared while its end is open")
             _require(len(set(users[page.index])) == 1, page, "is shared by different prefixes")
         if page.ref_count == 0:
-            _require((page.valid > 0) == (page.parent is not None), page, "keeps content without a prefix, or a prefix only")
-            _require(page.label is None or page.valid == table.page_size, page, "promises content that nobody will compute")
+            prefix = page.parent is not None
+            _require((page.valid > 0) == prefix, page, "keeps content without a prefix, or a prefix only")
+            _require(page.label is None or page.valid == table.page_size, page, "promises what nobody will compute")
     free = sum(page.ref_count == 0 for page in table.pages)
     if free != table.unreferenced or not 0 <= table.reserved <= free:
         raise AssertionError(f"{free} free pages, {table.unreferenced} in eviction order, {table.reserved} reserved")

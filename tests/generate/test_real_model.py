@@ -1,0 +1,74 @@
+"""The whole way of a request on models that exllamav2 itself converted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl_filters import ExLlamaV2SelectFilter
+from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.testing import drain, streamed_text, streamed_tokens
+
+DATA = Path(__file__).parents[1] / "golden" / "data"
+GOLDEN = json.loads((DATA / "golden.json").read_text())
+NAMES = {"tiny": "pylib-4m-fp16", "exl2-3.5": "pylib-4m-exl2-3.5", "exl2-4.5": "pylib-4m-exl2-4.5"}
+Settings = ExLlamaV2Sampler.Settings
+
+
+def load(name: str, matmul: str = "exact") -> ExLlamaV2DynamicGenerator:
+    config = ExLlamaV2Config(str(DATA / name))
+    config.cpu_matmul = matmul
+    model = ExLlamaV2(config)
+    model.load()
+    return ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=1024), ExLlamaV2Tokenizer(config))
+
+
+@pytest.fixture(scope="module")
+def generator() -> ExLlamaV2DynamicGenerator:
+    return load("pylib-4m-exl2-4.5", "int8")
+
+
+@pytest.mark.parametrize("key", sorted(NAMES))
+def test_greedy_continuation_equals_the_reference(key: str) -> None:
+    """exllamav2's own greedy continuation: at least 24 tokens of it, all 96 where its margins are clear."""
+    generator = load(NAMES[key])
+    new = 35 if key == "tiny" else 96
+    text = generator.generate(GOLDEN["greedy_prompt"], new, gen_settings=Settings.greedy(), add_bos=True)
+    assert GOLDEN["greedy_96_tokens"][key].startswith(text)
+    assert key == "tiny" or GOLDEN["greedy_96_tokens"][key] == text
+
+
+def test_streamed_text_is_the_one_shot_text_and_the_tokenizers(generator: ExLlamaV2DynamicGenerator) -> None:
+    tokenizer = generator.tokenizer
+    for seed in range(8):
+        job = ExLlamaV2DynamicJob(tokenizer.encode("import", add_bos=True), 60, seed=seed, stop_conditions=["\n\n\n"])
+        generator.enqueue(job)
+        results = drain(generator)[job]
+        text = streamed_text(results)
+        once = generator.generate(
+            "import", 60, seed=seed, add_bos=True, stop_conditions=["\n\n\n"], completion_only=True
+        )
+        assert text == once == results[-1]["full_completion"]
+        if results[-1]["eos_reason"] == "max_new_tokens":
+            table = tokenizer.get_id_to_bytes_list()
+            assert text == b"".join(table[t] for t in streamed_tokens(results)).decode(errors="replace")
+
+
+def test_select_filter(generator: ExLlamaV2DynamicGenerator) -> None:
+    options = ["return True", "return None", "raise ValueError"]
+    filters = [ExLlamaV2SelectFilter(generator.model, generator.tokenizer, options)]
+    flat = Settings(temperature=3.0, top_p=0, top_k=0)
+    prompts = ["def f(x):\n    "] * 6
+    texts = generator.generate(prompts, 20, seed=1, gen_settings=flat, filters=[filters] * 6, completion_only=True)
+    assert set(texts) <= set(options)
+    assert len(set(texts)) > 1
+
+
+def test_many_prompts_in_a_small_cache(generator: ExLlamaV2DynamicGenerator) -> None:
+    prompts = [f"x = {i}\ndef f{i}(" for i in range(12)]
+    greedy = Settings.greedy()
+    together = generator.generate(prompts, 16, gen_settings=greedy)
+    assert together == [generator.generate(prompt, 16, gen_settings=greedy) for prompt in prompts]
