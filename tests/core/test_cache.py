@@ -206,6 +206,15 @@ def test_bad_sizes(model: ExLlamaV2, arguments: dict[str, Any]) -> None:
         ExLlamaV2Cache(model, **arguments)
 
 
+def test_more_than_the_machine_has(model: ExLlamaV2) -> None:
+    with pytest.raises(errors.DeviceError, match="max_seq_len"):
+        ExLlamaV2Cache(model, max_seq_len=1 << 52)
+    cache = ExLlamaV2Cache(model, max_seq_len=1 << 52, lazy=True)
+    with pytest.raises(errors.DeviceError):
+        cache.update_cache_tensors()
+    assert cache.all_tensors() == []
+
+
 def test_copy_from(model: ExLlamaV2, lab: Any) -> None:
     cache = filled(ExLlamaV2Cache, model, lab)
     with pytest.raises(errors.CacheError, match="lazy"):

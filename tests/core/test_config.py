@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2, ExLlamaV2Config, errors
 from exl_core.architectures import PLANNED, supported_architectures
@@ -284,3 +288,39 @@ def test_settings_that_cannot_be_honoured(
     setattr(config, field, value)
     with pytest.raises(error, match=field):
         ExLlamaV2(config)
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**30), 10**30),
+    st.sampled_from([0, 1, 2, 3, 64, 10**6, 2**31, 2**63, 10**18]),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(-3, 3) | st.text(max_size=3), max_size=3),
+    st.dictionaries(
+        st.sampled_from(["type", "rope_type", "factor", "rope_theta", "quant_method", "bits"]),
+        st.none() | st.floats() | st.sampled_from(["linear", "yarn", "llama3", "default", "gptq"]),
+        max_size=4,
+    ),
+)
+KEYS = [
+    *("architectures", "bos_token_id", "eos_token_id", "hidden_act", "hidden_size", "intermediate_size", "head_dim"),
+    *("max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "tie_word_embeddings", "vocab_size", "sliding_window"),
+    *("layer_types", "use_sliding_window", "quantization_config", "partial_rotary_factor", "logit_scale"),
+    *("attn_logit_softcapping", "query_pre_attn_scalar", "scale_depth", "text_config", "attention_bias"),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3), family=st.sampled_from(["Mistral", "Qwen2"]))
+def test_any_values_give_a_config_or_a_typed_error(
+    lab: Any, tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], family: str
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "fuzzed-config"
+    with contextlib.suppress(errors.ExlError):  # anything else fails the test
+        config = config_only(folder, {**lab.config, "architectures": [f"{family}ForCausalLM"]}, **changes)
+        config.rope_settings()
+        assert math.isfinite(config.attention_scale)
+        assert len(config.layer_windows) == config.num_hidden_layers

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, errors
+from exl_core.loading import checkpoint
 from exl_kernels.safetensors_file import read_safetensors_header, write_safetensors
 
 
@@ -119,6 +120,21 @@ def test_tied_head_and_a_head_of_its_own(lab: Any, tmp_path: Path) -> None:
     own = {**tensors, "lm_head.weight": embedding.flip(0)}
     model = lab.load(lab.write_model(tmp_path / "own", config, own))
     assert torch.equal(model.modules_dict["lm_head"].get_weight_tensor_dq(), embedding.flip(0).T)
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("float", True), ("float", False), ("exl2", False)])
+def test_every_tensor_is_read_once(lab: Any, monkeypatch: pytest.MonkeyPatch, kind: str, tied: bool) -> None:
+    config = ExLlamaV2Config(lab.write(kind=kind, tie_word_embeddings=tied))
+    names: list[str] = []
+    original = checkpoint.read_into
+
+    def spy(path: Path, offset: int, tensor: torch.Tensor, *, name: str = "") -> None:
+        names.append(name)
+        original(path, offset, tensor, name=name)
+
+    monkeypatch.setattr(checkpoint, "read_into", spy)
+    ExLlamaV2(config).load()
+    assert sorted(names) == sorted(config.tensor_file_map)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 CPU_MATMUL_MODES = ("int8", "exact")
 VOCAB_PADDING = 32  # logits have this many columns' granularity
+# Far beyond any published model; a file that asks for more is damaged or hostile, and costs no memory.
+MAX_LAYERS, MAX_WIDTH, MAX_VOCAB = 4096, 1 << 22, 1 << 24
 
 
 def _env(name: str) -> bool:
@@ -248,18 +250,22 @@ class ExLlamaV2Config:
             self.eos_token_ids += [i for i in ids if i not in self.eos_token_ids]
 
     def _read_shape(self, read: JsonReader) -> None:
-        def count(*keys: str, default: Any = REQUIRED) -> Any:
-            return read.integer(*keys, default=default, text=True, minimum=1)
+        def count(*keys: str, default: Any = REQUIRED, maximum: int = MAX_WIDTH) -> Any:
+            return read.integer(*keys, default=default, text=True, minimum=1, maximum=maximum)
 
         arch = self.arch
-        self.vocab_size = count("vocab_size")
-        self.num_hidden_layers = count("num_hidden_layers", "n_layers", "n_layer")
+        self.vocab_size = count("vocab_size", maximum=MAX_VOCAB)
+        self.num_hidden_layers = count("num_hidden_layers", "n_layers", "n_layer", maximum=MAX_LAYERS)
         self.hidden_size = count("hidden_size", "d_model", "n_embd")
         self.intermediate_size = count("intermediate_size", "ffn_config->ffn_hidden_size", "n_inner")
         head_dim = count("head_dim", default=None)
         default_heads = self.hidden_size // head_dim if head_dim else REQUIRED
         self.num_attention_heads = count("num_attention_heads", "n_heads", "n_head", default=default_heads)
         self.head_dim = head_dim or self.hidden_size // self.num_attention_heads
+        if not self.head_dim:
+            raise ConfigError(
+                f"{read.file}: {self.num_attention_heads} attention heads do not fit hidden_size {self.hidden_size}"
+            )
         self.num_key_value_heads = count(
             "num_key_value_heads", "attn_config->kv_n_heads", default=self.num_attention_heads
         )
@@ -270,6 +276,8 @@ class ExLlamaV2Config:
             )
         self.num_key_value_groups = self.num_attention_heads // self.num_key_value_heads
         self.norm_eps = read.number(*arch.norm_eps_keys, text=True) if arch.norm_eps_keys else 1e-5
+        if self.norm_eps < 0:
+            raise ConfigError(f"{read.file}: {arch.norm_eps_keys[0]} is {self.norm_eps}, must not be negative")
         self.initializer_range = read.number("initializer_range", default=0.02, text=True)
         self.tie_word_embeddings = read.boolean("tie_word_embeddings", default=arch.tied_head, text=True)
         attention_bias = read.boolean("attention_bias", default=False, text=True)
@@ -290,6 +298,8 @@ class ExLlamaV2Config:
         depth = read.number("scale_depth", default=None)
         self.scale_depth = 1.0 if depth is None else depth / math.sqrt(self.num_hidden_layers)
         self.scale_depth = read.number("residual_multiplier", default=self.scale_depth, text=True)
+        if self.query_pre_attn_scalar is not None and self.query_pre_attn_scalar <= 0:
+            raise ConfigError(f"{read.file}: query_pre_attn_scalar is {self.query_pre_attn_scalar}, must be positive")
         divisor = read.number("logits_scaling", default=None, text=True)
         if divisor:
             self.logit_scale = 1.0 / divisor
@@ -312,7 +322,7 @@ class ExLlamaV2Config:
     def _read_quantization(self, read: JsonReader) -> None:
         self.quant_method, self.gptq_bits, self.gptq_group_size = None, 4, None
         self.checkpoint_offset_qzeros = False
-        block = read.section("quantization_config", text=True)
+        block = read.section("quantization_config", text=True) or self._older_gptq_file()
         if block is None:
             return
         self.quant_method = block.string("quant_method", default=None)
@@ -326,6 +336,13 @@ class ExLlamaV2Config:
                 f"{block.file}: quant_method {self.quant_method!r} has no reader here; supported: exl2, gptq, float"
             )
 
+    def _older_gptq_file(self) -> JsonReader | None:
+        """quantize_config.json, where GPTQ tools kept these fields before config.json had a place for them."""
+        file = Path(self.model_dir or "") / "quantize_config.json"
+        if not file.exists():
+            return None
+        return JsonReader({"quant_method": "gptq", **read_json_file(file)}, file)
+
     # --------------------------------------------------------------------------------------------------- weight files
 
     def _scan_tensors(self, folder: Path) -> None:
@@ -338,6 +355,9 @@ class ExLlamaV2Config:
         )
         if self.checkpoint_fused_mlp:
             raise UnsupportedError(f"{folder}: swiglu-fused MLP weights (mlp.swiglu.w12) are not built in this version")
+        marker = {"exl2": ".q_weight", "gptq": ".qweight"}.get(self.quant_method or "")
+        if marker is not None and not any(name.endswith(marker) for name in self.checkpoint.tensors):
+            log.warning("%s says quant_method %s, but no tensor ends with %s", folder, self.quant_method, marker)
         for alternatives in self._expected_keys():
             if not any(self.checkpoint.has_module(key) for key in alternatives):
                 raise MissingTensorError(f"{folder}: Could not find {alternatives[0]}.* in model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from .errors import ConfigError, ConfigFileError, ConfigKeyError, ConfigTypeErro
 __all__ = ["REQUIRED", "JsonReader", "read_json_file"]
 
 MAX_JSON_BYTES = 16 << 20  # a config is kilobytes; this stops a hostile file before it is parsed
+MAX_INTEGER = (1 << 63) - 1
 
 
 class _Required:
@@ -34,7 +36,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not UTF-8 text ({e})") from e
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:  # ValueError also for integers of thousands of digits
         raise ConfigError(f"{path}: not valid JSON ({e})") from e
     if not isinstance(value, dict):
         raise ConfigTypeError(f"{path}: the file must hold a JSON object, not {type(value).__name__}")
@@ -62,7 +64,14 @@ class JsonReader:
                 return key, node
         return None
 
-    def integer(self, *keys: str, default: Any = REQUIRED, text: bool = False, minimum: int | None = None) -> Any:
+    def integer(
+        self,
+        *keys: str,
+        default: Any = REQUIRED,
+        text: bool = False,
+        minimum: int = -MAX_INTEGER,
+        maximum: int = MAX_INTEGER,
+    ) -> Any:
         found = self._find(keys, default, text)
         if found is None:
             return default
@@ -71,8 +80,10 @@ class JsonReader:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong_type(key, value, "int")
-        if minimum is not None and value < minimum:
-            raise ConfigError(f"{self.file}: {key} is {value}, must be at least {minimum}")
+        if value < minimum:
+            raise ConfigError(f"{self.file}: {key} is {_shown(value)}, must be at least {minimum}")
+        if value > maximum:
+            raise ConfigError(f"{self.file}: {key} is {_shown(value)}, must be at most {maximum}")
         return value
 
     def number(self, *keys: str, default: Any = REQUIRED, text: bool = False) -> Any:
@@ -82,6 +93,8 @@ class JsonReader:
         key, value = found
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._wrong_type(key, value, "float")
+        if not abs(value) <= sys.float_info.max:  # also true of NaN
+            raise ConfigError(f"{self.file}: {key} is {_shown(value)}, must be a finite number")
         return float(value)
 
     def boolean(self, *keys: str, default: Any = REQUIRED, text: bool = False) -> Any:
@@ -114,6 +127,12 @@ class JsonReader:
         return found
 
     def _wrong_type(self, key: str, value: Any, expected: str) -> ConfigTypeError:
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return ConfigTypeError(f"{self.file}: Value for {key} is not of expected type {expected}: {shown}")
+        return ConfigTypeError(f"{self.file}: Value for {key} is not of expected type {expected}: {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """`value` for a message: short, whatever a file holds."""
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        return "a number of more than 63 bits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

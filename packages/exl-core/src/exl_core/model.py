@@ -133,7 +133,8 @@ class ExLlamaV2:
         device = default_device()
         self.device = device
         if not lazy and not self.loaded:
-            yield from load_modules(self.modules, checkpoint, device, callback, callback_gen)
+            tied = [f"{self.config.arch.embed_tokens}.weight"] if self.config.tie_word_embeddings else []
+            yield from load_modules(self.modules, checkpoint, device, callback, callback_gen, shared=tied)
             self.loaded = True
         self.cache_map = {m.layer_idx: str(device) for m in self.modules if isinstance(m, Attention)}
         if cache is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from exl_kernels.kv import KVKind, KVPages, load_kv, store_kv
 
-from ..errors import CacheError, InputError, ModelStateError
+from ..errors import CacheError, DeviceError, InputError, ModelStateError
 
 if TYPE_CHECKING:
     from ..model import ExLlamaV2
@@ -83,10 +83,20 @@ class ExLlamaV2CacheBase:
             device = str(self.fixed_device) if self.fixed_device is not None else device
             pages = self._layers[layer]
             if pages is None or pages.device != torch.device(device):
-                self._layers[layer] = KVPages.allocate(
-                    self.kind, self.batch_size, self.max_seq_len, self.num_key_value_heads, self.head_dim, device
-                )
+                self._layers[layer] = self._allocate(device)
         self._views.clear()
+
+    def _allocate(self, device: str) -> KVPages:
+        try:
+            return KVPages.allocate(
+                self.kind, self.batch_size, self.max_seq_len, self.num_key_value_heads, self.head_dim, device
+            )
+        except (RuntimeError, MemoryError, OverflowError) as e:
+            self._layers = [None] * self.num_hidden_layers
+            raise DeviceError(
+                f"no memory on {device} for a {type(self).__name__} of {self.batch_size} x {self.max_seq_len} tokens, "
+                f"{self.num_hidden_layers} layers: take a smaller max_seq_len or a quantized cache"
+            ) from e
 
     def pages(self, layer_idx: int, page_size: int) -> KVPages:
         """Layer `layer_idx` as pages of `page_size` tokens: the same memory, [batch * max_seq_len / page_size, ...]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -61,7 +61,7 @@ class TensorSource(Protocol):
 
     def has(self, name: str) -> bool: ...
     def read(self, name: str) -> Tensor: ...
-    def read_group(self, names: Iterable[str]) -> dict[str, Tensor]: ...
+    def read_group(self, names: Collection[str]) -> dict[str, Tensor]: ...
     def describe(self, name: str) -> str: ...
 
 
@@ -69,12 +69,15 @@ class TensorReader:
     """Reads tensors of a checkpoint with positional reads.
 
     `read` gives a tensor of its own. `read_group` gives views into one staging buffer that the next `read_group`
-    overwrites: the caller repacks and drops them, so host memory stays at the largest group.
+    overwrites: the caller repacks and drops them, so host memory stays at the largest group. Tensors named in `shared`
+    are wanted twice (an embedding that is also the head): they are remembered and read only once.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, shared: Collection[str] = ()) -> None:
         self.checkpoint = checkpoint
         self.bytes_read = 0
+        self._shared = frozenset(shared)
+        self._remembered: dict[str, Tensor] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def has(self, name: str) -> bool:
@@ -87,14 +90,19 @@ class TensorReader:
 
     def read(self, name: str) -> Tensor:
         """The tensor in memory of its own. Raises FormatError, MissingTensorError."""
+        if name in self._remembered:
+            return self._remembered[name]
         entry = self.checkpoint.entry(name)
         tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
         self._fill(tensor, entry)
+        if name in self._shared:
+            self._remembered[name] = tensor
         return tensor
 
-    def read_group(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def read_group(self, names: Collection[str]) -> dict[str, Tensor]:
         """Tensors by name, valid until the next `read_group`. Raises FormatError, MissingTensorError."""
-        entries = {name: self.checkpoint.entry(name) for name in names}
+        group = {name: self._remembered[name] for name in names if name in self._remembered}
+        entries = {name: self.checkpoint.entry(name) for name in names if name not in group}
         offsets, total = {}, 0
         for name, entry in entries.items():
             offsets[name] = total
@@ -102,7 +110,6 @@ class TensorReader:
         if total > self._staging.numel():
             self._staging = torch.empty(0, dtype=torch.uint8)  # free the old one before asking for more
             self._staging = torch.empty(total, dtype=torch.uint8)
-        group: dict[str, Tensor] = {}
         for name, entry in entries.items():
             raw = self._staging[offsets[name] : offsets[name] + entry.nbytes]
             group[name] = raw.view(entry.torch_dtype).view(entry.shape)

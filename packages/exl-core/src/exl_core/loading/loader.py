@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,9 +32,11 @@ def load_modules(
     device: torch.device,
     callback: Callback | None = None,
     callback_gen: CallbackGen | None = None,
-    after_module: Callable[[Module], None] = lambda module: None,
+    shared: Collection[str] = (),
 ) -> Iterator[Any]:
     """Load `modules` in order; yields what `callback_gen` yields.
+
+    `shared` names tensors that two modules read.
 
     callback(index, total) is called before each module and once with (total, total) at the end. If anything raises,
     or the generator is closed half way, every module is unloaded again before the error goes on.
@@ -48,11 +50,10 @@ def load_modules(
             yield from callback_gen(index, total)
 
     try:
-        reader = TensorReader(checkpoint)
+        reader = TensorReader(checkpoint, shared)
         for index, module in enumerate(modules):
             yield from report(index)
             module.load(reader, device)
-            after_module(module)
         yield from report(total)
     except BaseException:
         for module in modules:

@@ -126,7 +126,7 @@ def _read(file: Path) -> str:
 def _parse(file: Path, text: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:
         raise TokenizerError(f"{file}: not valid JSON ({e})") from e
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
         raise TokenizerError(f"{file}: not a tokenizer: no `model` object")
