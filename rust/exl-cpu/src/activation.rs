@@ -27,18 +27,36 @@ impl Activation {
             _ => None,
         }
     }
+}
 
+/// One of the functions, as a type so that each gets a loop of its own.
+trait Function {
+    fn of<V: Lanes>(x: V) -> V;
+}
+
+struct Silu;
+struct Gelu;
+struct QuickGelu;
+
+impl Function for Silu {
     #[inline(always)]
-    fn of<V: Lanes>(self, x: V) -> V {
-        let inner = match self {
-            Self::Silu => x,
-            Self::Gelu => {
-                let cubic = x.mul(x).fma(V::splat(0.044_715), V::splat(1.0));
-                x.mul(cubic).mul(V::splat(1.595_769))
-            }
-            Self::QuickGelu => x.mul(V::splat(1.702)),
-        };
-        x.mul(sigmoid(inner))
+    fn of<V: Lanes>(x: V) -> V {
+        x.mul(sigmoid(x))
+    }
+}
+
+impl Function for Gelu {
+    #[inline(always)]
+    fn of<V: Lanes>(x: V) -> V {
+        let cubic = x.mul(x).fma(V::splat(0.044_715), V::splat(1.0));
+        x.mul(sigmoid(x.mul(cubic).mul(V::splat(1.595_769))))
+    }
+}
+
+impl Function for QuickGelu {
+    #[inline(always)]
+    fn of<V: Lanes>(x: V) -> V {
+        x.mul(sigmoid(x.mul(V::splat(1.702))))
     }
 }
 
@@ -106,22 +124,22 @@ impl Kernel for Chunk {
     #[inline(always)]
     fn run<V: Lanes>(self) {
         match self.kind {
-            Activation::Silu => self.map::<V>(|x| Activation::Silu.of(x)),
-            Activation::Gelu => self.map::<V>(|x| Activation::Gelu.of(x)),
-            Activation::QuickGelu => self.map::<V>(|x| Activation::QuickGelu.of(x)),
+            Activation::Silu => self.map::<V, Silu>(),
+            Activation::Gelu => self.map::<V, Gelu>(),
+            Activation::QuickGelu => self.map::<V, QuickGelu>(),
         }
     }
 }
 
 impl Chunk {
     #[inline(always)]
-    fn map<V: Lanes>(&self, f: impl Fn(V) -> V) {
+    fn map<V: Lanes, F: Function>(&self) {
         let n = self.n;
         let mut i = 0;
         // SAFETY: `activate_raw` made a chunk of n elements.
         unsafe {
             while i + V::LANES <= n {
-                let mut y = f(V::load(self.x.add(i)));
+                let mut y = F::of(V::load(self.x.add(i)));
                 if let Some(up) = self.up {
                     y = y.mul(V::load(up.add(i)));
                 }
@@ -129,7 +147,7 @@ impl Chunk {
                 i += V::LANES;
             }
             if i < n {
-                let mut y = f(V::load_partial(self.x.add(i), n - i));
+                let mut y = F::of(V::load_partial(self.x.add(i), n - i));
                 if let Some(up) = self.up {
                     y = y.mul(V::load_partial(up.add(i), n - i));
                 }

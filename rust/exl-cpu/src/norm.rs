@@ -124,93 +124,95 @@ impl Kernel for Rows<'_> {
     }
 }
 
-/// Sum of f(x) over a row in four interleaved chains.
+/// Sum over a row of x - centre, or of its square, in four interleaved chains.
 #[inline(always)]
-fn reduce<V: Lanes>(
-    x: *const f32,
-    n: usize,
-    f: impl Fn(V, V) -> V,
-    tail: impl Fn(f32) -> f32,
-) -> f32 {
+fn reduce<V: Lanes, const SQUARE: bool>(x: *const f32, n: usize, centre: f32) -> f32 {
     let mut sums = [V::splat(0.0); 4];
+    let at = V::splat(centre);
     let mut i = 0;
     // SAFETY: the caller's row has `n` elements.
     unsafe {
         while i + 4 * V::LANES <= n {
             for (c, sum) in sums.iter_mut().enumerate() {
-                *sum = f(V::load(x.add(i + c * V::LANES)), *sum);
+                *sum = add_term::<V, SQUARE>(V::load(x.add(i + c * V::LANES)).sub(at), *sum);
             }
             i += 4 * V::LANES;
         }
         while i + V::LANES <= n {
-            sums[0] = f(V::load(x.add(i)), sums[0]);
+            sums[0] = add_term::<V, SQUARE>(V::load(x.add(i)).sub(at), sums[0]);
             i += V::LANES;
         }
         let mut total = sums[0].add(sums[1]).add(sums[2].add(sums[3])).sum();
         while i < n {
-            total += tail(*x.add(i));
+            let c = *x.add(i) - centre;
+            total += if SQUARE { c * c } else { c };
             i += 1;
         }
         total
     }
 }
 
-/// out[i] = f(i, x[i]) over a row, the last lanes padded.
 #[inline(always)]
-fn map<V: Lanes>(x: *const f32, n: usize, out: *mut f32, f: impl Fn(usize, usize, V) -> V) {
-    let mut i = 0;
-    // SAFETY: the caller's rows have `n` elements.
-    unsafe {
-        while i + V::LANES <= n {
-            f(i, V::LANES, V::load(x.add(i))).store(out.add(i));
-            i += V::LANES;
-        }
-        if i < n {
-            f(i, n - i, V::load_partial(x.add(i), n - i)).store_partial(out.add(i), n - i);
-        }
-    }
-}
-
-#[inline(always)]
-fn load_at<V: Lanes>(values: &[f32], at: usize, n: usize) -> V {
-    // SAFETY: `map` asks only for `at + n <= values.len()`.
-    unsafe {
-        if n == V::LANES {
-            V::load(values.as_ptr().add(at))
-        } else {
-            V::load_partial(values.as_ptr().add(at), n)
-        }
-    }
+fn add_term<V: Lanes, const SQUARE: bool>(c: V, sum: V) -> V {
+    if SQUARE { c.fma(c, sum) } else { sum.add(c) }
 }
 
 #[inline(always)]
 fn rms<V: Lanes>(x: *const f32, weight: &[f32], offset: f32, eps: f32, out: *mut f32) {
     let n = weight.len();
-    let squares = reduce::<V>(x, n, |v, sum| v.fma(v, sum), |v| v * v);
-    let scale = V::splat(1.0 / (squares / n as f32 + eps).sqrt());
-    let offset = V::splat(offset);
-    map::<V>(x, n, out, |i, k, v| {
-        v.mul(scale).mul(load_at::<V>(weight, i, k).add(offset))
-    });
+    let scale = 1.0 / (reduce::<V, true>(x, n, 0.0) / n as f32 + eps).sqrt();
+    scale_row::<V>(x, 0.0, scale, weight, offset, None, out);
 }
 
 #[inline(always)]
 fn layer<V: Lanes>(x: *const f32, weight: &[f32], bias: Option<&[f32]>, eps: f32, out: *mut f32) {
     let n = weight.len();
-    let mean = reduce::<V>(x, n, |v, sum| sum.add(v), |v| v) / n as f32;
-    let centre = V::splat(mean);
-    let squares = reduce::<V>(
-        x,
-        n,
-        |v, sum| {
-            let c = v.sub(centre);
-            c.fma(c, sum)
-        },
-        |v| (v - mean) * (v - mean),
-    );
-    let scale = V::splat(1.0 / (squares / n as f32 + eps).sqrt());
-    map::<V>(x, n, out, |i, k, v| {
-        let y = v.sub(centre).mul(scale).mul(load_at::<V>(weight, i, k));
-        bias.map_or(y, |b| y.add(load_at::<V>(b, i, k)))
-    });
+    let mean = reduce::<V, false>(x, n, 0.0) / n as f32;
+    let scale = 1.0 / (reduce::<V, true>(x, n, mean) / n as f32 + eps).sqrt();
+    scale_row::<V>(x, mean, scale, weight, 0.0, bias, out);
+}
+
+/// out = (x - centre) * scale * (weight + offset) + bias
+#[inline(always)]
+fn scale_row<V: Lanes>(
+    x: *const f32,
+    centre: f32,
+    scale: f32,
+    weight: &[f32],
+    offset: f32,
+    bias: Option<&[f32]>,
+    out: *mut f32,
+) {
+    let n = weight.len();
+    let (centre, scale, offset) = (V::splat(centre), V::splat(scale), V::splat(offset));
+    let mut i = 0;
+    // SAFETY: the caller's rows have as many elements as the weight.
+    unsafe {
+        while i < n {
+            let k = V::LANES.min(n - i);
+            let y = load_at::<V>(x, i, k).sub(centre).mul(scale);
+            let mut y = y.mul(load_at::<V>(weight.as_ptr(), i, k).add(offset));
+            if let Some(bias) = bias {
+                y = y.add(load_at::<V>(bias.as_ptr(), i, k));
+            }
+            if k == V::LANES {
+                y.store(out.add(i));
+            } else {
+                y.store_partial(out.add(i), k);
+            }
+            i += V::LANES;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn load_at<V: Lanes>(p: *const f32, at: usize, n: usize) -> V {
+    // SAFETY: the caller has `at + n` floats at `p`.
+    unsafe {
+        if n == V::LANES {
+            V::load(p.add(at))
+        } else {
+            V::load_partial(p.add(at), n)
+        }
+    }
 }

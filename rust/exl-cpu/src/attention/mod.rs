@@ -11,6 +11,7 @@
 //! Rows of the Hadamard codecs are used as stored: the transform H is its own inverse times 32, so q . k = (H q / 32) . (H k), and the
 //! weighted sum of transformed values is transformed back once a query.
 
+mod math;
 mod plan;
 mod tile;
 

@@ -1,11 +1,9 @@
 //! One tile: some query tokens of one sequence, the heads that share one key/value head, all their visible keys.
 
+use super::math::{ROWS, accumulate, cap, exp_scalar, largest, logits, scale_by, weigh};
 use super::{Attention, KEY_BLOCK, SPLIT, visible};
 use crate::kv::{Plane, decode_exact_row, hadamard_rows};
-use crate::simd::{Kernel, Lanes, MAX_LANES, exp, prefetch, tanh};
-
-/// Query rows a matrix kernel handles together.
-const ROWS: usize = 4;
+use crate::simd::{Kernel, Lanes, MAX_LANES, prefetch};
 
 /// Tokens `first..first + tokens` of sequence `row`, and the union `from..to` of the keys they see.
 #[derive(Debug)]
@@ -308,14 +306,19 @@ impl Work<'_> {
             unsafe {
                 self.decode_block::<V>(&self.args.pages.key, self.key_dim, &here, &next, scratch);
                 self.transpose_keys::<V>(scratch);
+                // Padded dimensions hold zeros on both sides unless the rows are transformed; then all of them count.
+                let dim = if self.args.pages.key.codec().is_hadamard() {
+                    self.key_dim
+                } else {
+                    self.args.pages.head_dim
+                };
                 logits::<V>(
                     &scratch.q,
                     self.key_dim,
-                    self.args.pages.head_dim,
+                    dim,
                     rows,
                     &scratch.keys,
                     &mut scratch.weights,
-                    self,
                 );
                 self.load_mask(&here, &mut scratch.mask);
                 self.softmax::<V>(scratch, &here, state);
@@ -442,9 +445,7 @@ impl Work<'_> {
             }
             let logits = &mut scratch.weights[row * KEY_BLOCK..][..KEY_BLOCK];
             if softcap > 0.0 {
-                for_lanes::<V>(logits, |x| {
-                    tanh(x.mul(V::splat(1.0 / softcap))).mul(V::splat(softcap))
-                });
+                cap::<V>(logits, softcap);
             }
             if self.args.key_mask.is_some() {
                 for (x, &m) in logits[from..to].iter_mut().zip(&scratch.mask[from..to]) {
@@ -460,23 +461,17 @@ impl Work<'_> {
                 *max = largest::<V>(logits, before);
                 // With no key so far the weights are exp(-inf) = 0 against any finite number.
                 let reference = if *max == f32::NEG_INFINITY { 0.0 } else { *max };
-                let shift = V::splat(reference);
-                let mut total = V::splat(0.0);
-                for_lanes::<V>(logits, |x| {
-                    let weight = exp(x.sub(shift));
-                    total = total.add(weight);
-                    weight
-                });
+                let total = weigh::<V>(logits, reference);
                 if before == *max {
-                    *sum += total.sum();
+                    *sum += total;
                 } else {
                     let factor = exp_scalar::<V>(before - reference);
-                    *sum = *sum * factor + total.sum();
+                    *sum = *sum * factor + total;
                     let acc = std::slice::from_raw_parts_mut(
                         state.acc.add(row * self.value_dim),
                         self.value_dim,
                     );
-                    for_lanes::<V>(acc, |x| x.mul(V::splat(factor)));
+                    scale_by::<V>(acc, factor);
                 }
             }
         }
@@ -603,192 +598,6 @@ impl Work<'_> {
                 for (o, a) in out.iter_mut().zip(acc) {
                     *o = *a / sum;
                 }
-            }
-        }
-    }
-}
-
-#[inline(always)]
-fn for_lanes<V: Lanes>(values: &mut [f32], mut f: impl FnMut(V) -> V) {
-    let p = values.as_mut_ptr();
-    for e in (0..values.len()).step_by(V::LANES) {
-        // SAFETY: scratch rows are multiples of MAX_LANES long.
-        unsafe { f(V::load(p.add(e))).store(p.add(e)) };
-    }
-}
-
-#[inline(always)]
-fn largest<V: Lanes>(logits: &[f32], start: f32) -> f32 {
-    let mut max = V::splat(f32::NEG_INFINITY);
-    for e in (0..KEY_BLOCK).step_by(V::LANES) {
-        // SAFETY: `logits` has KEY_BLOCK floats.
-        max = max.max(unsafe { V::load(logits.as_ptr().add(e)) });
-    }
-    let max = max.largest();
-    if max > start { max } else { start }
-}
-
-#[inline(always)]
-fn exp_scalar<V: Lanes>(x: f32) -> f32 {
-    let mut lanes = [0.0; MAX_LANES];
-    // SAFETY: MAX_LANES floats.
-    unsafe { exp(V::splat(x)).store(lanes.as_mut_ptr()) };
-    lanes[0]
-}
-
-/// weights[row, key] = q[row] . keys[.., key], summed in order of the dimension.
-#[inline(always)]
-fn logits<V: Lanes>(
-    q: &[f32],
-    q_stride: usize,
-    dim: usize,
-    rows: usize,
-    keys: &[f32],
-    weights: &mut [f32],
-    work: &Work<'_>,
-) {
-    // Padded dimensions hold zeros on both sides unless the rows are transformed; then all of them count.
-    let dim = if work.args.pages.key.codec().is_hadamard() {
-        work.key_dim
-    } else {
-        dim
-    };
-    let (q, keys, weights) = (q.as_ptr(), keys.as_ptr(), weights.as_mut_ptr());
-    let mut row = 0;
-    // SAFETY: q has rows * q_stride floats, keys dim * KEY_BLOCK, weights rows * KEY_BLOCK.
-    unsafe {
-        while row + ROWS <= rows {
-            dots::<V, ROWS>(
-                q.add(row * q_stride),
-                q_stride,
-                dim,
-                keys,
-                weights.add(row * KEY_BLOCK),
-            );
-            row += ROWS;
-        }
-        while row < rows {
-            dots::<V, 1>(
-                q.add(row * q_stride),
-                q_stride,
-                dim,
-                keys,
-                weights.add(row * KEY_BLOCK),
-            );
-            row += 1;
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn dots<V: Lanes, const R: usize>(
-    q: *const f32,
-    q_stride: usize,
-    dim: usize,
-    keys: *const f32,
-    out: *mut f32,
-) {
-    let mut key = 0;
-    // SAFETY: as `logits` says.
-    unsafe {
-        while key < KEY_BLOCK {
-            if V::COLUMNS == 4 {
-                dots_columns::<V, R, 4>(q, q_stride, dim, keys.add(key), out.add(key));
-            } else {
-                dots_columns::<V, R, 2>(q, q_stride, dim, keys.add(key), out.add(key));
-            }
-            key += V::COLUMNS * V::LANES;
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn dots_columns<V: Lanes, const R: usize, const C: usize>(
-    q: *const f32,
-    q_stride: usize,
-    dim: usize,
-    keys: *const f32,
-    out: *mut f32,
-) {
-    let mut acc = [[V::splat(0.0); C]; R];
-    // SAFETY: as `logits` says.
-    unsafe {
-        for d in 0..dim {
-            let column: [V; C] =
-                std::array::from_fn(|c| V::load(keys.add(d * KEY_BLOCK + c * V::LANES)));
-            for r in 0..R {
-                let x = V::splat(*q.add(r * q_stride + d));
-                for c in 0..C {
-                    acc[r][c] = x.fma(column[c], acc[r][c]);
-                }
-            }
-        }
-        for r in 0..R {
-            for c in 0..C {
-                acc[r][c].store(out.add(r * KEY_BLOCK + c * V::LANES));
-            }
-        }
-    }
-}
-
-/// acc[r] += weights[r, key] * values[key] for key in from..to, in order.
-#[inline(always)]
-unsafe fn accumulate<V: Lanes, const R: usize>(
-    weights: *const f32,
-    values: *const f32,
-    dim: usize,
-    from: usize,
-    to: usize,
-    acc: *mut f32,
-) {
-    if from >= to {
-        return;
-    }
-    let mut e = 0;
-    // SAFETY: as `add_values` says.
-    unsafe {
-        while e + V::COLUMNS * V::LANES <= dim {
-            if V::COLUMNS == 4 {
-                accumulate_columns::<V, R, 4>(weights, values.add(e), dim, from, to, acc.add(e));
-            } else {
-                accumulate_columns::<V, R, 2>(weights, values.add(e), dim, from, to, acc.add(e));
-            }
-            e += V::COLUMNS * V::LANES;
-        }
-        while e < dim {
-            accumulate_columns::<V, R, 1>(weights, values.add(e), dim, from, to, acc.add(e));
-            e += V::LANES;
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn accumulate_columns<V: Lanes, const R: usize, const C: usize>(
-    weights: *const f32,
-    values: *const f32,
-    dim: usize,
-    from: usize,
-    to: usize,
-    acc: *mut f32,
-) {
-    // SAFETY: as `add_values` says.
-    unsafe {
-        let mut sums: [[V; C]; R] = std::array::from_fn(|r| {
-            std::array::from_fn(|c| V::load(acc.add(r * dim + c * V::LANES)))
-        });
-        for key in from..to {
-            let value: [V; C] =
-                std::array::from_fn(|c| V::load(values.add(key * dim + c * V::LANES)));
-            for r in 0..R {
-                let w = V::splat(*weights.add(r * KEY_BLOCK + key));
-                for c in 0..C {
-                    sums[r][c] = w.fma(value[c], sums[r][c]);
-                }
-            }
-        }
-        for r in 0..R {
-            for c in 0..C {
-                sums[r][c].store(acc.add(r * dim + c * V::LANES));
             }
         }
     }

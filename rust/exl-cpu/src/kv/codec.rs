@@ -87,62 +87,89 @@ pub(crate) unsafe fn decode_exact_row<V: Lanes>(
     // SAFETY: as the caller promises.
     unsafe {
         match codec {
-            Codec::F16 => {
-                // Loads of halves do not need alignment, and torch aligns to their size anyway.
-                #[allow(clippy::cast_ptr_alignment)]
-                let data = data.cast::<u16>();
-                map_row::<V, u16>(n, out, data, |p| V::load_f16(p));
-            }
-            Codec::E5M2 => map_row::<V, u8>(n, out, data, |p| V::load_e5m2(p)),
-            Codec::Hadamard8 => {
-                decode_codes::<V>(n, scales, 128.0, out, |e| V::load_u8(data.add(e)));
-            }
-            Codec::Hadamard4 => {
-                decode_codes::<V>(n, scales, 8.0, out, |e| V::load_u4(data.add(e / 2)));
-            }
+            Codec::F16 => decode_plain::<V, Half>(data, n, out),
+            Codec::E5M2 => decode_plain::<V, E5M2>(data, n, out),
+            Codec::Hadamard8 => decode_codes::<V, 8>(data, scales, n, out),
+            Codec::Hadamard4 => decode_codes::<V, 4>(data, scales, n, out),
         }
     }
 }
 
+/// A format of one element after the other.
+trait Plain {
+    const BYTES: usize;
+    /// # Safety
+    /// `LANES` elements at `p`.
+    unsafe fn load<V: Lanes>(p: *const u8) -> V;
+}
+
+struct Half;
+struct E5M2;
+
+impl Plain for Half {
+    const BYTES: usize = 2;
+    #[inline(always)]
+    // Loads of halves do not need alignment, and torch aligns to their size anyway.
+    #[allow(clippy::cast_ptr_alignment)]
+    unsafe fn load<V: Lanes>(p: *const u8) -> V {
+        // SAFETY: as the caller promises.
+        unsafe { V::load_f16(p.cast()) }
+    }
+}
+
+impl Plain for E5M2 {
+    const BYTES: usize = 1;
+    #[inline(always)]
+    unsafe fn load<V: Lanes>(p: *const u8) -> V {
+        // SAFETY: as the caller promises.
+        unsafe { V::load_e5m2(p) }
+    }
+}
+
 #[inline(always)]
-unsafe fn map_row<V: Lanes, T: Copy + Default>(
-    n: usize,
-    out: *mut f32,
-    data: *const T,
-    load: impl Fn(*const T) -> V,
-) {
+unsafe fn decode_plain<V: Lanes, P: Plain>(data: *const u8, n: usize, out: *mut f32) {
     let whole = n - n % V::LANES;
     let mut e = 0;
     // SAFETY: as the caller promises; the tail is read through a copy.
     unsafe {
         while e < whole {
-            load(data.add(e)).store(out.add(e));
+            P::load::<V>(data.add(e * P::BYTES)).store(out.add(e));
             e += V::LANES;
         }
         if e < n {
-            let mut tail = [T::default(); crate::simd::MAX_LANES];
-            ptr::copy_nonoverlapping(data.add(e), tail.as_mut_ptr(), n - e);
-            load(tail.as_ptr()).store(out.add(e));
+            let mut tail = [0u8; 2 * crate::simd::MAX_LANES];
+            ptr::copy_nonoverlapping(
+                data.add(e * P::BYTES),
+                tail.as_mut_ptr(),
+                (n - e) * P::BYTES,
+            );
+            P::load::<V>(tail.as_ptr()).store(out.add(e));
         }
     }
 }
 
 #[inline(always)]
-unsafe fn decode_codes<V: Lanes>(
-    n: usize,
+unsafe fn decode_codes<V: Lanes, const BITS: usize>(
+    data: *const u8,
     scales: *const u16,
-    m: f32,
+    n: usize,
     out: *mut f32,
-    load: impl Fn(usize) -> V,
 ) {
     let runs = n.next_multiple_of(BLOCK) / RUN;
-    let centre = V::splat(m);
+    let centre = V::splat((1 << (BITS - 1)) as f32);
     for run in 0..runs {
         // SAFETY: as the caller promises.
         unsafe {
-            let scale = V::splat(half::f16::from_bits(*scales.add(run)).to_f32());
-            for e in (run * RUN..(run + 1) * RUN).step_by(V::LANES) {
-                load(e).sub(centre).mul(scale).store(out.add(e));
+            let scale = V::splat_f16(*scales.add(run));
+            let mut e = run * RUN;
+            while e < (run + 1) * RUN {
+                let codes = if BITS == 8 {
+                    V::load_u8(data.add(e))
+                } else {
+                    V::load_u4(data.add(e / 2))
+                };
+                codes.sub(centre).mul(scale).store(out.add(e));
+                e += V::LANES;
             }
         }
     }
@@ -269,25 +296,37 @@ fn butterflies<V: Lanes, const HALF: bool>(block: &mut [f32; BLOCK]) {
 }
 
 #[inline(always)]
+fn finish<V: Lanes, const HALF: bool>(x: V) -> V {
+    if HALF { x.round_half() } else { x }
+}
+
+#[inline(always)]
 fn stage<V: Lanes, const S: usize, const HALF: bool>(block: &mut [f32; BLOCK]) {
-    let finish = |x: V| if HALF { x.round_half() } else { x };
     let p = block.as_mut_ptr();
     // SAFETY: every offset below is under 64.
     unsafe {
         if S < V::LANES {
             // Upper lanes take the difference: other - own.
-            let signs: [f32; crate::simd::MAX_LANES] =
-                std::array::from_fn(|i| if i & S == 0 { 1.0 } else { -1.0 });
+            let mut signs = [1.0f32; crate::simd::MAX_LANES];
+            for (i, sign) in signs.iter_mut().enumerate() {
+                if i & S != 0 {
+                    *sign = -1.0;
+                }
+            }
             let signs = V::load(signs.as_ptr());
             for e in (0..BLOCK).step_by(V::LANES) {
                 let x = V::load(p.add(e));
-                finish(x.swap::<S>().add(x.mul(signs))).store(p.add(e));
+                finish::<V, HALF>(x.swap::<S>().add(x.mul(signs))).store(p.add(e));
             }
         } else {
-            for e in (0..BLOCK).step_by(V::LANES).filter(|e| e & S == 0) {
+            for i in 0..BLOCK / V::LANES {
+                let e = i * V::LANES;
+                if e & S != 0 {
+                    continue;
+                }
                 let (low, high) = (V::load(p.add(e)), V::load(p.add(e + S)));
-                finish(low.add(high)).store(p.add(e));
-                finish(low.sub(high)).store(p.add(e + S));
+                finish::<V, HALF>(low.add(high)).store(p.add(e));
+                finish::<V, HALF>(low.sub(high)).store(p.add(e + S));
             }
         }
     }

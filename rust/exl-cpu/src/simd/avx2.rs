@@ -41,6 +41,10 @@ impl Lanes for Avx2 {
         Self(unsafe { _mm256_set1_ps(x) })
     }
     #[inline(always)]
+    fn splat_f16(bits: u16) -> Self {
+        Self(unsafe { _mm256_cvtph_ps(_mm_set1_epi16(bits as i16)) })
+    }
+    #[inline(always)]
     fn add(self, other: Self) -> Self {
         Self(unsafe { _mm256_add_ps(self.0, other.0) })
     }
@@ -172,12 +176,16 @@ impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
         unsafe {
-            let row = |i: usize| _mm256_loadu_ps(src.add(i * src_stride));
+            macro_rules! row {
+                ($i:expr) => {
+                    _mm256_loadu_ps(src.add(($i) * src_stride))
+                };
+            }
             // Pairs of rows, then of pairs, then of halves.
             let mut a = [_mm256_setzero_ps(); 8];
             for i in 0..4 {
-                a[2 * i] = _mm256_unpacklo_ps(row(2 * i), row(2 * i + 1));
-                a[2 * i + 1] = _mm256_unpackhi_ps(row(2 * i), row(2 * i + 1));
+                a[2 * i] = _mm256_unpacklo_ps(row!(2 * i), row!(2 * i + 1));
+                a[2 * i + 1] = _mm256_unpackhi_ps(row!(2 * i), row!(2 * i + 1));
             }
             let mut b = [_mm256_setzero_ps(); 8];
             for i in 0..2 {

@@ -38,6 +38,10 @@ impl Lanes for Avx512 {
         Self(unsafe { _mm512_set1_ps(x) })
     }
     #[inline(always)]
+    fn splat_f16(bits: u16) -> Self {
+        Self(unsafe { _mm512_cvtph_ps(_mm256_set1_epi16(bits as i16)) })
+    }
+    #[inline(always)]
     fn add(self, other: Self) -> Self {
         Self(unsafe { _mm512_add_ps(self.0, other.0) })
     }
@@ -163,12 +167,21 @@ impl Lanes for Avx512 {
     #[inline(always)]
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
         unsafe {
-            let row = |i: usize| _mm512_loadu_ps(src.add(i * src_stride));
+            macro_rules! row {
+                ($i:expr) => {
+                    _mm512_loadu_ps(src.add(($i) * src_stride))
+                };
+            }
+            macro_rules! put {
+                ($i:expr, $x:expr) => {
+                    _mm512_storeu_ps(dst.add(($i) * dst_stride), $x)
+                };
+            }
             // Pairs of rows, then of pairs, then 128-bit quarters in two rounds.
             let mut a = [_mm512_setzero_ps(); 16];
             for i in 0..8 {
-                a[2 * i] = _mm512_unpacklo_ps(row(2 * i), row(2 * i + 1));
-                a[2 * i + 1] = _mm512_unpackhi_ps(row(2 * i), row(2 * i + 1));
+                a[2 * i] = _mm512_unpacklo_ps(row!(2 * i), row!(2 * i + 1));
+                a[2 * i + 1] = _mm512_unpackhi_ps(row!(2 * i), row!(2 * i + 1));
             }
             // b[4 * i + c]: column c of each quarter, of rows 4 i .. 4 i + 3.
             let mut b = [_mm512_setzero_ps(); 16];
@@ -184,11 +197,10 @@ impl Lanes for Avx512 {
                 let first_high = _mm512_shuffle_f32x4::<0xDD>(b[c], b[4 + c]);
                 let last_low = _mm512_shuffle_f32x4::<0x88>(b[8 + c], b[12 + c]);
                 let last_high = _mm512_shuffle_f32x4::<0xDD>(b[8 + c], b[12 + c]);
-                let put = |i: usize, x: __m512| _mm512_storeu_ps(dst.add(i * dst_stride), x);
-                put(c, _mm512_shuffle_f32x4::<0x88>(first_low, last_low));
-                put(8 + c, _mm512_shuffle_f32x4::<0xDD>(first_low, last_low));
-                put(4 + c, _mm512_shuffle_f32x4::<0x88>(first_high, last_high));
-                put(12 + c, _mm512_shuffle_f32x4::<0xDD>(first_high, last_high));
+                put!(c, _mm512_shuffle_f32x4::<0x88>(first_low, last_low));
+                put!(8 + c, _mm512_shuffle_f32x4::<0xDD>(first_low, last_low));
+                put!(4 + c, _mm512_shuffle_f32x4::<0x88>(first_high, last_high));
+                put!(12 + c, _mm512_shuffle_f32x4::<0xDD>(first_high, last_high));
             }
         }
     }

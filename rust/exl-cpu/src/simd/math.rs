@@ -51,10 +51,11 @@ pub(crate) fn tanh<V: Lanes>(x: V) -> V {
     let far = sigmoid(x.add(x)).fma(V::splat(2.0), V::splat(-1.0));
     let z = x.mul(x);
     let mut p = V::splat(-5.704_988_7e-3);
-    for c in [2.063_908_9e-2, -5.373_971_6e-2, 0.133_314_42, -0.333_332_82] {
+    for c in [2.063_909e-2, -5.373_971_6e-2, 0.133_314_42, -0.333_332_8] {
         p = p.fma(z, V::splat(c));
     }
     let near = p.mul(z).fma(x, x);
     let reversed = V::splat(0.0).sub(magnitude);
-    far.zero_below(magnitude, SPLIT).add(near.zero_below(reversed, -BELOW))
+    far.zero_below(magnitude, SPLIT)
+        .add(near.zero_below(reversed, -BELOW))
 }

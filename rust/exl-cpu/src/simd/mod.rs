@@ -27,6 +27,8 @@ pub(crate) trait Lanes: Copy {
     const COLUMNS: usize;
 
     fn splat(x: f32) -> Self;
+    /// All lanes one half.
+    fn splat_f16(bits: u16) -> Self;
     fn add(self, other: Self) -> Self;
     fn sub(self, other: Self) -> Self;
     fn mul(self, other: Self) -> Self;

@@ -35,6 +35,10 @@ impl Lanes for Scalar {
         Self([x; N])
     }
     #[inline(always)]
+    fn splat_f16(bits: u16) -> Self {
+        Self::splat(f16::from_bits(bits).to_f32())
+    }
+    #[inline(always)]
     fn add(self, other: Self) -> Self {
         self.zip(other, |a, b| a + b)
     }
