@@ -1,0 +1,629 @@
+"""Chat about the small world: animals, food, colours, opposites, days, weather, what things are for."""
+
+# ruff: noqa: E501 (one template a line reads best)
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from . import lexicon as lex
+from .animals import ANIMALS, Animal
+from .engine import article, fill, join
+from .splits import Split, draw
+
+Turn = tuple[str, str]
+Topic = Callable[[random.Random, Split], list[Turn]]
+
+OPPOSITES = dict(
+    pair.split("-")
+    for pair in [
+        "big-small",
+        "hot-cold",
+        "day-night",
+        "up-down",
+        "left-right",
+        "open-closed",
+        "happy-sad",
+        "old-young",
+        "fast-slow",
+        "high-low",
+        "wet-dry",
+        "hard-soft",
+        "light-dark",
+        "loud-quiet",
+        "full-empty",
+        "long-short",
+        "early-late",
+        "near-far",
+        "good-bad",
+        "first-last",
+        "clean-dirty",
+        "strong-weak",
+        "rich-poor",
+        "thick-thin",
+        "wide-narrow",
+        "deep-shallow",
+        "sweet-sour",
+        "true-false",
+        "inside-outside",
+        "above-below",
+        "before-after",
+        "black-white",
+        "heavy-light",
+        "brave-afraid",
+        "kind-mean",
+        "awake-asleep",
+        "front-back",
+        "yes-no",
+        "summer-winter",
+        "push-pull",
+        "begin-end",
+        "win-lose",
+        "buy-sell",
+        "laugh-cry",
+        "give-take",
+        "smooth-rough",
+        "sharp-dull",
+        "tall-short",
+        "new-old",
+        "easy-difficult",
+    ]
+)
+_REVERSE = {b: a for a, b in OPPOSITES.items()}
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
+MIXES = {
+    ("blue", "yellow"): "green",
+    ("red", "yellow"): "orange",
+    ("red", "blue"): "purple",
+    ("black", "white"): "grey",
+    ("red", "white"): "pink",
+}
+COLOUR_OF = {
+    "the sky on a clear day": "blue",
+    "grass": "green",
+    "snow": "white",
+    "the sun": "yellow",
+    "blood": "red",
+    "milk": "white",
+    "coal": "black",
+    "a ripe banana": "yellow",
+    "a carrot": "orange",
+    "chocolate": "brown",
+    "an elephant": "grey",
+    "a lemon": "yellow",
+    "a leaf in summer": "green",
+    "the night": "black",
+    "a strawberry": "red",
+    "gold": "yellow",
+    "the sea": "blue",
+    "a flamingo": "pink",
+    "a tomato": "red",
+    "a cloud": "white",
+}
+USED_FOR = {
+    "spoon": "eating soup",
+    "knife": "cutting",
+    "pencil": "writing and drawing",
+    "umbrella": "staying dry in the rain",
+    "lamp": "giving light",
+    "bed": "sleeping",
+    "key": "opening a lock",
+    "hammer": "hitting nails",
+    "broom": "sweeping the floor",
+    "clock": "telling the time",
+    "needle": "sewing",
+    "ladder": "climbing up high",
+    "book": "reading",
+    "boat": "crossing water",
+    "oven": "baking",
+    "bridge": "crossing a river",
+    "towel": "drying yourself",
+    "comb": "combing hair",
+    "map": "finding the way",
+    "cup": "drinking",
+    "blanket": "keeping warm",
+    "bell": "making a ringing sound",
+    "saw": "cutting wood",
+    "shovel": "digging",
+    "soap": "washing",
+    "rope": "tying things",
+    "basket": "carrying things",
+    "chair": "sitting",
+    "stove": "cooking",
+    "window": "letting in light and air",
+    "bag": "carrying things",
+    "whistle": "making a loud sound",
+    "scissors": "cutting paper",
+    "glue": "sticking things together",
+    "brush": "painting or cleaning",
+    "pot": "cooking soup",
+    "pillow": "resting your head",
+    "scarf": "keeping your neck warm",
+}
+MADE_OF = {
+    "a table": "wood",
+    "a window": "glass",
+    "a book": "paper",
+    "a key": "metal",
+    "a jumper": "wool",
+    "a wall": "stone or brick",
+    "a shirt": "cotton",
+    "a shoe": "leather",
+    "bread": "flour, water and salt",
+    "a snowman": "snow",
+    "an omelette": "eggs",
+    "a chair": "wood",
+    "a coin": "metal",
+    "a bottle": "glass",
+    "cheese": "milk",
+    "butter": "cream",
+    "a candle": "wax",
+}
+JOBS = {
+    "baker": "bakes bread and cakes",
+    "farmer": "grows food and keeps animals",
+    "teacher": "helps children to learn",
+    "doctor": "helps people who are ill",
+    "fisherman": "catches fish",
+    "pilot": "flies a plane",
+    "cook": "cooks meals",
+    "painter": "paints pictures and walls",
+    "gardener": "looks after plants",
+    "tailor": "makes clothes",
+    "carpenter": "makes things from wood",
+    "shepherd": "looks after sheep",
+    "sailor": "works on a ship",
+    "postman": "brings letters",
+    "nurse": "looks after people who are ill",
+    "singer": "sings songs",
+    "miller": "turns grain into flour",
+}
+WEATHER_ADVICE = {
+    "rainy": "a raincoat and boots",
+    "snowy": "a warm coat, a hat and gloves",
+    "sunny": "a hat and light clothes",
+    "windy": "a jacket that closes well",
+    "cold": "a warm coat and a scarf",
+    "hot": "light clothes and a hat",
+}
+WHY = {
+    "why does it rain": "Warm water rises into the air and makes clouds. When the drops in the clouds get heavy, they fall down as rain.",
+    "why is snow cold": "Snow is frozen water. It forms high in the cold air and falls down as flakes.",
+    "why do we sleep": "We sleep so that our body and our mind can rest. After a good sleep, we feel fresh again.",
+    "why do birds fly south": "In winter it is cold and there is little food. Birds fly south because it is warm there and they can find food.",
+    "why do leaves fall": "In autumn, trees get less light and save their water. So they let their leaves fall and grow new ones in spring.",
+    "why do we eat": "Food gives us energy to move, to grow and to think. Without food we would be weak and tired.",
+    "how do plants grow": "Plants need light, water and soil. The roots drink water from the soil, and the leaves catch the light of the sun.",
+    "how do bees make honey": "Bees collect nectar from flowers and carry it to the hive. There they dry it until it becomes thick, sweet honey.",
+    "how does a boat float": "A boat is hollow and pushes water away. The water pushes back and holds the boat up.",
+    "why is the night dark": "The earth turns. At night, our side of the earth looks away from the sun, so it is dark.",
+    "what is a rainbow": "A rainbow is sunlight that is split into many colours by drops of rain. You can see it when the sun is behind you.",
+    "what is ice": "Ice is water that is so cold that it has become hard. When it gets warm, it melts and becomes water again.",
+    "what is wind": "Wind is air that moves. Warm air rises, and cool air flows in to take its place.",
+    "what is a shadow": "A shadow is a dark place where something stands in the way of the light.",
+    "why do cats purr": "Cats often purr when they feel safe and happy. Sometimes they purr to calm themselves.",
+    "why do we drink water": "Our body needs water to work well. We lose water all day, so we must drink some again.",
+    "how do fish breathe": "Fish breathe with gills. The gills take air out of the water.",
+    "what is thunder": "Thunder is the loud sound of lightning. Lightning heats the air so fast that it booms.",
+    "why is the sky blue": "Sunlight has many colours. The air scatters the blue light the most, so the sky looks blue.",
+    "how does a seed grow": "A seed drinks water and opens. First a root grows down, and then a small green shoot grows up to the light.",
+    "what is the moon": "The moon is a big ball of rock that goes around the earth. It shines because the sun lights it.",
+    "what is a friend": "A friend is someone who likes you, helps you and listens to you.",
+    "how do you make tea": "Boil some water, pour it over the tea leaves and wait for a few minutes. Then you can drink it.",
+    "how do you make a sandwich": "Take two slices of bread. Put butter, cheese and a tomato between them, and the sandwich is ready.",
+    "how do you plant a tree": "Dig a hole, put the young tree in, fill the hole with soil and give it water.",
+}
+
+
+def _animal_turn(rng: random.Random, a: Animal, pronoun: bool) -> Turn:
+    """Return one question about the animal; with `pronoun` it is called "it"."""
+    s = {
+        "k": "it" if pronoun else article(a.kind),
+        "ks": "they" if pronoun else a.many,
+        "n": article(a.kind),
+        "many": a.many,
+        "eats": join(a.eats),
+        "home": a.home,
+        "young": a.young,
+        "legs": ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")[a.legs],
+        "colour": a.colour,
+        "cover": a.cover,
+        "can": join(a.can),
+        "group": a.group,
+        "sound": a.sound,
+    }
+    kinds = ["eat", "live", "young", "legs", "colour", "cover", "can", "group"] + (
+        [] if a.sound in ("no sound", "song", "bubble") else ["sound"]
+    )
+    question, answer = {
+        "eat": (
+            "[what does {k} eat|what do {ks} eat|what do {ks} like to eat]?",
+            "[{many} eat {eats}.|{n} eats {eats}.]",
+        ),
+        "live": (
+            "[where does {k} live|where do {ks} live|where can I find {ks}]?",
+            "[{n} lives {home}.|{many} live {home}.]",
+        ),
+        "young": (
+            "[what is a baby {b} called|what do you call a young {b}|what is the young of {n} called]?".replace(
+                "{b}", a.kind
+            ),
+            "[a baby {kind} is called {a young}.|it is called {a young}.]",
+        ),
+        "legs": (
+            "[how many legs does {k} have|how many legs do {ks} have]?",
+            "[{n} has {legs} legs.|{many} have {legs} legs.]",
+        ),
+        "colour": (
+            "[what colour is {k}|what colour are {ks}]?",
+            "[{n} is often {colour}.|most {many} are {colour}.|it is usually {colour}.]",
+        ),
+        "cover": (
+            "[what covers the body of {k}|what is the body of {k} covered with]?",
+            "[the body of {n} is covered with {cover}.|{many} have {cover}.]",
+        ),
+        "can": (
+            "[what can {k} do|what can {ks} do|what are {ks} good at]?",
+            "[{n} can {can}.|{many} can {can}.|it can {can}.]",
+        ),
+        "group": ("[what kind of animal is {k}|is {k} a mammal]?", "{n} is {a group}."),
+        "sound": (
+            "[what sound does {k} make|what sound do {ks} make]?",
+            "[{n} can {sound}.|{many} {sound}.]" if not a.sound.startswith("no") else "{n} makes no sound.",
+        ),
+    }[rng.choice(kinds)]
+    s["kind"] = a.kind
+    question, answer = fill(rng, question, s), fill(rng, answer, s)
+    if "Is " in question[:3]:
+        answer = ("Yes, " if a.group == "mammal" else "No, ") + answer[0].lower() + answer[1:]
+    return question, answer
+
+
+def animal(rng: random.Random, split: Split) -> list[Turn]:
+    """Questions about one animal, then "it", then perhaps "and a ..."."""
+    a = (
+        draw(rng, split, lambda r: r.choice(ANIMALS), lambda x: ("animal", x.kind))
+        if split == "train" and rng.random() < 0.3
+        else rng.choice(ANIMALS)
+    )
+    if rng.random() < 0.25:
+        turns = [
+            (
+                fill(
+                    rng,
+                    "[tell me about {many}|what do you know about {many}|tell me something about {n}|what is {n}]"
+                    + rng.choice((".", "?", "")),
+                    {"many": a.many, "n": article(a.kind)},
+                ),
+                about(rng, a),
+            )
+        ]
+    else:
+        turns = [_animal_turn(rng, a, False)]
+    while rng.random() < 0.45 and len(turns) < 4:
+        turns.append(_animal_turn(rng, a, True))
+    if rng.random() < 0.3:
+        b = rng.choice(ANIMALS)
+        what, ask = rng.choice(
+            (("eat", "what does {0} eat?"), ("live", "where does {0} live?"), ("legs", "how many legs does {0} have?"))
+        )
+        answer = {
+            "eat": lambda x: f"{article(x.kind)} eats {join(x.eats)}.",
+            "live": lambda x: f"{article(x.kind)} lives {x.home}.",
+            "legs": lambda x: (
+                f"{article(x.kind)} has {('no', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight')[x.legs]} legs."
+            ),
+        }[what]
+        turns += [
+            (fill(rng, ask.format(article(a.kind))), fill(rng, answer(a))),
+            (fill(rng, "[and|what about] " + article(b.kind) + "?"), fill(rng, answer(b))),
+        ]
+    return turns
+
+
+def about(rng: random.Random, a: Animal) -> str:
+    """Return two to four sentences about an animal."""
+    lines = [
+        f"{article(a.kind)} is {article(a.group)}." if rng.random() < 0.6 else f"{a.many} live {a.home}.",
+        f"{'it' if rng.random() < 0.5 else article(a.kind)} eats {join(a.eats)}.",
+        f"it has {a.cover}."
+        if a.legs == 0
+        else f"it has {('no', '', 'two', '', 'four', '', 'six', '', 'eight')[a.legs]} legs and {a.cover}.",
+        f"it can {join(a.can)}.",
+        f"a young one is called {article(a.young)}.",
+    ]
+    return " ".join(
+        fill(rng, x) for x in [lines[0], *sorted(rng.sample(lines[1:], rng.randint(1, 3)), key=lines.index)]
+    )
+
+
+def compare(rng: random.Random, split: Split) -> list[Turn]:
+    """Which animal is bigger; can an animal do something."""
+    if rng.random() < 0.5:
+        a, b = draw(rng, split, lambda r: r.sample(ANIMALS, 2), lambda x: (x[0].kind, x[1].kind))
+        if a.size == b.size:
+            return [
+                (
+                    fill(rng, f"[which is bigger|what is bigger], {article(a.kind)} or {article(b.kind)}?"),
+                    fill(rng, f"{article(a.kind)} and {article(b.kind)} are about the same size."),
+                )
+            ]
+        big, small = (a, b) if a.size > b.size else (b, a)
+        if rng.random() < 0.5:
+            return [
+                (
+                    fill(
+                        rng, f"[which is bigger|what is bigger|who is bigger], {article(a.kind)} or {article(b.kind)}?"
+                    ),
+                    fill(rng, f"{article(big.kind)} is bigger than {article(small.kind)}."),
+                )
+            ]
+        answer = "Yes, " if big is a else "No, "
+        return [
+            (
+                fill(rng, f"is {article(a.kind)} bigger than {article(b.kind)}?"),
+                answer + f"{article(a.kind)} is {'bigger' if big is a else 'smaller'} than {article(b.kind)}.",
+            )
+        ]
+    a = rng.choice(ANIMALS)
+    skill = rng.choice(("fly", "swim", "climb", "jump", "dig", "run"))
+    able = skill in a.can or (skill == "swim" and "dive" in a.can)
+    name = article(a.kind)
+    if not able and rng.random() < 0.5:
+        return [
+            (
+                f"Can {name} {rng.choice(('fly', 'read a book', 'drive a car', 'cook soup'))}?"
+                if "fly" not in a.can
+                else f"Can {name} drive a car?",
+                f"No, {name} cannot do that. It can {join(a.can)}.",
+            )
+        ]
+    if able:
+        return [(f"Can {name} {skill}?", f"Yes, {name} can {skill}.")]
+    return [(f"What can {name} do?", f"{name[0].upper() + name[1:]} can {join(a.can)}.")]
+
+
+def opposites(rng: random.Random, split: Split) -> list[Turn]:
+    """The opposite of a word, perhaps two."""
+    turns: list[Turn] = []
+    for index in range(rng.choice((1, 1, 2, 3))):
+        word, answer = rng.choice(list(OPPOSITES.items()))
+        if rng.random() < 0.4 and answer in _REVERSE and answer not in OPPOSITES:
+            word, answer = answer, word
+        ask = (
+            "[what is the opposite of {w}|tell me the opposite of {w}|opposite of {w}]?"
+            if index == 0
+            else "[and of {w}|and the opposite of {w}|what about {w}]?"
+        )
+        turns.append(
+            (
+                fill(rng, ask, {"w": word}),
+                fill(rng, "[the opposite of {w} is {o}.|{o}.|it is {o}.]", {"w": word, "o": answer}),
+            )
+        )
+    return turns
+
+
+def calendar(rng: random.Random, split: Split) -> list[Turn]:
+    """Days, months, seasons."""
+    names, what = (DAYS, "day") if rng.random() < 0.6 else (MONTHS, "month")
+    i = rng.randrange(len(names))
+    before, here, after = names[i - 1], names[i], names[(i + 1) % len(names)]
+    kind = rng.randrange(6)
+    if kind == 0:
+        return [
+            (f"What {what} comes after {here}?", f"{after} comes after {here}."),
+            *(
+                [(f"And after {after}?", f"After {after} comes {names[(i + 2) % len(names)]}.")]
+                if rng.random() < 0.4
+                else []
+            ),
+        ]
+    if kind == 1:
+        return [(f"What {what} comes before {here}?", f"{before} comes before {here}.")]
+    if kind == 2:
+        return [
+            (f"Today is {DAYS[i % 7]}. What day is tomorrow?", f"Tomorrow is {DAYS[(i + 1) % 7]}."),
+            *([("And what day was yesterday?", f"Yesterday was {DAYS[i % 7 - 1]}.")] if rng.random() < 0.5 else []),
+        ]
+    if kind == 3:
+        return [
+            rng.choice(
+                (
+                    ("How many days are in a week?", "There are seven days in a week."),
+                    ("How many months are in a year?", "There are twelve months in a year."),
+                    ("What are the days of the week?", "The days of the week are " + join(DAYS) + "."),
+                    ("Name the seasons.", "The seasons are spring, summer, autumn and winter."),
+                    ("How many hours are in a day?", "There are 24 hours in a day."),
+                    ("How many minutes are in an hour?", "There are 60 minutes in an hour."),
+                    ("What are the months of the year?", "The months are " + join(MONTHS) + "."),
+                    ("How many seasons are there?", "There are four seasons: spring, summer, autumn and winter."),
+                )
+            )
+        ]
+    seasons = ["spring", "summer", "autumn", "winter"]
+    j = rng.randrange(4)
+    if kind == 4:
+        return [(f"Which season comes after {seasons[j]}?", f"After {seasons[j]} comes {seasons[(j + 1) % 4]}.")]
+    what_happens = {
+        "spring": "the flowers bloom and the days get longer",
+        "summer": "it is warm and the days are long",
+        "autumn": "the leaves turn red and fall",
+        "winter": "it is cold and it may snow",
+    }
+    return [
+        (
+            fill(rng, f"[what happens in {seasons[j]}|what is {seasons[j]} like|tell me about {seasons[j]}]?"),
+            f"In {seasons[j]}, {what_happens[seasons[j]]}.",
+        )
+    ]
+
+
+def colours(rng: random.Random, split: Split) -> list[Turn]:
+    """Colours of things and mixes."""
+    if rng.random() < 0.35:
+        (a, b), mixed = rng.choice(list(MIXES.items()))
+        a, b = (a, b) if rng.random() < 0.5 else (b, a)
+        return [
+            (
+                fill(rng, f"[what colour do you get|what do you get] when you mix {a} and {b}?"),
+                f"When you mix {a} and {b}, you get {mixed}.",
+            )
+        ]
+    if rng.random() < 0.5:
+        thing, colour = rng.choice(list(COLOUR_OF.items()))
+    else:
+        food = rng.choice(lex.FOODS)
+        thing, colour = food.some.removeprefix("some "), food.colour
+    return [(f"What colour is {thing}?", fill(rng, f"[{thing} is {colour}.|it is {colour}.]"))]
+
+
+def food(rng: random.Random, split: Split) -> list[Turn]:
+    """What kind of food something is and how it tastes."""
+    f = rng.choice(lex.FOODS)
+    one = f.some.removeprefix("some ")
+    kind = rng.randrange(4)
+    if kind == 0:
+        return [
+            (
+                f"Is {one} a fruit?",
+                f"Yes, {one} is a fruit." if f.kind == "fruit" else f"No, {one} is {article(f.kind)}.",
+            )
+        ]
+    if kind == 1:
+        return [
+            (f"How does {one} taste?", fill(rng, f"{one} tastes {f.taste}.")),
+            *([("What colour is it?", f"It is {f.colour}.")] if rng.random() < 0.5 else []),
+        ]
+    if kind == 2:
+        return [
+            (
+                f"What is {one}?",
+                fill(rng, f"{one} is {article(f.kind)}. [it is {f.colour} and tastes {f.taste}.|it tastes {f.taste}.]"),
+            )
+        ]
+    many = [x.many for x in lex.FOODS if x.kind == f.kind]
+    if len(many) < 4:
+        return [(f"Do you like {f.many}?", fill(rng, f"I cannot eat, but many people like {f.many}."))]
+    count = rng.choice((2, 3, 3, 4))
+    plural = {"baked food": "baked foods"}.get(f.kind, f.kind + "s")
+    picked = rng.sample(many, min(count, len(many)))
+    return [
+        (
+            fill(rng, f"[name|tell me|give me] {('two', 'three', 'four')[len(picked) - 2]} {plural}."),
+            fill(rng, join(picked) + "."),
+        )
+    ]
+
+
+def name_some(rng: random.Random, split: Split) -> list[Turn]:
+    """Lists of things, in a sentence or numbered."""
+    pool, label = rng.choice(
+        [
+            ([a.many for a in ANIMALS], "animals"),
+            (lex.COLOURS, "colours"),
+            ([f.many for f in lex.FOODS if f.kind == "fruit"], "fruits"),
+            ([t.name for t in lex.THINGS], "toys or things"),
+            ([a.many for a in ANIMALS if a.group == "bird"], "birds"),
+            ([a.many for a in ANIMALS if a.group == "insect"], "insects"),
+            ([a.many for a in ANIMALS if "on a farm" in a.home], "farm animals"),
+            (lex.GIRLS, "names for girls"),
+            (lex.BOYS, "names for boys"),
+            ([f.many for f in lex.FOODS if f.kind == "vegetable"], "vegetables"),
+            ([a.many for a in ANIMALS if "swim" in a.can], "animals that can swim"),
+            ([a.many for a in ANIMALS if "fly" in a.can], "animals that can fly"),
+            (lex.ROLES[:11], "jobs"),
+            (["spring", "summer", "autumn", "winter"], "seasons"),
+            (DAYS, "days"),
+            (MONTHS, "months"),
+        ]
+    )
+    count = min(rng.randint(2, 5), len(pool))
+    picked = rng.sample(list(pool), count)
+    word = ("", "", "two", "three", "four", "five")[count]
+    if rng.random() < 0.35:
+        return [
+            (
+                fill(rng, f"[list|make a list of|write a list of] {word} {label}."),
+                "\n".join(f"{i}. {x[0].upper() + x[1:]}" for i, x in enumerate(picked, 1)),
+            )
+        ]
+    turns = [
+        (fill(rng, f"[name|tell me|give me] {rng.choice((word, str(count)))} {label}."), fill(rng, join(picked) + "."))
+    ]
+    if count < len(pool) and rng.random() < 0.25:
+        more = rng.choice([x for x in pool if x not in picked])
+        turns.append(
+            (rng.choice(("One more, please.", "And another one?", "Can you name one more?")), fill(rng, f"{more}."))
+        )
+    return turns
+
+
+def uses(rng: random.Random, split: Split) -> list[Turn]:
+    """What things are for and made of, what people do, what to wear."""
+    kind = rng.randrange(5)
+    if kind == 0:
+        thing, use = rng.choice(list(USED_FOR.items()))
+        if thing in ("scissors", "glue", "soap"):
+            return [
+                (
+                    f"What {'are' if thing == 'scissors' else 'is'} {thing} for?",
+                    fill(rng, f"{thing} {'are' if thing == 'scissors' else 'is'} for {use}."),
+                )
+            ]
+        return [
+            (
+                fill(
+                    rng,
+                    f"[what is {article(thing)} for|what do you use {article(thing)} for|what do we need {article(thing)} for]?",
+                ),
+                fill(rng, f"[{article(thing)} is for {use}.|you use {article(thing)} for {use}.]"),
+            )
+        ]
+    if kind == 1:
+        thing, material = rng.choice(list(MADE_OF.items()))
+        return [(f"What is {thing} made of?", fill(rng, f"{thing} is made of {material}."))]
+    if kind == 2:
+        job, does = rng.choice(list(JOBS.items()))
+        if rng.random() < 0.35:
+            return [(f"Who {does}?", fill(rng, f"{article(job)} {does}."))]
+        return [(f"What does {article(job)} do?", fill(rng, f"{article(job)} {does}."))]
+    if kind == 3:
+        day, wear = rng.choice(list(WEATHER_ADVICE.items()))
+        return [
+            (
+                fill(
+                    rng,
+                    f"[what should I wear|what do I wear|what can I wear] [on {article(day)} day|when it is {day}]?",
+                ),
+                fill(rng, f"[on {article(day)} day, you should wear {wear}.|wear {wear}.]"),
+            )
+        ]
+    question, answer = rng.choice(list(WHY.items()))
+    return [(question[0].upper() + question[1:] + rng.choice(("?", "?", "")), answer)]
+
+
+TOPICS: list[tuple[Topic, float]] = [
+    (animal, 3.0),
+    (compare, 1.5),
+    (opposites, 1.2),
+    (calendar, 1.2),
+    (colours, 1.0),
+    (food, 1.2),
+    (name_some, 1.5),
+    (uses, 2.5),
+]
