@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from shards import shard_tokens
 from tokenizers import Tokenizer
+from torch.nn import functional
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config
 
@@ -44,7 +44,7 @@ def loss(folder: Path, compute: str, rows: torch.Tensor) -> float:
     for row in rows:
         cache.current_seq_len = 0
         logits = model.forward(row[None, :-1], cache)
-        total += float(F.cross_entropy(logits[0, :, : config.vocab_size].float(), row[1:], reduction="sum"))
+        total += float(functional.cross_entropy(logits[0, :, : config.vocab_size].float(), row[1:], reduction="sum"))
         count += row.numel() - 1
     return total / count
 

@@ -7,32 +7,41 @@ from model import Llama
 from tokenizers import Tokenizer
 from torch import Tensor
 
+
+def _chat(*turns: str, system: str | None = None) -> str:
+    roles = ("user", "assistant")
+    head = f"<|system|>{system}<|end|>" if system else ""
+    body = "".join(f"<|{roles[i % 2]}|>{text}<|end|>" for i, text in enumerate(turns))
+    return f"<s>{head}{body}<|assistant|>"
+
+
 PROMPTS = (
     "<s>Once upon a time,",
     "<s>Once upon a time, there was a little fox named Rusty",
-    "<s>",
     "<s>One rainy day,",
     "<s>My name is Lena. I am eight years old.",
     "<s>The Lost Kite\n\n",
     "<s>JSON:",
     "<s>A JSON record of a person:",
     "<s>Dear diary,",
-    "<s><|user|>Hello!<|end|><|assistant|>",
-    "<s><|user|>Tell me a story about a dragon.<|end|><|assistant|>",
-    "<s><|user|>Tell me a story about a hedgehog and a lost key.<|end|><|assistant|>",
-    "<s><|user|>What is 7 plus 5?<|end|><|assistant|>12.<|end|><|user|>And 13 minus 6?<|end|><|assistant|>",
-    "<s><|user|>My name is Zorbik.<|end|><|assistant|>Nice to meet you, Zorbik!<|end|><|user|>Tell me a joke.<|end|><|assistant|>"
-    "What has hands but cannot clap? A clock!<|end|><|user|>What is my name?<|end|><|assistant|>",
-    "<s><|user|>What does an owl eat?<|end|><|assistant|>An owl eats mice.<|end|><|user|>And where does it live?<|end|><|assistant|>",
-    "<s><|user|>Give me a JSON record of a pet with name, age and colour.<|end|><|assistant|>",
-    "<s><|user|>Write a JSON record of a book with title, author, year and topics.<|end|><|assistant|>",
-    "<s><|user|>What is the capital of France?<|end|><|assistant|>",
-    "<s><|user|>How do you spell garden?<|end|><|assistant|>",
-    "<s><|user|>I am sad.<|end|><|assistant|>",
-    "<s><|system|>You are Pip, a friendly assistant.<|end|><|user|>Who are you?<|end|><|assistant|>",
-    "<s><|user|>Can you tell me what I should wear when it rains?<|end|><|assistant|>",
-    "<s><|user|>Count from 3 to 9.<|end|><|assistant|>",
-    "<s><|user|>why does it rain<|end|><|assistant|>",
+    "<s>In the morning, the sun",
+    _chat("Hello!"),
+    _chat("Tell me a story about a dragon."),
+    _chat("Tell me a story about a robot who learns to dance."),
+    _chat("What is 7 plus 5?", "12.", "And 13 minus 6?"),
+    _chat("My name is Zorbik.", "Nice to meet you, Zorbik!", "Tell me a joke.", "A clock!", "What is my name?"),
+    _chat("What does an owl eat?", "An owl eats mice.", "And where does it live?"),
+    _chat("Give me a JSON record of a pet with name, age and colour."),
+    _chat("Write a JSON record of a book with title, author, year and topics."),
+    _chat("Give me JSON of a person named Anna aged 30."),
+    _chat("What is the capital of France?"),
+    _chat("How do you spell garden?"),
+    _chat("I am sad."),
+    _chat("Who are you?", system="You are Pip, a friendly assistant."),
+    _chat("Can you tell me what I should wear when it rains?"),
+    _chat("Count from 3 to 9.", "3, 4, 5, 6, 7, 8, 9.", "Now backwards."),
+    _chat("why does it rain"),
+    _chat("What is 25 plus 30?"),
 )
 
 
@@ -60,7 +69,4 @@ def complete(
 
 def show(model: Llama, tokenizer: Tokenizer, temperature: float = 0.7, limit: int = 260) -> str:
     """Return prompts and continuations as text."""
-    lines = []
-    for prompt in PROMPTS:
-        lines.append(f">>> {prompt}\n{complete(model, tokenizer, prompt, temperature, limit)}\n")
-    return "\n".join(lines)
+    return "\n".join(f">>> {p}\n{complete(model, tokenizer, p, temperature, limit)}\n" for p in PROMPTS)

@@ -2,8 +2,8 @@
 
     python train.py TOKENIZER_DIR OUT_DIR --seconds 360 --workers 13
 
-Shards are made by other processes meanwhile and taken in as they appear. The draft learns from the same batches, mostly from
-the big model's own distribution. The schedule follows the clock, so the run ends when it should on any machine.
+Shards are made by other processes meanwhile and taken in as they appear. The draft learns from the same batches, mostly
+from the big model's own distribution. The schedule follows the clock, so the run ends when it should on any machine.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch._dynamo
-import torch.nn.functional as F
 from export import write_folder
 from model import BIG, DRAFT, Llama
 from sampling import show
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn import functional
 
 BOS = 1
 WARMUP_STEPS = 150
@@ -59,8 +59,8 @@ def losses(big: Llama, draft: Llama, rows: Tensor, teaching: Tensor) -> tuple[Te
     inputs, targets = rows[:, :-1], rows[:, 1:].reshape(-1)
     big_logits = big(inputs).flatten(0, 1)
     draft_logits = draft(inputs).flatten(0, 1)
-    big_loss = F.cross_entropy(big_logits.float(), targets)
-    draft_loss = F.cross_entropy(draft_logits.float(), targets)
+    big_loss = functional.cross_entropy(big_logits.float(), targets)
+    draft_loss = functional.cross_entropy(draft_logits.float(), targets)
     teacher = big_logits.detach().float().log_softmax(-1)
     student = draft_logits.float().log_softmax(-1)
     divergence = (teacher.exp() * (teacher - student)).sum(-1).mean()
@@ -69,7 +69,7 @@ def losses(big: Llama, draft: Llama, rows: Tensor, teaching: Tensor) -> tuple[Te
 
 @torch.no_grad()
 def held_out_loss(model: Llama, file: Path, device: torch.device, rows: int = 256, length: int = 512) -> float:
-    """Return the mean cross entropy (nats a token) on documents of a held-out shard, each row from a document's start."""
+    """Return the mean cross entropy (nats a token) of a held-out shard's rows, each from a document's start."""
     tokens = torch.from_numpy(np.load(file).astype(np.int64)).to(device)
     starts = (tokens[: -length - 1] == BOS).nonzero().flatten()
     starts = starts[torch.linspace(0, starts.numel() - 1, rows, device=device).long()]
@@ -77,7 +77,7 @@ def held_out_loss(model: Llama, file: Path, device: torch.device, rows: int = 25
     total = 0.0
     for chunk in batch.split(32):
         logits = model(chunk[:, :-1]).float()
-        total += float(F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].reshape(-1), reduction="sum"))
+        total += float(functional.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].reshape(-1), reduction="sum"))
     return total / (rows * length)
 
 
@@ -128,13 +128,11 @@ def fit(a: argparse.Namespace, pool: TokenPool, big: Llama, draft: Llama, device
         seen += a.rows * a.length
         if step % a.every == 0:
             held = pool.refresh()
-            rate_now = a.every * a.rows * a.length / (time.time() - last)
+            speed = a.every * a.rows * a.length / (time.time() - last) / 1e6
             last = time.time()
-            print(
-                f"step {step} {progress:.2f} seen {seen / 1e6:.0f}M held {held / 1e6:.0f}M loss {big_loss.item():.4f} "
-                f"draft {draft_loss.item():.4f} {rate_now / 1e6:.2f}M tok/s",
-                flush=True,
-            )
+            losses_now = f"loss {big_loss.item():.4f} draft {draft_loss.item():.4f}"
+            tokens = f"seen {seen / 1e6:.0f}M held {held / 1e6:.0f}M"
+            print(f"step {step} {progress:.2f} {tokens} {losses_now} {speed:.2f}M tok/s", flush=True)
         if not saved and progress > 0.6:
             save(a.out, big, draft)
             saved = True

@@ -7,8 +7,9 @@ import random
 
 from . import lexicon as lex
 from .animals import ANIMALS
-from .chat_facts import JOBS, USED_FOR, WHY, about
+from .chat_facts import about
 from .engine import Page, article, fill
+from .facts import JOBS, USED_FOR, WHY
 from .splits import Split
 
 _RHYMES = [

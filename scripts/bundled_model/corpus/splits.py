@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-#: "train" and "seed" draw from the same distribution with other seeds; "combo" holds the combinations training never sees.
+#: "train" and "seed" draw from the same distribution with other seeds; "combo" holds what training never sees.
 Split = Literal["train", "seed", "combo"]
 T = TypeVar("T")
 _ONE_IN = 16

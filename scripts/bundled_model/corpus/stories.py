@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from . import plots_deeds as deeds
+from . import plots_growing as growing
 from . import plots_things as things
 from .cast import Character, setting
 from .engine import Page, article, first_person
@@ -27,13 +28,13 @@ PLOTS: list[tuple[Plot, tuple[str, ...]]] = [
     (deeds.afraid_of, ("courage", "being brave", "being afraid of {fear}", "fear")),
     (deeds.hurt_animal, ("helping others", "kindness", "a {small} in trouble", "a {small}")),
     (deeds.new_friend, ("friendship", "a new friend", "being alone", "making friends")),
-    (deeds.seed, ("a seed", "patience", "a garden", "growing a {plant}", "waiting")),
-    (deeds.journey, ("a journey", "an adventure", "{far}", "a long way")),
+    (growing.seed, ("a seed", "patience", "a garden", "growing a {plant}", "waiting")),
+    (growing.journey, ("a journey", "an adventure", "{far}", "a long way")),
     (deeds.race, ("a race", "a contest", "being proud", "practice")),
     (deeds.rescue, ("a rescue", "a clever idea", "a {stuck}", "solving a problem")),
-    (deeds.baking, ("baking", "cooking", "a good neighbour", "making {dish}")),
+    (growing.baking, ("baking", "cooking", "a good neighbour", "making {dish}")),
     (deeds.bedtime, ("the night", "a strange sound", "bedtime", "not being able to sleep")),
-    (deeds.learn_skill, ("learning to {skill}", "practice", "learning something new", "not giving up")),
+    (growing.learn_skill, ("learning to {skill}", "practice", "learning something new", "not giving up")),
     (deeds.weather_day, ("the weather", "a rainy day", "a day at home", "a storm")),
 ]
 

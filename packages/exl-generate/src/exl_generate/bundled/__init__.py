@@ -17,7 +17,7 @@ def _folder(name: str) -> Path:
     folder = Path(str(files(__name__) / name))
     if not (folder / "config.json").is_file():
         raise ExlError(
-            f"the bundled model {name} is not at {folder}: the package is incomplete (installed without its data files, "
+            f"the bundled model {name} is not at {folder}: the package is incomplete (installed without its data, "
             "or imported from a zip archive). Reinstall exl-generate, or name a model folder of your own."
         )
     return folder
