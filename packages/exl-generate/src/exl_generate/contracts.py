@@ -69,7 +69,7 @@ class Tokenizer(Protocol):
     def extended_id_to_piece(self) -> Mapping[int, str]:
         """Special and added ids with their text."""
 
-    def encode(self, text: Any, add_bos: bool = False, *, encode_special_tokens: bool = False) -> torch.Tensor:
+    def encode(self, text: Any, add_bos: bool | None = False, *, encode_special_tokens: bool = False) -> torch.Tensor:
         """int64 [1, n]."""
 
     def get_vocab_size(self) -> int:

@@ -115,6 +115,11 @@ class ExLlamaV2DynamicJob:
         return "" if self._output is None else self._output.full_text
 
     @property
+    def effective_seed(self) -> int | None:
+        """The seed in use, drawn from the operating system if none was given; None before the job is enqueued."""
+        return None if self._sampler is None else self._sampler.random.seed
+
+    @property
     def prefilled(self) -> bool:
         return all(sequence.prefilled for sequence in self.sequences)
 

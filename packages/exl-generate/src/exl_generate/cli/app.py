@@ -1,0 +1,180 @@
+"""The commands and their options; what they do is in the modules beside this one, imported when a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Run EXL2, GPTQ and float language models on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+CacheKind = Literal["fp16", "fp8", "q8", "q6", "q4"]
+Model = Annotated[
+    Path | None, typer.Option("-m", "--model", help="Model folder. Default: the bundled model.", show_default=False)
+]
+Cache = Annotated[CacheKind, typer.Option(help="Number format of the K/V cache.")]
+CacheTokens = Annotated[
+    int | None, typer.Option(help="Length of the K/V cache in tokens. Default: what is needed.", show_default=False)
+]
+MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", min=1, help="Most tokens to generate.")]
+Temperature = Annotated[float | None, typer.Option("-t", "--temperature", min=0, show_default=False)]
+TopK = Annotated[int | None, typer.Option(min=0, show_default=False)]
+TopP = Annotated[float | None, typer.Option(min=0, max=1, show_default=False)]
+MinP = Annotated[float | None, typer.Option(min=0, max=1, show_default=False)]
+RepetitionPenalty = Annotated[float | None, typer.Option(min=0.01, show_default=False)]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Always the most probable token.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Any other sampler setting, e.g. --set xtc_probability=0.5."),
+]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="Stop at this text; may be given more than once.")]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    model: Model = None,
+    max_tokens: MaxTokens = 200,
+    min_tokens: Annotated[int, typer.Option(min=0, help="No end-of-text token before this many.")] = 0,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    greedy: Greedy = False,
+    set_: SetOption = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ban: Annotated[list[str] | None, typer.Option("--ban", help="Never write this text, in any case.")] = None,
+    special: Annotated[bool, typer.Option("--special", help="Read special tokens in the prompt, show them.")] = False,
+    echo: Annotated[bool, typer.Option(help="Show the prompt before its continuation.")] = True,
+    cache: Cache = "fp16",
+    cache_tokens: CacheTokens = None,
+    json_: Json = False,
+) -> None:
+    """Continue a text, streamed as it is written."""
+    from exl_generate.cli import generate as command
+    from exl_generate.cli.sampling import make_settings
+
+    settings = make_settings(
+        set_,
+        greedy,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        token_repetition_penalty=repetition_penalty,
+    )
+    command.run(
+        prompt,
+        command.Options(
+            model=model,
+            settings=settings,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            seed=seed,
+            stop=stop or [],
+            ban=ban or [],
+            special=special,
+            cache=cache,
+            cache_tokens=cache_tokens,
+        ),
+        echo=echo,
+        as_json=json_,
+    )
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+    max_tokens: MaxTokens = 400,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    greedy: Greedy = False,
+    set_: SetOption = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    cache: Cache = "fp16",
+    cache_tokens: CacheTokens = None,
+) -> None:
+    """Talk with a model that has a chat template. /help lists the commands; Ctrl-C interrupts an answer."""
+    from exl_generate.cli import chat as command
+    from exl_generate.cli.sampling import make_settings
+
+    settings = make_settings(
+        set_,
+        greedy,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        token_repetition_penalty=repetition_penalty,
+    )
+    command.run(model, system, settings, max_tokens, seed, stop or [], cache, cache_tokens)
+
+
+@app.command()
+def info(
+    folder: Annotated[
+        Path | None, typer.Argument(help="Model folder. Default: the bundled model.", show_default=False)
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Describe a model folder: shape, bits per weight of each kind of matrix, memory at several context lengths."""
+    from exl_generate.cli import info as command
+
+    command.run(folder, json_)
+
+
+@app.command()
+def doctor(json_: Json = False) -> None:
+    """Say what this machine offers and what is missing. Exit code 0 when models can run."""
+    from exl_generate.cli import doctor as command
+
+    raise typer.Exit(command.run(json_))
+
+
+@app.command()
+def bench(
+    model: Model = None,
+    prompt_tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt that is timed.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per sequence.")] = 128,
+    batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Sequences at once; repeatable.")] = None,
+    cache: Cache = "fp16",
+    json_: Json = False,
+) -> None:
+    """Measure prefill and decode speed, tokens per second."""
+    from exl_generate.cli import bench as command
+
+    command.run(model, prompt_tokens, new_tokens, batch or [1], cache, json_)
+
+
+def _version(value: bool) -> None:
+    if value:
+        from exl_generate import __version__
+
+        typer.echo(f"exl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Run EXL2, GPTQ and float language models on this machine."""

@@ -1,0 +1,79 @@
+"""`exl bench`: prefill and decode speed on this machine."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exl_generate.cli.models import Loaded, load
+from exl_generate.cli.tables import show_table
+from exl_generate.dynamic import ExLlamaV2DynamicJob
+from exl_generate.errors import RequestError
+from exl_generate.sampling import Settings
+from exl_kernels import threads
+
+__all__ = ["measure", "run"]
+
+
+def run(
+    folder: Path | None, prompt_tokens: int, new_tokens: int, batches: list[int], cache: str, as_json: bool
+) -> None:
+    """One line per batch size: a JSON object each with `as_json`."""
+    loaded = load(folder)
+    longest = loaded.config.max_seq_len
+    if prompt_tokens + new_tokens > longest:
+        raise RequestError(f"prompt and new tokens are {prompt_tokens + new_tokens}, the model's limit is {longest}")
+    rows = [measure(loaded, prompt_tokens, new_tokens, batch, cache) for batch in batches]
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+        return
+    show_table(
+        f"{Path(loaded.config.model_dir or '').name}, {threads.num_threads()} threads, {threads.isa()}, cache {cache}",
+        ["batch", "prefill tok/s", "decode tok/s", "tok/s per sequence"],
+        [
+            [
+                str(r["batch"]),
+                f"{r['prefill_tps']:.0f}",
+                f"{r['decode_tps']:.1f}",
+                f"{r['decode_tps'] / r['batch']:.1f}",
+            ]
+            for r in rows
+        ],
+    )
+
+
+def measure(loaded: Loaded, prompt_tokens: int, new_tokens: int, batch: int, cache: str) -> dict[str, Any]:
+    """Tokens per second over prompts that share nothing; everything is run once before, so that nothing is built on
+    the clock."""
+    generator = loaded.generator(cache, batch * (prompt_tokens + new_tokens + 256), max_batch_size=batch)
+    for round_ in range(2):
+        generator.reset_page_table()
+        ids = torch.arange(batch * prompt_tokens).reshape(batch, prompt_tokens)
+        ids = (ids * 7919 + round_) % loaded.config.vocab_size
+        new = new_tokens if round_ else 2
+        jobs = [ExLlamaV2DynamicJob(row[None], new, gen_settings=Settings.greedy()) for row in ids]
+        generator.enqueue(jobs)
+        start = time.perf_counter()
+        while not all(job.prefilled and job.new_tokens for job in jobs):
+            generator.iterate()
+        first = time.perf_counter()
+        done = sum(job.new_tokens for job in jobs)
+        while generator.num_remaining_jobs():
+            generator.iterate()
+        end = time.perf_counter()
+    return {
+        "model": str(loaded.config.model_dir),
+        "batch": batch,
+        "cache": cache,
+        "threads": threads.num_threads(),
+        "isa": threads.isa(),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "prefill_tps": batch * prompt_tokens / (first - start),
+        "decode_tps": (batch * new_tokens - done) / (end - first),
+    }

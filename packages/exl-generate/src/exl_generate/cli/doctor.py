@@ -1,0 +1,95 @@
+"""`exl doctor`: what this machine offers, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from exl_generate.cli.tables import show_table
+from exl_kernels import threads
+from exl_kernels.device import cuda_status
+
+__all__ = ["examine", "run"]
+
+
+def run(as_json: bool) -> int:
+    """Print the findings; 0 when models can run here, on whatever device."""
+    facts = examine()
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        for title, values in facts.items():
+            if isinstance(values, dict):
+                show_table(title, ["", ""], [[k, "-" if v is None else str(v)] for k, v in values.items()])
+        print("models can run here" if facts["ok"] else "models cannot run here")
+    return 0 if facts["ok"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """Everything `exl doctor` says, as data."""
+    cuda = cuda_status()
+    bundled = _bundled()
+    return {
+        "machine": {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "torch": torch.__version__,
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "memory_gb": _memory_gb(),
+        },
+        "cpu": {
+            "instruction_set": threads.isa(),
+            "best_instruction_set": threads.best_isa(),
+            "threads": threads.num_threads(),
+            "matmul": os.environ.get("EXL_CPU_MATMUL") or "int8",
+        },
+        "cuda": {
+            "usable": cuda.available,
+            "reason": cuda.reason,
+            "built_with_cuda": cuda.built_with_cuda,
+            "architectures": ", ".join(cuda.archs) or None,
+            "toolkit": cuda.toolkit or None,
+            "driver": cuda.driver_version,
+            "devices": "; ".join(f"{d.index}: {d.name}, {d.memory_bytes / 2**30:.0f} GiB" for d in cuda.devices)
+            or None,
+        },
+        "packages": {
+            **{name: version(name) for name in ("exl-kernels", "exl-core", "exl-filters", "exl-generate")},
+            "bundled model": bundled,
+        },
+        "ok": _kernels_work(),
+    }
+
+
+def _kernels_work() -> bool:
+    """One small product through the native module."""
+    try:
+        from exl_kernels.linear import QuantMatrix
+
+        weight = torch.eye(32, dtype=torch.float16)
+        got = QuantMatrix.from_float(weight, compute="exact").matmul(torch.ones(1, 32))
+        return bool(torch.equal(got, torch.ones(1, 32)))
+    except Exception as error:
+        print(f"exl doctor: the native kernels failed: {error}", file=sys.stderr)
+        return False
+
+
+def _memory_gb() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _bundled() -> str | None:
+    try:
+        from exl_generate import bundled
+    except ImportError:
+        return None
+    return str(bundled.default_model_dir())

@@ -1,0 +1,98 @@
+"""`exl generate`: continue a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exl_generate.cli.models import load
+from exl_generate.dynamic import ExLlamaV2DynamicJob
+from exl_generate.errors import RequestError
+from exl_generate.sampling import Settings
+
+__all__ = ["Options", "run"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for."""
+
+    model: Path | None
+    settings: Settings
+    max_tokens: int
+    min_tokens: int
+    seed: int | None
+    stop: list[str]
+    ban: list[str]
+    special: bool
+    cache: str
+    cache_tokens: int | None
+
+
+def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
+    """Stream the continuation to standard output, or print one JSON object at the end. Statistics go to stderr."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    loaded = load(options.model)
+    ids = loaded.tokenizer.encode(text, add_bos=None, encode_special_tokens=options.special)
+    if ids.shape[1] == 0:
+        raise RequestError("the prompt is empty and this model has no BOS token: write at least one word")
+    room = loaded.config.max_seq_len - ids.shape[1]
+    if room < 1:
+        raise RequestError(f"the prompt has {ids.shape[1]} tokens, the model's limit is {loaded.config.max_seq_len}")
+    new = min(options.max_tokens, room)
+    generator = loaded.generator(options.cache, options.cache_tokens or ids.shape[1] + new)
+    job = ExLlamaV2DynamicJob(
+        ids,
+        new,
+        min_new_tokens=options.min_tokens,
+        gen_settings=options.settings,
+        seed=options.seed,
+        stop_conditions=[*loaded.stop_ids(), *options.stop],
+        banned_strings=options.ban,
+        decode_special_tokens=options.special,
+    )
+    if echo and not as_json:
+        _write(text)
+    generator.enqueue(job)
+    last: dict[str, Any] = {}
+    while generator.num_remaining_jobs():
+        for result in generator.iterate():
+            if not as_json:
+                _write(result.get("text", ""))
+            last = result
+    if "exception" in last:
+        raise last["exception"]
+    if as_json:
+        print(json.dumps(_report(text, last, options)))
+    else:
+        _write("\n")
+        print(_statistics(last), file=sys.stderr)
+
+
+def _write(text: str) -> None:
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _report(prompt: str, last: dict[str, Any], options: Options) -> dict[str, Any]:
+    keys = ("eos_reason", "new_tokens", "prompt_tokens", "cached_tokens", "time_prefill", "time_generate")
+    return {
+        "prompt": prompt,
+        "completion": last["full_completion"],
+        **{key: last[key] for key in keys},
+        "seed": last["job"].effective_seed,
+        "settings": {k: repr(v) for k, v in options.settings.effective().items()},
+    }
+
+
+def _statistics(last: dict[str, Any]) -> str:
+    seconds = max(last["time_generate"], 1e-9)
+    speed = (last["new_tokens"] - 1) / seconds if last["new_tokens"] > 1 else 0.0
+    return (
+        f"[{last['prompt_tokens']} prompt tokens in {last['time_prefill']:.2f} s, {last['new_tokens']} new tokens in "
+        f"{seconds:.2f} s, {speed:.0f} tokens/s; ended by {last['eos_reason']}; seed {last['job'].effective_seed}]"
+    )

@@ -1,0 +1,116 @@
+"""`exl info`: what is in a model folder, read from its headers alone."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from exl_core import ExLlamaV2Config
+from exl_generate.cli.models import model_folder
+from exl_generate.cli.tables import show_table
+
+__all__ = ["describe", "run"]
+
+CONTEXTS = (2048, 8192, 32768, 131072)
+#: Bytes per stored K/V element; quantized ones carry a half-precision scale per 32 elements.
+KV_BYTES = {"fp16": 2.0, "fp8": 1.0, "q8": 1.0625, "q6": 0.8125, "q4": 0.5625}
+
+
+def run(folder: Path | None, as_json: bool) -> None:
+    facts = describe(model_folder(folder))
+    if as_json:
+        print(json.dumps(facts))
+        return
+    show_table("model", ["", ""], [[name, str(value)] for name, value in facts["model"].items()])
+    show_table(
+        "matrices",
+        ["kind", "count", "format", "parameters", "MB", "bits/weight"],
+        [
+            [
+                m["kind"],
+                str(m["count"]),
+                m["format"],
+                f"{m['parameters']:,}",
+                f"{m['bytes'] / 1e6:.1f}",
+                f"{m['bpw']:.2f}",
+            ]
+            for m in facts["matrices"]
+        ],
+    )
+    show_table(
+        "K/V cache, MB",
+        ["tokens", *KV_BYTES],
+        [[f"{row['tokens']:,}", *(f"{row[kind] / 1e6:.1f}" for kind in KV_BYTES)] for row in facts["cache"]],
+    )
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """Shape, matrices by kind with their bits per weight, and K/V bytes at several context lengths."""
+    config = ExLlamaV2Config(folder)
+    matrices = _matrices(config)
+    parameters = sum(m["parameters"] for m in matrices)
+    nbytes = sum(m["bytes"] for m in matrices)
+    inner = [m for m in matrices if m["kind"] not in ("embed_tokens", "lm_head", "other")]
+    weights = sum(m["parameters"] for m in inner)
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return {
+        "model": {
+            "folder": str(folder),
+            "architecture": config.architecture,
+            "layers": config.num_hidden_layers,
+            "hidden_size": config.hidden_size,
+            "heads": f"{config.num_attention_heads} query, {config.num_key_value_heads} key/value",
+            "head_dim": config.head_dim,
+            "vocabulary": config.vocab_size,
+            "context": config.max_seq_len,
+            "parameters": f"{parameters:,}",
+            "size_mb": round(nbytes / 1e6, 1),
+            "bits_per_weight": round(sum(m["bytes"] for m in inner) * 8 / weights, 3) if weights else None,
+        },
+        "matrices": matrices,
+        "cache": [
+            {"tokens": n, **{kind: int(per_token * n * size) for kind, size in KV_BYTES.items()}}
+            for n in CONTEXTS
+            if n <= max(config.max_seq_len, CONTEXTS[0])
+        ],
+    }
+
+
+def _matrices(config: ExLlamaV2Config) -> list[dict[str, Any]]:
+    """One row per kind of matrix (q_proj, down_proj, ...), in the order of the files."""
+    modules: dict[str, dict[str, Any]] = defaultdict(dict)
+    tensors = {} if config.checkpoint is None else config.checkpoint.tensors
+    for name, entry in tensors.items():
+        key, _, part = name.rpartition(".")
+        modules[key][part] = entry
+    kinds: dict[tuple[str, str], dict[str, Any]] = {}
+    for key, parts in modules.items():
+        format_, count = _parameters(parts, config.gptq_bits)
+        kind = key.rpartition(".")[2] if key and "norm" not in key else "other"
+        row = kinds.setdefault(
+            (kind, format_), {"kind": kind, "count": 0, "format": format_, "parameters": 0, "bytes": 0}
+        )
+        row["count"] += 1
+        row["parameters"] += count
+        row["bytes"] += sum(entry.nbytes for entry in parts.values())
+    for row in kinds.values():
+        row["bpw"] = row["bytes"] * 8 / max(1, row["parameters"])
+    return list(kinds.values())
+
+
+def _parameters(parts: dict[str, Any], gptq_bits: int) -> tuple[str, int]:
+    """Format and number of weights of one module, from the shapes of its tensors."""
+    if "q_weight" in parts:
+        return "exl2", int(parts["q_invperm"].shape[0] * parts["q_weight"].shape[1])
+    if "qweight" in parts:
+        rows, columns = parts["qweight"].shape
+        return f"gptq {gptq_bits}", int(rows * 32 // gptq_bits * columns)
+    total = 0
+    for entry in parts.values():
+        size = 1
+        for dimension in entry.shape:
+            size *= dimension
+        total += size
+    return next(iter(parts.values())).dtype.lower(), total

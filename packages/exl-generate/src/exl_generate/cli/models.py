@@ -1,0 +1,76 @@
+"""From a folder to a generator: what every command that runs a model begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exl_core import (
+    ExLlamaV2,
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_8bit,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_Q6,
+    ExLlamaV2Cache_Q8,
+    ExLlamaV2Config,
+    ExLlamaV2Tokenizer,
+)
+from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicGenerator
+from exl_generate.errors import RequestError
+
+__all__ = ["CACHES", "Loaded", "load", "model_folder"]
+
+CACHES: dict[str, Any] = {
+    "fp16": ExLlamaV2Cache,
+    "fp8": ExLlamaV2Cache_8bit,
+    "q8": ExLlamaV2Cache_Q8,
+    "q6": ExLlamaV2Cache_Q6,
+    "q4": ExLlamaV2Cache_Q4,
+}
+
+
+@dataclass
+class Loaded:
+    """A model that is ready to generate; the generator is made once the needed cache length is known."""
+
+    config: ExLlamaV2Config
+    model: ExLlamaV2
+    tokenizer: ExLlamaV2Tokenizer
+
+    def generator(self, cache: str, tokens: int, **kwargs: Any) -> ExLlamaV2DynamicGenerator:
+        """With a cache of at least `tokens` tokens, in whole pages."""
+        pages = -(-tokens // PAGED_PAGE_SIZE)
+        kv = CACHES[cache](self.model, max_seq_len=pages * PAGED_PAGE_SIZE)
+        return ExLlamaV2DynamicGenerator(self.model, kv, self.tokenizer, **kwargs)
+
+    def stop_ids(self) -> list[int]:
+        """Every id that ends a text of this model."""
+        ids = [*self.config.eos_token_ids, self.tokenizer.eos_token_id]
+        return sorted({i for i in ids if i is not None and i >= 0})
+
+
+def load(folder: Path | None) -> Loaded:
+    """Load the model of a folder, or the bundled one."""
+    config = ExLlamaV2Config(model_folder(folder))
+    model = ExLlamaV2(config)
+    model.load()
+    return Loaded(config, model, ExLlamaV2Tokenizer(config))
+
+
+def model_folder(folder: Path | None) -> Path:
+    """`folder`, or the bundled model's."""
+    if folder is not None:
+        return folder
+    try:
+        from exl_generate import bundled
+    except ImportError:
+        raise RequestError("this installation carries no bundled model; name a model folder with -m DIR") from None
+    return Path(bundled.default_model_dir())
+
+
+def special_ids(tokenizer: ExLlamaV2Tokenizer, pieces: Sequence[str]) -> list[int]:
+    """Ids of those of `pieces` that are special tokens of this vocabulary."""
+    known = {piece: i for i, piece in tokenizer.extended_id_to_piece.items()}
+    return [known[piece] for piece in pieces if piece in known]

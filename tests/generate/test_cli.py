@@ -1,0 +1,141 @@
+"""The `exl` command, as a user calls it."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exl_generate.cli import main
+
+MODEL = str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5")
+TEMPLATE = "{{ bos_token }}{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}# assistant:"
+
+
+@pytest.fixture
+def exl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """Call `exl` with arguments (and standard input); returns exit code, standard output, standard error."""
+
+    def call(*args: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["exl", *args])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The fixture model with a chat template beside it."""
+    folder = tmp_path_factory.mktemp("chat-model")
+    for file in Path(MODEL).iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return str(folder)
+
+
+def test_generate_streams_prompt_and_continuation(exl) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = exl("generate", "def read(", "-m", MODEL, "-n", "12", "--seed", "3")
+    assert code == 0
+    assert out.startswith("def read(")
+    assert "12 new tokens" in err
+    assert "seed 3" in err
+    assert exl("generate", "def read(", "-m", MODEL, "-n", "12", "--seed", "3")[1] == out
+
+
+def test_generate_json_and_cache_kinds(exl) -> None:  # type: ignore[no-untyped-def]
+    for cache in ("fp16", "fp8", "q8", "q6", "q4"):
+        args = ("-m", MODEL, "-n", "8", "--greedy", "--json", "--cache", cache, "--stop", "zzz", "--set", "min_p=0.1")
+        code, out, _ = exl("generate", "-", *args, stdin="import os")
+        report = json.loads(out)
+        assert code == 0
+        assert (report["prompt"], report["new_tokens"], report["eos_reason"]) == ("import os", 8, "max_new_tokens")
+        assert report["settings"]["min_p"] == "0.1"
+
+
+def test_generate_honours_stops_and_bans(exl) -> None:  # type: ignore[no-untyped-def]
+    common = ("generate", "import os\n", "-m", MODEL, "--greedy", "--json", "-n", "30")
+    plain = json.loads(exl(*common)[1])["completion"]
+    stopped = json.loads(exl(*common, "--stop", plain[5:8])[1])
+    assert (stopped["completion"], stopped["eos_reason"]) == (plain[: plain.index(plain[5:8])], "stop_string")
+    banned = json.loads(exl(*common, "--ban", "IMPORT")[1])["completion"]
+    assert "import" in plain
+    assert "import" not in banned
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("generate", "x", "-m", "nowhere"), "nowhere"),
+        (("generate", "x", "-m", MODEL, "--set", "heat=1"), "temperature"),
+        (("generate", "x", "-m", MODEL, "--set", "top_k=many"), "many"),
+        (("generate", "x", "-m", MODEL, "--cache-tokens", "256", "-n", "400"), "2 pages"),
+        (("chat", "-m", MODEL), "chat template"),
+        (("bench", "-m", MODEL, "--prompt-tokens", "5000"), "limit is 2048"),
+    ],
+)
+def test_errors_are_one_line_with_a_code(exl, args: tuple[str, ...], message: str) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = exl(*args, stdin="hello\n")
+    assert code == 1
+    assert message in err
+    assert err.strip().endswith("]")
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_info(exl) -> None:  # type: ignore[no-untyped-def]
+    facts = json.loads(exl("info", MODEL, "--json")[1])
+    assert facts["model"]["bits_per_weight"] == pytest.approx(4.5, abs=0.05)
+    assert facts["cache"][0]["fp16"] == 2048 * 2 * 4 * 2 * 64 * 2
+    code, out, _ = exl("info", MODEL)
+    assert code == 0
+    assert "down_proj" in out
+
+
+def test_doctor(exl) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = exl("doctor", "--json")
+    facts = json.loads(out)
+    assert (code, facts["ok"]) == (0, True)
+    assert facts["cuda"]["usable"] or facts["cuda"]["reason"]
+    assert facts["cpu"]["instruction_set"] in ("scalar", "avx2", "avx512")
+
+
+def test_bench(exl) -> None:  # type: ignore[no-untyped-def]
+    args = ("--prompt-tokens", "40", "--new-tokens", "6", "--batch", "1", "--batch", "3", "--json")
+    rows = [json.loads(line) for line in exl("bench", "-m", MODEL, *args)[1].splitlines()]
+    assert [row["batch"] for row in rows] == [1, 3]
+    assert min(row["prefill_tps"] for row in rows) > 0
+    assert min(row["decode_tps"] for row in rows) > 0
+
+
+def test_chat_keeps_history_and_obeys_commands(exl, chat_model: str) -> None:  # type: ignore[no-untyped-def]
+    talk = "hello\nagain\n/retry\n/system be brief\nhello\n/reset\n/retry\n/nonsense\n/quit\nnot reached\n"
+    code, out, err = exl("chat", "-m", chat_model, "-n", "10", "--seed", "1", stdin=talk)
+    assert code == 0
+    assert len(out) > 20
+    assert "nothing to answer again" in err
+    assert "unknown command /nonsense" in err
+
+
+def test_chat_says_what_it_leaves_out(exl, chat_model: str) -> None:  # type: ignore[no-untyped-def]
+    talk = "".join(f"message number {i} about reading files\n" for i in range(12))
+    code, _, err = exl("chat", "-m", chat_model, "-n", "20", "--cache-tokens", "256", "--seed", "1", stdin=talk)
+    assert code == 0
+    assert "left out" in err
+
+
+def test_the_command_line_answers_without_torch() -> None:
+    script = "import sys; import exl_generate.cli.app, exl_generate; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_version(exl) -> None:  # type: ignore[no-untyped-def]
+    assert exl("--version")[:2] == (0, "exl 0.1.0\n")
