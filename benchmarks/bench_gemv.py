@@ -1,6 +1,6 @@
 """Quantized products alone, at the shapes of an 8B Llama: time, bandwidth, share of the read roof, beside cuBLAS FP16.
 
-    python benchmarks/bench_gemv.py [--quick]
+    python benchmarks/bench_gemv.py [--quick | --tune]
 
 Random weights. Weights rotate over at least 768 MB, launches are nodes of one graph. A case whose result is wrong
 against float64 prints no speed and makes the script fail. JSON lines (spec performance 7.1 to 7.3).
@@ -84,10 +84,10 @@ class Rotating:
         self.k, self.n, self.rows = k, n, layout.rows
         torch.cuda.synchronize()
 
-    def run(self, copy: int, x: Tensor, y: Tensor, programmatic: bool) -> None:
+    def run(self, copy: int, x: Tensor, y: Tensor, programmatic: bool, tuning: tuple[int, int] | None = None) -> None:
         made, stream = self.copies[copy % len(self.copies)], torch.cuda.current_stream().cuda_stream
         if x.shape[0] <= made.ring_rows():
-            made.ring(x, y, stream, programmatic)
+            made.ring(x, y, stream, programmatic, tuning)
         else:
             prepared = torch.empty((x.shape[0], self.rows), dtype=torch.float16, device="cuda")
             multipliers = torch.empty(x.shape[0], device="cuda")
@@ -105,12 +105,12 @@ class Rotating:
             worst = max(worst, float((y[:, part] - want).norm() / want.norm()))
         return worst
 
-    def time(self, x: Tensor, y: Tensor, programmatic: bool) -> Timing:
+    def time(self, x: Tensor, y: Tensor, programmatic: bool, tuning: tuple[int, int] | None = None) -> Timing:
         launches = max(len(self.copies), 16)
 
         def body() -> None:
             for i in range(launches):
-                self.run(i, x, y, programmatic)
+                self.run(i, x, y, programmatic, tuning)
 
         return time_graph(body, launches)
 
@@ -158,14 +158,42 @@ def measure(common: dict[str, object], roof: float, shape: str, plan: Plan, rows
     return right
 
 
+def tune(common: dict[str, object], roof: float) -> bool:
+    """Ring depths and windows, for whoever sets the defaults in rust/exl-cuda/src/ops/linear.rs."""
+    right = True
+    for shape in ("gateup", "down", "qkv", "o"):
+        matrix = Rotating(*SHAPES[shape], FOUR)
+        x = torch.randn(1, matrix.k, device="cuda", dtype=torch.float16)
+        y = torch.empty(1, matrix.n, device="cuda", dtype=torch.float16)
+        right &= matrix.error(x) < 1e-3
+        for tuning in ((8, 2), (8, 3), (8, 4), (8, 8), (10, 2), (5, 2), (5, 3)):
+            us = matrix.time(x, y, True, tuning).p50
+            share = 100 * matrix.bytes / us * 1e6 / roof
+            emit(
+                {
+                    **common,
+                    "bench": "gemv",
+                    "shape": shape,
+                    "slots_window": tuning,
+                    "us_pdl": us,
+                    "pct_of_read_roof": share,
+                }
+            )
+    return right
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="4 bits and mixed widths at m = 1 only")
-    quick = parser.parse_args().quick
+    parser.add_argument("--tune", action="store_true", help="only try ring depths and windows")
+    options = parser.parse_args()
+    quick = options.quick
     require_cuda("cuda")
     torch.manual_seed(1)
     common, roof = environment(), read_roof()
     emit({**common, "bench": "roof", "what": "read", "gbps": roof / 1e9})
+    if options.tune:
+        return 0 if tune(common, roof) else 1
     right = True
     for shape in SHAPES:
         rows = [1] if quick or shape == "head" else [1, 2, 4, 8, 16, 32, 64]

@@ -14,7 +14,7 @@ constexpr int CONSUMERS = 8, RING_THREADS = 10 * 32, RESULT_BUFFERS = 4, RING_CO
 // What the host works out; the same struct as `ops::linear::Ring`.
 struct Ring {
   int slots, window;
-  uint32_t unit_stride;  // bytes of shared memory for a unit
+  uint32_t stage_stride;  // bytes of shared memory for a stage
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -68,7 +68,7 @@ struct RingMemory {
     auto aligned = [](uint8_t* p) { return p + (16 - shared_address(p) % 16) % 16; };
     uint8_t* p = base;
     ring = shared_address(p);
-    p += (size_t)r.slots * CONSUMERS * r.unit_stride;
+    p += (size_t)r.slots * r.stage_stride;
     x = reinterpret_cast<__half*>(p);
     x_stride = a.rows + 32;  // 64 bytes past a multiple of 128: eight rows' loads meet no bank twice
     p += (size_t)m * x_stride * 2;
@@ -90,21 +90,41 @@ struct RingMemory {
 // Tiles of this block: blockIdx.x, + gridDim.x, ...
 DEVICE int own_tiles(const Matrix& a) { return (a.tiles - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x); }
 
+// A place in the block's stream of units: which of its tiles, which unit of it.
+struct Place {
+  int tile, u;
+  DEVICE void advance(int units) {
+    for (u += CONSUMERS; u >= units; u -= units) tile++;
+  }
+};
+
 DEVICE void stream_weights(const Matrix& a, const Ring& r, const RingMemory& s) {
   const int lane = threadIdx.x % 32, units = a.unit_count, total = own_tiles(a) * units, stages = (total + CONSUMERS - 1) / CONSUMERS;
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   if (lane == 0) pdl_trigger();
-  int tile = lane / units, u = lane % units;  // of this lane's unit; lanes 0-7 have one
+  Place place{lane / units, lane % units};  // of this lane's unit; lanes 0-7 have one
   Turn turn, landed;
   for (int i = 0; i < stages; i++) {
     const bool has = lane < CONSUMERS && i * CONSUMERS + lane < total;
-    uint2 here = make_uint2(0, 0), next = here;
+    uint32_t begin = 0, end = 0;
     if (has) {
-      here = __ldg(a.units + u);
-      next = __ldg(a.units + u + 1);
+      begin = __ldg(&a.units[place.u].x);
+      end = __ldg(&a.units[place.u + 1].x);
     }
-    const uint32_t bytes = next.x - here.x, all = __reduce_add_sync(~0u, bytes);
+    // Units of one tile follow each other in memory: the first of a run copies all of it, at `before` in the stage.
+    uint32_t before = end - begin;
+#pragma unroll
+    for (int o = 1; o < CONSUMERS; o *= 2) {
+      const uint32_t v = __shfl_up_sync(~0u, before, o);
+      if (lane >= o) before += v;
+    }
+    const uint32_t all = __shfl_sync(~0u, before, CONSUMERS - 1);
+    before -= end - begin;
+    const bool leads = has && (lane == 0 || place.u == 0);
+    const uint32_t leaders = __ballot_sync(~0u, leads) & ~((2u << lane) - 1);
+    const uint32_t next = __shfl_sync(~0u, before, leaders ? __ffs(leaders) - 1 : 0);
+    const uint32_t bytes = (leaders ? next : all) - before;
     if (i >= r.slots) barrier_wait(s.empty + turn.slot * 8, turn.phase ^ 1);
     // Weights queued far ahead delay everything else the memory has to deliver; spec/kernels-measured.md 6.1.
     if (i >= r.window) {
@@ -113,12 +133,12 @@ DEVICE void stream_weights(const Matrix& a, const Ring& r, const RingMemory& s) 
     }
     if (lane == 0) barrier_expect(s.full + turn.slot * 8, all);
     __syncwarp();
-    if (has) {
-      const uint8_t* from = a.image + (size_t)(blockIdx.x + tile * gridDim.x) * a.tile_bytes + here.x;
-      copy_to_shared(s.ring + (turn.slot * CONSUMERS + lane) * r.unit_stride, from, bytes, s.full + turn.slot * 8, policy);
+    if (leads) {
+      const uint8_t* from = a.image + (size_t)(blockIdx.x + place.tile * gridDim.x) * a.tile_bytes + begin;
+      copy_to_shared(s.ring + turn.slot * r.stage_stride + before, from, bytes, s.full + turn.slot * 8, policy);
     }
     turn.advance(r.slots);
-    for (u += CONSUMERS; u >= units; u -= units) tile++;
+    place.advance(units);
   }
 }
 
@@ -144,38 +164,54 @@ DEVICE void scatter_activations(const Matrix& a, const RingMemory& s, const T* x
     }
     asm volatile("bar.sync 2, 256;" ::: "memory");
   }
-  for (int row = 0; row < m; row++) {
-    float factor = 1.f;
-    if constexpr (SCALED) {
-      float v = largest[row][0];
-      for (int w = 1; w < CONSUMERS; w++) v = fmaxf(v, largest[row][w]);
-      factor = row_factor(v);
+  auto factor_of = [&](int row) {
+    if constexpr (!SCALED) return 1.f;
+    float v = largest[row][0];
+    for (int w = 1; w < CONSUMERS; w++) v = fmaxf(v, largest[row][w]);
+    return row_factor(v);
+  };
+  if (tid < m) s.multipliers[tid] = 1.f / factor_of(tid);
+  auto convert = [](T v, float factor) {
+    if constexpr (SCALED) return __float2half_rn(to_float(v) * factor);
+    else return v;
+  };
+  if (!wide) {
+    for (int row = 0; row < m; row++) {
+      const float factor = factor_of(row);
+      for (int i = tid; i < k; i += CONSUMERS * 32)
+        s.x[(size_t)row * s.x_stride + a.row_of_feature[i]] = convert(x[(size_t)row * k + i], factor);
     }
-    if (tid == 0) s.multipliers[row] = 1.f / factor;
+    return;
+  }
+  // Several loads in flight: one after the other each would cost a trip to L2.
+  constexpr int BATCH = 4, STEP = CONSUMERS * 32;
+  const int eights = k / 8;
+  for (int row = 0; row < m; row++) {
+    const float factor = factor_of(row);
+    const uint4* from = reinterpret_cast<const uint4*>(x + (size_t)row * k);
     __half* to = s.x + (size_t)row * s.x_stride;
-    const T* from = x + (size_t)row * k;
-    auto convert = [&](T v) {
-      if constexpr (SCALED) return __float2half_rn(to_float(v) * factor);
-      else return v;
-    };
-    if (wide) {
-      for (int i = tid * 8; i < k; i += CONSUMERS * 32 * 8) {
-        union {
-          uint4 word;
-          T v[8];
-        } in;
-        union {
-          uint4 word;
-          uint16_t v[8];
-        } at;
-        // Through L2: a block that started early may hold stale lines of what the predecessor wrote.
-        in.word = __ldcg(reinterpret_cast<const uint4*>(from + i));
-        at.word = __ldg(reinterpret_cast<const uint4*>(a.row_of_feature + i));
+    for (int first = tid; first < eights; first += BATCH * STEP) {
+      union {
+        uint4 word;
+        T v[8];
+      } in[BATCH];
+      union {
+        uint4 word;
+        uint16_t v[8];
+      } at[BATCH];
 #pragma unroll
-        for (int e = 0; e < 8; e++) to[at.v[e]] = convert(in.v[e]);
-      }
-    } else {
-      for (int i = tid; i < k; i += CONSUMERS * 32) to[a.row_of_feature[i]] = convert(from[i]);
+      for (int j = 0; j < BATCH; j++)
+        if (first + j * STEP < eights) {
+          // Through L2: a block that started early may hold stale lines of what the predecessor wrote.
+          in[j].word = __ldcg(from + first + j * STEP);
+          at[j].word = __ldg(reinterpret_cast<const uint4*>(a.row_of_feature) + first + j * STEP);
+        }
+#pragma unroll
+      for (int j = 0; j < BATCH; j++)
+        if (first + j * STEP < eights) {
+#pragma unroll
+          for (int e = 0; e < 8; e++) to[at[j].v[e]] = convert(in[j].v[e], factor);
+        }
     }
   }
 }
@@ -186,21 +222,25 @@ DEVICE void multiply(const Matrix& a, const Ring& r, const RingMemory& s, int m)
   const uint32_t x = shared_address(s.x) + min(g, m - 1) * s.x_stride * 2 + t * 16;
   const int tiles = own_tiles(a);
   Turn turn, result;
+  Place stage{0, 0};  // the first unit of the stage
   for (int tile = 0, first = 0; tile < tiles; tile++, first += units) {
     const int c = (warp - first) & (CLASSES - 1);
     Sums<1> total[1];
     clear(total[0]);
 #pragma unroll 1
     for (int u = c; u < units; u += CLASSES) {
+      const uint2 unit = s.units[u];
+      const uint32_t before = (tile - stage.tile) * a.tile_bytes + unit.x - s.units[stage.u].x;
+      const SharedBytes weights[1] = {{s.ring + turn.slot * r.stage_stride + before}};
       barrier_wait(s.full + turn.slot * 8, turn.phase);
-      const SharedBytes weights[1] = {{s.ring + (turn.slot * CONSUMERS + warp) * r.unit_stride}};
       const SharedColumns columns{x + u * UNIT_ROWS * 2};
       UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns> product{
           weights, columns, s.maxima + u * (UNIT_ROWS / ENTRY), total, lane, {}};
-      product.run(s.units[u].y);
+      product.run(unit.y);
       __syncwarp();
       if (lane == 0) barrier_arrive(s.empty + turn.slot * 8);
       turn.advance(r.slots);
+      stage.advance(units);
     }
     barrier_wait(s.free + result.slot * 8, result.phase ^ 1);
     float* d = s.results + ((size_t)(result.slot * CLASSES + c) * TILE + g) * RING_COLUMNS + 2 * t;

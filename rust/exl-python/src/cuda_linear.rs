@@ -280,7 +280,8 @@ impl CudaMatrix {
         Ok(self.matrix.ring_rows(&info.info))
     }
 
-    /// y = (x @ W + bias) * prescale in one launch.
+    /// y = (x @ W + bias) * prescale in one launch. `tuning` = (slots, window) is for benchmarks.
+    #[pyo3(signature = (x, y, stream, programmatic, tuning=None))]
     fn ring(
         &self,
         py: Python<'_>,
@@ -288,11 +289,13 @@ impl CudaMatrix {
         y: Tensor,
         stream: usize,
         programmatic: bool,
+        tuning: Option<(i32, i32)>,
     ) -> PyResult<()> {
         let op = self.product(&x, &y)?;
+        let tuning = tuning.map(|(slots, window)| linear::Tuning { slots, window });
         let to = target(&[("x", &x), ("y", &y)], stream, programmatic)?;
         // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
-        py.detach(|| unsafe { linear::ring(to, &self.matrix, &op) })
+        py.detach(|| unsafe { linear::ring(to, &self.matrix, &op, tuning) })
             .map_err(|error| device_error(py, &error))
     }
 

@@ -114,13 +114,15 @@ impl Layout {
         rows
     }
 
-    /// Size of the largest unit.
-    pub fn largest_unit(&self) -> usize {
-        self.units
+    /// Most bytes of eight consecutive units, where the stream of units runs on into the next tile.
+    pub fn largest_stage(&self) -> usize {
+        let sizes: Vec<usize> = self
+            .units
             .windows(2)
             .map(|pair| (pair[1].offset - pair[0].offset) as usize)
-            .max()
-            .unwrap_or(0)
+            .collect();
+        let from = |first: usize| (first..first + 8).map(|u| sizes[u % sizes.len()]).sum();
+        (0..sizes.len()).map(from).max().unwrap_or(0)
     }
 
     fn entries_per_unit(&self) -> usize {

@@ -50,7 +50,7 @@ struct MatrixArgument {
 struct RingArgument {
     slots: i32,
     window: i32,
-    unit_stride: u32,
+    stage_stride: u32,
 }
 
 /// Device addresses of a matrix; all of them stay valid as long as the [`Matrix`] is used.
@@ -77,7 +77,7 @@ pub struct Matrix {
     features: usize,
     kind: &'static str,
     entry_rows: usize,
-    largest_unit: usize,
+    largest_stage: usize,
 }
 
 impl Matrix {
@@ -104,7 +104,7 @@ impl Matrix {
                 Scales::Gptq => "gptq",
             },
             entry_rows: layout.entry_rows,
-            largest_unit: layout.largest_unit(),
+            largest_stage: layout.largest_stage(),
         }
     }
 
@@ -146,8 +146,7 @@ impl Matrix {
         }
         // 1 KB for the kernel's static arrays.
         let space = (device.shared_bytes_per_block as usize).checked_sub(1024)?;
-        let unit_stride = self.largest_unit.next_multiple_of(128);
-        let stage = 8 * unit_stride;
+        let stage = self.largest_stage.next_multiple_of(128);
         let mean_stage = 8 * self.argument.tile_bytes as usize / self.argument.unit_count as usize;
         let wanted = RING_BYTES.div_ceil(mean_stage.max(1)).clamp(4, 24);
         let fits = |slots: &usize| slots * stage + self.ring_fixed_bytes(m, *slots) <= space;
@@ -157,7 +156,7 @@ impl Matrix {
         let ring = RingArgument {
             slots: slots as i32,
             window: window.clamp(1, slots) as i32,
-            unit_stride: unit_stride as u32,
+            stage_stride: stage as u32,
         };
         Some((ring, shared.max(LEAST_SHARED.min(space as u32))))
     }
@@ -187,6 +186,13 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     }
 }
 
+/// Depth and window of the ring, for benchmarks that try others than the planned ones.
+#[derive(Clone, Copy, Debug)]
+pub struct Tuning {
+    pub slots: i32,
+    pub window: i32,
+}
+
 /// Activations and results of a product; device addresses, row-major and contiguous.
 #[derive(Clone, Copy, Debug)]
 pub struct Product {
@@ -203,14 +209,27 @@ pub struct Product {
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
-pub unsafe fn ring(to: Target, matrix: &Matrix, op: &Product) -> Result<(), CudaError> {
+pub unsafe fn ring(
+    to: Target,
+    matrix: &Matrix,
+    op: &Product,
+    tuning: Option<Tuning>,
+) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
-    let Some((ring, shared)) = matrix.ring(&device.info, op.m).filter(|_| op.m > 0) else {
+    let Some((mut ring, mut shared)) = matrix.ring(&device.info, op.m).filter(|_| op.m > 0) else {
         return Err(CudaError::Argument {
             what: format!("{} rows for the ring kernel", op.m),
             limit: format!("1 to {}", matrix.ring_rows(&device.info)),
         });
     };
+    if let Some(Tuning { slots, window }) =
+        tuning.filter(|t| t.slots > 0 && (1..=t.slots).contains(&t.window))
+    {
+        (ring.slots, ring.window) = (slots, window);
+        let needed = slots as usize * ring.stage_stride as usize
+            + matrix.ring_fixed_bytes(op.m, slots as usize);
+        shared = (needed as u32).max(LEAST_SHARED);
+    }
     let kernel = format!("ring_{}_{}", matrix.kind, matrix.entry_rows);
     let launch = Launch {
         kernel: &kernel,
@@ -360,7 +379,7 @@ mod tests {
             features: 0,
             kind: "exl2",
             entry_rows: 128,
-            largest_unit: unit_bytes as usize,
+            largest_stage: 8 * unit_bytes as usize,
         }
     }
 
