@@ -36,6 +36,7 @@ class Plan:
     name: str
     widths: tuple[tuple[int, float], ...]
     group: int = 128
+    permuted: bool = True
 
     def groups(self, k: int) -> list[int]:
         count = k // self.group
@@ -48,6 +49,7 @@ class Plan:
 FOUR = Plan("4", ((4, 1.0),))
 WIDTHS = [Plan(str(b), ((b, 1.0),)) for b in (2, 3, 5, 6, 8)]
 MIXED = [Plan("5+4", ((5, 0.125), (4, 0.875))), Plan("4+3", ((4, 0.25), (3, 0.75))), Plan("4g32", ((4, 1.0),), 32)]
+ORDERED = Plan("4, no permutation", ((4, 1.0),), permuted=False)
 
 
 def random_exl2(k: int, n: int, plan: Plan) -> tuple[Tensor, ...]:
@@ -65,7 +67,7 @@ def random_exl2(k: int, n: int, plan: Plan) -> tuple[Tensor, ...]:
         words(len(groups), n // 8),
         (torch.rand(len(groups)) * 0.01 + 0.002).half(),
         torch.tensor(table, dtype=torch.int16),
-        torch.randperm(k).to(torch.int32),
+        (torch.randperm(k) if plan.permuted else torch.arange(k)).to(torch.int32),
     )
 
 
@@ -198,6 +200,8 @@ def main() -> int:
     for shape in SHAPES:
         rows = [1] if quick or shape == "head" else [1, 2, 4, 8, 16, 32, 64]
         right &= measure(common, roof, shape, FOUR, rows, peer=not quick and shape != "head")
+    for shape in ("gateup", "down", "qkv", "o"):
+        right &= measure(common, roof, shape, ORDERED, [1], peer=False)
     for plan in [*([] if quick else WIDTHS), *MIXED]:
         for shape in ("gateup", "down"):
             right &= measure(common, roof, shape, plan, [1], peer=False)

@@ -192,6 +192,19 @@ def test_the_two_kernels_agree_bit_for_bit(case: str) -> None:
         assert torch.equal(ring, direct)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_identity_permutation(dtype: torch.dtype) -> None:
+    groups, n = CASES["two-widths"]
+    tensors = exl2_tensors(groups, n)
+    tensors["q_invperm"] = torch.arange(4096, dtype=torch.int32)
+    made = QuantMatrix.from_exl2(tensors, device="cuda")
+    exact = unrounded(tensors, groups)
+    for m in (1, 3, 8):
+        x = activations(m, made.in_features, dtype)
+        wide = made.matmul(x, out=torch.empty(m, n, device="cuda"))
+        assert rms(wide, x.double().cpu() @ exact) < 1e-6
+
+
 def test_bias_and_prescale() -> None:
     groups, n = CASES["two-widths"]
     tensors = exl2_tensors(groups, n)

@@ -142,22 +142,38 @@ DEVICE void stream_weights(const Matrix& a, const Ring& r, const RingMemory& s) 
   }
 }
 
-// Activations into layout order, as halves; 256 threads.
+// Activations into layout order, as halves; 256 threads. `row_of_feature` is null when the layout's order is the features' own.
 template <class T>
 DEVICE void scatter_activations(const Matrix& a, const RingMemory& s, const T* x, int m) {
+  constexpr bool SCALED = !std::is_same<T, __half>::value;
+  // Several loads in flight: one after the other each would cost a trip to L2.
+  constexpr int BATCH = 4, STEP = CONSUMERS * 32;
   __shared__ float largest[RING_COLUMNS][CONSUMERS];
-  const int tid = threadIdx.x, k = a.in_features;
-  const bool wide = k % 8 == 0 && aligned8(x);
-  constexpr bool SCALED = sizeof(T) == 2 && !std::is_same<T, __half>::value;
+  const int tid = threadIdx.x, k = a.in_features, eights = k / 8;
+  const bool wide = k % 8 == 0 && aligned8(x), ordered = a.row_of_feature == nullptr;
+  union Eight {
+    uint4 word;
+    T v[8];
+  };
+  union Rows {
+    uint4 word;
+    uint16_t v[8];
+  } rows[BATCH];
+  auto load_rows = [&](int first) {
+#pragma unroll
+    for (int j = 0; j < BATCH; j++)
+      if (first + j * STEP < eights) rows[j].word = __ldg(reinterpret_cast<const uint4*>(a.row_of_feature) + first + j * STEP);
+  };
   if (a.rows != k) {
-    for (int i = tid; i < m * static_cast<int>(s.x_stride); i += CONSUMERS * 32) s.x[i] = __half(0.f);
+    for (int i = tid; i < m * static_cast<int>(s.x_stride); i += STEP) s.x[i] = __half(0.f);
     asm volatile("bar.sync 2, 256;" ::: "memory");
   }
+  if (wide && !ordered) load_rows(tid);
   pdl_wait();
   if constexpr (SCALED) {
     for (int row = 0; row < m; row++) {
       float v = 0.f;
-      for (int i = tid; i < k; i += CONSUMERS * 32) v = fmaxf(v, fabsf(to_float(x[(size_t)row * k + i])));
+      for (int i = tid; i < k; i += STEP) v = fmaxf(v, fabsf(to_float(x[(size_t)row * k + i])));
 #pragma unroll
       for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
       if (tid % 32 == 0) largest[row][tid / 32] = v;
@@ -170,48 +186,45 @@ DEVICE void scatter_activations(const Matrix& a, const RingMemory& s, const T* x
     for (int w = 1; w < CONSUMERS; w++) v = fmaxf(v, largest[row][w]);
     return row_factor(v);
   };
-  if (tid < m) s.multipliers[tid] = 1.f / factor_of(tid);
   auto convert = [](T v, float factor) {
     if constexpr (SCALED) return __float2half_rn(to_float(v) * factor);
     else return v;
   };
+  if (tid < m) s.multipliers[tid] = 1.f / factor_of(tid);
   if (!wide) {
     for (int row = 0; row < m; row++) {
       const float factor = factor_of(row);
-      for (int i = tid; i < k; i += CONSUMERS * 32)
-        s.x[(size_t)row * s.x_stride + a.row_of_feature[i]] = convert(x[(size_t)row * k + i], factor);
+      for (int i = tid; i < k; i += STEP)
+        s.x[(size_t)row * s.x_stride + (ordered ? i : a.row_of_feature[i])] = convert(x[(size_t)row * k + i], factor);
     }
     return;
   }
-  // Several loads in flight: one after the other each would cost a trip to L2.
-  constexpr int BATCH = 4, STEP = CONSUMERS * 32;
-  const int eights = k / 8;
-  for (int row = 0; row < m; row++) {
-    const float factor = factor_of(row);
-    const uint4* from = reinterpret_cast<const uint4*>(x + (size_t)row * k);
-    __half* to = s.x + (size_t)row * s.x_stride;
-    for (int first = tid; first < eights; first += BATCH * STEP) {
-      union {
-        uint4 word;
-        T v[8];
-      } in[BATCH];
-      union {
-        uint4 word;
-        uint16_t v[8];
-      } at[BATCH];
+  for (int first = tid; first < eights; first += BATCH * STEP) {
+    if (first != tid && !ordered) load_rows(first);
+    for (int row = 0; row < m; row++) {
+      const float factor = factor_of(row);
+      __half* to = s.x + (size_t)row * s.x_stride;
+      Eight in[BATCH];
 #pragma unroll
       for (int j = 0; j < BATCH; j++)
-        if (first + j * STEP < eights) {
-          // Through L2: a block that started early may hold stale lines of what the predecessor wrote.
-          in[j].word = __ldcg(from + first + j * STEP);
-          at[j].word = __ldg(reinterpret_cast<const uint4*>(a.row_of_feature) + first + j * STEP);
-        }
+        // Through L2: a block that started early may hold stale lines of what the predecessor wrote.
+        if (first + j * STEP < eights) in[j].word = __ldcg(reinterpret_cast<const uint4*>(x + (size_t)row * k) + first + j * STEP);
 #pragma unroll
-      for (int j = 0; j < BATCH; j++)
-        if (first + j * STEP < eights) {
+      for (int j = 0; j < BATCH; j++) {
+        if (first + j * STEP >= eights) break;
+        if (ordered) {
+          union {
+            uint4 word;
+            __half v[8];
+          } out;
 #pragma unroll
-          for (int e = 0; e < 8; e++) to[at[j].v[e]] = convert(in[j].v[e], factor);
+          for (int e = 0; e < 8; e++) out.v[e] = convert(in[j].v[e], factor);
+          reinterpret_cast<uint4*>(to)[first + j * STEP] = out.word;
+        } else {
+#pragma unroll
+          for (int e = 0; e < 8; e++) to[rows[j].v[e]] = convert(in[j].v[e], factor);
         }
+      }
     }
   }
 }

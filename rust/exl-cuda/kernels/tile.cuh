@@ -14,7 +14,7 @@ struct Matrix {
   const uint8_t* image;
   const uint2* units;  // {offset in the tile, widths}, one more than there are units
   const __half* maxima;
-  const uint16_t* row_of_feature;
+  const uint16_t* row_of_feature;  // null when rows stand in the features' order
   const float* bias;  // null when there is none
   int tiles, unit_count, rows, in_features, out_features;
   uint32_t tile_bytes;

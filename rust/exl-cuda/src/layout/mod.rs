@@ -114,6 +114,16 @@ impl Layout {
         rows
     }
 
+    /// Whether every row is the input feature of its number: activations then need no reordering.
+    pub fn is_ordered(&self) -> bool {
+        self.features.len() == self.in_features
+            && self
+                .features
+                .iter()
+                .enumerate()
+                .all(|(row, &feature)| feature == row as i32)
+    }
+
     /// Most bytes of eight consecutive units, where the stream of units runs on into the next tile.
     pub fn largest_stage(&self) -> usize {
         let sizes: Vec<usize> = self

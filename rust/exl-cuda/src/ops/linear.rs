@@ -88,7 +88,11 @@ impl Matrix {
                 image: at.image,
                 units: at.units,
                 maxima: at.maxima,
-                row_of_feature: at.row_of_feature,
+                row_of_feature: if layout.is_ordered() {
+                    0
+                } else {
+                    at.row_of_feature
+                },
                 bias: at.bias,
                 tiles: layout.tiles() as i32,
                 unit_count: layout.units.len() as i32 - 1,
