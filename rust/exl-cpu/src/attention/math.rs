@@ -21,10 +21,10 @@ pub(super) fn scale_by<V: Lanes>(values: &mut [f32], factor: f32) {
 
 /// logits = softcap * tanh(logits / softcap)
 #[inline(always)]
-pub(super) fn cap<V: Lanes>(logits: &mut [f32], softcap: f32) {
+pub(super) fn cap<V: Lanes>(logits: &mut [f32; KEY_BLOCK], softcap: f32) {
     let p = logits.as_mut_ptr();
     let mut e = 0;
-    while e < logits.len() {
+    while e < KEY_BLOCK {
         // SAFETY: as above.
         unsafe {
             let x = V::load(p.add(e)).mul(V::splat(1.0 / softcap));
@@ -36,11 +36,11 @@ pub(super) fn cap<V: Lanes>(logits: &mut [f32], softcap: f32) {
 
 /// logits = exp(logits - reference); returns their sum.
 #[inline(always)]
-pub(super) fn weigh<V: Lanes>(logits: &mut [f32], reference: f32) -> f32 {
+pub(super) fn weigh<V: Lanes>(logits: &mut [f32; KEY_BLOCK], reference: f32) -> f32 {
     let p = logits.as_mut_ptr();
     let mut total = V::splat(0.0);
     let mut e = 0;
-    while e < logits.len() {
+    while e < KEY_BLOCK {
         // SAFETY: as above.
         unsafe {
             let weight = exp(V::load(p.add(e)).sub(V::splat(reference)));
@@ -53,7 +53,7 @@ pub(super) fn weigh<V: Lanes>(logits: &mut [f32], reference: f32) -> f32 {
 }
 
 #[inline(always)]
-pub(super) fn largest<V: Lanes>(logits: &[f32], start: f32) -> f32 {
+pub(super) fn largest<V: Lanes>(logits: &[f32; KEY_BLOCK], start: f32) -> f32 {
     let mut max = V::splat(f32::NEG_INFINITY);
     for e in (0..KEY_BLOCK).step_by(V::LANES) {
         // SAFETY: `logits` has KEY_BLOCK floats.

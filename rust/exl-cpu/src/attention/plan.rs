@@ -126,7 +126,7 @@ fn tiles(args: &Attention<'_>) -> Vec<Tile> {
 
 impl Tile {
     /// Splits of the context that hold visible keys.
-    fn split_range(&self) -> std::ops::Range<usize> {
+    pub(super) fn split_range(&self) -> std::ops::Range<usize> {
         self.from / SPLIT..self.to.div_ceil(SPLIT)
     }
 

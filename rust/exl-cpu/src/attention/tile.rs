@@ -2,8 +2,8 @@
 
 use super::math::{ROWS, accumulate, cap, exp_scalar, largest, logits, scale_by, weigh};
 use super::{Attention, KEY_BLOCK, SPLIT, visible};
-use crate::kv::{Plane, decode_exact_row, hadamard_rows};
-use crate::simd::{Kernel, Lanes, MAX_LANES, prefetch};
+use crate::kv::{CodeRow, Codec, E5M2Row, HalfRow, Plane, RowFormat, decode_row, hadamard_rows};
+use crate::simd::{Kernel, Lanes, MAX_LANES};
 
 /// Tokens `first..first + tokens` of sequence `row`, and the union `from..to` of the keys they see.
 #[derive(Debug)]
@@ -83,8 +83,8 @@ impl State {
 pub(super) struct Scratch {
     /// Queries [rows, key_dim], scaled, transformed where the keys are.
     q: Vec<f32>,
-    /// Decoded keys or values of a block, [KEY_BLOCK, dim].
-    decoded: Vec<f32>,
+    /// Values of a block, [KEY_BLOCK, value_dim].
+    values: Vec<f32>,
     /// Keys of a block, [key_dim, KEY_BLOCK].
     keys: Vec<f32>,
     /// Logits, then weights, [rows, KEY_BLOCK].
@@ -96,14 +96,13 @@ pub(super) struct Scratch {
 impl Scratch {
     pub fn reserve(&mut self, work: &Work<'_>) {
         let rows = work.tile.rows();
-        let dim = work.key_dim.max(work.value_dim);
         let grow = |v: &mut Vec<f32>, n: usize| {
             if v.len() < n {
                 v.resize(n, 0.0);
             }
         };
         grow(&mut self.q, rows * work.key_dim);
-        grow(&mut self.decoded, KEY_BLOCK * dim);
+        grow(&mut self.values, KEY_BLOCK * work.value_dim);
         grow(&mut self.keys, KEY_BLOCK * work.key_dim);
         grow(&mut self.weights, rows * KEY_BLOCK);
         grow(&mut self.states, 2 * State::floats(rows, work.args));
@@ -113,21 +112,24 @@ impl Scratch {
 
 impl<'a> Work<'a> {
     /// All splits one after the other, result to `out`.
-    pub fn whole(self, scratch: &'a mut Scratch, out: *mut f32) -> Whole<'a> {
-        Whole {
+    pub fn whole(self, scratch: &'a mut Scratch, out: *mut f32) -> Span<'a> {
+        let splits = self.tile.split_range();
+        Span {
             work: self,
             scratch,
-            out,
+            splits,
+            target: Target::Out(out),
         }
     }
 
     /// One split, its state to `partial`.
-    pub fn split(self, scratch: &'a mut Scratch, split: usize, partial: *mut f32) -> Split<'a> {
-        Split {
+    pub fn split(self, scratch: &'a mut Scratch, split: usize, partial: *mut f32) -> Span<'a> {
+        let splits = split..split + 1;
+        Span {
             work: self,
             scratch,
-            index: split,
-            partial,
+            splits,
+            target: Target::Partial(partial),
         }
     }
 
@@ -141,17 +143,19 @@ impl<'a> Work<'a> {
     }
 }
 
-pub(super) struct Whole<'a> {
+/// Some successive splits of a tile.
+pub(super) struct Span<'a> {
     work: Work<'a>,
     scratch: &'a mut Scratch,
-    out: *mut f32,
+    splits: std::ops::Range<usize>,
+    target: Target,
 }
 
-pub(super) struct Split<'a> {
-    work: Work<'a>,
-    scratch: &'a mut Scratch,
-    index: usize,
-    partial: *mut f32,
+enum Target {
+    /// The finished result.
+    Out(*mut f32),
+    /// The state.
+    Partial(*mut f32),
 }
 
 pub(super) struct Join<'a> {
@@ -160,45 +164,39 @@ pub(super) struct Join<'a> {
     out: *mut f32,
 }
 
-impl Kernel for Whole<'_> {
+impl Kernel for Span<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Lanes>(self) {
-        let Self { work, scratch, out } = self;
+        let Self {
+            work,
+            scratch,
+            splits,
+            target,
+        } = self;
         let rows = work.tile.rows();
-        let floats = State::floats(rows, work.args);
-        let total = State::at(scratch.states.as_mut_ptr(), rows);
-        let part = State::at(scratch.states.as_mut_ptr().wrapping_add(floats), rows);
-        // SAFETY: `reserve` sized the scratch for this work; `out` has a place for every query row of this tile and head.
+        let own = scratch.states.as_mut_ptr();
+        let part = State::at(own, rows);
+        let total = match target {
+            Target::Out(_) => State::at(own.wrapping_add(State::floats(rows, work.args)), rows),
+            Target::Partial(p) => State::at(p, rows),
+        };
+        // SAFETY: `reserve` sized the scratch for this work; a partial has room for a state, `out` a place for every query.
         unsafe {
             work.load_queries::<V>(scratch.q.as_mut_ptr());
-            let (first, last) = (work.tile.from / SPLIT, work.tile.to.div_ceil(SPLIT));
             work.clear(total);
-            for split in first..last {
-                let state = if split == first { total } else { part };
+            for split in splits.clone() {
+                let state = if split == splits.start { total } else { part };
                 work.clear(state);
                 work.run_split::<V>(scratch, split, state);
-                if split > first {
+                if split > splits.start {
                     work.merge::<V>(total, part);
                 }
             }
-            work.finish::<V>(total, out);
-        }
-    }
-}
-
-impl Kernel for Split<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<V: Lanes>(self) {
-        let state = State::at(self.partial, self.work.tile.rows());
-        // SAFETY: as above; `partial` has room for a state.
-        unsafe {
-            self.work.load_queries::<V>(self.scratch.q.as_mut_ptr());
-            self.work.clear(state);
-            self.work.run_split::<V>(self.scratch, self.index, state);
+            if let Target::Out(out) = target {
+                work.finish::<V>(total, out);
+            }
         }
     }
 }
@@ -304,8 +302,7 @@ impl Work<'_> {
             next = self.locate((block + 1).min(last));
             // SAFETY: the scratch is sized for this work, the located rows lie within the pages.
             unsafe {
-                self.decode_block::<V>(&self.args.pages.key, self.key_dim, &here, &next, scratch);
-                self.transpose_keys::<V>(scratch);
+                self.load_keys::<V>(&here, &next, &mut scratch.keys);
                 // Padded dimensions hold zeros on both sides unless the rows are transformed; then all of them count.
                 let dim = if self.args.pages.key.codec().is_hadamard() {
                     self.key_dim
@@ -322,13 +319,7 @@ impl Work<'_> {
                 );
                 self.load_mask(&here, &mut scratch.mask);
                 self.softmax::<V>(scratch, &here, state);
-                self.decode_block::<V>(
-                    &self.args.pages.value,
-                    self.value_dim,
-                    &here,
-                    &next,
-                    scratch,
-                );
+                self.load_values::<V>(&here, &next, &mut scratch.values);
                 self.drop_masked_values(scratch, &here);
                 self.add_values::<V>(scratch, &here, state);
             }
@@ -366,50 +357,95 @@ impl Work<'_> {
         }
     }
 
-    /// Decodes the block's rows of one plane to `scratch.decoded`; keys outside `from..to` become zeros and are not read.
+    /// Decodes the block's keys to `keys` [key_dim, KEY_BLOCK]. Columns outside the tile's keys hold anything: their logits are
+    /// thrown away.
     #[inline(always)]
-    unsafe fn decode_block<V: Lanes>(
-        &self,
-        plane: &Plane,
-        dim: usize,
-        here: &BlockRows,
-        next: &BlockRows,
-        scratch: &mut Scratch,
-    ) {
-        let out = scratch.decoded.as_mut_ptr();
-        let n = self.args.pages.head_dim;
-        // SAFETY: rows were located within checked pages; `decoded` has KEY_BLOCK * dim floats.
+    unsafe fn load_keys<V: Lanes>(&self, here: &BlockRows, next: &BlockRows, keys: &mut [f32]) {
+        let keys = keys.as_mut_ptr();
+        // SAFETY: the format is the plane's.
         unsafe {
-            for key in 0..KEY_BLOCK {
-                let target = out.add(key * dim);
-                if key < here.from || key >= here.to {
-                    std::slice::from_raw_parts_mut(target, dim).fill(0.0);
-                    continue;
-                }
-                let (ahead, _) = plane.row(next.rows[key]);
-                for line in (0..plane.row_bytes()).step_by(64) {
-                    prefetch(ahead.wrapping_add(line));
-                }
-                let (data, scales) = plane.row(here.rows[key]);
-                decode_exact_row::<V>(plane.codec(), data, scales, n, target);
+            match self.args.pages.key.codec() {
+                Codec::F16 => self.load_keys_as::<V, HalfRow>(here, next, keys),
+                Codec::E5M2 => self.load_keys_as::<V, E5M2Row>(here, next, keys),
+                Codec::Hadamard8 => self.load_keys_as::<V, CodeRow<8>>(here, next, keys),
+                Codec::Hadamard4 => self.load_keys_as::<V, CodeRow<4>>(here, next, keys),
             }
         }
     }
 
     #[inline(always)]
-    unsafe fn transpose_keys<V: Lanes>(&self, scratch: &mut Scratch) {
-        let (from, to) = (scratch.decoded.as_ptr(), scratch.keys.as_mut_ptr());
-        for d in (0..self.key_dim).step_by(V::LANES) {
-            for key in (0..KEY_BLOCK).step_by(V::LANES) {
-                // SAFETY: both buffers hold KEY_BLOCK * key_dim floats, key_dim a multiple of every LANES.
-                unsafe {
-                    V::transpose(
-                        from.add(key * self.key_dim + d),
-                        self.key_dim,
-                        to.add(d * KEY_BLOCK + key),
-                        KEY_BLOCK,
-                    );
+    unsafe fn load_keys_as<V: Lanes, F: RowFormat>(
+        &self,
+        here: &BlockRows,
+        next: &BlockRows,
+        keys: *mut f32,
+    ) {
+        let plane = &self.args.pages.key;
+        let n = self.args.pages.head_dim;
+        let whole = F::whole::<V>(n);
+        let mut first = here.from - here.from % V::LANES;
+        while first < here.to {
+            let mut rows = [(std::ptr::null(), std::ptr::null()); MAX_LANES];
+            for (i, row) in rows.iter_mut().enumerate().take(V::LANES) {
+                *row = plane.row(here.rows[(first + i).clamp(here.from, here.to - 1)]);
+                plane.prefetch(next.rows[first + i]);
+            }
+            let mut columns = [V::splat(0.0); MAX_LANES];
+            let mut e = 0;
+            // SAFETY: rows were located within checked pages; `keys` has key_dim * KEY_BLOCK floats.
+            unsafe {
+                while e < whole {
+                    for i in 0..V::LANES {
+                        columns[i] = F::load::<V>(rows[i].0, rows[i].1, e);
+                    }
+                    V::store_columns(&columns, keys.add(e * KEY_BLOCK + first), KEY_BLOCK);
+                    e += V::LANES;
                 }
+                if e < n {
+                    for i in 0..V::LANES {
+                        columns[i] = F::load_tail::<V>(rows[i].0, e, n);
+                    }
+                    V::store_columns(&columns, keys.add(e * KEY_BLOCK + first), KEY_BLOCK);
+                }
+            }
+            first += V::LANES;
+        }
+    }
+
+    /// Decodes the tile's keys' values of the block to `values` [KEY_BLOCK, value_dim]; other rows stay as they were.
+    #[inline(always)]
+    unsafe fn load_values<V: Lanes>(&self, here: &BlockRows, next: &BlockRows, values: &mut [f32]) {
+        let values = values.as_mut_ptr();
+        // SAFETY: the format is the plane's.
+        unsafe {
+            match self.args.pages.value.codec() {
+                Codec::F16 => self.load_values_as::<V, HalfRow>(here, next, values),
+                Codec::E5M2 => self.load_values_as::<V, E5M2Row>(here, next, values),
+                Codec::Hadamard8 => self.load_values_as::<V, CodeRow<8>>(here, next, values),
+                Codec::Hadamard4 => self.load_values_as::<V, CodeRow<4>>(here, next, values),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_values_as<V: Lanes, F: RowFormat>(
+        &self,
+        here: &BlockRows,
+        next: &BlockRows,
+        values: *mut f32,
+    ) {
+        let plane = &self.args.pages.value;
+        for key in here.from..here.to {
+            let (data, scales) = plane.row(here.rows[key]);
+            plane.prefetch(next.rows[key]);
+            // SAFETY: as above; `values` has KEY_BLOCK * value_dim floats.
+            unsafe {
+                decode_row::<V, F>(
+                    data,
+                    scales,
+                    self.args.pages.head_dim,
+                    values.add(key * self.value_dim),
+                );
             }
         }
     }
@@ -443,7 +479,7 @@ impl Work<'_> {
             if from >= to {
                 continue;
             }
-            let logits = &mut scratch.weights[row * KEY_BLOCK..][..KEY_BLOCK];
+            let logits = &mut scratch.weights.as_chunks_mut::<KEY_BLOCK>().0[row];
             if softcap > 0.0 {
                 cap::<V>(logits, softcap);
             }
@@ -485,7 +521,7 @@ impl Work<'_> {
         }
         for key in here.from..here.to {
             if scratch.mask[key] == f32::NEG_INFINITY {
-                scratch.decoded[key * self.value_dim..][..self.value_dim].fill(0.0);
+                scratch.values[key * self.value_dim..][..self.value_dim].fill(0.0);
             }
         }
     }
@@ -494,7 +530,7 @@ impl Work<'_> {
     #[inline(always)]
     unsafe fn add_values<V: Lanes>(&self, scratch: &Scratch, here: &BlockRows, state: State) {
         let rows = self.tile.rows();
-        let values = scratch.decoded.as_ptr();
+        let values = scratch.values.as_ptr();
         let dim = self.value_dim;
         let mut row = 0;
         while row < rows {

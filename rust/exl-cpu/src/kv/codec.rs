@@ -55,7 +55,13 @@ impl Kernel for DecodeToken<'_> {
                 unsafe {
                     let data = data.add(b * self.plane.codec.row_bytes(BLOCK));
                     let scales = scales.wrapping_add(b * self.plane.codec.row_scales(BLOCK));
-                    decode_exact_row::<V>(self.plane.codec, data, scales, n, row.as_mut_ptr());
+                    let row = row.as_mut_ptr();
+                    match self.plane.codec {
+                        Codec::F16 => decode_row::<V, HalfRow>(data, scales, n, row),
+                        Codec::E5M2 => decode_row::<V, E5M2Row>(data, scales, n, row),
+                        Codec::Hadamard8 => decode_row::<V, CodeRow<8>>(data, scales, n, row),
+                        Codec::Hadamard4 => decode_row::<V, CodeRow<4>>(data, scales, n, row),
+                    }
                 }
                 if self.plane.codec.is_hadamard() {
                     round_all::<V>(&mut row);
@@ -71,106 +77,121 @@ impl Kernel for DecodeToken<'_> {
     }
 }
 
-/// The stored numbers of a row as floats, `n` elements and zeros up to the next multiple of `LANES`: halves and bytes as they are,
-/// Hadamard codes as (code - m) * scale, still transformed and without half rounding.
-///
-/// # Safety
-/// `data` and `scales` point at a row of `codec` with `n` elements; room for `n` rounded up to 64 floats at `out`.
+/// How the elements of a row become floats: halves and bytes as they are, Hadamard codes as (code - m) * scale, still transformed
+/// and without half rounding.
+pub(crate) trait RowFormat {
+    /// Elements that whole vectors may read of a row with `n`; the rest is for `load_tail`.
+    fn whole<V: Lanes>(n: usize) -> usize;
+
+    /// Elements `e..e + LANES`.
+    /// # Safety
+    /// A row of this format, `e` a multiple of `LANES` below `whole(n)`.
+    unsafe fn load<V: Lanes>(data: *const u8, scales: *const u16, e: usize) -> V;
+
+    /// The last elements `e..n` of a row, zeros after them.
+    /// # Safety
+    /// A row of this format with `n` elements, `e` = `whole(n)` < `n`.
+    unsafe fn load_tail<V: Lanes>(data: *const u8, e: usize, n: usize) -> V;
+}
+
+/// `Codec::F16`
+pub(crate) struct HalfRow;
+/// `Codec::E5M2`
+pub(crate) struct E5M2Row;
+/// `Codec::Hadamard8` and `Codec::Hadamard4`
+pub(crate) struct CodeRow<const BITS: usize>;
+
 #[inline(always)]
-pub(crate) unsafe fn decode_exact_row<V: Lanes>(
-    codec: Codec,
-    data: *const u8,
-    scales: *const u16,
-    n: usize,
-    out: *mut f32,
-) {
-    // SAFETY: as the caller promises.
+unsafe fn load_through_copy<V: Lanes, F: RowFormat>(data: *const u8, bytes: usize) -> V {
+    let mut tail = [0u8; 2 * crate::simd::MAX_LANES];
+    // SAFETY: the caller has `bytes` bytes, fewer than a vector's.
     unsafe {
-        match codec {
-            Codec::F16 => decode_plain::<V, Half>(data, n, out),
-            Codec::E5M2 => decode_plain::<V, E5M2>(data, n, out),
-            Codec::Hadamard8 => decode_codes::<V, 8>(data, scales, n, out),
-            Codec::Hadamard4 => decode_codes::<V, 4>(data, scales, n, out),
-        }
+        ptr::copy_nonoverlapping(data, tail.as_mut_ptr(), bytes);
+        F::load::<V>(tail.as_ptr(), ptr::null(), 0)
     }
 }
 
-/// A format of one element after the other.
-trait Plain {
-    const BYTES: usize;
-    /// # Safety
-    /// `LANES` elements at `p`.
-    unsafe fn load<V: Lanes>(p: *const u8) -> V;
-}
-
-struct Half;
-struct E5M2;
-
-impl Plain for Half {
-    const BYTES: usize = 2;
+impl RowFormat for HalfRow {
+    #[inline(always)]
+    fn whole<V: Lanes>(n: usize) -> usize {
+        n - n % V::LANES
+    }
     #[inline(always)]
     // Loads of halves do not need alignment, and torch aligns to their size anyway.
     #[allow(clippy::cast_ptr_alignment)]
-    unsafe fn load<V: Lanes>(p: *const u8) -> V {
+    unsafe fn load<V: Lanes>(data: *const u8, _: *const u16, e: usize) -> V {
         // SAFETY: as the caller promises.
-        unsafe { V::load_f16(p.cast()) }
+        unsafe { V::load_f16(data.add(2 * e).cast()) }
     }
-}
-
-impl Plain for E5M2 {
-    const BYTES: usize = 1;
     #[inline(always)]
-    unsafe fn load<V: Lanes>(p: *const u8) -> V {
+    unsafe fn load_tail<V: Lanes>(data: *const u8, e: usize, n: usize) -> V {
         // SAFETY: as the caller promises.
-        unsafe { V::load_e5m2(p) }
+        unsafe { load_through_copy::<V, Self>(data.add(2 * e), 2 * (n - e)) }
     }
 }
 
-#[inline(always)]
-unsafe fn decode_plain<V: Lanes, P: Plain>(data: *const u8, n: usize, out: *mut f32) {
-    let whole = n - n % V::LANES;
-    let mut e = 0;
-    // SAFETY: as the caller promises; the tail is read through a copy.
-    unsafe {
-        while e < whole {
-            P::load::<V>(data.add(e * P::BYTES)).store(out.add(e));
-            e += V::LANES;
-        }
-        if e < n {
-            let mut tail = [0u8; 2 * crate::simd::MAX_LANES];
-            ptr::copy_nonoverlapping(
-                data.add(e * P::BYTES),
-                tail.as_mut_ptr(),
-                (n - e) * P::BYTES,
-            );
-            P::load::<V>(tail.as_ptr()).store(out.add(e));
-        }
+impl RowFormat for E5M2Row {
+    #[inline(always)]
+    fn whole<V: Lanes>(n: usize) -> usize {
+        n - n % V::LANES
+    }
+    #[inline(always)]
+    unsafe fn load<V: Lanes>(data: *const u8, _: *const u16, e: usize) -> V {
+        // SAFETY: as the caller promises.
+        unsafe { V::load_e5m2(data.add(e)) }
+    }
+    #[inline(always)]
+    unsafe fn load_tail<V: Lanes>(data: *const u8, e: usize, n: usize) -> V {
+        // SAFETY: as the caller promises.
+        unsafe { load_through_copy::<V, Self>(data.add(e), n - e) }
     }
 }
 
+impl<const BITS: usize> RowFormat for CodeRow<BITS> {
+    #[inline(always)]
+    fn whole<V: Lanes>(n: usize) -> usize {
+        n.next_multiple_of(BLOCK)
+    }
+    #[inline(always)]
+    unsafe fn load<V: Lanes>(data: *const u8, scales: *const u16, e: usize) -> V {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let scale = V::splat_f16(*scales.add(e / RUN));
+            let codes = if BITS == 8 {
+                V::load_u8(data.add(e))
+            } else {
+                V::load_u4(data.add(e / 2))
+            };
+            codes.sub(V::splat((1 << (BITS - 1)) as f32)).mul(scale)
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_tail<V: Lanes>(_: *const u8, _: usize, _: usize) -> V {
+        V::splat(0.0)
+    }
+}
+
+/// A row of `n` elements to `out`, with zeros up to the next multiple of `LANES` (of 64 for the Hadamard codecs).
+///
+/// # Safety
+/// `data` and `scales` point at a row of the format with `n` elements; room for `n` rounded up as above at `out`.
 #[inline(always)]
-unsafe fn decode_codes<V: Lanes, const BITS: usize>(
+pub(crate) unsafe fn decode_row<V: Lanes, F: RowFormat>(
     data: *const u8,
     scales: *const u16,
     n: usize,
     out: *mut f32,
 ) {
-    let runs = n.next_multiple_of(BLOCK) / RUN;
-    let centre = V::splat((1 << (BITS - 1)) as f32);
-    for run in 0..runs {
-        // SAFETY: as the caller promises.
-        unsafe {
-            let scale = V::splat_f16(*scales.add(run));
-            let mut e = run * RUN;
-            while e < (run + 1) * RUN {
-                let codes = if BITS == 8 {
-                    V::load_u8(data.add(e))
-                } else {
-                    V::load_u4(data.add(e / 2))
-                };
-                codes.sub(centre).mul(scale).store(out.add(e));
-                e += V::LANES;
-            }
+    let whole = F::whole::<V>(n);
+    let mut e = 0;
+    // SAFETY: as the caller promises.
+    unsafe {
+        while e < whole {
+            F::load::<V>(data, scales, e).store(out.add(e));
+            e += V::LANES;
+        }
+        if e < n {
+            F::load_tail::<V>(data, e, n).store(out.add(e));
         }
     }
 }

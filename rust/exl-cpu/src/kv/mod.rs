@@ -5,11 +5,11 @@
 
 mod codec;
 
-pub(crate) use codec::{decode_exact_row, hadamard_rows};
+pub(crate) use codec::{CodeRow, E5M2Row, HalfRow, RowFormat, decode_row, hadamard_rows};
 
 use crate::isa::Isa;
 use crate::pool;
-use crate::simd::dispatch;
+use crate::simd::{dispatch, prefetch};
 
 /// Elements of one Hadamard block.
 pub const BLOCK: usize = 64;
@@ -108,9 +108,15 @@ impl Plane {
         )
     }
 
+    /// Asks for the cache lines of a row that will be read soon.
     #[inline(always)]
-    pub(crate) fn row_bytes(&self) -> usize {
-        self.row_bytes
+    pub(crate) fn prefetch(&self, row: usize) {
+        let data = self.data.wrapping_add(row * self.row_bytes);
+        let mut line = 0;
+        while line < self.row_bytes {
+            prefetch(data.wrapping_add(line));
+            line += 64;
+        }
     }
 }
 

@@ -10,7 +10,7 @@
 
 use std::arch::x86_64::*;
 
-use super::Lanes;
+use super::{Lanes, MAX_LANES};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(__m256);
@@ -174,18 +174,13 @@ impl Lanes for Avx2 {
         })
     }
     #[inline(always)]
-    unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+    unsafe fn store_columns(rows: &[Self; MAX_LANES], dst: *mut f32, stride: usize) {
         unsafe {
-            macro_rules! row {
-                ($i:expr) => {
-                    _mm256_loadu_ps(src.add(($i) * src_stride))
-                };
-            }
             // Pairs of rows, then of pairs, then of halves.
             let mut a = [_mm256_setzero_ps(); 8];
             for i in 0..4 {
-                a[2 * i] = _mm256_unpacklo_ps(row!(2 * i), row!(2 * i + 1));
-                a[2 * i + 1] = _mm256_unpackhi_ps(row!(2 * i), row!(2 * i + 1));
+                a[2 * i] = _mm256_unpacklo_ps(rows[2 * i].0, rows[2 * i + 1].0);
+                a[2 * i + 1] = _mm256_unpackhi_ps(rows[2 * i].0, rows[2 * i + 1].0);
             }
             let mut b = [_mm256_setzero_ps(); 8];
             for i in 0..2 {
@@ -198,8 +193,8 @@ impl Lanes for Avx2 {
             for i in 0..4 {
                 let low = _mm256_permute2f128_ps::<0x20>(b[i], b[4 + i]);
                 let high = _mm256_permute2f128_ps::<0x31>(b[i], b[4 + i]);
-                _mm256_storeu_ps(dst.add(i * dst_stride), low);
-                _mm256_storeu_ps(dst.add((4 + i) * dst_stride), high);
+                _mm256_storeu_ps(dst.add(i * stride), low);
+                _mm256_storeu_ps(dst.add((4 + i) * stride), high);
             }
         }
     }

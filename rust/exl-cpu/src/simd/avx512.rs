@@ -10,7 +10,7 @@
 
 use std::arch::x86_64::*;
 
-use super::Lanes;
+use super::{Lanes, MAX_LANES};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(__m512);
@@ -165,23 +165,18 @@ impl Lanes for Avx512 {
         })
     }
     #[inline(always)]
-    unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+    unsafe fn store_columns(rows: &[Self; MAX_LANES], dst: *mut f32, stride: usize) {
         unsafe {
-            macro_rules! row {
-                ($i:expr) => {
-                    _mm512_loadu_ps(src.add(($i) * src_stride))
-                };
-            }
             macro_rules! put {
                 ($i:expr, $x:expr) => {
-                    _mm512_storeu_ps(dst.add(($i) * dst_stride), $x)
+                    _mm512_storeu_ps(dst.add(($i) * stride), $x)
                 };
             }
             // Pairs of rows, then of pairs, then 128-bit quarters in two rounds.
             let mut a = [_mm512_setzero_ps(); 16];
             for i in 0..8 {
-                a[2 * i] = _mm512_unpacklo_ps(row!(2 * i), row!(2 * i + 1));
-                a[2 * i + 1] = _mm512_unpackhi_ps(row!(2 * i), row!(2 * i + 1));
+                a[2 * i] = _mm512_unpacklo_ps(rows[2 * i].0, rows[2 * i + 1].0);
+                a[2 * i + 1] = _mm512_unpackhi_ps(rows[2 * i].0, rows[2 * i + 1].0);
             }
             // b[4 * i + c]: column c of each quarter, of rows 4 i .. 4 i + 3.
             let mut b = [_mm512_setzero_ps(); 16];

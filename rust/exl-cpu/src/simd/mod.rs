@@ -77,10 +77,10 @@ pub(crate) trait Lanes: Copy {
     /// # Safety
     /// `LANES / 2` bytes at `p`.
     unsafe fn load_u4(p: *const u8) -> Self;
-    /// dst[i * dst_stride + j] = src[j * src_stride + i] for i, j < `LANES`.
+    /// dst[i * stride + j] = lane i of rows[j], for i, j < `LANES`; the other rows are not used.
     /// # Safety
-    /// Both blocks lie within their allocations and do not overlap.
-    unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize);
+    /// Room for `LANES` floats at each `dst + i * stride`.
+    unsafe fn store_columns(rows: &[Self; MAX_LANES], dst: *mut f32, stride: usize);
 
     /// The first `n` floats at `p`, the other lanes zero.
     /// # Safety

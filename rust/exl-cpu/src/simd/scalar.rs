@@ -2,7 +2,7 @@
 
 use half::f16;
 
-use super::Lanes;
+use super::{Lanes, MAX_LANES};
 
 const N: usize = 8;
 
@@ -154,11 +154,11 @@ impl Lanes for Scalar {
         }))
     }
     #[inline(always)]
-    unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+    unsafe fn store_columns(rows: &[Self; MAX_LANES], dst: *mut f32, stride: usize) {
         for i in 0..N {
             for j in 0..N {
                 // SAFETY: see `load`.
-                unsafe { *dst.add(i * dst_stride + j) = *src.add(j * src_stride + i) };
+                unsafe { *dst.add(i * stride + j) = rows[j].0[i] };
             }
         }
     }
