@@ -286,9 +286,14 @@ def test_too_long_for_the_cache_and_the_model(lab: Any, model: ExLlamaV2) -> Non
         model.forward(lab.ids(1, 5), cache)
     assert cache.current_seq_len == 60
     assert model.forward(lab.ids(1, 4), cache).shape[1] == 4
-    short = lab.load(lab.write(), max_seq_len=32)
+    short = lab.load(lab.write(), max_seq_len=32, max_input_len=10)
+    roomy = ExLlamaV2Cache(short, max_seq_len=64)
     with pytest.raises(errors.SequenceTooLongError, match="max_seq_len of 32"):
-        short.forward(lab.ids(1, 33), ExLlamaV2Cache(short, max_seq_len=64))
+        short.forward(lab.ids(1, 33), roomy)
+    assert roomy.current_seq_len == 0
+    assert not any(t.any() for t in roomy.all_tensors())
+    with pytest.raises(errors.SequenceTooLongError, match="max_seq_len of 32"):
+        paged(short, roomy, lab.ids(1, 2), [[0, 1, 2]], [31])
 
 
 def test_wrong_batch(model: ExLlamaV2, ids: torch.Tensor) -> None:

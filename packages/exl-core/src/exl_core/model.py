@@ -358,6 +358,11 @@ class ExLlamaV2:
             return
         if batch > cache.batch_size:
             raise InputError(f"batch of {batch} for a cache of batch_size {cache.batch_size}")
+        if past + q_len > self.config.max_seq_len:
+            raise SequenceTooLongError(
+                f"{past} + {q_len} tokens exceed the model's max_seq_len of {self.config.max_seq_len}; shorten the "
+                "context, or raise config.max_seq_len before building the model"
+            )
         if past + q_len > cache.max_seq_len:
             raise SequenceTooLongError(
                 f"Total sequence length exceeds cache size in model.forward: {past} + {q_len} tokens, the cache holds "

@@ -1,33 +1,16 @@
-"""Chat templates: the model's own Jinja, in a sandbox that neither reaches Python nor changes what it is given."""
+"""The chat templates of a model folder; `sandbox` renders them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import ChatTemplateError
 
 __all__ = ["ChatTemplates"]
 
 MAX_TEMPLATE_BYTES = 1 << 20
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks training spans in some templates; its body is plain output."""
-
-    tags = {"generation"}  # noqa: RUF012, declared so by jinja2
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplates:
@@ -49,18 +32,9 @@ class ChatTemplates:
     @staticmethod
     def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """Raises ChatTemplateError when the template is malformed or refuses the conversation."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            return environment.from_string(source).render(messages=messages, **variables)
-        except TemplateError as e:
-            raise ChatTemplateError(f"the chat template failed: {e}") from e
-        except (TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as e:
-            raise ChatTemplateError(f"the chat template failed on these messages: {type(e).__name__}: {e}") from e
+        from .sandbox import render
+
+        return render(source, messages, variables)
 
 
 def _read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
@@ -77,20 +51,9 @@ def _read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[s
         return {"default": entry}
     if isinstance(entry, list):
         named = [e for e in entry if isinstance(e, dict)]
-        return {e["name"]: e["template"] for e in named if isinstance(e.get("template"), str) and e.get("name")}
+        return {
+            e["name"]: e["template"]
+            for e in named
+            if isinstance(e.get("template"), str) and isinstance(e.get("name"), str)
+        }
     return {}
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """transformers' tojson: no HTML escaping, and non-ASCII text stays readable."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
