@@ -10,5 +10,6 @@ pub mod kv;
 pub mod matmul;
 pub mod norm;
 pub mod pool;
+pub mod roof;
 pub mod rope;
 mod simd;

@@ -1,9 +1,11 @@
 //! Bindings of the `threads` subject: the kernels' pool and instruction set.
 
 use exl_cpu::isa::Isa;
-use exl_cpu::pool;
+use exl_cpu::{pool, roof};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+
+use crate::tensor::Tensor;
 
 #[pyfunction]
 fn num_threads() -> usize {
@@ -46,6 +48,15 @@ fn run_empty(py: Python<'_>, tasks: usize) {
     py.detach(|| pool::run(tasks, &|_| {}));
 }
 
+/// Bytes per second at which the pool reads `data` (int64), once.
+#[pyfunction]
+fn read_bandwidth(py: Python<'_>, data: Tensor) -> PyResult<f64> {
+    let words = data.slice::<i64>("data")?;
+    // SAFETY: the same size and alignment, and every bit pattern is a number.
+    let words = unsafe { std::slice::from_raw_parts(words.as_ptr().cast::<u64>(), words.len()) };
+    Ok(py.detach(|| roof::read_bandwidth(words)))
+}
+
 /// Adds this subject's functions and classes to the module.
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(num_threads, m)?)?;
@@ -54,5 +65,6 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(best_isa, m)?)?;
     m.add_function(wrap_pyfunction!(set_isa, m)?)?;
     m.add_function(wrap_pyfunction!(run_empty, m)?)?;
+    m.add_function(wrap_pyfunction!(read_bandwidth, m)?)?;
     Ok(())
 }

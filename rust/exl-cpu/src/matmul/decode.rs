@@ -4,6 +4,22 @@ use super::layout::TILE;
 use super::matrix::{Scales, Span};
 use super::simd::{LANES, Simd};
 
+/// How far ahead of the block being multiplied the next ones are asked for, in words. The work between two loads is too long for
+/// the processor to find the stream by itself: without this a third of the bandwidth is lost.
+const AHEAD: usize = 1024;
+
+/// Asks for the block that stands [`AHEAD`] words after `block`.
+///
+/// # Safety
+/// [`Simd`]'s contract.
+#[inline(always)]
+pub unsafe fn prefetch<S: Simd, const BITS: u32>(block: *const u32) {
+    for line in 0..BITS as usize * TILE / 16 {
+        // SAFETY: a prefetch reads nothing the program can see.
+        unsafe { S::prefetch(block.wrapping_add(AHEAD + 16 * line)) }
+    }
+}
+
 /// The eight operands of vector `v` (columns 16 v .. 16 v + 16) of a block: four codes, one a byte, in each lane.
 ///
 /// # Safety
@@ -12,64 +28,70 @@ use super::simd::{LANES, Simd};
 pub unsafe fn operands<S: Simd, const BITS: u32>(block: *const u32, v: usize) -> [S::I; 8] {
     // SAFETY: word indices stay below BITS.
     unsafe {
-        let word = |w: usize| S::load_i(block.add(w * TILE + v * LANES));
+        let block = block.add(v * LANES);
+        let mut out = [S::splat_i(0); 8];
         match BITS {
-            2 => {
+            2 | 3 => {
+                let w = [word::<S>(block, 0), word::<S>(block, 1)];
                 let mask = S::splat_i(0x0303_0303);
-                let w = [word(0), word(1)];
-                std::array::from_fn(|i| S::and_i(S::shr_i(w[i / 4], 2 * (i as u32 % 4)), mask))
+                for i in 0..8 {
+                    out[i] = S::and_i(S::shr_i(w[i / 4], 2 * (i as u32 % 4)), mask);
+                }
+                if BITS == 3 {
+                    let plane = word::<S>(block, 2);
+                    for i in 0..8 {
+                        out[i] = merge::<S>(out[i], plane, i as u32, 2, 0x0404_0404);
+                    }
+                }
             }
-            3 => {
-                let (low, high) = (S::splat_i(0x0303_0303), S::splat_i(0x0404_0404));
-                let w = [word(0), word(1)];
-                let plane = word(2);
-                std::array::from_fn(|i| {
-                    let bits = S::and_i(S::shr_i(w[i / 4], 2 * (i as u32 % 4)), low);
-                    S::or_i(bits, S::and_i(shift_to::<S>(plane, i as u32, 2), high))
-                })
+            4..=6 => {
+                let mask = S::splat_i(0x0f0f_0f0f);
+                for w in 0..4 {
+                    let x = word::<S>(block, w);
+                    out[2 * w] = S::and_i(x, mask);
+                    out[2 * w + 1] = S::and_i(S::shr_i(x, 4), mask);
+                }
+                if BITS == 5 {
+                    let plane = word::<S>(block, 4);
+                    for i in 0..8 {
+                        out[i] = merge::<S>(out[i], plane, i as u32, 4, 0x1010_1010);
+                    }
+                }
+                if BITS == 6 {
+                    let planes = [word::<S>(block, 4), word::<S>(block, 5)];
+                    for i in 0..8 {
+                        let from = 2 * (i as u32 % 4);
+                        out[i] = merge::<S>(out[i], planes[i / 4], from, 4, 0x3030_3030);
+                    }
+                }
             }
-            4 => nibbles::<S>([word(0), word(1), word(2), word(3)]),
-            5 => {
-                let high = S::splat_i(0x1010_1010);
-                let low = nibbles::<S>([word(0), word(1), word(2), word(3)]);
-                let plane = word(4);
-                std::array::from_fn(|i| {
-                    S::or_i(low[i], S::and_i(shift_to::<S>(plane, i as u32, 4), high))
-                })
+            _ => {
+                for (w, out) in out.iter_mut().enumerate() {
+                    *out = word::<S>(block, w);
+                }
             }
-            6 => {
-                let high = S::splat_i(0x3030_3030);
-                let low = nibbles::<S>([word(0), word(1), word(2), word(3)]);
-                let planes = [word(4), word(5)];
-                std::array::from_fn(|i| {
-                    let bits = shift_to::<S>(planes[i / 4], 2 * (i as u32 % 4), 4);
-                    S::or_i(low[i], S::and_i(bits, high))
-                })
-            }
-            _ => std::array::from_fn(word),
         }
+        out
     }
 }
 
 #[inline(always)]
-unsafe fn nibbles<S: Simd>(words: [S::I; 4]) -> [S::I; 8] {
-    // SAFETY: Simd's contract.
-    unsafe {
-        let mask = S::splat_i(0x0f0f_0f0f);
-        std::array::from_fn(|i| S::and_i(S::shr_i(words[i / 2], 4 * (i as u32 % 2)), mask))
-    }
+unsafe fn word<S: Simd>(block: *const u32, w: usize) -> S::I {
+    // SAFETY: the caller's pointer reaches this word.
+    unsafe { S::load_i(block.add(w * TILE)) }
 }
 
-/// Moves bit `from` to bit `to` (other bits land anywhere).
+/// Adds the field at bit `from` of every byte of `plane` to `codes` at bit `to`, where `mask` has its bits.
 #[inline(always)]
-unsafe fn shift_to<S: Simd>(x: S::I, from: u32, to: u32) -> S::I {
-    // SAFETY: Simd's contract.
+unsafe fn merge<S: Simd>(codes: S::I, plane: S::I, from: u32, to: u32, mask: u32) -> S::I {
+    // SAFETY: Simd's contract. Bits that the shift brings in from other bytes fall outside the mask.
     unsafe {
-        if from >= to {
-            S::shr_i(x, from - to)
+        let moved = if from >= to {
+            S::shr_i(plane, from - to)
         } else {
-            S::shl_i(x, to - from)
-        }
+            S::shl_i(plane, to - from)
+        };
+        S::or_i(codes, S::and_i(moved, S::splat_i(mask)))
     }
 }
 

@@ -1,9 +1,10 @@
 //! The exact product of one tile: FP32 activations times the exact half weights.
 //!
-//! Each output sums a panel of 128 packed rows in one chain of fused multiply-adds from zero, then adds the panel's sum to its
-//! total. One row (decode) multiplies as it unpacks; more rows unpack a panel once and multiply from the cache. Same bits.
+//! Each output sums a block of 32 packed rows in one chain of fused multiply-adds from zero, then adds the block's sum to its
+//! total, block after block. One row (decode) multiplies as it unpacks; more rows unpack a panel of blocks once and multiply from
+//! the cache. Same bits.
 
-use super::decode::{magic_zero, operands, scale_and_zero, weight};
+use super::decode::{magic_zero, operands, prefetch, scale_and_zero, weight};
 use super::layout::{BLOCK, TILE};
 use super::matrix::{Codes, Floats, Span};
 use super::simd::{LANES, Simd};
@@ -21,22 +22,15 @@ pub unsafe fn tile_one_row<S: Simd>(codes: &Codes, tile: usize, x: *const f32, c
     // SAFETY: the caller's.
     unsafe {
         let words = codes.words.as_ptr().add(tile * codes.tile_words);
-        let mut sums = [S::splat_f(0.0); VECTORS];
-        let mut total: [S::F; VECTORS] = std::array::from_fn(|v| S::load_f(c.add(v * LANES)));
         for span in &codes.spans {
-            let (sums, total) = (&mut sums, &mut total);
             match span.bits {
-                2 => span_one_row::<S, 2>(codes, tile, span, words, x, sums, total),
-                3 => span_one_row::<S, 3>(codes, tile, span, words, x, sums, total),
-                4 => span_one_row::<S, 4>(codes, tile, span, words, x, sums, total),
-                5 => span_one_row::<S, 5>(codes, tile, span, words, x, sums, total),
-                6 => span_one_row::<S, 6>(codes, tile, span, words, x, sums, total),
-                _ => span_one_row::<S, 8>(codes, tile, span, words, x, sums, total),
+                2 => span_one_row::<S, 2>(codes, tile, span, words, x, c),
+                3 => span_one_row::<S, 3>(codes, tile, span, words, x, c),
+                4 => span_one_row::<S, 4>(codes, tile, span, words, x, c),
+                5 => span_one_row::<S, 5>(codes, tile, span, words, x, c),
+                6 => span_one_row::<S, 6>(codes, tile, span, words, x, c),
+                _ => span_one_row::<S, 8>(codes, tile, span, words, x, c),
             }
-        }
-        // Adds the last, unfinished panel; after a finished one the sums are zero and the addition changes nothing.
-        for v in 0..VECTORS {
-            S::store_f(c.add(v * LANES), S::add_f(total[v], sums[v]));
         }
     }
 }
@@ -48,35 +42,39 @@ unsafe fn span_one_row<S: Simd, const BITS: u32>(
     span: &Span,
     words: *const u32,
     x: *const f32,
-    sums: &mut [S::F; VECTORS],
-    total: &mut [S::F; VECTORS],
+    c: *mut f32,
 ) {
     // SAFETY: the caller's; blocks of the span lie in the tile.
     unsafe {
-        let scale_zero: [(S::F, S::F); VECTORS] = std::array::from_fn(|v| {
+        let mut scales = [S::splat_f(0.0); VECTORS];
+        let mut zeros = scales;
+        for v in 0..VECTORS {
             let (scale, zero) =
                 scale_and_zero::<S, BITS>(&codes.scales, codes.groups, tile, span, v);
-            (scale, magic_zero::<S>(zero))
-        });
+            scales[v] = scale;
+            zeros[v] = magic_zero::<S>(zero);
+        }
         for b in 0..span.blocks {
             let block = words.add(span.word + b * BITS as usize * TILE);
             let x = x.add((span.first_block + b) * BLOCK);
-            let ops: [[S::I; 8]; VECTORS] = std::array::from_fn(|v| operands::<S, BITS>(block, v));
+            prefetch::<S, BITS>(block);
+            let mut ops = [[S::splat_i(0); 8]; VECTORS];
+            for v in 0..VECTORS {
+                ops[v] = operands::<S, BITS>(block, v);
+            }
+            let mut sums = [S::splat_f(0.0); VECTORS];
             for i in 0..8 {
                 for j in 0..4 {
                     let x = S::splat_f(*x.add(4 * i + j));
                     for v in 0..VECTORS {
-                        let (scale, zero) = scale_zero[v];
-                        let w = weight::<S>(ops[v][i], j as u32, zero, scale);
+                        let w = weight::<S>(ops[v][i], j as u32, zeros[v], scales[v]);
                         sums[v] = S::fma_f(w, x, sums[v]);
                     }
                 }
             }
-            if (span.first_block + b) % PANEL == PANEL - 1 {
-                for v in 0..VECTORS {
-                    total[v] = S::add_f(total[v], sums[v]);
-                    sums[v] = S::splat_f(0.0);
-                }
+            for v in 0..VECTORS {
+                let out = c.add(v * LANES);
+                S::store_f(out, S::add_f(S::load_f(out), sums[v]));
             }
         }
     }
@@ -165,6 +163,7 @@ unsafe fn decode_width<S: Simd, const BITS: u32>(
     unsafe {
         let words = codes.words.as_ptr().add(tile * codes.tile_words);
         let block = words.add(span.word + b * BITS as usize * TILE);
+        prefetch::<S, BITS>(block);
         for v in 0..VECTORS {
             let (scale, zero) =
                 scale_and_zero::<S, BITS>(&codes.scales, codes.groups, tile, span, v);
@@ -225,6 +224,8 @@ pub unsafe fn tile_floats<S: Simd, const R: usize, const V: usize>(
 }
 
 /// Multiplies a decoded panel of `blocks` blocks with all rows.
+///
+/// A register block is R rows and B blocks deep: few rows need several blocks side by side to keep the multipliers busy.
 #[inline(always)]
 unsafe fn panel_rows<S: Simd, const R: usize, const V: usize>(
     weights: *const f32,
@@ -237,22 +238,22 @@ unsafe fn panel_rows<S: Simd, const R: usize, const V: usize>(
     unsafe {
         let mut row = 0;
         while row + R <= rows {
-            register_block::<S, R, V>(weights, blocks, x, rows, row, c);
+            depth::<S, R, V, 1>(weights, blocks, x, rows, row, c);
             row += R;
         }
         while row + 4 <= rows {
-            register_block::<S, 4, V>(weights, blocks, x, rows, row, c);
+            depth::<S, 4, V, 2>(weights, blocks, x, rows, row, c);
             row += 4;
         }
         while row < rows {
-            register_block::<S, 1, V>(weights, blocks, x, rows, row, c);
+            depth::<S, 1, V, 4>(weights, blocks, x, rows, row, c);
             row += 1;
         }
     }
 }
 
 #[inline(always)]
-unsafe fn register_block<S: Simd, const R: usize, const V: usize>(
+unsafe fn depth<S: Simd, const R: usize, const V: usize, const B: usize>(
     weights: *const f32,
     blocks: usize,
     x: *const f32,
@@ -262,27 +263,53 @@ unsafe fn register_block<S: Simd, const R: usize, const V: usize>(
 ) {
     // SAFETY: the caller's.
     unsafe {
+        let mut block = 0;
+        while block + B <= blocks {
+            register_block::<S, R, V, B>(weights, block, x, rows, row, c);
+            block += B;
+        }
+        while block < blocks {
+            register_block::<S, R, V, 1>(weights, block, x, rows, row, c);
+            block += 1;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn register_block<S: Simd, const R: usize, const V: usize, const B: usize>(
+    weights: *const f32,
+    block: usize,
+    x: *const f32,
+    rows: usize,
+    row: usize,
+    c: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe {
         let mut first = 0;
         while first < VECTORS {
-            let mut sums = [[S::splat_f(0.0); V]; R];
-            for block in 0..blocks {
-                let x = x.add((block * rows + row) * BLOCK);
-                let weights = weights.add(block * BLOCK * TILE + first * LANES);
-                for k in 0..BLOCK {
-                    let w: [S::F; V] =
-                        std::array::from_fn(|v| S::load_f(weights.add(k * TILE + v * LANES)));
+            let mut sums = [[[S::splat_f(0.0); V]; R]; B];
+            for k in 0..BLOCK {
+                for b in 0..B {
+                    let mut w = [S::splat_f(0.0); V];
+                    for v in 0..V {
+                        let at = ((block + b) * BLOCK + k) * TILE + (first + v) * LANES;
+                        w[v] = S::load_f(weights.add(at));
+                    }
                     for r in 0..R {
-                        let x = S::splat_f(*x.add(r * BLOCK + k));
+                        let x = S::splat_f(*x.add(((block + b) * rows + row + r) * BLOCK + k));
                         for v in 0..V {
-                            sums[r][v] = S::fma_f(w[v], x, sums[r][v]);
+                            sums[b][r][v] = S::fma_f(w[v], x, sums[b][r][v]);
                         }
                     }
                 }
             }
-            for r in 0..R {
-                for v in 0..V {
-                    let out = c.add((row + r) * TILE + (first + v) * LANES);
-                    S::store_f(out, S::add_f(S::load_f(out), sums[r][v]));
+            for b in 0..B {
+                for r in 0..R {
+                    for v in 0..V {
+                        let out = c.add((row + r) * TILE + (first + v) * LANES);
+                        S::store_f(out, S::add_f(S::load_f(out), sums[b][r][v]));
+                    }
                 }
             }
             first += V;

@@ -1,7 +1,7 @@
 //! The int8 product of one tile.
 
 use super::activations::Int8Block;
-use super::decode::{operands, scale_and_zero};
+use super::decode::{operands, prefetch, scale_and_zero};
 use super::layout::TILE;
 use super::matrix::{Codes, Span};
 use super::simd::{LANES, Simd};
@@ -51,28 +51,34 @@ unsafe fn span<S: Simd, const V: usize, const BITS: u32>(
     unsafe {
         let mut first = 0;
         while first < TILE / LANES {
-            let scale_zero: [(S::F, S::I); V] = std::array::from_fn(|v| {
+            let mut scales = [S::splat_f(0.0); V];
+            // The low half of each lane holds -zero as 16 bits; the high half is 0.
+            let mut negated_zeros = [S::splat_i(0); V];
+            for v in 0..V {
                 let (scale, zero) =
                     scale_and_zero::<S, BITS>(&codes.scales, codes.groups, tile, span, first + v);
-                // The low half of each lane holds -zero as 16 bits; the high half is 0.
-                let negated = S::and_i(S::sub_i(S::splat_i(0), zero), S::splat_i(0xffff));
-                (scale, negated)
-            });
+                scales[v] = scale;
+                negated_zeros[v] = S::and_i(S::sub_i(S::splat_i(0), zero), S::splat_i(0xffff));
+            }
             for b in 0..span.blocks {
                 let block = words.add(span.word + b * BITS as usize * TILE);
-                let ops: [[S::I; 8]; V] =
-                    std::array::from_fn(|v| operands::<S, BITS>(block, first + v));
+                if first == 0 {
+                    prefetch::<S, BITS>(block);
+                }
+                let mut ops = [[S::splat_i(0); 8]; V];
+                for v in 0..V {
+                    ops[v] = operands::<S, BITS>(block, first + v);
+                }
                 let acts = acts.add((span.first_block + b) * rows);
                 for row in 0..rows {
                     let act = &*acts.add(row);
                     let sum = S::splat_i(act.sum as u32);
                     let act_scale = S::splat_f(act.scale);
                     for v in 0..V {
-                        let (scale, negated_zero) = scale_zero[v];
-                        let start = S::dot_i16(S::splat_i(0), negated_zero, sum);
+                        let start = S::dot_i16(S::splat_i(0), negated_zeros[v], sum);
                         let dot = S::dot_u8::<BITS>(start, &ops[v], act.q.as_ptr().cast());
                         let out = c.add(row * TILE + (first + v) * LANES);
-                        let product = S::mul_f(scale, act_scale);
+                        let product = S::mul_f(scales[v], act_scale);
                         S::store_f(out, S::fma_f(S::to_f(dot), product, S::load_f(out)));
                     }
                 }

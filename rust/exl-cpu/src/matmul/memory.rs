@@ -1,14 +1,20 @@
-//! Weight memory: 64-byte aligned, zeroed, in huge pages where the system has them.
+//! Weight memory: zeroed, aligned to cache lines, in huge pages where the system gives them.
+//!
+//! A matrix is read once a token from end to end, so its address translations never stay in the processor: with 4 KiB pages they
+//! cost a fifth of the bandwidth. Huge pages must be asked for before the memory is touched, hence the own mapping.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 
+/// Size of a huge page, and from where on a buffer gets a mapping of its own.
 const HUGE: usize = 2 << 20;
 
 /// A fixed block of `T`s (plain numbers; all-zero bits are a valid value).
 pub struct Buffer<T: Copy> {
     ptr: NonNull<T>,
     len: usize,
+    /// Start and length of the mapping the buffer lies in; none for a small buffer, which comes from the allocator.
+    mapping: Option<(NonNull<u8>, usize)>,
 }
 
 // SAFETY: the buffer owns its memory like a `Box<[T]>`.
@@ -18,23 +24,30 @@ unsafe impl<T: Copy + Sync> Sync for Buffer<T> {}
 
 impl<T: Copy> Buffer<T> {
     fn layout(len: usize) -> Layout {
-        let bytes = len.max(1) * size_of::<T>();
-        let align = if bytes >= HUGE { HUGE } else { 64 };
-        Layout::from_size_align(bytes, align).expect("the size of a matrix fits the address space")
+        Layout::from_size_align(len.max(1) * size_of::<T>(), 64)
+            .expect("the size of a matrix fits the address space")
     }
 
     /// `len` zeros.
     pub fn zeroed(len: usize) -> Self {
         let layout = Self::layout(len);
+        if let Some((mapping, start)) = map_huge(layout.size()) {
+            return Self {
+                ptr: start.cast(),
+                len,
+                mapping: Some(mapping),
+            };
+        }
         // SAFETY: the layout is not empty.
         let raw = unsafe { alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw.cast::<T>()) else {
             handle_alloc_error(layout)
         };
-        if layout.align() == HUGE {
-            advise_huge_pages(raw, layout.size() & !(HUGE - 1));
+        Self {
+            ptr,
+            len,
+            mapping: None,
         }
-        Self { ptr, len }
     }
 
     pub fn as_ptr(&self) -> *const T {
@@ -67,8 +80,11 @@ impl<T: Copy> std::ops::DerefMut for Buffer<T> {
 
 impl<T: Copy> Drop for Buffer<T> {
     fn drop(&mut self) {
-        // SAFETY: allocated with this very layout.
-        unsafe { dealloc(self.ptr.as_ptr().cast(), Self::layout(self.len)) }
+        match self.mapping {
+            Some(mapping) => unmap(mapping),
+            // SAFETY: allocated with this very layout.
+            None => unsafe { dealloc(self.ptr.as_ptr().cast(), Self::layout(self.len)) },
+        }
     }
 }
 
@@ -77,6 +93,73 @@ impl<T: Copy> std::fmt::Debug for Buffer<T> {
         write!(f, "Buffer({} bytes)", self.bytes())
     }
 }
+
+#[cfg(target_os = "linux")]
+mod system {
+    use core::ffi::c_void;
+
+    pub const READ_WRITE: i32 = 3;
+    pub const PRIVATE_ANONYMOUS: i32 = 0x22;
+    pub const ADVISE_HUGE_PAGE: i32 = 14;
+
+    unsafe extern "C" {
+        pub fn mmap(
+            addr: *mut c_void,
+            len: usize,
+            prot: i32,
+            flags: i32,
+            fd: i32,
+            offset: i64,
+        ) -> *mut c_void;
+        pub fn munmap(addr: *mut c_void, len: usize) -> i32;
+        pub fn madvise(addr: *mut c_void, len: usize, advice: i32) -> i32;
+    }
+}
+
+/// A fresh mapping (start, length) and the first huge page boundary in it, with room for `bytes`; none if it is not worth it.
+#[cfg(target_os = "linux")]
+fn map_huge(bytes: usize) -> Option<((NonNull<u8>, usize), NonNull<u8>)> {
+    if bytes < HUGE {
+        return None;
+    }
+    let len = bytes.checked_add(HUGE)?;
+    let null = std::ptr::null_mut();
+    // SAFETY: a new anonymous mapping touches nothing that exists; untouched pages of it cost nothing.
+    let raw = unsafe {
+        system::mmap(
+            null,
+            len,
+            system::READ_WRITE,
+            system::PRIVATE_ANONYMOUS,
+            -1,
+            0,
+        )
+    };
+    if raw as isize == -1 {
+        return None;
+    }
+    let raw = NonNull::new(raw.cast::<u8>())?;
+    let offset = raw.as_ptr().align_offset(HUGE);
+    // SAFETY: `offset` is below HUGE, so start and `bytes` lie in the mapping.
+    let start = unsafe { raw.add(offset) };
+    // SAFETY: advice about our own mapping; a refusal changes nothing but speed.
+    unsafe { system::madvise(start.as_ptr().cast(), bytes, system::ADVISE_HUGE_PAGE) };
+    Some(((raw, len), start))
+}
+
+#[cfg(target_os = "linux")]
+fn unmap((start, len): (NonNull<u8>, usize)) {
+    // SAFETY: mapped by `map_huge`, and the buffer that lay in it is gone.
+    unsafe { system::munmap(start.as_ptr().cast(), len) };
+}
+
+#[cfg(not(target_os = "linux"))]
+fn map_huge(_bytes: usize) -> Option<((NonNull<u8>, usize), NonNull<u8>)> {
+    None
+}
+
+#[cfg(not(target_os = "linux"))]
+fn unmap(_mapping: (NonNull<u8>, usize)) {}
 
 /// A pointer that several pool tasks write through, each to places of its own.
 #[derive(Clone, Copy, Debug)]
@@ -100,16 +183,3 @@ impl<T> Shared<T> {
         unsafe { std::slice::from_raw_parts_mut(self.0.add(offset), len) }
     }
 }
-
-#[cfg(target_os = "linux")]
-fn advise_huge_pages(ptr: *mut u8, len: usize) {
-    const MADV_HUGEPAGE: i32 = 14;
-    unsafe extern "C" {
-        fn madvise(addr: *mut core::ffi::c_void, len: usize, advice: i32) -> i32;
-    }
-    // SAFETY: advice about our own fresh allocation; a refusal changes nothing but speed.
-    unsafe { madvise(ptr.cast(), len, MADV_HUGEPAGE) };
-}
-
-#[cfg(not(target_os = "linux"))]
-fn advise_huge_pages(_ptr: *mut u8, _len: usize) {}

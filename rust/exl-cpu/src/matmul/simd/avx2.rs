@@ -32,6 +32,10 @@ impl Simd for Avx2 {
     type F = [__m256; 2];
 
     #[inline(always)]
+    unsafe fn prefetch(p: *const u32) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+    #[inline(always)]
     unsafe fn load_i(p: *const u32) -> Self::I {
         unsafe {
             [

@@ -15,6 +15,10 @@ impl Simd for Avx512 {
     type F = __m512;
 
     #[inline(always)]
+    unsafe fn prefetch(p: *const u32) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+    #[inline(always)]
     unsafe fn load_i(p: *const u32) -> Self::I {
         unsafe { _mm512_loadu_si512(p.cast()) }
     }

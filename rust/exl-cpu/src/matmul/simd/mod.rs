@@ -30,6 +30,8 @@ pub trait Simd: Copy {
     /// Sixteen float32.
     type F: Copy;
 
+    /// Asks for the cache line at `p`, which may lie outside any allocation.
+    unsafe fn prefetch(p: *const u32);
     unsafe fn load_i(p: *const u32) -> Self::I;
     unsafe fn splat_i(x: u32) -> Self::I;
     unsafe fn and_i(a: Self::I, b: Self::I) -> Self::I;

@@ -26,6 +26,8 @@ impl Simd for Scalar {
     type F = [f32; LANES];
 
     #[inline(always)]
+    unsafe fn prefetch(_p: *const u32) {}
+    #[inline(always)]
     unsafe fn load_i(p: *const u32) -> Self::I {
         // SAFETY: the caller's pointer is valid for 16 lanes.
         unsafe { p.cast::<Self::I>().read_unaligned() }
