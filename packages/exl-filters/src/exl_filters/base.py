@@ -208,6 +208,14 @@ class ExLlamaV2Filter:
         """One line for logs and diagnoses."""
         return type(self).__name__
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Filters with a `spec` are pickled by it: their kind and parameters travel, their state does not."""
+        if overrides(self, "spec"):
+            from exl_filters.registry import from_spec
+
+            return from_spec, (self.spec(), self.tokenizer)
+        return super().__reduce_ex__(protocol)
+
     def spec(self) -> dict[str, Any]:
         """A JSON-able description from which `exl_filters.from_spec` builds an equal filter."""
         raise FilterError(f"{type(self).__name__} has no spec()")

@@ -1,4 +1,4 @@
-"""`exl-filters` and `python -m exl_filters`: list and describe filters, and check one against the laws."""
+"""`exl-filters` and `python -m exl_filters`: list and describe filters, check one against the laws."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     listing.add_argument("--json", action="store_true", help="one JSON object per line")
     describe = commands.add_parser("info", help="parameters and documentation of one filter")
     describe.add_argument("name")
+    _add_check(commands.add_parser("check", help="run the laws on a filter; status 1 if one is broken"))
     args = parser.parse_args(argv)
     try:
-        return _list(args) if args.command == "list" else _info(args)
+        return {"list": _list, "info": _info, "check": _check}[args.command](args)
     except FilterError as error:
         print(f"exl-filters: {error}", file=sys.stderr)
         return 2
@@ -47,3 +48,47 @@ def _info(args: argparse.Namespace) -> int:
         print(f"exl-filters: {info.error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", help="MODULE:FACTORY (called with a vocabulary), a registered name, or `installed`")
+    parser.add_argument(
+        "--params", type=json.loads, default={}, metavar="JSON", help="parameters of a registered filter"
+    )
+    parser.add_argument("--language", metavar="JSON", type=json.loads, help="list of all texts the filter may give")
+    parser.add_argument("--laws", metavar="IDS", help="only these, such as LAW-07,LAW-12 or 7,12")
+    parser.add_argument("--xfail", metavar="FILE", help="known failures: lines `LAW-07 reason`")
+    parser.add_argument("--profile", choices=["quick", "ci", "deep"], default="ci")
+    parser.add_argument("--examples", type=int, help="examples per law, over the profile's")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="a tokenizer.json to test on, in place of made vocabularies"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per law")
+
+
+def _check(args: argparse.Namespace) -> int:
+    from exl_filters.readers import from_tokenizer_json
+    from exl_filters.testing.runner import check_filter
+    from exl_filters.testing.targets import targets
+
+    status = 0
+    for name, factory in targets(args.target, args.params):
+        report = check_filter(
+            factory,
+            language=args.language,
+            laws=args.laws.split(",") if args.laws else None,
+            xfail=args.xfail,
+            profile=args.profile,
+            examples=args.examples,
+            seed=args.seed,
+            vocabulary=from_tokenizer_json(args.tokenizer) if args.tokenizer else None,
+        )
+        if args.json:
+            for outcome in report.outcomes:
+                row = {"filter": name, "law": outcome.law.id, "title": outcome.law.title, "status": outcome.status}
+                print(json.dumps({**row, "message": outcome.message}))
+        else:
+            print(f"{name}: {report}")
+        status = status if report.ok else 1
+    return status

@@ -78,6 +78,11 @@ class Vocabulary:
             self._bytes.append(raw)
         self.special_texts = texts
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Tables are built again where they are wanted; the tokenizer behind the tokens does not travel."""
+        kept = ("trie", "defined", "text_words", "_llg", "_lmfe")
+        return {k: v for k, v in vars(self).items() if k not in kept} | {"canonical_json": None}
+
     # Questions about ids.
 
     def bytes_of(self, token: int) -> bytes:

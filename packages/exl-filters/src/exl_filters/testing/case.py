@@ -1,0 +1,201 @@
+"""`Case`: one run of one law, with a record of what was done from which a reproduction is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from hypothesis import strategies as st
+
+from exl_filters.base import ExLlamaV2Filter, overrides
+from exl_filters.context import FilterContext
+from exl_filters.testing.languages import Language
+from exl_filters.tokens import FedToken
+from exl_filters.vocabulary import Vocabulary
+
+__all__ = ["Broken", "Case", "Observed"]
+
+Factory = Callable[[Vocabulary], Any]
+Observed = tuple[frozenset[int] | None, frozenset[int]]
+
+
+class Broken(AssertionError):  # noqa: N818 - said of a law
+    """A law does not hold; carries the law and what was done."""
+
+    def __init__(self, message: str, case: Case | None = None) -> None:
+        super().__init__(message)
+        self.case = case
+
+
+class Case:
+    """A vocabulary, the factory under test, and hypothesis' choices.
+
+    Filters are made attached (if they can be) and begun. Every call through this object is recorded.
+    """
+
+    def __init__(
+        self,
+        data: st.DataObject,
+        factory: Factory,
+        vocabulary: Vocabulary,
+        language: Language | None,
+        capabilities: Collection[str] = (),
+    ) -> None:
+        self.data, self.factory, self.vocabulary, self.language = data, factory, vocabulary, language
+        self.capabilities = frozenset(capabilities)
+        self.stops = vocabulary.stop_ids
+        self.context = FilterContext.make(vocabulary.size, self.stops, vocabulary.special_ids)
+        self.record: list[str] = []
+        self._names: dict[int, str] = {}
+        self._kept: list[Any] = []
+
+    # Doing.
+
+    def make(self, prefix: str | bytes | None = "", *, vocabulary: Vocabulary | None = None) -> Any:
+        """A fresh filter, attached and begun."""
+        vocabulary = vocabulary or self.vocabulary
+        f = self.factory(vocabulary)
+        self.name(f, f"make({'vocab' if vocabulary is self.vocabulary else 'other_vocab'})")
+        if callable(getattr(f, "attach", None)):
+            f.attach(
+                self.context
+                if vocabulary is self.vocabulary
+                else FilterContext.make(vocabulary.size, vocabulary.stop_ids, vocabulary.special_ids)
+            )
+        self.begin(f, prefix)
+        return f
+
+    def begin(self, f: Any, prefix: Any = "") -> None:
+        self.note(f"{self.of(f)}.begin({prefix!r})")
+        f.begin(prefix)
+
+    def next(self, f: Any) -> Observed:
+        """What the filter allows and ends at, as sets."""
+        self.note(f"{self.of(f)}.next()")
+        answer = f.next()
+        allowed, ends = answer
+        return (None if allowed is None else frozenset(allowed)), frozenset(ends)
+
+    def feed(self, f: Any, token: int, *, wrapped: bool | None = None) -> None:
+        """`wrapped`: as the (1, 1) tensor stand-in; None: as filters of the native kind get it, an int."""
+        self.note(f"{self.of(f)}.feed({token})  # {self.vocabulary.bytes_of(token)!r}")
+        if wrapped is None:
+            wrapped = not isinstance(f, ExLlamaV2Filter)
+        f.feed(FedToken(token) if wrapped else token)
+
+    def clone(self, f: Any) -> Any:
+        copy = f.clone()
+        self.name(copy, f"{self.of(f)}.clone()")
+        return copy
+
+    def walk(self, f: Any, most: int = 8, *, least: int = 0) -> list[int]:
+        """Feed up to `most` permitted tokens, ending early where the filter or the text ends; the tokens fed."""
+        path: list[int] = []
+        length = self.draw(st.integers(least, most))
+        while len(path) < length:
+            token = self.choose(f)
+            if token is None:
+                break
+            terminal = self.is_terminal(f, token)
+            self.feed(f, token)
+            path.append(token)
+            if terminal:
+                break
+        return path
+
+    def choose(self, f: Any, *, stops: bool = False) -> int | None:
+        """A permitted token, ordinary unless `stops`; None when there is none."""
+        allowed, _ = self.next(f)
+        tokens = self.ordinary() if allowed is None else sorted(allowed)
+        tokens = [t for t in tokens if stops or t not in self.stops]
+        return self.draw(st.sampled_from(tokens)) if tokens else None
+
+    def is_terminal(self, f: Any, token: int) -> bool:
+        """Whether feeding `token` now ends the constraint or the text."""
+        return token in self.stops or token in self.next(f)[1]
+
+    def ordinary(self) -> list[int]:
+        return [i for i in range(self.vocabulary.size) if self.vocabulary.bytes_of(i)]
+
+    def text(self, path: Collection[int]) -> bytes:
+        return b"".join(self.vocabulary.bytes_of(t) for t in path)
+
+    def draw(self, strategy: st.SearchStrategy[Any]) -> Any:
+        return self.data.draw(strategy)
+
+    # Asking.
+
+    def can(self, f: Any, capability: str) -> bool:
+        return capability in self.capabilities or overrides(f, capability)
+
+    def expect(self, holds: bool, message: str) -> None:
+        if not holds:
+            raise Broken(message, self)
+
+    def equal(self, one: Any, other: Any, message: str) -> None:
+        if one != other:
+            raise Broken(f"{message}: {self.show(one)} against {self.show(other)}", self)
+
+    # Telling.
+
+    def note(self, line: str) -> None:
+        self.record.append(line)
+
+    def name(self, f: Any, how: str) -> None:
+        self._kept.append(f)
+        self._names[id(f)] = f"f{len(self._names) or ''}"
+        self.note(f"{self._names[id(f)]} = {how}")
+
+    def of(self, f: Any) -> str:
+        return self._names.get(id(f), "f")
+
+    def show(self, value: Any) -> str:
+        """Sets of ids with their bytes; anything else as it is."""
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], frozenset):
+            return f"(allowed {self.show(value[0])}, ends {self.show(value[1])})"
+        if isinstance(value, frozenset | set):
+            ids = sorted(value, key=repr)
+            shown = ", ".join(self.show_id(i) for i in ids[:6])
+            return f"{{{shown}{', ...' if len(ids) > 6 else ''}}} ({len(ids)})"
+        return repr(value)
+
+    def show_id(self, token: Any) -> str:
+        if not isinstance(token, int):
+            return repr(token)
+        role = "stop" if token in self.stops else "special" if token in self.vocabulary.special_ids else ""
+        return f"{token}:{role or self.vocabulary.bytes_of(token)!r}"
+
+    def reproduction(self) -> str:
+        """Python that repeats what was done, without hypothesis."""
+        v = self.vocabulary
+        tokens = [None if i in v.special_ids or not v.is_defined(i) else v.bytes_of(i) for i in range(v.size)]
+        lines = [
+            "from exl_filters import FilterContext, Vocabulary",
+            f"tokens = {_tokens_source(tokens)}",
+            f"vocab = Vocabulary(tokens, eos_token_id={v.eos_token_id}, stop_ids={sorted(v.stop_ids)}, "
+            f"special_ids={sorted(v.special_ids)})",
+            "# make: the factory under test; attach each filter: "
+            f"f.attach(FilterContext.make({v.size}, {sorted(v.stop_ids)}))",
+        ]
+        return "\n".join([*lines, *_without_repeats(self.record)])
+
+
+def _tokens_source(tokens: list[bytes | None]) -> str:
+    every = [bytes([i]) for i in range(256)]
+    for at in range(max(0, len(tokens) - 255)):
+        for order, source in (
+            (every, "[bytes([i]) for i in range(256)]"),
+            (every[::-1], "[bytes([255 - i]) for i in range(256)]"),
+        ):
+            if tokens[at : at + 256] == order:
+                head = f"{tokens[:at]!r} + " if at else ""
+                return f"{head}{source} + {tokens[at + 256 :]!r}"
+    return repr(tokens)
+
+
+def _without_repeats(lines: list[str]) -> list[str]:
+    kept: list[str] = []
+    for line in lines:
+        if not kept or kept[-1] != line or ".next()" not in line:
+            kept.append(line)
+    return kept

@@ -1,0 +1,8 @@
+"""The laws every filter must obey (spec/filters.md 5.2), by the number the specification gives them."""
+
+from exl_filters.testing.laws.law import LAWS, Law, applicable
+
+# Importing the modules enters their laws in LAWS.
+from exl_filters.testing.laws import answers, copies, language, masks, robustness, states  # isort: skip  # noqa: F401
+
+__all__ = ["LAWS", "Law", "applicable"]

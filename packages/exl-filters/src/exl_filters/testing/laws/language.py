@@ -1,0 +1,297 @@
+"""LAW-22 to LAW-28, LAW-32, LAW-35: the filter against an oracle, and against itself in other tokens."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+from hypothesis import strategies as st
+
+from exl_filters.testing.case import Case
+from exl_filters.testing.languages import Language
+from exl_filters.testing.laws.law import law
+from exl_filters.vocabulary import Vocabulary
+
+# How far LAW-27 looks for an end; what it has not found by then it leaves undecided.
+MAX_EXPANDED = 90
+MAX_CHAIN = 60
+
+
+def _language(case: Case) -> Language:
+    assert case.language is not None, "the law applies only with a language"
+    return case.language
+
+
+@law(22, "only what keeps the text in the language is allowed", oracle=True)
+def sound(case: Case) -> None:
+    language = _language(case)
+    f = case.make()
+    text = case.text(case.walk(f, 6))
+    allowed, _ = case.next(f)
+    for token in sorted((allowed or frozenset()) - case.stops):
+        raw = case.vocabulary.bytes_of(token)
+        if raw:
+            case.expect(
+                language.prefix(text + raw) is not False, f"{case.show_id(token)} after {text!r} leaves {language.name}"
+            )
+
+
+@law(23, "all that keeps the text in the language is allowed", level="should", oracle=True, unless="canonical_only")
+def complete(case: Case) -> None:
+    language = _language(case)
+    f = case.make()
+    path = case.walk(f, 6)
+    allowed, _ = case.next(f)
+    if allowed is None or _ended(case, f):
+        return
+    text = case.text(path)
+    for token in case.ordinary():
+        if token not in allowed and token not in case.stops:
+            raw = case.vocabulary.bytes_of(token)
+            case.expect(
+                language.prefix(text + raw) is not True,
+                f"{case.show_id(token)} after {text!r} is of {language.name}, not allowed",
+            )
+
+
+@law(24, "every whole text can be reached by every tokenization", oracle=True, unless="canonical_only")
+def reach(case: Case) -> None:
+    language = _language(case)
+    f = case.make()
+    sentence: bytes = case.draw(language.sentences)
+    done = 0
+    ended_by_token = False
+    while done < len(sentence):
+        options = _spellings(case.vocabulary, sentence, done) - case.stops
+        if not options:
+            return  # a vocabulary without all bytes
+        token = case.draw(st.sampled_from(sorted(options)))
+        allowed, ends = case.next(f)
+        if allowed is None and language.opinion_ends:
+            return
+        case.expect(
+            allowed is None or token in allowed,
+            f"{case.show_id(token)} at {done} of the sentence {sentence!r} is not allowed",
+        )
+        ended_by_token = token in ends
+        case.feed(f, token)
+        done += len(case.vocabulary.bytes_of(token))
+        if (ended_by_token or _ended(case, f)) and done < len(sentence):
+            case.expect(False, f"the constraint ended at {sentence[:done]!r}, before {sentence!r}")
+    allowed, _ = case.next(f)
+    case.expect(
+        ended_by_token or _ended(case, f) or allowed is None or bool(allowed & case.stops),
+        f"after the whole sentence {sentence!r} the filter is neither at its end nor offers a stop token",
+    )
+
+
+@law(25, "stop and end tokens only where the text is whole", oracle=True)
+def stop_only_when_whole(case: Case) -> None:
+    language = _language(case)
+    f = case.make()
+    path = case.walk(f, 8)
+    text = case.text(path)
+    allowed, ends = case.next(f)
+    if allowed is None:
+        return
+    if allowed & case.stops:
+        case.expect(
+            language.whole(text) is not False, f"a stop token is allowed after {text!r}, not whole in {language.name}"
+        )
+    for token in ends - case.stops:
+        end = text + case.vocabulary.bytes_of(token)
+        case.expect(
+            language.whole(end) is not False, f"{case.show_id(token)} ends at {end!r}, not whole in {language.name}"
+        )
+
+
+@law(26, "where the text is whole, it may stop", oracle=True)
+def whole_may_stop(case: Case) -> None:
+    language = _language(case)
+    f = case.make()
+    path: list[int] = []
+    for _ in range(case.draw(st.integers(0, 8))):
+        allowed, ends = case.next(f)
+        if allowed is None:
+            return
+        if language.whole(case.text(path)) is True:
+            case.expect(bool(allowed & case.stops), f"{case.text(path)!r} is whole and no stop token is allowed")
+        token = case.choose(f)
+        if token is None:
+            return
+        case.feed(f, token)
+        path.append(token)
+        if token in ends or _ended(case, f):
+            return
+
+
+@law(27, "from everywhere an end can be reached", level="should", examples=0.3)
+def termination(case: Case) -> None:
+    f = case.make()
+    case.walk(f, 5)
+    if _ended(case, f):
+        return
+    # Best first: states that allow little are close to an end. A chain of 200 tokens or a closed set without an end is
+    # a trap.
+    tie = 0
+    heap: list[tuple[int, int, int, Any]] = [(0, 0, tie, f)]
+    for _ in range(MAX_EXPANDED):
+        if not heap:
+            case.expect(False, "no continuation leads to an end")
+        _, height, _, at = heapq.heappop(heap)
+        depth = -height
+        allowed, ends = _sets(at.next())
+        if allowed is None or allowed & case.stops or ends:
+            return
+        case.expect(depth < MAX_CHAIN, f"after {MAX_CHAIN} more tokens there is still no end in reach")
+        for token in _different(case, allowed):
+            copy = at.clone()
+            copy.feed(token)
+            tie += 1
+            heapq.heappush(heap, (len(allowed), -depth - 1, tie, copy))
+        heap = heapq.nsmallest(MAX_EXPANDED, heap)
+
+
+@law(28, "equal bytes in other tokens lead to the same state", level="should", unless="canonical_only")
+def tokenization_invariance(case: Case) -> None:
+    if "token_level" in case.capabilities:
+        return
+    one, other = case.make(), case.make()
+    path = case.walk(one, 6)
+    if _ended(case, one):
+        return
+    text, done = case.text(path), 0
+    while done < len(text):
+        options = _spellings(case.vocabulary, text, done) - case.stops
+        if not options:
+            return
+        token = case.draw(st.sampled_from(sorted(options)))
+        allowed, ends = case.next(other)
+        case.expect(allowed is None or token in allowed, f"{case.show_id(token)} at {done} of {text!r} is not allowed")
+        case.feed(other, token)
+        done += len(case.vocabulary.bytes_of(token))
+        if token in ends:
+            return
+    case.equal(case.next(other), case.next(one), f"{text!r} in other tokens")
+
+
+@law(32, "under begin(h) the first token starts with h and its surplus is constrained", level="should")
+def healing(case: Case) -> None:
+    heads = [case.vocabulary.bytes_of(i) for i in case.ordinary()]
+    head = case.draw(st.sampled_from([h for h in heads if len(h) < 8]))
+    head = head[: case.draw(st.integers(1, len(head)))]
+    healed, plain = case.make(), case.make()
+    case.begin(healed, head)
+    got, _ = case.next(healed)
+    case.begin(plain, None)
+    start = case.next(plain)
+    case.begin(plain, "")
+    case.equal(case.next(plain), start, "begin(None) is not begin('')")
+    if start[0] is None:
+        return
+    case.expect(got is not None, f"under begin({head!r}) the filter has no opinion, under begin('') it has")
+    assert got is not None
+    wrong = {i for i in got if not case.vocabulary.bytes_of(i).startswith(head)}
+    longer = {i for i in case.ordinary() if case.vocabulary.bytes_of(i).startswith(head)}
+    case.expect(not wrong or not longer, f"under begin({head!r}) {case.show(wrong)} do not start with it")
+    for token in sorted(longer):
+        surplus = case.vocabulary.bytes_of(token)[len(head) :]
+        permitted = _permitted(case, surplus)
+        if permitted is None:
+            continue
+        case.expect(
+            (token in got) == permitted,
+            f"under begin({head!r}) {case.show_id(token)} is {'not ' * permitted}allowed; its surplus {surplus!r} is"
+            f"{' not' * (not permitted)} allowed under begin('')",
+        )
+
+
+@law(35, "ids are only names: renumbered or doubled tokens are treated alike", level="should")
+def equivariance(case: Case) -> None:
+    v = case.vocabulary
+    twin_of = case.draw(st.sampled_from(case.ordinary()))
+    order = list(range(v.size))
+    shift = case.draw(st.integers(0, v.size - 1))
+    order = order[shift:] + order[:shift]
+    name = {old: new for new, old in enumerate(order)}
+    other = Vocabulary(
+        [None if i in v.special_ids or not v.is_defined(i) else v.bytes_of(i) for i in order] + [v.bytes_of(twin_of)],
+        eos_token_id=None if v.eos_token_id is None else name[v.eos_token_id],
+        stop_ids=[name[i] for i in v.stop_ids],
+        special_ids=[name[i] for i in v.special_ids],
+        special_texts={name[i]: text for i, text in v.special_texts.items()},
+    )
+    if "token_level" in case.capabilities:
+        return
+    here, there = case.make(), case.make(vocabulary=other)
+    for token in case.walk(here, 5):
+        there.next()
+        there.feed(name[token])
+    allowed, ends = case.next(here)
+    got, got_ends = _sets(there.next())
+    twin = v.size
+
+    def renamed(ids: frozenset[int]) -> frozenset[int]:
+        return frozenset(name[i] for i in ids) | ({twin} if twin_of in ids else frozenset())
+
+    if allowed is None or "canonical_only" in case.capabilities:
+        case.equal(got is None, allowed is None, "an opinion in one numbering only")
+        return
+    case.equal(got, renamed(allowed), f"renumbered by {shift}, {case.show_id(twin_of)} doubled as {twin}: allowed")
+    case.equal(got_ends, renamed(ends), f"renumbered by {shift}, {case.show_id(twin_of)} doubled as {twin}: ends")
+
+
+def _permitted(case: Case, text: bytes) -> bool | None:
+    """Whether some tokenization of `text` is a permitted path from the start; None when the search grows too large."""
+    if not text:
+        return True
+    todo: list[tuple[int, Any]] = [(0, case.make())]
+    for _ in range(60):
+        if not todo:
+            return False
+        done, f = todo.pop()
+        allowed, ends = _sets(f.next())
+        if allowed is None:
+            return True
+        for token in sorted(_spellings(case.vocabulary, text, done) & (allowed - case.stops)):
+            reached = done + len(case.vocabulary.bytes_of(token))
+            if reached == len(text):
+                return True
+            if token not in ends:
+                copy = f.clone()
+                copy.feed(token)
+                todo.append((reached, copy))
+    return None
+
+
+def _spellings(vocabulary: Vocabulary, text: bytes, position: int) -> frozenset[int]:
+    """Ids whose bytes `text` continues with at `position`."""
+    found: list[int] = []
+    node = 0
+    for byte in text[position : position + 400]:
+        node = vocabulary.trie.child(node, byte)
+        if node < 0:
+            break
+        found.extend(vocabulary.trie.exact(node))
+    return frozenset(found)
+
+
+def _different(case: Case, allowed: frozenset[int]) -> list[int]:
+    """Up to 24 allowed tokens with different first bytes, likely closers among them."""
+    found: dict[int, int] = {}
+    for token in sorted(allowed - case.stops):
+        raw = case.vocabulary.bytes_of(token)
+        if raw:
+            found.setdefault(raw[0], token)
+    closing = [found[b] for b in b'"}])0a' if b in found]
+    return list(dict.fromkeys([*closing, *found.values()]))[:24] or sorted(allowed - case.stops)[:24]
+
+
+def _ended(case: Case, f: Any) -> bool:
+    ended = getattr(f, "ended", None)
+    return bool(callable(ended) and ended())
+
+
+def _sets(answer: Any) -> tuple[frozenset[int] | None, frozenset[int]]:
+    allowed, ends = answer
+    return (None if allowed is None else frozenset(allowed)), frozenset(ends)

@@ -1,0 +1,68 @@
+"""A law: its number, its level, what it asks of a filter before it applies, and its check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from exl_filters.base import overrides
+from exl_filters.testing.case import Case
+from exl_filters.testing.languages import Language
+
+__all__ = ["LAWS", "Law", "applicable", "law"]
+
+Level = Literal["must", "should", "capability"]
+
+
+@dataclass(frozen=True)
+class Law:
+    """`check` raises when the law does not hold for the case.
+
+    needs: methods of which one must be overridden for the law to apply. oracle: applies only with a language. unless:
+    claims that exempt a filter (`canonical_only`: it narrows to canonical tokenizations). examples: share of the
+    profile's examples.
+    """
+
+    id: str
+    title: str
+    level: Level
+    check: Callable[[Case], None]
+    needs: tuple[str, ...] = ()
+    oracle: bool = False
+    unless: str = ""
+    examples: float = 1.0
+
+
+LAWS: dict[str, Law] = {}
+
+
+def law(
+    number: int,
+    title: str,
+    *,
+    level: Level = "must",
+    needs: Collection[str] = (),
+    oracle: bool = False,
+    unless: str = "",
+    examples: float = 1.0,
+) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
+    """Enter a check in LAWS."""
+
+    def add(check: Callable[[Case], None]) -> Callable[[Case], None]:
+        name = f"LAW-{number:02d}"
+        LAWS[name] = Law(name, title, "capability" if needs else level, check, tuple(needs), oracle, unless, examples)
+        return check
+
+    return add
+
+
+def applicable(entry: Law, sample: Any, language: Language | None, capabilities: Collection[str]) -> str:
+    """ "" if the law applies to a filter like `sample`, else why not."""
+    if entry.oracle and language is None:
+        return "needs a language"
+    if entry.unless and entry.unless in capabilities:
+        return f"the filter claims {entry.unless}"
+    if entry.needs and not any(n in capabilities or overrides(sample, n) for n in entry.needs):
+        return f"the filter has no {' or '.join(entry.needs)} of its own"
+    return ""

@@ -1,0 +1,102 @@
+"""LAW-36, LAW-37: what a filter does to its surroundings."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import os
+import random
+import sys
+import tracemalloc
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from exl_filters.testing.case import Case
+from exl_filters.testing.laws.law import law
+
+# Growth per cycle that counts as a leak: less than one kept Python object.
+BYTES_PER_CYCLE = 200
+
+
+@law(36, "generations do not pile up memory", level="should", examples=0.02)
+def resources(case: Case) -> None:
+    f = case.make()
+    seed = case.draw(st.integers(0, 2**32 - 1))
+
+    def cycles(count: int) -> None:
+        for index in range(count):
+            rng = random.Random(seed + index)
+            f.begin("")
+            for _ in range(6):
+                allowed, ends = f.next()
+                tokens = sorted(set(allowed) - case.stops) if allowed is not None else case.ordinary()
+                if not tokens:
+                    break
+                token = rng.choice(tokens)
+                f.feed(token)
+                if token in ends:
+                    break
+
+    cycles(15)
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
+        tracemalloc.start()
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    cycles(15)
+    gc.collect()
+    middle = tracemalloc.get_traced_memory()[0]
+    cycles(30)
+    gc.collect()
+    after = tracemalloc.get_traced_memory()[0]
+    if not was_tracing:
+        tracemalloc.stop()
+    # Caches fill and stop; what leaks grows at the same rate in both stretches.
+    first, second = (middle - before) / 15, (after - middle) / 30
+    case.expect(
+        second < BYTES_PER_CYCLE or second < first / 4,
+        f"{second:.0f} bytes more with every generation, still after 60",
+    )
+
+
+@law(37, "running a filter changes nothing outside it", level="should", examples=0.3)
+def no_global_effects(case: Case) -> None:
+    given = _given_to(case.factory)
+    snapshot = copy.deepcopy(given)
+    before = _surroundings()
+    f = case.make()
+    case.walk(f, 5)
+    case.clone(f) if callable(getattr(f, "clone", None)) else None
+    after = _surroundings()
+    changed = [name for name, value in before.items() if value != after[name]]
+    case.expect(not changed, f"running the filter changed {', '.join(changed)}")
+    case.expect(given == snapshot, f"the filter changed what its caller gave it: {snapshot!r:.80} became {given!r:.80}")
+
+
+def _surroundings() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "random's state": random.getstate(),
+        "numpy's random state": repr(np.random.get_state()),
+        "the environment": dict(os.environ),
+        "sys.path": list(sys.path),
+        "the working directory": os.getcwd(),
+        "root logging handlers": list(logging.getLogger().handlers),
+        "numpy's error state": np.geterr(),
+        "the recursion limit": sys.getrecursionlimit(),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "get_num_threads"):
+        found["torch's threads"] = torch.get_num_threads()
+        found["torch's default dtype"] = torch.get_default_dtype()
+    return found
+
+
+def _given_to(factory: Any) -> list[Any]:
+    """The mutable values a factory function closes over or defaults to: schemas, options."""
+    cells = [cell.cell_contents for cell in getattr(factory, "__closure__", None) or ()]
+    values = [*cells, *(getattr(factory, "__defaults__", None) or ()), *getattr(factory, "args", ())]
+    values += list((getattr(factory, "keywords", None) or {}).values())
+    return [v for v in values if isinstance(v, dict | list | set)]

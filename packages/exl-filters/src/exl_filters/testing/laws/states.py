@@ -1,0 +1,219 @@
+"""LAW-05 to LAW-11, LAW-31, LAW-33, LAW-34: state changes only when it should, and as it should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from exl_filters.errors import FilterError, FilterRejected
+from exl_filters.testing.case import Case
+from exl_filters.testing.laws.law import law
+from exl_filters.tokens import FedToken
+
+PREFIXES = st.sampled_from(["", "a", "th", " "])
+
+
+@law(5, "asking twice gives the same answer")
+def idempotent(case: Case) -> None:
+    f = case.make()
+    case.walk(f)
+    first = case.next(f)
+    if case.can(f, "prepare_logit_mask"):
+        case.note(f"{case.of(f)}.prepare_logit_mask()")
+        f.prepare_logit_mask()
+    case.equal(case.next(f), first, "the second answer differs")
+
+
+@law(6, "equal paths give equal answers in any instance")
+def deterministic(case: Case) -> None:
+    one, other = case.make(), case.make()
+    path = case.walk(one)
+    for token in path:
+        case.next(other)
+        case.feed(other, token)
+    case.equal(case.next(one), case.next(other), "two instances disagree after the same tokens")
+
+
+@law(7, "feeding without asking leads to the same state", level="should")
+def observation_free(case: Case) -> None:
+    asked, unasked = case.make(), case.make()
+    for token in case.walk(asked):
+        case.feed(unasked, token)
+    case.equal(case.next(unasked), case.next(asked), "the state depends on whether next() was called")
+
+
+@law(8, "begin() gives the state of a fresh instance")
+def begin_resets(case: Case) -> None:
+    used, fresh = case.make(), case.make()
+    path = case.walk(used)
+    if case.draw(st.booleans()) and path:
+        _tolerant_feed(case, used, min(case.stops, default=0))
+    prefix = case.draw(PREFIXES)
+    case.begin(used, prefix)
+    case.begin(fresh, prefix)
+    case.equal(case.next(used), case.next(fresh), f"begin({prefix!r}) after {len(path)} tokens is not a fresh begin")
+
+
+@law(9, "an allowed token is never refused, as int or as tensor")
+def feed_total(case: Case) -> None:
+    f = case.make()
+    case.walk(f)
+    token = case.choose(f, stops=True)
+    if token is None:
+        return
+    form = case.draw(st.sampled_from(["int", "wrapped", "array"]))
+    case.note(f"{case.of(f)}.feed({token} as {form})")
+    given: Any = {"int": token, "wrapped": FedToken(token), "array": np.array([[token]])}[form]
+    try:
+        f.feed(given)
+    except Exception as error:
+        case.expect(
+            False, f"feeding the allowed {case.show_id(token)} as {form} raised {type(error).__name__}: {error}"
+        )
+
+
+@law(10, "a token that is not allowed is refused and changes nothing", level="should")
+def feed_rejects(case: Case) -> None:
+    f = case.make()
+    path = case.walk(f)
+    before = case.next(f)
+    if before[0] is None or _over(case, f, path):
+        return
+    others = [i for i in range(case.vocabulary.size) if i not in before[0]]
+    if not others:
+        return
+    token = case.draw(st.sampled_from(others))
+    try:
+        case.feed(f, token)
+    except FilterRejected:
+        pass
+    except Exception as error:
+        case.expect(False, f"refusing {case.show_id(token)} raised {type(error).__name__}, not FilterRejected")
+    else:
+        case.expect(False, f"{case.show_id(token)} is not allowed and was accepted")
+    case.equal(case.next(f), before, "a refused token changed the state")
+
+
+@law(11, "after the end, stop and pad tokens are taken without complaint")
+def terminal_feeds(case: Case) -> None:
+    f = case.make()
+    path = case.walk(f, 12)
+    allowed, _ = case.next(f)
+    if not _over(case, f, path):
+        stops = sorted(case.stops & allowed) if allowed is not None else sorted(case.stops)
+        if not stops:
+            return
+        case.feed(f, case.draw(st.sampled_from(stops)))
+    for token in [*sorted(case.stops), case.vocabulary.pad_token_id, -1]:
+        if token is None:
+            continue
+        try:
+            case.feed(f, token)
+        except Exception as error:
+            case.expect(False, f"after the end, feeding {token} raised {type(error).__name__}: {error}")
+
+
+@law(31, "rewind(n) undoes n feeds, also across the end", needs=["rewind"])
+def rewind(case: Case) -> None:
+    f = case.make()
+    trace, path = [case.next(f)], case.walk(f, 6)
+    again = case.make()
+    for token in path:
+        case.feed(again, token)
+        trace.append(case.next(again))
+    extra = case.draw(st.integers(0, 2)) if _over(case, f, path) else 0
+    for _ in range(extra):
+        case.feed(f, min(case.stops, default=-1))
+    n = case.draw(st.integers(0, len(path)))
+    _rewind(case, f, n + extra)
+    case.equal(case.next(f), trace[len(path) - n], f"after rewind({n + extra})")
+    for token in path[len(path) - n :]:
+        case.feed(f, token)
+    case.equal(case.next(f), trace[-1], "after feeding the rewound tokens again")
+    try:
+        f.rewind(len(path) + 1)
+    except FilterError:
+        case.equal(case.next(f), trace[-1], "a refused rewind changed the state")
+    else:
+        case.expect(False, f"rewind({len(path) + 1}) after {len(path)} tokens was accepted")
+
+
+def _rewind(case: Case, f: Any, n: int) -> None:
+    case.note(f"{case.of(f)}.rewind({n})")
+    f.rewind(n)
+
+
+@law(33, "validate() counts what may follow and changes nothing", needs=["validate"])
+def validate(case: Case) -> None:
+    f, judge = case.make(), case.make()
+    path = case.walk(f, 4)
+    for token in path:
+        case.feed(judge, token)
+    if _over(case, f, path):
+        return
+    allowed, _ = case.next(f)
+    likely = sorted(allowed) if allowed else case.ordinary()
+    if not likely:
+        return
+    any_id = st.one_of(st.sampled_from(likely), st.integers(0, case.vocabulary.size - 1))
+    draft = [case.draw(st.sampled_from(likely)), *case.draw(st.lists(any_id, max_size=2))]
+    expected = 0
+    for token in draft:
+        allowed, ends = case.next(judge)
+        if allowed is not None and token not in allowed:
+            break
+        if allowed is None and not case.vocabulary.is_defined(token):
+            return
+        expected += 1
+        if token in ends or token in case.stops:
+            break
+        case.feed(judge, token)
+        if callable(getattr(judge, "ended", None)) and judge.ended():
+            break
+    before = case.next(f)
+    case.note(f"{case.of(f)}.validate({draft})")
+    case.equal(f.validate(draft), expected, f"validate({draft})")
+    case.equal(case.next(f), before, "validate() changed the state")
+
+
+@law(34, "forced() is how every continuation begins", needs=["forced"])
+def forced(case: Case) -> None:
+    f = case.make()
+    path = case.walk(f, 4)
+    if _over(case, f, path):
+        return
+    case.note(f"{case.of(f)}.forced()")
+    must = f.forced()
+    before = case.next(f)
+    text = case.text(case.walk(f, 6))
+    length = min(len(text), len(must))
+    case.equal(text[:length], must[:length], "a permitted continuation does not begin with forced()")
+    if must and not text and before[0] is not None:
+        case.expect(not before[0] & case.stops, f"{must!r} is forced, and a stop token is allowed")
+
+
+def _over(case: Case, f: Any, path: list[int]) -> bool:
+    """Whether the constraint has ended on this path."""
+    ended = getattr(f, "ended", None)
+    if callable(ended) and ended():
+        return True
+    if not path:
+        return False
+    if path[-1] in case.stops:
+        return True
+    # For filters that only list their ends: replay the last step.
+    judge = case.make()
+    for token in path[:-1]:
+        case.next(judge)
+        case.feed(judge, token)
+    return path[-1] in case.next(judge)[1]
+
+
+def _tolerant_feed(case: Case, f: Any, token: int) -> None:
+    """Put the filter in whatever state a token may bring it to, a refusal included."""
+    try:
+        case.feed(f, token)
+    except Exception:
+        case.note("# refused")

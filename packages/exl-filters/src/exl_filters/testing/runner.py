@@ -1,0 +1,241 @@
+"""Running laws: one law under hypothesis, all laws of a filter, and what is reported."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import traceback
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import hypothesis
+from hypothesis import strategies as st
+
+from exl_filters.context import FilterContext
+from exl_filters.errors import FilterUsageError
+from exl_filters.testing.case import Broken, Case, Factory
+from exl_filters.testing.languages import Language, as_language
+from exl_filters.testing.laws import LAWS, Law, applicable
+from exl_filters.testing.vocabularies import standard_vocabulary, vocabularies
+from exl_filters.vocabulary import Vocabulary
+
+__all__ = ["PROFILES", "Outcome", "Report", "Subject", "check_filter", "read_xfail"]
+
+PROFILES: Mapping[str, Mapping[str, Any]] = {
+    "quick": {"max_examples": 20, "derandomize": True, "database": None},
+    "ci": {"max_examples": 60, "derandomize": True, "database": None},
+    "deep": {"max_examples": 1000},
+}
+"""Examples per law. `quick` and `ci` repeat themselves exactly; `deep` draws anew and keeps what it found."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one law. `detail`: the failure and how to repeat it, or why the law does not apply."""
+
+    law: Law
+    status: Literal["holds", "broken", "known", "unexpected", "not applicable"]
+    message: str = ""
+    reproduction: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status not in ("broken", "unexpected")
+
+    def __str__(self) -> str:
+        line = f"{self.law.id} {self.law.title}: {self.status}"
+        if self.message:
+            line += f"\n    {self.message}"
+        if self.reproduction and not self.ok:
+            line += "\n" + "\n".join("    | " + text for text in self.reproduction.splitlines())
+        return line
+
+
+@dataclass(frozen=True)
+class Report:
+    """All outcomes of one filter."""
+
+    outcomes: list[Outcome]
+
+    @property
+    def ok(self) -> bool:
+        return all(outcome.ok for outcome in self.outcomes)
+
+    @property
+    def broken(self) -> list[str]:
+        """Numbers of the laws that do not hold, known failures included."""
+        return [o.law.id for o in self.outcomes if o.status in ("broken", "known")]
+
+    def __str__(self) -> str:
+        counts: dict[str, int] = {}
+        for outcome in self.outcomes:
+            counts[outcome.status] = counts.get(outcome.status, 0) + 1
+        summary = ", ".join(f"{count} {status}" for status, count in counts.items())
+        return "\n".join([*(str(o) for o in self.outcomes if o.status != "holds"), summary])
+
+
+@dataclass
+class Subject:
+    """A filter under test and how hard to test it.
+
+    factory: takes a `Vocabulary` (which serves as the filter's tokenizer) and returns a filter. language: an oracle of
+    its texts. capabilities: claims beyond what overridden methods show: "canonical_only" (spells forced text in one
+    way), "token_level" (constrains ids, not text), "names_specials" (allows control ids by number), or the name of a
+    method.
+    """
+
+    factory: Factory
+    language: Language | None = None
+    capabilities: frozenset[str] = frozenset()
+    profile: str = "ci"
+    examples: int | None = None
+    seed: int | None = None
+    vocabulary: Vocabulary | None = None
+    _sample: Any = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, factory: Factory, *, language: Any = None, capabilities: Iterable[str] = (), **options: Any) -> Subject:
+        if not callable(factory):
+            raise FilterUsageError(f"the factory must take a vocabulary and return a filter; got {factory!r:.60}")
+        if options.get("profile", "ci") not in PROFILES:
+            raise FilterUsageError(f"profiles are {', '.join(PROFILES)}; got {options['profile']!r}")
+        language = as_language(language if language is not None else getattr(factory, "language", None))
+        claims = frozenset(capabilities) | frozenset(getattr(factory, "capabilities", ()))
+        return cls(factory, language, claims, **options)
+
+    def sample(self) -> Any:
+        """One filter, to see what it overrides."""
+        if self._sample is None:
+            v = self.vocabulary or standard_vocabulary(self.language)
+            self._sample = self.factory(v)
+            if callable(getattr(self._sample, "attach", None)):
+                self._sample.attach(FilterContext.make(v.size, v.stop_ids, v.special_ids))
+        return self._sample
+
+    def not_applicable(self, law: Law) -> str:
+        """Why a law does not apply; "" if it does, or if no filter can be made to find out."""
+        try:
+            sample = self.sample()
+        except Exception:
+            return ""
+        return applicable(law, sample, self.language, self.capabilities)
+
+    def run(self, law: Law) -> None:
+        """Raise `Broken`, or what the filter itself raised, if the law does not hold."""
+        options = dict(PROFILES[self.profile])
+        count = self.examples or options["max_examples"]
+        options["max_examples"] = max(1, round(count * law.examples))
+        settings = hypothesis.settings(
+            **options,
+            deadline=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            print_blob=False,
+            report_multiple_bugs=False,
+            # Laws of few examples are the slow ones: their counterexamples are shown as found.
+            phases=[hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if law.examples >= 0.1 else [])],
+        )
+        words = st.just(self.vocabulary) if self.vocabulary is not None else vocabularies(self.language)
+        last: list[Case] = []
+
+        def example(data: st.DataObject) -> None:
+            case = Case(data, self.factory, data.draw(words), self.language, self.capabilities)
+            last[:] = [case]
+            law.check(case)
+
+        test = settings(hypothesis.given(data=st.data())(example))
+        if self.seed is not None:
+            test = hypothesis.seed(self.seed)(test)
+        try:
+            # Hypothesis prints the failing draw; the report says it better.
+            with contextlib.redirect_stdout(io.StringIO()):
+                test()
+        except Broken:
+            raise
+        except Exception as error:
+            raise Broken(_own_failure(error), last[0] if last else None) from error
+
+    def outcome(self, law: Law, xfail: Mapping[str, str]) -> Outcome:
+        """Run a law and judge the result against the known failures."""
+        reason = self.not_applicable(law)
+        if reason:
+            return Outcome(law, "not applicable", reason)
+        try:
+            self.run(law)
+        except Broken as broken:
+            if law.id in xfail:
+                return Outcome(law, "known", xfail[law.id])
+            where = broken.case.reproduction() if broken.case is not None else ""
+            return Outcome(law, "broken", str(broken), where)
+        if law.id in xfail:
+            return Outcome(
+                law, "unexpected", f"listed as a known failure ({xfail[law.id]}), and holds: take it off the list"
+            )
+        return Outcome(law, "holds")
+
+
+def check_filter(
+    factory: Factory,
+    *,
+    language: Any = None,
+    laws: Collection[str] | None = None,
+    xfail: Mapping[str, str] | str | os.PathLike[str] | None = None,
+    capabilities: Iterable[str] = (),
+    profile: str = "ci",
+    examples: int | None = None,
+    seed: int | None = None,
+    vocabulary: Vocabulary | None = None,
+    raise_on_failure: bool = False,
+) -> Report:
+    """Run the laws on what `factory(vocabulary)` makes.
+
+    xfail: law numbers with reasons, or a file of them; strict: a listed law that holds is a failure. With
+    `raise_on_failure` an `AssertionError` carries the report.
+    """
+    options = {"profile": profile, "examples": examples, "seed": seed, "vocabulary": vocabulary}
+    subject = Subject.of(factory, language=language, capabilities=capabilities, **options)
+    known = read_xfail(xfail)
+    report = Report([subject.outcome(law, known) for law in select_laws(laws)])
+    if raise_on_failure and not report.ok:
+        raise AssertionError(str(report))
+    return report
+
+
+def select_laws(names: Collection[str] | None) -> list[Law]:
+    """The laws of these numbers ("LAW-07" or "7"), or all, in order."""
+    if names is None:
+        return [LAWS[name] for name in sorted(LAWS)]
+    chosen = [f"LAW-{int(n):02d}" if str(n).isdigit() else str(n).upper() for n in names]
+    unknown = [n for n in chosen if n not in LAWS]
+    if unknown:
+        raise FilterUsageError(f"no law is called {', '.join(unknown)}; there are {', '.join(sorted(LAWS))}")
+    return [LAWS[name] for name in sorted(set(chosen))]
+
+
+def read_xfail(given: Mapping[str, str] | str | os.PathLike[str] | None) -> dict[str, str]:
+    """Known failures: a mapping, or a file with `LAW-07 reason` lines, blank lines and # comments."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        entries = dict(given)
+    else:
+        lines = [line.split("#")[0].strip() for line in Path(given).read_text(encoding="utf-8").splitlines()]
+        entries = {}
+        for line in filter(None, lines):
+            name, _, reason = line.partition(" ")
+            entries[name] = reason.strip()
+    select_laws(list(entries))
+    missing = [name for name, reason in entries.items() if not reason]
+    if missing:
+        raise FilterUsageError(f"known failures need a reason: {', '.join(missing)}")
+    return entries
+
+
+def _own_failure(error: Exception) -> str:
+    """An exception of the filter's, with the lines it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [f for f in frames if "hypothesis" not in f.filename and f"testing{os.sep}" not in f.filename]
+    where = f" at {Path(outside[-1].filename).name}:{outside[-1].lineno} {outside[-1].line}" if outside else ""
+    return f"the filter raised {type(error).__name__}: {error}{where}"

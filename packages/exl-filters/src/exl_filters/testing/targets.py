@@ -1,0 +1,62 @@
+"""What the doors from outside are pointed at: `module:factory`, a registered name, or all installed plugins."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from exl_filters import registry
+from exl_filters.errors import FilterUsageError
+
+__all__ = ["targets"]
+
+
+def targets(target: str, params: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
+    """`(name, factory)` pairs. `params` go to a registered filter.
+
+    Raises `FilterUsageError` for a module or attribute that is not there, `PluginError` for a name.
+    """
+    if target == "installed":
+        for name in registry.names():
+            if registry.info(name).dist != "exl-filters":
+                yield name, _made(registry.get(name), name, params or {})
+    elif ":" in target and not _is_registered(target):
+        yield target, _imported(target)
+    else:
+        yield target, _made(registry.get(target), target, params or {})
+
+
+def _is_registered(name: str) -> bool:
+    return name in registry.names()
+
+
+def _imported(target: str) -> Any:
+    module_name, _, attribute = target.partition(":")
+    # As `python -m` does: the author's project is usually the current directory.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise FilterUsageError(f"{target}: cannot import {module_name}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise FilterUsageError(f"{target}: {module_name} has no {attribute}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise FilterUsageError(f"{target} is a {type(found).__name__}, not a factory that takes a vocabulary")
+    return found
+
+
+def _made(factory: Any, name: str, params: Mapping[str, Any]) -> Any:
+    """A registered class or factory as a factory of one argument; `contract_params` of it where none are given."""
+    given = dict(params) or dict(getattr(factory, "contract_params", {}))
+
+    def make(vocabulary: Any) -> Any:
+        return registry.build(factory, vocabulary, name, given)
+
+    make.language = getattr(factory, "contract_language", getattr(factory, "language", None))  # type: ignore[attr-defined]
+    make.capabilities = getattr(factory, "capabilities", ())  # type: ignore[attr-defined]
+    return make

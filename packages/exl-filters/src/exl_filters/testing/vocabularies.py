@@ -1,0 +1,84 @@
+"""Vocabularies that bring out what filters get wrong: split characters, duplicates, holes, specials that spell like
+text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from exl_filters.testing.languages import Language
+from exl_filters.vocabulary import Vocabulary
+
+__all__ = ["standard_vocabulary", "vocabularies"]
+
+_WORDS = [b" the", b"the", b"The", b"THE", b"a", b"  ", b"\n", b'{"', b'":', b',"', b"<s>", "é".encode(), "😀".encode()]
+_BYTES = [bytes([i]) for i in range(256)]
+
+
+def standard_vocabulary(language: Language | None = None) -> Vocabulary:
+    """One fixed vocabulary with all bytes, words, cuts of the language's samples, a hole, specials and two stop ids."""
+    words = [*_WORDS, *_cuts(list(language.samples if language else ())[:4])[:40]]
+    tokens: list[bytes | None] = [*_BYTES, *words, None, None, None, None]
+    n = len(tokens)
+    return Vocabulary(
+        tokens,
+        eos_token_id=n - 1,
+        stop_ids=[n - 2],
+        special_ids=[n - 1, n - 2, n - 3],
+        special_texts={n - 1: "</s>", n - 2: "<end>", n - 3: "the"},
+    )
+
+
+@st.composite
+def vocabularies(
+    draw: st.DrawFn, language: Language | None = None, *, all_bytes: bool = True, max_words: int = 16
+) -> Vocabulary:
+    """Vocabularies of about 300 ids over `language`.
+
+    Holds the 256 bytes (unless told not to), words, pieces of the language's texts cut anywhere (inside characters
+    too), repeated texts, tokens without text, holes, tokens longer than 300 bytes, specials that spell like content;
+    the stop ids lie at the end, at 0, or in between; there are one or two.
+    """
+    samples = list(language.samples if language else ())
+    if language is not None:
+        samples.append(draw(language.sentences))
+    cuts = _cuts(samples) or [b"x"]
+    # Texts cut out of the language, and the same with something after them: what goes past an end must be seen to.
+    cut = st.sampled_from(cuts)
+    past = st.tuples(st.sampled_from([*samples, *cuts]), st.sampled_from([b"x", b" ", b"\n", b'"'])).map(b"".join)
+    words = draw(st.lists(st.one_of(cut, cut, past, st.sampled_from(_WORDS)), max_size=max_words))
+    extras = draw(
+        st.lists(st.sampled_from([b"", None, b"ab" * 160, b"\xff\xfe", words[0] if words else b"x"]), max_size=4)
+    )
+    tokens: list[bytes | None] = [*(_BYTES if all_bytes else []), *words, *extras]
+    if draw(st.booleans()):
+        tokens = list(draw(st.permutations(tokens))) if len(tokens) < 40 else tokens[::-1]
+    # Holes in front move every id to another bit of its word.
+    tokens[:0] = [None] * draw(st.integers(0, 31))
+    spelling = draw(st.sampled_from([*cuts[:8], b"</s>", b"the"])).decode("utf-8", "replace")
+    stops = draw(st.integers(1, 2))
+    where = draw(st.sampled_from(["end", "start", "inside"]))
+    at = {"end": len(tokens), "start": 0, "inside": len(tokens) // 2}[where]
+    tokens[at:at] = [None] * (stops + 1)
+    ids = list(range(at, at + stops + 1))
+    return Vocabulary(
+        tokens,
+        eos_token_id=ids[0],
+        stop_ids=ids[:stops],
+        special_ids=ids,
+        special_texts={ids[0]: "</s>", ids[-1]: spelling},
+        pad_token_id=draw(st.sampled_from([None, ids[0]])),
+    )
+
+
+def _cuts(samples: Sequence[bytes]) -> list[bytes]:
+    """Substrings of the samples, short ones first, no more than some hundreds."""
+    found: dict[bytes, None] = {}
+    for text in samples:
+        text = text[:24]
+        for length in range(2, len(text) + 1):
+            for start in range(len(text) - length + 1):
+                found[text[start : start + length]] = None
+    return sorted(found, key=len)[:400]

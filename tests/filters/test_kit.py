@@ -1,0 +1,247 @@
+"""The law kit tested: every broken filter of the zoo is caught by its law, good filters pass, each door tells so."""
+"""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from exl_filters import ExLlamaV2SelectFilter, FilterContext, FilterUsageError, Vocabulary
+from exl_filters.cli import main
+from exl_filters.testing import LAWS, FilterContract, check_filter, check_machine, filter_laws, finite, regex
+from exl_filters.testing.runner import read_xfail
+from exl_filters.testing.zoo import OPTIONS, ZOO, Plain
+
+
+def plain(vocab):
+    return Plain(None, vocab)
+
+
+@filter_laws(plain, language=OPTIONS, profile="quick")
+def test_the_plain_filter_obeys_every_law(law):
+    law()
+
+
+def test_all_laws_are_there():
+    assert sorted(LAWS) == [f"LAW-{n:02d}" for n in range(1, 38)]
+
+
+@pytest.mark.parametrize("mutant", ZOO, ids=lambda m: m.name)
+def test_every_broken_filter_is_caught_by_its_law(mutant):
+    def make(vocab, options=OPTIONS if mutant.name != "ChangesCallersOptions" else [*OPTIONS]):
+        return mutant(vocab) if options is OPTIONS else mutant.kind(None, vocab, options)
+
+    report = check_filter(make, language=OPTIONS, laws=[mutant.law])
+    assert report.broken == [mutant.law], f"{mutant.fault}: {report}"
+
+
+def test_the_zoo_is_large_and_of_every_law():
+    assert len(ZOO) >= 25
+    assert {m.law for m in ZOO} == set(LAWS)
+    assert all(m.fault for m in ZOO)
+
+
+def test_the_state_machine_passes_the_good_and_catches_the_bad():
+    check_machine(lambda v: ExLlamaV2SelectFilter(None, v, ["yes", "no way"]), ["yes", "no way"], profile="quick")
+    bad = {m.name: m for m in ZOO}
+    for name in ("SharesList", "RewindsNotEnd", "BeginKeeps"):
+        with pytest.raises(Exception):  # noqa: B017 - whatever the machine ran into
+            check_machine(bad[name], OPTIONS, profile="ci", steps=40)
+
+
+def test_a_report_names_law_text_and_way():
+    mutant = next(m for m in ZOO if m.name == "EndsEarly")
+    report = check_filter(mutant, language=OPTIONS, laws=["25"])
+    assert not report.ok
+    told = str(report)
+    assert "LAW-25" in told
+    assert "not whole in" in told
+    code = report.outcomes[0].reproduction
+    # The reproduction runs, without the kit, and shows the same.
+    code = code.replace("f = make(vocab)", "f = make(vocab); f.attach(context)")
+    namespace = {"make": mutant}
+    exec(compile(code, "reproduction", "exec"), namespace | {"context": _context(code)}, namespace)  # noqa: S102
+    f, vocab = namespace["f"], namespace["vocab"]
+    ends = f.next()[1] - vocab.stop_ids
+    texts = {b"".join(vocab.bytes_of(t) for t in f.fed) + vocab.bytes_of(t) for t in ends}
+    assert texts - {o.encode() for o in OPTIONS}
+
+
+def _context(code):
+    namespace = {}
+    exec(code.split("f = make")[0], namespace)  # noqa: S102 - the head of the reproduction: the vocabulary
+    v = namespace["vocab"]
+    return FilterContext.make(v.size, v.stop_ids)
+
+
+def test_equal_seeds_give_equal_reports():
+    mutant = next(m for m in ZOO if m.name == "OneIdPerText")
+    reports = [str(check_filter(mutant, language=OPTIONS, laws=["23"], seed=7)) for _ in range(2)]
+    assert reports[0] == reports[1]
+
+
+def test_known_failures_are_strict(tmp_path):
+    mutant = next(m for m in ZOO if m.name == "Unsorted")
+    file = tmp_path / "xfail"
+    file.write_text("# known\nLAW-03 sorted later  # soon\n\n")
+    assert read_xfail(file) == {"LAW-03": "sorted later"}
+    assert check_filter(mutant, laws=["3"], xfail=file).ok
+    report = check_filter(plain, laws=["3"], xfail={"LAW-03": "not any more"})
+    assert not report.ok
+    assert report.outcomes[0].status == "unexpected"
+    for bad in ({"LAW-99": "x"}, {"LAW-03": ""}):
+        with pytest.raises(FilterUsageError):
+            read_xfail(bad)
+
+
+def test_raise_on_failure_and_bad_calls():
+    mutant = next(m for m in ZOO if m.name == "Unsorted")
+    with pytest.raises(AssertionError, match="LAW-03"):
+        check_filter(mutant, laws=["3"], raise_on_failure=True)
+    for bad in ({"factory": 3}, {"profile": "huge"}, {"laws": ["LAW-40"]}, {"language": 3}):
+        with pytest.raises(FilterUsageError):
+            check_filter(**{"factory": plain, **bad})
+
+
+def test_languages_know_their_prefixes():
+    cases = {
+        "(yes|no)[ab😀]{1,3}-?": (["", "y", "yesa", "no😀", "noaaa-", "no\udcf0"], ["x", "yesaaaa", "noa-a"]),
+        "[a-c]+x?|\\d{2,}": (["abc", "abcx", "1", "123"], ["abcxa", "d", "1a"]),
+        "[^a]b": (["z", "zb", "é"], ["a", "zz"]),
+    }
+    for pattern, (good, bad) in cases.items():
+        language = regex(pattern)
+        assert all(language.prefix(t.encode("utf-8", "surrogateescape")) for t in good), pattern
+        assert not any(language.prefix(t.encode()) for t in bad), pattern
+    assert regex("(?=a)b").prefix(b"zzz") is None
+    assert finite(["ab"]).prefix(b"a")
+    assert not finite(["ab"]).whole(b"a")
+
+
+class TestContractClass(FilterContract):
+    make_filter = staticmethod(plain)
+    language = OPTIONS
+    profile = "quick"
+    examples = 3
+
+
+GOOD = """
+from exl_filters import ExLlamaV2SelectFilter
+def make(vocab):
+    return ExLlamaV2SelectFilter(None, vocab, ["yes", "no"])
+make.language = ["yes", "no"]
+def broken(vocab):
+    f = make(vocab)
+    inner = type(f)
+    class Broken(inner):
+        def clone(self, c=None):
+            return self
+    f.__class__ = Broken
+    return f
+broken.language = make.language
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "my_filters.py").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "my_filters"
+    sys.modules.pop("my_filters", None)
+
+
+def test_command_line(module, capsys):
+    assert main(["check", f"{module}:make", "--profile", "quick", "--examples", "5"]) == 0
+    assert "broken" not in capsys.readouterr().out
+    assert main(["check", f"{module}:broken", "--laws", "12,13", "--profile", "quick"]) == 1
+    out = capsys.readouterr().out
+    assert "LAW-12 a clone is another object in the same state: broken" in out
+    assert "vocab = Vocabulary(" in out
+    assert main(["check", f"{module}:broken", "--laws", "12", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["status"] == "broken"
+    assert main(["check", "select", "--params", '{"options": ["a"]}', "--language", '["a"]', "--laws", "1,22"]) == 0
+    for bad in ("nowhere:make", f"{module}:nothing", "unknown", f"{module}:GOOD"):
+        assert main(["check", bad]) == 2
+    assert main(["check", "select", "--laws", "1"]) == 1  # no options: no filter can be made
+
+
+def test_python_dash_m_and_the_pytest_option(module, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "exl_filters", "check", f"{module}:broken", "--laws", "12"],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1
+    assert "LAW-12" in run.stdout
+    (tmp_path / "test_nothing.py").write_text("def test_nothing(): ...\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--filter-examples",
+        "2",
+        "--filter-profile",
+    ]
+    for target, status in (("make", 0), ("broken", 1)):
+        run = subprocess.run(
+            [*command, "quick", "--filter-contract", f"{module}:{target}", str(tmp_path)],
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == status, run.stdout
+        assert ("LAW-12 a clone is another object" in run.stdout) == bool(status)
+
+
+def test_the_decorator_in_an_authors_file(tmp_path):
+    (tmp_path / "test_mine.py").write_text(
+        textwrap.dedent("""
+        from exl_filters.testing import filter_laws
+        from exl_filters.testing.zoo import ZOO, OPTIONS
+        bad = next(m for m in ZOO if m.name == "Unsorted")
+
+        @filter_laws(bad, language=OPTIONS, laws=["1", "3"], profile="quick")
+        def test_contract(law):
+            law()
+
+        @filter_laws(bad, language=OPTIONS, laws=["1", "3"], xfail={"LAW-03": "some day"}, profile="quick")
+        def test_known(law):
+            law()
+        """)
+    )
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)], capture_output=True, text=True
+    )
+    assert "1 failed, 2 passed, 1 xfailed" in run.stdout, run.stdout
+    assert "LAW-03 a list is strictly ascending" in run.stdout
+    assert "to repeat it" in run.stdout
+
+
+def test_the_vocabulary_is_a_tokenizer_for_the_minimal_custom_filter():
+    """The example filter of exllamav2's documentation, as users copied it."""
+    from exl_filters import ExLlamaV2Filter, FilterStack, bits
+
+    class WordFilter(ExLlamaV2Filter):
+        def __init__(self, model, tokenizer, words):
+            super().__init__(model, tokenizer)
+            self.allowed = {int(i) for w in words for i in tokenizer.encode(w, add_bos=False)[0]}
+
+        def begin(self, prefix_str):
+            self.sequence_str = ""
+
+        def feed(self, token):
+            self.sequence_str += self.tokenizer.get_id_to_piece_list()[token]
+
+        def next(self):
+            return self.allowed, set()
+
+    vocab = Vocabulary(["yes", "no", "maybe", "</s>"], eos_token_id=3, special_ids=[3])
+    stack = FilterStack([WordFilter(None, vocab, ["yes", "no"])], vocab_size=4, stop_ids=[3])
+    assert bits.to_ids(stack.next_mask()) == [0, 1]
+    stack.feed(0)
+    assert bits.to_ids(stack.next_mask()) == [0, 1]
