@@ -1,5 +1,4 @@
 """The law kit tested: every broken filter of the zoo is caught by its law, good filters pass, each door tells so."""
-"""
 
 import json
 import subprocess
@@ -33,7 +32,7 @@ def test_every_broken_filter_is_caught_by_its_law(mutant):
     def make(vocab, options=OPTIONS if mutant.name != "ChangesCallersOptions" else [*OPTIONS]):
         return mutant(vocab) if options is OPTIONS else mutant.kind(None, vocab, options)
 
-    report = check_filter(make, language=OPTIONS, laws=[mutant.law])
+    report = check_filter(make, language=OPTIONS, laws=[mutant.law], shrink=False)
     assert report.broken == [mutant.law], f"{mutant.fault}: {report}"
 
 
@@ -46,9 +45,9 @@ def test_the_zoo_is_large_and_of_every_law():
 def test_the_state_machine_passes_the_good_and_catches_the_bad():
     check_machine(lambda v: ExLlamaV2SelectFilter(None, v, ["yes", "no way"]), ["yes", "no way"], profile="quick")
     bad = {m.name: m for m in ZOO}
-    for name in ("SharesList", "RewindsNotEnd", "BeginKeeps"):
+    for name in ("SharesList", "BeginKeeps", "RefusesAndMoves", "StaleResult"):
         with pytest.raises(Exception):  # noqa: B017 - whatever the machine ran into
-            check_machine(bad[name], OPTIONS, profile="ci", steps=40)
+            check_machine(bad[name], ["yes"], profile="ci", steps=30, shrink=False)
 
 
 def test_a_report_names_law_text_and_way():
@@ -78,7 +77,7 @@ def _context(code):
 
 def test_equal_seeds_give_equal_reports():
     mutant = next(m for m in ZOO if m.name == "OneIdPerText")
-    reports = [str(check_filter(mutant, language=OPTIONS, laws=["23"], seed=7)) for _ in range(2)]
+    reports = [str(check_filter(mutant, language=OPTIONS, laws=["23"], seed=7, shrink=False)) for _ in range(2)]
     assert reports[0] == reports[1]
 
 
@@ -154,7 +153,7 @@ def module(tmp_path, monkeypatch):
 
 
 def test_command_line(module, capsys):
-    assert main(["check", f"{module}:make", "--profile", "quick", "--examples", "5"]) == 0
+    assert main(["check", f"{module}:make", "--profile", "quick", "--examples", "3"]) == 0
     assert "broken" not in capsys.readouterr().out
     assert main(["check", f"{module}:broken", "--laws", "12,13", "--profile", "quick"]) == 1
     out = capsys.readouterr().out
@@ -184,6 +183,7 @@ def test_python_dash_m_and_the_pytest_option(module, tmp_path):
         "-q",
         "-p",
         "no:cacheprovider",
+        "--filter-laws=1,12,18",
         "--filter-examples",
         "2",
         "--filter-profile",

@@ -11,7 +11,7 @@ SELECT = ["yes", "no", "😀x", "no way"]
 PREFIX = ["{", "[é"]
 
 
-@filter_laws(lambda vocab: ExLlamaV2SelectFilter(None, vocab, SELECT), language=SELECT, profile="quick")
+@filter_laws(lambda vocab: ExLlamaV2SelectFilter(None, vocab, SELECT), language=SELECT, profile="quick", examples=12)
 def test_select(law):
     law()
 
@@ -20,13 +20,16 @@ def test_select(law):
     lambda vocab: ExLlamaV2SelectFilter(None, vocab, ["yeS"], True),
     language=re.compile("[yY][eE][sSſ]"),
     profile="quick",
+    examples=12,
     laws=[str(n) for n in (5, 8, 12, 13, 18, 21, 22, 23, 24, 25, 26, 28, 31, 32, 35)],
 )
 def test_select_of_any_case(law):
     law()
 
 
-@filter_laws(lambda vocab: ExLlamaV2PrefixFilter(None, vocab, PREFIX), language=starts_with(PREFIX), profile="quick")
+@filter_laws(
+    lambda vocab: ExLlamaV2PrefixFilter(None, vocab, PREFIX), language=starts_with(PREFIX), profile="quick", examples=12
+)
 def test_prefix(law):
     law()
 
@@ -59,6 +62,7 @@ def test_grammar_of_a_pattern(law):
     language=re.compile(PATTERN),
     capabilities=["canonical_only"],
     profile="quick",
+    examples=12,
     laws=[str(n) for n in (5, 8, 9, 12, 13, 18, 21, 22, 25, 26, 31, 33, 34)],
 )
 def test_grammar_with_canonical_forcing(law):
@@ -69,6 +73,7 @@ def test_grammar_with_canonical_forcing(law):
     lambda vocab: grammar(vocab, json_schema=SCHEMA, no_forcing=True),
     language=json_schema(SCHEMA, ['{"a":"x"}', '{"a": "é", "b": true}']) if pytest.importorskip("jsonschema") else None,
     profile="quick",
+    examples=12,
     laws=[str(n) for n in (7, 8, 9, 10, 13, 18, 20, 21, 23, 24, 25, 26, 29, 31, 32, 33)],
 )
 def test_grammar_of_a_schema(law):
@@ -82,6 +87,6 @@ def enforcer(vocab):
     return ExLlamaV2TokenEnforcerFilter(None, vocab, lmfe.RegexParser("(yes|no)[ab]{1,3}-?"))
 
 
-@filter_laws(enforcer, language=re.compile("(yes|no)[ab]{1,3}-?"), profile="quick")
+@filter_laws(enforcer, language=re.compile("(yes|no)[ab]{1,3}-?"), profile="quick", examples=12)
 def test_token_enforcer(law):
     law()

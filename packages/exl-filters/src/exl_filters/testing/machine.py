@@ -152,13 +152,19 @@ def filter_machine(factory: Factory, language: Any = None) -> type[RuleBasedStat
     return FilterMachine
 
 
-def check_machine(factory: Factory, language: Any = None, *, profile: str = "ci", steps: int = 30) -> None:
-    """Run the state machine; raises what hypothesis raises."""
+def check_machine(
+    factory: Factory, language: Any = None, *, profile: str = "ci", steps: int = 30, shrink: bool = True
+) -> None:
+    """Run the state machine; raises what hypothesis raises. Shrinking a history of a slow filter may take minutes."""
     options: dict[str, Any] = dict(PROFILES[profile])
     run_state_machine_as_test(
         filter_machine(factory, language),
         settings=hypothesis.settings(
-            **options, stateful_step_count=steps, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+            **options,
+            phases=[hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])],
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
         ),
     )
 

@@ -55,7 +55,8 @@ def items_for(session: pytest.Session, target: str) -> Iterator[LawItem]:
             examples=option("--filter-examples"),
             seed=option("--filter-seed"),
         )
-        for law in select_laws(None):
+        wanted = option("--filter-laws")
+        for law in select_laws(wanted.split(",") if wanted else None):
             if not subject.not_applicable(law):
                 title = f"{name}[{law.id} {law.title}]"
                 yield LawItem.from_parent(session, name=title, subject=subject, law=law, known=known)

@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--filter-xfail", default=None, metavar="FILE", help="known failures: lines `LAW-07 reason`")
     group.addoption("--filter-profile", default="ci", choices=["quick", "ci", "deep"], help="how many examples per law")
     group.addoption("--filter-examples", type=int, default=None, help="examples per law, over the profile's")
+    group.addoption("--filter-laws", default=None, metavar="IDS", help="only these, such as LAW-07,LAW-12 or 7,12")
     group.addoption("--filter-seed", type=int, default=None, help="hypothesis seed")
 
 

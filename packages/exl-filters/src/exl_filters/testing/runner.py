@@ -94,6 +94,7 @@ class Subject:
     examples: int | None = None
     seed: int | None = None
     vocabulary: Vocabulary | None = None
+    shrink: bool = True
     _sample: Any = field(default=None, repr=False)
 
     @classmethod
@@ -135,7 +136,10 @@ class Subject:
             print_blob=False,
             report_multiple_bugs=False,
             # Laws of few examples are the slow ones: their counterexamples are shown as found.
-            phases=[hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if law.examples >= 0.1 else [])],
+            phases=[
+                hypothesis.Phase.generate,
+                *([hypothesis.Phase.shrink] if self.shrink and law.examples >= 0.1 else []),
+            ],
         )
         words = st.just(self.vocabulary) if self.vocabulary is not None else vocabularies(self.language)
         last: list[Case] = []
@@ -187,14 +191,16 @@ def check_filter(
     examples: int | None = None,
     seed: int | None = None,
     vocabulary: Vocabulary | None = None,
+    shrink: bool = True,
     raise_on_failure: bool = False,
 ) -> Report:
     """Run the laws on what `factory(vocabulary)` makes.
 
+    shrink: look for the smallest counterexample, not the first.
     xfail: law numbers with reasons, or a file of them; strict: a listed law that holds is a failure. With
     `raise_on_failure` an `AssertionError` carries the report.
     """
-    options = {"profile": profile, "examples": examples, "seed": seed, "vocabulary": vocabulary}
+    options = {"profile": profile, "examples": examples, "seed": seed, "vocabulary": vocabulary, "shrink": shrink}
     subject = Subject.of(factory, language=language, capabilities=capabilities, **options)
     known = read_xfail(xfail)
     report = Report([subject.outcome(law, known) for law in select_laws(laws)])

@@ -32,6 +32,9 @@ class Plain(ExLlamaV2Filter):
     """One of some texts: right in every respect, quick in none."""
 
     native: ClassVar[bool] = True
+    # What was computed last, with what it was computed from.
+    _text: tuple[list[int], bytes] = ([], b"")
+    _targets: tuple[tuple[Any, ...], list[bytes]] = ((), [])
 
     def __init__(self, model: Any, tokenizer: Vocabulary, options: list[str] | None = None) -> None:
         super().__init__(model, tokenizer)
@@ -54,10 +57,15 @@ class Plain(ExLlamaV2Filter):
 
     def text(self) -> bytes:
         fed = self.fed if self.done_at is None else self.fed[: self.done_at]
-        return b"".join(self.tokenizer.bytes_of(t) for t in fed)
+        if self._text[0] != fed:
+            self._text = (list(fed), b"".join(self.tokenizer.bytes_of(t) for t in fed))
+        return self._text[1]
 
     def targets(self) -> list[bytes]:
-        return [self.head + option.encode() for option in self.options]
+        key = (self.head, *self.options)
+        if self._targets[0] != key:
+            self._targets = (key, [self.head + option.encode() for option in self.options])
+        return self._targets[1]
 
     def reachable(self, text: bytes) -> bool:
         return any(target.startswith(text) for target in self.targets())
