@@ -407,6 +407,132 @@ def test_banning_everything_ends_the_job_with_an_error() -> None:
     assert isinstance(last["exception"], NoCandidatesError)
 
 
+# ---- speculation ----
+
+
+def speculate(how: str, script: Callable[[list[int]], int | None] | None = None) -> ExLlamaV2DynamicGenerator:
+    config = ScriptedConfig(vocab_size=VOCAB, max_seq_len=256)
+    model, draft = ScriptedModel(config, script), ScriptedModel(config, script)
+    cache, draft_cache = ScriptedCache(model, max_seq_len=512), ScriptedCache(draft, max_seq_len=512)
+    kw = {"ngram": {"use_ngram_draft": True}, "model": {"draft_model": draft, "draft_cache": draft_cache}}[how]
+    return ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=PAGE, **kw)  # type: ignore[arg-type]
+
+
+def test_a_perfect_draft_model_saves_four_passes_of_five() -> None:
+    generator = speculate("model")
+    results = run(generator, job("hello", 50))
+    assert streamed_tokens(results) == naive(generator, ids("hello")[0].tolist(), 50)
+    last = results[-1]
+    assert (last["accepted_draft_tokens"], last["rejected_draft_tokens"], last["new_tokens"]) == (40, 0, 50)
+    assert sum(not pre for _, _, pre in generator.model.calls) == 10  # type: ignore[attr-defined]
+
+
+def test_ngram_drafts_catch_repetition() -> None:
+    loop = ids("abcdefgh")[0].tolist()
+    generator = speculate("ngram", lambda context: loop[len(context) % 8])
+    last = run(generator, job("x", 80))[-1]
+    assert last["new_tokens"] == 80
+    assert last["accepted_draft_tokens"] > 50
+    assert sum(not pre for _, _, pre in generator.model.calls) < 30  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 5, 10])
+@pytest.mark.parametrize("how", ["ngram", "model"])
+def test_drafting_keeps_max_new_tokens_exact(how: str, new: int) -> None:
+    assert run(speculate(how), job("ab", new))[-1]["new_tokens"] == new
+
+
+def test_a_failing_draft_model_costs_speed_only(caplog: pytest.LogCaptureFixture) -> None:
+    generator = speculate("model")
+    generator.draft_model.faults[ids("a")[0, 0].item()] = RuntimeError("draft died")  # type: ignore[union-attr]
+    results = run(generator, job("hello, this is a", 30))
+    assert streamed_tokens(results) == naive(generator, ids("hello, this is a")[0].tolist(), 30)
+    assert "draft died" in caplog.text
+
+
+# ---- healing, CFG, hooks ----
+
+
+def test_healing_regenerates_the_last_token() -> None:
+    generator = make(lambda c: int(ids("the")[0, 0]) if len(c) == 2 else None)
+    results = run(generator, job("abt", 4, token_healing=True, return_probs=True))
+    assert streamed_text(results)[:2] == "he"
+    assert streamed_tokens(results)[0] == ids("the")[0, 0]
+    last = results[-1]
+    assert (last["new_tokens"], len(streamed_tokens(results)), last["prompt_tokens"]) == (4, 5, 3)
+
+
+def test_healing_the_same_token_adds_no_text() -> None:
+    generator = make(lambda c: int(ids("t")[0, 0]) if len(c) == 2 else None)
+    healed = generator.generate("abt", 6, token_healing=True, gen_settings=Settings.greedy())
+    assert healed == generator.generate("abt", 6, gen_settings=Settings.greedy())
+
+
+def test_healing_needs_two_tokens_and_works_with_filters() -> None:
+    assert run(make(), job("a", 3, token_healing=True))[-1]["prompt_tokens"] == 1
+    from exl_filters import ExLlamaV2SelectFilter
+
+    generator = make()
+    filters = [ExLlamaV2SelectFilter(None, TOKENIZER, ["hey", "hello"])]
+    one = job("say t", 12, token_healing=True, filters=filters, stop_conditions=[EOS])
+    text = "t" + streamed_text(run(generator, one))
+    assert text in ("they", "thello", "they", "thello", "the" + "y") or text.startswith("th")
+
+
+def test_prompt_plus_output_at_the_limit_with_healing() -> None:
+    assert run(make(cache_tokens=64), job("a" * 40, 24, token_healing=True))[-1]["new_tokens"] == 24
+
+
+def test_cfg_pair_against_the_definition() -> None:
+    from exl_generate.sampling import transforms
+
+    generator = make()
+    positive, negative, scale = ids("the quick fox"), ids("a"), 1.8
+    one = ExLlamaV2DynamicJob([positive, negative], 25, gen_settings=Settings.greedy(cfg_scale=scale))
+    got = streamed_tokens(run(generator, one))
+    output: list[int] = []
+    for _ in range(25):
+        rows = [generator.model.logits(np.array(p[0].tolist() + output)) for p in (positive, negative)]  # type: ignore[attr-defined]
+        output.append(int(transforms.cfg_mix(rows[0], rows[1], scale)[:VOCAB].argmax()))
+    assert got == output
+    text = generator.generate(("the quick fox", "a"), 25, gen_settings=Settings.greedy(cfg_scale=scale))
+    assert text == "the quick fox" + one.full_completion
+
+
+def test_cfg_pair_larger_than_the_cache_is_refused() -> None:
+    """exllamav2 counted only the last sequence, and such a job waited for ever."""
+    generator = make(cache_tokens=64)
+    pair = ExLlamaV2DynamicJob([ids("ab" * 10), ids("cd" * 10)], 20, gen_settings=Settings(cfg_scale=2.0))
+    with pytest.raises(CapacityError, match="6 pages"):
+        generator.enqueue(pair)
+
+
+def test_hooks_see_and_replace_tokens() -> None:
+    seen: list[tuple[int, float]] = []
+    x = int(ids("x")[0, 0])
+
+    def hook(result: Any) -> None:
+        seen.append((int(result.sampled_token), float(result.sampled_prob)))
+        assert result.logits.shape == (1, 1, 64)
+        if len(seen) == 2:
+            result.sampled_token = torch.tensor([[x]])
+
+    for generator in (make(), speculate("model")):
+        seen.clear()
+        one = job("the", 6, gen_settings=Settings.greedy(post_sampling_hooks=[hook]))
+        tokens = streamed_tokens(run(generator, one))
+        assert tokens[1] == x != seen[1][0]
+        assert tokens[2:] == naive(generator, ids("the")[0].tolist() + tokens[:2], 4)
+
+
+def test_a_hook_that_substitutes_a_stop_token_stops() -> None:
+    def hook(result: Any) -> None:
+        result.sampled_token = torch.tensor([[EOS]])
+
+    one = job("the", 6, stop_conditions=[EOS], gen_settings=Settings.greedy(post_sampling_hooks=[hook]))
+    assert run(make(), one)[-1]["eos_reason"] == "stop_token"
+
+
 # ---- filters ----
 
 
@@ -529,9 +655,10 @@ def test_clear_queue_returns_everything() -> None:
         (lambda: job("a", 1, stop_conditions=["ok", ""]), RequestError, "''"),
         (lambda: job("a", 1, stop_conditions=[None]), RequestError, "None"),
         (lambda: job("a", 1, banned_strings="text"), RequestError, "banned_strings"),
-        (lambda: job("a", 1, token_healing=True), UnsupportedError, "token_healing"),
         (lambda: job("a", 1, embeddings=[object()]), UnsupportedError, "embeddings"),
-        (lambda: ExLlamaV2DynamicJob([ids("a"), ids("b")], 5), UnsupportedError, "CFG"),
+        (lambda: ExLlamaV2DynamicJob([ids("a"), ids("b")], 5), RequestError, "cfg_scale"),
+        (lambda: ExLlamaV2DynamicJob([ids("a")] * 3, 5), RequestError, "3 sequences"),
+        (lambda: job("a", 1, gen_settings=Settings(cfg_scale=2.0)), RequestError, "go together"),
     ],
 )
 def test_malformed_jobs_are_refused_at_construction(build: Any, error: type[Exception], message: str) -> None:
@@ -570,7 +697,10 @@ def test_generator_refuses_wrong_sizes() -> None:
         ({"max_chunk_size": 1024, "page_size": 16}, 1, 256, RequestError, "at most 64"),
         ({"max_seq_len": 1024, "page_size": 16}, 1, 256, RequestError, "512"),
         ({"max_batch_size": 1000, "page_size": 16}, 1, 256, RequestError, "max_q_size"),
-        ({"use_ngram_draft": True}, 1, 256, UnsupportedError, "specul"),
+        ({"use_ngram_draft": True, "num_draft_tokens": 8}, 1, 256, RequestError, "max_q_size - 1 = 7"),
+        ({"use_ngram_draft": True, "max_ngram": 1}, 1, 256, RequestError, "max_ngram"),
+        ({"draft_model": model}, 1, 256, RequestError, "go together"),
+        ({"draft_model": model, "draft_cache": ScriptedCache(model, 1, 512)}, 1, 256, RequestError, "must be equal"),
     ]
     for kw, batch, length, error, message in cases:
         with pytest.raises(error, match=message):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from exl_generate import ExLlamaV2Sampler, NoCandidatesError, RequestError
 from exl_generate.sampling import Constraint, RequestRandom, RequestSampler, Vocabulary, transforms
 from exl_generate.testing import ScriptedConfig, ScriptedTokenizer
-from exl_kernels.errors import UnsupportedError
 
 Settings = ExLlamaV2Sampler.Settings
 VOCAB = 40
@@ -467,10 +466,18 @@ def test_settings_out_of_range_are_refused(fields: dict[str, Any]) -> None:
         make_sampler(**fields)
 
 
-@pytest.mark.parametrize("fields", [{"cfg_scale": 2.0}, {"post_sampling_hooks": [print]}])
-def test_settings_without_code_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match=next(iter(fields))):
-        make_sampler(**fields)
+def test_cfg_mixes_log_probabilities() -> None:
+    def mixed(scale: float) -> np.ndarray:
+        return np.exp(transforms.cfg_mix(spread(1), spread(2), scale).astype(np.float64))
+
+    one, two = (np.exp(row - row.max()) for row in (spread(1).astype(np.float64), spread(2).astype(np.float64)))
+    one, two = one / one.sum(), two / two.sum()
+    np.testing.assert_allclose(mixed(1.0), one, rtol=1e-5)
+    np.testing.assert_allclose(mixed(0.0), two, rtol=1e-5)
+    np.testing.assert_allclose(mixed(2.0)[:VOCAB], one[:VOCAB] ** 2 / two[:VOCAB], rtol=1e-4)
+    sampler = make_sampler(cfg_scale=3.0)
+    plain = [sampler.sample(spread(1), CONTEXT, i).token for i in range(50)]
+    assert plain != [sampler.sample(spread(1), CONTEXT, i, negative=spread(2)).token for i in range(50)]
 
 
 def test_bias_helpers() -> None:

@@ -59,6 +59,13 @@ class Alternate(ExLlamaV2Filter):
         return set(range(3 + self.at % 2, VOCAB, 2)), set()
 
 
+def every_fifth(result: Any) -> None:
+    """Replaces tokens whose id is a multiple of five, and hides them from filters."""
+    if int(result.sampled_token) % 5 == 0:
+        result.sampled_token = torch.tensor([[int(result.sampled_token) - 1]])
+        result.feed_filters = False
+
+
 @dataclass
 class Ask:
     """A request as data, so that it can be made twice."""
@@ -73,12 +80,20 @@ class Ask:
     fault: int | None = None
     arrives: int = 0
     cancelled_at: int | None = None
+    healing: bool = False
+    negative: list[int] | None = None
+    hooked: bool = False
 
     def job(self) -> ExLlamaV2DynamicJob:
+        chosen = SETTINGS[self.style].clone()
+        chosen.cfg_scale = None if self.negative is None else 1.5
+        chosen.post_sampling_hooks = [every_fifth] if self.hooked else []
+        rows = [self.prompt] if self.negative is None else [self.prompt, self.negative]
         return ExLlamaV2DynamicJob(
-            torch.tensor([self.prompt]),
+            [torch.tensor([row]) for row in rows],
             self.new,
-            gen_settings=SETTINGS[self.style],
+            gen_settings=chosen,
+            token_healing=self.healing,
             seed=self.seed,
             stop_conditions=self.stops,
             banned_strings=self.bans,
@@ -103,6 +118,9 @@ def asks(draw: st.DrawFn, faulty: bool = False) -> Ask:
         filtered=draw(st.booleans()),
         fault=draw(st.one_of(st.none(), st.integers(0, 6))) if faulty else None,
         arrives=draw(st.integers(0, 12)),
+        healing=draw(st.booleans()),
+        negative=draw(st.one_of(st.none(), st.just(base[:5]), st.just([5, 5]))),
+        hooked=draw(st.integers(0, 4)) == 0,
         cancelled_at=draw(st.one_of(st.none(), st.integers(0, 20))) if faulty else None,
     )
 
@@ -115,18 +133,34 @@ class Shape:
     pages: int = 1
     chunk: int | None = None
     batch: int = 8
+    draft: str = "none"
 
     def generator(self, cache_tokens: int = CACHE) -> ExLlamaV2DynamicGenerator:
         model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128, max_input_len=64))
         cache = ScriptedCache(model, max_seq_len=cache_tokens)
+        kw: dict[str, Any] = {"use_ngram_draft": True} if self.draft == "ngram" else {}
+        if self.draft == "model":
+            guesser = ScriptedModel(model.config, lambda context: context[-1] if len(context) % 3 == 0 else None)
+            kw = {"draft_model": guesser, "draft_cache": ScriptedCache(guesser, max_seq_len=cache_tokens)}
         return ExLlamaV2DynamicGenerator(
-            model, cache, TOKENIZER, page_size=self.page, max_chunk_size=self.chunk, max_batch_size=self.batch
+            model,
+            cache,
+            TOKENIZER,
+            page_size=self.page,
+            max_chunk_size=self.chunk,
+            max_batch_size=self.batch,
+            max_q_size=5,
+            **kw,
         )
 
 
 shapes = st.sampled_from([2, 4, 8, 16, 32]).flatmap(
     lambda page: st.builds(
-        Shape, page=st.just(page), chunk=st.sampled_from([page, page * 2, 64, None]), batch=st.integers(1, 8)
+        Shape,
+        page=st.just(page),
+        chunk=st.sampled_from([page, page * 2, 64, None]),
+        batch=st.integers(2, 8),
+        draft=st.sampled_from(["none", "ngram", "model"]),
     )
 )
 
@@ -204,9 +238,11 @@ def test_stop_strings_and_bans_never_show(shape: Shape, ask: Ask) -> None:
     if last["eos_reason"] == "stop_string":
         assert last["held"]["text"].startswith(last["eos_triggering_string"])
     if last["eos_reason"] == "max_new_tokens":
-        assert last["new_tokens"] == ask.new == len(streamed_tokens(results))
+        healed = int(ask.healing and len(ask.prompt) > 1 and (ask.negative is None or len(ask.negative) > 1))
+        assert last["new_tokens"] == ask.new
+        assert len(streamed_tokens(results)) == (ask.new + healed if ask.new else 0)
     table = TOKENIZER.get_id_to_bytes_list()
-    if last["eos_reason"] in ("max_new_tokens", "stop_token"):
+    if last["eos_reason"] in ("max_new_tokens", "stop_token") and not ask.healing:
         assert b"".join(table[t] for t in streamed_tokens(results)).decode(errors="replace") == text
 
 
@@ -222,6 +258,7 @@ def test_banned_strings_against_a_naive_search(ask: Ask) -> None:
     """Depth-first search over the model's greedy choices: at each position the best token that does not lead into a
     ban."""
     ask.filtered, ask.style, ask.stops = False, "greedy", []
+    ask.healing, ask.negative, ask.hooked = False, None, False
     model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128, max_input_len=64))
     table = TOKENIZER.get_id_to_bytes_list()
     output: list[int] = []

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 from exl_generate.errors import RequestError
 from exl_generate.sampling import Settings
-from exl_kernels.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from exl_generate.contracts import Tokenizer
@@ -41,7 +40,9 @@ def build_jobs(
         )
     return [
         ExLlamaV2DynamicJob(
-            input_ids=tokenizer.encode(text, encode_special_tokens=encode_special_tokens, add_bos=add_bos),
+            input_ids=[
+                tokenizer.encode(part, encode_special_tokens=encode_special_tokens, add_bos=add_bos) for part in text
+            ],
             gen_settings=settings[i],
             filters=all_filters[i],
             embeddings=all_embeddings[i],
@@ -73,7 +74,7 @@ class Completions:
             for result in last:
                 if "exception" in result:
                     raise result["exception"]
-        prefixes = ["" if self._completion_only else prompt for prompt in self._prompts]
+        prefixes = ["" if self._completion_only else prompt[0] for prompt in self._prompts]
         texts = [prefix + result["full_completion"] for prefix, result in zip(prefixes, last, strict=True)]
         if self._listed:
             return (texts, last) if return_last_results else texts
@@ -89,13 +90,13 @@ _JOB_PARAMETERS = frozenset(inspect.signature(ExLlamaV2DynamicJob).parameters) -
 }
 
 
-def _prompts(prompt: Any) -> list[str]:
-    prompts = prompt if isinstance(prompt, list) else [prompt]
-    for text in prompts:
-        if isinstance(text, tuple):
-            raise UnsupportedError("prompt pairs (CFG) are not supported yet; pass a str")
-        if not isinstance(text, str):
-            raise RequestError(f"prompt holds a {type(text).__name__}; pass a str or a list of str")
+def _prompts(prompt: Any) -> list[tuple[str, ...]]:
+    """Each prompt as a tuple: (prompt,) or, for CFG, (positive, negative)."""
+    prompts = [p if isinstance(p, tuple) else (p,) for p in (prompt if isinstance(prompt, list) else [prompt])]
+    for texts in prompts:
+        if not 1 <= len(texts) <= 2 or not all(isinstance(text, str) for text in texts):
+            kinds = ", ".join(type(text).__name__ for text in texts)
+            raise RequestError(f"a prompt is ({kinds}); pass a str, a pair of str for CFG, or a list of those")
     return prompts
 
 

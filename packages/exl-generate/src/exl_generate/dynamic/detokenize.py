@@ -6,6 +6,9 @@ import codecs
 import weakref
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
     from exl_generate.contracts import Tokenizer
 
@@ -19,6 +22,7 @@ class PieceTable:
 
     def __init__(self, pieces: list[bytes]) -> None:
         self._pieces = pieces
+        self._starting: dict[bytes, NDArray[np.int64]] = {}
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, special: bool) -> PieceTable:
@@ -27,6 +31,14 @@ class PieceTable:
         if special not in tables:
             tables[special] = cls(tokenizer.get_id_to_bytes_list(include_special_tokens=special))
         return tables[special]
+
+    def starting_with(self, prefix: bytes) -> NDArray[np.int64]:
+        """Ids whose bytes begin with `prefix`, ascending."""
+        found = self._starting.get(prefix)
+        if found is None:
+            ids = [i for i, piece in enumerate(self._pieces) if piece.startswith(prefix)]
+            found = self._starting[prefix] = np.array(ids, dtype=np.int64)
+        return found
 
     def __getitem__(self, token: int) -> bytes:
         return self._pieces[token] if 0 <= token < len(self._pieces) else b""

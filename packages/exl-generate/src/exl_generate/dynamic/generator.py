@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from exl_generate.dynamic.completion import Completions, build_jobs
+from exl_generate.dynamic.engine import Engine
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
-from exl_generate.dynamic.limits import Limits
+from exl_generate.dynamic.limits import Limits, check_drafting
 from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, PageTable, namespace_digest
-from exl_generate.dynamic.runner import Runner, Window
+from exl_generate.dynamic.runner import Runner
 from exl_generate.dynamic.scheduler import Scheduler
+from exl_generate.dynamic.speculation import Drafter, ModelDrafter, NgramDrafter
 from exl_generate.errors import JobStateError, RequestError
 from exl_generate.sampling import Settings
 from exl_kernels.errors import UnsupportedError
@@ -60,15 +61,15 @@ class ExLlamaV2DynamicGenerator:
         *,
         page_size: int = PAGED_PAGE_SIZE,
     ) -> None:
-        if draft_model is not None or draft_cache is not None or use_ngram_draft:
-            raise UnsupportedError(
-                "speculative decoding is not supported yet; leave out draft_model and use_ngram_draft"
-            )
         limits = Limits.resolve(model, cache, max_batch_size, max_seq_len, max_chunk_size, max_q_size, paged, page_size)
+        drafts = num_draft_tokens if draft_model is not None or use_ngram_draft else 0
+        check_drafting(model, cache, draft_model, draft_cache, use_ngram_draft, drafts, max_ngram, max_q_size)
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer
-        self.drafting = False
+        self.draft_model = draft_model
+        self.draft_cache = draft_cache
+        self.num_draft_tokens = drafts
         self.page_size = limits.page_size
         self.max_pages = limits.num_pages
         self.max_total_tokens = limits.num_pages * limits.page_size
@@ -81,7 +82,13 @@ class ExLlamaV2DynamicGenerator:
         self.page_table = PageTable(limits.num_pages, limits.page_size)
         self.job_serial = 0
         self._scheduler = Scheduler(self.page_table, limits.max_batch_size, limits.max_seq_len)
-        self._runner = Runner(model, cache, limits.page_size)
+        self._engine = Engine(
+            self._scheduler,
+            Runner(model, cache, limits.page_size),
+            self._make_drafter(use_ngram_draft, max_ngram),
+            limits.max_chunk_size,
+            self._deliver,
+        )
         self._sinks: dict[ExLlamaV2DynamicJob, list[Result]] = {}
         self._outbox: list[Result] = []
         self._lock = threading.RLock()
@@ -129,7 +136,7 @@ class ExLlamaV2DynamicGenerator:
     def iterate(self) -> list[Result]:
         """One round: start jobs, prefill, decode one step. Returns all results since the last call; [] if idle."""
         with self._lock:
-            self._step()
+            self._engine.step()
             results, self._outbox = self._outbox, []
             return results
 
@@ -212,67 +219,22 @@ class ExLlamaV2DynamicGenerator:
     def defrag_cache(self) -> None:
         """Nothing to do: attention reads pages in any order at the same speed."""
 
-    # ---- one round -------------------------------------------------------------------------------------------------
-
-    def _step(self) -> None:
-        """Schedule, run, sample, settle."""
-        for job in self._scheduler.admit():
-            self._deliver(job.start())
-        self._prefill(self.max_chunk_size)
-        windows = {
-            job: Window(job.sequence, []) for job in self._scheduler.active if job.prefilled and not job.is_finished
-        }
-        for job in windows:
-            job.mark_decode()
-        self._runner.decode(list(windows.values()))
-        for job, window in windows.items():
-            self._guarded(job, partial(self._settle, job, window))
-        self._scheduler.retire()
-
-    def _prefill(self, budget: int) -> None:
-        """Prompt tokens for jobs in the order they started, `budget` in all, so that running streams never wait
-        longer."""
-        left = budget
-        for job in self._scheduler.active:
-            if job.is_finished or job.prefilled or (left < budget and left < self.page_size):
-                continue
-            spent: list[int] = []
-            self._guarded(job, partial(self._prefill_job, job, left, spent))
-            left -= sum(spent)
-
-    def _prefill_job(self, job: ExLlamaV2DynamicJob, budget: int, spent: list[int]) -> list[Result]:
-        """One chunk of one job; what it computed is appended to `spent`."""
-        job.mark_prefill()
-        copied: list[int] = []
-
-        def copy(source: int, target: int, tokens: int) -> None:
-            self._runner.copy_page_head(source, target, tokens)
-            copied.append(tokens)
-
-        for sequence in job.sequences:
-            sequence.skip_cached(copy)
-            if not sequence.prefilled and budget > sum(spent):
-                start, end = sequence.next_chunk(budget - sum(spent))
-                self._runner.prefill(sequence, start, end)
-                spent.append(end - start)
-        return [job.progress()] if spent or copied else []
-
-    def _settle(self, job: ExLlamaV2DynamicJob, window: Window) -> list[Result]:
-        """Turn a window's logits into accepted tokens and results."""
-        if window.error is not None:
-            raise window.error
-        assert window.logits is not None
-        job.sequence.commit(len(job.sequence))
-        result = job.accept(job.sample(window.logits[0]), window.logits[0])
-        job.settle()
-        return [result]
-
     # ---- internals -------------------------------------------------------------------------------------------------
+
+    def _make_drafter(self, use_ngram: bool, max_ngram: int) -> Drafter:
+        if use_ngram:
+            return NgramDrafter(self.num_draft_tokens, max_ngram)
+        if self.draft_model is None or self.draft_cache is None:
+            return Drafter()
+        runner = Runner(self.draft_model, self.draft_cache, self.page_size)
+        return ModelDrafter(runner, self.num_draft_tokens, self.model.config.vocab_size)
 
     def _enqueue(self, jobs: list[ExLlamaV2DynamicJob], sink: list[Result] | None = None) -> list[int]:
         with self._lock:
             for job in jobs:
                 self._check(job)
+            if len(set(jobs)) != len(jobs):
+                raise JobStateError("the same job stands in the list twice; a job is used once, so build a second one")
             attached: list[ExLlamaV2DynamicJob] = []
             try:
                 for job in jobs:
@@ -303,13 +265,6 @@ class ExLlamaV2DynamicGenerator:
             if len(bad):
                 raise RequestError(f"input_ids holds token id {int(bad[0])}; the vocabulary has ids 0 to {vocab - 1}")
 
-    def _guarded(self, job: ExLlamaV2DynamicJob, work: Callable[[], list[Result]]) -> None:
-        """Run one job's part of a round; its exception becomes its last result and nobody else's problem."""
-        try:
-            self._deliver(work())
-        except Exception as error:
-            self._deliver([job.fail(error)])
-
     def _deliver(self, results: list[Result]) -> None:
         for result in results:
             self._sinks.get(result["job"], self._outbox).append(result)
@@ -336,7 +291,7 @@ class ExLlamaV2DynamicGenerator:
                 if abort_event is not None and abort_event.is_set():
                     return False
                 with self._lock:
-                    self._step()
+                    self._engine.step()
                     for result in sink:
                         take(result)
                     sink.clear()

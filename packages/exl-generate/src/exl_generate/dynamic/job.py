@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from exl_filters import FilterStack
 from exl_generate.dynamic.detokenize import PieceTable
@@ -19,7 +21,7 @@ from exl_generate.dynamic.results import Results
 from exl_generate.dynamic.sequence import Sequence
 from exl_generate.dynamic.stopping import Automaton
 from exl_generate.errors import NoCandidatesError, RequestError
-from exl_generate.sampling import Constraint, RequestSampler, Sample, Settings, Vocabulary
+from exl_generate.sampling import Constraint, ExLlamaV2PostSamplingResult, RequestSampler, Sample, Settings, Vocabulary
 from exl_kernels.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -62,8 +64,6 @@ class ExLlamaV2DynamicJob:
         banned_strings: Iterable[str] | None = None,
         embeddings: SequenceOf[object] | None = None,
     ) -> None:
-        if token_healing:
-            raise UnsupportedError("token_healing is not supported yet; end the prompt on a whole word instead")
         if embeddings:
             raise UnsupportedError("embeddings are not supported yet; pass text prompts")
         self.max_new_tokens = _count("max_new_tokens", max_new_tokens)
@@ -81,15 +81,26 @@ class ExLlamaV2DynamicJob:
         self.banned_strings = _strings("banned_strings", banned_strings)
         self.filters = list(filters or [])
         self.filter_prefer_eos = filter_prefer_eos
-        self.sequences = [Sequence(_ids(input_ids))]
+        rows = _sequences(input_ids)
+        if (len(rows) == 2) != (self.gen_settings.cfg_scale is not None):
+            raise RequestError(
+                f"input_ids holds {len(rows)} sequence(s) and cfg_scale is {self.gen_settings.cfg_scale}: a pair of "
+                "prompts (positive, negative) and gen_settings.cfg_scale go together"
+            )
+        #: the last id of the prompt, which the first sampled token replaces and must begin with; None = no healing
+        self.healed_id = int(rows[0][-1]) if token_healing and min(map(len, rows)) > 1 else None
+        self.sequences = [Sequence(row if self.healed_id is None else row[:-1]) for row in rows]
 
         self.serial_number: int | None = None
-        self.new_tokens = 0
+        #: tokens generated so far, a healed one not counted
+        self.new_tokens = -self.healing
         self.skips = 0
         self.is_finished = False
         self.accepted_draft_tokens = 0
-        self.rejected_draft_tokens = 0
+        self._drafted = 0
         self.drafting = False
+        #: guesses worth making in the next step, by how the last ones fared
+        self.draft_length = 0
         self.total_pages = 0
         self.time_enqueue: float | None = None
         self.time_first_prefill: float | None = None
@@ -101,6 +112,8 @@ class ExLlamaV2DynamicJob:
         self._tokenizer: Tokenizer | None = None
         self._sampler: RequestSampler | None = None
         self._filters: FilterStack | None = None
+        self._filters_begun = False
+        self._most_drafts = 0
         self._output: TextStream | None = None
         self._results = Results(self)
 
@@ -132,6 +145,20 @@ class ExLlamaV2DynamicJob:
         return sum(s.cached_tokens for s in self.sequences) // len(self.sequences)
 
     @property
+    def healing(self) -> int:
+        """1 for a job that regenerates the last token of its prompt, else 0."""
+        return int(self.healed_id is not None)
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far, a healed one included: the place of the next one."""
+        return self.new_tokens + self.healing
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.sequence.prompt_length + self.healing
+
+    @property
     def remaining_tokens(self) -> int:
         return self.max_new_tokens - self.new_tokens
 
@@ -140,13 +167,16 @@ class ExLlamaV2DynamicJob:
     def attach(self, generator: ExLlamaV2DynamicGenerator, serial: int) -> None:
         """Become part of a generator's queue: build what needs its tokenizer. Fails as a whole or not at all."""
         self._tokenizer = generator.tokenizer
-        self.drafting = generator.drafting
+        self.draft_length = generator.num_draft_tokens
+        self._most_drafts = generator.num_draft_tokens
+        self.drafting = generator.num_draft_tokens > 0
         vocabulary = Vocabulary.of(generator.tokenizer)
         sampler = RequestSampler(self.gen_settings, vocabulary, self.seed)
         output = TextStream(
             PieceTable.of(generator.tokenizer, self.decode_special_tokens),
             Automaton(self.stop_strings),
             Automaton(self.banned_strings, fold=True),
+            skip=self._healed_bytes(),
         )
         if self.filters:
             self._filters = FilterStack(
@@ -186,7 +216,8 @@ class ExLlamaV2DynamicJob:
         them."""
         shared = {label for sequence in self.sequences for label in sequence.labels}
         own = sum(
-            sequence.pages_needed(self.max_new_tokens, page_size) - len(sequence.labels) for sequence in self.sequences
+            sequence.pages_needed(self.max_new_tokens + self.healing, page_size) - len(sequence.labels)
+            for sequence in self.sequences
         )
         return len(shared) + own
 
@@ -203,7 +234,7 @@ class ExLlamaV2DynamicJob:
     def acquire_pages(self) -> None:
         self.total_pages = 0
         for sequence in self.sequences:
-            self.total_pages += sequence.acquire(self.max_new_tokens)
+            self.total_pages += sequence.acquire(self.max_new_tokens + self.healing)
 
     def mark_prefill(self) -> None:
         if self.time_first_prefill is None:
@@ -216,34 +247,89 @@ class ExLlamaV2DynamicJob:
 
     # ---- one token -------------------------------------------------------------------------------------------------
 
-    def sample(self, logits: torch.Tensor) -> Sample:
-        """Choose the next token from float32 logits [Vp]; changes nothing."""
+    def commit(self) -> None:
+        """The K/V of all ids so far have been computed."""
+        for sequence in self.sequences:
+            sequence.commit(len(sequence))
+
+    def advance(self, logits: list[torch.Tensor], guess: int | None, deliver: Callable[[list[Result]], None]) -> bool:
+        """Choose and take in one token, given float32 logits [Vp] of each sequence. True if it is the one that was
+        guessed and stays, so that what was evaluated behind it is worth something."""
+        sample, feed = self._hooked(self._sample(logits), logits[0])
+        held, rewinds = sample.token == guess, self._rewinds
+        self.accepted_draft_tokens += held
+        deliver([self._accept(sample, logits[0], feed)])
+        return held and rewinds == self._rewinds
+
+    def note_drafts(self, drafted: int) -> None:
+        self._drafted += drafted
+
+    def adapt_drafts(self, drafted: int, accepted: int) -> None:
+        """Guess further next time where all guesses held, less far where they did not."""
+        if drafted:
+            self.draft_length = min(self._most_drafts, accepted + 2)
+
+    @property
+    def rejected_draft_tokens(self) -> int:
+        return self._drafted - self.accepted_draft_tokens
+
+    def _sample(self, logits: list[torch.Tensor]) -> Sample:
         assert self._sampler is not None
-        position = self.new_tokens
-        explored = self._explored.get(position, [])
+        explored = self._explored.get(self.generated, [])
         constraint = Constraint(
-            mask=None if self._filters is None else self._filters.next_mask(),
+            mask=self._filter_mask(),
             blocked=tuple(explored),
-            discouraged=tuple(self.stop_tokens) if position < self.min_new_tokens else (),
+            discouraged=tuple(self.stop_tokens) if self.new_tokens < self.min_new_tokens else (),
+            prefix=self._healing_candidates() if self.generated < self.healing else None,
         )
         return self._sampler.sample(
-            logits.numpy(),
+            logits[0].numpy(),
             self.sequence.ids,
-            position,
+            self.generated,
             constraint,
+            negative=logits[1].numpy() if len(logits) > 1 else None,
             attempt=len(explored),
             top_n=self.return_top_tokens,
         )
 
-    def accept(self, sample: Sample, logits: torch.Tensor) -> Result:
-        """Take a sampled token in and say what may be shown: stop token, then text, then filter end, then the limit."""
+    def _hooked(self, sample: Sample, logits: torch.Tensor) -> tuple[Sample, bool]:
+        """What the post-sampling hooks make of a sample, and whether filters are to see it."""
+        if not self.gen_settings.post_sampling_hooks:
+            return sample, True
+        told = self.return_top_tokens > 0
+        seen = ExLlamaV2PostSamplingResult(
+            sampled_token=torch.tensor([[sample.token]]),
+            sampled_prob=torch.tensor([[sample.probability]]),
+            candidate_tokens=torch.from_numpy(sample.top_tokens)[None, None] if told else None,
+            candidate_probs=torch.from_numpy(sample.top_probabilities)[None, None] if told else None,
+            logits=logits[None, None].clone(),
+        )
+        for hook in self.gen_settings.post_sampling_hooks:
+            hook(seen)
+        token = -1 if seen.sampled_token is None else int(seen.sampled_token.reshape(-1)[0])
+        if not 0 <= token < len(logits):
+            raise RequestError(
+                f"a post-sampling hook chose token {token}; the vocabulary has ids 0 to {len(logits) - 1}"
+            )
+        return replace(sample, token=token), seen.feed_filters
+
+    def _filter_mask(self) -> NDArray[np.int32] | None:
+        if self._filters is None:
+            return None
+        if not self._filters_begun:
+            self._filters.begin(self._healed_bytes() if self.healing else "")
+            self._filters_begun = True
+        return self._filters.next_mask()
+
+    def _accept(self, sample: Sample, logits: torch.Tensor, feed: bool) -> Result:
+        """Take a token in and say what may be shown: stop token, then text, then filter end, then the limit."""
         assert self._output is not None
-        filter_ended = self._filters is not None and self._filters.feed(sample.token)
+        filter_ended = feed and self._filters is not None and self._filters.feed(sample.token)
         for sequence in self.sequences:
             sequence.append(sample.token)
         self.new_tokens += 1
         self.time_last_token = time.monotonic()
-        record = self._record(sample, logits)
+        record = self._record(sample, logits, feed)
         if sample.token in self.stop_tokens:
             return self._end("stop_token", token=record)
         match = self._output.push(record)
@@ -293,13 +379,28 @@ class ExLlamaV2DynamicJob:
     def progress(self) -> Result:
         return self._results.prefill()
 
-    def _record(self, sample: Sample, logits: torch.Tensor) -> Record:
+    def _healed_bytes(self) -> bytes:
+        if self.healed_id is None or self._tokenizer is None:
+            return b""
+        return PieceTable.of(self._tokenizer, self.decode_special_tokens)[self.healed_id]
+
+    def _healing_candidates(self) -> NDArray[np.int64]:
+        """Ids whose bytes begin with the removed token's; a token without text can only be itself."""
+        assert self.healed_id is not None
+        assert self._tokenizer is not None
+        prefix = self._healed_bytes()
+        if not prefix:
+            return np.array([self.healed_id], dtype=np.int64)
+        return PieceTable.of(self._tokenizer, self.decode_special_tokens).starting_with(prefix)
+
+    def _record(self, sample: Sample, logits: torch.Tensor, fed: bool) -> Record:
         return Record(
             sample.token,
             sample.probability,
             sample.top_tokens,
             sample.top_probabilities,
             logits.clone() if self.return_logits else None,
+            fed=fed,
         )
 
     def _end(self, reason: str, token: Record | None = None, match: Match | None = None) -> Result:
@@ -319,10 +420,10 @@ class ExLlamaV2DynamicJob:
         for sequence in self.sequences:
             sequence.rewind(len(sequence) - len(gone))
         if self._filters is not None:
-            self._filters.rewind(len(gone))
-        for position in [p for p in self._explored if p > self.new_tokens]:
+            self._filters.rewind(sum(record.fed for record in gone))
+        for position in [p for p in self._explored if p > self.generated]:
             del self._explored[position]
-        self._explored.setdefault(self.new_tokens, []).append(gone[0].token)
+        self._explored.setdefault(self.generated, []).append(gone[0].token)
         self._rewinds += 1
         if self._rewinds > MAX_REWINDS:
             raise NoCandidatesError(
@@ -365,11 +466,15 @@ def _stop_conditions(conditions: Iterable[int | str] | None) -> tuple[frozenset[
     return frozenset(tokens), strings
 
 
-def _ids(input_ids: object) -> np.ndarray[Any, np.dtype[np.int64]]:
-    if isinstance(input_ids, list | tuple) and len(input_ids) == 1:
-        input_ids = input_ids[0]
-    if isinstance(input_ids, list | tuple) and input_ids and isinstance(input_ids[0], torch.Tensor):
-        raise UnsupportedError("prompt pairs (CFG) are not supported yet; pass one sequence [1, n]")
+def _sequences(input_ids: object) -> list[NDArray[np.int64]]:
+    """The prompt, or the pair of prompts, as checked int64 vectors."""
+    rows = list(input_ids) if isinstance(input_ids, list | tuple) else [input_ids]
+    if not 1 <= len(rows) <= 2:
+        raise RequestError(f"input_ids holds {len(rows)} sequences; a job takes one, or a pair for CFG")
+    return [_ids(row) for row in rows]
+
+
+def _ids(input_ids: object) -> NDArray[np.int64]:
     if not isinstance(input_ids, torch.Tensor):
         raise RequestError(f"input_ids is a {type(input_ids).__name__}; pass an int64 tensor of shape [1, n]")
     if input_ids.dim() != 2 or input_ids.shape[0] != 1:

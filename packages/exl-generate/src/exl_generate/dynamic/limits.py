@@ -10,7 +10,7 @@ from exl_generate.errors import CapacityError, RequestError
 if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Model
 
-__all__ = ["Limits"]
+__all__ = ["Limits", "check_drafting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +78,43 @@ def _chunk_size(asked: int | None, longest: int, page_size: int) -> int:
             f"max_chunk_size is {asked}; it must be a multiple of {page_size}, at most {longest} (config.max_input_len)"
         )
     return asked
+
+
+def check_drafting(
+    model: Model,
+    cache: Cache,
+    draft_model: Model | None,
+    draft_cache: Cache | None,
+    use_ngram: bool,
+    num_draft_tokens: int,
+    max_ngram: int,
+    max_q_size: int,
+) -> None:
+    """The rules of spec/generators.md 3.1 for speculative decoding."""
+    if (draft_model is None) != (draft_cache is None):
+        raise RequestError("draft_model and draft_cache go together: pass both or neither")
+    if draft_model is not None and use_ngram:
+        raise RequestError("draft_model and use_ngram_draft exclude each other: choose one")
+    if draft_model is None and not use_ngram:
+        return
+    if not 1 <= num_draft_tokens < max_q_size:
+        raise RequestError(
+            f"num_draft_tokens is {num_draft_tokens}; it must be from 1 to max_q_size - 1 = {max_q_size - 1}, "
+            "since the last accepted token is evaluated along with the drafts"
+        )
+    if use_ngram and max_ngram < 2:
+        raise RequestError(f"max_ngram is {max_ngram}; it must be at least 2")
+    if draft_model is None or draft_cache is None:
+        return
+    for name in ("max_seq_len", "batch_size"):
+        wanted, found = getattr(cache, name), getattr(draft_cache, name)
+        if wanted != found:
+            raise RequestError(f"draft_cache has {name} {found}, the cache {wanted}; they must be equal")
+    main, draft = model.config, draft_model.config
+    if draft.max_seq_len < main.max_seq_len:
+        raise RequestError(f"the draft model's max_seq_len {draft.max_seq_len} is below the model's {main.max_seq_len}")
+    if draft.vocab_size < main.vocab_size:
+        raise RequestError(
+            f"the draft model's vocabulary has {draft.vocab_size} ids, the model's {main.vocab_size}; "
+            "a draft model must share the tokenizer"
+        )

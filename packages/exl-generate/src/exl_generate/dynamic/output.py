@@ -27,6 +27,8 @@ class _Scan:
     length: int = 0
     stop: int = 0
     ban: int = 0
+    #: bytes of the healed prefix that the prompt shows already
+    skip: bytes = b""
 
 
 @dataclass(slots=True)
@@ -38,6 +40,8 @@ class Record:
     top_tokens: NDArray[np.int64] | None = None
     top_probabilities: NDArray[np.float32] | None = None
     logits: torch.Tensor | None = None
+    #: whether the filters have seen it
+    fed: bool = True
     #: characters of the whole output up to the end of this token; one more while its last character is incomplete
     end: int = 0
     #: the token's last character is incomplete
@@ -69,9 +73,7 @@ class TextStream:
         self._pieces = pieces
         self._stops = stops
         self._bans = bans
-        #: bytes of the healed prefix that the prompt shows already
-        self._skip = skip
-        self._scan = _Scan()
+        self._scan = _Scan(skip=skip)
         self._held: list[Record] = []
         self._text = ""
         self.full_text = ""
@@ -87,9 +89,7 @@ class TextStream:
         record.before = self._scan
         self._held.append(record)
         data = self._pieces[record.token]
-        if self._skip:
-            cut = min(len(self._skip), len(data))
-            data, self._skip = data[cut:], self._skip[cut:]
+        data = data[len(self._scan.skip) :]  # the first token begins with the prefix: it was chosen so
         text, pending = decode_incremental(self._scan.pending, data)
         return self._append(record, text, pending)
 

@@ -107,8 +107,8 @@ class Results:
         first = job.time_first_token or last
         statistics: Result = {
             "full_completion": job.full_completion,
-            "new_tokens": job.new_tokens,
-            "prompt_tokens": job.sequence.prompt_length,
+            "new_tokens": max(0, job.new_tokens),
+            "prompt_tokens": job.prompt_tokens,
             "time_enqueued": prefill - enqueued,
             "time_prefill": first - prefill,
             "time_generate": last - first,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from exl_core import PagedParams
 from exl_generate.dynamic.sequence import Sequence
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Model
 
 __all__ = ["Runner", "Window"]
+
+Ids = NDArray[np.int64]
 
 
 class Window:
@@ -28,6 +31,10 @@ class Window:
         #: float32 [len(ids), Vp]
         self.logits: torch.Tensor | None = None
         self.error: Exception | None = None
+
+    def take_logits(self) -> torch.Tensor:
+        assert self.logits is not None, "the window has not been evaluated"
+        return self.logits
 
 
 class Runner:
@@ -43,11 +50,9 @@ class Runner:
         size = self._page_size
         self._cache.copy_states(self._cache, source * size, tokens, target * size, tokens, 0, 1, 0, 1)
 
-    def prefill(self, sequence: Sequence, start: int, end: int) -> None:
-        """Compute the K/V of ids start..end, which must follow what is there."""
-        sequence.provide(end)
-        self._forward(np.ascontiguousarray(sequence.ids[None, start:end]), [sequence], preprocess_only=True)
-        sequence.commit(end)
+    def compute(self, sequence: Sequence, start: int, end: int) -> None:
+        """Compute the K/V of ids start..end, which must follow what is there and have pages."""
+        self.forward(np.ascontiguousarray(sequence.ids[None, start:end]), [sequence], [start], preprocess_only=True)
 
     def decode(self, windows: list[Window]) -> None:
         """Evaluate every window, those of equal length together. A failing call is repeated window by window, so
@@ -72,16 +77,21 @@ class Runner:
         for window in group:
             window.sequence.provide(window.sequence.kv_position + len(window.ids))
         ids = np.array([window.ids for window in group], dtype=np.int64)
-        logits = self._forward(ids, [window.sequence for window in group])
+        sequences = [window.sequence for window in group]
+        logits = self.forward(ids, sequences, [sequence.kv_position for sequence in sequences])
         for row, window in enumerate(group):
             window.logits = logits[row]
 
-    def _forward(self, ids: np.ndarray, sequences: list[Sequence], preprocess_only: bool = False) -> torch.Tensor:
+    def forward(
+        self, ids: Ids, sequences: list[Sequence], positions: list[int], preprocess_only: bool = False
+    ) -> torch.Tensor:
+        """One pass over int64 `ids` [B, q], row b at places positions[b].. of sequences[b]; float32 logits [B, q,
+        Vp]."""
         width = max(len(sequence.allocated_pages) for sequence in sequences)
         table = np.zeros((len(sequences), width), dtype=np.int32)
         for row, sequence in enumerate(sequences):
             table[row, : len(sequence.allocated_pages)] = [page.index for page in sequence.allocated_pages]
-        lengths = np.array([sequence.kv_position for sequence in sequences], dtype=np.int32)
+        lengths = np.array(positions, dtype=np.int32)
         params = PagedParams(
             batch_size=len(sequences),
             block_index=torch.from_numpy(table),

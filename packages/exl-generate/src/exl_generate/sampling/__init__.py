@@ -1,5 +1,6 @@
 """Sampling: settings, one small function a transform, random numbers that belong to the request."""
 
+from exl_generate.sampling.hooks import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult
 from exl_generate.sampling.rng import RequestRandom
 from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample
 from exl_generate.sampling.settings import Settings
@@ -8,6 +9,8 @@ from exl_generate.sampling.vocabulary import Vocabulary
 __all__ = [
     "UNCONSTRAINED",
     "Constraint",
+    "ExLlamaV2PostSamplingHook",
+    "ExLlamaV2PostSamplingResult",
     "ExLlamaV2Sampler",
     "RequestRandom",
     "RequestSampler",

@@ -1,6 +1,6 @@
 """From one row of logits to one token, in the normative order of spec/generators.md 4.3.
 
-1 (CFG mix) - 2 penalties - 3 blocked tokens - 4 bias - 5 DRY - 6 filter mask - 7 healing prefix - 8 ids beyond the
+1 CFG mix - 2 penalties - 3 blocked tokens - 4 bias - 5 DRY - 6 filter mask - 7 healing prefix - 8 ids beyond the
 vocabulary - 9 greedy switch - 10 softmax with temperature - 11 top-k - 12 top-p - 13 top-a - 14 min-p - 15 TFS - 16
 typical - 17 mirostat - 18 late or dynamic temperature - 19 XTC - 20 order - 21 report - 22 skewed draw - 23 mirostat
 update.
@@ -77,14 +77,16 @@ class RequestSampler:
         position: int,
         constraint: Constraint = UNCONSTRAINED,
         *,
+        negative: Logits | None = None,
         attempt: int = 0,
         top_n: int = 0,
     ) -> Sample:
         """Choose token `position` (0 = first of the request) from float32 `logits` [Vp], which stay as they are.
 
-        `context` holds all ids so far, prompt included. Raises `NoCandidatesError` if nothing may be chosen.
+        `context` holds all ids so far, prompt included; `negative` the logits of the negative prompt (CFG). Raises
+        `NoCandidatesError` if nothing may be chosen.
         """
-        row = self._shaped(logits, context, constraint)
+        row = self._shaped(self._mixed(logits, negative), context, constraint)
         best = int(row.argmax())
         if not np.isfinite(row[best]):
             raise NoCandidatesError(_why_empty(logits, constraint))
@@ -109,6 +111,12 @@ class RequestSampler:
         if self.settings.is_greedy:
             return np.array([row.argmax()], dtype=np.int64), np.ones(1)
         return self._candidates(row, position)
+
+    def _mixed(self, logits: Logits, negative: Logits | None) -> Logits:
+        """Step 1, for a request with a negative prompt."""
+        if negative is None or self.settings.cfg_scale is None:
+            return logits
+        return transforms.cfg_mix(logits, negative, self.settings.cfg_scale)
 
     def _shaped(self, logits: Logits, context: Ids, constraint: Constraint) -> Logits:
         """Steps 2-8 on a copy of the logits."""

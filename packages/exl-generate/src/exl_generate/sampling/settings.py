@@ -12,18 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exl_generate.errors import RequestError
-from exl_kernels.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from exl_generate.contracts import Tokenizer
 
 __all__ = ["Settings"]
-
-#: Field -> its off value. A transform that is not built yet refuses any other value at the door instead of ignoring it.
-_NOT_BUILT: dict[str, object] = {
-    "cfg_scale": None,
-    "post_sampling_hooks": [],
-}
 
 #: Field -> (lowest, highest) allowed value, both included.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -163,8 +156,7 @@ class Settings:
         self.token_bias = bias
 
     def validate(self) -> None:
-        """Refuse what has no meaning or no code yet: `RequestError` with the limit, `UnsupportedError` with the
-        field."""
+        """Refuse what has no meaning: `RequestError` with the limit."""
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
@@ -175,9 +167,8 @@ class Settings:
             raise RequestError(
                 f"Settings.dry_range {self.dry_range} must be 0 or exceed dry_max_ngram {self.dry_max_ngram}"
             )
-        for name, off in _NOT_BUILT.items():
-            if getattr(self, name) != off:
-                raise UnsupportedError(f"Settings.{name} is not supported yet; leave it at {off!r}")
+        if self.cfg_scale is not None and not math.isfinite(self.cfg_scale):
+            raise RequestError(f"Settings.cfg_scale is {self.cfg_scale}; it must be a finite number or None")
 
     @property
     def is_greedy(self) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "cfg_mix",
     "draw",
     "dry",
     "dynamic_temperature",
@@ -38,6 +39,18 @@ Logits = NDArray[np.float32]
 Probabilities = NDArray[np.float64]
 Ids = NDArray[np.int64]
 Keep = NDArray[np.bool_]
+
+
+def cfg_mix(positive: Logits, negative: Logits, scale: float) -> Logits:
+    """Classifier-free guidance: scale * logsoftmax(positive) + (1 - scale) * logsoftmax(negative) (P-1)."""
+    mixed = scale * _log_softmax(positive) + (1.0 - scale) * _log_softmax(negative)
+    return mixed.astype(np.float32)
+
+
+def _log_softmax(logits: Logits) -> Probabilities:
+    x = logits.astype(np.float64)
+    x -= x.max()
+    return np.asarray(x - np.log(np.exp(x).sum()))
 
 
 def penalties(

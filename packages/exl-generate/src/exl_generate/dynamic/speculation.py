@@ -1,0 +1,156 @@
+"""Speculative decoding: cheap guesses at the next tokens, which the model then evaluates together.
+
+A guess never decides anything. Each position is sampled from the model's own logits with the request's own settings
+and random numbers; a guess that agrees with the sample saves a pass, the first that does not ends the step. So
+tokens are the same with any drafter, with a failing one, and without.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exl_generate.dynamic.runner import Runner
+from exl_generate.dynamic.sequence import Sequence
+
+if TYPE_CHECKING:
+    from exl_generate.dynamic.job import ExLlamaV2DynamicJob
+
+__all__ = ["Drafter", "ModelDrafter", "NGramTrie", "NgramDrafter"]
+
+log = logging.getLogger(__name__)
+
+Drafts = dict["ExLlamaV2DynamicJob", list[int]]
+
+
+class Drafter:
+    """Guesses nothing. `most` is the longest draft per step."""
+
+    most = 0
+
+    def propose(self, jobs: list[ExLlamaV2DynamicJob]) -> Drafts:
+        """Up to `most` guesses for each job, and never more than it may still generate after its next token."""
+        return {}
+
+    def prefill(self, sequence: Sequence, start: int, end: int) -> None:
+        """The model is about to compute the prompt ids start..end."""
+
+    def copy_page_head(self, source: int, target: int, tokens: int) -> None:
+        """The model's K/V of the head of a page have been copied."""
+
+    def room(self, job: ExLlamaV2DynamicJob) -> int:
+        return max(0, min(self.most, job.draft_length, job.remaining_tokens - 1))
+
+
+class NGramTrie:
+    """Which token followed each context of up to `max_ngram` - 1 tokens most often, the latest of equals."""
+
+    def __init__(self, max_ngram: int) -> None:
+        self._depth = max_ngram - 1
+        self._counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
+        self._best: dict[tuple[int, ...], int] = {}
+        self._seen = 0
+
+    def update(self, ids: NDArray[np.int64]) -> None:
+        """Take in what has been appended to `ids` since the last call."""
+        start = min(self._seen, len(ids))
+        tail = ids[max(0, start - self._depth) :].tolist()
+        shift = len(ids) - len(tail)
+        for at in range(max(start, 1), len(ids)):
+            token = tail[at - shift]
+            for n in range(1, min(self._depth, at - shift) + 1):
+                context = tuple(tail[at - shift - n : at - shift])
+                counts = self._counts[context]
+                counts[token] = counts.get(token, 0) + 1
+                best = self._best.get(context)
+                if best is None or counts[token] >= counts[best]:
+                    self._best[context] = token
+        self._seen = len(ids)
+
+    def predict(self, ids: SequenceOf[int], count: int) -> list[int]:
+        """Up to `count` tokens, each by the longest context that is known; fewer where none is."""
+        context = list(ids[-self._depth :])
+        found: list[int] = []
+        while len(found) < count:
+            known = (self._best.get(tuple(context[-n:])) for n in range(min(self._depth, len(context)), 0, -1))
+            token = next((t for t in known if t is not None), None)
+            if token is None:
+                break
+            found.append(token)
+            context.append(token)
+        return found
+
+
+class NgramDrafter(Drafter):
+    """Guesses by what followed the last few tokens earlier in the same request."""
+
+    def __init__(self, most: int, max_ngram: int) -> None:
+        self.most = most
+        self._max_ngram = max_ngram
+        self._tries: weakref.WeakKeyDictionary[ExLlamaV2DynamicJob, NGramTrie] = weakref.WeakKeyDictionary()
+
+    def propose(self, jobs: list[ExLlamaV2DynamicJob]) -> Drafts:
+        return {job: self._predict(job) for job in jobs if self.room(job)}
+
+    def _predict(self, job: ExLlamaV2DynamicJob) -> list[int]:
+        trie = self._tries.get(job)
+        if trie is None:
+            trie = self._tries[job] = NGramTrie(self._max_ngram)
+        ids = job.sequence.ids
+        trie.update(ids)
+        return trie.predict(ids[-self._max_ngram :].tolist(), self.room(job))
+
+
+class ModelDrafter(Drafter):
+    """Guesses greedily with a smaller model of the same vocabulary. Its cache has the main cache's pages: wherever
+    the main cache holds K/V, this one holds the draft model's for the same tokens. If the draft model fails, the
+    step goes on without."""
+
+    def __init__(self, runner: Runner, most: int, vocab_size: int) -> None:
+        self.most = most
+        self._runner = runner
+        self._vocab_size = vocab_size
+
+    def prefill(self, sequence: Sequence, start: int, end: int) -> None:
+        try:
+            self._runner.compute(sequence, start, end)
+        except Exception as error:
+            log.warning("the draft model failed in prefill: %s", error)
+
+    def copy_page_head(self, source: int, target: int, tokens: int) -> None:
+        self._runner.copy_page_head(source, target, tokens)
+
+    def propose(self, jobs: list[ExLlamaV2DynamicJob]) -> Drafts:
+        """Every job's last token is fed, and every guess, so that the draft cache keeps pace whatever is accepted."""
+        drafts: Drafts = {job: [] for job in jobs}
+        rooms = {job: self.room(job) for job in jobs}
+        try:
+            for i in range(max(rooms.values(), default=-1) + 1):
+                rows = [job for job in jobs if i <= rooms[job]]
+                guesses = self._feed(rows, [drafts[job][i - 1] if i else int(job.sequence.ids[-1]) for job in rows], i)
+                for job, guess in zip(rows, guesses, strict=True):
+                    if i < rooms[job]:
+                        drafts[job].append(guess)
+        except Exception as error:
+            log.warning("the draft model failed: %s", error)
+            return {}
+        return drafts
+
+    def _feed(self, jobs: list[ExLlamaV2DynamicJob], tokens: list[int], offset: int) -> list[int]:
+        """Feed one token per job, `offset` places behind the K/V that stand, to all its sequences; the first one's
+        choice."""
+        rows = [(sequence, token) for job, token in zip(jobs, tokens, strict=True) for sequence in job.sequences]
+        for sequence, _ in rows:
+            sequence.provide(sequence.kv_position + offset + 1)
+        ids = np.array([[token] for _, token in rows], dtype=np.int64)
+        sequences = [sequence for sequence, _ in rows]
+        logits = self._runner.forward(ids, sequences, [s.kv_position + offset for s in sequences])
+        best = logits[:, 0, : self._vocab_size].argmax(dim=-1).tolist()
+        firsts = np.cumsum([0, *(len(job.sequences) for job in jobs[:-1])])
+        return [int(best[row]) for row in firsts]
