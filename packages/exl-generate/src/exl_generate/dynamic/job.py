@@ -106,8 +106,8 @@ class ExLlamaV2DynamicJob:
         self.time_first_prefill: float | None = None
         self.time_first_token: float | None = None
         self.time_last_token: float | None = None
-        #: generated position -> first tokens of banned strings met there
-        self._explored: dict[int, list[int]] = {}
+        #: generated position -> first tokens of banned strings met there, and what hooks had replaced by them
+        self._explored: dict[int, set[int]] = {}
         self._rewinds = 0
         self._tokenizer: Tokenizer | None = None
         self._sampler: RequestSampler | None = None
@@ -255,10 +255,11 @@ class ExLlamaV2DynamicJob:
     def advance(self, logits: list[torch.Tensor], guess: int | None, deliver: Callable[[list[Result]], None]) -> bool:
         """Choose and take in one token, given float32 logits [Vp] of each sequence. True if it is the one that was
         guessed and stays, so that what was evaluated behind it is worth something."""
-        sample, feed = self._hooked(self._sample(logits), logits[0])
+        drawn = self._sample(logits)
+        sample, feed = self._hooked(drawn, logits[0])
         held, rewinds = sample.token == guess, self._rewinds
         self.accepted_draft_tokens += held
-        deliver([self._accept(sample, logits[0], feed)])
+        deliver([self._accept(self._record(sample, drawn.token, logits[0], feed))])
         return held and rewinds == self._rewinds
 
     def note_drafts(self, drafted: int) -> None:
@@ -275,10 +276,10 @@ class ExLlamaV2DynamicJob:
 
     def _sample(self, logits: list[torch.Tensor]) -> Sample:
         assert self._sampler is not None
-        explored = self._explored.get(self.generated, [])
+        explored = self._explored.get(self.generated, set())
         constraint = Constraint(
             mask=self._filter_mask(),
-            blocked=tuple(explored),
+            blocked=tuple(sorted(explored)),
             discouraged=tuple(self.stop_tokens) if self.new_tokens < self.min_new_tokens else (),
             prefix=self._healing_candidates() if self.generated < self.healing else None,
         )
@@ -321,16 +322,15 @@ class ExLlamaV2DynamicJob:
             self._filters_begun = True
         return self._filters.next_mask()
 
-    def _accept(self, sample: Sample, logits: torch.Tensor, feed: bool) -> Result:
+    def _accept(self, record: Record) -> Result:
         """Take a token in and say what may be shown: stop token, then text, then filter end, then the limit."""
         assert self._output is not None
-        filter_ended = feed and self._filters is not None and self._filters.feed(sample.token)
+        filter_ended = record.fed and self._filters is not None and self._filters.feed(record.token)
         for sequence in self.sequences:
-            sequence.append(sample.token)
+            sequence.append(record.token)
         self.new_tokens += 1
         self.time_last_token = time.monotonic()
-        record = self._record(sample, logits, feed)
-        if sample.token in self.stop_tokens:
+        if record.token in self.stop_tokens:
             return self._end("stop_token", token=record)
         match = self._output.push(record)
         if match is not None and match.kind == "ban":
@@ -393,13 +393,14 @@ class ExLlamaV2DynamicJob:
             return np.array([self.healed_id], dtype=np.int64)
         return PieceTable.of(self._tokenizer, self.decode_special_tokens).starting_with(prefix)
 
-    def _record(self, sample: Sample, logits: torch.Tensor, fed: bool) -> Record:
+    def _record(self, sample: Sample, drawn: int, logits: torch.Tensor, fed: bool) -> Record:
         return Record(
             sample.token,
             sample.probability,
             sample.top_tokens,
             sample.top_probabilities,
             logits.clone() if self.return_logits else None,
+            drawn=drawn,
             fed=fed,
         )
 
@@ -423,7 +424,7 @@ class ExLlamaV2DynamicJob:
             self._filters.rewind(sum(record.fed for record in gone))
         for position in [p for p in self._explored if p > self.generated]:
             del self._explored[position]
-        self._explored.setdefault(self.generated, []).append(gone[0].token)
+        self._explored.setdefault(self.generated, set()).update((gone[0].token, gone[0].drawn))
         self._rewinds += 1
         if self._rewinds > MAX_REWINDS:
             raise NoCandidatesError(

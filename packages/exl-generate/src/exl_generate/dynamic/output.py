@@ -40,6 +40,8 @@ class Record:
     top_tokens: NDArray[np.int64] | None = None
     top_probabilities: NDArray[np.float32] | None = None
     logits: torch.Tensor | None = None
+    #: what was sampled before hooks replaced it
+    drawn: int = -1
     #: whether the filters have seen it
     fed: bool = True
     #: characters of the whole output up to the end of this token; one more while its last character is incomplete
