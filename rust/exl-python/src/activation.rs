@@ -7,7 +7,7 @@ use exl_cpu::activation::{Activation, activate_raw};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::tensor::{Tensor, same_length};
+use crate::tensor::{Tensor, same_shape};
 
 /// out = activation(x) [* up]; out may be x or up.
 #[pyfunction]
@@ -21,12 +21,12 @@ fn activate(
 ) -> PyResult<()> {
     let kind = Activation::from_name(kind)
         .ok_or_else(|| PyValueError::new_err(format!("unknown activation {kind:?}")))?;
-    same_length("out", out.numel(), x.numel())?;
+    same_shape("out", &out, &x.shape)?;
     let from = x.slice::<f32>("x")?.as_ptr() as usize;
     let to = out.slice_mut::<f32>("out")?.as_mut_ptr() as usize;
     let factor = match &up {
         Some(up) => {
-            same_length("up", up.numel(), x.numel())?;
+            same_shape("up", up, &x.shape)?;
             Some(up.slice::<f32>("up")?.as_ptr() as usize)
         }
         None => None,

@@ -7,7 +7,7 @@ use exl_cpu::attention::{self, Attention};
 use pyo3::prelude::*;
 
 use crate::kv::Pages;
-use crate::tensor::{Tensor, shape_error};
+use crate::tensor::{Tensor, same_shape, shape_error};
 
 /// See `exl_kernels.attention.paged_attention`.
 #[pyfunction]
@@ -31,6 +31,22 @@ fn paged_attention(
             "paged_attention: q must be [T, Hq, D], block_table [B, max_pages]".into(),
         ));
     };
+    let inner = &pages.get().inner;
+    let tokens = q.shape[0];
+    same_shape("q", &q, &[tokens, q_heads, inner.head_dim()])?;
+    same_shape("out", &out, &q.shape)?;
+    same_shape("rows", &rows, &[tokens])?;
+    same_shape("positions", &positions, &[tokens])?;
+    if softcap < 0.0 {
+        return Err(shape_error(
+            py,
+            format!("paged_attention: softcap {softcap}, expected 0 or more"),
+        ));
+    }
+    if let Some(mask) = &key_mask {
+        let width = mask.shape.last().copied().unwrap_or(0);
+        same_shape("key_mask", mask, &[block_table.shape[0], width])?;
+    }
     let key_mask = match &key_mask {
         Some(mask) => Some((
             mask.slice("key_mask")?,
@@ -41,7 +57,7 @@ fn paged_attention(
     let args = Attention {
         q: q.slice("q")?,
         q_heads,
-        pages: &pages.get().inner,
+        pages: inner,
         block_table: block_table.slice("block_table")?,
         max_pages,
         rows: rows.slice("rows")?,

@@ -7,7 +7,7 @@ use exl_cpu::kv;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::tensor::{Tensor, same_length, shape_error};
+use crate::tensor::{Tensor, same_length, same_shape, shape_error};
 
 /// One layer's pages: the addresses, and the tensors that own them.
 #[pyclass(frozen, name = "Pages")]
@@ -96,6 +96,10 @@ fn kv_store(
     slots: Tensor,
 ) -> PyResult<()> {
     let pages = &pages.get().inner;
+    let shape = [slots.numel(), pages.heads(), pages.head_dim()];
+    same_shape("k", &k, &shape)?;
+    same_shape("v", &v, &shape)?;
+    same_shape("slots", &slots, &shape[..1])?;
     let (k, v, slots) = (k.slice("k")?, v.slice("v")?, slots.slice("slots")?);
     py.detach(|| kv::store(pages, k, v, slots))
         .map_err(|error| shape_error(py, format!("store_kv: {error}")))

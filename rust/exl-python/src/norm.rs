@@ -6,9 +6,10 @@
 use exl_cpu::norm::{Norm, normalize_raw};
 use pyo3::prelude::*;
 
-use crate::tensor::{Tensor, same_length};
+use crate::tensor::{Tensor, same_shape};
+use pyo3::exceptions::PyValueError;
 
-/// x [.., D] normalised into out (which may be x); weight f32 with whole rows of `dim`.
+/// x [.., D] normalised into out (which may be x); weight f32 [D] or [H, D], the end of x's shape.
 #[pyfunction]
 fn rms_norm(
     py: Python<'_>,
@@ -16,44 +17,54 @@ fn rms_norm(
     weight: Tensor,
     offset: f32,
     eps: f32,
-    dim: usize,
     out: Tensor,
 ) -> PyResult<()> {
     let norm = Norm::Rms {
         weight: weight.slice("weight")?,
         offset,
     };
-    run(py, norm, &x, dim, eps, &out)
+    run(py, norm, &x, &weight, eps, &out)
 }
 
 /// As `rms_norm`, with mean and bias.
 #[pyfunction]
-#[pyo3(signature = (x, weight, bias, eps, dim, out))]
+#[pyo3(signature = (x, weight, bias, eps, out))]
 fn layer_norm(
     py: Python<'_>,
     x: Tensor,
     weight: Tensor,
     bias: Option<Tensor>,
     eps: f32,
-    dim: usize,
     out: Tensor,
 ) -> PyResult<()> {
     let norm = Norm::Layer {
         weight: weight.slice("weight")?,
         bias: bias.as_ref().map(|b| b.slice("bias")).transpose()?,
     };
-    run(py, norm, &x, dim, eps, &out)
+    if let Some(bias) = &bias {
+        same_shape("bias", bias, &weight.shape)?;
+    }
+    run(py, norm, &x, &weight, eps, &out)
 }
 
 fn run(
     py: Python<'_>,
     norm: Norm<'_>,
     x: &Tensor,
-    dim: usize,
+    weight: &Tensor,
     eps: f32,
     out: &Tensor,
 ) -> PyResult<()> {
-    same_length("out", out.numel(), x.numel())?;
+    same_shape("out", out, &x.shape)?;
+    if !matches!(weight.shape.len(), 1 | 2)
+        || !x.shape.ends_with(&weight.shape)
+        || weight.numel() == 0
+    {
+        return Err(PyValueError::new_err(
+            "weight must be the last one or two dimensions of x",
+        ));
+    }
+    let dim = weight.shape[weight.shape.len() - 1];
     let (from, to) = (
         x.slice::<f32>("x")?.as_ptr() as usize,
         out.slice_mut::<f32>("out")?.as_mut_ptr() as usize,

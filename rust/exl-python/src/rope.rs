@@ -6,7 +6,7 @@
 use exl_cpu::rope::{Tables, apply};
 use pyo3::prelude::*;
 
-use crate::tensor::{Tensor, shape_error};
+use crate::tensor::{Tensor, same_shape, shape_error};
 
 /// Rotates x [T, H, D] in place; cos, sin [S, R/2].
 #[pyfunction]
@@ -24,6 +24,8 @@ fn apply_rope(
             "apply_rope: x must be [T, H, D], cos [S, R/2]".into(),
         ));
     };
+    same_shape("sin", &sin, &cos.shape)?;
+    same_shape("positions", &positions, &x.shape[..1])?;
     let tables = Tables {
         cos: cos.slice("cos")?,
         sin: sin.slice("sin")?,

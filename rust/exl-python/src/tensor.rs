@@ -110,6 +110,11 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensor {
             .map(|d| d.extract::<usize>())
             .collect::<PyResult<Vec<_>>>()?;
         let cuda = if obj
+            .getattr(pyo3::intern!(py, "is_cpu"))?
+            .extract::<bool>()?
+        {
+            None
+        } else if obj
             .getattr(pyo3::intern!(py, "is_cuda"))?
             .extract::<bool>()?
         {
@@ -118,7 +123,11 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensor {
                     .extract::<u32>()?,
             )
         } else {
-            None
+            // Meta tensors and the like have no memory to point at.
+            let device = obj.getattr(pyo3::intern!(py, "device"))?;
+            return Err(PyTypeError::new_err(format!(
+                "tensor is on device {device}, expected cpu or cuda"
+            )));
         };
         let ptr = obj
             .call_method0(pyo3::intern!(py, "data_ptr"))?
@@ -187,6 +196,18 @@ pub fn shape_error(py: Python<'_>, text: String) -> PyErr {
     match class.and_then(|class| class.call1((text,))) {
         Ok(error) => PyErr::from_value(error),
         Err(error) => error,
+    }
+}
+
+/// Refuses two tensors of different shape; the Python doors then say it better.
+pub fn same_shape(what: &str, got: &Tensor, expected: &[usize]) -> PyResult<()> {
+    if got.shape == expected {
+        Ok(())
+    } else {
+        Err(PyValueError::new_err(format!(
+            "{what}: shape {:?}, expected {expected:?}",
+            got.shape
+        )))
     }
 }
 

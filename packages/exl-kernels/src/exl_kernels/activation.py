@@ -25,10 +25,14 @@ def activation(x: Tensor, kind: ActivationKind, *, out: Tensor | None = None) ->
     """
     if x.is_cuda:
         return cuda_ops.activation(x, kind, out=out)
-    _check("activation", x, kind)
-    out = require_out("activation", out, x)
-    _native.activate(kind, x.contiguous(), None, out)
-    return out
+    result = torch.empty_like(x) if out is None else out
+    try:
+        _native.activate(kind, x, None, result)
+    except (TypeError, ValueError):
+        _check("activation", kind, x)
+        result = require_out("activation", out, x)
+        _native.activate(kind, x.contiguous(), None, result)
+    return result
 
 
 def gated_activation(gate: Tensor, up: Tensor, kind: ActivationKind, *, out: Tensor | None = None) -> Tensor:
@@ -39,18 +43,22 @@ def gated_activation(gate: Tensor, up: Tensor, kind: ActivationKind, *, out: Ten
     """
     if gate.is_cuda:
         return cuda_ops.gated_activation(gate, up, kind, out=out)
-    _check("gated_activation", gate, kind)
-    require_cpu("gated_activation", up)
-    require_dtype("gated_activation: up", up, torch.float32)
-    if gate.shape != up.shape:
-        raise ShapeError(f"gated_activation: gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape")
-    out = require_out("gated_activation", out, gate)
-    _native.activate(kind, gate.contiguous(), up.contiguous(), out)
-    return out
+    result = torch.empty_like(gate) if out is None else out
+    try:
+        _native.activate(kind, gate, up, result)
+    except (TypeError, ValueError):
+        _check("gated_activation", kind, gate, up)
+        if gate.shape != up.shape:
+            text = f"gated_activation: gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape"
+            raise ShapeError(text) from None
+        result = require_out("gated_activation", out, gate)
+        _native.activate(kind, gate.contiguous(), up.contiguous(), result)
+    return result
 
 
-def _check(what: str, x: Tensor, kind: str) -> None:
-    require_cpu(what, x)
-    require_dtype(f"{what}: input", x, torch.float32)
+def _check(what: str, kind: str, *inputs: Tensor) -> None:
+    require_cpu(what, *inputs)
+    for x in inputs:
+        require_dtype(f"{what}: input", x, torch.float32)
     if kind not in _KINDS:
         raise UnsupportedError(f"{what}: unknown kind {kind!r}, expected one of {', '.join(_KINDS)}")

@@ -42,21 +42,18 @@ def paged_attention(
     Keys and values enter as their codes stand for, without the half roundings of the codec's own decode (`load_kv`).
     Raises ShapeError (also for rows, positions or page numbers out of range), DTypeError, UnsupportedError.
     """
-    _check(q, pages, block_table, rows, positions, window, softcap, key_mask)
-    out = require_out("paged_attention", out, q)
-    _native.paged_attention(
-        q,
-        pages.native(),
-        block_table.contiguous(),
-        rows.contiguous(),
-        positions.contiguous(),
-        scale,
-        window,
-        softcap,
-        None if key_mask is None else key_mask.contiguous(),
-        out,
-    )
-    return out
+    result = torch.empty_like(q) if out is None else out
+    try:
+        _native.paged_attention(
+            q, pages.native(), block_table, rows, positions, scale, window, softcap, key_mask, result
+        )
+    except (TypeError, ValueError, OverflowError):
+        _check(q, pages, block_table, rows, positions, window, softcap, key_mask)
+        result = require_out("paged_attention", out, q)
+        mask = None if key_mask is None else key_mask.contiguous()
+        table, rows, positions = block_table.contiguous(), rows.contiguous(), positions.contiguous()
+        _native.paged_attention(q, pages.native(), table, rows, positions, scale, window, softcap, mask, result)
+    return result
 
 
 def _check(

@@ -185,13 +185,20 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     k, v: float32 [T, H, D] on the CPU. slots: int64 [T], slot = page * page_size + offset, -1 = skip this token; no
     slot twice. Raises ShapeError (also for a slot out of range), DTypeError, UnsupportedError.
     """
+    try:
+        _native.kv_store(pages.native(), k, v, slots)
+    except (TypeError, ValueError):
+        _check_store(pages, k, v, slots)
+        _native.kv_store(pages.native(), k.contiguous(), v.contiguous(), slots.contiguous())
+
+
+def _check_store(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     require_cpu("store_kv", pages.key, k, v, slots)
     _check_slots("store_kv", slots)
     shape = (slots.shape[0], pages.heads, pages.head_dim)
     for name, tensor in (("k", k), ("v", v)):
         require_dtype(f"store_kv: {name}", tensor, torch.float32)
         require_shape(f"store_kv: {name}", tensor, shape)
-    _native.kv_store(pages.native(), k.contiguous(), v.contiguous(), slots.contiguous())
 
 
 def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interl
     """
     if x.is_cuda:
         return cuda_ops.apply_rope(x, cos, sin, positions, interleaved=interleaved)
+    try:
+        _native.apply_rope(x, cos, sin, positions, interleaved)
+    except (TypeError, ValueError):
+        _check(x, cos, sin, positions)
+        _native.apply_rope(x, cos.contiguous(), sin.contiguous(), positions.contiguous(), interleaved)
+    return x
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
     require_cpu("apply_rope", x, cos, sin, positions)
     require_dtype("apply_rope: x", x, torch.float32)
     require_dtype("apply_rope: cos", cos, torch.float32)
@@ -35,5 +44,3 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interl
         )
     if positions.shape != x.shape[:1]:
         raise ShapeError(f"apply_rope: positions {tuple(positions.shape)}, expected ({x.shape[0]},)")
-    _native.apply_rope(x, cos.contiguous(), sin.contiguous(), positions.contiguous(), interleaved)
-    return x

@@ -168,6 +168,16 @@ impl Pages {
         }
     }
 
+    /// Key/value heads.
+    pub fn heads(&self) -> usize {
+        self.heads
+    }
+
+    /// Elements of a head.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
     /// Tokens the pages hold.
     pub fn tokens(&self) -> usize {
         self.num_pages * self.page_size
