@@ -5,6 +5,7 @@
 
 pub mod activation;
 pub mod attention;
+pub mod block;
 pub mod isa;
 pub mod kv;
 pub mod matmul;

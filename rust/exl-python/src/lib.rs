@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 
 mod activation;
 mod attention;
+mod block;
 mod cuda;
 mod cuda_linear;
 mod format;
@@ -26,6 +27,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     activation::register(m)?;
     kv::register(m)?;
     attention::register(m)?;
+    block::register(m)?;
     cuda::register(m)?;
     cuda_linear::register(m)?;
     Ok(())

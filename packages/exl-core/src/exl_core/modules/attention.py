@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.attention import paged_attention
+from exl_kernels.block import AttentionBlock
 from exl_kernels.kv import store_kv
 from exl_kernels.rope import apply_rope
 
@@ -52,6 +53,7 @@ class Attention(Module):
         self.window = window
         self.softcap = softcap
         self.interleaved = interleaved
+        self.block: AttentionBlock | None = None
 
     def submodules(self) -> Iterator[Linear]:
         yield from (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
@@ -61,11 +63,13 @@ class Attention(Module):
             self.norm.load(source, device)
             for linear in self.submodules():
                 linear.load(source)
+            self.block = self._fuse()
         except BaseException:
             self.unload()
             raise
 
     def unload(self) -> None:
+        self.block = None
         self.norm.unload()
         for linear in self.submodules():
             linear.unload()
@@ -77,7 +81,28 @@ class Attention(Module):
     def weight_bytes(self) -> int:
         return self.norm.weight_bytes() + sum(p.weight_bytes() for p in self.submodules())
 
+    def _fuse(self) -> AttentionBlock | None:
+        """All of `forward` as one native call, where the matrices allow it."""
+        linears = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+        if self.norm.weight is None or not all(linear.fusable() for linear in linears):
+            return None
+        return AttentionBlock(
+            self.norm.weight,
+            self.norm.eps,
+            (self.q_proj.quant, self.k_proj.quant, self.v_proj.quant, self.o_proj.quant),
+            head_dim=self.head_dim,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+        )
+
     def forward(self, x: Tensor, step: Step) -> Tensor:
+        if self.block is not None:
+            return self.block.forward(x, step.tokens(self.interleaved), step.pages(self.layer_idx))
+        return self.forward_unfused(x, step)
+
+    def forward_unfused(self, x: Tensor, step: Step) -> Tensor:
+        """The same step by step and to the same bits: for padded matrices, and as the fused block's twin."""
         q, k, v = self._project(self.norm.forward(x), step)
         pages = step.pages(self.layer_idx)
         store_kv(pages, k, v, step.slots)

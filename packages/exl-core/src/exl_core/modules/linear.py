@@ -42,6 +42,10 @@ class Linear:
             raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
         return self.matrix
 
+    def fusable(self) -> bool:
+        """Whether the matrix can be part of a fused block: on the CPU, without padding columns."""
+        return self.quant.device.type == "cpu" and self.quant.out_features == self.out_features
+
     def weight_bytes(self) -> int:
         return 0 if self.matrix is None else self.matrix.nbytes
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.activation import gated_activation
+from exl_kernels.block import GatedMlpBlock
 
 from ..loading.checkpoint import TensorSource
 from .linear import Linear
@@ -36,6 +37,7 @@ class GatedMLP(Module):
         self.norm = norm
         self.gate_proj, self.up_proj, self.down_proj = projections
         self.activation: Literal["silu", "gelu"] = activation
+        self.block: GatedMlpBlock | None = None
 
     def submodules(self) -> Iterator[Linear]:
         yield from (self.gate_proj, self.up_proj, self.down_proj)
@@ -45,11 +47,13 @@ class GatedMLP(Module):
             self.norm.load(source, device)
             for linear in self.submodules():
                 linear.load(source)
+            self.block = self._fuse()
         except BaseException:
             self.unload()
             raise
 
     def unload(self) -> None:
+        self.block = None
         self.norm.unload()
         for linear in self.submodules():
             linear.unload()
@@ -61,7 +65,19 @@ class GatedMLP(Module):
     def weight_bytes(self) -> int:
         return self.norm.weight_bytes() + sum(p.weight_bytes() for p in self.submodules())
 
+    def _fuse(self) -> GatedMlpBlock | None:
+        """All of `forward` as one native call, where the matrices allow it."""
+        linears = (self.gate_proj, self.up_proj, self.down_proj)
+        if self.norm.weight is None or not all(linear.fusable() for linear in linears):
+            return None
+        matrices = (self.gate_proj.quant, self.up_proj.quant, self.down_proj.quant)
+        return GatedMlpBlock(self.norm.weight, self.norm.eps, matrices, self.activation)
+
     def forward(self, x: Tensor, step: Step) -> Tensor:
+        return self.forward_unfused(x) if self.block is None else self.block.forward(x)
+
+    def forward_unfused(self, x: Tensor) -> Tensor:
+        """The same step by step and to the same bits: for padded matrices, and as the fused block's twin."""
         h = self.norm.forward(x)
         gate = self.gate_proj.forward(h)
         gated_activation(gate, self.up_proj.forward(h), self.activation, out=gate)

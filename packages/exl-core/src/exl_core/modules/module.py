@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from exl_kernels.block import Tokens
 
 from ..loading.checkpoint import TensorSource
 
@@ -40,6 +42,24 @@ class Step:
     pages: Callable[[int], KVPages]  # of a layer
     key_mask: Tensor | None = None  # float32 [B, S], added to the logits of each key
     abort_event: Event | None = None
+    _tokens: dict[bool, Tokens] = field(default_factory=dict, repr=False)
+
+    def tokens(self, interleaved: bool) -> Tokens:
+        """The same facts in the form that fused blocks take; made once for all layers."""
+        made = self._tokens.get(interleaved)
+        if made is None:
+            made = self._tokens[interleaved] = Tokens(
+                self.rows,
+                self.positions,
+                self.slots,
+                self.block_table,
+                self.rope_positions,
+                self.cos,
+                self.sin,
+                self.key_mask,
+                interleaved=interleaved,
+            )
+        return made
 
 
 class Module(ABC):

@@ -1,0 +1,156 @@
+"""Fused sub-layers: equal to the bit to the kernels called one by one, and refusing what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_kernels.activation import gated_activation
+from exl_kernels.attention import paged_attention
+from exl_kernels.block import AttentionBlock, GatedMlpBlock, Tokens
+from exl_kernels.errors import DTypeError, ShapeError
+from exl_kernels.kv import KVPages, store_kv
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.norm import rms_norm
+from exl_kernels.rope import apply_rope
+
+HIDDEN, HEADS, KV_HEADS, DIM, INNER = 96, 4, 2, 32, 160
+
+
+def matrix(out_features: int, in_features: int, seed: int) -> QuantMatrix:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out_features, in_features, generator=generator) * in_features**-0.5
+    return QuantMatrix.from_float(weight.half(), torch.randn(out_features, generator=generator).half())
+
+
+def projections() -> tuple[QuantMatrix, QuantMatrix, QuantMatrix, QuantMatrix]:
+    return (
+        matrix(HEADS * DIM, HIDDEN, 1),
+        matrix(KV_HEADS * DIM, HIDDEN, 2),
+        matrix(KV_HEADS * DIM, HIDDEN, 3),
+        matrix(HIDDEN, HEADS * DIM, 4),
+    )
+
+
+def step(tokens: int) -> dict[str, Tensor]:
+    """`tokens` of two sequences, on pages of 8."""
+    generator = torch.Generator().manual_seed(tokens)
+    rows = (torch.arange(tokens) % 2).int()
+    positions = (torch.arange(tokens) // 2).int()
+    table = torch.tensor([[3, 0, 5, 7], [1, 6, 2, 4]], dtype=torch.int32)
+    slots = table[rows.long(), positions.long() // 8].long() * 8 + positions.long() % 8
+    return {
+        "rows": rows,
+        "positions": positions,
+        "slots": slots,
+        "block_table": table,
+        "rope_positions": positions.long() + 3,
+        "cos": torch.randn(40, DIM // 2, generator=generator),
+        "sin": torch.randn(40, DIM // 2, generator=generator),
+    }
+
+
+@pytest.mark.parametrize("kind", ["fp16", "q4"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 33, 61])
+def test_attention_block(tokens: int, interleaved: bool, kind: str) -> None:
+    s, x = step(tokens), torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(9))
+    q, k, v, o = projections()
+    norm, options = 1 + 0.1 * torch.arange(HIDDEN).float().cos(), {"scale": 0.3, "window": 11, "softcap": 20.0}
+    mask = torch.zeros(2, 40)
+    mask[0, 2] = float("-inf")
+
+    expected, pages = x.clone(), KVPages.allocate(kind, 8, 8, KV_HEADS, DIM)  # type: ignore[arg-type]
+    h = rms_norm(expected, norm, 1e-5)
+    qh, kh, vh = (m.matmul(h).view(tokens, -1, DIM) for m in (q, k, v))
+    for t in (qh, kh):
+        apply_rope(t, s["cos"], s["sin"], s["rope_positions"], interleaved=interleaved)
+    store_kv(pages, kh, vh, s["slots"])
+    mixed = paged_attention(
+        qh,
+        pages,
+        s["block_table"],
+        s["rows"],
+        s["positions"],
+        key_mask=mask,
+        **options,  # type: ignore[arg-type]
+    )
+    expected += o.matmul(mixed.view(tokens, -1))
+
+    block = AttentionBlock(norm, 1e-5, (q, k, v, o), head_dim=DIM, **options)  # type: ignore[arg-type]
+    found, other = x.clone(), KVPages.allocate(kind, 8, 8, KV_HEADS, DIM)  # type: ignore[arg-type]
+    returned = block.forward(found, Tokens(**s, key_mask=mask, interleaved=interleaved), other)
+    assert returned is found
+    assert torch.equal(found, expected)
+    assert all(torch.equal(a, b) for a, b in zip(pages.tensors(), other.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("rows", [1, 3, 700])
+def test_mlp_block(rows: int, activation: str) -> None:
+    gate, up, down = matrix(INNER, HIDDEN, 1), matrix(INNER, HIDDEN, 2), matrix(HIDDEN, INNER, 3)
+    x, norm = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(2)), torch.ones(HIDDEN)
+    h = rms_norm(x, norm, 1e-6)
+    inner = gated_activation(gate.matmul(h), up.matmul(h), activation)  # type: ignore[arg-type]
+    expected = x + down.matmul(inner)
+    found = GatedMlpBlock(norm, 1e-6, (gate, up, down), activation).forward(x.clone())  # type: ignore[arg-type]
+    assert torch.equal(found, expected)
+
+
+def test_empty_call() -> None:
+    gate, up, down = matrix(INNER, HIDDEN, 1), matrix(INNER, HIDDEN, 2), matrix(HIDDEN, INNER, 3)
+    block = GatedMlpBlock(torch.ones(HIDDEN), 1e-6, (gate, up, down), "silu")
+    assert block.forward(torch.empty(0, HIDDEN)).shape == (0, HIDDEN)
+
+
+def test_matrices_that_do_not_fit() -> None:
+    q, k, v, o = projections()
+    gate, up, down = matrix(INNER, HIDDEN, 1), matrix(INNER, HIDDEN, 2), matrix(HIDDEN, INNER, 3)
+    ones = torch.ones(HIDDEN)
+    for wrong in ((q, k, v, q), (q, k, q, o), (o, k, v, o), (k, k, v, o)):
+        with pytest.raises(ShapeError, match="AttentionBlock"):
+            AttentionBlock(ones, 1e-5, wrong, head_dim=DIM, scale=1.0)
+    with pytest.raises(ShapeError, match="whole heads"):
+        AttentionBlock(ones, 1e-5, (q, k, v, o), head_dim=48, scale=1.0)
+    for wrong_mlp in ((gate, up, gate), (gate, q, down), (down, up, down)):
+        with pytest.raises(ShapeError, match="GatedMlpBlock"):
+            GatedMlpBlock(ones, 1e-5, wrong_mlp, "silu")
+    with pytest.raises(ShapeError):
+        GatedMlpBlock(torch.ones(HIDDEN + 1), 1e-5, (gate, up, down), "silu")
+    with pytest.raises(DTypeError):
+        GatedMlpBlock(ones.half(), 1e-5, (gate, up, down), "silu")
+
+
+def test_tokens_that_do_not_fit() -> None:
+    block = AttentionBlock(torch.ones(HIDDEN), 1e-5, projections(), head_dim=DIM, scale=1.0)
+    pages = KVPages.allocate("fp16", 8, 8, KV_HEADS, DIM)
+    good = step(4)
+    x = torch.zeros(4, HIDDEN)
+    for change in (
+        {"slots": torch.full((4,), 64)},
+        {"slots": good["slots"][:3]},
+        {"rows": torch.full((4,), 2, dtype=torch.int32)},
+        {"positions": torch.full((4,), 32, dtype=torch.int32)},
+        {"positions": good["positions"][:3]},
+        {"rope_positions": torch.full((4,), 40)},
+        {"rope_positions": good["rope_positions"][:3]},
+        {"block_table": torch.full((2, 4), 8, dtype=torch.int32)},
+        {"block_table": good["block_table"].view(-1)},
+        {"sin": good["sin"][:-1]},
+    ):
+        with pytest.raises(ShapeError):
+            block.forward(x.clone(), Tokens(**{**good, **change}), pages)
+    for dtype_change in ({"rows": good["rows"].long()}, {"slots": good["slots"].int()}, {"cos": good["cos"].double()}):
+        with pytest.raises(DTypeError):
+            Tokens(**{**good, **dtype_change})
+    tokens = Tokens(**good)
+    for bad in (torch.zeros(3, HIDDEN), torch.zeros(4, HIDDEN + 1), torch.zeros(4 * HIDDEN)):
+        with pytest.raises(ShapeError):
+            block.forward(bad, tokens, pages)
+    with pytest.raises(DTypeError):
+        block.forward(x.double(), tokens, pages)
+    with pytest.raises(ShapeError, match="head_dim"):
+        block.forward(x, tokens, KVPages.allocate("fp16", 8, 8, KV_HEADS, DIM // 2))
+    with pytest.raises(ShapeError):
+        block.forward(x, tokens, KVPages.allocate("fp16", 8, 8, KV_HEADS + 1, DIM))
