@@ -266,6 +266,7 @@ def test_dropped_pages_behind_the_window_are_not_read() -> None:
     expected = case.run([0], [399], window=50)
     case.block_table[0, : (399 - 49) // 16] = -1
     assert torch.equal(case.run([0], [399], window=50), expected)
+    assert torch.equal(case.run([0, 0], [-1, 399], window=50)[1:], expected)
 
 
 def test_contiguous_cache_is_pages_of_the_whole_length() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -323,3 +324,22 @@ def test_bad_pages_are_refused() -> None:
         KVPages("fp8", 64, byte, byte, scales, scales)
     with pytest.raises(ShapeError, match="contiguous"):
         KVPages("fp16", 64, torch.zeros(2, 4, 1, 128, dtype=torch.float16)[..., ::2], half)
+
+
+def test_copies_have_memory_of_their_own() -> None:
+    pages = KVPages.allocate("q8", 1, 4, 1, 64)
+    x = torch.ones(1, 1, 64)
+    store_kv(pages, x, x, torch.tensor([0]))
+    other = copy.deepcopy(pages)
+    store_kv(other, -x, -x, torch.tensor([0]))
+    assert load_kv(pages, torch.tensor([0]))[0].mean() > 0.9
+    assert load_kv(other, torch.tensor([0]))[0].mean() < -0.9
+
+
+def test_tensors_that_moved_are_noticed() -> None:
+    pages = KVPages.allocate("fp16", 1, 4, 1, 64)
+    x = torch.ones(1, 1, 64)
+    store_kv(pages, x, x, torch.tensor([0]))
+    pages.key.share_memory_()
+    with pytest.raises(ValueError, match="moved"):
+        store_kv(pages, x, x, torch.tensor([0]))

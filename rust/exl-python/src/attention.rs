@@ -31,7 +31,7 @@ fn paged_attention(
             "paged_attention: q must be [T, Hq, D], block_table [B, max_pages]".into(),
         ));
     };
-    let inner = &pages.get().inner;
+    let inner = pages.get().get_checked(py)?;
     let tokens = q.shape[0];
     same_shape("q", &q, &[tokens, q_heads, inner.head_dim()])?;
     same_shape("out", &out, &q.shape)?;

@@ -12,8 +12,25 @@ use crate::tensor::{Tensor, same_length, same_shape, shape_error};
 /// One layer's pages: the addresses, and the tensors that own them.
 #[pyclass(frozen, name = "Pages")]
 pub struct Pages {
-    pub inner: kv::Pages,
-    _owners: Vec<Tensor>,
+    inner: kv::Pages,
+    owners: Vec<Tensor>,
+}
+
+impl Pages {
+    /// The pages, if their tensors still lie where they did (`resize_` and `share_memory_` move them).
+    pub fn get_checked(&self, py: Python<'_>) -> PyResult<&kv::Pages> {
+        for tensor in &self.owners {
+            let now = tensor
+                .owner
+                .call_method0(py, pyo3::intern!(py, "data_ptr"))?;
+            if now.extract::<usize>(py)? != tensor.ptr {
+                return Err(PyValueError::new_err(
+                    "the tensors of these pages have moved in memory; make a new KVPages of them",
+                ));
+            }
+        }
+        Ok(&self.inner)
+    }
 }
 
 #[pymethods]
@@ -69,7 +86,7 @@ impl Pages {
                 scales[i] = tensor.slice_mut::<half::f16>("scales")?.as_mut_ptr().cast();
             }
         }
-        // SAFETY: the lengths were compared above and `_owners` keeps the tensors; calls that write hold the caller.
+        // SAFETY: the lengths were compared above and `owners` keeps the tensors; calls that write hold the caller.
         let inner = unsafe {
             kv::Pages::new(
                 codecs,
@@ -81,7 +98,7 @@ impl Pages {
         let owners = [Some(key), Some(value), key_scales, value_scales];
         Ok(Self {
             inner,
-            _owners: owners.into_iter().flatten().collect(),
+            owners: owners.into_iter().flatten().collect(),
         })
     }
 }
@@ -95,7 +112,7 @@ fn kv_store(
     v: Tensor,
     slots: Tensor,
 ) -> PyResult<()> {
-    let pages = &pages.get().inner;
+    let pages = pages.get().get_checked(py)?;
     let shape = [slots.numel(), pages.heads(), pages.head_dim()];
     same_shape("k", &k, &shape)?;
     same_shape("v", &v, &shape)?;
@@ -114,7 +131,7 @@ fn kv_load(
     k: Tensor,
     v: Tensor,
 ) -> PyResult<()> {
-    let pages = &pages.get().inner;
+    let pages = pages.get().get_checked(py)?;
     let (k, v, slots) = (k.slice_mut("k")?, v.slice_mut("v")?, slots.slice("slots")?);
     py.detach(|| kv::load(pages, slots, k, v))
         .map_err(|error| shape_error(py, format!("load_kv: {error}")))

@@ -152,6 +152,11 @@ class KVPages:
         """The storage: key, value, then scales if the kind has them."""
         return [t for t in (self.key, self.value, self.key_scales, self.value_scales) if t is not None]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles hold the tensors; the native view is made anew.
+        parts = (self.key, self.value, self.key_scales, self.value_scales)
+        return KVPages, (self.kind, self.head_dim, *parts)
+
     def native(self) -> Any:
         """The kernels' view of these pages; CPU only. Not for use outside exl_kernels."""
         if not self._view:

@@ -148,7 +148,7 @@ fn check(args: &Attention<'_>, out: usize) -> Result<(), AttentionError> {
         let last = &mut last_visible[row as usize];
         *last = (*last).max(position);
     }
-    // Pages before the window of every query of a row may have been given back: only those somebody reads are checked, in `plan`.
+    // Pages before the window of every query of a row may have been given back: only those somebody reads are checked.
     check_pages(args, &last_visible)
 }
 
@@ -156,8 +156,10 @@ fn check_pages(args: &Attention<'_>, last_visible: &[i32]) -> Result<(), Attenti
     let pages = args.pages;
     let mut first_visible = vec![usize::MAX; last_visible.len()];
     for (&row, &position) in args.rows.iter().zip(args.positions) {
-        let first = &mut first_visible[row as usize];
-        *first = (*first).min(visible(position, args.window).0);
+        if position >= 0 {
+            let first = &mut first_visible[row as usize];
+            *first = (*first).min(visible(position, args.window).0);
+        }
     }
     for (row, (&last, &first)) in last_visible.iter().zip(&first_visible).enumerate() {
         if last < 0 {

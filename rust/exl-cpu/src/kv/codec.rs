@@ -248,7 +248,7 @@ unsafe fn encode_hadamard<V: Lanes, const BITS: u32>(x: &[f32], codes: *mut u8, 
         round_all::<V>(&mut t);
         butterflies::<V, true>(&mut t);
         for (r, run) in t.chunks_exact_mut(RUN).enumerate() {
-            let peak = peak(run);
+            let peak = peak::<V>(run);
             quantize_run::<V>(run, peak, m);
             // SAFETY: block `b` lies within the row, which is padded to whole blocks.
             unsafe {
@@ -270,11 +270,24 @@ unsafe fn encode_hadamard<V: Lanes, const BITS: u32>(x: &[f32], codes: *mut u8, 
 
 /// Largest magnitude of a run; NaN if any element is.
 #[inline(always)]
-fn peak(run: &[f32]) -> f32 {
-    run.iter().fold(0.0, |a: f32, x| {
-        let x = x.abs();
-        if x > a || x.is_nan() { x } else { a }
-    })
+fn peak<V: Lanes>(run: &[f32]) -> f32 {
+    let (mut most, mut poison) = (V::splat(0.0), V::splat(0.0));
+    let mut e = 0;
+    while e < RUN {
+        // SAFETY: a run has 32 elements, a multiple of every `LANES`.
+        let x = unsafe { V::load(run.as_ptr().add(e)) };
+        // `max` returns its second operand where either is NaN.
+        most = x.max(V::splat(0.0).sub(x)).max(most);
+        // 0 unless something is infinite or NaN, which no comparison would keep.
+        poison = poison.add(x.sub(x));
+        e += V::LANES;
+    }
+    let most = most.largest();
+    if most < f32::INFINITY && poison.sum().is_nan() {
+        f32::NAN
+    } else {
+        most
+    }
 }
 
 /// Step 3 of formats 5.4; every intermediate is a half. NaN ratios (an all-zero run) give code 0.
