@@ -50,6 +50,7 @@ fn run_empty(py: Python<'_>, tasks: usize) {
 
 /// Bytes per second at which the pool reads `data` (int64), once.
 #[pyfunction]
+#[allow(clippy::needless_pass_by_value)] // PyO3 hands extracted arguments over by value.
 fn read_bandwidth(py: Python<'_>, data: Tensor) -> PyResult<f64> {
     let words = data.slice::<i64>("data")?;
     // SAFETY: the same size and alignment, and every bit pattern is a number.

@@ -4,6 +4,8 @@
 //! total, block after block. One row (decode) multiplies as it unpacks; more rows unpack a panel of blocks once and multiply from
 //! the cache. Same bits.
 
+use std::mem::MaybeUninit;
+
 use super::decode::{magic_zero, operands, prefetch, scale_and_zero, weight};
 use super::layout::{BLOCK, TILE};
 use super::matrix::{Codes, Floats, Span};
@@ -82,11 +84,11 @@ unsafe fn span_one_row<S: Simd, const BITS: u32>(
 
 /// A panel's weights, `[128][32]`.
 #[repr(align(64))]
-pub struct Panel([f32; PANEL * BLOCK * TILE]);
+pub struct Panel([MaybeUninit<f32>; PANEL * BLOCK * TILE]);
 
 impl Panel {
     pub fn new() -> Self {
-        Self([0.0; PANEL * BLOCK * TILE])
+        Self([MaybeUninit::uninit(); PANEL * BLOCK * TILE])
     }
 }
 
@@ -106,7 +108,7 @@ pub unsafe fn tile_rows<S: Simd, const R: usize, const V: usize>(
 ) {
     // SAFETY: the caller's.
     unsafe {
-        let out = panel.0.as_mut_ptr();
+        let out = panel.0.as_mut_ptr().cast::<f32>();
         let mut filled = 0;
         let mut first_block = 0;
         for span in &codes.spans {
@@ -195,7 +197,7 @@ pub unsafe fn tile_floats<S: Simd, const R: usize, const V: usize>(
 ) {
     // SAFETY: the caller's.
     unsafe {
-        let out = panel.0.as_mut_ptr();
+        let out = panel.0.as_mut_ptr().cast::<f32>();
         let mut block = 0;
         while block < blocks {
             let count = PANEL.min(blocks - block);

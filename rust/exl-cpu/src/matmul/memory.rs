@@ -13,9 +13,12 @@ const HUGE: usize = 2 << 20;
 pub struct Buffer<T: Copy> {
     ptr: NonNull<T>,
     len: usize,
-    /// Start and length of the mapping the buffer lies in; none for a small buffer, which comes from the allocator.
-    mapping: Option<(NonNull<u8>, usize)>,
+    /// The mapping the buffer lies in; none for a small buffer, which comes from the allocator.
+    mapping: Option<Mapping>,
 }
+
+/// Start and length of memory from the system.
+type Mapping = (NonNull<u8>, usize);
 
 // SAFETY: the buffer owns its memory like a `Box<[T]>`.
 unsafe impl<T: Copy + Send> Send for Buffer<T> {}
@@ -118,7 +121,7 @@ mod system {
 
 /// A fresh mapping (start, length) and the first huge page boundary in it, with room for `bytes`; none if it is not worth it.
 #[cfg(target_os = "linux")]
-fn map_huge(bytes: usize) -> Option<((NonNull<u8>, usize), NonNull<u8>)> {
+fn map_huge(bytes: usize) -> Option<(Mapping, NonNull<u8>)> {
     if bytes < HUGE {
         return None;
     }
@@ -148,18 +151,18 @@ fn map_huge(bytes: usize) -> Option<((NonNull<u8>, usize), NonNull<u8>)> {
 }
 
 #[cfg(target_os = "linux")]
-fn unmap((start, len): (NonNull<u8>, usize)) {
+fn unmap((start, len): Mapping) {
     // SAFETY: mapped by `map_huge`, and the buffer that lay in it is gone.
     unsafe { system::munmap(start.as_ptr().cast(), len) };
 }
 
 #[cfg(not(target_os = "linux"))]
-fn map_huge(_bytes: usize) -> Option<((NonNull<u8>, usize), NonNull<u8>)> {
+fn map_huge(_bytes: usize) -> Option<(Mapping, NonNull<u8>)> {
     None
 }
 
 #[cfg(not(target_os = "linux"))]
-fn unmap(_mapping: (NonNull<u8>, usize)) {}
+fn unmap(_mapping: Mapping) {}
 
 /// A pointer that several pool tasks write through, each to places of its own.
 #[derive(Clone, Copy, Debug)]

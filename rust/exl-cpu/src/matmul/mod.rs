@@ -16,4 +16,5 @@ mod repack;
 mod simd;
 
 pub use matrix::{Compute, QuantMatrix};
+pub use product::matmul_together;
 pub use repack::Epilogue;

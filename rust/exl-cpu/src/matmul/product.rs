@@ -8,23 +8,117 @@ use super::activations::{Int8Block, ROWS, row_block};
 use super::exact::{self, Panel};
 use super::kernels::Kernels;
 use super::layout::{BLOCK, TILE};
-use super::matrix::{Codes, Compute, Floats, NO_FEATURE, QuantMatrix, Storage};
+use super::matrix::{Compute, Floats, NO_FEATURE, QuantMatrix, Storage};
 use super::memory::Shared;
 use super::simd::Scalar;
 use crate::pool;
 
 /// Tasks a thread gets of one product: enough that a thread held up elsewhere leaves little behind.
-const TASKS_PER_THREAD: usize = 4;
+const TASKS_PER_THREAD: usize = 8;
+
+/// Activations in the order of one permutation, in the form of one mode.
+#[derive(Default)]
+struct Packed {
+    int8: Vec<Int8Block>,
+    exact: Vec<[f32; BLOCK]>,
+}
 
 thread_local! {
     /// Packed activations of the calling thread, kept from call to call.
-    static INT8: RefCell<Vec<Int8Block>> = const { RefCell::new(Vec::new()) };
-    static EXACT: RefCell<Vec<[f32; BLOCK]>> = const { RefCell::new(Vec::new()) };
+    static PACKED: RefCell<Vec<Packed>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Outputs of one tile for one row block.
 #[repr(align(64))]
 struct Outputs([f32; ROWS * TILE]);
+
+/// One matrix of a joint product.
+struct Job<'a> {
+    matrix: &'a QuantMatrix,
+    out: Shared<f32>,
+    /// Which packed activations it takes.
+    packed: usize,
+    first_tile: usize,
+}
+
+/// Multiplies `x` `[rows, K]` with several matrices of the same K in one go, each into its own `[rows, N]`: the same bits as one
+/// product after the other, with one wait instead of several, and activations packed once where permutations agree.
+///
+/// # Panics
+/// If lengths do not fit.
+pub fn matmul_together(products: &mut [(&QuantMatrix, &mut [f32])], x: &[f32], rows: usize) {
+    for (matrix, out) in products.iter() {
+        assert_eq!(x.len(), rows * matrix.in_features, "x must hold rows * K");
+        assert_eq!(
+            out.len(),
+            rows * matrix.out_features,
+            "out must hold rows * N"
+        );
+    }
+    if rows == 0 {
+        return;
+    }
+    PACKED.with_borrow_mut(|buffers| {
+        let (mut jobs, mut packers, mut tiles): (Vec<Job<'_>>, Vec<&QuantMatrix>, _) =
+            (Vec::new(), Vec::new(), 0);
+        for (matrix, out) in products.iter_mut() {
+            let packed = packers
+                .iter()
+                .position(|m| m.packs_like(matrix))
+                .unwrap_or_else(|| {
+                    packers.push(matrix);
+                    packers.len() - 1
+                });
+            jobs.push(Job {
+                matrix,
+                out: Shared::new(out),
+                packed,
+                first_tile: tiles,
+            });
+            tiles += matrix.tiles();
+        }
+        buffers.resize_with(buffers.len().max(packers.len()), Packed::default);
+        for (matrix, buffer) in packers.iter().zip(buffers.iter_mut()) {
+            matrix.pack_activations(x, rows, buffer);
+        }
+        let tasks = tiles.min(pool::threads() * TASKS_PER_THREAD);
+        pool::run(tasks, &|task| {
+            let range = task * tiles / tasks..(task + 1) * tiles / tasks;
+            run_tiles(&jobs, buffers, range, rows);
+        });
+    });
+}
+
+/// The tiles `range` of all jobs' tiles, for all rows.
+fn run_tiles(jobs: &[Job<'_>], packed: &[Packed], range: std::ops::Range<usize>, rows: usize) {
+    let kernels = Kernels::current();
+    let mut sums = Outputs([0.0; ROWS * TILE]);
+    let mut panel = Panel::new();
+    for block in 0..rows.div_ceil(ROWS) {
+        let (first, count) = row_block(block, rows);
+        let sums = &mut sums.0[..count * TILE];
+        for t in range.clone() {
+            let job = &jobs[jobs.partition_point(|job| job.first_tile <= t) - 1];
+            let (matrix, tile) = (job.matrix, t - job.first_tile);
+            sums.fill(0.0);
+            matrix.tile_product(
+                kernels,
+                &packed[job.packed],
+                tile,
+                (first, count),
+                sums,
+                &mut panel,
+            );
+            let column = tile * TILE;
+            let width = TILE.min(matrix.out_features - column);
+            for (row, sums) in sums.chunks_exact(TILE).enumerate() {
+                let at = (first + row) * matrix.out_features + column;
+                // SAFETY: tasks own disjoint columns.
+                matrix.finish(column, &sums[..width], unsafe { job.out.slice(at, width) });
+            }
+        }
+    }
+}
 
 impl QuantMatrix {
     /// Multiplies `x` `[rows, K]` into `out` `[rows, N]`. A row's result depends on that row alone.
@@ -32,58 +126,24 @@ impl QuantMatrix {
     /// # Panics
     /// If the lengths do not fit `rows`.
     pub fn matmul(&self, x: &[f32], rows: usize, out: &mut [f32]) {
-        assert_eq!(x.len(), rows * self.in_features, "x must hold rows * K");
-        assert_eq!(
-            out.len(),
-            rows * self.out_features,
-            "out must hold rows * N"
-        );
-        if rows == 0 || self.out_features == 0 {
-            return;
-        }
-        match &self.storage {
-            Storage::Codes(codes) if self.compute == Compute::Int8 => {
-                self.matmul_int8(codes, x, rows, out);
-            }
-            storage => self.matmul_exact(storage, x, rows, out),
-        }
+        matmul_together(&mut [(self, out)], x, rows);
     }
 
-    fn matmul_int8(&self, codes: &Codes, x: &[f32], rows: usize, out: &mut [f32]) {
-        let kernels = Kernels::current();
-        INT8.with_borrow_mut(|acts| {
-            self.pack(x, rows, Int8Block::ZERO, acts, kernels.pack_int8);
-            self.run_tiles(rows, out, |tile, first, count, c, _| {
-                let acts = acts[first * self.blocks()..].as_ptr();
-                // SAFETY: the kernels are those of this processor; `acts` holds `count` rows of every block.
-                unsafe { (kernels.int8_tile)(codes, tile, acts, count, c.as_mut_ptr()) }
-            });
-        });
+    fn is_int8(&self) -> bool {
+        self.compute == Compute::Int8 && matches!(self.storage, Storage::Codes(_))
     }
 
-    fn matmul_exact(&self, storage: &Storage, x: &[f32], rows: usize, out: &mut [f32]) {
+    fn packs_like(&self, other: &Self) -> bool {
+        self.is_int8() == other.is_int8() && self.source == other.source
+    }
+
+    fn pack_activations(&self, x: &[f32], rows: usize, out: &mut Packed) {
         let kernels = Kernels::current();
-        EXACT.with_borrow_mut(|acts| {
-            self.pack(x, rows, [0.0; BLOCK], acts, kernels.pack_exact);
-            self.run_tiles(rows, out, |tile, first, count, c, panel| {
-                let x = acts[first * self.blocks()..].as_ptr().cast::<f32>();
-                let c = c.as_mut_ptr();
-                // SAFETY: as above.
-                unsafe {
-                    match storage {
-                        Storage::Codes(codes) if count == 1 => {
-                            (kernels.exact_one_row)(codes, tile, x, c);
-                        }
-                        Storage::Codes(codes) => {
-                            (kernels.exact_rows)(codes, tile, x, count, c, panel);
-                        }
-                        Storage::Floats(floats) => {
-                            (kernels.floats)(floats, self.blocks(), tile, x, count, c, panel);
-                        }
-                    }
-                }
-            });
-        });
+        if self.is_int8() {
+            self.pack(x, rows, Int8Block::ZERO, &mut out.int8, kernels.pack_int8);
+        } else {
+            self.pack(x, rows, [0.0; BLOCK], &mut out.exact, kernels.pack_exact);
+        }
     }
 
     /// Brings `x` into block order: `[row block][block][row]`.
@@ -115,35 +175,38 @@ impl QuantMatrix {
         });
     }
 
-    /// Calls `tile(tile, first row, rows, sums, scratch)` for every tile and row block, then writes bias, prescale and result.
-    fn run_tiles(
+    /// Adds one tile's product for `count` rows from `first` on to `sums`.
+    fn tile_product(
         &self,
-        rows: usize,
-        out: &mut [f32],
-        tile: impl Fn(usize, usize, usize, &mut [f32], &mut Panel) + Sync,
+        kernels: &Kernels,
+        packed: &Packed,
+        tile: usize,
+        (first, count): (usize, usize),
+        sums: &mut [f32],
+        panel: &mut Panel,
     ) {
-        let tiles = self.tiles();
-        let tasks = tiles.min(pool::threads() * TASKS_PER_THREAD);
-        let shared = Shared::new(out);
-        pool::run(tasks, &|task| {
-            let mut sums = Outputs([0.0; ROWS * TILE]);
-            let mut panel = Panel::new();
-            for block in 0..rows.div_ceil(ROWS) {
-                let (first, count) = row_block(block, rows);
-                for t in task * tiles / tasks..(task + 1) * tiles / tasks {
-                    let sums = &mut sums.0[..count * TILE];
-                    sums.fill(0.0);
-                    tile(t, first, count, sums, &mut panel);
-                    let column = t * TILE;
-                    let width = TILE.min(self.out_features - column);
-                    for (row, sums) in sums.chunks_exact(TILE).enumerate() {
-                        let at = (first + row) * self.out_features + column;
-                        // SAFETY: tasks own disjoint columns.
-                        self.finish(column, &sums[..width], unsafe { shared.slice(at, width) });
+        let at = first * self.blocks();
+        let c = sums.as_mut_ptr();
+        // SAFETY: the kernels are those of this processor; the activations hold `count` rows of every block.
+        unsafe {
+            match &self.storage {
+                Storage::Codes(codes) if self.compute == Compute::Int8 => {
+                    (kernels.int8_tile)(codes, tile, packed.int8[at..].as_ptr(), count, c);
+                }
+                Storage::Codes(codes) => {
+                    let x = packed.exact[at..].as_ptr().cast();
+                    if count == 1 {
+                        (kernels.exact_one_row)(codes, tile, x, c);
+                    } else {
+                        (kernels.exact_rows)(codes, tile, x, count, c, panel);
                     }
                 }
+                Storage::Floats(floats) => {
+                    let x = packed.exact[at..].as_ptr().cast();
+                    (kernels.floats)(floats, self.blocks(), tile, x, count, c, panel);
+                }
             }
-        });
+        }
     }
 
     fn finish(&self, column: usize, sums: &[f32], out: &mut [f32]) {
