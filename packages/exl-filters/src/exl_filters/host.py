@@ -69,7 +69,7 @@ class FilterStack:
             )
         self.context = FilterContext.make(vocab_size, stop_ids, special_ids, logits_width)
         self._end_policy, self._dead_end, self._prefer_eos = end_policy, dead_end, prefer_eos
-        self._combined = bits.empty(vocab_size)
+        self._combined = self._mask = bits.empty(vocab_size)
         self._stop_words = bits.from_ids(self.context.stop_ids, vocab_size)
         self._fresh = False
         self._unrestricted = True
@@ -111,9 +111,9 @@ class FilterStack:
         self._compute()
         if self._unrestricted:
             return None
-        if bits.is_empty(self._combined):
+        if bits.is_empty(self._mask):
             self._answer_dead_end()
-        return self._combined
+        return self._mask
 
     def feed(self, token: Any) -> bool:
         """Accept a token in every filter. True when the constraint has ended (`end_filter`).
@@ -179,7 +179,7 @@ class FilterStack:
             self._compute()
             if self.ended or (self._drivers and all(driver.done for driver in self._drivers)):
                 return Status.DONE
-            if not self._unrestricted and bits.is_empty(self._combined):
+            if not self._unrestricted and bits.is_empty(self._mask):
                 return Status.DEAD
             return Status.COMPLETE if self.complete else Status.OPEN
         except FilterError:
@@ -222,15 +222,14 @@ class FilterStack:
         if self._fresh:
             return
         self._start()
-        self._unrestricted = True
-        for driver in self._drivers:
-            words = driver.mask()
-            if words is None:
-                continue
-            if self._unrestricted:
-                self._combined[:] = words
-                self._unrestricted = False
-            else:
+        masks = [words for words in (driver.mask() for driver in self._drivers) if words is not None]
+        self._unrestricted = not masks
+        if len(masks) == 1 and not self._prefer_eos:
+            self._mask = masks[0]
+        elif masks:
+            self._mask = self._combined
+            self._combined[:] = masks[0]
+            for words in masks[1:]:
                 self._combined &= words
         if self._prefer_eos and not self._unrestricted:
             self._narrow()
@@ -254,6 +253,7 @@ class FilterStack:
     def _answer_dead_end(self) -> None:
         if self._dead_end == "eos" and self.context.stop_ids and any(driver.complete for driver in self._drivers):
             self._combined[:] = self._stop_words
+            self._mask = self._combined
             return
         raise FilterDeadEnd(self.diagnose())
 

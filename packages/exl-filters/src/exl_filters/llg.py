@@ -204,6 +204,9 @@ def caught(work: Callable[[], Any]) -> Any:
 
 def combine_words(words: Words, keep: Words, target: Words) -> None:
     """`target = words & keep`, whatever the widths."""
+    if len(words) == len(keep) == len(target):
+        np.bitwise_and(words, keep, out=target)
+        return
     bits.copy_into(words, target)
     width = min(len(keep), len(target))
     np.bitwise_and(target[:width], keep[:width], out=target[:width])
