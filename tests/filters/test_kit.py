@@ -47,7 +47,7 @@ def test_the_state_machine_passes_the_good_and_catches_the_bad():
     bad = {m.name: m for m in ZOO}
     for name in ("SharesList", "BeginKeeps", "RefusesAndMoves", "StaleResult"):
         with pytest.raises(Exception):  # noqa: B017 - whatever the machine ran into
-            check_machine(bad[name], ["yes"], profile="ci", steps=30, shrink=False)
+            check_machine(bad[name], ["yes"], examples=400, shrink=False)
 
 
 def test_a_report_names_law_text_and_way():

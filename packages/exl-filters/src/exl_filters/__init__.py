@@ -6,7 +6,10 @@ them.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from exl_filters.base import ExLlamaV2Filter
+from exl_filters.combine import AllOf, AnyOf, TriggeredFilter
 from exl_filters.context import FilterContext
 from exl_filters.errors import (
     AmbiguousPlugin,
@@ -29,15 +32,25 @@ from exl_filters.prefix import ExLlamaV2PrefixFilter
 from exl_filters.registry import create, from_spec, get, names, register, unregister
 from exl_filters.select import ExLlamaV2SelectFilter
 from exl_filters.state_filter import Choice, StateFilter
+from exl_filters.token_filters import BanFilter, LengthFilter, TokenSetFilter
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
 
+if TYPE_CHECKING:
+    from exl_filters.grammar import ExLlamaV2GrammarFilter
+    from exl_filters.token_enforcer import ExLlamaV2TokenEnforcerFilter
+
 __all__ = [
+    "AllOf",
     "AmbiguousPlugin",
+    "AnyOf",
+    "BanFilter",
     "Choice",
     "Diagnosis",
     "ExLlamaV2Filter",
+    "ExLlamaV2GrammarFilter",
     "ExLlamaV2PrefixFilter",
     "ExLlamaV2SelectFilter",
+    "ExLlamaV2TokenEnforcerFilter",
     "FilterBusy",
     "FilterCompileError",
     "FilterContext",
@@ -48,10 +61,13 @@ __all__ = [
     "FilterStack",
     "FilterUsageError",
     "ForeignFilter",
+    "LengthFilter",
     "MissingExtra",
     "PluginError",
     "StateFilter",
     "Status",
+    "TokenSetFilter",
+    "TriggeredFilter",
     "UnknownFilter",
     "Vocabulary",
     "apply_mask",
@@ -64,3 +80,16 @@ __all__ = [
     "unregister",
     "vocabulary_of",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """The filters behind extras are imported when asked for."""
+    if name == "ExLlamaV2GrammarFilter":
+        from exl_filters.grammar import ExLlamaV2GrammarFilter
+
+        return ExLlamaV2GrammarFilter
+    if name == "ExLlamaV2TokenEnforcerFilter":
+        from exl_filters.token_enforcer import ExLlamaV2TokenEnforcerFilter
+
+        return ExLlamaV2TokenEnforcerFilter
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -155,7 +155,8 @@ def apply(words: Words, logits: npt.NDArray[np.floating]) -> npt.NDArray[np.floa
     octets = np.zeros((width + 7) >> 3, dtype=np.uint8)
     given = words.view(np.uint8)[: len(octets)]
     octets[: len(given)] = given
-    # On the bit patterns: and with ones or zeros, then or with zeros or -inf. A masked assignment takes eight times as long.
+    # On the bit patterns: and with ones or zeros, then or with zeros or -inf. A masked assignment takes eight times as
+    # long.
     patterns = logits.view(_INTS[logits.dtype.itemsize])
     np.bitwise_and(patterns, np.take(keep, octets, axis=0, mode="clip").reshape(-1)[:width], out=patterns)
     np.bitwise_or(patterns, np.take(fill, octets, axis=0, mode="clip").reshape(-1)[:width], out=patterns)

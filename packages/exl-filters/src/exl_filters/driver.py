@@ -36,6 +36,14 @@ class FilterDriver:
         self._prefix: str | bytes | None = ""
         self._guard("attach", lambda: filter_.attach(context))
 
+    def copy(self) -> FilterDriver:
+        """A driver of a clone, in the same state."""
+        new = object.__new__(FilterDriver)
+        new.__dict__.update(vars(self))
+        new.filter = self.filter.clone()
+        new._words, new._journal, new._fresh = self._words.copy(), list(self._journal), False
+        return new
+
     # State.
 
     @property

@@ -41,6 +41,9 @@ API = (1, 0)
 
 _BUILT_IN = {
     "prefix": "exl_filters.prefix:ExLlamaV2PrefixFilter",
+    "ban": "exl_filters.token_filters:BanFilter",
+    "length": "exl_filters.token_filters:LengthFilter",
+    "token-set": "exl_filters.token_filters:TokenSetFilter",
     "grammar": "exl_filters.grammar:ExLlamaV2GrammarFilter",
     "token-enforcer": "exl_filters.token_enforcer:ExLlamaV2TokenEnforcerFilter",
     "select": "exl_filters.select:ExLlamaV2SelectFilter",

@@ -153,10 +153,18 @@ def filter_machine(factory: Factory, language: Any = None) -> type[RuleBasedStat
 
 
 def check_machine(
-    factory: Factory, language: Any = None, *, profile: str = "ci", steps: int = 30, shrink: bool = True
+    factory: Factory,
+    language: Any = None,
+    *,
+    profile: str = "ci",
+    examples: int | None = None,
+    steps: int = 30,
+    shrink: bool = True,
 ) -> None:
     """Run the state machine; raises what hypothesis raises. Shrinking a history of a slow filter may take minutes."""
     options: dict[str, Any] = dict(PROFILES[profile])
+    if examples:
+        options["max_examples"] = examples
     run_state_machine_as_test(
         filter_machine(factory, language),
         settings=hypothesis.settings(

@@ -116,13 +116,20 @@ class Subject:
                 self._sample.attach(FilterContext.make(v.size, v.stop_ids, v.special_ids))
         return self._sample
 
+    def claims(self) -> frozenset[str]:
+        """Capabilities claimed for the filter, by the caller and by its class."""
+        try:
+            return self.capabilities | frozenset(getattr(self.sample(), "capabilities", ()))
+        except Exception:  # no filter can be made: the laws will say so
+            return self.capabilities
+
     def not_applicable(self, law: Law) -> str:
         """Why a law does not apply; "" if it does, or if no filter can be made to find out."""
         try:
             sample = self.sample()
         except Exception:
             return ""
-        return applicable(law, sample, self.language, self.capabilities)
+        return applicable(law, sample, self.language, self.claims())
 
     def run(self, law: Law) -> None:
         """Raise `Broken`, or what the filter itself raised, if the law does not hold."""
@@ -143,9 +150,10 @@ class Subject:
         )
         words = st.just(self.vocabulary) if self.vocabulary is not None else vocabularies(self.language)
         last: list[Case] = []
+        claims = self.claims()
 
         def example(data: st.DataObject) -> None:
-            case = Case(data, self.factory, data.draw(words), self.language, self.capabilities)
+            case = Case(data, self.factory, data.draw(words), self.language, claims)
             last[:] = [case]
             law.check(case)
 

@@ -49,6 +49,11 @@ def vocabularies(
     cut = st.sampled_from(cuts)
     past = st.tuples(st.sampled_from([*samples, *cuts]), st.sampled_from([b"x", b" ", b"\n", b'"'])).map(b"".join)
     words = draw(st.lists(st.one_of(cut, cut, past, st.sampled_from(_WORDS)), max_size=max_words))
+    words += [s + b"x" for s in samples[: draw(st.integers(0, 4))]]
+    # How the texts begin in one token, and second ids for texts that exist already.
+    head = draw(st.integers(1, 6))
+    words += [s[:head] for s in samples if len(s) > 1]
+    words += draw(st.lists(st.sampled_from([*words, *(s[:1] for s in samples if s), b"a"]), min_size=1, max_size=3))
     extras = draw(
         st.lists(st.sampled_from([b"", None, b"ab" * 160, b"\xff\xfe", words[0] if words else b"x"]), max_size=4)
     )

@@ -64,14 +64,21 @@ def mask_pure(case: Case) -> None:
 @law(18, "fill_bitmask() writes exactly what next() allows", needs=["fill_bitmask"])
 def bitmask(case: Case) -> None:
     f = case.make()
-    case.walk(f, 5)
-    allowed, _ = case.next(f)
-    words = np.full(bits.word_count(_width(case)), case.draw(st.sampled_from([0, -1, 0x5A5A5A5A])), dtype=np.int32)
-    case.note(f"{case.of(f)}.fill_bitmask(int32[{len(words)}] of {int(words[0])})")
-    spoke = f.fill_bitmask(words)
-    case.equal(bool(spoke), allowed is not None, "fill_bitmask() returned")
-    if allowed is not None:
-        case.equal(frozenset(bits.to_ids(words)), allowed, "the bits are not what next() allows")
+    width = bits.word_count(_width(case))
+    for _ in range(6):
+        allowed, ends = case.next(f)
+        words = np.full(width, case.draw(st.sampled_from([0, -1, 0x5A5A5A5A])), dtype=np.int32)
+        case.note(f"{case.of(f)}.fill_bitmask(int32[{len(words)}] of {int(words[0])})")
+        spoke = f.fill_bitmask(words)
+        case.equal(bool(spoke), allowed is not None, "fill_bitmask() returned")
+        if allowed is not None:
+            case.equal(frozenset(bits.to_ids(words)), allowed, "the bits are not what next() allows")
+        token = case.choose(f)
+        if token is None:
+            return
+        case.feed(f, token)
+        if token in ends:
+            return
 
 
 @law(20, "filters combine in any order, with themselves, and with one that has no opinion")

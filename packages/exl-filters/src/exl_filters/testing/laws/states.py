@@ -59,19 +59,28 @@ def begin_resets(case: Case) -> None:
 @law(9, "an allowed token is never refused, as int or as tensor")
 def feed_total(case: Case) -> None:
     f = case.make()
-    case.walk(f)
-    token = case.choose(f, stops=True)
-    if token is None:
+    path = case.walk(f)
+    allowed, _ = case.next(f)
+    if _over(case, f, path):
         return
-    form = case.draw(st.sampled_from(["int", "wrapped", "array"]))
-    case.note(f"{case.of(f)}.feed({token} as {form})")
-    given: Any = {"int": token, "wrapped": FedToken(token), "array": np.array([[token]])}[form]
-    try:
-        f.feed(given)
-    except Exception as error:
-        case.expect(
-            False, f"feeding the allowed {case.show_id(token)} as {form} raised {type(error).__name__}: {error}"
-        )
+    tokens = case.ordinary() if allowed is None else sorted(allowed)
+    if not tokens:
+        return
+    longest = max(tokens, key=lambda i: len(case.vocabulary.bytes_of(i)))
+    for token in {longest, case.draw(st.sampled_from(tokens)), tokens[-1]}:
+        g = case.make()
+        for earlier in path:
+            case.next(g)
+            case.feed(g, earlier)
+        case.next(g)
+        form = case.draw(st.sampled_from(["int", "wrapped", "array"]))
+        case.note(f"{case.of(g)}.feed({token} as {form})")
+        given: Any = {"int": token, "wrapped": FedToken(token), "array": np.array([[token]])}[form]
+        try:
+            g.feed(given)
+        except Exception as error:
+            what = f"feeding the allowed {case.show_id(token)} as {form} raised {type(error).__name__}: {error}"
+            case.expect(False, what)
 
 
 @law(10, "a token that is not allowed is refused and changes nothing", level="should")

@@ -1,0 +1,379 @@
+"""Filters made of filters: all of, any of, one after another, and one that waits for its cue."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, Literal
+
+from exl_filters import bits
+from exl_filters.base import Allowed, ExLlamaV2Filter
+from exl_filters.bits import Words
+from exl_filters.context import FilterContext
+from exl_filters.driver import FilterDriver
+from exl_filters.errors import FilterCompileError, FilterRejected, FilterUsageError
+from exl_filters.foreign import as_filter
+from exl_filters.tokens import as_prefix, as_token
+from exl_filters.vocabulary import Vocabulary, vocabulary_of
+
+__all__ = ["AllOf", "AnyOf", "TriggeredFilter"]
+
+
+class _Composite(ExLlamaV2Filter):
+    """Drives private copies of other filters. Subclasses say how their masks make one, and which get a token."""
+
+    native: ClassVar[bool] = True
+
+    def __init__(self, filters: Sequence[Any]) -> None:
+        if not filters:
+            raise FilterCompileError(f"{type(self).__name__} needs at least one filter")
+        self._parts = [as_filter(f).clone() for f in filters]
+        first = next((f for f in self._parts if f.tokenizer is not None), self._parts[0])
+        super().__init__(first.model, first.tokenizer)
+        self.vocabulary: Vocabulary = vocabulary_of(self.tokenizer)
+        v = self.vocabulary
+        self._use(FilterContext.make(v.size, v.stop_ids, v.special_ids))
+        self.begin("")
+
+    def _use(self, context: FilterContext) -> None:
+        self.context = context
+        self._drivers = [FilterDriver(f, context) for f in self._parts]
+        # Journal length at which the whole ended; tokens after it are counted and ignored.
+        self._length = 0
+        self._done_at: int | None = None
+        self._ended = False
+
+    # Contract.
+
+    def attach(self, context: FilterContext) -> None:
+        self._use(context)
+        self.begin("")
+
+    def begin(self, prefix_str: Any = "") -> None:
+        self._length, self._done_at, self._ended = 0, None, False
+        for driver in self._drivers:
+            driver.begin(as_prefix(prefix_str))
+
+    def fill_bitmask(self, words: Words) -> bool:
+        if self._done_at is not None:
+            bits.copy_into(bits.from_ids(self._stops, len(words) * 32), words)
+            return True
+        combined = self._combined()
+        if combined is None:
+            return False
+        bits.copy_into(combined, words)
+        return True
+
+    def next(self) -> Allowed:
+        words = bits.empty(self._context.vocab_size)
+        if not self.fill_bitmask(words):
+            return None, set()
+        if self._done_at is not None:
+            return bits.to_ids(words), set(self._stops)
+        ids = bits.to_ids(words)
+        return ids, {token for token in self._end_ids() if bits.test(words, token)}
+
+    def feed(self, token: Any) -> None:
+        token = as_token(token)
+        if self._done_at is None:
+            combined = self._combined()
+            if combined is not None and not bits.test(combined, token):
+                raise FilterRejected(f"token {token} is not allowed by {self.describe()}", token)
+            if token in self._stops:
+                self._done_at, self._ended = self._length + 1, combined is not None
+            elif self._pass_on(token):
+                self._done_at, self._ended = self._length + 1, True
+        self._length += 1
+
+    def ended(self) -> bool:
+        return self._ended
+
+    def is_complete(self) -> bool:
+        return self._done_at is not None or self._complete()
+
+    def rewind(self, n: int) -> None:
+        if not 0 <= n <= self._length:
+            raise FilterUsageError(f"rewind({n}) after {self._length} tokens")
+        before = self._reached()
+        self._length -= n
+        if self._done_at is not None and self._length < self._done_at:
+            self._done_at, self._ended = None, False
+        self._undo(before - self._reached())
+
+    def clone(self, c: Any = None) -> Any:
+        self._settle()
+        new = c if c is not None else type(self).__new__(type(self))
+        new.__dict__.update(vars(self))
+        new.background_result = None
+        new._drivers = [driver.copy() for driver in self._drivers]
+        new._parts = [driver.filter for driver in new._drivers]
+        return new
+
+    def describe(self) -> str:
+        return f"{type(self).__name__}({', '.join(f.describe() for f in self._parts)})"
+
+    # What subclasses say.
+
+    def _combined(self) -> Words | None:
+        raise NotImplementedError
+
+    def _pass_on(self, token: int) -> bool:
+        """Give an allowed token to the parts; True when the whole has ended."""
+        raise NotImplementedError
+
+    def _undo(self, n: int) -> None:
+        """Undo the last `n` tokens that reached the parts."""
+        raise NotImplementedError
+
+    def _complete(self) -> bool:
+        raise NotImplementedError
+
+    def _end_ids(self) -> Collection[int]:
+        raise NotImplementedError
+
+    # Inside.
+
+    @property
+    def _context(self) -> FilterContext:
+        assert self.context is not None
+        return self.context
+
+    @property
+    def _stops(self) -> frozenset[int]:
+        return self._context.stop_ids
+
+    def _reached(self) -> int:
+        """How many of the tokens fed have reached the parts: a stop token and what follows the end do not."""
+        if self._done_at is None:
+            return self._length
+        return self._done_at if self._ended_by_part() else self._done_at - 1
+
+    def _ended_by_part(self) -> bool:
+        return any(driver.ended for driver in self._drivers)
+
+    def _with_stops(self, words: Words, whole: bool) -> Words:
+        for stop in self._stops:
+            bits.put(words, stop, whole)
+        return words
+
+
+class AllOf(_Composite):
+    """What every one of `filters` allows, as one filter (in a host's list, filters are combined like this anyway).
+
+    Whole where all with an opinion are whole; ended when the first of them ends.
+    """
+
+    def _combined(self) -> Words | None:
+        masks = [words for words in (driver.mask() for driver in self._drivers) if words is not None]
+        if not masks:
+            return None
+        combined = masks[0].copy()
+        for words in masks[1:]:
+            combined &= words
+        return combined
+
+    def _pass_on(self, token: int) -> bool:
+        ended = [driver.feed(token) for driver in self._drivers]
+        return any(ended)
+
+    def _undo(self, n: int) -> None:
+        for driver in self._drivers:
+            driver.rewind(n)
+
+    def _complete(self) -> bool:
+        return all(driver.complete for driver in self._drivers if driver.mask() is not None)
+
+    def _end_ids(self) -> Collection[int]:
+        return {token for driver in self._drivers for token in driver.ends()}
+
+
+class AnyOf(_Composite):
+    """What at least one of `filters` allows: each goes on as long as the text is its own.
+
+    Whole where one that is left is whole; ended when one ends and no other can go on. A filter without an opinion lets
+    all through.
+    """
+
+    def begin(self, prefix_str: Any = "") -> None:
+        super().begin(prefix_str)
+        # For each part, the journal length at which it was left behind, or None while it is in the running.
+        self._left: list[int | None] = [None] * len(self._drivers)
+
+    def clone(self, c: Any = None) -> Any:
+        new = super().clone(c)
+        new._left = list(self._left)
+        return new
+
+    def _running(self) -> list[int]:
+        return [i for i, left in enumerate(self._left) if left is None]
+
+    def _combined(self) -> Words | None:
+        combined = bits.empty(self._context.vocab_size)
+        for index in self._running():
+            driver = self._drivers[index]
+            if driver.done:
+                combined |= bits.from_ids(self._stops, self._context.vocab_size)
+                continue
+            words = driver.mask()
+            if words is None:
+                return None
+            combined |= words
+        return combined
+
+    def _pass_on(self, token: int) -> bool:
+        for index in self._running():
+            driver = self._drivers[index]
+            words = None if driver.done else driver.mask()
+            if driver.done or (words is not None and not bits.test(words, token)):
+                self._left[index] = self._length
+            else:
+                driver.feed(token)
+        running = [self._drivers[i] for i in self._running()]
+        return bool(running) and all(driver.ended for driver in running)
+
+    def _undo(self, n: int) -> None:
+        reached = self._reached()
+        for index, driver in enumerate(self._drivers):
+            left = self._left[index]
+            if left is not None and left >= reached:
+                self._left[index] = None
+            if self._left[index] is None:
+                driver.rewind(driver.length - reached)
+
+    def _ended_by_part(self) -> bool:
+        return all(self._drivers[i].ended for i in self._running())
+
+    def _complete(self) -> bool:
+        return any(self._drivers[i].complete for i in self._running())
+
+    def _end_ids(self) -> Collection[int]:
+        """Ids that every part that would take them ends at."""
+        running = [self._drivers[i] for i in self._running() if not self._drivers[i].done]
+        ids = {token for driver in running for token in driver.ends()}
+        masks = [(driver.mask(), driver.ends()) for driver in running]
+        return {
+            t for t in ids if all(words is not None and (t in ends or not bits.test(words, t)) for words, ends in masks)
+        }
+
+
+class TriggeredFilter(ExLlamaV2Filter):
+    """No opinion until `on` appears; from then on `inner`'s (spec FC-37): a schema that holds after the thinking is
+    over.
+
+    on: a token id, or a text that the generated text must come to end with. after: when the inner filter has ended,
+    "stop" ends the job, "release" has no opinion any more, "rearm" waits for the next cue.
+    """
+
+    native: ClassVar[bool] = True
+
+    def __init__(
+        self, inner: Any, on: int | str, after: Literal["stop", "release", "rearm"] = "stop", *, tokenizer: Any = None
+    ) -> None:
+        if after not in ("stop", "release", "rearm"):
+            raise FilterCompileError(f'after is "stop", "release" or "rearm"; got {after!r}')
+        if not isinstance(on, int | str) or on == "":
+            raise FilterCompileError(f"on is a token id or a non-empty text; got {on!r}")
+        self.inner = as_filter(inner).clone()
+        super().__init__(self.inner.model, tokenizer if tokenizer is not None else self.inner.tokenizer)
+        self.on, self.after = on, after
+        self.vocabulary: Vocabulary = vocabulary_of(self.tokenizer)
+        v = self.vocabulary
+        self._driver = FilterDriver(self.inner, FilterContext.make(v.size, v.stop_ids, v.special_ids))
+        self.context = self._driver.context
+        self.begin("")
+
+    def attach(self, context: FilterContext) -> None:
+        super().attach(context)
+        self._driver = FilterDriver(self.inner, context)
+        self.begin("")
+
+    def begin(self, prefix_str: Any = "") -> None:
+        self._prefix = as_prefix(prefix_str)
+        self._fed: list[int] = []
+        self._active = self._released = self._done = self._ended = False
+        self._tail = b""
+        self._driver.begin("")
+
+    def fill_bitmask(self, words: Words) -> bool:
+        if self._done:
+            bits.copy_into(bits.from_ids(self._stops, len(words) * 32), words)
+            return True
+        mask = self._driver.mask() if self._active else None
+        if mask is None:
+            return False
+        bits.copy_into(mask, words)
+        return True
+
+    def next(self) -> Allowed:
+        words = bits.empty(self._driver.context.vocab_size)
+        if not self.fill_bitmask(words):
+            return None, set()
+        if self._done:
+            return sorted(self._stops), set(self._stops)
+        ends = self._driver.ends() if self.after == "stop" else self._driver.ends() & self._stops
+        return bits.to_ids(words), set(ends)
+
+    def feed(self, token: Any) -> None:
+        token = as_token(token)
+        if not self._done:
+            if self._active:
+                self._feed_inner(token)
+            elif token in self._stops:
+                self._done = True
+            elif not self._released:
+                self._watch(token)
+        self._fed.append(token)
+
+    def is_complete(self) -> bool:
+        return self._done or not self._active or self._driver.complete
+
+    def ended(self) -> bool:
+        return self._ended
+
+    def rewind(self, n: int) -> None:
+        if not 0 <= n <= len(self._fed):
+            raise FilterUsageError(f"rewind({n}) after {len(self._fed)} tokens")
+        if n:
+            kept, prefix = self._fed[: len(self._fed) - n], self._prefix
+            self.begin(prefix)
+            for token in kept:
+                self.feed(token)
+
+    def clone(self, c: Any = None) -> Any:
+        self._settle()
+        new = c if c is not None else type(self).__new__(type(self))
+        new.__dict__.update(vars(self))
+        new.background_result = None
+        new._driver = self._driver.copy()
+        new.inner = new._driver.filter
+        new._fed = list(self._fed)
+        return new
+
+    def describe(self) -> str:
+        return f"Triggered(on={self.on!r}, {self.inner.describe()})"
+
+    @property
+    def _stops(self) -> frozenset[int]:
+        return self._driver.context.stop_ids
+
+    def _feed_inner(self, token: int) -> None:
+        stop = token in self._stops
+        ended = self._driver.feed(token)
+        if stop:
+            self._done, self._ended = True, ended
+        elif ended:
+            self._active = False
+            self._tail = b""
+            self._done = self._ended = self.after == "stop"
+            self._released = self.after == "release"
+
+    def _watch(self, token: int) -> None:
+        """Look for the cue."""
+        if isinstance(self.on, int):
+            cue = token == self.on
+        else:
+            wanted = self.on.encode("utf-8", "surrogateescape")
+            self._tail = (self._tail + self.vocabulary.bytes_of(token))[-len(wanted) :]
+            cue = self._tail == wanted
+        if cue:
+            self._active = True
+            self._driver.begin("")

@@ -1,0 +1,165 @@
+"""Filters over ids and amounts rather than languages: token slots, banned ids and texts, length limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from exl_filters import bits
+from exl_filters.errors import FilterCompileError
+from exl_filters.state_filter import Choice, StateFilter
+
+__all__ = ["BanFilter", "LengthFilter", "TokenSetFilter"]
+
+
+class TokenSetFilter(StateFilter[int]):
+    """Each position takes ids of its own slot: audio codecs that rotate through id ranges, for one.
+
+    slots: one collection of ids, or a sequence of collections, one per position. With `cycle` they start over after the
+    last and the text is whole between rounds; else the last slot's token ends the job. Ids may be control ids: they are
+    named here.
+    """
+
+    capabilities: ClassVar[tuple[str, ...]] = ("token_level", "names_specials")
+
+    def __init__(
+        self, model: Any, tokenizer: Any, slots: Iterable[int] | Sequence[Iterable[int]], *, cycle: bool = True
+    ) -> None:
+        super().__init__(model, tokenizer)
+        given: list[Any] = list(slots)
+        nested = [given] if all(isinstance(i, int) for i in given) else [list(slot) for slot in given]
+        self.slots: list[list[int]] = [sorted({int(i) for i in slot}) for slot in nested]
+        size = self.vocabulary.size
+        wrong = [i for slot in self.slots for i in slot if not 0 <= i < size]
+        if not self.slots or not all(self.slots) or wrong:
+            raise FilterCompileError(f"slots need ids in [0, {size}) each; got {wrong[:3] or 'an empty slot'}")
+        self.cycle = cycle
+        self._choices = tuple(
+            Choice(
+                bits.from_ids(slot, size), frozenset(slot) if not cycle and i == len(self.slots) - 1 else frozenset()
+            )
+            for i, slot in enumerate(self.slots)
+        )
+        self._none = Choice(bits.empty(size))
+        self.begin("")
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "token-set", "slots": [list(slot) for slot in self.slots], "cycle": self.cycle}
+
+    def _start(self, prefix: bytes) -> int:
+        return 0
+
+    def _choice(self, state: int) -> Choice:
+        if state >= len(self.slots) and not self.cycle:
+            return self._none
+        return self._choices[state % len(self.slots)]
+
+    def _advance(self, state: int, token: int) -> int:
+        return state + 1
+
+    def _whole(self, state: int) -> bool:
+        return state >= len(self.slots) and (not self.cycle or state % len(self.slots) == 0)
+
+
+# (the last bytes of the text, text still to be regenerated)
+_Tail = tuple[bytes, bytes]
+
+
+class BanFilter(StateFilter[_Tail]):
+    """Everything but some ids and texts. A text is kept out also where it arises from several tokens. May stop
+    anywhere.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, ids: Iterable[int] = (), texts: Iterable[str | bytes] = ()) -> None:
+        super().__init__(model, tokenizer)
+        self.ids = sorted({int(i) for i in ids})
+        given = [texts] if isinstance(texts, str | bytes) else list(texts)
+        self.texts = [t.encode("utf-8", "surrogateescape") if isinstance(t, str) else bytes(t) for t in given]
+        if not all(self.texts) or (not self.ids and not self.texts):
+            raise FilterCompileError("give ids or non-empty texts to ban")
+        v = self.vocabulary
+        self._keep = max((len(t) - 1 for t in self.texts), default=0)
+        banned = {i for i in range(v.size) if any(t in v.bytes_of(i) for t in self.texts)} | set(self.ids)
+        self._base = bits.from_ids((i for i in range(v.size) if v.bytes_of(i) and i not in banned), v.size)
+        self.begin("")
+
+    def spec(self) -> dict[str, Any]:
+        return {
+            "type": "ban",
+            "ids": list(self.ids),
+            "texts": [t.decode("utf-8", "surrogateescape") for t in self.texts],
+        }
+
+    def _start(self, prefix: bytes) -> _Tail:
+        return b"", prefix
+
+    def _choice(self, state: _Tail) -> Choice:
+        tail, pending = state
+        if pending:
+            return self._healing(pending)
+        words = self._base.copy()
+        trie = self.vocabulary.trie
+        for text in self.texts:
+            for done in range(1, min(len(tail), len(text) - 1) + 1):
+                node = trie.find(text[done:]) if tail.endswith(text[:done]) else -1
+                for token in trie.under(node).tolist() if node >= 0 else ():
+                    bits.put(words, token, False)
+        return Choice(words)
+
+    def _healing(self, pending: bytes) -> Choice:
+        """Tokens that start with the pending text and whose surplus is free of what is banned."""
+        v = self.vocabulary
+        found = [i for i, surplus in v.tokens_starting_with(pending) if not any(t in surplus for t in self.texts)]
+        if not found:
+            found = [i for n in range(1, len(pending)) for i in v.ids_of(pending[:n])]
+        banned = set(self.ids)
+        return Choice(bits.from_ids((i for i in found if i not in banned), v.size))
+
+    def _advance(self, state: _Tail, token: int) -> _Tail:
+        tail, pending = state
+        raw = self.vocabulary.bytes_of(token)
+        if len(raw) < len(pending):
+            return tail, pending[len(raw) :]
+        text = tail + raw[len(pending) :]
+        return text[max(0, len(text) - self._keep) :], b""
+
+    def _whole(self, state: _Tail) -> bool:
+        return not state[1]
+
+
+class LengthFilter(StateFilter[int]):
+    """At least `min_tokens`, at most `max_tokens` before the stop token; no opinion in between.
+
+    Beside a grammar that is not whole at the limit, that is a dead end, reported as such: the text is cut, not bent.
+    """
+
+    capabilities: ClassVar[tuple[str, ...]] = ("token_level", "names_specials")
+
+    def __init__(self, model: Any, tokenizer: Any, min_tokens: int = 0, max_tokens: int | None = None) -> None:
+        super().__init__(model, tokenizer)
+        if min_tokens < 0 or (max_tokens is not None and max_tokens < max(1, min_tokens)):
+            raise FilterCompileError(
+                f"needs 0 <= min_tokens <= max_tokens, 1 <= max_tokens; got {min_tokens}, {max_tokens}"
+            )
+        self.min_tokens, self.max_tokens = min_tokens, max_tokens
+        size = self.vocabulary.size
+        self._any = Choice(bits.from_ids(self.vocabulary.defined, size))
+        self._none = Choice(bits.empty(size))
+        self.begin("")
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "length", "min_tokens": self.min_tokens, "max_tokens": self.max_tokens}
+
+    def _start(self, prefix: bytes) -> int:
+        return 0
+
+    def _choice(self, state: int) -> Choice | None:
+        if self.max_tokens is not None and state >= self.max_tokens:
+            return self._none
+        return self._any if state < self.min_tokens else None
+
+    def _advance(self, state: int, token: int) -> int:
+        return state + 1
+
+    def _whole(self, state: int) -> bool:
+        return state >= self.min_tokens
