@@ -152,7 +152,11 @@ impl AttentionBlock {
         pages: &Bound<'_, Pages>,
     ) -> PyResult<()> {
         let block = self.view()?;
-        let (x, tokens, pages) = (x.slice_mut("x")?, tokens.get().view()?, &pages.get().inner);
+        let (x, tokens, pages) = (
+            x.slice_mut("x")?,
+            tokens.get().view()?,
+            pages.get().get_checked(py)?,
+        );
         py.detach(|| block.forward(x, &tokens, pages))
             .map_err(|e| refused(py, "attention block", e))
     }
