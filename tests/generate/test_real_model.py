@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_filters import ExLlamaV2SelectFilter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.bundled import default_model_dir, draft_model_dir
 from exl_generate.testing import drain, streamed_text, streamed_tokens
 
 DATA = Path(__file__).parents[1] / "golden" / "data"
@@ -72,3 +74,43 @@ def test_many_prompts_in_a_small_cache(generator: ExLlamaV2DynamicGenerator) -> 
     greedy = Settings.greedy()
     together = generator.generate(prompts, 16, gen_settings=greedy)
     assert together == [generator.generate(prompt, 16, gen_settings=greedy) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def bundled() -> dict[str, ExLlamaV2DynamicGenerator]:
+    """The bundled model without guesses, with its draft model, and with n-grams."""
+
+    def read(folder: Path) -> ExLlamaV2:
+        model = ExLlamaV2(ExLlamaV2Config(folder))
+        model.load()
+        return model
+
+    model, draft = read(default_model_dir()), read(draft_model_dir())
+    tokenizer = ExLlamaV2Tokenizer(model.config)
+    kinds: dict[str, dict[str, Any]] = {
+        "none": {},
+        "model": {"draft_model": draft, "draft_cache": ExLlamaV2Cache(draft, max_seq_len=2048)},
+        "ngram": {"use_ngram_draft": True},
+    }
+    return {
+        name: ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=2048), tokenizer, **kw)
+        for name, kw in kinds.items()
+    }
+
+
+@pytest.mark.parametrize("style", ["greedy", "default"])
+def test_speculation_on_the_bundled_model_changes_nothing_but_the_number_of_passes(
+    bundled: dict[str, ExLlamaV2DynamicGenerator], style: str
+) -> None:
+    prompts = ["Once upon a time, a small fox", "One rainy day,", "The old bear"]
+    settings = Settings.greedy() if style == "greedy" else Settings()
+    told = {}
+    for kind, generator in bundled.items():
+        texts, last = generator.generate(
+            prompts, 80, seed=5, gen_settings=settings, add_bos=True, stop_conditions=["\n"], return_last_results=True
+        )
+        told[kind] = texts
+        if kind != "none":
+            accepted = sum(r["accepted_draft_tokens"] for r in last)
+            assert accepted > (0.3 if kind == "model" else 0.02) * sum(r["new_tokens"] for r in last)
+    assert told["none"] == told["model"] == told["ngram"]

@@ -23,7 +23,7 @@ TEXT = 'def main(argv):\n    """Read the file and return the number of lines in 
 Settings = ExLlamaV2Sampler.Settings
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=6)
 def load(name: str, matmul: str) -> tuple[ExLlamaV2, ExLlamaV2Tokenizer]:
     config = ExLlamaV2Config(str(DATA / name))
     config.cpu_matmul = matmul
@@ -32,11 +32,17 @@ def load(name: str, matmul: str) -> tuple[ExLlamaV2, ExLlamaV2Tokenizer]:
     return model, ExLlamaV2Tokenizer(config)
 
 
-def generator_for(name: str, cache: str, chunk: int, matmul: str = "int8") -> ExLlamaV2DynamicGenerator:
+def generator_for(
+    name: str, cache: str, chunk: int, matmul: str = "int8", draft: str = "none"
+) -> ExLlamaV2DynamicGenerator:
     model, tokenizer = load(name, matmul)
     kind = getattr(exl_core, cache)
+    kw: dict[str, Any] = {"use_ngram_draft": True} if draft == "ngram" else {}
+    if draft == "model":
+        other = load("pylib-4m-exl2-3.5", "int8")[0]
+        kw = {"draft_model": other, "draft_cache": kind(other, max_seq_len=1024)}
     return ExLlamaV2DynamicGenerator(
-        model, kind(model, max_seq_len=1024), tokenizer, page_size=16, max_chunk_size=chunk, max_batch_size=6
+        model, kind(model, max_seq_len=1024), tokenizer, page_size=16, max_chunk_size=chunk, max_batch_size=6, **kw
     )
 
 
@@ -75,7 +81,7 @@ def play(
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["pylib-4m-exl2-4.5", "pylib-4m-fp16"]),
     st.lists(requests, min_size=1, max_size=6),
@@ -83,14 +89,22 @@ def play(
     st.booleans(),
     st.integers(1, 3),
     st.sampled_from(["int8", "exact"]),
+    st.sampled_from(["none", "ngram", "model"]),
 )
 def test_output_is_bitwise_the_same(
-    cache: str, name: str, asks: list[tuple[int, int, str, int, int]], chunk: int, warm: bool, threads: int, matmul: str
+    cache: str,
+    name: str,
+    asks: list[tuple[int, int, str, int, int]],
+    chunk: int,
+    warm: bool,
+    threads: int,
+    matmul: str,
+    draft: str,
 ) -> None:
     before = exl_kernels.threads.num_threads()
     try:
         exl_kernels.threads.set_num_threads(threads)
-        generator = generator_for(name, cache, chunk, matmul)
+        generator = generator_for(name, cache, chunk, matmul, draft)
         if warm:
             play(generator, asks[::-1])
         together = play(generator, asks)

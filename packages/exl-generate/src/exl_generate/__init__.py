@@ -9,15 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from exl_generate.aio import ExLlamaV2DynamicGeneratorAsync, ExLlamaV2DynamicJobAsync
     from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
     from exl_generate.errors import CapacityError, JobStateError, NoCandidatesError, RequestError
-    from exl_generate.sampling import ExLlamaV2Sampler
+    from exl_generate.sampling import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult, ExLlamaV2Sampler
 
 __all__ = [
     "PAGED_PAGE_SIZE",
     "CapacityError",
     "ExLlamaV2DynamicGenerator",
+    "ExLlamaV2DynamicGeneratorAsync",
     "ExLlamaV2DynamicJob",
+    "ExLlamaV2DynamicJobAsync",
+    "ExLlamaV2PostSamplingHook",
+    "ExLlamaV2PostSamplingResult",
     "ExLlamaV2Sampler",
     "JobStateError",
     "NoCandidatesError",
@@ -29,6 +34,10 @@ _HOME = {
     "PAGED_PAGE_SIZE": "dynamic",
     "ExLlamaV2DynamicGenerator": "dynamic",
     "ExLlamaV2DynamicJob": "dynamic",
+    "ExLlamaV2DynamicGeneratorAsync": "aio",
+    "ExLlamaV2DynamicJobAsync": "aio",
+    "ExLlamaV2PostSamplingHook": "sampling",
+    "ExLlamaV2PostSamplingResult": "sampling",
     "ExLlamaV2Sampler": "sampling",
     "CapacityError": "errors",
     "JobStateError": "errors",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +65,16 @@ class Conversation:
         )
         self._generator.enqueue(job)
         answer = ""
-        try:
+        with _interruptible() as interrupted:
             while self._generator.num_remaining_jobs():
+                if interrupted.is_set():
+                    self._generator.cancel(job)
+                    show(" [interrupted]")
                 for result in self._generator.iterate():
                     if "exception" in result:
                         raise result["exception"]
                     answer += result.get("text", "")
                     show(result.get("text", ""))
-        except KeyboardInterrupt:
-            show(" [interrupted]")
-        finally:
-            self._generator.clear_queue()
         self.messages.append({"role": "assistant", "content": answer.strip()})
         return answer
 
@@ -99,6 +101,20 @@ class Conversation:
             if ids.shape[1] <= limit or len(kept) <= 1:
                 return ids
             self.dropped += 2
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event instead of breaking in, so that no page is left half accounted for."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run(

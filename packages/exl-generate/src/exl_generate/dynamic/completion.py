@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
-from exl_generate.errors import RequestError
+from exl_generate.errors import JobStateError, RequestError
 from exl_generate.sampling import Settings
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class Completions:
 
     def answer(self, return_last_results: bool) -> Any:
         """What `generate()` returns; raises the first job's error unless the caller gets to see the last results."""
+        if len(self._last) < len(self._jobs):
+            raise JobStateError("the queue was cleared while these prompts were running")
         last = [self._last[job] for job in self._jobs]
         if not return_last_results:
             for result in last:

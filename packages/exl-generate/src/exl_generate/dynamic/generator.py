@@ -92,6 +92,7 @@ class ExLlamaV2DynamicGenerator:
         self._sinks: dict[ExLlamaV2DynamicJob, list[Result]] = {}
         self._outbox: list[Result] = []
         self._lock = threading.RLock()
+        self._submitting = threading.Lock()
 
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
@@ -105,12 +106,13 @@ class ExLlamaV2DynamicGenerator:
         """End a job in whatever phase it is. Its last result (`eos_reason` "cancelled") comes with the next
         `iterate()`. A job that is unknown or finished is ignored."""
         with self._lock:
-            if job in self._scheduler.pending or job in self._scheduler.active:
+            if job in self._scheduler.active or job in self._scheduler.pending:
                 self._deliver([job.cancelled()])
                 self._drop(job)
 
     def clear_queue(self) -> None:
-        """Drop every job, queued or running, without results."""
+        """Drop every job, queued or running, without results. A `generate()` of another thread raises
+        `JobStateError`."""
         with self._lock:
             for job in [*self._scheduler.pending, *self._scheduler.active]:
                 self._drop(job)
@@ -230,7 +232,8 @@ class ExLlamaV2DynamicGenerator:
         return ModelDrafter(runner, self.num_draft_tokens, self.model.config.vocab_size)
 
     def _enqueue(self, jobs: list[ExLlamaV2DynamicJob], sink: list[Result] | None = None) -> list[int]:
-        with self._lock:
+        """Check and queue; does not wait for a round that is running in another thread."""
+        with self._submitting:
             for job in jobs:
                 self._check(job)
             if len(set(jobs)) != len(jobs):
@@ -246,9 +249,9 @@ class ExLlamaV2DynamicGenerator:
                     job.forget_generator()
                 raise
             self.job_serial += len(jobs)
-            self._scheduler.pending.extend(jobs)
             if sink is not None:
                 self._sinks.update((job, sink) for job in jobs)
+            self._scheduler.add(jobs)
             return [job.serial_number for job in jobs if job.serial_number is not None]
 
     def _check(self, job: ExLlamaV2DynamicJob) -> None:
@@ -273,9 +276,8 @@ class ExLlamaV2DynamicGenerator:
         job.is_finished = True
         if job in self._scheduler.active:
             self._scheduler.retire()
-        else:
+        elif self._scheduler.remove(job):
             job.detach()
-            self._scheduler.pending = [other for other in self._scheduler.pending if other is not job]
 
     def _run_to_end(
         self,
@@ -292,9 +294,9 @@ class ExLlamaV2DynamicGenerator:
                     return False
                 with self._lock:
                     self._engine.step()
-                    for result in sink:
-                        take(result)
-                    sink.clear()
+                    self._hand_over(sink, take)
+            with self._lock:  # a round of another thread may have ended the last of them
+                self._hand_over(sink, take)
             return abort_event is None or not abort_event.is_set()
         finally:
             with self._lock:
@@ -302,3 +304,8 @@ class ExLlamaV2DynamicGenerator:
                     if not job.is_finished:
                         self._drop(job)
                     self._sinks.pop(job, None)
+
+    def _hand_over(self, sink: list[Result], take: Callable[[Result], None]) -> None:
+        for result in sink:
+            take(result)
+        sink.clear()

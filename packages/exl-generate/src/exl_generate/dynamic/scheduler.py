@@ -3,6 +3,8 @@ of times."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from exl_generate.dynamic.pages import PageTable
@@ -28,6 +30,7 @@ class Scheduler:
         self.max_seq_len = max_seq_len
         self.pending: list[ExLlamaV2DynamicJob] = []
         self.active: list[ExLlamaV2DynamicJob] = []
+        self._lock = threading.Lock()
 
     def check(self, job: ExLlamaV2DynamicJob) -> None:
         """Refuse a job that could never run."""
@@ -46,26 +49,43 @@ class Scheduler:
                 f"shorten one of them or give the cache max_seq_len >= {needed * size}"
             )
 
+    def add(self, jobs: list[ExLlamaV2DynamicJob]) -> None:
+        """Queue jobs; may be called while a round is running in another thread."""
+        with self._lock:
+            self.pending.extend(jobs)
+
+    def remove(self, job: ExLlamaV2DynamicJob) -> bool:
+        """Take a waiting job out of the queue; False if it is not there."""
+        with self._lock:
+            if job not in self.pending:
+                return False
+            self.pending.remove(job)
+            return True
+
     def admit(self) -> list[ExLlamaV2DynamicJob]:
         """Start what fits, in order; returns the started jobs."""
         started: list[ExLlamaV2DynamicJob] = []
+        with self._lock:
+            for job in self._choose():
+                self.pending.remove(job)
+                started.append(job)
+        return started
+
+    def _choose(self) -> Iterator[ExLlamaV2DynamicJob]:
         skipped: list[ExLlamaV2DynamicJob] = []
         for job in self.pending[:LOOKAHEAD]:
             if self.table.available <= 0 or self.active_sequences >= self.max_batch_size:
-                break
+                return
             if not self.can_start(job):
                 skipped.append(job)
                 continue
             if any(other.max_skips is not None and other.skips >= other.max_skips for other in skipped):
-                break
+                return
             for other in skipped:
                 other.skips += 1
             job.acquire_pages()
             self.active.append(job)
-            started.append(job)
-        if started:
-            self.pending = [job for job in self.pending if job not in started]
-        return started
+            yield job
 
     def can_start(self, job: ExLlamaV2DynamicJob) -> bool:
         """Whether the batch and the free pages can take the job now."""

@@ -1,0 +1,160 @@
+"""The asynchronous generator: streams, cancels and failures stay with their job, and the event loop keeps running."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from exl_generate import (
+    CapacityError,
+    ExLlamaV2DynamicGeneratorAsync,
+    ExLlamaV2DynamicJobAsync,
+    ExLlamaV2Sampler,
+    JobStateError,
+)
+from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel, ScriptedTokenizer, check_pages
+
+TOKENIZER = ScriptedTokenizer([chr(c) for c in range(97, 123)])
+GREEDY = ExLlamaV2Sampler.Settings.greedy()
+
+
+def make(**kw: Any) -> ExLlamaV2DynamicGeneratorAsync:
+    model = ScriptedModel(ScriptedConfig(vocab_size=TOKENIZER.get_vocab_size(), max_seq_len=256))
+    cache = ScriptedCache(model, max_seq_len=512)
+    return ExLlamaV2DynamicGeneratorAsync(model, cache, TOKENIZER, page_size=16, **kw)
+
+
+def job(generator: ExLlamaV2DynamicGeneratorAsync, text: str, new: int = 12) -> ExLlamaV2DynamicJobAsync:
+    return ExLlamaV2DynamicJobAsync(generator, TOKENIZER.encode(text), new, gen_settings=GREEDY)
+
+
+async def read(one: ExLlamaV2DynamicJobAsync) -> str:
+    return "".join([result.get("text", "") async for result in one])
+
+
+def play(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def test_many_streams_at_once() -> None:
+    async def main() -> None:
+        async with make() as generator:
+            want = generator.generator.generate("abc", 12, gen_settings=GREEDY, completion_only=True)
+            got = await asyncio.gather(*(read(job(generator, "abc")) for _ in range(20)))
+            assert got == [want] * 20
+            check_pages(generator.generator)
+
+    play(main())
+
+
+def test_cancel_wakes_a_consumer_in_another_task() -> None:
+    async def main() -> None:
+        async with make() as generator:
+            one, other = job(generator, "abc", 200), job(generator, "abd", 30)
+            consumer = asyncio.create_task(collect(one))
+            await asyncio.sleep(0.01)
+            await one.cancel()
+            await one.cancel()
+            results = await consumer
+            assert results[-1]["eos_reason"] == "cancelled"
+            assert len(await collect(other)) > 10
+            await other.cancel()
+
+    play(main())
+
+
+async def collect(one: ExLlamaV2DynamicJobAsync) -> list[dict[str, Any]]:
+    return [result async for result in one]
+
+
+def test_leaving_the_loop_cancels_the_job() -> None:
+    async def main() -> None:
+        async with make() as generator:
+            one = job(generator, "abc", 240)
+            stream = one.__aiter__()
+            async for result in stream:
+                if "text" in result:
+                    break
+            await stream.aclose()  # type: ignore[attr-defined]
+            await one.finished()
+            assert one.cancelled
+            assert generator.generator.num_remaining_jobs() == 0
+            check_pages(generator.generator)
+
+    play(main())
+
+
+def test_close_ends_every_consumer_and_refuses_new_jobs() -> None:
+    async def main() -> None:
+        generator = make()
+        consumers = [asyncio.create_task(collect(job(generator, "abc", 240))) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        await generator.close()
+        assert [(await c)[-1]["eos_reason"] for c in consumers] == ["cancelled"] * 3
+        with pytest.raises(JobStateError, match="closed"):
+            job(generator, "abc")
+        await generator.close()
+
+    play(main())
+
+
+def test_a_refused_or_failing_job_disturbs_nobody() -> None:
+    async def main() -> None:
+        async with make() as generator:
+            poison = TOKENIZER.single_id("q")
+            assert poison is not None
+            generator.generator.model.faults[poison] = RuntimeError("boom")  # type: ignore[attr-defined]
+            with pytest.raises(CapacityError):
+                job(generator, "abc", 10_000)
+            bad, good = job(generator, "aq"), job(generator, "abc", 5)
+            assert (await collect(bad))[-1]["eos_reason"] == "error"
+            assert (await collect(good))[-1]["new_tokens"] == 5
+
+    play(main())
+
+
+def test_the_event_loop_and_new_jobs_do_not_wait_for_a_pass() -> None:
+    async def main() -> None:
+        async with make() as generator:
+            forward = generator.generator.model.forward_chunk
+            entered, release = threading.Event(), threading.Event()
+
+            def slow(*args: Any, **kw: Any) -> Any:
+                entered.set()
+                assert release.wait(10), "the event loop was blocked while the model ran"
+                return forward(*args, **kw)
+
+            generator.generator.model.forward_chunk = slow  # type: ignore[method-assign]
+            first = asyncio.create_task(collect(job(generator, "abc", 3)))
+            while not entered.is_set():
+                await asyncio.sleep(0.001)
+            second = asyncio.create_task(collect(job(generator, "abd", 3)))
+            await asyncio.sleep(0.001)
+            release.set()
+            assert [(await task)[-1]["new_tokens"] for task in (first, second)] == [3, 3]
+
+    play(main())
+
+
+def test_jobs_from_several_event_loops() -> None:
+    generator = make()
+    texts: list[str] = []
+
+    def own_loop() -> None:
+        async def main() -> None:
+            texts.extend(await asyncio.gather(*(read(job(generator, "abc")) for _ in range(4))))
+
+        asyncio.run(main())
+
+    threads = [threading.Thread(target=own_loop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(texts) == 16
+    assert len(set(texts)) == 1
+    play(generator.close())
