@@ -206,6 +206,12 @@ def test_bad_sizes(model: ExLlamaV2, arguments: dict[str, Any]) -> None:
         ExLlamaV2Cache(model, **arguments)
 
 
+def test_cache_of_another_model(model: ExLlamaV2, lab: Any) -> None:
+    other = lab.load(lab.write(num_hidden_layers=1))
+    with pytest.raises(errors.CacheError, match="another model"):
+        model.forward(lab.ids(1, 3), ExLlamaV2Cache(other, max_seq_len=8))
+
+
 def test_more_than_the_machine_has(model: ExLlamaV2) -> None:
     with pytest.raises(errors.DeviceError, match="max_seq_len"):
         ExLlamaV2Cache(model, max_seq_len=1 << 52)

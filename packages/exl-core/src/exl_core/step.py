@@ -35,6 +35,8 @@ def build_step(
     abort_event: Event | None,
 ) -> Step:
     """Raises SequenceTooLongError or InputError when the tokens do not fit the cache, the model or the parameters."""
+    if cache is not None:
+        cache.check_model(config)
     if isinstance(params, PagedParams):
         layout = _paged_layout(cache, params, batch, q_len)
     else:

@@ -12,6 +12,7 @@ from exl_kernels.kv import KVKind, KVPages, load_kv, store_kv
 from ..errors import CacheError, DeviceError, InputError, ModelStateError
 
 if TYPE_CHECKING:
+    from ..config import ExLlamaV2Config
     from ..model import ExLlamaV2
 
 __all__ = ["ExLlamaV2CacheBase"]
@@ -97,6 +98,15 @@ class ExLlamaV2CacheBase:
                 f"no memory on {device} for a {type(self).__name__} of {self.batch_size} x {self.max_seq_len} tokens, "
                 f"{self.num_hidden_layers} layers: take a smaller max_seq_len or a quantized cache"
             ) from e
+
+    def check_model(self, config: ExLlamaV2Config) -> None:
+        """CacheError unless the layers, heads and head_dim are those of `config`."""
+        mine = (self.num_hidden_layers, self.num_key_value_heads, self.head_dim)
+        theirs = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+        if mine != theirs:
+            raise CacheError(
+                f"the cache has (layers, heads, head_dim) {mine}, the model {theirs}: it is another model's"
+            )
 
     def pages(self, layer_idx: int, page_size: int) -> KVPages:
         """Layer `layer_idx` as pages of `page_size` tokens: the same memory, [batch * max_seq_len / page_size, ...]."""

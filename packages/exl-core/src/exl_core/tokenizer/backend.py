@@ -58,6 +58,8 @@ class TokenizerBackend:
         return ids
 
     def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        if len(texts) == 1:  # no use of the library's own threads
+            return [self.encode(texts[0], special)]
         tokenizer = self._special_tokenizer() if special else self.tokenizer
         return [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
