@@ -79,8 +79,8 @@ def animal(rng: random.Random, gender: str | None = None) -> Character:
     return Character(rng.choice(lex.ANIMAL_NAMES), rng.choice(HEROES).kind, gender or rng.choice("fm"))
 
 
-_FEMALE_ROLES = {"queen", "princess", "fairy"}
-_MALE_ROLES = {"king", "prince", "wizard", "knight", "fisherman", "postman"}
+_FEMALE_ROLES = {"queen", "princess", "fairy", "old woman", "witch"}
+_MALE_ROLES = {"king", "prince", "wizard", "knight", "fisherman", "postman", "old man", "snowman"}
 
 
 def role(rng: random.Random, gender: str | None = None) -> Character:
@@ -88,6 +88,18 @@ def role(rng: random.Random, gender: str | None = None) -> Character:
     kind = rng.choice(lex.ROLES)
     gender = "f" if kind in _FEMALE_ROLES else "m" if kind in _MALE_ROLES else gender or rng.choice("fm")
     return Character(rng.choice(lex.GIRLS if gender == "f" else lex.BOYS), kind, gender)
+
+
+def talking_thing(rng: random.Random) -> Character:
+    """Return a star, a cloud, a teapot, ... with a name."""
+    return Character(rng.choice(lex.ANIMAL_NAMES), rng.choice(lex.TALKING_THINGS), rng.choice("fm"))
+
+
+def gender_of(kind: str, otherwise: str) -> str:
+    """Return the gender that goes with the kind, if only one does."""
+    if kind == "girl" or kind in _FEMALE_ROLES:
+        return "f"
+    return "m" if kind == "boy" or kind in _MALE_ROLES else otherwise
 
 
 def family(rng: random.Random, hero: Character) -> Character:
@@ -103,7 +115,9 @@ def other(gender: str, rng: random.Random) -> str:
 
 def _hero(rng: random.Random) -> Character:
     luck = rng.random()
-    return child(rng) if luck < 0.5 else animal(rng) if luck < 0.88 else role(rng)
+    return (
+        child(rng) if luck < 0.47 else animal(rng) if luck < 0.84 else role(rng) if luck < 0.95 else talking_thing(rng)
+    )
 
 
 def setting(
@@ -114,7 +128,7 @@ def setting(
     def make(rng: random.Random) -> dict[str, object]:
         hero = _hero(rng)
         if hero_kind:
-            hero = replace(hero, kind=hero_kind, gender={"girl": "f", "boy": "m"}.get(hero_kind, hero.gender))
+            hero = replace(hero, kind=hero_kind, gender=gender_of(hero_kind, hero.gender))
         if hero_name:
             hero = replace(hero, name=hero_name)
         friend = (child if hero.kind in ("girl", "boy") else animal)(rng, other(hero.gender, rng))
@@ -148,8 +162,9 @@ def introduce(page: Page) -> None:
     """Open the story: who the hero is, and where and when."""
     hero = page.slots["h"]
     assert isinstance(hero, Character)
-    page.slots["trait"] = page.rng.choice(
-        ("kind", "curious", "brave", "clever", "cheerful", "quiet", "playful", "shy", "gentle")
+    asked_for = page.slots.get("trait")
+    trait = page.slots["trait"] = asked_for or page.rng.choice(
+        lex.TRAITS if page.rng.random() < 0.7 else lex.MORE_TRAITS
     )
     if hero.first_person:
         _introduce_self(page, hero)
@@ -163,6 +178,10 @@ def introduce(page: Page) -> None:
             f"{page.slots['trait']} little {hero.kind}",
         )
     )
+    if hero.kind.startswith("old "):
+        page.slots["who"] = hero.kind
+    elif asked_for:
+        page.slots["who"] = page.rng.choice((f"{trait} {hero.kind}", f"{trait} little {hero.kind}"))
     page.slots["lived"] = page.rng.choice(
         (
             "near {place}",
@@ -177,12 +196,15 @@ def introduce(page: Page) -> None:
         page.slots["lived"] = page.rng.choice(("near {place}", "close to {place}", "not far from {place}"))
     page.slots["lived"] = str(page.slots["lived"]).replace("{place}", str(page.slots["place"]))
     luck = page.rng.random()
-    if luck < 0.42:
+    if luck < 0.1:
+        _open_without_name(page)
+    elif luck < 0.45:
         page.say(
             "Once upon a time, there was {a who} named {h}.",
             "Once upon a time, there was {a who} named {h} who lived {lived}.",
             "Once upon a time, {a who} named {h} lived {lived}.",
             "Once upon a time, {lived}, there lived {a who} named {h}.",
+            "Once upon a time, in a land far away, there lived {a who} named {h}.",
             "Once upon a time, there lived {a who}. [{h.p} name was|everyone called {h.o}] {h}.",
         )
     elif luck < 0.75:
@@ -209,6 +231,24 @@ def introduce(page: Page) -> None:
         "everyone [there |]knew {h.o}, because {h.s} was so {trait}.",
         "{h.s} [loved|liked] to [sing|run|laugh|play|explore|learn new things].",
         "{h.s} had a good friend named {f}.",
+    )
+
+
+def _open_without_name(page: Page) -> None:
+    """Open with the hour, the weather or the hero's name alone."""
+    page.say(
+        "in the morning, the sun [came up over {place}|shone on {place}]. {a who} named {h} was already awake.",
+        "the sun [was rising|was going down] over {place}. {h} the {h.kind} [looked at the sky|was on the way home].",
+        "the {h.kind} [looked around|opened one eye|sat down]. [{h.p} name was {h}.|everyone called {h.o} {h}.]",
+        "it was [early|late|a cold {season} {time}], and {h} the {h.kind} was {place.at}.",
+        "the wind blew over {place}. {h} the {h.kind} listened.",
+        "{h} [went|came] to {place} [every day|every {day}|one {time}].",
+        "every {time}, {h} the {h.kind} went to {place}.",
+        "on a {col} [bench|door|roof] {place.at} sat {a who} named {h}.",
+        "{h} and {f} were {place.at}.",
+        "deep in the [forest|valley|night], there was {a who} named {h}.",
+        "high on the hill lived {a who} named {h}.",
+        "nobody knew where {h} the {h.kind} came from.",
     )
 
 

@@ -31,7 +31,12 @@ def story(rng: random.Random, split: Split) -> list[Turn]:
         told = stories.tell(rng, split, narrator=False)
         ask = fill(rng, _ASK)
     elif luck < 0.5:
-        kind = rng.choice(HEROES).kind if rng.random() < 0.6 else rng.choice(["girl", "boy", *lexicon.ROLES])
+        kind = (
+            rng.choice(HEROES).kind
+            if rng.random() < 0.6
+            else rng.choice(["girl", "boy", *lexicon.ROLES, *lexicon.TALKING_THINGS])
+        )
+        trait = rng.choice(lexicon.MORE_TRAITS) if rng.random() < 0.3 and not kind.startswith("old ") else None
         name = (
             None
             if rng.random() < 0.7
@@ -39,8 +44,12 @@ def story(rng: random.Random, split: Split) -> list[Turn]:
             if rng.random() < 0.4
             else rng.choice(lexicon.ANIMAL_NAMES)
         )
-        told = stories.tell(rng, split, kind, name, narrator=False)
-        ask = fill(rng, _ASK) + f" about {article(kind)}" + (f" [named|called] {name}" if name else "")
+        told = stories.tell(rng, split, kind, name, narrator=False, trait=trait)
+        ask = (
+            fill(rng, _ASK)
+            + f" about {article(f'{trait} {kind}' if trait else kind)}"
+            + (f" [named|called] {name}" if name else "")
+        )
         ask = fill(rng, ask)
     else:
         told = stories.tell(rng, split, narrator=False)
@@ -57,6 +66,11 @@ def story(rng: random.Random, split: Split) -> list[Turn]:
             rng.choice(
                 (
                     ("What was the name of the hero?", f"The hero was called {told.hero.name}."),
+                    (
+                        f"What was the name of the {told.hero.kind}?",
+                        f"The {told.hero.kind} was called {told.hero.name}.",
+                    ),
+                    (f"What was the {told.hero.kind}'s name?", f"The {told.hero.kind} was called {told.hero.name}."),
                     ("Who was the story about?", f"The story was about {told.hero.name}, {article(told.hero.kind)}."),
                 )
             )
@@ -80,6 +94,32 @@ def story(rng: random.Random, split: Split) -> list[Turn]:
     return turns
 
 
+def offered(rng: random.Random, split: Split) -> list[Turn]:
+    """The assistant offers a story, and the user takes it or not."""
+    lead = fill(rng, "[I am bored|I feel bored|I am sad|I have nothing to do|ok|what can you do|help me]") + rng.choice(
+        (".", "", "!")
+    )
+    offer = fill(
+        rng, "[shall I tell you a story?|do you want to hear a story?|I can tell you a story. Would you like that?]"
+    )
+    if rng.random() < 0.2:
+        no = fill(rng, "[no|no, thank you|not now]") + rng.choice((".", ""))
+        return [
+            (lead, offer),
+            (no, fill(rng, "[all right. What would you like to talk about?|that is fine. What can I do for you?]")),
+        ]
+    yes = fill(rng, "[yes|yes, please|yes please|sure|of course|please do|ok|go on]") + rng.choice((".", "", "!"))
+    return [(lead, offer), (yes, stories.tell(rng, split, narrator=False).text)]
+
+
+def why(rng: random.Random, split: Split) -> list[Turn]:
+    """A fact, then "why?", which the model cannot go deeper into."""
+    first = rng.choice((chat_facts.uses, chat_facts.colours, chat_facts.opposites))(rng, split)[:1]
+    ask = rng.choice(("Why?", "why", "Why is that?", "Why so?", "How do you know?", "Are you sure?"))
+    answer = "[I do not know why. I know only simple things.|I do not know more about that.|that is how I learned it. I do not know more.]"
+    return [*first, (ask, fill(rng, answer))]
+
+
 def explain(rng: random.Random, split: Split) -> list[Turn]:
     """A short piece of plain prose on request."""
     ask, text = prose.request(rng)
@@ -93,6 +133,8 @@ _TOPICS: list[tuple[Topic, float]] = [
     (story, 9.0),
     (records.request, 7.0),
     (explain, 2.0),
+    (offered, 1.2),
+    (why, 0.5),
 ]
 _MAKERS = [t for t, _ in _TOPICS]
 _WEIGHTS = [w for _, w in _TOPICS]
@@ -119,8 +161,10 @@ def _roughen(rng: random.Random, text: str) -> str:
     """Return the user's words as people type them: sometimes without capitals, stop or with "please"."""
     if text.lower().startswith(_COMMANDS) and text[-1] in ".?" and rng.random() < 0.1 and "lease" not in text:
         text = text[:-1] + ", please" + text[-1]
-    if rng.random() < 0.1 and text[-1] in ".?":
+    if rng.random() < 0.1 and text[-1] in ".?" and len(text) > 4:
         text = text[:-1]
+    if "JSON" in text and rng.random() < 0.2:
+        return text.replace("JSON", rng.choice(("json", "Json")))
     if rng.random() < 0.12:
         text = text.lower() if '"' not in text and "SON" not in text else text
     return text[0].upper() + text[1:] if text[0].islower() and rng.random() < 0.75 else text

@@ -104,7 +104,7 @@ def animal(rng: random.Random, split: Split) -> list[Turn]:
     else:
         turns = [_animal_turn(rng, a, False)]
     while rng.random() < 0.45 and len(turns) < 4:
-        turns.append(_animal_turn(rng, a, True))
+        turns.append(_follow_up(rng, a) if rng.random() < 0.2 else _with_and(rng, _animal_turn(rng, a, True)))
     if rng.random() < 0.3:
         b = rng.choice(ANIMALS)
         what, ask = rng.choice(
@@ -122,6 +122,27 @@ def animal(rng: random.Random, split: Split) -> list[Turn]:
             (fill(rng, "[and|what about] " + article(b.kind) + "?"), fill(rng, answer(b))),
         ]
     return turns
+
+
+def _with_and(rng: random.Random, turn: Turn) -> Turn:
+    question, answer = turn
+    return ("And " + question[0].lower() + question[1:] if rng.random() < 0.3 else question), answer
+
+
+def _follow_up(rng: random.Random, a: Animal) -> Turn:
+    """Compare the animal just named with another one, or ask for more."""
+    b = rng.choice([x for x in ANIMALS if x.size != a.size])
+    if rng.random() < 0.3:
+        return rng.choice(
+            ("Tell me more.", "What else do you know?", "Tell me more about it.", "More, please.")
+        ), about(rng, a)
+    word = "bigger" if a.size > b.size else "smaller"
+    if rng.random() < 0.5:
+        question = f"[is it|are they] bigger than [{article(b.kind)}|{b.many}]?"
+    else:
+        question = f"[is it|are they] smaller than [{article(b.kind)}|{b.many}]?"
+    yes = ("bigger" in question) == (word == "bigger")
+    return fill(rng, question), f"{'Yes' if yes else 'No'}, {article(a.kind)} is {word} than {article(b.kind)}."
 
 
 def about(rng: random.Random, a: Animal) -> str:
@@ -212,7 +233,17 @@ def calendar(rng: random.Random, split: Split) -> list[Turn]:
     names, what = (DAYS, "day") if rng.random() < 0.6 else (MONTHS, "month")
     i = rng.randrange(len(names))
     before, here, after = names[i - 1], names[i], names[(i + 1) % len(names)]
-    kind = rng.randrange(6)
+    kind = rng.randrange(7)
+    if kind == 6:
+        other = rng.choice(names)
+        j = names.index(other)
+        return [
+            (f"What {what} comes after {here}?", f"{after} comes after {here}."),
+            (
+                fill(rng, f"[and|and what {what} comes|what {what} comes] before {other}?"),
+                f"{names[j - 1]} comes before {other}.",
+            ),
+        ]
     if kind == 0:
         return [
             (f"What {what} comes after {here}?", f"{after} comes after {here}."),

@@ -118,6 +118,17 @@ def sums(rng: random.Random, split: Split) -> list[Turn]:
     return turns
 
 
+def too_big(rng: random.Random, split: Split) -> list[Turn]:
+    """Sums beyond what the model can do."""
+    a, b = rng.randint(16, 999), rng.randint(16, 999)
+    sign = rng.choice(("plus", "+", "minus", "-", "times", "x", "divided by"))
+    ask = fill(rng, f"[what is|how much is|can you tell me what] {a} {sign} {b}")
+    if "can you" in ask.lower():
+        ask += " is"
+    answer = "[that is too big for me. I can only count to twenty.|I am sorry, I can only do sums up to twenty.|I do not know. Such big numbers are too hard for me.]"
+    return [(ask + rng.choice(("?", "?", "")), fill(rng, answer))]
+
+
 def word_problem(rng: random.Random, split: Split) -> list[Turn]:
     """Apples given and eaten."""
     a = rng.randint(2, 12)
@@ -174,6 +185,20 @@ def counting(rng: random.Random, split: Split) -> list[Turn]:
         back = rng.random() < 0.3
         numbers = range(b, a - 1, -1) if back else range(a, b + 1)
         words = b <= 20 and rng.random() < 0.4
+        if rng.random() < 0.35:
+            b = rng.randint(3, 20)
+            up = ", ".join(str(x) for x in range(1, b + 1)) + "."
+            down = ", ".join(str(x) for x in range(b, 0, -1)) + "."
+            ask = fill(rng, f"[count|please count|can you count] to {rng.choice((WORDS[b], str(b)))}.")
+            more = [(rng.choice(("Now backwards.", "And backwards?", "now backwards", "Now count back.")), down)]
+            return [(ask, up), *(more if rng.random() < 0.5 else [])]
+        if rng.random() < 0.25:
+            up = ", ".join(str(x) for x in range(a, b + 1)) + "."
+            down = ", ".join(str(x) for x in range(b, a - 1, -1)) + "."
+            return [
+                (f"Count from {a} to {b}.", up),
+                (rng.choice(("Now backwards.", "And backwards?", "now backwards")), down),
+            ]
         return [
             (
                 f"Count from {b if back else a} to {a if back else b}.",
@@ -294,7 +319,10 @@ def word_games(rng: random.Random, split: Split) -> list[Turn]:
 
 def remember(rng: random.Random, split: Split) -> list[Turn]:
     """Facts the user gave, asked for later."""
-    who, what = rng.choice(lex.GIRLS + lex.BOYS + [lex.made_up_name(rng)]), rng.choice(lex.ANIMAL_NAMES)
+    who, what = (
+        rng.choice(lex.GIRLS + lex.BOYS + [lex.made_up_name(rng)]),
+        rng.choice(lex.ANIMAL_NAMES) if rng.random() < 0.5 else lex.made_up_name(rng),
+    )
     a = rng.choice(ANIMALS)
     kind = rng.randrange(4)
     if kind == 0:
@@ -333,6 +361,7 @@ def remember(rng: random.Random, split: Split) -> list[Turn]:
 
 TOPICS: list[tuple[Topic, float]] = [
     (sums, 3.0),
+    (too_big, 0.7),
     (word_problem, 1.5),
     (counting, 2.0),
     (letters, 1.5),

@@ -171,10 +171,99 @@ def identity(rng: random.Random, split: Split, me: str = NAME) -> list[Turn]:
     return [(fill(rng, ask), fill(rng, rng.choice(answers), {"me": me}))]
 
 
+_TOPICS_BEYOND = """computers, money, politics, history, science, football, films, music, space, medicine, law, art, business, the internet, cars, planes,
+phones, Paris, London, Africa, Japan, Germany, America, chemistry, physics, philosophy, religion, war, taxes, love, happiness, poetry,
+dinosaurs, volcanoes, robots, electricity, the stock market, the universe, school, exams, my boss, my neighbour, work, travel, hotels,
+fashion, cameras, video games""".replace("\n", " ").split(", ")
+_ASK_BEYOND = "[what is|what do you think about|tell me about|explain|do you know anything about|what do you know about|who invented|how does one learn|write an essay about|give me advice on] {topic}"
+_LANGUAGES = ["French", "German", "Spanish", "Chinese", "Italian", "Russian", "Japanese", "Latin"]
+
+
+def _question_beyond(rng: random.Random) -> str:
+    luck = rng.random()
+    if luck < 0.35:
+        return rng.choice(_UNKNOWN).strip() + rng.choice(("?", "?", ""))
+    if luck < 0.5:
+        word = rng.choice(
+            (rng.choice(ANIMALS).kind, rng.choice(lex.FOODS).name, "hello", "good morning", "thank you", "house")
+        )
+        return (
+            f"{rng.choice(('translate', 'say', 'how do you say'))} {word} {rng.choice(('to', 'in'))} {rng.choice(_LANGUAGES)}"
+            + rng.choice((".", "?", ""))
+        )
+    if luck < 0.65:
+        return f"what is the capital of {rng.choice(_CAPITALS)}" + rng.choice(("?", "?", ""))
+    return fill(rng, _ASK_BEYOND, {"topic": rng.choice(_TOPICS_BEYOND)}) + rng.choice(("?", ".", ""))
+
+
+_CAPITALS = [
+    "France",
+    "Spain",
+    "Italy",
+    "Germany",
+    "Japan",
+    "China",
+    "India",
+    "Brazil",
+    "Canada",
+    "Egypt",
+    "Norway",
+    "Sweden",
+    "Poland",
+    "Greece",
+    "Peru",
+    "Kenya",
+]
+
+
+def nonsense(rng: random.Random, split: Split) -> list[Turn]:
+    """Input that means nothing."""
+    luck = rng.random()
+    if luck < 0.4:
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        text = " ".join(
+            "".join(rng.choice(letters) for _ in range(rng.randint(2, 8))) for _ in range(rng.randint(1, 4))
+        )
+    elif luck < 0.7:
+        text = " ".join(
+            [
+                rng.choice(
+                    ("bla", "blah", "la", "ha", "foo", "bar", "test", "um", "xyz", "dum", lex.made_up_name(rng).lower())
+                )
+            ]
+            * rng.randint(1, 4)
+        )
+    else:
+        text = rng.choice(("???", "...", "!!!", "?", "asdf", "qwerty", ":)", "123", "x", "-", "hmm"))
+    return [
+        (
+            text,
+            fill(
+                rng,
+                "[I do not understand that. Can you say it in other words?|I am sorry, I do not understand. Ask me about animals, food or numbers.|I did not understand you. What would you like to talk about?]",
+            ),
+        )
+    ]
+
+
+def how_are_you(rng: random.Random, split: Split) -> list[Turn]:
+    """How the model is, at any point of the talk."""
+    return [
+        (
+            fill(rng, "[how are you|how are you doing|how are you today|are you well|how is it going]")
+            + rng.choice(("?", "?", "")),
+            fill(
+                rng,
+                "[I am fine, thank you. And you?|I am well, thank you. How are you?|I am fine, thank you. What can I do for you?]",
+            ),
+        )
+    ]
+
+
 def unknown(rng: random.Random, split: Split) -> list[Turn]:
     """Questions beyond the small world, refused politely."""
-    question = rng.choice(_UNKNOWN).strip()
-    return [(question[0].upper() + question[1:] + rng.choice(("?", "?", "")), fill(rng, rng.choice(_REFUSE)))]
+    question = _question_beyond(rng)
+    return [(question[0].upper() + question[1:], fill(rng, rng.choice(_REFUSE)))]
 
 
 def mood(rng: random.Random, split: Split) -> list[Turn]:
@@ -194,7 +283,12 @@ def joke(rng: random.Random, split: Split) -> list[Turn]:
     question, answer = rng.choice(_JOKES)
     ask = fill(rng, "[tell me a joke|do you know a joke|make me laugh|tell me a riddle]") + rng.choice((".", "!", ""))
     if rng.random() < 0.5:
-        return [(ask, f"{question} {answer}")]
+        question2, answer2 = rng.choice([j for j in _JOKES if j[0] != question])
+        again = (
+            rng.choice(("Another one, please.", "Tell me another joke.", "Another one!", "One more.", "another joke")),
+            f"{question2} {answer2}",
+        )
+        return [(ask, f"{question} {answer}"), *([again] if rng.random() < 0.5 else [])]
     return [(ask, question), (rng.choice(("I do not know.", "What?", "Tell me!", "No idea.")), answer)]
 
 
@@ -231,7 +325,7 @@ def small_talk(rng: random.Random, split: Split) -> list[Turn]:
         "food": food,
         "thing": thing,
         "place": rng.choice(lex.PLACES),
-        "name": rng.choice(lex.ANIMAL_NAMES),
+        "name": rng.choice(lex.ANIMAL_NAMES) if rng.random() < 0.5 else lex.made_up_name(rng),
         "col": rng.choice(lex.COLOURS),
     }
     kind = rng.randrange(6)
@@ -305,7 +399,9 @@ def small_talk(rng: random.Random, split: Split) -> list[Turn]:
 TOPICS: list[tuple[Topic, float]] = [
     (who_am_i, 1.2),
     (identity, 1.5),
-    (unknown, 1.5),
+    (unknown, 2.0),
+    (nonsense, 0.9),
+    (how_are_you, 0.6),
     (mood, 1.0),
     (joke, 0.4),
     (small_talk, 1.5),

@@ -251,6 +251,9 @@ _ENDS = [
 
 def made_up_name(rng: random.Random) -> str:
     """Return a name of no language, so that the model learns to copy a word that it has never seen."""
+    if rng.random() < 0.3:
+        letters = "".join(rng.choice("aeiou") + rng.choice("bcdfghklmnprstvxz") for _ in range(rng.randint(1, 3)))
+        return (rng.choice("BCDFGHJKLMNPRSTVWXZ") + letters).title()
     middle = rng.choice(_MIDDLES)
     return rng.choice(_ONSETS) + middle + rng.choice(_ENDS) + (rng.choice(_MIDDLES) if rng.random() < 0.25 else "")
 
@@ -602,4 +605,35 @@ FAMILY = {
     "big sister": "f",
     "big brother": "m",
 }
+ROLES += ["old man", "old woman", "magician", "hunter", "pirate", "ghost", "witch", "astronaut", "snowman"]
+#: Things that can be the hero of a story.
+TALKING_THINGS = [
+    "star",
+    "cloud",
+    "boat",
+    "tree",
+    "train",
+    "teapot",
+    "raindrop",
+    "snowflake",
+    "lamp",
+    "stone",
+    "car",
+    "flower",
+]
+TRAITS = ["kind", "curious", "brave", "clever", "cheerful", "quiet", "playful", "shy", "gentle"]
+MORE_TRAITS = [
+    *TRAITS,
+    "lonely",
+    "lazy",
+    "hungry",
+    "sad",
+    "happy",
+    "funny",
+    "proud",
+    "sleepy",
+    "friendly",
+    "wise",
+    "strange",
+]
 LISTS["role"] = ROLES

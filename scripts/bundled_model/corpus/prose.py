@@ -9,7 +9,7 @@ from . import lexicon as lex
 from .animals import ANIMALS
 from .chat_facts import about
 from .engine import Page, article, fill
-from .facts import JOBS, USED_FOR, WHY
+from .facts import JOBS, USED_FOR, WEATHER_ADVICE, WHY
 from .splits import Split
 
 _RHYMES = [
@@ -78,10 +78,12 @@ _LINES = {
 }
 
 
-def rhyme(rng: random.Random) -> str:
-    """Return four lines in couplets."""
-    slots: dict[str, object] = {"animal": rng.choice([a.kind for a in ANIMALS if 2 <= a.size <= 8])}
+def rhyme(rng: random.Random, animal: str | None = None) -> str:
+    """Return four lines in couplets, about the animal if one is given."""
+    slots: dict[str, object] = {"animal": animal or rng.choice([a.kind for a in ANIMALS if 2 <= a.size <= 8])}
     pairs = rng.sample(_RHYMES, 2)
+    while animal and not any("{animal}" in _LINES[word] for word in pairs[0]):
+        pairs = rng.sample(_RHYMES, 2)
     lines = [fill(rng, _LINES[word], slots) for pair in pairs for word in pair]
     return f"{lines[0]},\n{lines[1]}.\n{lines[2]},\n{lines[3]}."
 
@@ -208,9 +210,35 @@ def letter(rng: random.Random) -> str:
     return f"Dear diary,\n\n{page.text()}"
 
 
+def weather(rng: random.Random) -> str:
+    """Return a little weather report."""
+    now, later = rng.sample(["sunny", "rainy", "windy", "snowy", "cloudy", "foggy", "cold", "warm"], 2)
+    page = Page(
+        rng,
+        {
+            "now": now,
+            "later": later,
+            "n": rng.randint(-5, 30),
+            "place": rng.choice(lex.PLACES),
+            "wear": WEATHER_ADVICE.get(now, "a jacket"),
+        },
+    )
+    page.say("the weather today is {now}.", "today it is {now}.", "it is {now} today.", "on {day}, it will be {now}.")
+    page.say(
+        "it is {n} degrees {place.at}.",
+        "the wind comes from the [north|south|east|west].",
+        "there are [no|a few|many] clouds in the sky.",
+        "you should wear {wear}.",
+    )
+    page.say("tomorrow it will be {later}.", "in the evening it will be {later}.", "the next days will be {later}.")
+    return page.text()
+
+
 def plain(rng: random.Random, split: Split) -> str:
     """Return one piece of prose."""
     luck = rng.random()
+    if luck < 0.08:
+        return weather(rng)
     if luck < 0.3:
         return scene(rng)
     if luck < 0.5:
@@ -239,6 +267,10 @@ def plain(rng: random.Random, split: Split) -> str:
 def request(rng: random.Random) -> tuple[str, str]:
     """Return a chat request for prose and the answer."""
     luck = rng.random()
+    if luck < 0.12:
+        a = rng.choice([x for x in ANIMALS if 2 <= x.size <= 8])
+        ask = f"[write|tell me|make] [a poem|a rhyme|a short poem|me a poem] about [{article(a.kind)}|{a.many}]."
+        return fill(rng, ask), rhyme(rng, a.kind)
     if luck < 0.25:
         return fill(rng, "[write|tell me|make] [a poem|a rhyme|a short poem]."), rhyme(rng)
     if luck < 0.45:

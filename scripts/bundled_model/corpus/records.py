@@ -303,11 +303,39 @@ def plain(rng: random.Random, split: Split) -> str:
     return heading + rng.choice((" ", "\n")) + _dump(rng, value)
 
 
+def _described(rng: random.Random) -> list[tuple[str, str]]:
+    """Return a request that says in words who the record is about."""
+    name = _name(rng) if rng.random() < 0.7 else lex.made_up_name(rng)
+    age = rng.randint(1, 90)
+    subject = rng.choice(("person", "pet", "student", "girl", "boy", rng.choice(_KINDS), rng.choice(lex.ROLES[:11])))
+    city = rng.choice(CITIES)
+    who, record = rng.choice(
+        (
+            (f"{article(subject)} [named|called] {name} aged {age}", {"name": name, "age": age}),
+            (f"{article(subject)} [named|called] {name}, {age} years old", {"name": name, "age": age}),
+            (f"{article(subject)} [named|called] {name} who is {age} years old", {"name": name, "age": age}),
+            (f"{article(subject)} [named|called] {name} who is {age}", {"name": name, "age": age}),
+            (f"{article(subject)} [named|called] {name} from {city}", {"name": name, "city": city}),
+            (f"{article(subject)} [named|called] {name}", {"name": name}),
+            (f"{name}, {age} years old, from {city}", {"name": name, "age": age, "city": city}),
+        )
+    )
+    colour = rng.choice(lex.COLOURS)
+    if rng.random() < 0.2:
+        thing = rng.choice(lex.THINGS).name
+        who, record = f"{article(colour)} {thing}", {"name": thing, "colour": colour}
+    ask = _VERB + " [a JSON record|a JSON object|JSON|a JSON|the JSON|a small JSON record] [of|for] " + who + "[.|.|]"
+    return [(fill(rng, ask), _dump(rng, record, 0.2))]
+
+
+_MANY = {"person": "people", "city": "cities"}
 _VERB = "[give me|write|make|show me|I need|create|can you give me|please make]"
 
 
 def request(rng: random.Random, split: Split) -> list[tuple[str, str]]:
     """Return a chat request for a record and the answer: JSON and nothing else."""
+    if rng.random() < 0.15:
+        return _described(rng)
     subject, fields = _case(rng, split)
     record = _record(rng, subject, fields)
     luck = rng.random()
@@ -331,7 +359,10 @@ def request(rng: random.Random, split: Split) -> list[tuple[str, str]]:
         records = [_record(rng, subject, fields) for _ in range(count)]
         return [
             (
-                fill(rng, _VERB) + f" a JSON list of {('two', 'three')[count - 2]} {subject} records with {shown}.",
+                fill(rng, _VERB)
+                + f" a JSON list of {('two', 'three')[count - 2]} "
+                + (f"{subject} records" if rng.random() < 0.5 else _MANY.get(subject, subject + "s"))
+                + f" with {shown}.",
                 _dump(rng, records),
             )
         ]
