@@ -20,6 +20,7 @@ import torch
 import torch._dynamo
 from export import write_folder
 from model import BIG, DRAFT, Llama
+from safetensors.torch import load_file
 from sampling import show
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -144,6 +145,14 @@ def save(out: Path, big: Llama, draft: Llama) -> None:
     write_folder(draft, out / "draft")
 
 
+def read_folder(model: Llama, folder: Path) -> None:
+    """Load the weights that `write_folder` wrote."""
+    state: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        state |= load_file(file)
+    model.load_state_dict(state)
+
+
 def main() -> None:
     """Make the corpus, train, save, measure, print samples."""
     parser = argparse.ArgumentParser()
@@ -161,6 +170,8 @@ def main() -> None:
     parser.add_argument("--draft-rate", type=float, default=4e-3)
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--init", type=Path, help="go on from the `big` and `draft` folders of an earlier run")
+    parser.add_argument("--kinds", nargs="*", default=[], help="kinds of documents to draw from, e.g. chat chat story")
     a = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
@@ -168,24 +179,15 @@ def main() -> None:
     torch._dynamo.config.suppress_errors = True  # without a working compiler: eager, slower
     began = time.time()
     here = Path(__file__).parent
-    maker = subprocess.Popen(
-        [
-            sys.executable,
-            str(here / "shards.py"),
-            str(a.tokenizer),
-            str(a.shards_dir),
-            "--workers",
-            str(a.workers),
-            "--shards",
-            str(a.shards),
-            "--size",
-            str(a.shard_size),
-        ]
-    )
+    options = {"--workers": a.workers, "--shards": a.shards, "--size": a.shard_size}
+    command = [sys.executable, here / "shards.py", a.tokenizer, a.shards_dir, *(x for o in options.items() for x in o)]
+    maker = subprocess.Popen([*map(str, command), "--kinds", *a.kinds])
     try:
         tokenizer = Tokenizer.from_file(str(a.tokenizer / "tokenizer.json"))
         big, draft = Llama(BIG).to(device), Llama(DRAFT).to(device)
         for label, model in (("big", big), ("draft", draft)):
+            if a.init:
+                read_folder(model, a.init / label)
             print(label, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
         pool = TokenPool(a.shards_dir, device, a.length)
         wait_for_shards(pool, maker, a.start_with)

@@ -103,6 +103,8 @@ def sums(rng: random.Random, split: Split) -> list[Turn]:
                 str(c),
             )
         left = " ".join(shown[:3])
+        if shown[1] in "+-x" and rng.random() < 0.4:  # as people type it: 3+4
+            left = left.replace("x", rng.choice("x*")).replace(" ", "" if rng.random() < 0.8 else " ")
         ask = (
             f"[what is {left}|how much is {left}|{left} is|{left} =|can you tell me what {left} is]"
             if index == 0
@@ -123,6 +125,8 @@ def too_big(rng: random.Random, split: Split) -> list[Turn]:
     a, b = rng.randint(16, 999), rng.randint(16, 999)
     sign = rng.choice(("plus", "+", "minus", "-", "times", "x", "divided by"))
     ask = fill(rng, f"[what is|how much is|can you tell me what] {a} {sign} {b}")
+    if sign in "+-x" and rng.random() < 0.4:
+        ask = ask.replace(f" {sign} ", sign)
     if "can you" in ask.lower():
         ask += " is"
     answer = "[that is too big for me. I can only count to twenty.|I am sorry, I can only do sums up to twenty.|I do not know. Such big numbers are too hard for me.]"
