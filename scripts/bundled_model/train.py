@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.nn import functional
 
 BOS = 1
-WARMUP_STEPS = 150
 
 
 class TokenPool:
@@ -90,9 +89,9 @@ def optimizer(model: Llama, rate: float, fused: bool) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=fused)
 
 
-def schedule(progress: float, step: int) -> float:
+def schedule(progress: float, step: int, warmup: int) -> float:
     """Return the factor on the learning rate: linear warm-up by steps, cosine to 1 % by time."""
-    return min(1.0, (step + 1) / WARMUP_STEPS) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    return min(1.0, (step + 1) / warmup) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
 def wait_for_shards(pool: TokenPool, maker: subprocess.Popen[bytes], tokens: int) -> None:
@@ -112,7 +111,7 @@ def fit(a: argparse.Namespace, pool: TokenPool, big: Llama, draft: Llama, device
     while (progress := (time.time() - begin) / a.seconds) < 1.0:
         if step == 2:  # compilation and first launches do not count against the schedule
             a.seconds, begin = max(1.0, a.seconds - (time.time() - begin)), time.time()
-        factor = schedule(progress, step)
+        factor = schedule(progress, step, a.warmup)
         for opt, rate in optimizers:
             for group in opt.param_groups:
                 group["lr"] = rate * factor
@@ -168,6 +167,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--draft-rate", type=float, default=4e-3)
+    parser.add_argument("--warmup", type=int, default=150, help="steps of linear warm-up")
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--init", type=Path, help="go on from the `big` and `draft` folders of an earlier run")

@@ -385,7 +385,13 @@ def name_some(rng: random.Random, split: Split) -> list[Turn]:
     turns = [
         (fill(rng, f"[name|tell me|give me] {rng.choice((word, str(count)))} {label}."), fill(rng, join(picked) + "."))
     ]
-    if count < len(pool) and rng.random() < 0.25:
+    if rng.random() < 0.15:
+        again = rng.sample(lex.COLOURS if label != "colours" else [f.many for f in lex.FOODS if f.kind == "fruit"], 3)
+        ask = fill(rng, f"[and|now] [three|3] {'fruits' if label == 'colours' else 'colours'}") + rng.choice(
+            (".", "?", "")
+        )
+        turns.append((ask, fill(rng, join(again) + ".")))
+    elif count < len(pool) and rng.random() < 0.25:
         more = rng.choice([x for x in pool if x not in picked])
         turns.append(
             (rng.choice(("One more, please.", "And another one?", "Can you name one more?")), fill(rng, f"{more}."))

@@ -106,9 +106,9 @@ def sums(rng: random.Random, split: Split) -> list[Turn]:
         if shown[1] in "+-x" and rng.random() < 0.4:  # as people type it: 3+4
             left = left.replace("x", rng.choice("x*")).replace(" ", "" if rng.random() < 0.8 else " ")
         ask = (
-            f"[what is {left}|how much is {left}|{left} is|{left} =|can you tell me what {left} is]"
+            f"[what is {left}|how much is {left}|{left} is|{left} =|{left}=|{left}|can you tell me what {left} is]"
             if index == 0
-            else f"[and {left}|what about {left}|and what is {left}]"
+            else f"[and {left}|what about {left}|and what is {left}|{left}|what is {left}]"
         )
         said = f"{shown[0]} {sign if shown[1] in '+-x' and rng.random() < 0.5 else shown[1]} {shown[2]}"
         turns.append(
@@ -364,7 +364,7 @@ def remember(rng: random.Random, split: Split) -> list[Turn]:
 
 
 TOPICS: list[tuple[Topic, float]] = [
-    (sums, 3.0),
+    (sums, 5.0),
     (too_big, 0.7),
     (word_problem, 1.5),
     (counting, 2.0),
