@@ -91,7 +91,12 @@ def test_draft_has_the_same_tokenizer_and_a_quarter_of_the_weights() -> None:
 
 def test_tokenizer_round_trip_over_all_bytes_and_scripts() -> None:
     tokenizer = generator().tokenizer
-    texts = ["Once upon a time, there was a fox.", "  two  spaces\n\nand\ttabs", "12345 + 67", "Grüße, 你好, \U0001f98a!"]
+    texts = [
+        "Once upon a time, there was a fox.",
+        "  two  spaces\n\nand\ttabs",
+        "12345 + 67",
+        "Grüße, 你好, \U0001f98a!",
+    ]
     texts += ["".join(chr(c) for c in range(1, 256)), '{"a": [1, 2.5, null]}']
     for text in texts:
         ids = tokenizer.encode(text)
@@ -108,7 +113,9 @@ def test_chat_template_marks_every_turn() -> None:
         {"role": "user", "content": "Bye"},
     ]
     text = tokenizer.apply_chat_template(messages)
-    assert text == "<s><|system|>Be kind.<|end|><|user|>Hello<|end|><|assistant|>Hi!<|end|><|user|>Bye<|end|><|assistant|>"
+    assert (
+        text == "<s><|system|>Be kind.<|end|><|user|>Hello<|end|><|assistant|>Hi!<|end|><|user|>Bye<|end|><|assistant|>"
+    )
     ids = tokenizer.encode(text, encode_special_tokens=True)[0].tolist()
     assert ids[0] == 1
     assert ids[1] == 4
