@@ -33,9 +33,10 @@ class QuantMatrix:
 
     `compute="exact"` multiplies float32 activations with the exact half weights and accumulates in float32: the oracle.
     `compute="int8"` rounds activations to int8 with one float32 scale per 32 values (in the matrix's row order) and
-    forms exact integer dot products; float weights are always computed exactly. A row's result is the same bits for any
-    number of rows in the call, of threads, and on every instruction set. NaN and infinite activations make that row's
-    outputs NaN (int8) or what float32 arithmetic gives (exact).
+    forms exact integer dot products with (code - zero point), scaled without the last rounding of weights to half (at
+    most 2^-11 of a weight; the activations' rounding costs twenty times that). Float weights are always computed
+    exactly. A row's result is the same bits for any number of rows in the call, of threads, and on every instruction
+    set. NaN and infinite activations make that row's outputs NaN (int8) or what float32 arithmetic gives (exact).
 
     Attributes: in_features K, out_features N (as stored: EXL2 pads to a multiple of 32), format, compute,
     bits_per_weight (of the file's form, all tensors but the bias), nbytes (in memory), device, name (for messages).
