@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from exl_filters.base import ExLlamaV2Filter
 from exl_filters.combine import AllOf, AnyOf, TriggeredFilter
+from exl_filters.compiling import compile_in_background, compile_within
 from exl_filters.context import FilterContext
 from exl_filters.errors import (
     AmbiguousPlugin,
@@ -72,6 +73,8 @@ __all__ = [
     "Vocabulary",
     "apply_mask",
     "as_filter",
+    "compile_in_background",
+    "compile_within",
     "create",
     "from_spec",
     "get",

@@ -1,0 +1,61 @@
+"""transformers: filters as a `LogitsProcessor` for `generate`.
+
+```python
+processor = FilterLogitsProcessor([ExLlamaV2SelectFilter(None, tokenizer, ["yes", "no"])], tokenizer)
+model.generate(**inputs, logits_processor=[processor])
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from exl_filters.adapters.rows import RowTracker
+from exl_filters.errors import FilterRejected
+from exl_filters.masking import apply_mask
+from exl_filters.vocabulary import vocabulary_of
+
+__all__ = ["FilterLogitsProcessor"]
+
+
+class FilterLogitsProcessor:
+    """Called with `(input_ids [rows, length], scores [rows, width])`; returns scores with what is not allowed at -inf.
+
+    The ids of the first call are the prompt. Works with batches, beams (rows may change places) and padded finished
+    rows; a shorter prompt, or one that does not continue what came before, starts anew, so one processor serves one
+    `generate` after another. filters must be copyable for more than one row. Raises `FilterDeadEnd` when a row is left
+    without a token.
+    """
+
+    def __init__(self, filters: Sequence[object], tokenizer: Any, stop_ids: Collection[int] | None = None) -> None:
+        vocabulary = vocabulary_of(tokenizer)
+        self._rows = RowTracker(filters, vocabulary, stop_ids)
+        self._prompt: list[list[int]] = []
+        self._length = 0
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        rows = input_ids.tolist()
+        if not self._continues(rows):
+            self._begin(rows)
+        try:
+            masks = self._rows.masks([row[self._length :] for row in rows])
+        except FilterRejected:
+            # Not of this generation after all: what looks like generated ids is part of a new prompt.
+            self._begin(rows)
+            masks = self._rows.masks([[] for _ in rows])
+        result = scores.clone()
+        for row, mask in zip(result, masks, strict=True):
+            apply_mask(row, mask)
+        return result
+
+    def _begin(self, rows: list[list[int]]) -> None:
+        self._rows.reset()
+        self._prompt = rows
+        self._length = len(rows[0])
+
+    def _continues(self, rows: list[list[int]]) -> bool:
+        """Whether every row begins with a prompt of the first call and is longer than it."""
+        if not self._prompt or len(rows[0]) <= self._length:
+            return False
+        return all(row[: self._length] in self._prompt for row in rows)

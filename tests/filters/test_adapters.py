@@ -1,0 +1,192 @@
+"""Filters in other engines: the real transformers, vLLM's protocol, llama.cpp's callable; all give the same texts."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from exl_filters import (
+    ExLlamaV2SelectFilter,
+    FilterBusy,
+    FilterDeadEnd,
+    FilterStack,
+    FilterUsageError,
+    Vocabulary,
+    apply_mask,
+    bits,
+)
+from exl_filters.adapters.llama_cpp import LlamaCppFilterProcessor
+from exl_filters.adapters.rows import RowTracker
+from exl_filters.adapters.vllm import VllmFilterProcessor
+
+OPTIONS = ["yes", "no", "no way", "ye"]
+TOKENS = ["y", "e", "s", "n", "o", " way", " ", "w", "a", "yes", "no", "es", "x", "</s>"]
+EOS = len(TOKENS) - 1
+V = Vocabulary(TOKENS, eos_token_id=EOS, special_ids=[EOS])
+WIDTH = V.size + 5
+
+
+def select():
+    return ExLlamaV2SelectFilter(None, V, OPTIONS)
+
+
+def scores(seed, step):
+    """What a scripted model would say at a step, given the ids it has generated."""
+    return np.random.default_rng([seed, step]).standard_normal(WIDTH).astype(np.float32)
+
+
+def plain_loop(seed):
+    with FilterStack([select()], vocab_size=V.size, stop_ids=[EOS]) as stack:
+        out, ended = [], False
+        while not ended:
+            token = int(apply_mask(scores(seed, len(out)), stack.next_mask()).argmax())
+            out.append(token)
+            ended = stack.feed(token)
+    return out
+
+
+def text(ids):
+    return V.decode(ids)
+
+
+def up_to_stop(ids):
+    ids = list(ids)
+    return ids[: ids.index(EOS)] if EOS in ids else ids
+
+
+def test_every_adapter_gives_the_text_of_the_plain_loop():
+    for seed in range(12):
+        expected = up_to_stop(plain_loop(seed))
+        assert text(expected) in OPTIONS
+        llama, out = LlamaCppFilterProcessor([select()], V), [0, 0, 0]
+        while EOS not in out:
+            out.append(int(llama(np.array(out), scores(seed, len(out) - 3)).argmax()))
+        assert up_to_stop(out[3:]) == expected
+
+
+def vllm_processor():
+    processor = VllmFilterProcessor(SimpleNamespace(), "cpu", False)
+    processor._vocabulary = V
+    return processor
+
+
+def params(spec=None):
+    return SimpleNamespace(extra_args={"exl_filter": spec} if spec else None, stop_token_ids=None)
+
+
+def update(removed=(), added=(), moved=()):
+    return SimpleNamespace(removed=removed, added=added, moved=moved)
+
+
+def test_vllm_protocol():
+    processor = vllm_processor()
+    assert processor.is_argmax_invariant() is False
+    spec = {"type": "select", "options": OPTIONS}
+    outputs = {0: [], 1: [], 2: []}
+    added = [(0, params(spec), [], outputs[0]), (1, params(), [], outputs[1]), (2, params(spec), [], outputs[2])]
+    processor.update_state(update(added=added))
+    processor.update_state(None)
+    where = {0: 0, 1: 1, 2: 2}  # request -> row
+    for step in range(8):
+        if step == 2:  # rows change places
+            processor.update_state(update(moved=[(0, 2, SimpleNamespace(name="SWAP"))]))
+            where[0], where[2] = 2, 0
+        logits = np.stack([scores({row: r for r, row in where.items()}[row], step) for row in range(3)])
+        before = logits.copy()
+        processor.apply(logits)
+        assert (logits[where[1]] == before[where[1]]).all()
+        for request, row in where.items():
+            outputs[request].append(int(logits[row].argmax()))
+    for request in (0, 2):
+        assert up_to_stop(outputs[request]) == up_to_stop(plain_loop(request))
+    processor.update_state(update(removed=[0, 2]))
+    logits = np.zeros((3, WIDTH), np.float32)
+    assert np.isfinite(processor.apply(logits)).all()
+
+
+def test_vllm_requests_are_checked_and_a_failing_filter_ends_its_row():
+    VllmFilterProcessor.validate_params(params())
+    for bad in ("select", {"options": []}, {"type": 3}):
+        with pytest.raises(FilterUsageError):
+            VllmFilterProcessor.validate_params(params(bad))
+    processor = vllm_processor()
+    output = []
+    processor.update_state(update(added=[(0, params({"type": "select", "options": ["z"]}), [], output)]))
+    logits = processor.apply(np.zeros((1, WIDTH), np.float32))
+    assert np.flatnonzero(np.isfinite(logits[0])).tolist() == [EOS]
+    assert isinstance(processor.failures[0], FilterDeadEnd)
+
+
+def test_rows_that_share_a_past_and_change_places():
+    tracker = RowTracker([select()], V)
+    n, y, o, e = 3, 0, 4, 1
+
+    def allowed(rows):
+        return [None if m is None else sorted(TOKENS[i] for i in bits.to_ids(m)) for m in tracker.masks(rows)]
+
+    start = ["n", "no", "y", "yes"]
+    assert allowed([[], []]) == [start, start]
+    assert allowed([[n], [y]]) == [["o"], ["e", "es"]]
+    assert allowed([[y, e], [y, e], [n, o]]) == [["</s>", "s"], ["</s>", "s"], [" ", " way", "</s>"]]
+    assert allowed([[n, o, EOS], [y, e, 2], [y, e, EOS]]) == [None, ["</s>"], None]
+    assert allowed([[n, o, EOS, EOS], [y, e, 2, EOS], [y, e, EOS, EOS]]) == [None, None, None]
+    assert allowed([[n, o, 6]]) == [["w"]]
+    with pytest.raises(FilterUsageError):
+        RowTracker([], Vocabulary(["a"]))
+
+
+def test_filters_that_cannot_be_copied_serve_one_row():
+    class Stranger:
+        def begin(self, prefix): ...
+        def feed(self, token): ...
+        def next(self):
+            return {0, 1}, set()
+
+    tracker = RowTracker([Stranger()], V)
+    tracker.masks([[]])
+    with pytest.raises(FilterBusy):
+        tracker.masks([[0], [1]])
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    config = transformers.LlamaConfig(
+        vocab_size=WIDTH,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+        bos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 3}, {"do_sample": True}]
+)
+def test_the_real_transformers(model, options):
+    import torch
+
+    from exl_filters.adapters.transformers import FilterLogitsProcessor
+
+    processor = FilterLogitsProcessor([select()], V)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        prompt = torch.randint(0, EOS, (3, 4 + seed))
+        out = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            logits_processor=[processor],
+            max_new_tokens=12,
+            **options,
+        )
+        for row in out[:, prompt.shape[1] :].tolist():
+            assert EOS in row
+            assert text(up_to_stop(row)) in OPTIONS

@@ -1,0 +1,131 @@
+"""Masks computed beside the model: only where it pays, never stale, failures delivered; compiling with a time limit."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from exl_filters import (
+    ExLlamaV2Filter,
+    ExLlamaV2SelectFilter,
+    FilterCompileError,
+    FilterFailed,
+    FilterStack,
+    Vocabulary,
+    bits,
+    compile_in_background,
+    compile_within,
+)
+
+V = Vocabulary([*"abc", "</s>"], eos_token_id=3, special_ids=[3])
+
+
+class Slow(ExLlamaV2Filter):
+    """Allows one id after another; takes its time; remembers on which thread."""
+
+    threads: list = []  # noqa: RUF012 - shared on purpose: clones write here
+    fails_at = None
+
+    def __init__(self):
+        super().__init__(None, V)
+        self.count = 0
+
+    def begin(self, prefix_str=""):
+        self.count = 0
+
+    def feed(self, token):
+        self.count += 1
+
+    def next(self):
+        self.threads.append(threading.current_thread().name)
+        time.sleep(0.002)
+        if self.count == self.fails_at:
+            raise ValueError("boom")
+        return {self.count % 3}, set()
+
+    def use_background_worker(self):
+        return True
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(2, thread_name_prefix="pool") as pool:
+        yield pool
+
+
+def stack(*filters):
+    s = FilterStack(filters, vocab_size=4, stop_ids=[3])
+    s.begin()
+    return s
+
+
+def test_a_slow_mask_is_computed_on_the_pool_and_is_the_same(pool):
+    s, plain = stack(Slow()), stack(Slow())
+    Slow.threads.clear()
+    for token in (0, 1, 2, 0):
+        assert s.prefetch(pool)
+        assert not s.prefetch(pool)
+        assert bits.to_ids(s.next_mask()) == bits.to_ids(plain.next_mask()) == [token]
+        assert not s.prefetch(pool)
+        s.feed(token)
+        plain.feed(token)
+    assert any(name.startswith("pool") for name in Slow.threads)
+
+
+def test_a_quick_mask_stays_where_it_is(pool):
+    s = stack(ExLlamaV2SelectFilter(None, V, ["abcabc"]))
+    for token in (0, 1, 2):
+        s.next_mask()
+        s._cost = min(s._cost, 50e-6)  # the machine may be busy
+        s.feed(token)
+        assert s.prefetch(pool) is False
+
+
+@pytest.mark.parametrize("what", ["feed", "rewind", "begin", "close", "copy", "status"])
+def test_whatever_comes_waits_and_nothing_is_stale(pool, what):
+    s = stack(Slow())
+    s.feed(0)
+    assert s.prefetch(pool)
+    if what == "feed":
+        s.feed(1)
+        assert bits.to_ids(s.next_mask()) == [2]
+    elif what == "rewind":
+        s.rewind(1)
+        assert bits.to_ids(s.next_mask()) == [0]
+    elif what == "begin":
+        s.begin()
+        assert bits.to_ids(s.next_mask()) == [0]
+    elif what == "close":
+        s.close()
+    elif what == "copy":
+        other = s.copy()
+        other.feed(1)
+        assert bits.to_ids(s.next_mask()) == [1]
+        assert bits.to_ids(other.next_mask()) == [2]
+    else:
+        assert s.status.value == "open"
+    assert s._pending is None
+
+
+def test_a_failure_beside_the_model_is_raised_where_the_mask_is_wanted(pool):
+    class Failing(Slow):
+        fails_at = 1
+
+    s = stack(Failing())
+    s.feed(0)
+    assert s.prefetch(pool)
+    with pytest.raises(FilterFailed, match="boom"):
+        s.next_mask()
+    s.begin()
+    assert bits.to_ids(s.next_mask()) == [0]
+
+
+def test_compiling_has_a_time_limit():
+    f = compile_within(5, ExLlamaV2SelectFilter, None, V, ["ab"])
+    assert f.next()[0] == [0]
+    with pytest.raises(FilterCompileError, match=r"0\.05 s"):
+        compile_within(0.05, time.sleep, 0.5)
+    with pytest.raises(FilterCompileError, match="options"):
+        compile_within(5, ExLlamaV2SelectFilter, None, V, [])
+    assert compile_in_background(ExLlamaV2SelectFilter, None, V, ["b"]).result(5).next()[0] == [1]
