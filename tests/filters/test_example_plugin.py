@@ -1,0 +1,59 @@
+"""The example plugin: built, installed, found by name, its own tests run, and checked by the command line."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLUGIN = ROOT / "examples" / "exl-filters-plugin"
+
+
+def run(*command, cwd, env=None):
+    return subprocess.run(
+        [str(c) for c in command], cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The plugin built and installed into a folder of its own, on the path of a subprocess."""
+    uv = shutil.which("uv")
+    if uv is None:
+        pytest.skip("uv is not on the PATH")
+    copy = tmp_path_factory.mktemp("plugin") / "source"
+    shutil.copytree(PLUGIN, copy, ignore=shutil.ignore_patterns("__pycache__", ".pytest_cache", ".hypothesis"))
+    target = tmp_path_factory.mktemp("installed")
+    done = run(
+        uv, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", target, copy, cwd=copy
+    )
+    assert done.returncode == 0, done.stderr
+    return copy, {"PYTHONPATH": str(target)}
+
+
+def test_its_own_tests_pass(installed):
+    copy, env = installed
+    done = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=copy, env=env)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_command_line_lists_and_checks_it(installed, tmp_path):
+    copy, env = installed
+    listed = run(sys.executable, "-m", "exl_filters", "list", cwd=tmp_path, env=env)
+    assert "exl_filters_iso_date:IsoDateFilter" in listed.stdout
+    options = ("--profile", "quick", "--examples", "4")
+    good = run(sys.executable, "-m", "exl_filters", "check", "iso-date", *options, cwd=tmp_path, env=env)
+    assert good.returncode == 0, good.stdout
+    source = (copy / "src" / "exl_filters_iso_date" / "__init__.py").read_text(encoding="utf-8")
+    broken = source.replace("return text + raw[len(pending) :], pending[len(raw) :]", 'return text, b""')
+    assert broken != source
+    (tmp_path / "broken_date.py").write_text(
+        broken + "\n\ndef make(vocab):\n    return IsoDateFilter(None, vocab)\n\nmake.language = ['2024-02-29']\n",
+        encoding="utf-8",
+    )
+    bad = run(sys.executable, "-m", "exl_filters", "check", "broken_date:make", "--laws", "22", cwd=tmp_path, env=env)
+    assert bad.returncode == 1
+    assert "LAW-22 only what keeps the text in the language is allowed: broken" in bad.stdout
