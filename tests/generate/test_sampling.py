@@ -336,6 +336,15 @@ def test_dry_does_not_let_go_of_long_loops() -> None:
     assert loss(40) == loss(20)
 
 
+@given(st.integers(0, 2**32 - 1), st.integers(0, 3000), st.integers(1, 3000))
+@settings(max_examples=60, deadline=None)
+def test_top_k_orders_like_a_stable_sort(seed: int, k: int, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    row = rng.choice(np.array([-np.inf, -3.5, -0.0, 0.0, 1e-30, 2.0, *rng.normal(size=20)], dtype=np.float32), size)
+    want = [i for i in sorted(range(size), key=lambda i: (-row[i], i)) if row[i] > -np.inf]
+    assert transforms.top_k(row, k).tolist() == (want[:k] if k else want)
+
+
 # ---- draws ----
 
 
@@ -459,6 +468,9 @@ def test_settings_defaults_and_greedy() -> None:
         {"min_temp": 2.0, "max_temp": 1.0},
         {"dry_multiplier": 1.0, "dry_range": 5},
         {"temperature": math.nan},
+        {"token_bias": torch.zeros(2, 3)},
+        {"token_bias": torch.tensor([math.nan])},
+        {"cfg_scale": math.inf},
     ],
 )
 def test_settings_out_of_range_are_refused(fields: dict[str, Any]) -> None:

@@ -132,7 +132,7 @@ class RequestSampler:
                 sustain=s.token_repetition_range,
                 decay=s.token_repetition_decay,
             )
-        row[list(constraint.discouraged)] = DISCOURAGED
+        row[[token for token in constraint.discouraged if token < len(row)]] = DISCOURAGED
         if self._bias is not None:
             width = min(len(row), len(self._bias))
             row[:width] += self._bias[:width]
@@ -171,8 +171,11 @@ class RequestSampler:
         if len(p) > 1:
             p = self._late(p)
         if s.xtc_probability > 0:
-            ignored = self._vocabulary.xtc_ignored if s.xtc_ignore_tokens is None else s.xtc_ignore_tokens
-            p = transforms.xtc(p, s.xtc_probability, s.xtc_threshold, members(ids, ignored))
+            group = self._vocabulary.xtc_ignored if s.xtc_ignore_tokens is None else s.xtc_ignore_tokens
+            ignored = np.zeros(len(p), dtype=np.bool_)
+            likely = np.flatnonzero(p >= s.xtc_threshold)
+            ignored[likely] = members(ids[likely], group)
+            p = transforms.xtc(p, s.xtc_probability, s.xtc_threshold, ignored)
             order = np.lexsort((ids, -p))
             ids, p = ids[order], p[order]
         return ids, p
@@ -196,7 +199,7 @@ class RequestSampler:
 def _mask(row: Logits, constraint: Constraint) -> None:
     """Steps 3 (hard part), 6 and 7: exclude what bans, filters and healing exclude."""
     if constraint.blocked:
-        row[list(constraint.blocked)] = -np.inf
+        row[[token for token in constraint.blocked if token < len(row)]] = -np.inf
     if constraint.mask is not None:
         bits = np.unpackbits(constraint.mask.view(np.uint8), bitorder="little")[: len(row)]
         row[: len(bits)][bits == 0] = -np.inf

@@ -167,6 +167,9 @@ class Settings:
             raise RequestError(
                 f"Settings.dry_range {self.dry_range} must be 0 or exceed dry_max_ngram {self.dry_max_ngram}"
             )
+        bias = self.token_bias
+        if bias is not None and (not isinstance(bias, torch.Tensor) or bias.dim() != 1 or bool(bias.isnan().any())):
+            raise RequestError("Settings.token_bias must be a 1-D tensor without NaN, one value per token id, or None")
         if self.cfg_scale is not None and not math.isfinite(self.cfg_scale):
             raise RequestError(f"Settings.cfg_scale is {self.cfg_scale}; it must be a finite number or None")
 
