@@ -272,7 +272,14 @@ def test_token_ids_out_of_range(model: ExLlamaV2, ids: torch.Tensor, bad: int) -
 
 @pytest.mark.parametrize(
     "bad",
-    [torch.zeros(2, 0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2), torch.zeros(1, 1, 1)],
+    [
+        [[1, 2]],
+        None,
+        torch.zeros(2, 0, dtype=torch.int64),
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(1, 2),
+        torch.zeros(1, 1, 1),
+    ],
 )
 def test_malformed_ids(model: ExLlamaV2, bad: torch.Tensor) -> None:
     with pytest.raises(errors.InputError, match="input_ids"):

@@ -148,11 +148,21 @@ def test_decode_takes_tensors_and_lists_of_them(fixture_tokenizer: ExLlamaV2Toke
     a, b = t.encode("one")[0], t.encode("two three")[0]
     assert t.decode([a, b]) == ["one", "two three"]
     assert t.decode(torch.tensor([2048, 5000, -1, *a.tolist()])) == "one"
-    for bad in ("text", 3, torch.zeros(1, 1, 1, dtype=torch.int64)):
+    for bad in ("text", 3, [[1, 2]], torch.tensor([1.5]), torch.zeros(1, 1, 1, dtype=torch.int64)):
         with pytest.raises(errors.InputError):
             t.decode(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [None, 3, b"text", ["a", 3], ["a", None], "\ud800", ["a", "b \udfff"]])
+def test_what_is_no_text(fixture_tokenizer: ExLlamaV2Tokenizer, bad: Any) -> None:
     with pytest.raises(errors.InputError):
-        t.encode(["a", 3])  # type: ignore[list-item]
+        fixture_tokenizer.encode(bad)
+    with pytest.raises(errors.InputError, match="padding_side"):
+        fixture_tokenizer.encode("x", padding_side="middle")  # type: ignore[arg-type]
+    if not isinstance(bad, list):
+        for call in (fixture_tokenizer.num_tokens, fixture_tokenizer.encode_special):
+            with pytest.raises(errors.InputError):
+                call(bad)
 
 
 def test_cached_encode_is_bounded(fixture_tokenizer: ExLlamaV2Tokenizer) -> None:

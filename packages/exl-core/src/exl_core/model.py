@@ -326,6 +326,8 @@ class ExLlamaV2:
     def _check_ids(self, input_ids: Tensor) -> Tensor:
         if not self.loaded:
             raise ModelStateError("the model is not loaded: call model.load() first")
+        if not isinstance(input_ids, Tensor):
+            raise InputError(f"input_ids is a {type(input_ids).__name__}, expected an int64 tensor [batch, tokens]")
         if input_ids.dim() != 2 or input_ids.numel() == 0:
             raise InputError(
                 f"input_ids has shape {list(input_ids.shape)}, expected [batch, tokens] with at least one token"

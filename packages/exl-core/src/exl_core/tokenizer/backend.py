@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from ..errors import TokenizerError, TokenizerFileError
+from ..errors import InputError, TokenizerError, TokenizerFileError
 
 __all__ = ["TokenizerBackend"]
 
@@ -53,6 +53,7 @@ class TokenizerBackend:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` recognises the text of special tokens."""
+        _require_text(text)
         tokenizer = self._special_tokenizer() if special else self.tokenizer
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return ids
@@ -60,6 +61,8 @@ class TokenizerBackend:
     def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
         if len(texts) == 1:  # no use of the library's own threads
             return [self.encode(texts[0], special)]
+        for text in texts:
+            _require_text(text)
         tokenizer = self._special_tokenizer() if special else self.tokenizer
         return [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
@@ -111,6 +114,16 @@ class TokenizerBackend:
                         tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
                 self._special = tokenizer
             return self._special
+
+
+def _require_text(text: object) -> None:
+    """InputError for what is no str, or a str that is no text: lone surrogates have no UTF-8."""
+    if not isinstance(text, str):
+        raise InputError(f"encode takes a str or a list of str, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise InputError(f"the text holds a lone surrogate at character {e.start}: it cannot be encoded") from e
 
 
 def _read(file: Path) -> str:

@@ -107,9 +107,9 @@ class ExLlamaV2Tokenizer:
         """
         if embeddings:
             raise UnsupportedError("embeddings are not built in this version: pass None or an empty list")
-        texts = [text] if isinstance(text, str) else list(text)
-        if not all(isinstance(t, str) for t in texts):
-            raise InputError("encode takes a str or a list of str")
+        if padding_side not in ("left", "right"):
+            raise InputError(f"padding_side is {padding_side!r}, must be 'left' or 'right'")
+        texts = list(text) if isinstance(text, (list, tuple)) else [text]
         rows = self.tokenizer_model.encode_batch(texts, encode_special_tokens)
         rows = [self._with_control_ids(r, add_bos, add_eos) for r in rows]
         longest = max((len(r) for r in rows), default=0)
@@ -172,8 +172,8 @@ class ExLlamaV2Tokenizer:
         """
         if isinstance(ids, list):
             return [self.decode(row, decode_special_tokens) for row in ids]
-        if not isinstance(ids, Tensor) or ids.dim() not in (1, 2):
-            raise InputError("decode takes a tensor of one or two dimensions, or a list of tensors")
+        if not isinstance(ids, Tensor) or ids.dim() not in (1, 2) or ids.is_floating_point():
+            raise InputError("decode takes a tensor of ids with one or two dimensions, or a list of such tensors")
         if ids.dim() == 2:
             return [self._decode_row(row, decode_special_tokens) for row in ids.tolist()]
         return self._decode_row(ids.tolist(), decode_special_tokens)
