@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
     from exl_generate.errors import CapacityError, JobStateError, NoCandidatesError, RequestError
     from exl_generate.sampling import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult, ExLlamaV2Sampler
+    from exl_generate.static import ExLlamaV2BaseGenerator, ExLlamaV2StreamingGenerator
 
 __all__ = [
     "PAGED_PAGE_SIZE",
     "CapacityError",
+    "ExLlamaV2BaseGenerator",
     "ExLlamaV2DynamicGenerator",
     "ExLlamaV2DynamicGeneratorAsync",
     "ExLlamaV2DynamicJob",
@@ -24,6 +26,7 @@ __all__ = [
     "ExLlamaV2PostSamplingHook",
     "ExLlamaV2PostSamplingResult",
     "ExLlamaV2Sampler",
+    "ExLlamaV2StreamingGenerator",
     "JobStateError",
     "NoCandidatesError",
     "RequestError",
@@ -39,6 +42,8 @@ _HOME = {
     "ExLlamaV2PostSamplingHook": "sampling",
     "ExLlamaV2PostSamplingResult": "sampling",
     "ExLlamaV2Sampler": "sampling",
+    "ExLlamaV2BaseGenerator": "static",
+    "ExLlamaV2StreamingGenerator": "static",
     "CapacityError": "errors",
     "JobStateError": "errors",
     "NoCandidatesError": "errors",

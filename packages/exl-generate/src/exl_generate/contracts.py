@@ -72,6 +72,9 @@ class Tokenizer(Protocol):
     def encode(self, text: Any, add_bos: bool | None = False, *, encode_special_tokens: bool = False) -> torch.Tensor:
         """int64 [1, n]."""
 
+    def decode(self, ids: Any, decode_special_tokens: bool = False) -> Any:
+        """Text of a 1-D tensor of ids."""
+
     def get_vocab_size(self) -> int:
         """1 + the highest known id."""
 

@@ -82,7 +82,7 @@ class Engine:
 
     def _windows(self) -> dict[ExLlamaV2DynamicJob, list[Window]]:
         """What every job that is past its prompt evaluates in this round, for each of its sequences."""
-        ready = [job for job in self._scheduler.active if job.prefilled and not job.is_finished]
+        ready = [job for job in self._scheduler.active if job.prefilled and not (job.is_finished or job.paused)]
         for job in ready:
             job.mark_decode()
         drafts = self._drafter.propose(ready)

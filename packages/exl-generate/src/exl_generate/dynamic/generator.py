@@ -82,10 +82,11 @@ class ExLlamaV2DynamicGenerator:
         self.page_table = PageTable(limits.num_pages, limits.page_size)
         self.job_serial = 0
         self._scheduler = Scheduler(self.page_table, limits.max_batch_size, limits.max_seq_len)
+        self.drafter = self._make_drafter(use_ngram_draft, max_ngram)
         self._engine = Engine(
             self._scheduler,
             Runner(model, cache, limits.page_size),
-            self._make_drafter(use_ngram_draft, max_ngram),
+            self.drafter,
             limits.max_chunk_size,
             self._deliver,
         )

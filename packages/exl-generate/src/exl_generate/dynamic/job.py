@@ -96,8 +96,12 @@ class ExLlamaV2DynamicJob:
         self.new_tokens = -self.healing
         self.skips = 0
         self.is_finished = False
+        #: a paused job is prefilled but not decoded
+        self.paused = False
+        #: ids to avoid in the next step, for callers that decide step by step
+        self.avoided: tuple[int, ...] = ()
         self.accepted_draft_tokens = 0
-        self._drafted = 0
+        self.drafted_tokens = 0
         self.drafting = False
         #: guesses worth making in the next step, by how the last ones fared
         self.draft_length = 0
@@ -263,7 +267,7 @@ class ExLlamaV2DynamicJob:
         return held and rewinds == self._rewinds
 
     def note_drafts(self, drafted: int) -> None:
-        self._drafted += drafted
+        self.drafted_tokens += drafted
 
     def adapt_drafts(self, drafted: int, accepted: int) -> None:
         """Guess further next time where all guesses held, less far where they did not."""
@@ -272,7 +276,7 @@ class ExLlamaV2DynamicJob:
 
     @property
     def rejected_draft_tokens(self) -> int:
-        return self._drafted - self.accepted_draft_tokens
+        return self.drafted_tokens - self.accepted_draft_tokens
 
     def _sample(self, logits: list[torch.Tensor]) -> Sample:
         assert self._sampler is not None
@@ -280,7 +284,7 @@ class ExLlamaV2DynamicJob:
         constraint = Constraint(
             mask=self._filter_mask(),
             blocked=tuple(sorted(explored)),
-            discouraged=tuple(self.stop_tokens) if self.new_tokens < self.min_new_tokens else (),
+            discouraged=(*self.avoided, *(self.stop_tokens if self.new_tokens < self.min_new_tokens else ())),
             prefix=self._healing_candidates() if self.generated < self.healing else None,
         )
         return self._sampler.sample(

@@ -73,38 +73,58 @@ class NGramTrie:
                     self._best[context] = token
         self._seen = len(ids)
 
-    def predict(self, ids: SequenceOf[int], count: int) -> list[int]:
-        """Up to `count` tokens, each by the longest context that is known; fewer where none is."""
-        context = list(ids[-self._depth :])
-        found: list[int] = []
-        while len(found) < count:
-            known = (self._best.get(tuple(context[-n:])) for n in range(min(self._depth, len(context)), 0, -1))
-            token = next((t for t in known if t is not None), None)
-            if token is None:
-                break
-            found.append(token)
-            context.append(token)
-        return found
+    def predict(self, context: SequenceOf[int], shortest: int = 1, threshold: int = 1) -> int | None:
+        """What followed the longest known ending of `context` of at least `shortest` tokens, if it did `threshold`
+        times."""
+        for n in range(min(self._depth, len(context)), shortest - 1, -1):
+            key = tuple(context[len(context) - n :])
+            best = self._best.get(key)
+            if best is not None and self._counts[key][best] >= threshold:
+                return best
+        return None
 
 
 class NgramDrafter(Drafter):
-    """Guesses by what followed the last few tokens earlier in the same request."""
+    """Guesses by what followed the last few tokens earlier in the same request, or in a preloaded example text."""
 
     def __init__(self, most: int, max_ngram: int) -> None:
         self.most = most
         self._max_ngram = max_ngram
+        self._shortest = self._threshold = 1
+        self._preloaded: list[int] | None = None
+        self._example: NGramTrie | None = None
         self._tries: weakref.WeakKeyDictionary[ExLlamaV2DynamicJob, NGramTrie] = weakref.WeakKeyDictionary()
 
-    def propose(self, jobs: list[ExLlamaV2DynamicJob]) -> Drafts:
-        return {job: self._predict(job) for job in jobs if self.room(job)}
+    def configure(self, shortest: int, threshold: int, preloaded: list[int] | None) -> None:
+        """Shortest context to go by, count that the first guess needs (one more for each further), example text."""
+        self._shortest, self._threshold = shortest, threshold
+        if preloaded is not self._preloaded:
+            self._preloaded = preloaded
+            self._example = NGramTrie(self._max_ngram) if preloaded else None
+            if self._example is not None:
+                self._example.update(np.array(preloaded, dtype=np.int64))
 
-    def _predict(self, job: ExLlamaV2DynamicJob) -> list[int]:
+    def propose(self, jobs: list[ExLlamaV2DynamicJob]) -> Drafts:
+        return {job: self._guess(job) for job in jobs if self.room(job)}
+
+    def _guess(self, job: ExLlamaV2DynamicJob) -> list[int]:
         trie = self._tries.get(job)
         if trie is None:
             trie = self._tries[job] = NGramTrie(self._max_ngram)
         ids = job.sequence.ids
         trie.update(ids)
-        return trie.predict(ids[-self._max_ngram :].tolist(), self.room(job))
+        context = ids[-self._max_ngram :].tolist()
+        found: list[int] = []
+        while len(found) < self.room(job):
+            needed = self._threshold + len(found) if self._threshold > 1 else 1
+            token = trie.predict(context, self._shortest, needed)
+            if token is None and self._example is not None:
+                token = self._example.predict(context, self._shortest, needed)
+            if token is None:
+                break
+            found.append(token)
+            context.append(token)
+        return found
 
 
 class ModelDrafter(Drafter):
@@ -114,6 +134,8 @@ class ModelDrafter(Drafter):
 
     def __init__(self, runner: Runner, most: int, vocab_size: int) -> None:
         self.most = most
+        #: a guess less probable than this ends the draft
+        self.threshold = 0.0
         self._runner = runner
         self._vocab_size = vocab_size
 
@@ -131,26 +153,32 @@ class ModelDrafter(Drafter):
         drafts: Drafts = {job: [] for job in jobs}
         rooms = {job: self.room(job) for job in jobs}
         try:
-            for i in range(max(rooms.values(), default=-1) + 1):
-                rows = [job for job in jobs if i <= rooms[job]]
-                guesses = self._feed(rows, [drafts[job][i - 1] if i else int(job.sequence.ids[-1]) for job in rows], i)
-                for job, guess in zip(rows, guesses, strict=True):
-                    if i < rooms[job]:
+            for i in range(self.most + 1):
+                rows = [job for job in jobs if i <= len(drafts[job])]
+                if not rows:
+                    break
+                fed = [drafts[job][i - 1] if i else int(job.sequence.ids[-1]) for job in rows]
+                for job, (guess, probability) in zip(rows, self._feed(rows, fed, i), strict=True):
+                    if i < rooms[job] and probability >= self.threshold:
                         drafts[job].append(guess)
         except Exception as error:
             log.warning("the draft model failed: %s", error)
             return {}
         return drafts
 
-    def _feed(self, jobs: list[ExLlamaV2DynamicJob], tokens: list[int], offset: int) -> list[int]:
-        """Feed one token per job, `offset` places behind the K/V that stand, to all its sequences; the first one's
-        choice."""
+    def _feed(self, jobs: list[ExLlamaV2DynamicJob], tokens: list[int], offset: int) -> list[tuple[int, float]]:
+        """Feed one token per job, `offset` places behind the K/V that stand, to all its sequences. The most probable
+        next token of each job's first sequence, and its probability where a threshold asks for it."""
         rows = [(sequence, token) for job, token in zip(jobs, tokens, strict=True) for sequence in job.sequences]
         for sequence, _ in rows:
             sequence.provide(sequence.kv_position + offset + 1)
         ids = np.array([[token] for _, token in rows], dtype=np.int64)
         sequences = [sequence for sequence, _ in rows]
         logits = self._runner.forward(ids, sequences, [s.kv_position + offset for s in sequences])
-        best = logits[:, 0, : self._vocab_size].argmax(dim=-1).tolist()
         firsts = np.cumsum([0, *(len(job.sequences) for job in jobs[:-1])])
-        return [int(best[row]) for row in firsts]
+        first = logits[firsts, 0, : self._vocab_size]
+        best = first.argmax(dim=-1)
+        if self.threshold <= 0:
+            return [(token, 1.0) for token in best.tolist()]
+        probabilities = first.softmax(dim=-1).gather(1, best[:, None])[:, 0]
+        return list(zip(best.tolist(), probabilities.tolist(), strict=True))

@@ -1,0 +1,177 @@
+"""`ExLlamaV2BaseGenerator`: prompts in, texts out. Behaviour: spec/generators.md 1."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from exl_generate.contracts import Cache, Model, Tokenizer
+from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_generate.errors import CapacityError, RequestError
+from exl_generate.sampling import Settings
+from exl_generate.static.rows import OneRow, page_size_of
+from exl_kernels.errors import UnsupportedError
+
+__all__ = ["ExLlamaV2BaseGenerator"]
+
+
+class ExLlamaV2BaseGenerator:
+    """Completes one prompt or a batch of prompts. Every prompt is a request of its own on the dynamic generator's
+    engine, so batches need no padding, and a prompt's text does not depend on the others.
+
+    `sequence_ids`: int64 [B, n], all ids of the last call, left-padded with the pad id (0 if there is none).
+    """
+
+    def __init__(self, model: Model, cache: Cache, tokenizer: Tokenizer) -> None:
+        self.model = model
+        self.cache = cache
+        self.tokenizer = tokenizer
+        self.sequence_ids: torch.Tensor | None = None
+        self.abort_event: threading.Event | None = None
+        #: prompt tokens that the last call cut off on the left, per prompt
+        self.truncated_tokens: list[int] = []
+        self._engine: ExLlamaV2DynamicGenerator | None = None
+
+    @property
+    def limit(self) -> int:
+        """Longest sequence, prompt and completion together: of model and cache the shorter."""
+        return int(min(self.model.config.max_seq_len, self.cache.max_seq_len))
+
+    def warmup(self) -> None:
+        """Run the model once, so that lazily built state exists."""
+        engine = self.engine()
+        engine.generate("a", 1, add_bos=True)
+        engine.reset_page_table()
+
+    def full(self) -> bool:
+        """Whether the last sequence has reached the limit of model or cache; False before the first one."""
+        return self.sequence_ids is not None and self.sequence_ids.shape[-1] >= self.limit
+
+    def engine(self) -> ExLlamaV2DynamicGenerator:
+        """The dynamic generator that does the work, over all rows of the cache."""
+        if self._engine is None:
+            self._engine = ExLlamaV2DynamicGenerator(
+                self.model, OneRow(self.cache), self.tokenizer, page_size=page_size_of(self.cache), max_q_size=1
+            )
+        return self._engine
+
+    def generate_simple(
+        self,
+        prompt: str | list[str],
+        gen_settings: Settings,
+        num_tokens: int,
+        seed: int | None = None,
+        token_healing: bool = False,
+        encode_special_tokens: bool = False,
+        decode_special_tokens: bool = False,
+        loras: Any = None,
+        stop_token: int | None = -1,
+        add_bos: bool = False,
+        abort_event: threading.Event | None = None,
+        input_embeddings: torch.Tensor | None = None,
+        completion_only: bool = False,
+        filters: Sequence[Any] | None = None,
+        filter_prefer_eos: bool = False,
+    ) -> str | list[str]:
+        """Complete `prompt`, a str or a list of str; returns the same shape.
+
+        At most `num_tokens` tokens are sampled per prompt, a healed one included. `stop_token`: -1 = the tokenizer's
+        EOS, None = none. A prompt that leaves no room for them is cut on the left, with a warning;
+        `truncated_tokens` says by how much. Prompt i draws with seed + i. If `abort_event` is set, what exists is
+        returned ("" if nothing). `filters` is a list of filters, used for every prompt, or one list per prompt.
+        """
+        if loras is not None and loras != []:
+            raise UnsupportedError("LoRA adapters are not supported yet")
+        if input_embeddings is not None:
+            raise UnsupportedError("input_embeddings are not supported yet; pass text prompts")
+        prompts = prompt if isinstance(prompt, list) else [prompt]
+        lists = _filters_per_prompt(filters, len(prompts))
+        rows = [self._fit(self._encode(text, encode_special_tokens, add_bos), num_tokens) for text in prompts]
+        self.truncated_tokens = [cut for _, cut in rows]
+        if any(self.truncated_tokens):
+            warnings.warn(
+                f"prompts were cut on the left by {self.truncated_tokens} tokens to fit {self.limit}", stacklevel=2
+            )
+        jobs = [
+            ExLlamaV2DynamicJob(
+                ids,
+                num_tokens - int(token_healing and ids.shape[1] > 1),
+                gen_settings=gen_settings,
+                seed=None if seed is None else seed + i,
+                stop_conditions=self._stops(stop_token),
+                decode_special_tokens=decode_special_tokens,
+                filters=lists[i],
+                filter_prefer_eos=filter_prefer_eos,
+                token_healing=token_healing,
+            )
+            for i, (ids, _) in enumerate(rows)
+        ]
+        texts = self._run(jobs, abort_event)
+        if texts is None:
+            texts = [""] * len(jobs)
+        elif not completion_only:
+            shown = [self.tokenizer.decode(ids[0], decode_special_tokens) for ids, _ in rows]
+            texts = [before + text for before, text in zip(shown, texts, strict=True)]
+        return texts if isinstance(prompt, list) else texts[0]
+
+    def _run(self, jobs: list[ExLlamaV2DynamicJob], abort_event: threading.Event | None) -> list[str] | None:
+        """Completions of all jobs; None if aborted before the first token."""
+        engine = self.engine()
+        engine.enqueue(jobs)
+        aborted = False
+        last: dict[ExLlamaV2DynamicJob, dict[str, Any]] = {}
+        try:
+            while engine.num_remaining_jobs():
+                if abort_event is not None and abort_event.is_set():
+                    aborted = True
+                    break
+                last.update((result["job"], result) for result in engine.iterate() if result["eos"])
+        finally:
+            engine.clear_queue()
+        for result in last.values():
+            if "exception" in result:
+                raise result["exception"]
+        self.sequence_ids = self._padded([job.sequence.ids for job in jobs])
+        if aborted and not any(job.new_tokens > 0 for job in jobs):
+            return None
+        return [job.full_completion for job in jobs]
+
+    def _padded(self, rows: list[Any]) -> torch.Tensor:
+        pad = max(0, int(getattr(self.tokenizer, "pad_token_id", 0) or 0))
+        ids = torch.full((len(rows), max(map(len, rows), default=0)), pad, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            ids[i, ids.shape[1] - len(row) :] = torch.from_numpy(row.copy())
+        return ids
+
+    def _encode(self, text: str, special: bool, add_bos: bool) -> torch.Tensor:
+        if not isinstance(text, str):
+            raise RequestError(f"prompt holds a {type(text).__name__}; pass a str or a list of str")
+        return self.tokenizer.encode(text, add_bos, encode_special_tokens=special)
+
+    def _fit(self, ids: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, int]:
+        if not 1 <= num_tokens < self.limit:
+            raise CapacityError(
+                f"num_tokens is {num_tokens}; it must be from 1 to {self.limit - 1}, one below the limit"
+            )
+        cut = max(0, ids.shape[1] + num_tokens - self.limit)
+        return ids[:, cut:], cut
+
+    def _stops(self, stop_token: int | None) -> list[int]:
+        if stop_token is None:
+            return []
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        found = eos if stop_token == -1 else stop_token
+        return [] if found is None or found < 0 else [int(found)]
+
+
+def _filters_per_prompt(filters: Sequence[Any] | None, count: int) -> list[list[Any] | None]:
+    given = list(filters or [])
+    if given and all(f is None or isinstance(f, list | tuple) for f in given):
+        if len(given) != count:
+            raise RequestError(f"filters holds {len(given)} lists for {count} prompts; give one list per prompt")
+        return [None if f is None else list(f) for f in given]
+    return [given or None] * count

@@ -1,0 +1,34 @@
+"""A cache of several rows as the one long row that pages are cut from: same memory, other numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["OneRow", "page_size_of"]
+
+
+class OneRow:
+    """Presents `cache` with batch_size 1 and the length of all its rows together; everything else is the cache's
+    own."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self.batch_size = 1
+        self.max_seq_len = cache.batch_size * cache.max_seq_len
+        self.current_seq_len = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def copy_states(self, target: Any, from_column: int, from_columns: int, to_column: int, *_: int) -> None:
+        """Copy tokens inside one page to another page; pages never cross the end of a row."""
+        length = self._cache.max_seq_len
+        from_row, from_column = divmod(from_column, length)
+        to_row, to_column = divmod(to_column, length)
+        other = target._cache if isinstance(target, OneRow) else target
+        self._cache.copy_states(other, from_column, from_columns, to_column, from_columns, from_row, 1, to_row, 1)
+
+
+def page_size_of(cache: Any) -> int:
+    """The largest page size up to 64 tokens that divides the cache's length; short, since few sequences share it."""
+    return next(size for size in range(min(64, cache.max_seq_len), 0, -1) if cache.max_seq_len % size == 0)

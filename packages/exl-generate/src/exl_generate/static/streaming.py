@@ -1,0 +1,307 @@
+"""`ExLlamaV2StreamingGenerator`: one request, one token a call. Behaviour: spec/generators.md 2."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from exl_generate.contracts import Cache, Model, Tokenizer
+from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_generate.dynamic.speculation import ModelDrafter, NgramDrafter
+from exl_generate.errors import CapacityError, JobStateError, RequestError
+from exl_generate.sampling import Settings
+from exl_generate.static.base import ExLlamaV2BaseGenerator
+from exl_generate.static.rows import OneRow, page_size_of
+from exl_kernels.errors import UnsupportedError
+
+__all__ = ["ExLlamaV2StreamingGenerator"]
+
+Result = dict[str, Any]
+
+
+class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
+    """Streams one request: `set_stop_conditions`, `begin_stream_ex`, then `stream_ex` until `eos`.
+
+    What an earlier request computed is reused wherever the new ids begin alike. The stream ends by itself where
+    model or cache are full. A draft model without `draft_cache` gets an FP16 cache of the main cache's size.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: Cache,
+        tokenizer: Tokenizer,
+        draft_model: Model | None = None,
+        draft_cache: Cache | None = None,
+        num_speculative_tokens: int = 5,
+    ) -> None:
+        super().__init__(model, cache, tokenizer)
+        if draft_model is not None and draft_cache is None:
+            from exl_core import ExLlamaV2Cache
+
+            draft_cache = ExLlamaV2Cache(draft_model, cache.batch_size, cache.max_seq_len)  # type: ignore[arg-type]
+        self.draft_model = draft_model
+        self.draft_cache = draft_cache
+        self.num_speculative_tokens = num_speculative_tokens
+        self.speculative_prob_threshold = 0.25
+        self.speculative_ngram = False
+        self.speculative_ngram_min = 1
+        self.speculative_ngram_max = 5
+        self.speculative_ngram_max_inf = 3
+        self.speculative_ngram_threshold = 1
+        self.ngram_preloaded: list[int] | None = None
+        eos = getattr(tokenizer, "eos_token_id", None)
+        self.stop_tokens: set[int] = set() if eos is None or eos < 0 else {int(eos)}
+        self.stop_strings: set[str] = set()
+        self.reset_sd_stats()
+        self._job: ExLlamaV2DynamicJob | None = None
+        self._results: deque[Result] = deque()
+        self._built_for: tuple[Any, ...] | None = None
+
+    # ---- before a stream -------------------------------------------------------------------------------------------
+
+    def set_stop_conditions(self, stop_conditions: Iterable[int | str]) -> None:
+        """Ids and strings that end a stream; replaces all earlier ones, the tokenizer's EOS included."""
+        if not isinstance(stop_conditions, list | tuple | set):
+            raise RequestError(f"stop_conditions is {stop_conditions!r}; pass a list, tuple or set of ids and strings")
+        tokens, strings = set[int](), set[str]()
+        for condition in stop_conditions:
+            if isinstance(condition, str) and condition:
+                strings.add(condition)
+            elif isinstance(condition, int) and not isinstance(condition, bool):
+                tokens.add(condition)
+            else:
+                raise RequestError(f"stop condition {condition!r} is neither a token id nor a non-empty string")
+        self.stop_tokens, self.stop_strings = tokens, strings
+
+    def ngram_preload(self, input_ids: torch.Tensor | list[int]) -> None:
+        """Example text for n-gram guesses, consulted where the request's own text has nothing to offer."""
+        flat = input_ids.reshape(-1).tolist() if isinstance(input_ids, torch.Tensor) else list(input_ids)
+        self.ngram_preloaded = [int(i) for i in flat]
+
+    def begin_stream(
+        self,
+        input_ids: torch.Tensor,
+        gen_settings: Settings,
+        token_healing: bool = False,
+        loras: Any = None,
+        input_mask: torch.Tensor | None = None,
+        position_offsets: torch.Tensor | None = None,
+        abort_event: threading.Event | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Older name of `begin_stream_ex`."""
+        self.begin_stream_ex(
+            input_ids,
+            gen_settings,
+            token_healing,
+            loras,
+            input_mask,
+            position_offsets,
+            abort_event=abort_event,
+            **kwargs,
+        )
+
+    def begin_stream_ex(
+        self,
+        input_ids: torch.Tensor,
+        gen_settings: Settings,
+        token_healing: bool = False,
+        loras: Any = None,
+        input_mask: torch.Tensor | None = None,
+        position_offsets: torch.Tensor | None = None,
+        return_probabilities: bool = False,
+        return_top_tokens: int = 0,
+        return_logits: bool = False,
+        abort_event: threading.Event | None = None,
+        input_embeddings: torch.Tensor | None = None,
+        decode_special_tokens: bool = False,
+        banned_strings: Sequence[str] | None = None,
+        filters: Sequence[Any] | None = None,
+        filter_prefer_eos: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        """Take a prompt in and compute it, `input_ids` [1, n], or [2, n] for CFG: positive and negative prompt,
+        left-padded as `input_mask` (additive, -inf at padding) says. `position_offsets` follow from the mask and are
+        not needed. `abort_event` ends the prefill only; the next `stream_ex` then reports the end. `seed` is an
+        addition here.
+        """
+        if loras is not None and loras != []:
+            raise UnsupportedError("LoRA adapters are not supported yet")
+        if input_embeddings is not None:
+            raise UnsupportedError("input_embeddings are not supported yet; pass token ids")
+        rows = _rows(input_ids, input_mask)
+        engine = self.engine()
+        share = engine.max_pages // len(rows) * engine.page_size
+        room = min(self.limit, share) - max(row.shape[1] for row in rows)
+        if room < 1:
+            raise CapacityError(f"the prompt fills all {self.limit} tokens of model and cache; shorten it")
+        healing = token_healing and min(row.shape[1] for row in rows) > 1
+        job = ExLlamaV2DynamicJob(
+            rows,
+            room,
+            gen_settings=gen_settings,
+            seed=seed,
+            stop_conditions=[*self.stop_tokens, *sorted(self.stop_strings)],
+            decode_special_tokens=decode_special_tokens,
+            return_top_tokens=return_top_tokens,
+            return_logits=return_logits,
+            return_probs=return_probabilities,
+            filters=filters,
+            filter_prefer_eos=filter_prefer_eos,
+            token_healing=token_healing,
+            banned_strings=banned_strings,
+        )
+        self._close()
+        job.paused = True
+        engine.enqueue(job)
+        self._job, self._healed_pending = job, healing
+        while not job.prefilled and not job.is_finished:
+            if abort_event is not None and abort_event.is_set():
+                engine.cancel(job)
+            self._pull(engine)
+        if job.is_finished:
+            self._pull(engine)
+        job.paused = False
+
+    # ---- a stream --------------------------------------------------------------------------------------------------
+
+    def stream_ex(self, ban_tokens: Iterable[int] | None = None) -> Result:
+        """One more token. Keys: `chunk` (str, may be empty), `eos`, `chunk_token_ids` [1, k] (a healed token never
+        included); `probs`, `top_tokens`, `top_probs`, `logits` as asked for; `suppressed`, the text of a banned
+        string taken back. `ban_tokens` are avoided in this call alone."""
+        if self._job is None:
+            raise JobStateError("no stream has begun; call begin_stream_ex first")
+        result = self._told(self._next(ban_tokens))
+        if self._healed_pending and not result["eos"]:
+            self._healed_pending = False
+            result = _joined(_without_first(result), self._told(self._next(ban_tokens)))
+        return result
+
+    def stream(self, ban_tokens: Iterable[int] | None = None) -> tuple[Any, ...]:
+        """Older form: (chunk, eos, chunk_token_ids), then probs and logits if they were asked for."""
+        result = self.stream_ex(ban_tokens)
+        extra = [result[key] for key in ("probs", "logits") if key in result]
+        return (result["chunk"], result["eos"], result["chunk_token_ids"], *extra)
+
+    def full(self) -> bool:
+        """Whether the sequence has reached the limit of model or cache."""
+        return self._job is not None and len(self._job.sequence) >= self.limit
+
+    def reset_sd_stats(self) -> None:
+        """Set the counters of speculation to zero."""
+        self.total_tokens = self.total_draft_tokens = self.accepted_draft_tokens = 0
+
+    def get_sd_stats(self) -> tuple[float, float, int, int, int]:
+        """(accepted / all tokens, accepted / drafted tokens, all, drafted, accepted); 0 where nothing was counted."""
+        efficiency = self.accepted_draft_tokens / self.total_tokens if self.total_tokens else 0.0
+        accuracy = self.accepted_draft_tokens / self.total_draft_tokens if self.total_draft_tokens else 0.0
+        return efficiency, accuracy, self.total_tokens, self.total_draft_tokens, self.accepted_draft_tokens
+
+    # ---- internals -------------------------------------------------------------------------------------------------
+
+    def engine(self) -> ExLlamaV2DynamicGenerator:
+        """The engine, made anew when the way of drafting has changed."""
+        ngram = (self.speculative_ngram, self.speculative_ngram_max, self.speculative_ngram_max_inf)
+        wanted = (*ngram, self.draft_model, self.num_speculative_tokens)
+        if self._engine is None or self._built_for != wanted:
+            self._engine, self._built_for = self._build(), wanted
+        drafter = self._engine.drafter
+        if isinstance(drafter, ModelDrafter):
+            drafter.threshold = self.speculative_prob_threshold
+        if isinstance(drafter, NgramDrafter):
+            drafter.configure(self.speculative_ngram_min, self.speculative_ngram_threshold, self.ngram_preloaded)
+        return self._engine
+
+    def _build(self) -> ExLlamaV2DynamicGenerator:
+        kw: dict[str, Any] = {}
+        if self.speculative_ngram and self.speculative_ngram_max_inf > 1:
+            drafts = self.speculative_ngram_max_inf - 1
+            kw = {"use_ngram_draft": True, "max_ngram": self.speculative_ngram_max, "num_draft_tokens": drafts}
+        elif self.draft_model is not None and self.draft_cache is not None and self.num_speculative_tokens > 0:
+            drafts = self.num_speculative_tokens
+            kw = {"draft_model": self.draft_model, "draft_cache": OneRow(self.draft_cache), "num_draft_tokens": drafts}
+        most = kw.get("num_draft_tokens", 0) + 1
+        return ExLlamaV2DynamicGenerator(
+            self.model, OneRow(self.cache), self.tokenizer, page_size=page_size_of(self.cache), max_q_size=most, **kw
+        )
+
+    def _close(self) -> None:
+        """Give up the current stream; what it computed stays reusable."""
+        if self._engine is not None:
+            self._engine.clear_queue()
+        self._results.clear()
+        self._job = None
+
+    def _next(self, ban_tokens: Iterable[int] | None) -> Result:
+        """The next streaming result of the job."""
+        job, engine = self._job, self._engine
+        assert job is not None
+        assert engine is not None
+        bans = tuple(int(token) for token in ban_tokens or ())
+        if bans and engine.num_draft_tokens:
+            raise UnsupportedError(
+                "ban_tokens does not go with drafting, which is ahead of the call; use banned_strings"
+            )
+        job.avoided = bans
+        if not self._results and job.is_finished:
+            raise JobStateError("the stream has ended; begin a new one")
+        while not self._results:
+            before = (job.new_tokens, job.drafted_tokens, job.accepted_draft_tokens)
+            self._pull(engine)
+            self.total_tokens += max(0, job.new_tokens - before[0])
+            self.total_draft_tokens += job.drafted_tokens - before[1]
+            self.accepted_draft_tokens += job.accepted_draft_tokens - before[2]
+        self.sequence_ids = torch.stack([torch.from_numpy(job.sequence.ids.copy())])
+        result = self._results.popleft()
+        if "exception" in result:
+            raise result["exception"]
+        return result
+
+    def _pull(self, engine: ExLlamaV2DynamicGenerator) -> None:
+        self._results.extend(result for result in engine.iterate() if result["stage"] == "streaming")
+
+    def _told(self, result: Result) -> Result:
+        """A job's result dict in the keys of this generator."""
+        told: Result = {
+            "chunk": result.get("text", ""),
+            "eos": result["eos"],
+            "chunk_token_ids": result.get("token_ids", torch.zeros((1, 0), dtype=torch.int64)),
+        }
+        names = {"token_probs": "probs", "top_k_tokens": "top_tokens", "top_k_probs": "top_probs", "logits": "logits"}
+        for theirs, ours in names.items():
+            if theirs in result:
+                told[ours] = result[theirs]
+        if "suppressed_text" in result:
+            told["suppressed"] = result["suppressed_text"]
+        return told
+
+
+def _rows(input_ids: torch.Tensor, input_mask: torch.Tensor | None) -> list[torch.Tensor]:
+    """One [1, n] tensor per sequence, without the padding that the mask marks."""
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or not 1 <= input_ids.shape[0] <= 2:
+        shape = list(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        raise RequestError(f"input_ids has shape {shape}; pass [1, n], or [2, n] for a CFG pair")
+    if input_mask is None:
+        return [row[None] for row in input_ids]
+    if input_mask.shape[:1] != input_ids.shape[:1] or input_mask.shape[1] < input_ids.shape[1]:
+        raise RequestError(f"input_mask has shape {list(input_mask.shape)}, input_ids {list(input_ids.shape)}")
+    return [row[None, mask[: len(row)] >= 0] for row, mask in zip(input_ids, input_mask, strict=True)]
+
+
+def _without_first(result: Result) -> Result:
+    """A result without its first token, the healed one; its text stays."""
+    tensors = {key: value[:, 1:] for key, value in result.items() if isinstance(value, torch.Tensor)}
+    return result | tensors
+
+
+def _joined(first: Result, second: Result) -> Result:
+    joined = {**first, **second, "chunk": first["chunk"] + second["chunk"]}
+    for key, value in first.items():
+        if isinstance(value, torch.Tensor) and key in second:
+            joined[key] = torch.cat([value, second[key]], dim=1)
+    return joined

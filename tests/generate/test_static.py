@@ -1,0 +1,288 @@
+"""Base and streaming generator: exllamav2's calls on the dynamic generator's engine, which their results must equal."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl_filters import ExLlamaV2SelectFilter
+from exl_generate import (
+    CapacityError,
+    ExLlamaV2BaseGenerator,
+    ExLlamaV2DynamicGenerator,
+    ExLlamaV2Sampler,
+    ExLlamaV2StreamingGenerator,
+    JobStateError,
+    RequestError,
+)
+from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel, ScriptedTokenizer
+from exl_kernels.errors import UnsupportedError
+
+TOKENIZER = ScriptedTokenizer(
+    [chr(c) for c in range(97, 123)] + [" ", "\n", "the"] + [bytes([b]) for b in "é".encode()]
+)
+EOS = TOKENIZER.eos_token_id
+Settings = ExLlamaV2Sampler.Settings
+GREEDY = Settings.greedy()
+
+
+def parts(script: Any = None, tokens: int = 256) -> tuple[ScriptedModel, ScriptedCache, ScriptedTokenizer]:
+    model = ScriptedModel(ScriptedConfig(vocab_size=TOKENIZER.get_vocab_size(), max_seq_len=200), script)
+    return model, ScriptedCache(model, max_seq_len=tokens), TOKENIZER
+
+
+def spelling(text: str, after: int, end: int | None = None) -> Any:
+    wanted = [*TOKENIZER.encode(text)[0].tolist(), *([] if end is None else [end])]
+    return lambda context: wanted[len(context) - after] if 0 <= len(context) - after < len(wanted) else None
+
+
+# ---- base ----
+
+
+def test_simple_generation_equals_the_dynamic_generators() -> None:
+    base, dynamic = ExLlamaV2BaseGenerator(*parts()), ExLlamaV2DynamicGenerator(*parts())
+    assert not base.full()
+    prompts = ["the cat", "a", "some other thing"]
+    texts = base.generate_simple(prompts, Settings(), 20, seed=4, stop_token=None)
+    assert texts == dynamic.generate(prompts, 20, gen_settings=Settings(), seed=4)
+    one = base.generate_simple("a", Settings(), 20, seed=5, stop_token=None, completion_only=True)
+    assert "a" + one == texts[1]
+    assert base.sequence_ids is not None
+    assert base.sequence_ids.shape == (1, 21)
+
+
+def test_stop_token_rules() -> None:
+    for stop, text in ((-1, "hi"), (None, "hi"), (TOKENIZER.single_id("i"), "h")):
+        base = ExLlamaV2BaseGenerator(*parts(spelling("hi", 1, EOS)))
+        got = base.generate_simple("z", GREEDY, 5, stop_token=stop, completion_only=True)
+        assert got.startswith(text)
+        assert (len(got) > 2) == (stop is None)
+
+
+def test_truncation_is_reported() -> None:
+    base = ExLlamaV2BaseGenerator(*parts())
+    with pytest.warns(UserWarning, match="cut on the left"):
+        text = base.generate_simple("ab" * 95, GREEDY, 20)
+    assert base.truncated_tokens == [10]
+    assert text.startswith("ab" * 90)
+    assert base.full()
+    with pytest.raises(CapacityError, match="num_tokens"):
+        base.generate_simple("ab", GREEDY, 200)
+
+
+def test_healing_counts_as_one_token() -> None:
+    base = ExLlamaV2BaseGenerator(*parts(lambda c: TOKENIZER.single_id("the") if len(c) == 1 else None))
+    text = base.generate_simple("at", GREEDY, 3, token_healing=True)
+    assert text.startswith("athe") or text.startswith("athe"[:2])
+    assert base.sequence_ids is not None
+    assert base.sequence_ids.shape[1] == 1 + 3
+
+
+def test_filters_for_one_and_for_many_prompts() -> None:
+    base = ExLlamaV2BaseGenerator(*parts())
+    choose = [ExLlamaV2SelectFilter(None, TOKENIZER, ["cat", "dog"])]
+    texts = base.generate_simple(["a", "b", "c"], GREEDY, 9, filters=choose, completion_only=True)
+    assert set(texts) <= {"cat", "dog"}
+    texts = base.generate_simple(["a", "b"], GREEDY, 9, filters=[choose, None], completion_only=True)
+    assert texts[0] in ("cat", "dog")
+    assert len(texts[1]) > 3
+    with pytest.raises(RequestError, match="3 prompts"):
+        base.generate_simple(["a", "b", "c"], GREEDY, 9, filters=[choose, None])
+
+
+def test_abort_before_and_during_generation() -> None:
+    event = threading.Event()
+    base = ExLlamaV2BaseGenerator(*parts(lambda c: event.set() if len(c) > 9 else None))
+    got = base.generate_simple("abc", GREEDY, 100, abort_event=event)
+    assert 5 < len(got) < 20
+    assert base.generate_simple(["abc"], GREEDY, 100, abort_event=event) == [""], "an event set before the call counts"
+
+
+def test_base_refusals() -> None:
+    base = ExLlamaV2BaseGenerator(*parts())
+    with pytest.raises(UnsupportedError):
+        base.generate_simple("a", GREEDY, 3, loras=[object()])
+    with pytest.raises(UnsupportedError):
+        base.generate_simple("a", GREEDY, 3, input_embeddings=torch.zeros(1, 2, 8))
+    with pytest.raises(RequestError):
+        base.generate_simple([1], GREEDY, 3)  # type: ignore[list-item]
+    base.warmup()
+
+
+# ---- streaming ----
+
+
+def stream(generator: ExLlamaV2StreamingGenerator, text: str, limit: int = 300, **kw: Any) -> list[dict[str, Any]]:
+    kw.setdefault("gen_settings", GREEDY)
+    generator.begin_stream_ex(TOKENIZER.encode(text), **kw)
+    found = []
+    for _ in range(limit):
+        found.append(generator.stream_ex())
+        if found[-1]["eos"]:
+            break
+    return found
+
+
+def naive(model: ScriptedModel, prompt: str, new: int) -> list[int]:
+    context = TOKENIZER.encode(prompt)[0].tolist()
+    start = len(context)
+    for _ in range(new):
+        context.append(int(model.logits(np.array(context)).argmax()))
+    return context[start:]
+
+
+def ids_of(results: list[dict[str, Any]]) -> list[int]:
+    return [int(i) for r in results for i in r["chunk_token_ids"][0]]
+
+
+def test_one_call_one_token() -> None:
+    generator = ExLlamaV2StreamingGenerator(*parts())
+    results = stream(generator, "hello", 12, return_probabilities=True, return_top_tokens=2, return_logits=True)
+    assert ids_of(results) == naive(generator.model, "hello", 12)  # type: ignore[arg-type]
+    first = results[0]
+    assert (first["probs"].shape, first["top_tokens"].shape, first["logits"].shape) == ((1, 1), (1, 1, 2), (1, 1, 64))
+    assert generator.sequence_ids is not None
+    assert generator.sequence_ids.shape == (1, 17)
+
+
+@pytest.mark.parametrize("how", ["model", "ngram"])
+def test_speculation_saves_passes_not_calls(how: str) -> None:
+    script = lambda c: TOKENIZER.single_id("abcd"[len(c) % 4])  # noqa: E731
+    model, cache, tokenizer = parts(script)
+    draft = ScriptedModel(model.config, script)
+    kw = {"draft_model": draft, "draft_cache": ScriptedCache(draft, max_seq_len=256)} if how == "model" else {}
+    generator = ExLlamaV2StreamingGenerator(model, cache, tokenizer, **kw)  # type: ignore[arg-type]
+    generator.speculative_ngram = how == "ngram"
+    results = stream(generator, "hello", 40)
+    assert [len(r["chunk_token_ids"][0]) for r in results] == [1] * 40
+    assert ids_of(results) == naive(model, "hello", 40)
+    assert sum(not pre for _, _, pre in model.calls) < 30
+    efficiency, accuracy, total, drafted, accepted = generator.get_sd_stats()
+    assert 0 < accuracy <= 1
+    assert efficiency > 0.3
+    assert accepted <= drafted
+    assert total >= 40
+    generator.reset_sd_stats()
+    assert generator.get_sd_stats() == (0.0, 0.0, 0, 0, 0)
+
+
+def test_a_draft_threshold_stops_unlikely_guesses() -> None:
+    model, cache, tokenizer = parts()
+    draft = ScriptedModel(model.config)
+    generator = ExLlamaV2StreamingGenerator(model, cache, tokenizer, draft, ScriptedCache(draft, max_seq_len=256))
+    generator.speculative_prob_threshold = 1.1
+    stream(generator, "hello", 10)
+    assert generator.total_draft_tokens == 0
+
+
+def test_preloaded_ngrams_are_consulted() -> None:
+    model, cache, tokenizer = parts(lambda c: TOKENIZER.single_id("abcdefgh"[len(c) % 8]))
+    generator = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
+    generator.speculative_ngram = True
+    generator.ngram_preload(TOKENIZER.encode("abcdefgh" * 3))
+    stream(generator, "z", 7)
+    assert generator.accepted_draft_tokens > 2
+
+
+def test_stop_conditions_replace_eos() -> None:
+    generator = ExLlamaV2StreamingGenerator(*parts(spelling("hi yo", 1, EOS)))
+    results = stream(generator, "z")
+    assert "".join(r["chunk"] for r in results) == "hi yo"
+    assert ids_of(results) == TOKENIZER.encode("hi yo")[0].tolist()
+    generator.set_stop_conditions([" y"])
+    assert "".join(r["chunk"] for r in stream(generator, "z")) == "hi"
+    with pytest.raises(JobStateError, match="has ended"):
+        generator.stream_ex()
+    for wrong in ("text", [None], [""]):
+        with pytest.raises(RequestError):
+            generator.set_stop_conditions(wrong)  # type: ignore[arg-type]
+
+
+def test_banned_strings_report_what_was_suppressed() -> None:
+    generator = ExLlamaV2StreamingGenerator(*parts(spelling("bad", 1)))
+    results = stream(generator, "z", 9, banned_strings=["BAD"])
+    assert [r["suppressed"] for r in results if "suppressed" in r] == ["bad"]
+    assert "bad" not in "".join(r["chunk"] for r in results)
+
+
+def test_tokens_banned_for_one_call() -> None:
+    generator = ExLlamaV2StreamingGenerator(*parts(spelling("aaaa", 1)))
+    generator.begin_stream_ex(TOKENIZER.encode("z"), GREEDY)
+    bans = [TOKENIZER.single_id("a")]
+    chunks = [generator.stream_ex(ban_tokens=b)["chunk"] for b in (None, bans, None)]  # type: ignore[arg-type]
+    assert chunks[0] == chunks[2] == "a" != chunks[1]
+    assert bans == [TOKENIZER.single_id("a")]
+
+
+def test_healing_gives_two_tokens_at_once_and_hides_the_healed_one() -> None:
+    generator = ExLlamaV2StreamingGenerator(*parts(lambda c: TOKENIZER.single_id("the") if len(c) == 1 else None))
+    generator.begin_stream_ex(TOKENIZER.encode("at"), GREEDY, token_healing=True)
+    first = generator.stream_ex()
+    assert first["chunk"].startswith("he")
+    assert first["chunk_token_ids"].shape == (1, 1)
+
+
+def test_the_stream_ends_where_the_model_is_full() -> None:
+    generator = ExLlamaV2StreamingGenerator(*parts())
+    generator.set_stop_conditions([])
+    results = stream(generator, "a" * 190)
+    assert len(results) == 10
+    assert generator.full()
+    with pytest.raises(CapacityError):
+        generator.begin_stream_ex(TOKENIZER.encode("a" * 200), GREEDY)
+
+
+def test_a_common_beginning_is_not_computed_again() -> None:
+    generator = ExLlamaV2StreamingGenerator(*parts(tokens=200))
+    stream(generator, "abcdefgh" * 10, 5)
+    generator.model.calls.clear()  # type: ignore[attr-defined]
+    stream(generator, "abcdefgh" * 10 + "xyz", 1)
+    assert sum(q for _, q, pre in generator.model.calls if pre) <= 4  # type: ignore[attr-defined]
+
+
+def test_abort_in_prefill_leaves_a_usable_generator() -> None:
+    generator = ExLlamaV2StreamingGenerator(*parts())
+    event = threading.Event()
+    event.set()
+    generator.begin_stream_ex(TOKENIZER.encode("abc" * 50), GREEDY, abort_event=event)
+    assert generator.stream_ex()["eos"]
+    assert ids_of(stream(generator, "hello", 5)) == naive(generator.model, "hello", 5)  # type: ignore[arg-type]
+
+
+def test_cfg_rows_and_legacy_calls() -> None:
+    generator = ExLlamaV2StreamingGenerator(*parts())
+    pair = torch.tensor([[3, 4, 5, 6], [0, 0, 7, 8]])
+    mask = torch.zeros(2, 4)
+    mask[1, :2] = -torch.inf
+    generator.begin_stream(pair, Settings.greedy(cfg_scale=1.5), input_mask=mask)
+    chunk, eos, ids = generator.stream()
+    dynamic = ExLlamaV2DynamicGenerator(*parts(tokens=512))
+    want = dynamic.generate(("abcd", "ef"), 1, gen_settings=Settings.greedy(cfg_scale=1.5), completion_only=True)
+    assert (chunk, eos, ids.shape) == (want, False, (1, 1))
+    with pytest.raises(RequestError, match="go together"):
+        generator.begin_stream_ex(pair, GREEDY)
+    with pytest.raises(JobStateError, match="begin_stream_ex"):
+        ExLlamaV2StreamingGenerator(*parts()).stream_ex()
+
+
+# ---- a real model, and a cache of several rows ----
+
+
+def test_base_generator_on_a_cache_of_several_rows() -> None:
+    folder = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
+    config = ExLlamaV2Config(folder)
+    model = ExLlamaV2(config)
+    model.load()
+    tokenizer = ExLlamaV2Tokenizer(config)
+    base = ExLlamaV2BaseGenerator(model, ExLlamaV2Cache(model, batch_size=3, max_seq_len=300), tokenizer)
+    prompts = ["import os\n" * 20, "def f(x):", "class A"]
+    dynamic = ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=1024), tokenizer)
+    assert base.generate_simple(prompts, GREEDY, 24) == dynamic.generate(prompts, 24, gen_settings=GREEDY)
+    again = base.generate_simple(prompts[0] + "x", GREEDY, 24)
+    assert again == dynamic.generate(prompts[0] + "x", 24, gen_settings=GREEDY)
