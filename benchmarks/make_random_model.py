@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from exl_kernels.formats import exl2_groups
@@ -49,6 +50,7 @@ class Shape:
 
 SHAPES = {
     "tinyllama": Shape(2048, 5632, 22, 32, 4, 32000),
+    "8b": Shape(4096, 14336, 32, 32, 8, 128256),
     "tiny": Shape(256, 768, 2, 4, 2, 2048),
 }
 
@@ -88,7 +90,7 @@ def random_exl2(in_features: int, out_features: int, bits: float, generator: tor
 
 
 def make_model(folder: Path, shape: Shape, bits: float, head_bits: float = 6, seed: int = 0) -> int:
-    """Write config.json and model.safetensors into `folder`; returns the bytes of the weights."""
+    """Write config.json, tokenizer.json and model.safetensors into `folder`; returns the bytes of the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
@@ -126,7 +128,19 @@ def make_model(folder: Path, shape: Shape, bits: float, head_bits: float = 6, se
         "quantization_config": {"quant_method": "exl2", "bits": bits, "head_bits": head_bits},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+    write_tokenizer(folder, shape.vocab)
     return sum(t.nbytes for t in tensors.values())
+
+
+def write_tokenizer(folder: Path, vocab: int) -> None:
+    """A byte-level tokenizer.json with `vocab` ids: specials, the 256 bytes, then words that text never spells."""
+    pieces = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    ids = {piece: i for i, piece in enumerate(pieces + [f"word{i}" for i in range(len(pieces), vocab)])}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(pieces[:3])
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def layers_for(shape: Shape, bits: float, gigabytes: float) -> int:
