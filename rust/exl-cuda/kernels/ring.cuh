@@ -143,10 +143,11 @@ DEVICE void stream_weights(const Matrix& a, const Ring& r, const RingMemory& s) 
 }
 
 // Activations into layout order, as halves; 256 threads. `row_of_feature` is null when the layout's order is the features' own.
-template <class T>
-DEVICE void scatter_activations(const Matrix& a, const RingMemory& s, const T* x, int m) {
+// Also copies the unit table and the entries' maxima. Every load from global memory costs a trip to L2 (about 0.5 us), so all of them
+// are issued before the first result is used; those of constants before the wait for the predecessor.
+template <int ENTRY, class T>
+DEVICE void fill_shared(const Matrix& a, const RingMemory& s, const T* x, int m) {
   constexpr bool SCALED = !std::is_same<T, __half>::value;
-  // Several loads in flight: one after the other each would cost a trip to L2.
   constexpr int BATCH = 4, STEP = CONSUMERS * 32;
   __shared__ float largest[RING_COLUMNS][CONSUMERS];
   const int tid = threadIdx.x, k = a.in_features, eights = k / 8;
@@ -163,6 +164,15 @@ DEVICE void scatter_activations(const Matrix& a, const RingMemory& s, const T* x
 #pragma unroll
     for (int j = 0; j < BATCH; j++)
       if (first + j * STEP < eights) rows[j].word = __ldg(reinterpret_cast<const uint4*>(a.row_of_feature) + first + j * STEP);
+  };
+  const int entries = a.maxima ? (a.rows + ENTRY - 1) / ENTRY : 0;
+  const uint2 unit = tid <= a.unit_count ? __ldg(a.units + tid) : make_uint2(0, 0);
+  const __half maximum = tid < entries ? a.maxima[tid] : __half(0.f);
+  auto store_constants = [&] {
+    if (tid <= a.unit_count) s.units[tid] = unit;
+    if (tid < entries) s.maxima[tid] = maximum;
+    for (int i = tid + STEP; i <= a.unit_count; i += STEP) s.units[i] = a.units[i];
+    for (int i = tid + STEP; i < entries; i += STEP) s.maxima[i] = a.maxima[i];
   };
   if (a.rows != k) {
     for (int i = tid; i < m * static_cast<int>(s.x_stride); i += STEP) s.x[i] = __half(0.f);
@@ -192,6 +202,7 @@ DEVICE void scatter_activations(const Matrix& a, const RingMemory& s, const T* x
   };
   if (tid < m) s.multipliers[tid] = 1.f / factor_of(tid);
   if (!wide) {
+    store_constants();
     for (int row = 0; row < m; row++) {
       const float factor = factor_of(row);
       for (int i = tid; i < k; i += STEP)
@@ -209,6 +220,7 @@ DEVICE void scatter_activations(const Matrix& a, const RingMemory& s, const T* x
       for (int j = 0; j < BATCH; j++)
         // Through L2: a block that started early may hold stale lines of what the predecessor wrote.
         if (first + j * STEP < eights) in[j].word = __ldcg(reinterpret_cast<const uint4*>(x + (size_t)row * k) + first + j * STEP);
+      if (first == tid && row == 0) store_constants();
 #pragma unroll
       for (int j = 0; j < BATCH; j++) {
         if (first + j * STEP >= eights) break;
@@ -304,11 +316,8 @@ DEVICE void ring_matmul(const Matrix& a, const Ring& r, const void* x, int x_kin
   __syncthreads();
   if (warp == CONSUMERS) return stream_weights(a, r, s);
   if (warp < CONSUMERS) {
-    for (int i = tid; i <= a.unit_count; i += CONSUMERS * 32) s.units[i] = a.units[i];
-    if (KIND == EXL2)
-      for (int i = tid; i < a.rows / ENTRY + (a.rows % ENTRY != 0); i += CONSUMERS * 32) s.maxima[i] = a.maxima[i];
-    if (x_kind == OUT_F16) scatter_activations(a, s, static_cast<const __half*>(x), m);
-    else scatter_activations(a, s, static_cast<const __nv_bfloat16*>(x), m);
+    if (x_kind == OUT_F16) fill_shared<ENTRY>(a, s, static_cast<const __half*>(x), m);
+    else fill_shared<ENTRY>(a, s, static_cast<const __nv_bfloat16*>(x), m);
   } else {
     pdl_wait();
   }

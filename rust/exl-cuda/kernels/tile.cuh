@@ -13,7 +13,7 @@ enum { EXL2 = 0, GPTQ = 1 };
 struct Matrix {
   const uint8_t* image;
   const uint2* units;  // {offset in the tile, widths}, one more than there are units
-  const __half* maxima;
+  const __half* maxima;  // null for GPTQ
   const uint16_t* row_of_feature;  // null when rows stand in the features' order
   const float* bias;  // null when there is none
   int tiles, unit_count, rows, in_features, out_features;
@@ -213,25 +213,35 @@ DEVICE void clear(Sums<NT>& s) {
   for (int n = 0; n < NT; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
 }
 template <int NT>
-DEVICE void add_scaled(Sums<NT>& total, const Sums<NT>& s, float2 scale) {
+DEVICE void add_scaled(Sums<NT>& total, const Sums<NT>& a, const Sums<NT>& b, float2 scale) {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    total[n][0] = fmaf(scale.x, s[n][0], total[n][0]);
-    total[n][1] = fmaf(scale.x, s[n][1], total[n][1]);
-    total[n][2] = fmaf(scale.y, s[n][2], total[n][2]);
-    total[n][3] = fmaf(scale.y, s[n][3], total[n][3]);
+    total[n][0] = fmaf(scale.x, __fadd_rn(a[n][0], b[n][0]), total[n][0]);
+    total[n][1] = fmaf(scale.x, __fadd_rn(a[n][1], b[n][1]), total[n][1]);
+    total[n][2] = fmaf(scale.y, __fadd_rn(a[n][2], b[n][2]), total[n][2]);
+    total[n][3] = fmaf(scale.y, __fadd_rn(a[n][3], b[n][3]), total[n][3]);
   }
 }
 
+// Sums of even and of odd matrix instructions: two short chains of dependent instructions instead of a long one.
+template <int NT>
+struct TwoSums {
+  Sums<NT> even, odd;
+  DEVICE void reset() {
+    clear(even);
+    clear(odd);
+  }
+};
+
 // Matrix instruction J of a chunk: weights of four fields, activations of every column tile.
 template <int KIND, int B, int NT, int J>
-DEVICE void instruction(const uint32_t (&w)[B], uint2 zeros, const uint4 (&x)[NT], Sums<NT>& sums) {
+DEVICE void instruction(const uint32_t (&w)[B], uint2 zeros, const uint4 (&x)[NT], TwoSums<NT>& sums) {
   uint32_t a[4] = {centred<KIND, B, 4 * J>(w, zeros.x), centred<KIND, B, 4 * J + 1>(w, zeros.y),
                    centred<KIND, B, 4 * J + 2>(w, zeros.x), centred<KIND, B, 4 * J + 3>(w, zeros.y)};
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    if constexpr (J % 2 == 0) mma(sums[n], a, x[n].x, x[n].y);
-    else mma(sums[n], a, x[n].z, x[n].w);
+    if constexpr (J % 2 == 0) mma(sums.even[n], a, x[n].x, x[n].y);
+    else mma(sums.odd[n], a, x[n].z, x[n].w);
   }
 }
 
@@ -245,15 +255,15 @@ struct UnitProduct {
   const int lane;
   UnitScales<KIND, ENTRY, W> scales[R];
 
-  DEVICE void flush(int entry, const Sums<NT> (&sums)[R]) {
+  DEVICE void flush(int entry, const TwoSums<NT> (&sums)[R]) {
     const __half maximum = KIND == EXL2 ? maxima[entry] : __half(0.f);
 #pragma unroll
-    for (int r = 0; r < R; r++) add_scaled(total[r], sums[r], to_float2(scales[r].halves(entry, maximum)));
+    for (int r = 0; r < R; r++) add_scaled(total[r], sums[r].even, sums[r].odd, to_float2(scales[r].halves(entry, maximum)));
   }
 
   // 64 rows at row `64 c` of the unit, codes at byte `offset`. `first`/`last`: an entry of 128 rows begins / ends here.
   template <int B>
-  DEVICE void chunk(int c, uint32_t offset, bool first, bool last, Sums<NT> (&sums)[R]) {
+  DEVICE void chunk(int c, uint32_t offset, bool first, bool last, TwoSums<NT> (&sums)[R]) {
     uint32_t w[R][B];
 #pragma unroll
     for (int r = 0; r < R; r++) load_words<B>(w[r], weights[r] + offset, lane);
@@ -262,7 +272,7 @@ struct UnitProduct {
       const int row = 64 * c + 32 * h, entry = row / ENTRY;
       if (ENTRY == 32 || (h == 0 && first)) {
 #pragma unroll
-        for (int r = 0; r < R; r++) clear(sums[r]);
+        for (int r = 0; r < R; r++) sums[r].reset();
       }
       uint4 xs[NT];
 #pragma unroll
@@ -285,7 +295,7 @@ struct UnitProduct {
   // Four chunks of one width: the usual unit.
   template <int B>
   DEVICE void uniform() {
-    Sums<NT> sums[R];
+    TwoSums<NT> sums[R];
     constexpr int UNROLL = B == 4 && NT == 1 ? 2 : 1;
 #pragma unroll UNROLL
     for (int pair = 0; pair < 2; pair++) {
@@ -296,7 +306,7 @@ struct UnitProduct {
 
   template <int B>
   DEVICE void single(int c, uint32_t offset) {
-    Sums<NT> sums[R];
+    TwoSums<NT> sums[R];
     chunk<B>(c, offset, true, true, sums);
   }
 

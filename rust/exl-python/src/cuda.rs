@@ -60,7 +60,7 @@ pub fn target(tensors: &[(&str, &Tensor)], stream: usize, programmatic: bool) ->
     })
 }
 
-fn expect(holds: bool, what: &str) -> PyResult<()> {
+pub fn expect(holds: bool, what: &str) -> PyResult<()> {
     if holds {
         return Ok(());
     }

@@ -11,7 +11,7 @@ use half::f16;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::cuda::{device_error, target};
+use crate::cuda::{device_error, expect, target};
 use crate::linear::{Exl2Parts, GptqParts, format_error};
 use crate::tensor::{DType, Element, Tensor};
 
@@ -175,13 +175,6 @@ fn kind(tensor: &Tensor, what: &str) -> PyResult<Half> {
         DType::F32 => Ok(Half::F32),
         other => Err(PyTypeError::new_err(format!("{what}: dtype {other:?}"))),
     }
-}
-
-fn expect(holds: bool, what: &str) -> PyResult<()> {
-    if holds {
-        return Ok(());
-    }
-    Err(PyValueError::new_err(what.to_owned()))
 }
 
 impl CudaMatrix {

@@ -6,6 +6,7 @@ mod activation;
 mod attention;
 mod block;
 mod cuda;
+mod cuda_attention;
 mod cuda_linear;
 mod format;
 mod kv;
@@ -30,5 +31,6 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     block::register(m)?;
     cuda::register(m)?;
     cuda_linear::register(m)?;
+    cuda_attention::register(m)?;
     Ok(())
 }

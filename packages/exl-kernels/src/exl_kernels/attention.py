@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, attention_cuda
 from ._check import require_cpu, require_dtype, require_out
 from .errors import ShapeError
 from .kv import KVPages
@@ -42,6 +42,19 @@ def paged_attention(
     Keys and values enter as their codes stand for, without the half roundings of the codec's own decode (`load_kv`).
     Raises ShapeError (also for rows, positions or page numbers out of range), DTypeError, UnsupportedError.
     """
+    if pages.key.is_cuda:
+        return attention_cuda.paged_attention(
+            q,
+            pages,
+            block_table,
+            rows,
+            positions,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            key_mask=key_mask,
+            out=out,
+        )
     result = torch.empty_like(q) if out is None else out
     try:
         _native.paged_attention(

@@ -158,10 +158,11 @@ class KVPages:
         return KVPages, (self.kind, self.head_dim, *parts)
 
     def native(self) -> Any:
-        """The kernels' view of these pages; CPU only. Not for use outside exl_kernels."""
+        """The kernels' view of these pages. Not for use outside exl_kernels."""
         if not self._view:
             parts = (self.key, self.value, self.key_scales, self.value_scales)
-            self._view.append(_native.Pages(self.kind, self.head_dim, *parts))
+            made = _native.CudaPages if self.key.is_cuda else _native.Pages
+            self._view.append(made(self.kind, self.head_dim, *parts))
         return self._view[0]
 
     def repaged(self, page_size: int) -> KVPages:
@@ -190,6 +191,11 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     k, v: float32 [T, H, D] on the CPU. slots: int64 [T], slot = page * page_size + offset, -1 = skip this token; no
     slot twice. Raises ShapeError (also for a slot out of range), DTypeError, UnsupportedError.
     """
+    if pages.key.is_cuda:
+        from . import attention_cuda
+
+        attention_cuda.store_kv(pages, k, v, slots)
+        return
     try:
         _native.kv_store(pages.native(), k, v, slots)
     except (TypeError, ValueError):
@@ -213,6 +219,10 @@ def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises ShapeError (also for a slot out of range), DTypeError, UnsupportedError.
     """
+    if pages.key.is_cuda:
+        from . import attention_cuda
+
+        return attention_cuda.load_kv(pages, slots)
     require_cpu("load_kv", pages.key, slots)
     _check_slots("load_kv", slots)
     shape = (slots.shape[0], pages.heads, pages.head_dim)

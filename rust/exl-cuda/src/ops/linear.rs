@@ -87,7 +87,11 @@ impl Matrix {
             argument: MatrixArgument {
                 image: at.image,
                 units: at.units,
-                maxima: at.maxima,
+                maxima: if layout.maxima.is_empty() {
+                    0
+                } else {
+                    at.maxima
+                },
                 row_of_feature: if layout.is_ordered() {
                     0
                 } else {

@@ -1,5 +1,6 @@
 //! Checked launches, one file a subject. A door takes addresses and sizes and never reads device memory.
 
+pub mod attention;
 pub mod elementwise;
 pub mod linear;
 pub mod norm;
@@ -44,6 +45,8 @@ pub(crate) fn kernels_of(file: &str) -> Vec<String> {
         "norm" => norm::kernels(),
         "rope" => rope::kernels(),
         "elementwise" => elementwise::kernels(),
+        "kv" => attention::kernels(file),
+        _ if file.starts_with("attention_") => attention::kernels(file),
         _ => linear::kernels(file),
     }
 }
