@@ -101,8 +101,8 @@ def check(q: Tensor, pages: KVPages, index: tuple[Tensor, Tensor, Tensor], **opt
     [(2, 1, 64), (2, 4, 128), (1, 7, 128), (2, 2, 80), (1, 8, 96), (1, 5, 256), (3, 12, 64), (2, 3, 8)],
 )
 def test_decode(kind: str, dtype: torch.dtype, heads: int, group: int, head_dim: int) -> None:
-    pages = filled(kind, 24, 32, heads, head_dim)
-    index = ragged(5, 32, 24, [1, 33, 128, 257, 300])
+    pages = filled(kind, 40, 32, heads, head_dim)
+    index = ragged(5, 32, 40, [1, 33, 128, 257, 300])
     q = randn(5, heads * group, head_dim, seed=4).to(dtype).cuda()
     check(q, pages, index, scale=head_dim**-0.5)
 
@@ -110,15 +110,15 @@ def test_decode(kind: str, dtype: torch.dtype, heads: int, group: int, head_dim:
 @pytest.mark.parametrize("kind", ["fp16", "q4"])
 @pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (40, 0.0), (128, 0.0), (0, 5.0), (200, 30.0)])
 def test_window_and_softcap(kind: str, window: int, softcap: float) -> None:
-    pages = filled(kind, 24, 32, 2, 128)
-    index = ragged(4, 32, 24, [1, 130, 256, 300])
+    pages = filled(kind, 40, 32, 2, 128)
+    index = ragged(4, 32, 40, [1, 130, 256, 300])
     q = randn(4, 8, 128, seed=5).cuda()
     check(q, pages, index, scale=0.3, window=window, softcap=softcap)
 
 
 def test_masks_take_keys_out() -> None:
-    pages = filled("fp16", 24, 32, 2, 64)
-    index = ragged(3, 32, 24, [60, 200, 256])
+    pages = filled("fp16", 40, 32, 2, 64)
+    index = ragged(3, 32, 40, [60, 200, 256])
     mask = randn(3, 256, seed=6)
     mask[0, :10] = -torch.inf
     mask[2, 128:] = -torch.inf

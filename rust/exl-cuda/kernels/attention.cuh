@@ -88,8 +88,11 @@ DEVICE void attend(const Pages& p, const Query& a) {
   // Team of a key: by its number alone, so that the order of sums does not depend on where a window begins.
   constexpr int STEP = WARPS * TEAMS;
   for (int base = split * SPLIT + warp * TEAMS + team; base < (split + 1) * SPLIT; base += STEP * UNROLL) {
+    // All loads of an iteration first: one after the other each would cost a trip to memory.
     float logits[UNROLL][G];
     int64_t place[UNROLL];
+    Stored<KEY> keys[UNROLL];
+    Stored<VALUE> values[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       const int key = base + u * STEP;
@@ -98,8 +101,19 @@ DEVICE void attend(const Pages& p, const Query& a) {
         const int page = table[key / p.page_size];
         if (page >= 0 && page < p.pages) place[u] = ((int64_t)page * p.page_size + key % p.page_size) * p.heads + head;
       }
-      float k[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-      if (place[u] >= 0 && 8 * i < key_width) load_stored<KEY>(k, p.key, place[u], p.head_dim, i);
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+      keys[u].clear();
+      values[u].clear();
+      if (place[u] >= 0 && 8 * i < key_width) keys[u].load(p.key, place[u], p.head_dim, i);
+      if (place[u] >= 0 && 8 * i < value_width) values[u].load(p.value, place[u], p.head_dim, i);
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+      const int key = base + u * STEP;
+      float k[8];
+      keys[u].convert(k);
 #pragma unroll
       for (int g = 0; g < G; g++) {
         float dot = 0.f;
@@ -113,13 +127,6 @@ DEVICE void attend(const Pages& p, const Query& a) {
         logits[u][g] = place[u] >= 0 ? dot : -INFINITY;
       }
     }
-    float v[UNROLL][8];
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-#pragma unroll
-      for (int e = 0; e < 8; e++) v[u][e] = 0.f;
-      if (place[u] >= 0 && 8 * i < value_width) load_stored<VALUE>(v[u], p.value, place[u], p.head_dim, i);
-    }
 #pragma unroll
     for (int g = 0; g < G; g++) {
       float top = maximum[g];
@@ -131,14 +138,19 @@ DEVICE void attend(const Pages& p, const Query& a) {
       sum[g] *= keep;
 #pragma unroll
       for (int e = 0; e < 8; e++) acc[g][e] *= keep;
+    }
 #pragma unroll
-      for (int u = 0; u < UNROLL; u++) {
+    for (int u = 0; u < UNROLL; u++) {
+      float v[8];
+      values[u].convert(v);
+#pragma unroll
+      for (int g = 0; g < G; g++) {
         // A key taken out by the mask contributes nothing, whatever its value holds.
         if (logits[u][g] == -INFINITY) continue;
-        const float w = expf(logits[u][g] - top);
+        const float w = expf(logits[u][g] - maximum[g]);
         sum[g] += w;
 #pragma unroll
-        for (int e = 0; e < 8; e++) acc[g][e] = fmaf(w, v[u][e], acc[g][e]);
+        for (int e = 0; e < 8; e++) acc[g][e] = fmaf(w, v[e], acc[g][e]);
       }
     }
   }

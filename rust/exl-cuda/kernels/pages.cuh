@@ -22,36 +22,60 @@ DEVICE constexpr int stored_bytes(int head_dim, Storage kind) {
   return kind == FP16 ? 2 * head_dim : kind == FP8 ? head_dim : kind == Q8 ? padded(head_dim, kind) : padded(head_dim, kind) / 2;
 }
 
-// Elements 8 i .. 8 i + 7 of the head number `head` (slot * heads + head).
+// Elements 8 i .. 8 i + 7 of a head as they are stored: loading and converting are two steps, so that many loads can be in flight.
 template <Storage KIND>
-DEVICE void load_stored(float (&v)[8], const Store& s, int64_t head, int head_dim, int i) {
-  const uint8_t* p = s.data + head * stored_bytes(head_dim, KIND);
-  if constexpr (KIND == FP16) {
-    load8(v, reinterpret_cast<const __half*>(p) + 8 * i);
-  } else if constexpr (KIND == FP8) {
-    // E5M2 is the upper byte of a half.
-    const uint2 w = *reinterpret_cast<const uint2*>(p + 8 * i);
-    const uint32_t halves[4] = {__byte_perm(w.x, 0, 0x1404), __byte_perm(w.x, 0, 0x3424), __byte_perm(w.y, 0, 0x1404),
-                                __byte_perm(w.y, 0, 0x3424)};
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&halves[j]));
-      v[2 * j] = f.x;
-      v[2 * j + 1] = f.y;
-    }
-  } else {
-    const float scale = __half2float(s.scales[head * (padded(head_dim, KIND) / 32) + i / 4]);
-    if constexpr (KIND == Q8) {
-      const uint2 w = *reinterpret_cast<const uint2*>(p + 8 * i);
-#pragma unroll
-      for (int j = 0; j < 8; j++) v[j] = static_cast<float>(static_cast<int>((j < 4 ? w.x : w.y) >> (8 * (j % 4)) & 255) - 128) * scale;
+struct Stored {
+  uint4 words;
+  __half scale;
+
+  // `head` is slot * heads + head.
+  DEVICE void load(const Store& s, int64_t head, int head_dim, int i) {
+    const uint8_t* p = s.data + head * stored_bytes(head_dim, KIND);
+    if constexpr (KIND == FP16) {
+      words = *reinterpret_cast<const uint4*>(p + 16 * i);
+    } else if constexpr (KIND == Q4) {
+      words.x = *reinterpret_cast<const uint32_t*>(p + 4 * i);
     } else {
-      const uint32_t w = *reinterpret_cast<const uint32_t*>(p + 4 * i);
+      const uint2 w = *reinterpret_cast<const uint2*>(p + 8 * i);
+      words.x = w.x;
+      words.y = w.y;
+    }
+    if constexpr (KIND == Q8 || KIND == Q4) scale = s.scales[head * (padded(head_dim, KIND) / 32) + i / 4];
+  }
+
+  // What stands for nothing.
+  DEVICE void clear() {
+    // The code in the middle of the range and a scale of zero, or the number zero.
+    words = make_uint4(0, 0, 0, 0);
+    scale = __half(0.f);
+  }
+
+  DEVICE void convert(float (&v)[8]) const {
+    if constexpr (KIND == FP16 || KIND == FP8) {
+      uint32_t halves[4] = {words.x, words.y, words.z, words.w};
+      if constexpr (KIND == FP8) {
+        // E5M2 is the upper byte of a half.
+        halves[0] = __byte_perm(words.x, 0, 0x1404);
+        halves[1] = __byte_perm(words.x, 0, 0x3424);
+        halves[2] = __byte_perm(words.y, 0, 0x1404);
+        halves[3] = __byte_perm(words.y, 0, 0x3424);
+      }
 #pragma unroll
-      for (int j = 0; j < 8; j++) v[j] = static_cast<float>(static_cast<int>(w >> (4 * j) & 15) - 8) * scale;
+      for (int j = 0; j < 4; j++) {
+        const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&halves[j]));
+        v[2 * j] = f.x;
+        v[2 * j + 1] = f.y;
+      }
+    } else {
+      const float s = __half2float(scale);
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        const uint32_t code = KIND == Q8 ? (j < 4 ? words.x : words.y) >> (8 * (j % 4)) & 255 : words.x >> (4 * j) & 15;
+        v[j] = static_cast<float>(static_cast<int>(code) - (KIND == Q8 ? 128 : 8)) * s;
+      }
     }
   }
-}
+};
 
 // The unnormalised Sylvester transform of the even and of the odd elements of a block of 64, element 2 lane in a, 2 lane + 1 in b.
 DEVICE void butterflies(float& a, float& b) {

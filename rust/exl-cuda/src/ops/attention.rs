@@ -319,7 +319,8 @@ pub unsafe fn attend(to: Target, pages: &Pages, op: &Query) -> Result<(), CudaEr
     let heads = index32("token heads", op.tokens * op.query_heads)? as u32;
     let launch = Launch {
         kernel: "attention_combine",
-        grid: [heads.div_ceil(8), 1, 1],
+        grid: [heads, 1, 1],
+        block: 128,
         ..launch
     };
     let (head_dim, width, rotate) = (
