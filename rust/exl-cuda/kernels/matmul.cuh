@@ -1,7 +1,7 @@
 // y = x @ W for up to 8 * NT activation rows at a time, weights read from global memory straight into registers.
 //
-// A block has R row tiles; warp c takes the units u = c (mod 8) in ascending order ("class" c), first the upper halves of all of them, then
-// the lower ones; see `finish` for the order of the end. Any architecture; also the way for shapes whose activations do not fit the ring kernel's shared memory.
+// A block has R row tiles; warp c takes the units u = c (mod 8) in ascending order ("class" c), the classes are added in order at the
+// end. Any architecture; also the way for shapes whose activations do not fit the ring kernel's shared memory.
 #pragma once
 #include "tile.cuh"
 
@@ -24,39 +24,37 @@ DEVICE void matmul(const Matrix& a, const __half* x, const float* multipliers, v
   const uint8_t* tile[R];
 #pragma unroll
   for (int r = 0; r < R; r++) tile[r] = a.image + (size_t)min(first_tile + r, a.tiles - 1) * a.tile_bytes;
+  Sums<NT> total[R];
+#pragma unroll
+  for (int r = 0; r < R; r++) clear(total[r]);
 #pragma unroll 1
-  for (int half = 0; half < 2; half++) {
-    Sums<NT> total[R];
+  for (int u = warp; u < a.unit_count; u += CLASSES) {
+    const uint2 unit = __ldg(a.units + u);
+    GlobalBytes weights[R];
 #pragma unroll
-    for (int r = 0; r < R; r++) clear(total[r]);
-#pragma unroll 1
-    for (int u = warp; u < a.unit_count; u += CLASSES) {
-      const uint2 unit = __ldg(a.units + u);
-      GlobalBytes weights[R];
+    for (int r = 0; r < R; r++) weights[r].at = tile[r] + unit.x;
+    GlobalColumns<NT> columns;
 #pragma unroll
-      for (int r = 0; r < R; r++) weights[r].at = tile[r] + unit.x;
-      GlobalColumns<NT> columns;
-#pragma unroll
-      for (int n = 0; n < NT; n++) columns.row[n] = column[n] + u * UNIT_ROWS;
-      UnitProduct<KIND, ENTRY, NT, R, GlobalBytes, GlobalColumns<NT>> product{
-          weights, columns, a.maxima + u * (UNIT_ROWS / ENTRY), total, lane, {}};
-      product.run(unit.y, half);
-    }
-#pragma unroll
-    for (int r = 0; r < R; r++)
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          float& part = parts[warp][r * TILE + g + i / 2 * 8][n * 8 + 2 * t + i % 2];
-          part = half == 0 ? total[r][n][i] : __fadd_rn(part, total[r][n][i]);
-        }
+    for (int n = 0; n < NT; n++) columns.row[n] = column[n] + u * UNIT_ROWS;
+    UnitProduct<KIND, ENTRY, NT, R, GlobalBytes, GlobalColumns<NT>> product{
+        weights, columns, a.maxima + u * (UNIT_ROWS / ENTRY), total, lane, {}};
+    product.run(unit.y);
   }
+#pragma unroll
+  for (int r = 0; r < R; r++)
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      float* d = &parts[warp][r * TILE + g][n * 8 + 2 * t];
+      d[0] = total[r][n][0];
+      d[1] = total[r][n][1];
+      d[8 * COLUMNS] = total[r][n][2];
+      d[8 * COLUMNS + 1] = total[r][n][3];
+    }
   __syncthreads();
   for (int i = threadIdx.x; i < ROWS * COLUMNS; i += blockDim.x) {
     const int row = i % ROWS, token = first_row + i / ROWS, n = first_tile * TILE + row;
     if (token >= m || n >= a.out_features) continue;
-    const float v = finish([&](int c) { return parts[c][row][i / ROWS]; }, multipliers[token], a, n);
+    const float v = finish(&parts[0][row][i / ROWS], ROWS * COLUMNS, multipliers[token], a, n);
     store_result(y, (size_t)token * a.out_features + n, y_kind, v);
   }
 }

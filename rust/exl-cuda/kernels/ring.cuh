@@ -1,7 +1,7 @@
 // y = x @ W for at most eight activation rows on sm_90 and later, near the memory roof (design: spec/kernels-measured.md 3.2).
 //
-// One block per multiprocessor walks its row tiles. Warp 16 streams units through a ring of shared-memory slots with bulk copies, never
-// more than `window` stages (eight units each) in flight; warps 0-15 multiply, half a unit of a stage each; warp 17 adds their sums in
+// One block per multiprocessor walks its row tiles. Warp 8 streams units through a ring of shared-memory slots with bulk copies, never
+// more than `window` stages (eight units each) in flight; warps 0-7 multiply, one unit of a stage each; warp 9 adds their sums in class
 // order and stores. The stream of units runs on across tiles, so no warp idles where a tile has no multiple of eight units.
 // Weights are fetched before the wait for the predecessor kernel; activations after it.
 #pragma once
@@ -9,8 +9,7 @@
 
 #include "tile.cuh"
 
-constexpr int STAGE_UNITS = 8, CONSUMERS = 2 * STAGE_UNITS, CONSUMER_THREADS = CONSUMERS * 32, RING_THREADS = CONSUMER_THREADS + 64;
-constexpr int RESULT_BUFFERS = 4, RING_COLUMNS = 8;
+constexpr int CONSUMERS = 8, RING_THREADS = 10 * 32, RESULT_BUFFERS = 4, RING_COLUMNS = 8;
 
 // What the host works out; the same struct as `ops::linear::Ring`.
 struct Ring {
@@ -62,7 +61,7 @@ struct RingMemory {
   uint32_t x_stride;  // halves
   uint2* units;
   __half* maxima;
-  float* results;  // [RESULT_BUFFERS][CONSUMERS][TILE][RING_COLUMNS]; consumer c + 8 h has part (c, h)
+  float* results;  // [RESULT_BUFFERS][CLASSES][TILE][RING_COLUMNS]
   float* multipliers;
 
   DEVICE RingMemory(uint8_t* base, const Matrix& a, const Ring& r, int m, int entry) {
@@ -74,7 +73,7 @@ struct RingMemory {
     x_stride = a.rows + 32;  // 64 bytes past a multiple of 128: eight rows' loads meet no bank twice
     p += (size_t)m * x_stride * 2;
     results = reinterpret_cast<float*>(p = aligned(p));
-    p += RESULT_BUFFERS * CONSUMERS * TILE * RING_COLUMNS * 4;
+    p += RESULT_BUFFERS * CLASSES * TILE * RING_COLUMNS * 4;
     multipliers = reinterpret_cast<float*>(p);
     p += RING_COLUMNS * 4;
     units = reinterpret_cast<uint2*>(p);
@@ -95,61 +94,63 @@ DEVICE int own_tiles(const Matrix& a) { return (a.tiles - static_cast<int>(block
 struct Place {
   int tile, u;
   DEVICE void advance(int units) {
-    for (u += STAGE_UNITS; u >= units; u -= units) tile++;
+    for (u += CONSUMERS; u >= units; u -= units) tile++;
   }
 };
 
 DEVICE void stream_weights(const Matrix& a, const Ring& r, const RingMemory& s) {
-  const int lane = threadIdx.x % 32, units = a.unit_count, total = own_tiles(a) * units, stages = (total + STAGE_UNITS - 1) / STAGE_UNITS;
+  const int lane = threadIdx.x % 32, units = a.unit_count, total = own_tiles(a) * units, stages = (total + CONSUMERS - 1) / CONSUMERS;
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   if (lane == 0) pdl_trigger();
   Place place{lane / units, lane % units};  // of this lane's unit; lanes 0-7 have one
   Turn turn, landed;
+  uint32_t begin = 0, end = 0;
+  // Where the unit of stage i stands; read a stage ahead, because a trip to L2 would hold up the stream.
+  auto look_up = [&](int i) {
+    const bool has = lane < CONSUMERS && i * CONSUMERS + lane < total;
+    begin = has ? __ldg(&a.units[place.u].x) : 0;
+    end = has ? __ldg(&a.units[place.u + 1].x) : 0;
+  };
+  look_up(0);
   for (int i = 0; i < stages; i++) {
-    const bool has = lane < STAGE_UNITS && i * STAGE_UNITS + lane < total;
-    uint32_t begin = 0, end = 0;
-    if (has) {
-      begin = __ldg(&a.units[place.u].x);
-      end = __ldg(&a.units[place.u + 1].x);
-    }
     // Units of one tile follow each other in memory: the first of a run copies all of it, at `before` in the stage.
     uint32_t before = end - begin;
 #pragma unroll
-    for (int o = 1; o < STAGE_UNITS; o *= 2) {
+    for (int o = 1; o < CONSUMERS; o *= 2) {
       const uint32_t v = __shfl_up_sync(~0u, before, o);
       if (lane >= o) before += v;
     }
-    const uint32_t all = __shfl_sync(~0u, before, STAGE_UNITS - 1);
+    const uint32_t all = __shfl_sync(~0u, before, CONSUMERS - 1);
     before -= end - begin;
-    const bool leads = has && (lane == 0 || place.u == 0);
+    const bool leads = end != begin && (lane == 0 || place.u == 0);
     const uint32_t leaders = __ballot_sync(~0u, leads) & ~((2u << lane) - 1);
     const uint32_t next = __shfl_sync(~0u, before, leaders ? __ffs(leaders) - 1 : 0);
     const uint32_t bytes = (leaders ? next : all) - before;
+    const uint8_t* from = a.image + (size_t)(blockIdx.x + place.tile * gridDim.x) * a.tile_bytes + begin;
+    place.advance(units);
+    look_up(i + 1);
     if (i >= r.slots) barrier_wait(s.empty + turn.slot * 8, turn.phase ^ 1);
     // Weights queued far ahead delay everything else the memory has to deliver; spec/kernels-measured.md 6.1.
     if (i >= r.window) {
       barrier_wait(s.full + landed.slot * 8, landed.phase);
       landed.advance(r.slots);
     }
-    if (lane == 0) barrier_expect(s.full + turn.slot * 8, all);
+    const uint32_t full = s.full + turn.slot * 8;
+    if (lane == 0) barrier_expect(full, all);
     __syncwarp();
-    if (leads) {
-      const uint8_t* from = a.image + (size_t)(blockIdx.x + place.tile * gridDim.x) * a.tile_bytes + begin;
-      copy_to_shared(s.ring + turn.slot * r.stage_stride + before, from, bytes, s.full + turn.slot * 8, policy);
-    }
+    if (leads) copy_to_shared(s.ring + turn.slot * r.stage_stride + before, from, bytes, full, policy);
     turn.advance(r.slots);
-    place.advance(units);
   }
 }
 
-// Activations into layout order, as halves; the consumers' work. `row_of_feature` is null when the layout's order is the features' own.
+// Activations into layout order, as halves; 256 threads. `row_of_feature` is null when the layout's order is the features' own.
 // Also copies the unit table and the entries' maxima. Every load from global memory costs a trip to L2 (about 0.5 us), so all of them
 // are issued before the first result is used; those of constants before the wait for the predecessor.
 template <int ENTRY, class T>
 DEVICE void fill_shared(const Matrix& a, const RingMemory& s, const T* x, int m) {
   constexpr bool SCALED = !std::is_same<T, __half>::value;
-  constexpr int BATCH = 2, STEP = CONSUMER_THREADS;
+  constexpr int BATCH = 4, STEP = CONSUMERS * 32;
   __shared__ float largest[RING_COLUMNS][CONSUMERS];
   const int tid = threadIdx.x, k = a.in_features, eights = k / 8;
   const bool wide = k % 8 == 0 && aligned8(x), ordered = a.row_of_feature == nullptr;
@@ -177,7 +178,7 @@ DEVICE void fill_shared(const Matrix& a, const RingMemory& s, const T* x, int m)
   };
   if (a.rows != k) {
     for (int i = tid; i < m * static_cast<int>(s.x_stride); i += STEP) s.x[i] = __half(0.f);
-    asm volatile("bar.sync 2, %0;" ::"n"(CONSUMER_THREADS) : "memory");
+    asm volatile("bar.sync 2, 256;" ::: "memory");
   }
   if (wide && !ordered) load_rows(tid);
   pdl_wait();
@@ -189,7 +190,7 @@ DEVICE void fill_shared(const Matrix& a, const RingMemory& s, const T* x, int m)
       for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
       if (tid % 32 == 0) largest[row][tid / 32] = v;
     }
-    asm volatile("bar.sync 2, %0;" ::"n"(CONSUMER_THREADS) : "memory");
+    asm volatile("bar.sync 2, 256;" ::: "memory");
   }
   auto factor_of = [&](int row) {
     if constexpr (!SCALED) return 1.f;
@@ -244,13 +245,13 @@ DEVICE void fill_shared(const Matrix& a, const RingMemory& s, const T* x, int m)
 
 template <int KIND, int ENTRY>
 DEVICE void multiply(const Matrix& a, const Ring& r, const RingMemory& s, int m) {
-  const int warp = threadIdx.x / 32, half = warp / STAGE_UNITS, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, units = a.unit_count;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, units = a.unit_count;
   const uint32_t x = shared_address(s.x) + min(g, m - 1) * s.x_stride * 2 + t * 16;
   const int tiles = own_tiles(a);
   Turn turn, result;
   Place stage{0, 0};  // the first unit of the stage
   for (int tile = 0, first = 0; tile < tiles; tile++, first += units) {
-    const int c = (warp - first) & (CLASSES - 1);  // class of this warp's units in this tile
+    const int c = (warp - first) & (CLASSES - 1);
     Sums<1> total[1];
     clear(total[0]);
 #pragma unroll 1
@@ -262,14 +263,14 @@ DEVICE void multiply(const Matrix& a, const Ring& r, const RingMemory& s, int m)
       const SharedColumns columns{x + u * UNIT_ROWS * 2};
       UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns> product{
           weights, columns, s.maxima + u * (UNIT_ROWS / ENTRY), total, lane, {}};
-      product.run(unit.y, half);
+      product.run(unit.y);
       __syncwarp();
       if (lane == 0) barrier_arrive(s.empty + turn.slot * 8);
       turn.advance(r.slots);
       stage.advance(units);
     }
     barrier_wait(s.free + result.slot * 8, result.phase ^ 1);
-    float* d = s.results + ((size_t)(result.slot * CONSUMERS + half * CLASSES + c) * TILE + g) * RING_COLUMNS + 2 * t;
+    float* d = s.results + ((size_t)(result.slot * CLASSES + c) * TILE + g) * RING_COLUMNS + 2 * t;
     *reinterpret_cast<float2*>(d) = make_float2(total[0][0][0], total[0][0][1]);
     *reinterpret_cast<float2*>(d + 8 * RING_COLUMNS) = make_float2(total[0][0][2], total[0][0][3]);
     __syncwarp();
@@ -283,15 +284,11 @@ DEVICE void store_tiles(const Matrix& a, const RingMemory& s, void* y, int m, in
   Turn result;
   for (int tile = 0; tile < tiles; tile++) {
     barrier_wait(s.ready + result.slot * 8, result.phase);
-    const float* parts = s.results + (size_t)result.slot * CONSUMERS * TILE * RING_COLUMNS;
+    const float* parts = s.results + (size_t)result.slot * CLASSES * TILE * RING_COLUMNS;
     for (int i = lane; i < TILE * m; i += 32) {
       const int row = i % TILE, token = i / TILE, n = (blockIdx.x + tile * gridDim.x) * TILE + row;
       if (n >= a.out_features) continue;
-      auto part = [&](int c) {
-        const float* p = parts + (c * TILE + row) * RING_COLUMNS + token;
-        return __fadd_rn(p[0], p[CLASSES * TILE * RING_COLUMNS]);
-      };
-      const float v = finish(part, s.multipliers[token], a, n);
+      const float v = finish(parts + row * RING_COLUMNS + token, TILE * RING_COLUMNS, s.multipliers[token], a, n);
       store_result(y, (size_t)token * a.out_features + n, y_kind, v);
     }
     __syncwarp();
@@ -307,7 +304,7 @@ DEVICE void ring_matmul(const Matrix& a, const Ring& r, const void* x, int x_kin
   extern __shared__ __align__(128) uint8_t memory[];
   const RingMemory s(memory, a, r, m, ENTRY);
   const int tid = threadIdx.x, warp = tid / 32;
-  if (tid == CONSUMER_THREADS) {
+  if (tid == CONSUMERS * 32) {
     for (int i = 0; i < r.slots; i++) {
       barrier_init(s.full + i * 8, 1);
       barrier_init(s.empty + i * 8, CONSUMERS);
@@ -326,7 +323,7 @@ DEVICE void ring_matmul(const Matrix& a, const Ring& r, const void* x, int x_kin
   } else {
     pdl_wait();
   }
-  asm volatile("bar.sync 1, %0;" ::"n"(CONSUMER_THREADS + 32) : "memory");
+  asm volatile("bar.sync 1, 288;" ::: "memory");
   if (warp < CONSUMERS) multiply<KIND, ENTRY>(a, r, s, m);
   else store_tiles(a, s, y, m, y_kind);
 #endif

@@ -292,11 +292,16 @@ struct UnitProduct {
     }
   }
 
+  // Four chunks of one width: the usual unit.
   template <int B>
-  DEVICE void pair(int half) {
+  DEVICE void uniform() {
     TwoSums<NT> sums[R];
-    chunk<B>(2 * half, 256 * B * half, true, false, sums);
-    chunk<B>(2 * half + 1, 256 * B * half + 128 * B, false, true, sums);
+    constexpr int UNROLL = B == 4 && NT == 1 ? 2 : 1;
+#pragma unroll UNROLL
+    for (int pair = 0; pair < 2; pair++) {
+      chunk<B>(2 * pair, 256 * B * pair, true, false, sums);
+      chunk<B>(2 * pair + 1, 256 * B * pair + 128 * B, false, true, sums);
+    }
   }
 
   template <int B>
@@ -305,27 +310,26 @@ struct UnitProduct {
     chunk<B>(c, offset, true, true, sums);
   }
 
-  // The first or second 128 rows. Most units have one width.
-  DEVICE void run(uint32_t widths, int half) {
+  DEVICE void run(uint32_t widths) {
     uint32_t bits = 0;
 #pragma unroll
     for (int c = 0; c < 4; c++) bits += widths >> (4 * c) & 15;
 #pragma unroll
     for (int r = 0; r < R; r++) scales[r].load(weights[r] + 128 * bits, lane >> 2);
     switch (widths) {
-      case 0x4444: return pair<4>(half);
-      case 0x3333: return pair<3>(half);
-      case 0x2222: return pair<2>(half);
-      case 0x8888: return pair<8>(half);
+      case 0x4444: return uniform<4>();
+      case 0x3333: return uniform<3>();
+      case 0x2222: return uniform<2>();
+      case 0x8888: return uniform<8>();
     }
     if constexpr (KIND == EXL2) {
-      if (widths == 0x5555) return pair<5>(half);
-      if (widths == 0x6666) return pair<6>(half);
+      if (widths == 0x5555) return uniform<5>();
+      if (widths == 0x6666) return uniform<6>();
     }
     uint32_t offset = 0;
 #pragma unroll 1
     for (int c = 0; c < 4; c++) {
-      const uint32_t b = c / 2 == half ? widths >> (4 * c) & 15 : 0;
+      const uint32_t b = widths >> (4 * c) & 15;
       switch (b) {
         case 2: single<2>(c, offset); break;
         case 3: single<3>(c, offset); break;
@@ -336,7 +340,7 @@ struct UnitProduct {
         if (b == 5) single<5>(c, offset);
         if (b == 6) single<6>(c, offset);
       }
-      offset += 128 * (widths >> (4 * c) & 15);
+      offset += 128 * b;
     }
   }
 };
@@ -356,12 +360,10 @@ DEVICE void store_result(void* y, size_t at, int kind, float v) {
   else if (kind == OUT_BF16) static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(v);
   else static_cast<float*>(y)[at] = v;
 }
-// (sum / row factor + bias) * prescale. Part (c, h) is the sum of the halves h of the units of class c (numbers c, c + 8, ...); the two
-// halves of a class are added first, then the classes in order. `part(c)` gives that sum of a class.
-template <class F>
-DEVICE float finish(F part, float multiplier, const Matrix& a, int n) {
-  float sum = part(0);
+// (sum / row factor + bias) * prescale; `parts` are the eight class sums, `stride` apart, added in class order.
+DEVICE float finish(const float* parts, int stride, float multiplier, const Matrix& a, int n) {
+  float sum = parts[0];
 #pragma unroll
-  for (int c = 1; c < CLASSES; c++) sum = __fadd_rn(sum, part(c));
+  for (int c = 1; c < CLASSES; c++) sum += parts[c * stride];
   return fmaf(sum, multiplier, a.bias ? a.bias[n] : 0.f) * a.prescale;
 }

@@ -10,7 +10,7 @@ use crate::layout::{Layout, Scales, TILE};
 pub const MAX_ROWS: usize = 64;
 /// Most rows of the ring kernel.
 const RING_ROWS: usize = 8;
-const RING_THREADS: u32 = 18 * 32;
+const RING_THREADS: u32 = 320;
 /// Bytes in flight per multiprocessor beyond which everything else waits behind weights (spec/kernels-measured.md 6.1).
 const BYTES_IN_FLIGHT: usize = 33 * 1024;
 /// Bytes a ring holds when they fit: enough to ride out a hand-over between kernels.
@@ -141,7 +141,7 @@ impl Matrix {
     fn ring_fixed_bytes(&self, m: usize, slots: usize) -> usize {
         let units = self.argument.unit_count as usize + 1;
         let activations = m * (self.rows() + 32) * 2;
-        let results = 4 * 16 * TILE * 8 * 4 + 8 * 4;
+        let results = 4 * 8 * TILE * 8 * 4 + 8 * 4;
         let barriers = (2 * slots + 2 * 4) * 8;
         let maxima = 2 * self.rows().div_ceil(self.entry_rows);
         activations + results + units * 8 + barriers + maxima + 64
