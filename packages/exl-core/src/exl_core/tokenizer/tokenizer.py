@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from ..config import ExLlamaV2Config
+from ..config import MAX_VOCAB, ExLlamaV2Config
 from ..errors import InputError, TokenizerError, TokenizerFileError, UnsupportedError
 from ..json_reader import read_json_file
 from .backend import TokenizerBackend
@@ -68,6 +68,8 @@ class ExLlamaV2Tokenizer:
         self.backend_vocab_size = self.tokenizer_model.vocab_size
         highest = max((*self.extended_id_to_piece, *self.unspecial_id_to_piece, self.backend_vocab_size - 1))
         self.actual_vocab_size = 1 + highest
+        if self.actual_vocab_size > MAX_VOCAB:
+            raise TokenizerError(f"{folder}: a token has the id {highest}; at most {MAX_VOCAB - 1} is possible")
         self.newline_token_id = self._last_id("\n")
         self.space_token_id = self._last_id(" ")
         self._tables = self._make_tables()

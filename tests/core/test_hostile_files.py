@@ -1,0 +1,149 @@
+"""Damaged and hostile model folders: whatever the bytes, the answer is a model or a typed error, no crash, no hang."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer, errors
+
+FIXTURE = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-fp16"
+quick = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+SHAPES = st.lists(st.sampled_from([0, 1, 2, 64, 96, 2**31, 2**62, -1]), max_size=3)
+OFFSETS = st.lists(st.sampled_from([0, 1, 2**40, 2**63, 2**64, -5]), min_size=2, max_size=2)
+DTYPES = st.sampled_from(["F16", "F32", "I32", "I16", "BF16", "U8", "F8_E4M3", "BOOL", "?"])
+
+
+def damage_bytes(raw: bytearray, draw: random.Random) -> None:
+    header = int.from_bytes(raw[:8], "little")
+    begin, end = draw.choice([(0, 8 + header), (8 + header, len(raw))])
+    for _ in range(draw.choice([1, 3, 1000])):
+        raw[draw.randrange(begin, end)] = draw.randrange(256)
+
+
+def damage_header(raw: bytearray, data: st.DataObject) -> bytearray:
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    entry = header[data.draw(st.sampled_from(sorted(header)))]
+    entry.update(
+        data.draw(st.fixed_dictionaries({}, optional={"shape": SHAPES, "dtype": DTYPES, "data_offsets": OFFSETS}))
+    )
+    text = json.dumps(header).encode()
+    return bytearray(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+
+
+@pytest.fixture(scope="module")
+def sources(lab: Any) -> dict[str, Path]:
+    return {kind: lab.write(kind=kind) for kind in ("float", "exl2", "gptq", "gptq-act-order")}
+
+
+@quick
+@given(data=st.data())
+def test_damaged_weights(sources: dict[str, Path], lab: Any, tmp_path: Path, data: st.DataObject) -> None:
+    source = sources[data.draw(st.sampled_from(sorted(sources)))]
+    raw = bytearray((source / "model.safetensors").read_bytes())
+    how = data.draw(st.sampled_from(["bytes", "header", "truncated"]))
+    if how == "bytes":
+        damage_bytes(raw, random.Random(data.draw(st.integers(0, 2**32))))
+    elif how == "header":
+        raw = damage_header(raw, data)
+    else:
+        del raw[data.draw(st.integers(0, len(raw) - 1)) :]
+    shutil.copy(source / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    with contextlib.suppress(errors.ExlError):  # anything else fails the test
+        model = lab.load(tmp_path, cpu_matmul=data.draw(st.sampled_from(["exact", "int8"])))
+        assert model.forward(lab.ids(1, 9)).shape == (1, 9, 96)
+
+
+VALUES = st.sampled_from(
+    [
+        *(None, True, -1, 0, 3, 2**31, 2**32, 2**63, 1e300, "", "x", "\x00", [], {}, [1]),
+        *({"type": "BPE"}, {"type": "Sequence"}, {"type": "Sequence", "decoders": [{"type": "Replace"}]}),
+        {"type": "Replace", "pattern": {"Regex": "("}, "content": "a"},
+    ]
+)
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths to everything inside a JSON value, but for all except the first entries of long tables."""
+    found = [path] if path else []
+    items = list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
+    for key, value in items[:12]:
+        found += places(value, (*path, key))
+    return found
+
+
+def small_tokenizer() -> dict[str, Any]:
+    """The fixture's tokenizer.json with 300 tokens."""
+    tokenizer: dict[str, Any] = json.loads((FIXTURE / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = dict(list(tokenizer["model"]["vocab"].items())[:300])
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:30]
+    return tokenizer
+
+
+def use(folder: Path) -> None:
+    """Everything that reads the tokenizer's files."""
+    config = ExLlamaV2Config()
+    config.model_dir = str(folder)
+    config.prepare(no_tensors=True)
+    tokenizer = ExLlamaV2Tokenizer(config, lazy_init=False)
+    ids = tokenizer.encode("hello wörld <s>\n", add_bos=True)
+    assert isinstance(tokenizer.decode(ids[0]), str)
+    tokenizer.encode("<s>a", encode_special_tokens=True)
+    assert len(tokenizer.get_id_to_bytes_list(include_special_tokens=True)) == tokenizer.get_vocab_size()
+    tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+@quick
+@given(data=st.data())
+def test_damaged_tokenizer(lab: Any, tmp_path: Path, data: st.DataObject) -> None:
+    tokenizer = small_tokenizer()
+    *parents, last = data.draw(st.sampled_from(places(tokenizer)))
+    node = tokenizer
+    for key in parents:
+        node = node[key]
+    node[last] = data.draw(VALUES)
+    (tmp_path / "config.json").write_text(json.dumps(lab.config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with contextlib.suppress(errors.ExlError):
+        use(tmp_path)
+
+
+TOKENIZER_CONFIG = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token", "add_bos_token"), VALUES),
+        "added_tokens_decoder": VALUES
+        | st.dictionaries(
+            st.sampled_from(["1", "-1", "x", "99999999999", "5"]),
+            VALUES | st.fixed_dictionaries({"content": VALUES, "special": VALUES}),
+            max_size=2,
+        ),
+        "chat_template": VALUES
+        | st.text("{}%# abm[]", max_size=12)
+        | st.lists(st.fixed_dictionaries({"name": VALUES, "template": VALUES}), max_size=2),
+    },
+)
+
+
+@quick
+@given(config=TOKENIZER_CONFIG, added=st.none() | st.dictionaries(st.text(max_size=4), VALUES, max_size=2))
+def test_damaged_side_files(lab: Any, tmp_path: Path, config: dict[str, Any], added: dict[str, Any] | None) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(small_tokenizer()))
+    (tmp_path / "config.json").write_text(json.dumps({**lab.config, "bos_token_id": None, "eos_token_id": None}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "added_tokens.json").unlink(missing_ok=True)
+    if added is not None:
+        (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    with contextlib.suppress(errors.ExlError):
+        use(tmp_path)
