@@ -61,11 +61,11 @@ macro_rules! kernels {
             }
             $(#[$features])?
             unsafe fn pack_int8(x: &[f32], k: usize, source: &[u32], out: &mut [Int8Block]) {
-                activations::pack_int8(x, k, source, out);
+                unsafe { activations::pack_int8(x, k, source, out) }
             }
             $(#[$features])?
             unsafe fn pack_exact(x: &[f32], k: usize, source: &[u32], out: &mut [[f32; BLOCK]]) {
-                activations::pack_exact(x, k, source, out);
+                unsafe { activations::pack_exact(x, k, source, out) }
             }
 
             pub static KERNELS: Kernels = Kernels {

@@ -14,7 +14,7 @@ use super::simd::Scalar;
 use crate::pool;
 
 /// Tasks a thread gets of one product: enough that a thread held up elsewhere leaves little behind.
-const TASKS_PER_THREAD: usize = 8;
+const TASKS_PER_THREAD: usize = 16;
 
 /// Activations in the order of one permutation, in the form of one mode.
 #[derive(Default)]
@@ -167,7 +167,7 @@ impl QuantMatrix {
             let to = (from + step).min(blocks);
             let x = &x[first * k..][..count * k];
             let source = &self.source[from * BLOCK..to * BLOCK];
-            // SAFETY: tasks own disjoint blocks; the kernels are those of this processor.
+            // SAFETY: tasks own disjoint blocks; the kernels are those of this processor; `source` holds features of this matrix.
             unsafe {
                 let out = shared.slice((first * blocks) + from * count, (to - from) * count);
                 pack(x, k, source, out);
