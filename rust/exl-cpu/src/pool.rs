@@ -42,6 +42,64 @@ pub fn set_threads(n: usize) {
     THREADS.store(n.max(1), Ordering::Relaxed);
 }
 
+/// Pins the calling thread to its first processor and every worker started from now on to one of the others in turn. For
+/// measurements: call it before the first job. False where the system knows no such thing.
+pub fn pin() -> bool {
+    // The default is the number of processors allowed, which pinning changes.
+    threads();
+    let cpus = affinity::allowed();
+    if cpus.is_empty() || !affinity::set(cpus[0]) {
+        return false;
+    }
+    *lock(&PINNED) = cpus;
+    true
+}
+
+/// Processors that workers pin themselves to; empty: none.
+static PINNED: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+
+#[cfg(target_os = "linux")]
+mod affinity {
+    const WORDS: usize = 16;
+    type Mask = [u64; WORDS];
+
+    unsafe extern "C" {
+        fn sched_getaffinity(pid: i32, len: usize, mask: *mut Mask) -> i32;
+        fn sched_setaffinity(pid: i32, len: usize, mask: *const Mask) -> i32;
+    }
+
+    /// Processors the calling thread may use.
+    pub fn allowed() -> Vec<usize> {
+        let mut mask: Mask = [0; WORDS];
+        // SAFETY: the kernel writes at most the size it is given.
+        if unsafe { sched_getaffinity(0, size_of::<Mask>(), &raw mut mask) } < 0 {
+            return Vec::new();
+        }
+        (0..64 * WORDS)
+            .filter(|cpu| mask[cpu / 64] >> (cpu % 64) & 1 == 1)
+            .collect()
+    }
+
+    /// Pins the calling thread.
+    pub fn set(cpu: usize) -> bool {
+        let mut mask: Mask = [0; WORDS];
+        mask[cpu / 64] |= 1 << (cpu % 64);
+        // SAFETY: the kernel reads the size it is given.
+        unsafe { sched_setaffinity(0, size_of::<Mask>(), &raw const mask) == 0 }
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+mod affinity {
+    pub fn allowed() -> Vec<usize> {
+        Vec::new()
+    }
+
+    pub fn set(_cpu: usize) -> bool {
+        false
+    }
+}
+
 /// Runs `task(0)` to `task(tasks - 1)`, each exactly once, on the pool; returns when all are done. Tasks must write to disjoint
 /// places. Which thread runs which task is not fixed, so no result may depend on it.
 ///
@@ -172,7 +230,13 @@ impl Pool {
         let asleep: &'static AtomicBool = Box::leak(Box::new(AtomicBool::new(false)));
         let handle = std::thread::Builder::new()
             .name(format!("exl-cpu-{}", index + 1))
-            .spawn(move || self.job.work(index, asleep))
+            .spawn(move || {
+                let cpus = lock(&PINNED).clone();
+                if !cpus.is_empty() {
+                    affinity::set(cpus[(index + 1) % cpus.len()]);
+                }
+                self.job.work(index, asleep);
+            })
             .ok()?;
         Some(Worker {
             thread: handle.thread().clone(),

@@ -42,6 +42,11 @@ fn set_isa(wanted: &str) -> PyResult<&'static str> {
     Ok(name(Isa::force(isa)))
 }
 
+#[pyfunction]
+fn pin_threads() -> bool {
+    pool::pin()
+}
+
 /// Runs `tasks` empty tasks: what a job costs by itself.
 #[pyfunction]
 fn run_empty(py: Python<'_>, tasks: usize) {
@@ -65,6 +70,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(isa, m)?)?;
     m.add_function(wrap_pyfunction!(best_isa, m)?)?;
     m.add_function(wrap_pyfunction!(set_isa, m)?)?;
+    m.add_function(wrap_pyfunction!(pin_threads, m)?)?;
     m.add_function(wrap_pyfunction!(run_empty, m)?)?;
     m.add_function(wrap_pyfunction!(read_bandwidth, m)?)?;
     Ok(())

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, cast
 
+import torch
+from torch import Tensor
+
 from . import _native
 
-__all__ = ["ISA", "best_isa", "isa", "num_threads", "set_isa", "set_num_threads"]
+__all__ = ["ISA", "best_isa", "isa", "num_threads", "pin", "read_bandwidth", "run_empty", "set_isa", "set_num_threads"]
 
 ISA = Literal["scalar", "avx2", "avx512"]
 
@@ -36,3 +39,23 @@ def best_isa() -> ISA:
 def set_isa(name: ISA) -> ISA:
     """Forces an instruction set, or the best available below it, and returns what is in force. For tests."""
     return cast(ISA, _native.set_isa(name))
+
+
+def pin() -> bool:
+    """Pins the calling thread and the pool's threads, started after this, to a processor each. For measurements.
+
+    Call it before the first operator. False where the system cannot.
+    """
+    return bool(_native.pin_threads())
+
+
+def read_bandwidth(data: Tensor) -> float:
+    """Bytes per second at which the pool reads `data` (int64, CPU) once: the memory roof, if no cache holds it."""
+    if data.dtype != torch.int64 or data.device.type != "cpu" or data.numel() == 0:
+        raise ValueError(f"read_bandwidth: data is {data.dtype} {list(data.shape)} on {data.device}; expected int64")
+    return float(_native.read_bandwidth(data.contiguous()))
+
+
+def run_empty(tasks: int) -> None:
+    """Runs a job of empty tasks: what the pool itself costs."""
+    _native.run_empty(tasks)
