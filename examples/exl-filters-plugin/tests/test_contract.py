@@ -10,6 +10,6 @@ DATES = Language(
 )
 
 
-@filter_laws(lambda vocab: IsoDateFilter(None, vocab), language=DATES, profile="quick")
+@filter_laws(lambda vocab: IsoDateFilter(None, vocab), language=DATES, profile="quick", examples=8)
 def test_contract(law):
     law()
