@@ -3,7 +3,9 @@ reads."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -735,3 +737,21 @@ def test_many_threads_may_submit_at_once() -> None:
         thread.join()
     assert got == [want] * 16
     check_pages(generator)
+
+
+def test_finished_jobs_leave_nothing_behind() -> None:
+    """Regression exl2#533: no growth with the number of requests, with guesses and filters too."""
+    for generator in (make(), speculate("ngram"), speculate("model")):
+        for round_ in range(3):
+            jobs = [job("abc" * n, 9, filters=[AllowFilter({5}, {6}, {7})], identifier=n) for n in range(1, 6)]
+            generator.enqueue(jobs)
+            if round_ == 1:
+                generator.cancel(jobs[2])
+            drain(generator)
+            generator.generate(["abc", "the"], 5)
+        alive = [weakref.ref(one) for one in jobs]
+        del jobs
+        gc.collect()
+        assert [ref() for ref in alive] == [None] * 5
+        assert not generator._sinks
+        check_pages(generator)

@@ -75,6 +75,7 @@ class TextStream:
         self._pieces = pieces
         self._stops = stops
         self._bans = bans
+        self._watching = bool(stops) or bool(bans)
         self._scan = _Scan(skip=skip)
         self._held: list[Record] = []
         self._text = ""
@@ -151,11 +152,12 @@ class TextStream:
         stop, ban, length = self._scan.stop, self._scan.ban, self._scan.length
         self._text += text
         match: Match | None = None
-        for character in text:
+        for character in text if self._watching else "":
             length += 1
             stop, ban = self._stops.step(stop, character), self._bans.step(ban, character)
             if match is None:
                 match = self._completed(stop, ban, length)
+        length = self._scan.length + len(text)
         record.open = bool(pending)
         record.end = length + record.open
         self._scan = _Scan(pending, length, stop, ban)

@@ -36,9 +36,9 @@ class Automaton:
         """The state after one more character."""
         if self._fold:
             character = _lower(character)
-        while state and character not in self._goto[state]:
+        while (following := self._goto[state].get(character)) is None and state:
             state = self._fail[state]
-        return self._goto[state].get(character, 0)
+        return following or 0
 
     def match_length(self, state: int) -> int:
         """Length of the pattern completed in this state, 0 if none."""

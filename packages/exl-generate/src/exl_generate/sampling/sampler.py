@@ -91,15 +91,22 @@ class RequestSampler:
         if not np.isfinite(row[best]):
             raise NoCandidatesError(_why_empty(logits, constraint))
         if self.settings.is_greedy:
-            ids, p = np.array([best], dtype=np.int64), np.ones(1)
-        else:
-            ids, p = self._candidates(row, position)
+            return self._only(best, position, top_n, len(row))
+        ids, p = self._candidates(row, position)
         r = self.random.uniform(position, attempt)
         chosen = transforms.draw(p, transforms.skew(r, self.settings.skew))
         if self.settings.mirostat:
             self._learn(position, float(p[chosen]))
         top_tokens, top_p = _report(ids, p, top_n, len(row))
         return Sample(int(ids[chosen]), float(p[chosen]), top_tokens, top_p)
+
+    def _only(self, token: int, position: int, top_n: int, width: int) -> Sample:
+        """The one candidate: there is nothing to draw."""
+        if self.settings.mirostat:
+            self._learn(position, 1.0)
+        ids, p = np.array([token], dtype=np.int64), np.ones(1)
+        top_tokens, top_p = _report(ids, p, top_n, width) if top_n else (ids[:0], p[:0].astype(np.float32))
+        return Sample(token, 1.0, top_tokens, top_p)
 
     def distribution(
         self, logits: Logits, context: Ids, position: int = 0, constraint: Constraint = UNCONSTRAINED
