@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,29 @@ def test_generate_honours_stops_and_bans(exl) -> None:  # type: ignore[no-untype
     banned = json.loads(exl(*common, "--ban", "IMPORT")[1])["completion"]
     assert "import" in plain
     assert "import" not in banned
+
+
+def test_generate_with_guesses_says_the_same(exl) -> None:  # type: ignore[no-untyped-def]
+    common = ("generate", "One rainy day,", "-n", "40", "--seed", "3", "--json")
+    plain, draft, ngram = (json.loads(exl(*common, *extra)[1]) for extra in ((), ("--draft", "bundled"), ("--ngram",)))
+    assert plain["completion"] == draft["completion"] == ngram["completion"]
+    assert draft["accepted_draft_tokens"] > 5
+
+
+def test_generate_obeys_schema_and_regex(exl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("llguidance", reason="the grammar extra of exl-filters is optional")
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    schema["additionalProperties"] = False
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(schema))
+    for source in (str(file), json.dumps(schema)):
+        code, out, err = exl("generate", "A record:\n", "-n", "60", "--seed", "1", "--json", "--json-schema", source)
+        assert code == 0, err
+        assert isinstance(json.loads(json.loads(out)["completion"])["age"], int)
+    extra = ("--regex", "(yes|no), [a-z]{3}!", "--draft", "bundled")
+    completion = json.loads(exl("generate", "Is it?", "--seed", "2", "--json", *extra)[1])["completion"]
+    assert re.fullmatch("(yes|no), [a-z]{3}!", completion)
+    assert exl("generate", "x", "--regex", "(unclosed")[0] == 1
 
 
 @pytest.mark.parametrize(

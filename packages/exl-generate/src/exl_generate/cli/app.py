@@ -56,6 +56,18 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     ban: Annotated[list[str] | None, typer.Option("--ban", help="Never write this text, in any case.")] = None,
+    json_schema: Annotated[
+        str | None, typer.Option(help="Write JSON of this schema: a file, or the schema itself.", show_default=False)
+    ] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option(help="Write text that matches this pattern, from beginning to end.", show_default=False),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help='Folder of a draft model, or "bundled": guesses that save passes.', show_default=False),
+    ] = None,
+    ngram: Annotated[bool, typer.Option("--ngram", help="Guess by what the text has said before.")] = False,
     special: Annotated[bool, typer.Option("--special", help="Read special tokens in the prompt, show them.")] = False,
     echo: Annotated[bool, typer.Option(help="Show the prompt before its continuation.")] = True,
     cache: Cache = "fp16",
@@ -85,6 +97,10 @@ def generate(
             seed=seed,
             stop=stop or [],
             ban=ban or [],
+            json_schema=json_schema,
+            regex=regex,
+            draft=draft,
+            ngram=ngram,
             special=special,
             cache=cache,
             cache_tokens=cache_tokens,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exl_generate.cli.models import load
+from exl_generate.cli.models import Loaded, load
 from exl_generate.dynamic import ExLlamaV2DynamicJob
 from exl_generate.errors import RequestError
 from exl_generate.sampling import Settings
@@ -27,6 +27,10 @@ class Options:
     seed: int | None
     stop: list[str]
     ban: list[str]
+    json_schema: str | None
+    regex: str | None
+    draft: str | None
+    ngram: bool
     special: bool
     cache: str
     cache_tokens: int | None
@@ -43,7 +47,8 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
     if room < 1:
         raise RequestError(f"the prompt has {ids.shape[1]} tokens, the model's limit is {loaded.config.max_seq_len}")
     new = min(options.max_tokens, room)
-    generator = loaded.generator(options.cache, options.cache_tokens or ids.shape[1] + new)
+    tokens = options.cache_tokens or ids.shape[1] + new
+    generator = loaded.generator(options.cache, tokens, draft=options.draft, use_ngram_draft=options.ngram)
     job = ExLlamaV2DynamicJob(
         ids,
         new,
@@ -52,6 +57,7 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
         seed=options.seed,
         stop_conditions=[*loaded.stop_ids(), *options.stop],
         banned_strings=options.ban,
+        filters=_filters(loaded, options),
         decode_special_tokens=options.special,
     )
     if echo and not as_json:
@@ -72,6 +78,23 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
         print(_statistics(last), file=sys.stderr)
 
 
+def _filters(loaded: Loaded, options: Options) -> list[object]:
+    """What the output has to obey."""
+    if options.json_schema is None and options.regex is None:
+        return []
+    from exl_filters.grammar import ExLlamaV2GrammarFilter
+
+    found: list[object] = []
+    if options.json_schema is not None:
+        file = Path(options.json_schema)
+        is_file = len(options.json_schema) < 4096 and file.is_file()
+        schema = file.read_text(encoding="utf-8") if is_file else options.json_schema
+        found.append(ExLlamaV2GrammarFilter(loaded.model, loaded.tokenizer, json_schema=schema))
+    if options.regex is not None:
+        found.append(ExLlamaV2GrammarFilter(loaded.model, loaded.tokenizer, regex=options.regex))
+    return found
+
+
 def _write(text: str) -> None:
     if text:
         sys.stdout.write(text)
@@ -79,11 +102,13 @@ def _write(text: str) -> None:
 
 
 def _report(prompt: str, last: dict[str, Any], options: Options) -> dict[str, Any]:
+    drafted: dict[str, Any] = {k: last[k] for k in ("accepted_draft_tokens", "rejected_draft_tokens") if k in last}
     keys = ("eos_reason", "new_tokens", "prompt_tokens", "cached_tokens", "time_prefill", "time_generate")
     return {
         "prompt": prompt,
         "completion": last["full_completion"],
         **{key: last[key] for key in keys},
+        **drafted,
         "seed": last["job"].effective_seed,
         "settings": {k: repr(v) for k, v in options.settings.effective().items()},
     }

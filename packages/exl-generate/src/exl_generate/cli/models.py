@@ -39,10 +39,13 @@ class Loaded:
     model: ExLlamaV2
     tokenizer: ExLlamaV2Tokenizer
 
-    def generator(self, cache: str, tokens: int, **kwargs: Any) -> ExLlamaV2DynamicGenerator:
-        """With a cache of at least `tokens` tokens, in whole pages."""
-        pages = -(-tokens // PAGED_PAGE_SIZE)
-        kv = CACHES[cache](self.model, max_seq_len=pages * PAGED_PAGE_SIZE)
+    def generator(self, cache: str, tokens: int, draft: str | None = None, **kwargs: Any) -> ExLlamaV2DynamicGenerator:
+        """With a cache of at least `tokens` tokens, in whole pages; `draft`: folder of a draft model, or "bundled"."""
+        length = -(-tokens // PAGED_PAGE_SIZE) * PAGED_PAGE_SIZE
+        if draft is not None:
+            small = _load_model(_draft_folder(draft))
+            kwargs |= {"draft_model": small, "draft_cache": CACHES[cache](small, max_seq_len=length)}
+        kv = CACHES[cache](self.model, max_seq_len=length)
         return ExLlamaV2DynamicGenerator(self.model, kv, self.tokenizer, **kwargs)
 
     def stop_ids(self) -> list[int]:
@@ -53,10 +56,22 @@ class Loaded:
 
 def load(folder: Path | None) -> Loaded:
     """Load the model of a folder, or the bundled one."""
-    config = ExLlamaV2Config(model_folder(folder))
-    model = ExLlamaV2(config)
+    model = _load_model(model_folder(folder))
+    return Loaded(model.config, model, ExLlamaV2Tokenizer(model.config))
+
+
+def _load_model(folder: Path) -> ExLlamaV2:
+    model = ExLlamaV2(ExLlamaV2Config(folder))
     model.load()
-    return Loaded(config, model, ExLlamaV2Tokenizer(config))
+    return model
+
+
+def _draft_folder(name: str) -> Path:
+    if name != "bundled":
+        return Path(name)
+    from exl_generate import bundled
+
+    return Path(bundled.draft_model_dir())
 
 
 def model_folder(folder: Path | None) -> Path:
