@@ -42,17 +42,20 @@ pub fn set_threads(n: usize) {
     THREADS.store(n.max(1), Ordering::Relaxed);
 }
 
-/// Pins the calling thread to its first processor and every worker started from now on to one of the others in turn. For
+/// Pins the calling thread to its first processor and the pool's threads, which start now, to the others in turn. For
 /// measurements: call it before the first job. False where the system knows no such thing.
 pub fn pin() -> bool {
-    // The default is the number of processors allowed, which pinning changes.
-    threads();
+    let helpers = threads() - 1;
     let cpus = affinity::allowed();
-    if cpus.is_empty() || !affinity::set(cpus[0]) {
+    if cpus.is_empty() {
         return false;
     }
+    let first = cpus[0];
     *lock(&PINNED) = cpus;
-    true
+    // Before this thread is pinned: a thread begins where its parent may run.
+    let pool = Pool::get();
+    pool.start_workers(&mut lock(&pool.turn), helpers);
+    affinity::set(first)
 }
 
 /// Processors that workers pin themselves to; empty: none.
@@ -183,13 +186,7 @@ impl Pool {
 
     fn run(&'static self, tasks: usize, helpers: usize, task: &(dyn Fn(usize) + Sync)) {
         let mut workers = lock(&self.turn);
-        while workers.len() < helpers {
-            match self.start_worker(workers.len()) {
-                Some(worker) => workers.push(worker),
-                // No more threads to be had: fewer do the same work.
-                None => break,
-            }
-        }
+        self.start_workers(&mut workers, helpers);
         let job = &self.job;
         // SAFETY: only the lifetime changes. The reference is read only by threads that claimed a task, and this function returns
         // after the last claimed task has finished.
@@ -223,6 +220,16 @@ impl Pool {
         drop(workers);
         if let Some(panic) = panic {
             resume_unwind(panic);
+        }
+    }
+
+    fn start_workers(&'static self, workers: &mut Vec<Worker>, wanted: usize) {
+        while workers.len() < wanted {
+            match self.start_worker(workers.len()) {
+                Some(worker) => workers.push(worker),
+                // No more threads to be had: fewer do the same work.
+                None => break,
+            }
         }
     }
 
