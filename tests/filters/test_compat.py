@@ -1,11 +1,21 @@
-"""exllamav2's import paths, registered only where exllamav2 is not."""
+"""exllamav2's import paths, registered where it is not installed; formatron's filter (`uv run --with formatron`)."""
 
 import importlib
 import sys
+import types
 
 import pytest
 
-from exl_filters import ExLlamaV2Filter, ExLlamaV2SelectFilter, FilterUsageError, compat
+from exl_filters import (
+    ExLlamaV2Filter,
+    ExLlamaV2SelectFilter,
+    FilterBusy,
+    FilterStack,
+    FilterUsageError,
+    Status,
+    bits,
+    compat,
+)
 
 
 def test_the_paths_that_third_parties_import():
@@ -40,3 +50,55 @@ def test_lm_format_enforcers_own_module_imports_through_it():
         module = importlib.import_module("lmformatenforcer.integrations.exllamav2")
         assert callable(module.ExLlamaV2TokenEnforcerFilter)
     sys.modules.pop("lmformatenforcer.integrations.exllamav2", None)
+
+
+def test_formatrons_own_filter_runs_unmodified():
+    pytest.importorskip("kbnf", reason="formatron is not among the development dependencies")
+    pytest.importorskip("torch")
+
+    class Tokenizer:
+        """The attributes formatron touches (spec 2.4): bytes as <0xHH> pieces, one EOS."""
+
+        eos_token_id = 256
+        extended_id_to_piece = types.MappingProxyType({256: "</s>"})
+
+        class Model:
+            vocab = None
+
+            def vocab_size(self):
+                return 257
+
+            def id_to_piece(self, i):
+                return f"<0x{i:02X}>" if i < 256 else "</s>"
+
+        tokenizer = tokenizer_model = Model()
+
+        def decode(self, ids):
+            return bytes(int(i) for i in ids if int(i) < 256).decode("utf-8", "replace")
+
+        def get_id_to_piece_list(self):
+            return [chr(i) if i < 128 else "\ufffd" for i in range(256)] + ["</s>"]
+
+    compat.restore_pydantic_names()
+    with compat.namespace(Tokenizer):
+        from formatron.formatter import FormatterBuilder
+        from formatron.integrations.exllamav2 import create_formatter_filter
+        from formatron.integrations.utils import update_vocab_0xHH
+
+        builder = FormatterBuilder()
+        builder.append_str("a")
+        builder.append_line(f"{builder.choose('yes', 'no', capture_name='c')}")
+        theirs = create_formatter_filter(None, Tokenizer(), builder, vocab_processors=[update_vocab_0xHH])
+        with FilterStack([theirs], vocab_size=257, stop_ids=[256]) as stack:
+            with pytest.raises(FilterBusy):
+                FilterStack([theirs], vocab_size=257)
+            for byte in b"ano":
+                assert bits.test(stack.next_mask(), byte)
+                stack.feed(byte)
+            stack.rewind(2)
+            assert bits.to_ids(stack.next_mask()) == [ord("n"), ord("y")]
+            for byte in b"no\n":
+                stack.feed(byte)
+            assert bits.to_ids(stack.next_mask()) == [256]
+            assert stack.feed(256)
+            assert stack.status is Status.DONE

@@ -9,9 +9,11 @@ with exl_filters.compat.namespace(tokenizer_class, model_class):
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import types
+import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +23,7 @@ from exl_filters.errors import FilterUsageError
 from exl_filters.prefix import ExLlamaV2PrefixFilter
 from exl_filters.select import ExLlamaV2SelectFilter
 
-__all__ = ["install", "namespace", "uninstall"]
+__all__ = ["install", "namespace", "restore_pydantic_names", "uninstall"]
 
 VERSION = "0.3.2"
 _FILTERS = {
@@ -73,6 +75,20 @@ def uninstall() -> None:
     """Take back what `install` registered."""
     while _installed:
         sys.modules.pop(_installed.pop(), None)
+
+
+def restore_pydantic_names() -> None:
+    """Give `pydantic.typing` back the names that formatron 0.5.0 imports and pydantic 2.12 dropped (spec FX-6).
+
+    Call it before importing formatron. Does nothing where pydantic is not installed or has them.
+    """
+    try:
+        module = importlib.import_module("pydantic.typing")
+    except ImportError:
+        return
+    for name in ("Any", "Literal", "Mapping", "Type", "Union", "get_args", "get_origin"):
+        if name not in vars(module):
+            setattr(module, name, getattr(typing, name))
 
 
 @contextmanager
