@@ -154,3 +154,29 @@ def test_tokens_that_do_not_fit() -> None:
         block.forward(x, tokens, KVPages.allocate("fp16", 8, 8, KV_HEADS, DIM // 2))
     with pytest.raises(ShapeError):
         block.forward(x, tokens, KVPages.allocate("fp16", 8, 8, KV_HEADS + 1, DIM))
+
+
+@pytest.mark.parametrize("order", ["rising", "falling"])
+def test_more_tokens_than_go_through_at_once(order: str) -> None:
+    """600 tokens of two sequences, also in an order in which a query comes long before keys that it sees."""
+    count, page = 600, 64
+    generator = torch.Generator().manual_seed(3)
+    rows, positions = (torch.arange(count) % 2).int(), (torch.arange(count) // 2).int()
+    if order == "falling":
+        positions = positions.flip(0).contiguous()
+    table = torch.randperm(10, generator=generator).int().view(2, 5)
+    slots = table[rows.long(), positions.long() // page].long() * page + positions.long() % page
+    angles = torch.randn(300, DIM // 2, generator=generator)
+    tokens = Tokens(rows, positions, slots, table, positions.long(), angles.cos(), angles.sin())
+    block = AttentionBlock(torch.ones(HIDDEN), 1e-5, projections(), head_dim=DIM, scale=0.3, window=40)
+    x = torch.randn(count, HIDDEN, generator=generator)
+    found = block.forward(x.clone(), tokens, KVPages.allocate("fp16", 10, page, KV_HEADS, DIM))
+
+    q, k, v, o = projections()
+    h, pages = rms_norm(x, torch.ones(HIDDEN), 1e-5), KVPages.allocate("fp16", 10, page, KV_HEADS, DIM)
+    qh, kh, vh = (m.matmul(h).view(count, -1, DIM) for m in (q, k, v))
+    for t in (qh, kh):
+        apply_rope(t, angles.cos(), angles.sin(), positions.long())
+    store_kv(pages, kh, vh, slots)
+    mixed = paged_attention(qh, pages, table, rows, positions, scale=0.3, window=40)
+    assert torch.equal(found, x + o.matmul(mixed.view(count, -1)))

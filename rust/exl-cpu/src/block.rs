@@ -12,6 +12,8 @@ use crate::norm::{Norm, normalize};
 use crate::pool;
 use crate::rope::{self, RopeError, Tables};
 
+/// Tokens that go through a block together: more give no speed, and would cost scratch memory in proportion.
+const CHUNK: usize = 512;
 /// Elements of a residual sum that one task adds.
 const PER_TASK: usize = 1 << 15;
 
@@ -49,6 +51,40 @@ pub struct Tokens<'a> {
     pub tables: Tables<'a>,
     /// [batch, width]
     pub key_mask: Option<(&'a [f32], usize)>,
+}
+
+impl Tokens<'_> {
+    /// Tokens [first, last).
+    fn range(&self, first: usize, last: usize) -> Self {
+        Self {
+            rows: &self.rows[first..last],
+            positions: &self.positions[first..last],
+            slots: &self.slots[first..last],
+            rope_positions: &self.rope_positions[first..last],
+            ..*self
+        }
+    }
+
+    /// Whether every sequence's tokens come in rising order of position, so that cutting the call in two leaves no query
+    /// before a key that it sees.
+    fn keys_come_before_queries(&self) -> bool {
+        let batch = self.block_table.len() / self.max_pages.max(1);
+        let mut reached = vec![i32::MIN; batch];
+        self.rows
+            .iter()
+            .zip(self.positions)
+            .all(|(&row, &position)| {
+                let Some(last) = usize::try_from(row)
+                    .ok()
+                    .and_then(|row| reached.get_mut(row))
+                else {
+                    return false; // refused by the attention kernel
+                };
+                let rising = position >= *last;
+                *last = position;
+                rising
+            })
+    }
 }
 
 thread_local! {
@@ -157,9 +193,32 @@ impl AttentionBlock<'_> {
         tokens: &Tokens<'_>,
         pages: &Pages,
     ) -> Result<(), BlockError> {
-        let n = tokens.rows.len();
-        expect("elements of x", x.len(), n * self.norm.weight.len())?;
+        let (n, hidden) = (tokens.rows.len(), self.norm.weight.len());
+        expect("elements of x", x.len(), n * hidden)?;
+        expect("positions", tokens.positions.len(), n)?;
+        expect("slots", tokens.slots.len(), n)?;
+        expect("RoPE positions", tokens.rope_positions.len(), n)?;
         expect("head_dim of the pages", pages.head_dim, self.head_dim)?;
+        let at_once = if tokens.keys_come_before_queries() {
+            CHUNK
+        } else {
+            n.max(1)
+        };
+        for first in (0..n).step_by(at_once) {
+            let last = (first + at_once).min(n);
+            let part = &mut x[first * hidden..last * hidden];
+            self.forward_chunk(part, &tokens.range(first, last), pages)?;
+        }
+        Ok(())
+    }
+
+    fn forward_chunk(
+        &self,
+        x: &mut [f32],
+        tokens: &Tokens<'_>,
+        pages: &Pages,
+    ) -> Result<(), BlockError> {
+        let n = tokens.rows.len();
         let h = self.norm.apply(x);
         let [mut q, mut k, v] = products([self.q, self.k, self.v], &h, n);
         let heads = self.q.out_features() / self.head_dim;
@@ -229,14 +288,23 @@ impl GatedMlp<'_> {
     /// Adds the block's output to `x` [rows, hidden].
     pub fn forward(&self, x: &mut [f32]) -> Result<(), BlockError> {
         let hidden = self.norm.weight.len();
-        let rows = x.len() / hidden.max(1);
-        expect("elements of x", x.len(), rows * hidden)?;
+        expect(
+            "elements of x beyond whole rows",
+            x.len() % hidden.max(1),
+            0,
+        )?;
+        for part in x.chunks_mut(CHUNK * hidden.max(1)) {
+            self.forward_chunk(part, part.len() / hidden);
+        }
+        Ok(())
+    }
+
+    fn forward_chunk(&self, x: &mut [f32], rows: usize) {
         let h = self.norm.apply(x);
         let [mut gate, up] = products([self.gate, self.up], &h, rows);
         activate_in_place(self.activation, &mut gate, Some(&up));
         let [y] = products([self.down], &gate, rows);
         add(x, &y);
-        Ok(())
     }
 }
 
