@@ -1,4 +1,9 @@
-// Attention over fp16 pages: head dimensions to 64, 128 and 256; up to 8 query heads a block.
+// Attention over pages of kind fp16: slots of the ring, and blocks that are to fit a multiprocessor.
 #include "attention.cuh"
 
-ATTEND(FP16, FP16, fp16)
+DECODE(fp16, F16, F16, 64, 4, 4)
+DECODE(fp16, F16, F16, 128, 2, 4)
+DECODE(fp16, F16, F16, 256, 2, 2)
+PREFILL(fp16, F16, F16, 64, 8)
+PREFILL(fp16, F16, F16, 128, 8)
+PREFILL(fp16, F16, F16, 256, 4)

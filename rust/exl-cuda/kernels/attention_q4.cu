@@ -1,4 +1,9 @@
-// Attention over q4 pages: head dimensions to 64, 128 and 256; up to 8 query heads a block.
+// Attention over pages of kind q4: slots of the ring, and blocks that are to fit a multiprocessor.
 #include "attention.cuh"
 
-ATTEND(Q4, Q4, q4)
+DECODE(q4, HADAMARD4, HADAMARD4, 64, 4, 4)
+DECODE(q4, HADAMARD4, HADAMARD4, 128, 4, 4)
+DECODE(q4, HADAMARD4, HADAMARD4, 256, 4, 2)
+PREFILL(q4, HADAMARD4, HADAMARD4, 64, 8)
+PREFILL(q4, HADAMARD4, HADAMARD4, 128, 8)
+PREFILL(q4, HADAMARD4, HADAMARD4, 256, 4)

@@ -1,4 +1,9 @@
-// Attention over q8 pages: head dimensions to 64, 128 and 256; up to 8 query heads a block.
+// Attention over pages of kind q8: slots of the ring, and blocks that are to fit a multiprocessor.
 #include "attention.cuh"
 
-ATTEND(Q8, Q8, q8)
+DECODE(q8, HADAMARD8, HADAMARD8, 64, 4, 4)
+DECODE(q8, HADAMARD8, HADAMARD8, 128, 3, 4)
+DECODE(q8, HADAMARD8, HADAMARD8, 256, 3, 2)
+PREFILL(q8, HADAMARD8, HADAMARD8, 64, 8)
+PREFILL(q8, HADAMARD8, HADAMARD8, 128, 8)
+PREFILL(q8, HADAMARD8, HADAMARD8, 256, 4)

@@ -1,113 +1,122 @@
-// Writing keys and values into pages: one warp a head of a token, bit-exact to the codecs of spec/formats.md 5.
-#include "pages.cuh"
+// Keys and values into pages and out of them (spec formats 5): one warp a block of 64 elements, the CPU codec's arithmetic step by
+// step, so that codes and scales are the same bits.
+#include "hadamard.cuh"
 
-DEVICE bool finite(__half v) { return (__half_as_ushort(v) & 0x7fff) < 0x7c00; }
-DEVICE bool is_nan(__half v) { return (__half_as_ushort(v) & 0x7fff) > 0x7c00; }
+struct Pages {  // mirrored in ops/kv.rs
+  uint8_t* data[2];
+  __half* scales[2];
+  int codec[2];
+  int heads, dim, blocks;  // blocks of 64 in a head, the last one possibly short
+  int64_t slots;
+};
 
-// To half, to nearest even; finite values beyond the range saturate.
-template <class T>
-DEVICE __half round_to_half(T x) {
-  const float v = to_float(x);
-  const __half h = __float2half_rn(v);
-  if (!finite(h) && isfinite(v)) return __ushort_as_half(v < 0.f ? 0xfbff : 0x7bff);
-  return h;
-}
-// Half sum in which finite numbers that overflow become the largest half.
-DEVICE __half add_saturated(__half a, __half b) {
-  const __half s = __hadd(a, b);
-  if (!finite(s) && finite(a) && finite(b)) return __ushort_as_half(__half_as_ushort(s) & 0x8000 ? 0xfbff : 0x7bff);
-  return s;
-}
-DEVICE __half from_lane(__half v, int mask) { return __ushort_as_half(__shfl_xor_sync(~0u, __half_as_ushort(v), mask)); }
-
-DEVICE void half_butterflies(__half& a, __half& b) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int o = 1; o < 32; o *= 2) {
-    const __half x = from_lane(a, o), y = from_lane(b, o);
-    a = lane & o ? add_saturated(x, __hneg(a)) : add_saturated(a, x);
-    b = lane & o ? add_saturated(y, __hneg(b)) : add_saturated(b, y);
-  }
-}
-
-DEVICE uint8_t to_fp8(__half v) {
-  const uint32_t bits = __half_as_ushort(v), magnitude = bits & 0x7fff, sign = bits >> 8 & 0x80;
-  uint32_t rounded = (magnitude + 0x7f + (magnitude >> 8 & 1)) >> 8;
-  if (magnitude < 0x7c00) rounded = min(rounded, 0x7bu);
+DEVICE uint8_t e5m2(float x) {
+  const uint16_t bits = __half_as_ushort(saturating_half(x)), magnitude = bits & 0x7fff;
+  uint16_t rounded = (magnitude + 0x7f + ((magnitude >> 8) & 1)) >> 8;
+  if (magnitude < 0x7c00) rounded = rounded < 0x7b ? rounded : 0x7b;
   else rounded = magnitude == 0x7c00 ? 0x7c : 0x7e;
-  return static_cast<uint8_t>(rounded | sign);
+  return (uint8_t)((bits & 0x8000) >> 8 | rounded);
 }
 
-// Code in 0 .. 2 m - 1 of a transformed value, relative to its run's peak.
-DEVICE uint32_t to_code(__half v, float peak, int m) {
-  const __half ratio = __float2half_rn(__half2float(v) / peak);
-  const float shifted = __half2float(__hfma(ratio, __float2half_rn(m), __float2half_rn(m)));
-  if (shifted != shifted) return 0;
-  return static_cast<uint32_t>(fminf(fmaxf(rintf(shifted), 0.f), 2.f * m - 1.f));
+// Step 3 of formats 5.4; the quotient of an all-zero run is NaN and gives code 0.
+DEVICE unsigned quantize(float t, float peak, float m) {
+  const float ratio = round_half(__fdiv_rn(t, peak));
+  const float shifted = rintf(round_half(__fmaf_rn(ratio, m, m)));
+  return (unsigned)fminf(fmaxf(shifted, 0.f), 2.f * m - 1.f);
 }
 
-template <class T, Storage KIND>
-DEVICE void encode(const Store& s, int64_t head, const T* x, int head_dim) {
-  const int lane = threadIdx.x % 32;
-  uint8_t* to = s.data + head * stored_bytes(head_dim, KIND);
-  if constexpr (KIND == FP16 || KIND == FP8) {
-    for (int i = lane; i < head_dim; i += 32) {
-      const __half v = round_to_half(x[i]);
-      if constexpr (KIND == FP16) reinterpret_cast<__half*>(to)[i] = v;
-      else to[i] = to_fp8(v);
+// Largest magnitude of the 32 elements that lanes 0-15 or 16-31 hold; NaN if one is.
+DEVICE float run_peak(float even, float odd) {
+  float peak = fmaxf(fabsf(even), fabsf(odd));
+  bool nan = isnan(even) || isnan(odd);
+#pragma unroll
+  for (int o = 8; o; o >>= 1) {
+    peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, o));
+    nan |= __shfl_xor_sync(~0u, (int)nan, o) != 0;
+  }
+  return nan ? __int_as_float(0x7fffffff) : peak;
+}
+
+DEVICE void encode(const Pages& p, int plane, int64_t row, int block, float even, float odd) {
+  const int lane = threadIdx.x & 31, e = block * 64 + 2 * lane, codec = p.codec[plane];
+  uint8_t* data = p.data[plane];
+  if (codec <= E5M2) {
+    const int64_t at = row * p.dim + e;
+    for (int i = 0; i < 2 && e + i < p.dim; i++) {
+      if (codec == F16) reinterpret_cast<__half*>(data)[at + i] = saturating_half(i ? odd : even);
+      else data[at + i] = e5m2(i ? odd : even);
     }
     return;
   }
-  constexpr int M = KIND == Q8 ? 128 : 8;
-  for (int block = 0; block < padded(head_dim, KIND) / 64; block++) {
-    const int i = 64 * block + 2 * lane;
-    __half a = i < head_dim ? round_to_half(x[i]) : __half(0.f), b = i + 1 < head_dim ? round_to_half(x[i + 1]) : __half(0.f);
-    half_butterflies(a, b);
-    // A run is 32 elements: sixteen lanes. NaN anywhere in it makes its peak NaN.
-    float peak = fmaxf(fabsf(__half2float(a)), fabsf(__half2float(b)));
-    if (is_nan(a) || is_nan(b)) peak = __int_as_float(0x7fc00000);
-#pragma unroll
-    for (int o = 8; o; o >>= 1) {
-      const float other = __shfl_xor_sync(~0u, peak, o);
-      peak = peak != peak ? peak : other != other ? other : fmaxf(peak, other);
-    }
-    const uint32_t low = to_code(a, peak, M), high = to_code(b, peak, M);
-    if constexpr (KIND == Q8) reinterpret_cast<uint16_t*>(to)[i / 2] = static_cast<uint16_t>(low | high << 8);
-    else to[i / 2] = static_cast<uint8_t>(low | high << 4);
-    if (lane % 16 == 0) s.scales[head * (padded(head_dim, KIND) / 32) + 2 * block + lane / 16] = __float2half_rn(peak / M);
-  }
+  even = round_half(even);
+  odd = round_half(odd);
+  butterflies<true>(even, odd);
+  const float m = codec == HADAMARD8 ? 128.f : 8.f, peak = run_peak(even, odd);
+  const unsigned a = quantize(even, peak, m), b = quantize(odd, peak, m);
+  const int64_t at = row * p.blocks + block;
+  if (codec == HADAMARD8) reinterpret_cast<uint16_t*>(data)[at * 32 + lane] = (uint16_t)(a | b << 8);
+  else data[at * 32 + lane] = (uint8_t)(a | b << 4);
+  if (lane % 16 == 0) p.scales[plane][at * 2 + lane / 16] = __float2half_rn(peak / m);
 }
 
+// Grid: tokens; a warp takes every eighth block of keys and values. A slot outside the pages is passed over.
 template <class T>
-DEVICE void encode_kind(const Store& s, int kind, int64_t head, const T* x, int head_dim) {
-  switch (kind) {
-    case FP16: return encode<T, FP16>(s, head, x, head_dim);
-    case FP8: return encode<T, FP8>(s, head, x, head_dim);
-    case Q8: return encode<T, Q8>(s, head, x, head_dim);
-    case Q4: return encode<T, Q4>(s, head, x, head_dim);
-  }
-}
-
-// k, v [tokens, heads, head_dim]; a slot outside the pages is skipped. Blocks of eight warps over tokens * heads; y: 0 keys, 1 values.
-template <class T>
-DEVICE void store(const Pages& p, const T* k, const T* v, const int64_t* slots, int tokens, int key_kind, int value_kind) {
+DEVICE void store(const Pages& p, const T* k, const T* v, const int64_t* slots) {
   pdl_trigger();
   pdl_wait();
-  const int64_t i = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
-  if (i >= (int64_t)tokens * p.heads) return;
-  const int64_t slot = slots[i / p.heads];
-  if (slot < 0 || slot >= (int64_t)p.pages * p.page_size) return;
-  const int64_t head = slot * p.heads + i % p.heads;
-  if (blockIdx.y == 0) encode_kind(p.key, key_kind, head, k + i * p.head_dim, p.head_dim);
-  else encode_kind(p.value, value_kind, head, v + i * p.head_dim, p.head_dim);
+  const int64_t slot = slots[blockIdx.x];
+  if (slot < 0 || slot >= p.slots) return;
+  const int lane = threadIdx.x & 31, of_plane = p.heads * p.blocks;
+  for (int item = threadIdx.x >> 5; item < 2 * of_plane; item += blockDim.x >> 5) {
+    const int plane = item / of_plane, head = item % of_plane / p.blocks, block = item % p.blocks, e = block * 64 + 2 * lane;
+    const T* x = (plane ? v : k) + ((int64_t)blockIdx.x * p.heads + head) * p.dim + e;
+    const float even = e < p.dim ? to_float(x[0]) : 0.f, odd = e + 1 < p.dim ? to_float(x[1]) : 0.f;
+    encode(p, plane, slot * p.heads + head, block, even, odd);
+  }
 }
 
-#define STORE(T, t)                                                                                                        \
-  extern "C" __global__ void __launch_bounds__(256) kv_store_##t(const __grid_constant__ Pages p, const T* k, const T* v,  \
-                                                                 const int64_t* slots, int tokens, int key_kind,           \
-                                                                 int value_kind) {                                         \
-    store(p, k, v, slots, tokens, key_kind, value_kind);                                                                   \
+#define STORE(T, t)                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(256) kv_store_##t(Pages p, const T* k, const T* v, const int64_t* slots) { \
+    store(p, k, v, slots);                                                                                            \
   }
 STORE(__half, f16)
 STORE(__nv_bfloat16, bf16)
 STORE(float, f32)
+
+DEVICE float stored(const Pages& p, int plane, int64_t row, int block, int i) {
+  const int e = block * 64 + i, codec = p.codec[plane];
+  const uint8_t* data = p.data[plane];
+  if (codec <= E5M2) {
+    if (e >= p.dim) return 0.f;
+    const int64_t at = row * p.dim + e;
+    return __half2float(codec == F16 ? reinterpret_cast<const __half*>(data)[at] : __ushort_as_half(data[at] << 8));
+  }
+  const int64_t at = row * p.blocks + block;
+  const int code = codec == HADAMARD8 ? data[at * 64 + i] - 128 : (data[at * 32 + i / 2] >> (i & 1) * 4 & 15) - 8;
+  return round_half((float)code * __half2float(p.scales[plane][at * 2 + i / 32]));
+}
+
+// Grid: tokens. With the codec's own half roundings; a slot outside the pages gives zeros.
+extern "C" __global__ void __launch_bounds__(256) kv_load(Pages p, float* k, float* v, const int64_t* slots) {
+  pdl_trigger();
+  pdl_wait();
+  const int64_t slot = slots[blockIdx.x];
+  const bool here = slot >= 0 && slot < p.slots;
+  const int lane = threadIdx.x & 31, of_plane = p.heads * p.blocks;
+  for (int item = threadIdx.x >> 5; item < 2 * of_plane; item += blockDim.x >> 5) {
+    const int plane = item / of_plane, head = item % of_plane / p.blocks, block = item % p.blocks, e = block * 64 + 2 * lane;
+    float even = 0.f, odd = 0.f;
+    if (here) {
+      even = stored(p, plane, slot * p.heads + head, block, 2 * lane);
+      odd = stored(p, plane, slot * p.heads + head, block, 2 * lane + 1);
+      if (p.codec[plane] >= HADAMARD8) {
+        butterflies<true>(even, odd);
+        even = round_half(even / 32.f);
+        odd = round_half(odd / 32.f);
+      }
+    }
+    float* out = (plane ? v : k) + ((int64_t)blockIdx.x * p.heads + head) * p.dim + e;
+    if (e < p.dim) out[0] = even;
+    if (e + 1 < p.dim) out[1] = odd;
+  }
+}

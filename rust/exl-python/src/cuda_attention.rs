@@ -1,34 +1,32 @@
-//! Bindings of paged keys, values and attention on a GPU.
+//! Bindings of the cache and of attention on a GPU.
 
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::ops::attention::{self, Kind, NewTokens, Query};
+use exl_cuda::ops::attention::{self, Attention, MAX_DIM, Mode, Plan};
+use exl_cuda::ops::kv::{self, Direction, KINDS, Kind};
+use exl_cuda::ops::{Element, Target};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::cuda::{device_error, element, expect, target};
-use crate::tensor::{DType, Tensor};
+use crate::cuda::{device_error, element, target};
+use crate::tensor::{DType, Tensor, same_length, shape_error};
 
-/// The pages of one layer on a GPU, checked once.
-#[pyclass(frozen, name = "CudaPages", module = "exl_kernels._native")]
-pub struct CudaPages {
-    pages: attention::Pages,
+/// One layer's pages on a GPU: the addresses, and the tensors that own them.
+#[pyclass(frozen, name = "CudaPages")]
+pub struct Pages {
+    inner: kv::Pages,
     device: u32,
-    /// Keeps the tensors alive whose addresses `pages` holds.
-    _tensors: Vec<Tensor>,
-}
-
-fn shape4(tensor: &Tensor) -> PyResult<[usize; 4]> {
-    <[usize; 4]>::try_from(&tensor.shape[..])
-        .map_err(|_| PyValueError::new_err("pages must have four dimensions"))
+    _owners: Vec<Tensor>,
 }
 
 #[pymethods]
-impl CudaPages {
+impl Pages {
+    /// key, value: [P, page, H, row]; scales [P, page, H, row] where the kind has them.
     #[new]
     #[pyo3(signature = (kind, head_dim, key, value, key_scales, value_scales))]
     fn new(
+        py: Python<'_>,
         kind: &str,
         head_dim: usize,
         key: Tensor,
@@ -36,188 +34,284 @@ impl CudaPages {
         key_scales: Option<Tensor>,
         value_scales: Option<Tensor>,
     ) -> PyResult<Self> {
-        let kind = Kind::ALL
+        let kind: Kind = KINDS
             .into_iter()
-            .find(|k| k.name() == kind)
-            .ok_or_else(|| PyValueError::new_err(format!("unknown kind {kind:?}")))?;
-        let [pages, page_size, heads, _] = shape4(&key)?;
-        let (key_bytes, value_bytes, scale_bytes) = kind.stored_bytes(head_dim);
-        let fits = |tensor: &Tensor, bytes: usize| {
-            tensor.numel() * tensor.dtype.size() == pages * page_size * heads * bytes
+            .find(|k| k.name == kind)
+            .ok_or_else(|| PyValueError::new_err(format!("unknown cache kind {kind:?}")))?;
+        let &[num_pages, page_size, heads, _] = &key.shape[..] else {
+            return Err(shape_error(
+                py,
+                "key must be [pages, page_size, heads, row]".into(),
+            ));
         };
-        expect(
-            fits(&key, key_bytes) && fits(&value, value_bytes),
-            "key or value pages have the wrong size",
-        )?;
-        let scaled = scale_bytes > 0;
-        for scales in [&key_scales, &value_scales] {
-            expect(scales.is_some() == scaled, "scales do not match the kind")?;
-            let sized = scales
-                .as_ref()
-                .is_none_or(|s| fits(s, scale_bytes) && s.dtype == DType::F16);
-            expect(sized, "scales have the wrong size")?;
+        if head_dim == 0 || !head_dim.is_multiple_of(8) || head_dim > MAX_DIM {
+            return Err(shape_error(
+                py,
+                format!("head_dim {head_dim}: on a GPU, a multiple of 8 up to {MAX_DIM}"),
+            ));
         }
+        let rows = num_pages * page_size * heads;
         let mut all = vec![("key", &key), ("value", &value)];
-        all.extend(key_scales.as_ref().map(|s| ("key_scales", s)));
-        all.extend(value_scales.as_ref().map(|s| ("value_scales", s)));
+        for (what, tensor, codec) in [("key", &key, kind.key), ("value", &value, kind.value)] {
+            let bytes = tensor.numel() * tensor.dtype.size();
+            same_length(what, bytes, rows * codec.row_bytes(head_dim))?;
+        }
+        for (scales, codec) in [(&key_scales, kind.key), (&value_scales, kind.value)] {
+            let wanted = if codec.is_hadamard() {
+                rows * head_dim.next_multiple_of(64) / 32
+            } else {
+                0
+            };
+            same_length("scales", scales.as_ref().map_or(0, Tensor::numel), wanted)?;
+            all.extend(scales.iter().map(|t| ("scales", t)));
+        }
+        if let Some((what, _)) = all.iter().find(|(_, t)| t.ptr % 16 != 0) {
+            return Err(shape_error(
+                py,
+                format!("{what} does not begin at a multiple of 16 bytes: allocate it by itself"),
+            ));
+        }
         let device = target(&all, 0, false)?.device;
-        let address = |tensor: &Option<Tensor>| tensor.as_ref().map_or(0, |t| t.ptr);
-        let pages = attention::Pages {
+        let address = |t: &Option<Tensor>| t.as_ref().map_or(0, |t| t.ptr);
+        let inner = kv::Pages {
             kind,
-            key: key.ptr,
-            key_scales: address(&key_scales),
-            value: value.ptr,
-            value_scales: address(&value_scales),
-            pages,
+            data: [key.ptr, value.ptr],
+            scales: [address(&key_scales), address(&value_scales)],
+            num_pages,
             page_size,
             heads,
             head_dim,
         };
-        let tensors = [Some(key), Some(value), key_scales, value_scales];
+        let owners = [Some(key), Some(value), key_scales, value_scales];
         Ok(Self {
-            pages,
+            inner,
             device,
-            _tensors: tensors.into_iter().flatten().collect(),
+            _owners: owners.into_iter().flatten().collect(),
         })
     }
+}
 
-    /// Encodes k and v [T, H, D] into slots int64 [T].
-    fn store(
+impl Pages {
+    /// Where a launch on `tensors` and these pages goes.
+    fn target(
         &self,
-        py: Python<'_>,
-        k: Tensor,
-        v: Tensor,
-        slots: Tensor,
+        tensors: &[(&str, &Tensor)],
         stream: usize,
         programmatic: bool,
-    ) -> PyResult<()> {
-        let to = target(
-            &[("k", &k), ("v", &v), ("slots", &slots)],
-            stream,
-            programmatic,
-        )?;
-        expect(to.device == self.device, "the pages are on another GPU")?;
-        let tokens = slots.numel();
-        let shape = [tokens, self.pages.heads, self.pages.head_dim];
-        expect(
-            k.shape == shape && v.shape == shape && v.dtype == k.dtype,
-            "k and v must be alike, [T, H, D]",
-        )?;
-        expect(slots.dtype == DType::I64, "slots must be int64")?;
-        let op = NewTokens {
-            k: k.ptr,
-            v: v.ptr,
-            element: element(&k, "k")?,
-            slots: slots.ptr,
-            tokens,
-        };
-        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
-        py.detach(|| unsafe { attention::store(to, &self.pages, &op) })
-            .map_err(|error| device_error(py, &error))
-    }
-
-    /// Floats of scratch that `attend` needs for one token.
-    fn scratch_floats(&self, query_heads: usize, table_width: usize) -> usize {
-        attention::scratch_floats(&self.pages, 1, query_heads, table_width)
-    }
-
-    /// Attention of q [T, Hq, D] into out.
-    #[pyo3(signature = (q, block_table, rows, positions, mask, scratch, out, scale, window, softcap, stream, programmatic))]
-    fn attend(
-        &self,
-        py: Python<'_>,
-        q: Tensor,
-        block_table: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        mask: Option<Tensor>,
-        scratch: Tensor,
-        out: Tensor,
-        scale: f32,
-        window: usize,
-        softcap: f32,
-        stream: usize,
-        programmatic: bool,
-    ) -> PyResult<()> {
-        let mut all = vec![
-            ("q", &q),
-            ("block_table", &block_table),
-            ("rows", &rows),
-            ("positions", &positions),
-            ("scratch", &scratch),
-            ("out", &out),
-        ];
-        all.extend(mask.as_ref().map(|m| ("key_mask", m)));
-        let to = target(&all, stream, programmatic)?;
-        expect(to.device == self.device, "the pages are on another GPU")?;
-        let [tokens, query_heads, head_dim] = <[usize; 3]>::try_from(&q.shape[..])
-            .map_err(|_| PyValueError::new_err("q must be [T, Hq, D]"))?;
-        let [sequences, table_width] = <[usize; 2]>::try_from(&block_table.shape[..])
-            .map_err(|_| PyValueError::new_err("block_table must be [B, pages]"))?;
-        expect(
-            head_dim == self.pages.head_dim,
-            "q has another head_dim than the pages",
-        )?;
-        expect(
-            query_heads > 0 && query_heads.is_multiple_of(self.pages.heads),
-            "heads of q must be a multiple of the pages'",
-        )?;
-        expect(
-            out.shape == q.shape && out.dtype == q.dtype,
-            "out must be like q",
-        )?;
-        for index in [&block_table, &rows, &positions] {
-            expect(
-                index.dtype == DType::I32,
-                "block_table, rows and positions must be int32",
-            )?;
+    ) -> PyResult<Target> {
+        let to = target(tensors, stream, programmatic)?;
+        if to.device == self.device {
+            return Ok(to);
         }
-        expect(
-            rows.numel() == tokens && positions.numel() == tokens,
-            "rows and positions must be [T]",
-        )?;
-        let mask_width = match &mask {
-            None => 0,
-            Some(mask) => {
-                let [b, s] = <[usize; 2]>::try_from(&mask.shape[..])
-                    .map_err(|_| PyValueError::new_err("key_mask must be [B, S]"))?;
-                expect(
-                    b == sequences && mask.dtype == DType::F32,
-                    "key_mask must be float32 [B, S]",
-                )?;
-                s
-            }
-        };
-        let needed = attention::scratch_floats(&self.pages, tokens, query_heads, table_width);
-        expect(
-            scratch.dtype == DType::F32 && scratch.numel() >= needed,
-            "scratch is too small",
-        )?;
-        let op = Query {
-            q: q.ptr,
-            out: out.ptr,
-            element: element(&q, "q")?,
-            tokens,
-            query_heads,
-            block_table: block_table.ptr,
-            sequences,
-            table_width,
-            rows: rows.ptr,
-            positions: positions.ptr,
-            mask: mask.as_ref().map_or(0, |m| m.ptr),
-            mask_width,
-            scale,
-            window,
-            softcap,
-            parts: scratch.ptr,
-        };
-        // SAFETY: as in `store`.
-        py.detach(|| unsafe { attention::attend(to, &self.pages, &op) })
-            .map_err(|error| device_error(py, &error))
+        Err(PyValueError::new_err(format!(
+            "the pages are on cuda:{}, the other operands on cuda:{}",
+            self.device, to.device
+        )))
     }
+}
+
+/// Encodes k, v [T, H, D] into slots [T], or (`load`) decodes into them.
+#[pyfunction]
+fn cuda_kv_transfer(
+    py: Python<'_>,
+    pages: &Bound<'_, Pages>,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    load: bool,
+    stream: usize,
+    programmatic: bool,
+) -> PyResult<()> {
+    let pages = pages.get();
+    let to = pages.target(
+        &[("k", &k), ("v", &v), ("slots", &slots)],
+        stream,
+        programmatic,
+    )?;
+    let tokens = slots.numel();
+    let wanted = tokens * pages.inner.heads * pages.inner.head_dim;
+    same_length("k", k.numel(), wanted)?;
+    same_length("v", v.numel(), wanted)?;
+    let kind = element(&k, "k")?;
+    if slots.dtype != DType::I64 || v.dtype != k.dtype || (load && kind != Element::F32) {
+        return Err(PyValueError::new_err(
+            "k and v of one float type (float32 to load), slots int64",
+        ));
+    }
+    let direction = if load {
+        Direction::Load
+    } else {
+        Direction::Store(kind)
+    };
+    // SAFETY: torch owns the memory; sizes were checked above; torch keeps freed blocks alive for work queued on their stream.
+    py.detach(|| unsafe {
+        kv::transfer(to, direction, &pages.inner, k.ptr, v.ptr, slots.ptr, tokens)
+    })
+    .map_err(|e| device_error(py, &e))
+}
+
+/// The operands of one call, checked; what `attention::plan` and `attention::attend` take.
+fn operands(
+    pages: &Pages,
+    q: &Tensor,
+    out: &Tensor,
+    tables: [&Tensor; 3],
+    key_mask: Option<&Tensor>,
+    options: (f32, usize, f32),
+) -> PyResult<Attention> {
+    let [block_table, rows, positions] = tables;
+    let (&[tokens, q_heads, dim], &[batch, max_pages]) = (&q.shape[..], &block_table.shape[..])
+    else {
+        return Err(PyValueError::new_err(
+            "q must be [T, Hq, D], block_table [B, max_pages]",
+        ));
+    };
+    let integers = [block_table, rows, positions]
+        .iter()
+        .all(|t| t.dtype == DType::I32);
+    let heads = pages.inner.heads;
+    let fits = dim == pages.inner.head_dim
+        && q_heads % heads == 0
+        && rows.numel() == tokens
+        && positions.numel() == tokens
+        && out.shape == q.shape
+        && out.dtype == q.dtype;
+    let mask_fits =
+        key_mask.is_none_or(|m| m.dtype == DType::F32 && m.shape.len() == 2 && m.shape[0] == batch);
+    if !(integers && fits && mask_fits) {
+        return Err(PyValueError::new_err(
+            "operands of paged attention do not fit each other",
+        ));
+    }
+    Ok(Attention {
+        q: q.ptr,
+        out: out.ptr,
+        element: match element(q, "q")? {
+            Element::F16 => 0,
+            Element::BF16 => 1,
+            Element::F32 => 2,
+        },
+        tokens,
+        q_heads,
+        pages: pages.inner,
+        block_table: block_table.ptr,
+        batch,
+        max_pages,
+        rows: rows.ptr,
+        positions: positions.ptr,
+        key_mask: key_mask.map_or(0, |m| m.ptr),
+        mask_width: key_mask.map_or(0, |m| m.shape[1]),
+        scale: options.0,
+        window: options.1,
+        softcap: options.2,
+    })
+}
+
+/// (kernel, splits, floats of workspace) for a call of `tokens` x `q_heads` over `max_keys` keys.
+#[pyfunction]
+fn cuda_attention_plan(
+    py: Python<'_>,
+    pages: &Bound<'_, Pages>,
+    tokens: usize,
+    q_heads: usize,
+    batch: usize,
+    max_pages: usize,
+    max_keys: usize,
+) -> PyResult<(&'static str, usize, usize)> {
+    let pages = pages.get();
+    let op = Attention {
+        q: 0,
+        out: 0,
+        element: 0,
+        tokens,
+        q_heads,
+        pages: pages.inner,
+        block_table: 0,
+        batch,
+        max_pages,
+        rows: 0,
+        positions: 0,
+        key_mask: 0,
+        mask_width: 0,
+        scale: 1.0,
+        window: 0,
+        softcap: 0.0,
+    };
+    let plan = attention::plan(pages.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
+    let mode = match plan.mode {
+        Mode::Decode => "decode",
+        Mode::Prefill => "prefill",
+    };
+    Ok((mode, plan.splits, plan.workspace))
+}
+
+/// See `exl_kernels.attention_cuda`; `workspace`: what the plan asks for, float32, or None in prefill.
+#[pyfunction]
+#[pyo3(signature = (q, pages, block_table, rows, positions, scale, window, softcap, key_mask, out, splits, workspace, stream, programmatic))]
+fn cuda_paged_attention(
+    py: Python<'_>,
+    q: Tensor,
+    pages: &Bound<'_, Pages>,
+    block_table: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    scale: f32,
+    window: usize,
+    softcap: f32,
+    key_mask: Option<Tensor>,
+    out: Tensor,
+    splits: usize,
+    workspace: Option<Tensor>,
+    stream: usize,
+    programmatic: bool,
+) -> PyResult<()> {
+    let pages = pages.get();
+    let mut all = vec![
+        ("q", &q),
+        ("block_table", &block_table),
+        ("rows", &rows),
+        ("positions", &positions),
+        ("out", &out),
+    ];
+    all.extend(key_mask.iter().map(|t| ("key_mask", t)));
+    all.extend(workspace.iter().map(|t| ("workspace", t)));
+    let to = pages.target(&all, stream, programmatic)?;
+    let tables = [&block_table, &rows, &positions];
+    let op = operands(
+        pages,
+        &q,
+        &out,
+        tables,
+        key_mask.as_ref(),
+        (scale, window, softcap),
+    )?;
+    let dim = attention::padded(op.pages.head_dim);
+    let plan = Plan {
+        mode: if workspace.is_some() {
+            Mode::Decode
+        } else {
+            Mode::Prefill
+        },
+        splits,
+        workspace: op.tokens * op.q_heads * splits * (dim + 2),
+    };
+    if let Some(space) = &workspace
+        && (space.dtype != DType::F32 || space.numel() < plan.workspace || space.ptr % 16 != 0)
+    {
+        return Err(PyValueError::new_err(
+            "workspace too small, unaligned or not float32",
+        ));
+    }
+    let address = workspace.as_ref().map_or(0, |w| w.ptr);
+    // SAFETY: as in `cuda_kv_transfer`.
+    py.detach(|| unsafe { attention::attend(to, &op, &plan, address) })
+        .map_err(|e| device_error(py, &e))
 }
 
 /// Adds this subject's functions and classes to the module.
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<CudaPages>()
+    m.add_class::<Pages>()?;
+    m.add_function(wrap_pyfunction!(cuda_kv_transfer, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_attention_plan, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_paged_attention, m)?)
 }

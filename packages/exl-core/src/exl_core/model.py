@@ -13,7 +13,7 @@ from torch import Tensor
 from .attn_params import AttentionParams, PagedParams
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
-from .device import default_device
+from .device import default_device, out_of_memory_as_error
 from .errors import CacheError, InputError, ModelStateError, SequenceTooLongError, TokenIdError, UnsupportedError
 from .loading.loader import Callback, CallbackGen, check_callbacks, load_modules, progress_bar
 from .modules import Attention, Linear, Module, build_modules
@@ -134,7 +134,8 @@ class ExLlamaV2:
         self.device = device
         if not lazy and not self.loaded:
             tied = [f"{self.config.arch.embed_tokens}.weight"] if self.config.tie_word_embeddings else []
-            yield from load_modules(self.modules, checkpoint, device, callback, callback_gen, shared=tied)
+            with out_of_memory_as_error("load the model"):
+                yield from load_modules(self.modules, checkpoint, device, callback, callback_gen, shared=tied)
             self.loaded = True
         self.cache_map = {m.layer_idx: str(device) for m in self.modules if isinstance(m, Attention)}
         if cache is not None:
@@ -190,14 +191,15 @@ class ExLlamaV2:
     ) -> Any:
         """Run ids [batch, q_len] through the model, in chunks if they are many, appending to `cache`.
 
-        Returns float32 logits [batch, q_len (1 with last_id_only), padded vocabulary] on the CPU, whose columns beyond
-        the vocabulary are -65504; None with preprocess_only; (logits or None, state) with return_last_state, where
-        state float32 [batch, tokens of the last chunk, hidden] is taken before the final norm. If `abort_event` is set
+        Returns float32 logits [batch, q_len (1 with last_id_only), padded vocabulary] on the model's device, whose
+        columns beyond the vocabulary are -65504; None with preprocess_only; (logits or None, state) with
+        return_last_state, where state [batch, tokens of the last chunk, hidden], float32 or on a GPU half, is taken
+        before the final norm. If `abort_event` is set
         the result is None and cache.current_seq_len stays at the last finished chunk.
 
         input_mask: additive [batch, past + q_len], 0 attends to a key, -inf ignores it. position_offsets: int
-        [batch, 1], added to RoPE positions (minus the left padding of each row). cpu_logits: logits are on the CPU
-        anyway. loras, indexed_embeddings: UnsupportedError unless empty.
+        [batch, 1], added to RoPE positions (minus the left padding of each row). cpu_logits: bring the logits to the
+        CPU. loras, indexed_embeddings: UnsupportedError unless empty.
 
         Raises ModelStateError, SequenceTooLongError, TokenIdError, InputError before anything is computed.
         """
@@ -224,7 +226,7 @@ class ExLlamaV2:
             if result is None:
                 return None
             if "logits" in result:
-                logits.append(result["logits"])
+                logits.append(result["logits"].cpu() if cpu_logits else result["logits"])
             state = result.get("last_state")
             begin = end
         joined = None if not logits else logits[0] if len(logits) == 1 else torch.cat(logits, dim=1)
@@ -297,9 +299,10 @@ class ExLlamaV2:
                 f"seq_len exceeds max_output_len: {q_len} positions of logits, config.max_output_len is {limit}; use "
                 "last_id_only=True or preprocess_only=True, or raise it"
             )
-        step = build_step(self.config, self.rope, cache, params, batch, q_len, abort_event)
+        device = self.device or torch.device("cpu")
+        step = build_step(self.config, self.rope, cache, params, batch, q_len, abort_event, device)
         result: dict[str, Any] = {}
-        x = ids.reshape(-1)
+        x = ids.reshape(-1).to(device)
         for index, module in enumerate(self.modules):
             if abort_event is not None and abort_event.is_set():
                 return None

@@ -103,9 +103,19 @@ class RopeTable:
         self.inv_freq, self.attention_factor = inverse_frequencies(settings)
         self._cos = torch.empty((0, settings.rotary_dim // 2), dtype=torch.float32)
         self._sin = torch.empty_like(self._cos)
+        self._moved: tuple[Tensor, Tensor] | None = None  # the tables on the GPU last asked for
 
-    def upto(self, positions: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) with at least `positions` rows; the caller has checked `positions` against `max_positions`."""
+    def upto(self, positions: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        """(cos, sin) with at least `positions` rows, on the CPU or on `device`; the caller has checked `positions`
+        against `max_positions`."""
+        tables = self._on_cpu(positions)
+        if device is None or device.type == "cpu":
+            return tables
+        if self._moved is None or self._moved[0].device != device or self._moved[0].shape != tables[0].shape:
+            self._moved = (tables[0].to(device), tables[1].to(device))
+        return self._moved
+
+    def _on_cpu(self, positions: int) -> tuple[Tensor, Tensor]:
         have = self._cos.shape[0]
         if positions > have:
             want = min(max(positions, 2 * have), max(self.settings.max_positions, positions))

@@ -33,14 +33,18 @@ def build_step(
     batch: int,
     q_len: int,
     abort_event: Event | None,
+    device: torch.device,
 ) -> Step:
-    """Raises SequenceTooLongError or InputError when the tokens do not fit the cache, the model or the parameters."""
+    """The step with its tensors on `device`.
+
+    Raises SequenceTooLongError or InputError when the tokens do not fit the cache, the model or the parameters.
+    """
     if cache is not None:
         cache.check_model(config)
     if isinstance(params, PagedParams):
         layout = _paged_layout(cache, params, batch, q_len)
     else:
-        layout = _contiguous_layout(config, cache, params, batch, q_len)
+        layout = _contiguous_layout(config, cache, params, batch, q_len, device)
     positions, block_table, page_size, pages = layout
     last = int(positions.max())
     if last >= config.max_seq_len:
@@ -55,19 +59,21 @@ def build_step(
     highest = int(rope_positions.max())
     if highest >= config.max_seq_len:
         raise SequenceTooLongError(f"position_offsets lead to position {highest}, max_seq_len is {config.max_seq_len}")
-    cos, sin = rope.upto(highest + 1)
+    cos, sin = rope.upto(highest + 1, device)
+    key_mask = _key_mask(params, batch, last + 1)
     return Step(
         batch_size=batch,
         q_len=q_len,
-        rows=rows,
-        positions=flat.to(torch.int32),
-        slots=page_of * page_size + flat % page_size,
-        block_table=block_table,
-        rope_positions=rope_positions,
+        rows=rows.to(device),
+        positions=flat.to(device, torch.int32),
+        slots=(page_of * page_size + flat % page_size).to(device),
+        block_table=block_table.to(device),
+        rope_positions=rope_positions.to(device),
         cos=cos,
         sin=sin,
         pages=pages,
-        key_mask=_key_mask(params, batch, last + 1),
+        key_mask=None if key_mask is None else key_mask.to(device),
+        max_keys=last + 1,
         abort_event=abort_event,
     )
 
@@ -76,14 +82,19 @@ Layout = tuple[Tensor, Tensor, int, Callable[[int], KVPages]]
 
 
 def _contiguous_layout(
-    config: ExLlamaV2Config, cache: ExLlamaV2CacheBase | None, params: AttentionParams, batch: int, q_len: int
+    config: ExLlamaV2Config,
+    cache: ExLlamaV2CacheBase | None,
+    params: AttentionParams,
+    batch: int,
+    q_len: int,
+    device: torch.device,
 ) -> Layout:
     """(positions int64 [B, q], block table, page size, pages of a layer); a scratch cache where there is none."""
     past = params.past_len or 0
     positions = (past + torch.arange(q_len)).expand(batch, q_len)
     block_table = torch.arange(batch, dtype=torch.int32)[:, None]
     if cache is None:
-        scratch = KVPages.allocate("fp16", batch, q_len, config.num_key_value_heads, config.head_dim)
+        scratch = KVPages.allocate("fp16", batch, q_len, config.num_key_value_heads, config.head_dim, device)
         return positions, block_table, q_len, lambda layer: scratch
     if batch > cache.batch_size:
         raise InputError(f"batch of {batch} for a cache of batch_size {cache.batch_size}")
@@ -107,8 +118,8 @@ def _paged_layout(cache: ExLlamaV2CacheBase | None, params: PagedParams, batch: 
         raise InputError(
             f"ids are {batch} x {q_len}, PagedParams says batch_size {params.batch_size}, q_len {params.q_len}"
         )
-    past = params.cache_seqlens.to(torch.int64)
-    table = params.block_index.to(torch.int32).contiguous()
+    past = params.cache_seqlens.to("cpu", torch.int64)
+    table = params.block_index.to("cpu", torch.int32).contiguous()
     needed = int(past.max()) + q_len
     if int(past.min()) < 0 or needed > table.shape[1] * page_size:
         raise SequenceTooLongError(

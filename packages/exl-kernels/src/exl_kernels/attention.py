@@ -29,6 +29,7 @@ def paged_attention(
     softcap: float = 0.0,
     key_mask: Tensor | None = None,
     out: Tensor | None = None,
+    max_keys: int | None = None,
 ) -> Tensor:
     """softmax(mask(softcap(scale * q k^T))) v for T query tokens of any mix of sequences.
 
@@ -40,9 +41,13 @@ def paged_attention(
     Returns out, [T, Hq, D]; a token that sees no key gets zeros.
 
     Keys and values enter as their codes stand for, without the half roundings of the codec's own decode (`load_kv`).
+    On a GPU (all tensors on the pages' device) q and out may also be float16 or bfloat16; `attention_cuda` says what
+    differs. max_keys: every position is below it; it sizes the GPU's launch, which the block table's width does
+    otherwise, and changes no result.
     Raises ShapeError (also for rows, positions or page numbers out of range), DTypeError, UnsupportedError.
     """
-    if pages.key.is_cuda:
+    if pages.device.type == "cuda":
+        _check(q, pages, block_table, rows, positions, window, softcap, key_mask)
         return attention_cuda.paged_attention(
             q,
             pages,
@@ -54,6 +59,7 @@ def paged_attention(
             softcap=softcap,
             key_mask=key_mask,
             out=out,
+            max_keys=max_keys,
         )
     result = torch.empty_like(q) if out is None else out
     try:
@@ -80,8 +86,9 @@ def _check(
     key_mask: Tensor | None,
 ) -> None:
     what = "paged_attention"
-    require_cpu(what, q, pages.key, block_table, rows, positions, key_mask)
-    require_dtype(f"{what}: q", q, torch.float32)
+    if pages.device.type == "cpu":
+        require_cpu(what, q, block_table, rows, positions, key_mask)
+        require_dtype(f"{what}: q", q, torch.float32)
     for name, tensor in (("block_table", block_table), ("rows", rows), ("positions", positions)):
         require_dtype(f"{what}: {name}", tensor, torch.int32)
     if q.dim() != 3 or q.shape[2] != pages.head_dim or q.shape[1] % pages.heads or not q.is_contiguous():

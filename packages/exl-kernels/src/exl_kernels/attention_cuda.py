@@ -1,57 +1,59 @@
-"""Paged keys, values and attention on a GPU; `kv` and `attention` come here when the pages are there.
+"""Attention and cache pages on a GPU; `attention` and `kv` come here when their tensors are there.
 
-Activations are float16, bfloat16 or float32; arithmetic is float32. Slots, rows, positions and page numbers live on the
-GPU and are not read back: those out of range are skipped (a slot) or see no key (a row, a page), where the CPU raises.
-A token's result does not depend on what else is in the call: keys are cut at fixed numbers and added in order.
+Halves enter the matrix products (queries and softmax weights are rounded to half, Hadamard codes times their scale
+too), sums and softmax are float32. The order of arithmetic depends on a token's own position only
+(kernels/attention.cuh): a token's result is the same to the bit alone or in a batch, in any chunking and at any page
+placement, and the two kernels (one for few tokens, one for many) give the same bits, so that no setting is needed.
+
+Nothing is read back from the GPU: what the CPU refuses (slots, rows, positions, page numbers out of range) is passed
+over here: such slots are not stored and load as zeros, such rows see nothing, such pages read as zeros.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from . import _native
+from ._check import require_dtype, require_out, require_shape
 from .cuda_ops import check_operand, stream_of
 from .device import programmatic_launch
 from .errors import DTypeError, ShapeError
-from .kv import KVPages
-from .reference import kv as _twin
+
+if TYPE_CHECKING:
+    from .kv import KVPages
 
 __all__ = ["load_kv", "paged_attention", "store_kv"]
 
-_SCRATCH_FLOATS = 16 << 20
-"""Most scratch of one launch; more query tokens are taken in turns, which changes no bit."""
+WORKSPACE_FLOATS = 1 << 26
+"""Most floats that one launch's partial results take (256 MiB); more tokens are done one part after another."""
 
 
 def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Encodes k, v [T, H, D] (one dtype) into slots int64 [T]; a slot outside the pages, such as -1, is skipped."""
-    _check_index("store_kv: slots", slots, torch.int64, pages)
+    """`kv.store_kv` on a GPU: k, v [T, H, D] of one float type, codes bit for bit those of the CPU."""
     shape = (slots.shape[0], pages.heads, pages.head_dim)
     for name, tensor in (("k", k), ("v", v)):
-        check_operand(f"store_kv: {name}", tensor, pages.key)
-        if tensor.shape != shape or tensor.dtype != k.dtype:
-            raise ShapeError(f"store_kv: {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {shape} {k.dtype}")
-    pages.native().store(k, v, slots, stream_of(k), programmatic_launch())
+        require_shape(f"store_kv: {name}", tensor, shape)
+    k, v, slots = k.contiguous(), v.contiguous(), slots.contiguous()
+    check_operand("store_kv: k", k)
+    check_operand("store_kv: v", v, k)
+    if v.dtype != k.dtype:
+        raise DTypeError(f"store_kv: k is {k.dtype}, v is {v.dtype}; expected one type")
+    _one_device("store_kv", pages, k, slots)
+    if slots.numel():
+        _native.cuda_kv_transfer(pages.native(), k, v, slots, False, stream_of(k), programmatic_launch())
 
 
 def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Decoded keys and values of slots int64 [T] as float32 [T, H, D]; -1 gives zeros. In torch operations."""
-    _check_index("load_kv: slots", slots, torch.int64, pages)
-    page, offset = slots.clamp(min=0) // pages.page_size, slots.clamp(min=0) % pages.page_size
-    decoded = []
-    for data, scales, bits in (
-        (pages.key, pages.key_scales, pages.key_bits),
-        (pages.value, pages.value_scales, pages.value_bits),
-    ):
-        stored = data[page, offset]
-        if scales is not None:
-            full = _twin.hadamard_decode(stored, scales[page, offset], bits)
-        elif stored.dtype == torch.uint8:
-            full = _twin.fp8_decode(stored)
-        else:
-            full = stored
-        full = full[..., : pages.head_dim].float()
-        decoded.append(torch.where((slots >= 0)[:, None, None], full, 0.0))
-    return decoded[0], decoded[1]
+    """`kv.load_kv` on a GPU: float32 [T, H, D] on the pages' device."""
+    _one_device("load_kv", pages, slots)
+    shape = (slots.shape[0], pages.heads, pages.head_dim)
+    k, v = (torch.empty(shape, dtype=torch.float32, device=pages.device) for _ in range(2))
+    if slots.numel():
+        _native.cuda_kv_transfer(pages.native(), k, v, slots.contiguous(), True, stream_of(k), programmatic_launch())
+    return k, v
 
 
 def paged_attention(
@@ -62,63 +64,50 @@ def paged_attention(
     positions: Tensor,
     *,
     scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    key_mask: Tensor | None = None,
-    out: Tensor | None = None,
+    window: int,
+    softcap: float,
+    key_mask: Tensor | None,
+    out: Tensor | None,
+    max_keys: int | None,
 ) -> Tensor:
-    """`attention.paged_attention` for q [T, Hq, D] on a GPU; head_dim a multiple of 8 up to 256."""
-    what = "paged_attention"
-    check_operand(f"{what}: q", q, pages.key)
-    for name, tensor in (("block_table", block_table), ("rows", rows), ("positions", positions)):
-        _check_index(f"{what}: {name}", tensor, torch.int32, pages)
-    if q.dim() != 3 or q.shape[2] != pages.head_dim or q.shape[1] % pages.heads:
-        raise ShapeError(
-            f"{what}: q {tuple(q.shape)}, expected [tokens, heads, {pages.head_dim}], heads a multiple of {pages.heads}"
-        )
-    if block_table.dim() != 2 or rows.shape != q.shape[:1] or positions.shape != q.shape[:1]:
-        raise ShapeError(
-            f"{what}: block_table {tuple(block_table.shape)}, rows {tuple(rows.shape)}, positions "
-            f"{tuple(positions.shape)}; expected [batch, max_pages], ({q.shape[0]},) and ({q.shape[0]},)"
-        )
-    if window < 0 or softcap < 0:
-        raise ShapeError(f"{what}: window {window}, softcap {softcap}; expected 0 (off) or more")
-    if key_mask is not None:
-        check_operand(f"{what}: key_mask", key_mask, q)
-        if key_mask.dtype != torch.float32 or key_mask.dim() != 2 or key_mask.shape[0] != block_table.shape[0]:
-            raise ShapeError(
-                f"{what}: key_mask {tuple(key_mask.shape)} {key_mask.dtype}, expected float32 [batch, keys]"
-            )
-    if out is None:
-        out = torch.empty_like(q)
-    elif out.shape != q.shape or out.dtype != q.dtype or out.device != q.device or not out.is_contiguous():
-        raise ShapeError(f"{what}: out {tuple(out.shape)} {out.dtype}, expected contiguous {tuple(q.shape)} {q.dtype}")
-    native, tokens = pages.native(), q.shape[0]
-    per_token: int = native.scratch_floats(q.shape[1], block_table.shape[1])
-    step = max(1, min(tokens, _SCRATCH_FLOATS // per_token))
-    scratch = torch.empty(step * per_token, dtype=torch.float32, device=q.device)
-    stream = stream_of(q)
-    for first in range(0, tokens, step):
-        part = slice(first, first + step)
-        native.attend(
-            q[part],
+    """`attention.paged_attention` on a GPU, its arguments checked but for devices; q float16, bfloat16 or float32."""
+    require_dtype("paged_attention: q", q, torch.float16, torch.bfloat16, torch.float32)
+    _one_device("paged_attention", pages, q, block_table, rows, positions, key_mask)
+    out = require_out("paged_attention", out, q)
+    tokens, q_heads = q.shape[:2]
+    if not tokens:
+        return out
+    block_table, rows, positions = block_table.contiguous(), rows.contiguous(), positions.contiguous()
+    key_mask = None if key_mask is None else key_mask.contiguous()
+    native, stream = pages.native(), stream_of(q)
+    batch, max_pages = block_table.shape
+    limit = max_pages * pages.page_size if max_keys is None else max_keys
+    _, splits, floats = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit)
+    part = tokens if floats <= WORKSPACE_FLOATS else max(1, tokens * WORKSPACE_FLOATS // floats)
+    space = torch.empty(floats * part // tokens, dtype=torch.float32, device=q.device) if floats else None
+    for i in range(0, tokens, part):
+        _native.cuda_paged_attention(
+            q[i : i + part],
+            native,
             block_table,
-            rows[part],
-            positions[part],
-            key_mask,
-            scratch,
-            out[part],
+            rows[i : i + part],
+            positions[i : i + part],
             scale,
             window,
             softcap,
+            key_mask,
+            out[i : i + part],
+            splits,
+            space,
             stream,
             programmatic_launch(),
         )
     return out
 
 
-def _check_index(what: str, tensor: Tensor, dtype: torch.dtype, pages: KVPages) -> None:
-    if tensor.dtype != dtype or tensor.device != pages.device:
-        raise DTypeError(f"{what} is {tensor.dtype} on {tensor.device}; expected {dtype} on {pages.device}")
-    if not tensor.is_contiguous():
-        raise ShapeError(f"{what} is not contiguous: call .contiguous()")
+def _one_device(what: str, pages: KVPages, *tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None and tensor.device != pages.device:
+            raise DTypeError(f"{what}: a tensor is on {tensor.device}, the pages are on {pages.device}; use one device")
+    if pages.head_dim % 8 or pages.head_dim > 256:
+        raise ShapeError(f"{what}: head_dim {pages.head_dim}; on a GPU it must be a multiple of 8, at most 256")

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, attention_cuda
 from ._check import require_cpu, require_dtype, require_shape
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .reference import kv as _twin
@@ -161,8 +161,8 @@ class KVPages:
         """The kernels' view of these pages. Not for use outside exl_kernels."""
         if not self._view:
             parts = (self.key, self.value, self.key_scales, self.value_scales)
-            made = _native.CudaPages if self.key.is_cuda else _native.Pages
-            self._view.append(made(self.kind, self.head_dim, *parts))
+            view = _native.CudaPages if self.key.is_cuda else _native.Pages
+            self._view.append(view(self.kind, self.head_dim, *parts))
         return self._view[0]
 
     def repaged(self, page_size: int) -> KVPages:
@@ -188,12 +188,12 @@ class KVPages:
 def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Encodes k and v into the pages, one token each.
 
-    k, v: float32 [T, H, D] on the CPU. slots: int64 [T], slot = page * page_size + offset, -1 = skip this token; no
-    slot twice. Raises ShapeError (also for a slot out of range), DTypeError, UnsupportedError.
+    k, v: float32 [T, H, D] on the CPU; float16, bfloat16 or float32 on the GPU that has the pages. slots: int64 [T],
+    slot = page * page_size + offset, -1 = skip this token; no slot twice. Raises ShapeError (on the CPU also for a slot
+    out of range), DTypeError, UnsupportedError.
     """
-    if pages.key.is_cuda:
-        from . import attention_cuda
-
+    if pages.device.type == "cuda":
+        _check_slots("store_kv", slots)
         attention_cuda.store_kv(pages, k, v, slots)
         return
     try:
@@ -215,16 +215,14 @@ def _check_store(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
 def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of the tokens in `slots`, decoded with the codec's own roundings (spec formats 5).
 
-    slots: int64 [T]; -1 gives zeros. Returns k, v: float32 [T, H, D].
+    slots: int64 [T]; -1 gives zeros. Returns k, v: float32 [T, H, D], on the pages' device.
 
     Raises ShapeError (also for a slot out of range), DTypeError, UnsupportedError.
     """
-    if pages.key.is_cuda:
-        from . import attention_cuda
-
+    _check_slots("load_kv", slots)
+    if pages.device.type == "cuda":
         return attention_cuda.load_kv(pages, slots)
     require_cpu("load_kv", pages.key, slots)
-    _check_slots("load_kv", slots)
     shape = (slots.shape[0], pages.heads, pages.head_dim)
     k, v = torch.empty(shape), torch.empty(shape)
     _native.kv_load(pages.native(), slots.contiguous(), k, v)

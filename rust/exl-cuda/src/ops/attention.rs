@@ -1,219 +1,95 @@
-//! Keys and values in pages: storing them and attending to them.
+//! Attention over pages: which kernel, what launch, how much workspace.
 
-use super::{Element, Target, index32};
+use super::kv::{Codec, KINDS, Kind, Pages};
+use super::{Target, index32};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 
-/// Keys of one part of an attention; cuts lie at its multiples. As `SPLIT` of `kernels/attention.cuh`.
-pub const SPLIT: usize = 128;
+/// Keys of one split, as in `kernels/attention_join.cuh`.
+pub const SPLIT: usize = 256;
+/// Largest head dimension.
+pub const MAX_DIM: usize = 256;
+/// Keys of one stage and query rows of one tile of the matrix products, as in the kernels.
+const STAGE: usize = 64;
+const ROWS: usize = 16;
+/// Query rows of a call from which blocks that share keys between eight warps pay.
+const PREFILL_ROWS: usize = 64;
 
-/// What pages hold; spec/formats.md 5.
+/// Padded head dimensions that kernels exist for.
+const DIMS: [usize; 3] = [64, 128, 256];
+
+/// Which of the two kernels; results are the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    Fp16,
-    Fp8,
-    Q8,
-    Q6,
-    Q4,
+pub enum Mode {
+    /// A block a split of the keys; needs workspace and the joining kernel.
+    Decode,
+    /// Warps with queries of their own share the keys; each joins as it goes.
+    Prefill,
 }
 
-impl Kind {
-    pub const ALL: [Self; 5] = [Self::Fp16, Self::Fp8, Self::Q8, Self::Q6, Self::Q4];
-
-    /// As the kernels' and the caches' names say it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Fp16 => "fp16",
-            Self::Fp8 => "fp8",
-            Self::Q8 => "q8",
-            Self::Q6 => "q6",
-            Self::Q4 => "q4",
-        }
-    }
-
-    /// Numbers of `enum Storage` of `kernels/pages.cuh`: of keys and of values.
-    fn storages(self) -> (i32, i32) {
-        match self {
-            Self::Fp16 => (0, 0),
-            Self::Fp8 => (1, 1),
-            Self::Q8 => (2, 2),
-            Self::Q6 => (2, 3),
-            Self::Q4 => (3, 3),
-        }
-    }
-
-    fn rotates(self) -> bool {
-        !matches!(self, Self::Fp16 | Self::Fp8)
-    }
-
-    /// Elements of a head as attention sees them: padded for the kinds that rotate blocks of 64.
-    pub fn width(self, head_dim: usize) -> usize {
-        if self.rotates() {
-            head_dim.next_multiple_of(64)
-        } else {
-            head_dim
-        }
-    }
-
-    /// Bytes of a head's keys, values and scales (each).
-    pub fn stored_bytes(self, head_dim: usize) -> (usize, usize, usize) {
-        let width = self.width(head_dim);
-        match self {
-            Self::Fp16 => (2 * width, 2 * width, 0),
-            Self::Fp8 => (width, width, 0),
-            Self::Q8 => (width, width, width / 16),
-            Self::Q6 => (width, width / 2, width / 16),
-            Self::Q4 => (width / 2, width / 2, width / 16),
-        }
-    }
-}
-
-/// `struct Pages` of `kernels/pages.cuh`; scales are 0 for kinds without.
-#[repr(C)]
+/// Operands of [`attend`]: device addresses, row-major and contiguous.
 #[derive(Clone, Copy, Debug)]
-struct PagesArgument {
-    key: usize,
-    key_scales: usize,
-    value: usize,
-    value_scales: usize,
-    pages: i32,
-    page_size: i32,
-    heads: i32,
-    head_dim: i32,
-}
-
-/// Pages of one layer: device addresses of contiguous `[pages, page_size, heads, stored]`.
-#[derive(Clone, Copy, Debug)]
-pub struct Pages {
-    pub kind: Kind,
-    pub key: usize,
-    pub key_scales: usize,
-    pub value: usize,
-    pub value_scales: usize,
-    pub pages: usize,
-    pub page_size: usize,
-    pub heads: usize,
-    pub head_dim: usize,
-}
-
-impl Pages {
-    fn argument(&self) -> Result<PagesArgument, CudaError> {
-        if self.head_dim == 0 || self.head_dim > 256 || !self.head_dim.is_multiple_of(8) {
-            return Err(CudaError::Argument {
-                what: format!("head_dim = {}", self.head_dim),
-                limit: "a multiple of 8 up to 256".to_owned(),
-            });
-        }
-        Ok(PagesArgument {
-            key: self.key,
-            key_scales: self.key_scales,
-            value: self.value,
-            value_scales: self.value_scales,
-            pages: index32("pages", self.pages)?,
-            page_size: index32("page size", self.page_size)?,
-            heads: index32("heads", self.heads)?,
-            head_dim: self.head_dim as i32,
-        })
-    }
-}
-
-/// Kernels in the image of `file`.
-pub(super) fn kernels(file: &str) -> Vec<String> {
-    match file {
-        "kv" => Element::ALL
-            .map(|e| format!("kv_store_{}", e.suffix()))
-            .to_vec(),
-        "attention_combine" => vec![file.to_owned()],
-        _ => match file.strip_prefix("attention_") {
-            Some(kind) => SHAPES
-                .map(|(lanes, queries)| format!("attend_{kind}_{lanes}_{queries}"))
-                .to_vec(),
-            None => Vec::new(),
-        },
-    }
-}
-
-/// (lanes that share a key, query heads of a block) that there are kernels for.
-const SHAPES: [(usize, usize); 8] = [
-    (8, 1),
-    (8, 4),
-    (8, 8),
-    (16, 1),
-    (16, 4),
-    (16, 8),
-    (32, 1),
-    (32, 4),
-];
-
-/// The kernel shape for a head of `width` elements and `group` query heads a key head.
-fn shape_for(width: usize, group: usize) -> (usize, usize) {
-    let lanes = (width / 8).next_power_of_two().max(8);
-    let queries = match group {
-        1 => 1,
-        2..=4 => 4,
-        _ if lanes == 32 => 4,
-        _ => 8,
-    };
-    (lanes, queries)
-}
-
-/// Keys and values to store: device addresses.
-#[derive(Clone, Copy, Debug)]
-pub struct NewTokens {
-    /// `[tokens, heads, head_dim]` of `element`, each
-    pub k: usize,
-    pub v: usize,
-    pub element: Element,
-    /// `[tokens]` int64; a slot outside the pages is skipped
-    pub slots: usize,
+pub struct Attention {
+    /// `[tokens, q_heads, head_dim]` of `element` (0 half, 1 bfloat16, 2 float)
+    pub q: usize,
+    pub out: usize,
+    pub element: i32,
     pub tokens: usize,
+    pub q_heads: usize,
+    pub pages: Pages,
+    /// `[batch, max_pages]` int32
+    pub block_table: usize,
+    pub batch: usize,
+    pub max_pages: usize,
+    /// `[tokens]` int32 each
+    pub rows: usize,
+    pub positions: usize,
+    /// `[batch, mask_width]` FP32, or 0
+    pub key_mask: usize,
+    pub mask_width: usize,
+    pub scale: f32,
+    pub window: usize,
+    pub softcap: f32,
 }
 
-/// Encodes tokens into their slots.
-///
-/// # Safety
-/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
-pub unsafe fn store(to: Target, pages: &Pages, op: &NewTokens) -> Result<(), CudaError> {
-    if op.tokens == 0 {
-        return Ok(());
-    }
-    let device = Device::get(to.device)?;
-    let argument = pages.argument()?;
-    let tokens = index32("tokens", op.tokens)?;
-    let warps = index32("token heads", op.tokens * pages.heads)? as u32;
-    let (key_kind, value_kind) = pages.kind.storages();
-    let kernel = format!("kv_store_{}", op.element.suffix());
-    let launch = Launch {
-        kernel: &kernel,
-        grid: [warps.div_ceil(8), 2, 1],
-        block: 256,
-        shared_bytes: 0,
-        stream: to.stream,
-        programmatic: to.programmatic,
-    };
-    let mut arguments =
-        kernel_arguments![argument, op.k, op.v, op.slots, tokens, key_kind, value_kind];
-    // SAFETY: the order is that of `store` in `kernels/kv.cu`; validity is the caller's promise.
-    unsafe { launch.run(device, &mut arguments) }
+/// What [`plan`] decided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    pub mode: Mode,
+    pub splits: usize,
+    /// Floats that `parts` and `states` must hold together, states last.
+    pub workspace: usize,
 }
 
-/// `struct Query` of `kernels/attention.cuh`.
+/// `struct Attention` of `kernels/attention_join.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct QueryArgument {
+struct Argument {
     q: usize,
+    out: usize,
+    key: usize,
+    value: usize,
+    key_scales: usize,
+    value_scales: usize,
     block_table: usize,
     rows: usize,
     positions: usize,
-    mask: usize,
+    key_mask: usize,
     parts: usize,
-    out: usize,
+    states: usize,
     element: i32,
     tokens: i32,
-    query_heads: i32,
-    sequences: i32,
-    table_width: i32,
+    q_heads: i32,
+    heads: i32,
+    dim: i32,
+    group: i32,
+    tile_heads: i32,
+    tile_tokens: i32,
+    page_size: i32,
+    max_pages: i32,
+    num_pages: i32,
+    batch: i32,
     mask_width: i32,
     window: i32,
     splits: i32,
@@ -221,116 +97,193 @@ struct QueryArgument {
     softcap: f32,
 }
 
-/// Query tokens: device addresses.
-#[derive(Clone, Copy, Debug)]
-pub struct Query {
-    /// `[tokens, query_heads, head_dim]` of `element`, as is `out`
-    pub q: usize,
-    pub out: usize,
-    pub element: Element,
-    pub tokens: usize,
-    pub query_heads: usize,
-    /// int32 `[sequences, table_width]`
-    pub block_table: usize,
-    pub sequences: usize,
-    pub table_width: usize,
-    /// int32 `[tokens]`, each
-    pub rows: usize,
-    pub positions: usize,
-    /// FP32 `[sequences, mask_width]`, or 0
-    pub mask: usize,
-    pub mask_width: usize,
-    pub scale: f32,
-    /// 0: none
-    pub window: usize,
-    pub softcap: f32,
-    /// FP32 scratch, [`scratch_floats`] long
-    pub parts: usize,
+/// The head dimension of the kernel that takes heads of `dim`.
+pub fn padded(dim: usize) -> usize {
+    DIMS.into_iter().find(|&d| dim <= d).unwrap_or(MAX_DIM)
 }
 
-/// Parts into which a sequence of `table_width` pages may fall.
-pub fn splits(pages: &Pages, table_width: usize) -> usize {
-    (table_width * pages.page_size).div_ceil(SPLIT).max(1)
+fn name(kind: Kind, dim: usize, mode: Mode) -> String {
+    let mode = match mode {
+        Mode::Decode => "decode",
+        Mode::Prefill => "prefill",
+    };
+    format!("attention_{}_{dim}_{mode}", kind.name)
 }
 
-/// Scratch of [`attend`], in floats.
-pub fn scratch_floats(
-    pages: &Pages,
-    tokens: usize,
-    query_heads: usize,
-    table_width: usize,
-) -> usize {
-    tokens * query_heads * splits(pages, table_width) * (pages.kind.width(pages.head_dim) + 2)
+/// Kernels of `attention_<kind>.cu` or `attention_join.cu`.
+pub(super) fn kernels(file: &str) -> Vec<String> {
+    let Some(kind) = KINDS
+        .into_iter()
+        .find(|k| file == format!("attention_{}", k.name))
+    else {
+        return vec!["attention_join".to_owned()];
+    };
+    DIMS.into_iter()
+        .flat_map(|dim| {
+            [
+                name(kind, dim, Mode::Decode),
+                name(kind, dim, Mode::Prefill),
+            ]
+        })
+        .collect()
 }
 
-/// softmax(mask(softcap(scale q k^T))) v of every query token over its sequence's pages.
+/// Warps of a block and slots of its ring: the numbers in `kernels/attention_<kind>.cu`.
+fn shape(kind: Kind, dim: usize, mode: Mode) -> (usize, usize) {
+    let column = DIMS.iter().position(|&d| d == dim).unwrap_or(2);
+    match mode {
+        Mode::Prefill => ([8, 8, 4][column], 3),
+        Mode::Decode => {
+            let slots = match kind.name {
+                "fp16" => [4, 2, 2],
+                "q4" => [4, 4, 4],
+                _ => [4, 3, 3],
+            };
+            (4, slots[column])
+        }
+    }
+}
+
+/// Shared memory of a block: `Shape` in `kernels/attention.cuh`.
+fn shared_bytes(kind: Kind, dim: usize, mode: Mode) -> usize {
+    let (warps, slots) = shape(kind, dim, mode);
+    let unit = |codec: Codec| codec.row_bytes(64) / 8;
+    let scales = |codec: Codec| if codec.is_hadamard() { dim / 16 } else { 0 };
+    let keys = STAGE * ((dim / 8 + 4) * unit(kind.key) + scales(kind.key));
+    let values = STAGE * (dim / 8 * unit(kind.value) + 16 + scales(kind.value));
+    let queries = ROWS * (2 * dim + 64);
+    let totals = ROWS * dim * 4;
+    let rest = match mode {
+        Mode::Decode => queries + ROWS * STAGE * 4,
+        Mode::Prefill if dim <= 128 => warps * totals,
+        Mode::Prefill => warps * (queries + totals),
+    };
+    slots * keys.max(values) + rest
+}
+
+/// The kernel for a call and the workspace it needs. `max_keys`: no token sees a key at or beyond it.
+pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaError> {
+    let device = Device::get(device)?;
+    let dim = padded(op.pages.head_dim);
+    let group = op.q_heads / op.pages.heads;
+    let capacity = op.max_pages * op.pages.page_size;
+    let splits = max_keys.min(capacity).div_ceil(SPLIT).max(1);
+    let (warps, _) = shape(op.pages.kind, dim, Mode::Prefill);
+    let rows_of_sequence = op.tokens.div_ceil(op.batch.max(1)) * group;
+    let blocks = (op.tokens * group).div_ceil(ROWS * warps) * op.pages.heads;
+    let fits = shared_bytes(op.pages.kind, dim, Mode::Prefill)
+        <= device.info.shared_bytes_per_block as usize;
+    let enough = 2 * blocks >= device.info.multiprocessors as usize || splits == 1;
+    if rows_of_sequence >= PREFILL_ROWS && fits && enough {
+        return Ok(Plan {
+            mode: Mode::Prefill,
+            splits: 1,
+            workspace: 0,
+        });
+    }
+    Ok(Plan {
+        mode: Mode::Decode,
+        splits,
+        workspace: op.tokens * op.q_heads * splits * (dim + 2),
+    })
+}
+
+/// Attention of every token over its sequence's keys. `workspace`: device memory of [`Plan::workspace`] floats, aligned to 16 bytes.
 ///
 /// # Safety
-/// The addresses must be device memory of the stated sizes, valid until the stream has passed these launches.
-pub unsafe fn attend(to: Target, pages: &Pages, op: &Query) -> Result<(), CudaError> {
-    if op.tokens == 0 {
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn attend(
+    to: Target,
+    op: &Attention,
+    plan: &Plan,
+    workspace: usize,
+) -> Result<(), CudaError> {
+    if op.tokens == 0 || op.q_heads == 0 {
         return Ok(());
     }
     let device = Device::get(to.device)?;
-    let argument = pages.argument()?;
-    let width = pages.kind.width(pages.head_dim);
-    let group = op.query_heads / pages.heads;
-    let splits = splits(pages, op.table_width);
-    let query = QueryArgument {
-        q: op.q,
-        block_table: op.block_table,
-        rows: op.rows,
-        positions: op.positions,
-        mask: op.mask,
-        parts: op.parts,
-        out: op.out,
-        element: match op.element {
-            Element::F16 => 0,
-            Element::BF16 => 1,
-            Element::F32 => 2,
-        },
-        tokens: index32("tokens", op.tokens)?,
-        query_heads: index32("query heads", op.query_heads)?,
-        sequences: index32("sequences", op.sequences)?,
-        table_width: index32("pages of a sequence", op.table_width)?,
-        mask_width: index32("mask width", op.mask_width)?,
-        window: index32("window", op.window)?,
-        splits: index32("parts", splits)?,
-        scale: op.scale,
-        softcap: op.softcap,
-    };
-    let (lanes, queries) = shape_for(width, group);
-    let kernel = format!("attend_{}_{lanes}_{queries}", pages.kind.name());
+    let dim = padded(op.pages.head_dim);
+    let (warps, _) = shape(op.pages.kind, dim, plan.mode);
+    let tiles = if plan.mode == Mode::Prefill { warps } else { 1 };
+    let argument = argument(op, plan, workspace, tiles)?;
+    let ceil = |n: i32, d: i32| (n + d - 1) / d;
+    let head_tiles = ceil(argument.group, argument.tile_heads);
+    let kernel = name(op.pages.kind, dim, plan.mode);
     let launch = Launch {
         kernel: &kernel,
         grid: [
-            op.tokens as u32,
-            (pages.heads * group.div_ceil(queries)) as u32,
-            splits as u32,
+            ceil(argument.tokens, argument.tile_tokens) as u32,
+            (argument.heads * head_tiles) as u32,
+            plan.splits as u32,
         ],
-        block: 256,
-        shared_bytes: 0,
+        block: 32 * warps as u32,
+        shared_bytes: shared_bytes(op.pages.kind, dim, plan.mode) as u32,
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let mut arguments = kernel_arguments![argument, query];
-    // SAFETY: the order is that of `attend` in `kernels/attention.cuh`; validity is the caller's promise.
-    unsafe { launch.run(device, &mut arguments)? };
-    let heads = index32("token heads", op.tokens * op.query_heads)? as u32;
-    let launch = Launch {
-        kernel: "attention_combine",
-        grid: [heads, 1, 1],
-        block: 128,
+    // SAFETY: both kernels take this struct; validity is the caller's promise.
+    unsafe { launch.run(device, &mut kernel_arguments![argument])? };
+    if plan.mode == Mode::Prefill {
+        return Ok(());
+    }
+    let flags = i32::from(op.pages.kind.value == Codec::F16)
+        | (i32::from(op.pages.kind.value.is_hadamard()) << 1);
+    let join = Launch {
+        kernel: "attention_join",
+        grid: [argument.tokens as u32, argument.q_heads as u32, 1],
+        block: dim as u32,
+        shared_bytes: 0,
         ..launch
     };
-    let (head_dim, width, rotate) = (
-        pages.head_dim as i32,
-        width as i32,
-        i32::from(pages.kind.rotates()),
-    );
-    let mut arguments = kernel_arguments![query, head_dim, width, rotate];
-    // SAFETY: the order is that of `attention_combine`; validity is the caller's promise.
-    unsafe { launch.run(device, &mut arguments) }
+    // SAFETY: as above.
+    unsafe { join.run(device, &mut kernel_arguments![argument, flags]) }
+}
+
+fn argument(
+    op: &Attention,
+    plan: &Plan,
+    workspace: usize,
+    tiles: usize,
+) -> Result<Argument, CudaError> {
+    let pages = &op.pages;
+    let group = op.q_heads / pages.heads;
+    let tile_heads = group.min(ROWS);
+    let tile_tokens =
+        (ROWS * tiles / tile_heads).clamp(1, op.tokens.div_ceil(op.batch.max(1)).max(1));
+    let dim = padded(pages.head_dim);
+    index32("page rows", pages.num_pages * pages.page_size * pages.heads)?;
+    index32("keys of a sequence", op.max_pages * pages.page_size)?;
+    Ok(Argument {
+        q: op.q,
+        out: op.out,
+        key: pages.data[0],
+        value: pages.data[1],
+        key_scales: pages.scales[0],
+        value_scales: pages.scales[1],
+        block_table: op.block_table,
+        rows: op.rows,
+        positions: op.positions,
+        key_mask: op.key_mask,
+        parts: workspace,
+        states: workspace + 4 * op.tokens * op.q_heads * plan.splits * dim,
+        element: op.element,
+        tokens: index32("tokens", op.tokens)?,
+        q_heads: index32("query heads", op.q_heads)?,
+        heads: index32("heads", pages.heads)?,
+        dim: index32("head_dim", pages.head_dim)?,
+        group: index32("group", group)?,
+        tile_heads: index32("tile heads", tile_heads)?,
+        tile_tokens: index32("tile tokens", tile_tokens)?,
+        page_size: index32("page size", pages.page_size)?,
+        max_pages: index32("max_pages", op.max_pages)?,
+        num_pages: index32("pages", pages.num_pages)?,
+        batch: index32("batch", op.batch)?,
+        mask_width: index32("mask width", op.mask_width)?,
+        window: index32("window", op.window.min(i32::MAX as usize))?,
+        splits: index32("splits", plan.splits)?,
+        scale: op.scale,
+        softcap: op.softcap,
+    })
 }
 
 #[cfg(test)]
@@ -338,21 +291,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_shape_has_its_kernel() {
-        for kind in Kind::ALL {
-            for head_dim in (8..=256).step_by(8) {
-                for group in 1..=20 {
-                    let (lanes, queries) = shape_for(kind.width(head_dim), group);
-                    assert!(SHAPES.contains(&(lanes, queries)), "{head_dim} {group}");
-                    assert!(lanes * 8 >= kind.width(head_dim));
-                }
+    fn every_decode_kernel_fits_an_ampere_card() {
+        for kind in KINDS {
+            for dim in DIMS {
+                assert!(shared_bytes(kind, dim, Mode::Decode) <= 99 * 1024);
+                assert!(shared_bytes(kind, dim, Mode::Prefill) <= 227 * 1024);
             }
         }
     }
 
     #[test]
-    fn arguments_have_the_size_of_the_device_structs() {
-        assert_eq!(std::mem::size_of::<PagesArgument>(), 4 * 8 + 4 * 4);
-        assert_eq!(std::mem::size_of::<QueryArgument>(), 7 * 8 + 10 * 4);
+    fn names_and_padding() {
+        assert_eq!(
+            (padded(8), padded(96), padded(128), padded(136)),
+            (64, 128, 128, 256)
+        );
+        assert_eq!(kernels("attention_q6").len(), 6);
+        assert_eq!(kernels("attention_join"), ["attention_join"]);
     }
 }

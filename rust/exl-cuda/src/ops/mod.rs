@@ -2,6 +2,7 @@
 
 pub mod attention;
 pub mod elementwise;
+pub mod kv;
 pub mod linear;
 pub mod norm;
 pub mod probe;
@@ -45,7 +46,7 @@ pub(crate) fn kernels_of(file: &str) -> Vec<String> {
         "norm" => norm::kernels(),
         "rope" => rope::kernels(),
         "elementwise" => elementwise::kernels(),
-        "kv" => attention::kernels(file),
+        "kv" => kv::kernels(),
         _ if file.starts_with("attention_") => attention::kernels(file),
         _ => linear::kernels(file),
     }

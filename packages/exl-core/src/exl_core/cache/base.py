@@ -220,7 +220,9 @@ class ExLlamaV2CacheBase:
         if self.kind == "fp16":
             return storage.key, storage.value
         keys, values = self._temp_pair(storage.device)
-        slots = self._slots(batch_size, offset, width, page_size, cache_seqlens, block_table, new_tokens=False)
+        slots = self._slots(batch_size, offset, width, page_size, cache_seqlens, block_table, new_tokens=False).to(
+            storage.device
+        )
         if slots.numel():
             k, v = load_kv(self._flat(layer_idx), slots)
             keys.view(-1, *keys.shape[2:])[slots] = k.half()
@@ -245,7 +247,9 @@ class ExLlamaV2CacheBase:
         if self.kind == "fp16":
             return
         keys, values = self._temp_pair(storage.device)
-        slots = self._slots(batch_size, offset, width, page_size, cache_seqlens, block_table, new_tokens=True)
+        slots = self._slots(batch_size, offset, width, page_size, cache_seqlens, block_table, new_tokens=True).to(
+            storage.device
+        )
         if slots.numel():
             k = keys.view(-1, *keys.shape[2:])[slots].float()
             v = values.view(-1, *values.shape[2:])[slots].float()

@@ -62,7 +62,7 @@ class Attention(Module):
         try:
             self.norm.load(source, device)
             for linear in self.submodules():
-                linear.load(source)
+                linear.load(source, device)
             self.block = self._fuse()
         except BaseException:
             self.unload()
@@ -116,11 +116,12 @@ class Attention(Module):
             window=self.window,
             softcap=self.softcap,
             key_mask=step.key_mask,
+            max_keys=step.max_keys,
         )
         return x.add_(self.o_proj.forward(mixed.view(x.shape[0], -1)))
 
     def _project(self, h: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated q, rotated k, and v, each float32 [T, heads, head_dim]."""
+        """Rotated q, rotated k, and v, each [T, heads, head_dim]."""
         tokens = h.shape[0]
         q = self.q_proj.forward(h).view(tokens, self.num_attention_heads, self.head_dim)
         k = self.k_proj.forward(h).view(tokens, self.num_key_value_heads, self.head_dim)

@@ -1,10 +1,11 @@
-"""The token embedding: ids in, float32 rows out."""
+"""The token embedding: ids in, rows of the hidden state's type out."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..device import activation_dtype
 from ..errors import FormatError, ModelStateError
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import require_finite_float
@@ -14,7 +15,7 @@ __all__ = ["Embedding"]
 
 
 class Embedding(Module):
-    """Rows of the table [vocab, hidden], kept on the CPU in the file's float type, given out as float32.
+    """Rows of the table [vocab, hidden], kept in the file's float type; given out as float32, on a GPU as half.
 
     Negative ids read row 0 (a pad id of -1, spec core.md 4.1); the model refuses ids beyond the vocabulary.
     """
@@ -36,7 +37,7 @@ class Embedding(Module):
                 f"{source.describe(name)}: shape {list(weight.shape)}, expected [{self.vocab_size}, {self.hidden_size}]"
             )
         require_finite_float(weight, source.describe(name))
-        self.weight = weight
+        self.weight = weight.to(device)
 
     def unload(self) -> None:
         self.weight = None
@@ -49,8 +50,9 @@ class Embedding(Module):
         return 0 if self.weight is None else self.weight.nbytes
 
     def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
-        """x: int64 [T] -> float32 [T, hidden]."""
+        """x: int64 [T] -> [T, hidden]."""
         if self.weight is None:
             raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
         rows = self.weight[x.clamp(min=0)].float()
-        return rows if self.scale == 1.0 else rows * self.scale
+        rows = rows if self.scale == 1.0 else rows * self.scale
+        return rows.to(activation_dtype(rows.device))

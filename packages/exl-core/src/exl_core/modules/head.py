@@ -31,7 +31,7 @@ class Head(Module):
         yield self.linear
 
     def load(self, source: TensorSource, device: torch.device) -> None:
-        self.linear.load(source)
+        self.linear.load(source, device)
 
     def unload(self) -> None:
         self.linear.unload()
@@ -44,7 +44,7 @@ class Head(Module):
         return self.linear.weight_bytes()
 
     def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
-        logits = torch.empty((x.shape[0], self.padded_vocab_size), dtype=torch.float32)
+        logits = torch.empty((x.shape[0], self.padded_vocab_size), dtype=torch.float32, device=x.device)
         self.linear.forward_into(x, logits)
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -25,8 +27,8 @@ class Linear:
         self.out_features = spec.out_features
         self.matrix: QuantMatrix | None = None
 
-    def load(self, source: TensorSource) -> None:
-        self.matrix = load_linear(source, self.spec, self.options)
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        self.matrix = load_linear(source, self.spec, replace(self.options, device=str(device)))
 
     def unload(self) -> None:
         self.matrix = None
@@ -54,7 +56,7 @@ class Linear:
         return self.quant.dequantize()[:, : self.out_features].contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x float32 [..., in] -> float32 [..., out]; columns that pad the file's matrix are cut off."""
+        """x [..., in] -> [..., out] of its type (float32, on a GPU half); columns that pad the file's are cut off."""
         y = self.quant.matmul(x)
         return y if y.shape[-1] == self.out_features else y[..., : self.out_features].contiguous()
 
@@ -63,7 +65,8 @@ class Linear:
         if out.shape[-1] == self.quant.out_features and self.quant.out_features == self.out_features:
             self.quant.matmul(x, out=out)
         else:
-            out[..., : self.out_features] = self.quant.matmul(x)[..., : self.out_features]
+            whole = torch.empty((*x.shape[:-1], self.quant.out_features), dtype=out.dtype, device=out.device)
+            out[..., : self.out_features] = self.quant.matmul(x, out=whole)[..., : self.out_features]
 
     @property
     def device(self) -> torch.device:

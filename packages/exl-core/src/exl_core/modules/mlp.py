@@ -46,7 +46,7 @@ class GatedMLP(Module):
         try:
             self.norm.load(source, device)
             for linear in self.submodules():
-                linear.load(source)
+                linear.load(source, device)
             self.block = self._fuse()
         except BaseException:
             self.unload()

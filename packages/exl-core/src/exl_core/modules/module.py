@@ -41,6 +41,7 @@ class Step:
     sin: Tensor
     pages: Callable[[int], KVPages]  # of a layer
     key_mask: Tensor | None = None  # float32 [B, S], added to the logits of each key
+    max_keys: int | None = None  # every position is below it
     abort_event: Event | None = None
     _tokens: dict[bool, Tokens] = field(default_factory=dict, repr=False)
 
@@ -86,7 +87,7 @@ class Module(ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Hidden state in, hidden state out, float32 [T, hidden]. May work in place on `x`."""
+        """Hidden state in, hidden state out, [T, hidden], float32 or, on a GPU, half. May work in place on `x`."""
 
     def submodules(self) -> Iterator[Linear]:
         """The linears inside, which stand in `model.modules_dict` instead of this module."""
