@@ -1,5 +1,4 @@
-"""Page accounting as a state machine: after any sequence of enqueue, iterate, cancel, clear and error nothing is
-lost."""
+"""Page accounting as a state machine: whatever is enqueued, run, cancelled, cleared or fails, no page is lost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The dynamic generator for asyncio (spec/generators.md 3.22): rounds run in a thread of their own, the event loop
-never waits."""
+"""The dynamic generator for asyncio (spec/generators.md 3.22): rounds run in a thread, the event loop never waits."""
 
 from __future__ import annotations
 

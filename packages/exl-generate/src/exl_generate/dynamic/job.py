@@ -17,6 +17,7 @@ from exl_filters import FilterStack
 from exl_generate.dynamic.detokenize import PieceTable
 from exl_generate.dynamic.output import Match, Record, TextStream
 from exl_generate.dynamic.pages import PageTable
+from exl_generate.dynamic.request import count_of, sequences_of, stop_conditions_of, strings_of
 from exl_generate.dynamic.results import Results
 from exl_generate.dynamic.sequence import Sequence
 from exl_generate.dynamic.stopping import Automaton
@@ -66,10 +67,10 @@ class ExLlamaV2DynamicJob:
     ) -> None:
         if embeddings:
             raise UnsupportedError("embeddings are not supported yet; pass text prompts")
-        self.max_new_tokens = _count("max_new_tokens", max_new_tokens)
-        self.min_new_tokens = _count("min_new_tokens", min_new_tokens)
-        self.max_skips = None if max_skips is None else _count("max_skips", max_skips)
-        self.return_top_tokens = _count("return_top_tokens", return_top_tokens)
+        self.max_new_tokens = count_of("max_new_tokens", max_new_tokens)
+        self.min_new_tokens = count_of("min_new_tokens", min_new_tokens)
+        self.max_skips = None if max_skips is None else count_of("max_skips", max_skips)
+        self.return_top_tokens = count_of("return_top_tokens", return_top_tokens)
         self.return_logits = return_logits
         self.return_probs = return_probs
         self.gen_settings = (Settings() if gen_settings is None else gen_settings).clone()
@@ -77,11 +78,11 @@ class ExLlamaV2DynamicJob:
         self.seed = seed
         self.identifier = identifier
         self.decode_special_tokens = decode_special_tokens
-        self.stop_tokens, self.stop_strings = _stop_conditions(stop_conditions)
-        self.banned_strings = _strings("banned_strings", banned_strings)
+        self.stop_tokens, self.stop_strings = stop_conditions_of(stop_conditions)
+        self.banned_strings = strings_of("banned_strings", banned_strings)
         self.filters = list(filters or [])
         self.filter_prefer_eos = filter_prefer_eos
-        rows = _sequences(input_ids)
+        rows = sequences_of(input_ids)
         if (len(rows) == 2) != (self.gen_settings.cfg_scale is not None):
             raise RequestError(
                 f"input_ids holds {len(rows)} sequence(s) and cfg_scale is {self.gen_settings.cfg_scale}: a pair of "
@@ -435,57 +436,3 @@ class ExLlamaV2DynamicJob:
                 f"gave up after {MAX_REWINDS} rewinds of banned strings, the last of them {match.string!r}"
             )
         return self._results.streaming(self._output.release(), suppressed=(text, gone))
-
-
-def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-        raise RequestError(f"{name} is {value!r}; it must be an integer of at least 0")
-    return int(value)
-
-
-def _strings(name: str, values: Iterable[str] | None) -> list[str]:
-    if isinstance(values, str):
-        raise RequestError(f"{name} is the bare string {values!r}; pass a list: [{values!r}]")
-    found = list(values or [])
-    for value in found:
-        if not isinstance(value, str) or not value:
-            raise RequestError(f"{name} holds {value!r}; each entry must be a non-empty string")
-    return found
-
-
-def _stop_conditions(conditions: Iterable[int | str] | None) -> tuple[frozenset[int], list[str]]:
-    """Ids and strings, the strings in the order given."""
-    if isinstance(conditions, str | int):
-        raise RequestError(f"stop_conditions is {conditions!r}; pass a list of ids and strings: [{conditions!r}]")
-    tokens: set[int] = set()
-    strings: list[str] = []
-    for condition in conditions or []:
-        if isinstance(condition, str) and condition:
-            strings.append(condition)
-        elif isinstance(condition, int | np.integer) and not isinstance(condition, bool) and condition >= 0:
-            tokens.add(int(condition))
-        else:
-            raise RequestError(
-                f"stop condition {condition!r} is neither a token id of at least 0 nor a non-empty string"
-            )
-    return frozenset(tokens), strings
-
-
-def _sequences(input_ids: object) -> list[NDArray[np.int64]]:
-    """The prompt, or the pair of prompts, as checked int64 vectors."""
-    rows = list(input_ids) if isinstance(input_ids, list | tuple) else [input_ids]
-    if not 1 <= len(rows) <= 2:
-        raise RequestError(f"input_ids holds {len(rows)} sequences; a job takes one, or a pair for CFG")
-    return [_ids(row) for row in rows]
-
-
-def _ids(input_ids: object) -> NDArray[np.int64]:
-    if not isinstance(input_ids, torch.Tensor):
-        raise RequestError(f"input_ids is a {type(input_ids).__name__}; pass an int64 tensor of shape [1, n]")
-    if input_ids.dim() != 2 or input_ids.shape[0] != 1:
-        raise RequestError(f"input_ids has shape {list(input_ids.shape)}; a job takes one sequence of shape [1, n]")
-    if input_ids.shape[1] == 0:
-        raise RequestError("input_ids is empty; a job needs at least one token (add_bos=True gives a prompt its BOS)")
-    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-        raise RequestError(f"input_ids is {input_ids.dtype}; pass int64 token ids")
-    return input_ids.detach().cpu().numpy().reshape(-1).astype(np.int64)

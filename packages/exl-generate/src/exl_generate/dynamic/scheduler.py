@@ -1,5 +1,4 @@
-"""Which jobs run: first come first served, smaller jobs may overtake a job that does not fit yet, a bounded number
-of times."""
+"""Which jobs run: first come first served, and smaller ones may overtake one that does not fit a few times."""
 
 from __future__ import annotations
 

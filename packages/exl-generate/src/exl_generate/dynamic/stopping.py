@@ -1,5 +1,4 @@
-"""Stop strings and banned strings: one automaton each, advanced character by character, never rescanning what it has
-seen."""
+"""Stop strings and banned strings: an automaton that is advanced character by character and never looks back."""
 
 from __future__ import annotations
 

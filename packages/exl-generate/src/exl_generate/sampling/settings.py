@@ -1,5 +1,4 @@
-"""`ExLlamaV2Sampler.Settings`: what a caller may ask of the sampler, with the exact defaults of spec/generators.md
-4.1."""
+"""`ExLlamaV2Sampler.Settings`: what may be asked of the sampler, with the exact defaults of spec/generators.md 4.1."""
 
 from __future__ import annotations
 

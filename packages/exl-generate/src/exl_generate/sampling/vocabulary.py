@@ -1,5 +1,4 @@
-"""What the sampler must know of a vocabulary: how many ids are real, DRY's default breakers, XTC's default ignore
-set."""
+"""What the sampler must know of a vocabulary: which ids are real, DRY's default breakers, XTC's default ignore set."""
 
 from __future__ import annotations
 
