@@ -159,3 +159,21 @@ pub unsafe fn weight<S: Simd>(operand: S::I, j: u32, magic_zero: S::F, scale: S:
         S::round_half(S::mul_f(S::sub_f(code, magic_zero), scale))
     }
 }
+
+/// [`weight`] with one instruction less, where the sign of a zero does not matter: `scaled_zero` is zero * scale, which is exact.
+///
+/// # Safety
+/// [`Simd`]'s contract.
+#[inline(always)]
+pub unsafe fn weight_to_multiply<S: Simd>(
+    operand: S::I,
+    j: u32,
+    scaled_zero: S::F,
+    scale: S::F,
+) -> S::F {
+    // SAFETY: Simd's contract.
+    unsafe {
+        let code = S::and_i(S::shr_i(operand, 8 * j), S::splat_i(0xff));
+        S::round_half(S::fms_f(S::to_f(code), scale, scaled_zero))
+    }
+}

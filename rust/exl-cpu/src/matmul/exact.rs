@@ -6,7 +6,7 @@
 
 use std::mem::MaybeUninit;
 
-use super::decode::{magic_zero, operands, prefetch, scale_and_zero, weight};
+use super::decode::{magic_zero, operands, prefetch, scale_and_zero, weight, weight_to_multiply};
 use super::layout::{BLOCK, TILE};
 use super::matrix::{Codes, Floats, Span};
 use super::simd::{LANES, Simd};
@@ -54,7 +54,7 @@ unsafe fn span_one_row<S: Simd, const BITS: u32>(
             let (scale, zero) =
                 scale_and_zero::<S, BITS>(&codes.scales, codes.groups, tile, span, v);
             scales[v] = scale;
-            zeros[v] = magic_zero::<S>(zero);
+            zeros[v] = S::mul_f(S::to_f(zero), scale);
         }
         for b in 0..span.blocks {
             let block = words.add(span.word + b * BITS as usize * TILE);
@@ -69,7 +69,7 @@ unsafe fn span_one_row<S: Simd, const BITS: u32>(
                 for j in 0..4 {
                     let x = S::splat_f(*x.add(4 * i + j));
                     for v in 0..VECTORS {
-                        let w = weight::<S>(ops[v][i], j as u32, zeros[v], scales[v]);
+                        let w = weight_to_multiply::<S>(ops[v][i], j as u32, zeros[v], scales[v]);
                         sums[v] = S::fma_f(w, x, sums[v]);
                     }
                 }

@@ -173,6 +173,10 @@ impl Simd for Avx2 {
         both!(_mm256_fmadd_ps; a, b, c)
     }
     #[inline(always)]
+    unsafe fn fms_f(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        both!(_mm256_fmsub_ps; a, b, c)
+    }
+    #[inline(always)]
     unsafe fn round_half(x: Self::F) -> Self::F {
         const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT;
         unsafe {

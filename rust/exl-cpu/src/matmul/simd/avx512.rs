@@ -114,6 +114,10 @@ impl Simd for Avx512 {
         unsafe { _mm512_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
+    unsafe fn fms_f(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        unsafe { _mm512_fmsub_ps(a, b, c) }
+    }
+    #[inline(always)]
     unsafe fn round_half(x: Self::F) -> Self::F {
         unsafe {
             _mm512_cvtph_ps(_mm512_cvtps_ph::<

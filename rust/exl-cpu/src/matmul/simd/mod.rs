@@ -63,6 +63,8 @@ pub trait Simd: Copy {
     unsafe fn mul_f(a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`, rounded once.
     unsafe fn fma_f(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `a * b - c`, rounded once.
+    unsafe fn fms_f(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// Rounds to IEEE half (nearest even, subnormals kept) and back.
     unsafe fn round_half(x: Self::F) -> Self::F;
     /// Sixteen halves, widened.

@@ -140,6 +140,14 @@ impl Simd for Scalar {
         out
     }
     #[inline(always)]
+    unsafe fn fms_f(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        let mut out = [0.0; LANES];
+        for lane in 0..LANES {
+            out[lane] = a[lane].mul_add(b[lane], -c[lane]);
+        }
+        out
+    }
+    #[inline(always)]
     unsafe fn round_half(x: Self::F) -> Self::F {
         x.map(|x| f16::from_f32(x).to_f32())
     }
