@@ -281,6 +281,7 @@ def test_validate_counts_drafts():
     assert f.validate([97, EOS]) == 1
     assert f.validate([97, 98, EOS, 98]) == 3
     assert f.validate([HOLE]) == 0
+    assert make(regex="ab").validate([97, 98, EOS]) == 2  # over with b: what follows is not of the constraint
     assert f.next()[0] == [97]
 
 

@@ -195,7 +195,8 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         if accepted == plain < len(tokens) and tokens[plain] in self._stops:
             trial = self._matcher.copy()
             trial.consume(tokens[:plain])
-            accepted += trial.accepting
+            over = self._ends and trial.stopped
+            accepted += trial.accepting and not over
         return accepted
 
     def forced(self) -> bytes:
