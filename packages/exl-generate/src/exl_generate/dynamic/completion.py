@@ -30,6 +30,11 @@ def build_jobs(
     """One job per prompt; nothing is enqueued, so a refused prompt leaves nothing behind."""
     prompts = _prompts(prompt)
     listed = isinstance(prompt, list)
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise RequestError(f"seed is {seed!r}; pass an int or None")
+    for name, value in (("filters", filters), ("embeddings", embeddings)):
+        if value is not None and not isinstance(value, list | tuple):
+            raise RequestError(f"{name} is {value!r}; pass a list or None")
     settings = _per_prompt("gen_settings", gen_settings, len(prompts), shared=not isinstance(gen_settings, list))
     all_filters = _per_prompt("filters", filters, len(prompts), shared=not listed or filters is None)
     all_embeddings = _per_prompt("embeddings", embeddings, len(prompts), shared=not listed or embeddings is None)
@@ -99,6 +104,11 @@ def _prompts(prompt: Any) -> list[tuple[str, ...]]:
         if not 1 <= len(texts) <= 2 or not all(isinstance(text, str) for text in texts):
             kinds = ", ".join(type(text).__name__ for text in texts)
             raise RequestError(f"a prompt is ({kinds}); pass a str, a pair of str for CFG, or a list of those")
+        for text in texts:
+            if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+                raise RequestError(
+                    f"the prompt {text[:40]!r} holds half of a surrogate pair, which is no text; decode it first"
+                )
     return prompts
 
 

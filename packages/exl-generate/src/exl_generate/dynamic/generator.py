@@ -172,6 +172,8 @@ class ExLlamaV2DynamicGenerator:
         results for `iterate()`. A job's own error is raised, once all prompts are done; with `return_last_results`
         it stands in that prompt's result.
         """
+        if abort_event is not None and not isinstance(abort_event, threading.Event):
+            raise RequestError(f"abort_event is {abort_event!r}; pass a threading.Event or None")
         jobs = build_jobs(
             self.tokenizer,
             prompt,
@@ -185,13 +187,9 @@ class ExLlamaV2DynamicGenerator:
             min_new_tokens=min_new_tokens,
             token_healing=token_healing,
             decode_special_tokens=decode_special_tokens,
-            stop_conditions=stop_conditions
-            if stop_conditions is None or isinstance(stop_conditions, str)
-            else list(stop_conditions),
+            stop_conditions=_reusable("stop_conditions", stop_conditions),
             filter_prefer_eos=filter_prefer_eos,
-            banned_strings=banned_strings
-            if banned_strings is None or isinstance(banned_strings, str)
-            else list(banned_strings),
+            banned_strings=_reusable("banned_strings", banned_strings),
             **kwargs,
         )
         completions = Completions(prompt, jobs, completion_only)
@@ -310,3 +308,12 @@ class ExLlamaV2DynamicGenerator:
         for result in sink:
             take(result)
         sink.clear()
+
+
+def _reusable(name: str, value: Iterable[Any] | None) -> list[Any] | str | None:
+    """The value as a list that several jobs can read; a lone string stays one: the job refuses it by name."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bytes) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} is {value!r}; pass a list")
+    return list(value)

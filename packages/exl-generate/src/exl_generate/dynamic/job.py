@@ -73,6 +73,12 @@ class ExLlamaV2DynamicJob:
         self.return_top_tokens = count_of("return_top_tokens", return_top_tokens)
         self.return_logits = return_logits
         self.return_probs = return_probs
+        if gen_settings is not None and not isinstance(gen_settings, Settings):
+            raise RequestError(
+                f"gen_settings is a {type(gen_settings).__name__}; pass ExLlamaV2Sampler.Settings or None"
+            )
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise RequestError(f"seed is {seed!r}; pass an int or None")
         self.gen_settings = (Settings() if gen_settings is None else gen_settings).clone()
         self.gen_settings.validate()
         self.seed = seed

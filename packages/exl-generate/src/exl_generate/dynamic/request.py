@@ -31,7 +31,7 @@ def strings_of(name: str, values: Iterable[str] | None) -> list[str]:
 
 def stop_conditions_of(conditions: Iterable[int | str] | None) -> tuple[frozenset[int], list[str]]:
     """Ids and strings, the strings in the order given."""
-    if isinstance(conditions, str | int):
+    if isinstance(conditions, str | bytes | int | float):
         raise RequestError(f"stop_conditions is {conditions!r}; pass a list of ids and strings: [{conditions!r}]")
     tokens: set[int] = set()
     strings: list[str] = []

@@ -46,6 +46,17 @@ _RANGES: dict[str, tuple[float, float]] = {
     "xtc_probability": (0, 1),
     "xtc_threshold": (0, 1),
 }
+_INTEGERS = frozenset(
+    {
+        "token_repetition_range",
+        "token_repetition_decay",
+        "top_k",
+        "dry_allowed_length",
+        "dry_range",
+        "dry_max_ngram",
+    }
+)
+_SWITCHES = ("temperature_last", "mirostat")
 
 
 @dataclass
@@ -109,7 +120,7 @@ class Settings:
         return replace(
             self,
             token_bias=None if self.token_bias is None else self.token_bias.clone(),
-            post_sampling_hooks=list(self.post_sampling_hooks),
+            post_sampling_hooks=list(self.post_sampling_hooks or []),
             dry_sequence_breakers=None if self.dry_sequence_breakers is None else set(self.dry_sequence_breakers),
             mirostat_mu=None,
             ngram_trie=None,
@@ -160,6 +171,15 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise RequestError(f"Settings.{name} is {value!r}; it must be a number from {low} to {high}")
+            if name in _INTEGERS and not isinstance(value, int):
+                raise RequestError(f"Settings.{name} is {value!r}; it must be a whole number, as an int")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"Settings.{name} is {getattr(self, name)!r}; it must be True or False")
+        if not isinstance(self.post_sampling_hooks, list) or not all(map(callable, self.post_sampling_hooks)):
+            raise RequestError(
+                f"Settings.post_sampling_hooks is {self.post_sampling_hooks!r}; it must be a list of functions"
+            )
         if self.max_temp > 0 and self.min_temp > self.max_temp:
             raise RequestError(f"Settings.min_temp {self.min_temp} exceeds max_temp {self.max_temp}; swap them")
         if self.dry_multiplier > 0 and 0 < self.dry_range <= self.dry_max_ngram:

@@ -1,0 +1,68 @@
+"""What `generate()` and `Settings` are handed by mistake is refused by name, and the generator goes on working."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2Sampler
+from exl_generate.bundled import draft_model_dir
+from exl_generate.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def generator() -> ExLlamaV2DynamicGenerator:
+    config = ExLlamaV2Config(str(draft_model_dir()))
+    model = ExLlamaV2(config)
+    cache = ExLlamaV2Cache(model, max_seq_len=512, lazy=True)
+    model.load_autosplit(cache)
+    return ExLlamaV2DynamicGenerator(model, cache, ExLlamaV2Tokenizer(config))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seed": "x"},
+        {"seed": 1.5},
+        {"gen_settings": {"top_k": 3}},
+        {"gen_settings": [3]},
+        {"stop_conditions": 3},
+        {"stop_conditions": 3.5},
+        {"stop_conditions": b"ab"},
+        {"stop_conditions": "text"},
+        {"banned_strings": 3},
+        {"filters": 3},
+        {"abort_event": 3},
+        {"prompt": "\ud800"},
+        {"prompt": ["fine", 3]},
+        {"max_new_tokens": 1.5},
+    ],
+    ids=str,
+)
+def test_generate_refuses_by_name(generator: ExLlamaV2DynamicGenerator, wrong: dict[str, Any]) -> None:
+    arguments = {"prompt": ["Once"] if wrong.get("gen_settings") == [3] else "Once", "max_new_tokens": 4} | wrong
+    with pytest.raises(RequestError):
+        generator.generate(**arguments)
+    assert generator.num_remaining_jobs() == 0
+    assert generator.generate("Once upon", max_new_tokens=2, seed=1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"top_k": 2.5},
+        {"token_repetition_range": 1.5},
+        {"token_repetition_decay": 0.5},
+        {"dry_allowed_length": 2.5},
+        {"mirostat": "yes"},
+        {"temperature_last": 3},
+        {"post_sampling_hooks": [3]},
+        {"temperature": float("nan")},
+    ],
+    ids=str,
+)
+def test_settings_refuse_by_name(generator: ExLlamaV2DynamicGenerator, wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        generator.generate("Once", max_new_tokens=2, gen_settings=ExLlamaV2Sampler.Settings(**wrong))
