@@ -472,6 +472,8 @@ def test_generator_refuses_wrong_sizes() -> None:
     for kw, batch, length, error, message in cases:
         with pytest.raises(error, match=message):
             ExLlamaV2DynamicGenerator(model, ScriptedCache(model, batch, length), TOKENIZER, **kw)
+    with pytest.raises(RequestError, match="another model"):
+        ExLlamaV2DynamicGenerator(model, ScriptedCache(ScriptedModel()), TOKENIZER)
     with pytest.raises(TypeError):
         ExLlamaV2DynamicGenerator(model, ScriptedCache(model), TOKENIZER, max_sequence=3)  # type: ignore[call-arg]
 

@@ -223,14 +223,14 @@ class ExLlamaV2DynamicJob:
                 filters.close()
 
     def count_pages(self, page_size: int) -> int:
-        """Pages under all sequences at their longest; pages of a common prefix count once, as far as `prepare` knows
-        them."""
+        """Pages under all sequences at their longest; pages of a common prefix count once."""
         shared = {label for sequence in self.sequences for label in sequence.labels}
-        own = sum(
-            sequence.pages_needed(self.max_new_tokens + self.healing, page_size) - len(sequence.labels)
-            for sequence in self.sequences
-        )
-        return len(shared) + own
+        return len(shared) + self.own_pages(page_size)
+
+    def own_pages(self, page_size: int) -> int:
+        """Those of them that no other job can share: behind the full pages of the prompt."""
+        new = self.max_new_tokens + self.healing
+        return sum(sequence.pages_needed(new, page_size) - len(sequence.labels) for sequence in self.sequences)
 
     def missing_pages(self, table: PageTable) -> int:
         """Pages that starting now would take away from others: all but those that running jobs hold already."""

@@ -38,6 +38,8 @@ class Limits:
         """Defaults filled in and every rule of spec/generators.md 3.1 checked. Unpaged, one page spans the cache and
         one sequence runs at a time."""
         config = model.config
+        if getattr(cache, "model", model) is not model:
+            raise RequestError("the cache was made for another model; make one with this model as its first argument")
         if cache.batch_size != 1:
             raise RequestError(
                 f"the cache has batch_size {cache.batch_size}; a dynamic generator needs 1: all jobs share its length"

@@ -88,8 +88,11 @@ class Scheduler:
 
     def can_start(self, job: ExLlamaV2DynamicJob) -> bool:
         """Whether the batch and the free pages can take the job now."""
-        fits = self.active_sequences + len(job.sequences) <= self.max_batch_size
-        return fits and job.missing_pages(self.table) <= self.table.available
+        if self.active_sequences + len(job.sequences) > self.max_batch_size:
+            return False
+        if job.own_pages(self.table.page_size) > self.table.available:
+            return False  # without looking at what it could share
+        return job.missing_pages(self.table) <= self.table.available
 
     def retire(self) -> None:
         """Take finished jobs out and give their pages back."""
