@@ -1,6 +1,6 @@
 """Host cost of the dynamic generator: microseconds per job and step, beside a model that costs nothing. JSON lines.
 
-    python benchmarks/bench_generate.py [--active 64] [--queued 10000] [--cached-pages 100000] [--vocab 32000]
+python benchmarks/bench_generate.py [--active 64] [--queued 10000] [--cached-pages 100000] [--vocab 32000]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import torch
+
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.sampling import RequestSampler, Settings, Vocabulary
 from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedTokenizer
@@ -54,7 +55,9 @@ def step_cost(
         generator.page_table.fill(page, 0, page.tokens[:0])
     settings = ExLlamaV2Sampler.Settings.greedy()
     ids = torch.randint(3, vocab, (active + queued, 200))
-    jobs = [ExLlamaV2DynamicJob(row[None], steps + 50, gen_settings=settings, stop_conditions=["\n\n", 2]) for row in ids]
+    jobs = [
+        ExLlamaV2DynamicJob(row[None], steps + 50, gen_settings=settings, stop_conditions=["\n\n", 2]) for row in ids
+    ]
     start = time.perf_counter()
     generator.enqueue(jobs)
     enqueue = time.perf_counter() - start
