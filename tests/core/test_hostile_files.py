@@ -147,3 +147,14 @@ def test_damaged_side_files(lab: Any, tmp_path: Path, config: dict[str, Any], ad
         (tmp_path / "added_tokens.json").write_text(json.dumps(added))
     with contextlib.suppress(errors.ExlError):
         use(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["\0", "##", "ä"])
+def test_merges_without_the_declared_prefix_are_refused(lab: Any, tmp_path: Path, prefix: str) -> None:
+    """The tokenizers library aborts the process over such a file."""
+    tokenizer = small_tokenizer()
+    tokenizer["model"]["continuing_subword_prefix"] = prefix
+    (tmp_path / "config.json").write_text(json.dumps(lab.config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(errors.TokenizerError, match="continuing_subword_prefix"):
+        use(tmp_path)

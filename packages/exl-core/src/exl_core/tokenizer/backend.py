@@ -29,6 +29,7 @@ class TokenizerBackend:
         text = _read(file)
         self.data: dict[str, Any] = _parse(file, text)
         self._text = text
+        _check_merges(file, self.data)
         self.tokenizer = _build(file, text)
         self.tokenizer.encode_special_tokens = True  # "encode them as text"
         self._special: Tokenizer | None = None
@@ -146,6 +147,23 @@ def _parse(file: Path, text: str) -> dict[str, Any]:
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
         raise TokenizerError(f"{file}: not a tokenizer: no `model` object")
     return data
+
+
+def _check_merges(file: Path, data: Mapping[str, Any]) -> None:
+    """Refuse merges that the library cuts a prefix from which they do not have: that ends the whole process."""
+    model = data.get("model")
+    prefix = model.get("continuing_subword_prefix") if isinstance(model, Mapping) else None
+    if not isinstance(prefix, str) or not prefix or not isinstance(model, Mapping):
+        return
+    merges = model.get("merges")
+    for merge in merges if isinstance(merges, list) else []:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        right = parts[-1] if isinstance(parts, list) and parts else None
+        if not isinstance(right, str) or not right.startswith(prefix):
+            raise TokenizerError(
+                f"{file}: merge {str(merge)[:80]!r} does not go on with the continuing_subword_prefix {prefix[:20]!r}; "
+                "every merge's second part must"
+            )
 
 
 def _build(file: Path, text: str) -> Tokenizer:
