@@ -59,7 +59,7 @@ def test_laws_of_ban(law):
     law()
 
 
-@filter_laws(lambda v: LengthFilter(None, v, 2, 4), profile="quick", examples=10, xfail={"LAW-32": "counts tokens"})
+@filter_laws(lambda v: LengthFilter(None, v, 2, 4), profile="quick", examples=10)
 def test_laws_of_length(law):
     law()
 
