@@ -1,10 +1,11 @@
 """Times loading a model folder and measures what it costs in memory; one JSON line.
 
-    python benchmarks/bench_load.py [MODEL_DIR] [--gigabytes 1.0] [--bits 4.5] [--runs 3]
+    python benchmarks/bench_load.py [MODEL_DIR] [--gigabytes 1.0] [--bits 4.5] [--runs 3] [--prompt 0]
 
 Without MODEL_DIR a random model of that size is written to a temporary folder first (by another process, so that its
 memory does not count). Each run is a fresh process with the file in the page cache. The figures are medians over the
-runs; `read_s` is the time to merely read the file into a buffer in the same state, the floor for any loader.
+runs; `read_s` is the time to merely read the file into a buffer in the same state, the floor for any loader. With
+--prompt N the peak after a prompt of N tokens through an FP16 cache is reported too.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ def rss_bytes(field: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(folder: Path) -> dict[str, Any]:
+def measure(folder: Path, prompt: int) -> dict[str, Any]:
     """Load once in this process."""
-    from exl_core import ExLlamaV2, ExLlamaV2Config
+    import torch
+
+    from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config
 
     read_all(folder)
     read_s = min(read_all(folder) for _ in range(2))
@@ -57,7 +60,7 @@ def measure(folder: Path) -> dict[str, Any]:
     model.load()
     end = time.perf_counter()
     assert config.checkpoint is not None
-    return {
+    figures = {
         "model_bytes": sum(t.nbytes for t in config.checkpoint.tensors.values()),
         "weight_bytes": model.weight_bytes(),
         "load_s": end - start,
@@ -67,6 +70,10 @@ def measure(folder: Path) -> dict[str, Any]:
         "rss_after": rss_bytes("VmRSS"),
         "rss_peak": rss_bytes("VmHWM"),
     }
+    if prompt:
+        cache = ExLlamaV2Cache(model, max_seq_len=prompt)
+        model.forward(torch.randint(0, config.vocab_size, (1, prompt)), cache, last_id_only=True)
+    return {**figures, "rss_peak_prompt": rss_bytes("VmHWM")}
 
 
 def main() -> None:
@@ -75,10 +82,11 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--bits", type=float, default=4.5)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--prompt", type=int, default=0)
     parser.add_argument("--one", action="store_true", help="measure in this process (what the runs do)")
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.model)))
+        print(json.dumps(measure(args.model, args.prompt)))
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or Path(scratch) / "model"
@@ -86,7 +94,7 @@ def main() -> None:
             size = ["--gigabytes", str(args.gigabytes), "--bits", str(args.bits)]
             command = [sys.executable, str(HERE / "make_random_model.py"), str(folder), *size]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        command = [sys.executable, __file__, str(folder), "--one"]
+        command = [sys.executable, __file__, str(folder), "--one", "--prompt", str(args.prompt)]
         runs = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(args.runs)]
     middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     model_bytes = middle["model_bytes"]
@@ -101,6 +109,9 @@ def main() -> None:
                 "gb_per_s": round(model_bytes / middle["load_s"] / 1e9, 2),
                 "peak_rss_over_model": round((middle["rss_peak"] - middle["rss_before"]) / model_bytes, 3),
                 "held_rss_over_model": round((middle["rss_after"] - middle["rss_before"]) / model_bytes, 3),
+                "peak_rss_with_prompt_over_model": round(
+                    (middle["rss_peak_prompt"] - middle["rss_before"]) / model_bytes, 3
+                ),
                 "rss_before_mb": round(middle["rss_before"] / 1e6),
                 "cores": os.cpu_count(),
             }
