@@ -50,8 +50,11 @@ impl Isa {
                     .ok()
                     .and_then(|name| Self::from_name(&name));
                 let isa = wanted.map_or(Self::detect(), |isa| isa.min(Self::detect()));
-                CURRENT.store(isa as u8, Ordering::Relaxed);
-                isa
+                // Another thread may have forced one meanwhile: what was forced stays.
+                match CURRENT.compare_exchange(0, isa as u8, Ordering::Relaxed, Ordering::Relaxed) {
+                    Ok(_) => isa,
+                    Err(_) => Self::current(),
+                }
             }
         }
     }
