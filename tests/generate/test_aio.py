@@ -40,6 +40,7 @@ def play(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, 20))
 
 
+@pytest.mark.covers("generators.md: 62")
 def test_many_streams_at_once() -> None:
     async def main() -> None:
         async with make() as generator:
@@ -51,6 +52,7 @@ def test_many_streams_at_once() -> None:
     play(main())
 
 
+@pytest.mark.covers("generators.md: 62")
 def test_cancel_wakes_a_consumer_in_another_task() -> None:
     async def main() -> None:
         async with make() as generator:
@@ -71,6 +73,7 @@ async def collect(one: ExLlamaV2DynamicJobAsync) -> list[dict[str, Any]]:
     return [result async for result in one]
 
 
+@pytest.mark.covers("generators.md: 62")
 def test_leaving_the_loop_cancels_the_job() -> None:
     async def main() -> None:
         async with make() as generator:
@@ -88,6 +91,7 @@ def test_leaving_the_loop_cancels_the_job() -> None:
     play(main())
 
 
+@pytest.mark.covers("generators.md: 62")
 def test_close_ends_every_consumer_and_refuses_new_jobs() -> None:
     async def main() -> None:
         generator = make()
@@ -102,6 +106,7 @@ def test_close_ends_every_consumer_and_refuses_new_jobs() -> None:
     play(main())
 
 
+@pytest.mark.covers("generators.md: 61", "generators.md: 62")
 def test_a_refused_or_failing_job_disturbs_nobody() -> None:
     async def main() -> None:
         async with make() as generator:
@@ -117,6 +122,7 @@ def test_a_refused_or_failing_job_disturbs_nobody() -> None:
     play(main())
 
 
+@pytest.mark.covers("generators.md: 62")
 def test_the_event_loop_and_new_jobs_do_not_wait_for_a_pass() -> None:
     async def main() -> None:
         async with make() as generator:
@@ -140,6 +146,7 @@ def test_the_event_loop_and_new_jobs_do_not_wait_for_a_pass() -> None:
     play(main())
 
 
+@pytest.mark.covers("generators.md: 62")
 def test_jobs_from_several_event_loops() -> None:
     generator = make()
     texts: list[str] = []

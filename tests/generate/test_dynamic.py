@@ -81,12 +81,14 @@ def naive(generator: ExLlamaV2DynamicGenerator, prompt: list[int], new: int) -> 
 # ---- results ----
 
 
+@pytest.mark.covers("generators.md: 86")
 def test_tokens_are_the_models_own() -> None:
     generator = make()
     results = run(generator, job("hello there, you", 20))
     assert streamed_tokens(results) == naive(generator, ids("hello there, you")[0].tolist(), 20)
 
 
+@pytest.mark.covers("generators.md: 35", "generators.md: 37", "generators.md: 38", "generators.md: 40")
 def test_stages_and_keys_of_a_whole_life() -> None:
     generator = make(max_chunk_size=32)
     prompt = "abcdefghij" * 7
@@ -121,6 +123,7 @@ def test_stages_and_keys_of_a_whole_life() -> None:
     assert min(last["time_enqueued"], last["time_prefill"], last["time_generate"]) >= 0
 
 
+@pytest.mark.covers("generators.md: 39", "generators.md: 86")
 def test_stop_token_flushes_held_text_and_reports_itself_as_held() -> None:
     generator = make(says("hi\n", EOS, after=2))
     last = run(generator, job("ab", 10, stop_conditions=["\nuser", EOS]))[-1]
@@ -134,6 +137,7 @@ def test_stop_token_flushes_held_text_and_reports_itself_as_held() -> None:
     assert last["new_tokens"] == 4
 
 
+@pytest.mark.covers("generators.md: 39", "generators.md: 51", "generators.md: 86")
 def test_stop_string_across_tokens_is_found_before_the_limit() -> None:
     results = run(
         make(says("hi", int(ids("x")[0, 0]), int(ids("y")[0, 0]), after=2)), job("ab", 4, stop_conditions=["xy"])
@@ -144,11 +148,13 @@ def test_stop_string_across_tokens_is_found_before_the_limit() -> None:
     assert len(streamed_tokens(results)) == last["new_tokens"] == 4
 
 
+@pytest.mark.covers("generators.md: 51")
 def test_a_longer_stop_string_does_not_hide_a_shorter_one() -> None:
     results = run(make(says("abcq", after=1)), job("z", 10, stop_conditions=["abcd", "bc"]))
     assert (streamed_text(results), results[-1]["eos_triggering_string"]) == ("a", "bc")
 
 
+@pytest.mark.covers("generators.md: 38")
 def test_held_text_is_a_bare_streaming_result() -> None:
     results = run(make(says("hxqq", after=1)), job("z", 4, stop_conditions=["xylophone"]))
     streaming = [r.get("text") for r in results if r["stage"] == "streaming"]
@@ -165,6 +171,7 @@ def test_limit_inside_a_character_flushes_a_replacement() -> None:
     assert run(make(says("a😀", after=1)), job("z", 3))[-1]["full_completion"] == "a\ufffd"
 
 
+@pytest.mark.covers("generators.md: 36")
 def test_min_new_tokens_holds_stop_tokens_off() -> None:
     results = run(make(says(EOS, EOS, EOS, EOS, after=1)), job("z", 9, min_new_tokens=3, stop_conditions=[EOS]))
     assert results[-1]["new_tokens"] == 4
@@ -172,6 +179,7 @@ def test_min_new_tokens_holds_stop_tokens_off() -> None:
 
 
 @pytest.mark.parametrize("new", [0, 1, 2, 31, 32, 33])
+@pytest.mark.covers("generators.md: 36")
 def test_max_new_tokens_is_exact(new: int) -> None:
     last = run(make(), job("abc", new))[-1]
     assert (last["new_tokens"], last["eos_reason"]) == (new, "max_new_tokens")
@@ -186,6 +194,7 @@ def test_special_tokens_are_shown_only_on_request() -> None:
 # ---- pages ----
 
 
+@pytest.mark.covers("generators.md: 40", "generators.md: 44", "generators.md: 45", "generators.md: 86")
 def test_prefix_cache_counts() -> None:
     generator = make()
     prompt = ("abcdefghijklmnop" * 5)[:70]
@@ -203,6 +212,7 @@ def test_a_warm_prompt_runs_no_prefill() -> None:
         assert len(generator.model.calls) == expected  # type: ignore[attr-defined]
 
 
+@pytest.mark.covers("generators.md: 43")
 def test_jobs_started_together_compute_a_common_prefix_once() -> None:
     generator = make()
     jobs = [job("abcdefgh" * 6 + tail, 2) for tail in ("a", "bb", "ccc")]
@@ -212,6 +222,7 @@ def test_jobs_started_together_compute_a_common_prefix_once() -> None:
     assert prefilled == 48 + 0 + 1 + 2
 
 
+@pytest.mark.covers("generators.md: 44", "generators.md: 46")
 def test_generated_text_is_reused_as_a_prompt() -> None:
     generator = make()
     first = run(generator, job("hello there", 60))[-1]
@@ -222,6 +233,7 @@ def test_generated_text_is_reused_as_a_prompt() -> None:
     assert last["cached_tokens"] == len(tokens) - 1
 
 
+@pytest.mark.covers("generators.md: 44")
 def test_a_prefix_is_evicted_after_what_follows_it() -> None:
     generator = make(cache_tokens=96)
     run(generator, job("abcdefgh" * 8, 8))
@@ -229,6 +241,7 @@ def test_a_prefix_is_evicted_after_what_follows_it() -> None:
     assert run(generator, job("abcdefgh" * 8, 8))[-1]["cached_pages"] >= 2
 
 
+@pytest.mark.covers("generators.md: 44")
 def test_an_unused_reservation_evicts_nothing() -> None:
     generator = make(says(EOS, after=8), cache_tokens=160)
     run(generator, job("abcdefgh" * 8, 1))
@@ -237,6 +250,7 @@ def test_an_unused_reservation_evicts_nothing() -> None:
 
 
 @pytest.mark.parametrize(("over", "fits"), [(-1, True), (0, True), (1, False)])
+@pytest.mark.covers("generators.md: 33")
 def test_prompt_and_output_exactly_at_the_cache_size(over: int, fits: bool) -> None:
     """Regression tabby#380: exact page arithmetic at the limit."""
     generator = make(cache_tokens=64)
@@ -248,6 +262,7 @@ def test_prompt_and_output_exactly_at_the_cache_size(over: int, fits: bool) -> N
     assert run(generator, one)[-1]["new_tokens"] == 24 + over
 
 
+@pytest.mark.covers("generators.md: 59")
 def test_unpaged_mode_reuses_the_last_sequence() -> None:
     generator = make(paged=False)
     for text, cached in (("abcdefgh" * 6, 0), ("abcdefgh" * 6 + "more", 48), ("abcdefzz", 6)):
@@ -259,6 +274,7 @@ def test_unpaged_mode_reuses_the_last_sequence() -> None:
 # ---- scheduling ----
 
 
+@pytest.mark.covers("generators.md: 27", "generators.md: 28")
 def test_jobs_queue_up_and_all_finish() -> None:
     generator = make(cache_tokens=128, max_batch_size=3)
     jobs = [job("abc" * (1 + i % 5), 5 + i % 11) for i in range(40)]
@@ -272,6 +288,7 @@ def test_jobs_queue_up_and_all_finish() -> None:
     assert (finished, most) == (40, 3)
 
 
+@pytest.mark.covers("generators.md: 49")
 def test_a_long_prompt_does_not_stall_running_streams() -> None:
     generator = make(max_chunk_size=16)
     stream = job("a", 30)
@@ -285,6 +302,7 @@ def test_a_long_prompt_does_not_stall_running_streams() -> None:
 
 
 @pytest.mark.parametrize(("max_skips", "overtaken"), [(0, 0), (2, 2), (None, 5)])
+@pytest.mark.covers("generators.md: 34")
 def test_small_jobs_overtake_a_big_one_a_limited_number_of_times(max_skips: int | None, overtaken: int) -> None:
     generator = make(cache_tokens=96, max_batch_size=8)
     generator.enqueue(job("abc", 40))
@@ -299,6 +317,7 @@ def test_small_jobs_overtake_a_big_one_a_limited_number_of_times(max_skips: int 
 # ---- generate ----
 
 
+@pytest.mark.covers("generators.md: 29", "generators.md: 30")
 def test_generate_shapes() -> None:
     generator = make()
     text = generator.generate("abc", 5, gen_settings=Settings.greedy())
@@ -316,6 +335,7 @@ def test_generate_shapes() -> None:
     assert (result["identifier"], result["token_probs"].shape) == (7, (1, 1))
 
 
+@pytest.mark.covers("generators.md: 60")
 def test_seeds_count_up_over_the_prompts() -> None:
     generator = make()
     batch = generator.generate(["abc"] * 4, 12, seed=40)
@@ -323,6 +343,7 @@ def test_seeds_count_up_over_the_prompts() -> None:
     assert len(set(batch)) > 1
 
 
+@pytest.mark.covers("generators.md: 31")
 def test_generate_leaves_other_jobs_their_results() -> None:
     generator = make()
     other = job("the", 4)
@@ -332,6 +353,7 @@ def test_generate_leaves_other_jobs_their_results() -> None:
     assert [r["stage"] for r in results] == ["started", "prefill"] * 0 + ["started"] + ["streaming"] * 4
 
 
+@pytest.mark.covers("generators.md: 31")
 def test_a_refused_prompt_leaves_nothing_in_the_queue() -> None:
     generator = make()
     with pytest.raises(CapacityError):
@@ -342,6 +364,7 @@ def test_a_refused_prompt_leaves_nothing_in_the_queue() -> None:
     check_pages(generator)
 
 
+@pytest.mark.covers("generators.md: 30")
 def test_abort_before_and_during() -> None:
     generator = make()
     event = threading.Event()
@@ -364,11 +387,13 @@ def test_abort_before_and_during() -> None:
     check_pages(generator)
 
 
+@pytest.mark.covers("generators.md: 31")
 def test_generate_refuses_unknown_arguments() -> None:
     with pytest.raises(TypeError, match="temperatur"):
         make().generate("abc", 5, temperatur=1)
 
 
+@pytest.mark.covers("generators.md: 26")
 def test_warmup_leaves_a_cold_cache() -> None:
     generator = make()
     generator.warmup()
@@ -379,6 +404,7 @@ def test_warmup_leaves_a_cold_cache() -> None:
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 6])
+@pytest.mark.covers("generators.md: 27")
 def test_cancel_in_every_phase(rounds: int) -> None:
     """Queued, prefill, first token, decode: the others go on, the pages return."""
     generator = make(max_chunk_size=16, max_batch_size=2)
@@ -398,6 +424,7 @@ def test_cancel_in_every_phase(rounds: int) -> None:
     check_pages(generator)
 
 
+@pytest.mark.covers("generators.md: 27")
 def test_clear_queue_returns_everything() -> None:
     generator = make(max_batch_size=2)
     generator.enqueue([job("abc", 9) for _ in range(5)])
@@ -428,11 +455,13 @@ def test_clear_queue_returns_everything() -> None:
         (lambda: job("a", 1, gen_settings=Settings(cfg_scale=2.0)), RequestError, "go together"),
     ],
 )
+@pytest.mark.covers("generators.md: 33")
 def test_malformed_jobs_are_refused_at_construction(build: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build()
 
 
+@pytest.mark.covers("generators.md: 33")
 def test_enqueue_refuses_what_can_never_run() -> None:
     generator = make(model_len=64)
     with pytest.raises(CapacityError, match="limit is 64"):
@@ -454,6 +483,7 @@ def test_enqueue_refuses_what_can_never_run() -> None:
     assert run(generator, fresh)[-1]["new_tokens"] == 2
 
 
+@pytest.mark.covers("generators.md: 25")
 def test_generator_refuses_wrong_sizes() -> None:
     model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB))
     cases: list[tuple[dict[str, Any], int, int, type[Exception], str]] = [

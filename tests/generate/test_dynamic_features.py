@@ -81,6 +81,7 @@ def naive(generator: ExLlamaV2DynamicGenerator, prompt: list[int], new: int) -> 
 # ---- banned strings ----
 
 
+@pytest.mark.covers("generators.md: 52", "generators.md: 86")
 def test_banned_string_is_rewound_and_an_alternative_found() -> None:
     wanted = ids("qabc!")[0].tolist()
     generator = make(lambda context: next((w for i, w in enumerate(wanted) if context == wanted[:i]), None))
@@ -91,12 +92,14 @@ def test_banned_string_is_rewound_and_an_alternative_found() -> None:
     assert results[-1]["new_tokens"] == len(streamed_tokens(results)) == 12
 
 
+@pytest.mark.covers("generators.md: 52")
 def test_banned_string_at_the_limit_is_not_emitted() -> None:
     results = run(make(says("abc", after=1)), job("z", 3, banned_strings=["bc"]))
     assert "bc" not in results[-1]["full_completion"]
     assert results[-1]["new_tokens"] == 3
 
 
+@pytest.mark.covers("generators.md: 77")
 def test_banning_everything_ends_the_job_with_an_error() -> None:
     generator = make()
     everything = [p if isinstance(p, str) else "\ufffd" for p in PIECES]
@@ -118,6 +121,7 @@ def speculate(how: str, script: Callable[[list[int]], int | None] | None = None)
     return ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=PAGE, **kw)  # type: ignore[arg-type]
 
 
+@pytest.mark.covers("generators.md: 55", "generators.md: 40")
 def test_a_perfect_draft_model_saves_four_passes_of_five() -> None:
     generator = speculate("model")
     results = run(generator, job("hello", 50))
@@ -127,6 +131,7 @@ def test_a_perfect_draft_model_saves_four_passes_of_five() -> None:
     assert sum(not pre for _, _, pre in generator.model.calls) == 10  # type: ignore[attr-defined]
 
 
+@pytest.mark.covers("generators.md: 56")
 def test_ngram_drafts_catch_repetition() -> None:
     loop = ids("abcdefgh")[0].tolist()
     generator = speculate("ngram", lambda context: loop[len(context) % 8])
@@ -138,6 +143,7 @@ def test_ngram_drafts_catch_repetition() -> None:
 
 @pytest.mark.parametrize("new", [1, 2, 3, 5, 10])
 @pytest.mark.parametrize("how", ["ngram", "model"])
+@pytest.mark.covers("generators.md: 36", "generators.md: 55", "generators.md: 56")
 def test_drafting_keeps_max_new_tokens_exact(how: str, new: int) -> None:
     assert run(speculate(how), job("ab", new))[-1]["new_tokens"] == new
 
@@ -153,6 +159,7 @@ def test_a_failing_draft_model_costs_speed_only(caplog: pytest.LogCaptureFixture
 # ---- healing, CFG, hooks ----
 
 
+@pytest.mark.covers("generators.md: 53")
 def test_healing_regenerates_the_last_token() -> None:
     generator = make(lambda c: int(ids("the")[0, 0]) if len(c) == 2 else None)
     results = run(generator, job("abt", 4, token_healing=True, return_probs=True))
@@ -162,12 +169,14 @@ def test_healing_regenerates_the_last_token() -> None:
     assert (last["new_tokens"], len(streamed_tokens(results)), last["prompt_tokens"]) == (4, 5, 3)
 
 
+@pytest.mark.covers("generators.md: 53")
 def test_healing_the_same_token_adds_no_text() -> None:
     generator = make(lambda c: int(ids("t")[0, 0]) if len(c) == 2 else None)
     healed = generator.generate("abt", 6, token_healing=True, gen_settings=Settings.greedy())
     assert healed == generator.generate("abt", 6, gen_settings=Settings.greedy())
 
 
+@pytest.mark.covers("generators.md: 53", "filters.md: CAP-13")
 def test_healing_needs_two_tokens_and_works_with_filters() -> None:
     assert run(make(), job("a", 3, token_healing=True))[-1]["prompt_tokens"] == 1
     from exl_filters import ExLlamaV2SelectFilter
@@ -183,6 +192,7 @@ def test_prompt_plus_output_at_the_limit_with_healing() -> None:
     assert run(make(cache_tokens=64), job("a" * 40, 24, token_healing=True))[-1]["new_tokens"] == 24
 
 
+@pytest.mark.covers("generators.md: 54", "generators.md: 76")
 def test_cfg_pair_against_the_definition() -> None:
     from exl_generate.sampling import transforms
 
@@ -199,6 +209,7 @@ def test_cfg_pair_against_the_definition() -> None:
     assert text == "the quick fox" + one.full_completion
 
 
+@pytest.mark.covers("generators.md: 33", "generators.md: 54")
 def test_cfg_pair_larger_than_the_cache_is_refused() -> None:
     """exllamav2 counted only the last sequence, and such a job waited for ever."""
     generator = make(cache_tokens=64)
@@ -207,6 +218,7 @@ def test_cfg_pair_larger_than_the_cache_is_refused() -> None:
         generator.enqueue(pair)
 
 
+@pytest.mark.covers("generators.md: 83")
 def test_hooks_see_and_replace_tokens() -> None:
     seen: list[tuple[int, float]] = []
     x = int(ids("x")[0, 0])
@@ -225,6 +237,7 @@ def test_hooks_see_and_replace_tokens() -> None:
         assert tokens[2:] == naive(generator, ids("the")[0].tolist() + tokens[:2], 4)
 
 
+@pytest.mark.covers("generators.md: 83")
 def test_a_hook_that_substitutes_a_stop_token_stops() -> None:
     def hook(result: Any) -> None:
         result.sampled_token = torch.tensor([[EOS]])
@@ -259,6 +272,7 @@ class AllowFilter(ExLlamaV2Filter):
         return allowed, allowed if self.at == len(self.steps) - 1 else set()
 
 
+@pytest.mark.covers("generators.md: 80", "filters.md: CAP-4")
 def test_filter_constrains_and_ends_the_job() -> None:
     steps = [{5, 6}, {7}, {8, 9}]
     results = run(make(), job("z", 10, filters=[AllowFilter(*steps)]))
@@ -267,6 +281,7 @@ def test_filter_constrains_and_ends_the_job() -> None:
     assert all(t in allowed for t, allowed in zip(tokens, steps, strict=True))
 
 
+@pytest.mark.covers("generators.md: 29", "filters.md: CAP-10")
 def test_one_list_of_filters_serves_several_prompts() -> None:
     generator = make()
     texts = generator.generate(["ab", "cd"], 10, filters=[[AllowFilter({5}, {6})], None], completion_only=True)
@@ -281,6 +296,7 @@ def test_one_list_of_filters_serves_several_prompts() -> None:
         ([AllowFilter({5}), AllowFilter({6})], "filter_dead_end", "no token"),
     ],
 )
+@pytest.mark.covers("generators.md: 61", "filters.md: CAP-9")
 def test_a_failing_filter_ends_its_own_job_only(filters: list[Any], reason: str, cause: str) -> None:
     alone = streamed_tokens(run(make(), job("the", 12)))
     generator = make()
@@ -294,6 +310,7 @@ def test_a_failing_filter_ends_its_own_job_only(filters: list[Any], reason: str,
     assert streamed_tokens(results[good]) == alone
 
 
+@pytest.mark.covers("generators.md: 61")
 def test_a_failing_forward_ends_only_the_jobs_that_fail_alone() -> None:
     generator = make()
     poison = int(ids("!")[0, 0])

@@ -41,6 +41,7 @@ def generator() -> ExLlamaV2DynamicGenerator:
     ],
     ids=str,
 )
+@pytest.mark.covers("generators.md: 29", "generators.md: 33")
 def test_generate_refuses_by_name(generator: ExLlamaV2DynamicGenerator, wrong: dict[str, Any]) -> None:
     arguments = {"prompt": ["Once"] if wrong.get("gen_settings") == [3] else "Once", "max_new_tokens": 4} | wrong
     with pytest.raises(RequestError):

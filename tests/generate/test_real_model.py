@@ -59,6 +59,7 @@ def test_streamed_text_is_the_one_shot_text_and_the_tokenizers(generator: ExLlam
             assert text == b"".join(table[t] for t in streamed_tokens(results)).decode(errors="replace")
 
 
+@pytest.mark.covers("generators.md: 81")
 def test_select_filter(generator: ExLlamaV2DynamicGenerator) -> None:
     options = ["return True", "return None", "raise ValueError"]
     filters = [ExLlamaV2SelectFilter(generator.model, generator.tokenizer, options)]
@@ -99,6 +100,7 @@ def bundled() -> dict[str, ExLlamaV2DynamicGenerator]:
 
 
 @pytest.mark.parametrize("style", ["greedy", "default"])
+@pytest.mark.covers("generators.md: 55", "generators.md: 56")
 def test_speculation_on_the_bundled_model_changes_nothing_but_the_number_of_passes(
     bundled: dict[str, ExLlamaV2DynamicGenerator], style: str
 ) -> None:

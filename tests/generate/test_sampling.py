@@ -218,6 +218,16 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=400, deadline=None)
 @given(any_settings(), st.integers(0, 2**32 - 1), st.lists(st.integers(3, 12), max_size=40))
+@pytest.mark.covers(
+    "generators.md: 65",
+    "generators.md: 66",
+    "generators.md: 67",
+    "generators.md: 68",
+    "generators.md: 69",
+    "generators.md: 70",
+    "generators.md: 71",
+    "generators.md: 73",
+)
 def test_distribution_equals_the_reference(fields: dict[str, Any], seed: int, context: list[int]) -> None:
     logits = row_of(np.random.default_rng(seed).normal(0, 3, VOCAB))
     ids = np.array(context, dtype=np.int64)
@@ -266,12 +276,14 @@ def test_distribution_equals_the_reference(fields: dict[str, Any], seed: int, co
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
 )
+@pytest.mark.covers("generators.md: 63")
 def test_every_setting_changes_the_distribution(fields: dict[str, Any], also: dict[str, Any]) -> None:
     plain = dense(make_sampler(**also), spread(), CONTEXT)
     changed = dense(make_sampler(**also, **fields), spread(), CONTEXT)
     assert np.abs(plain - changed).max() > 1e-4
 
 
+@pytest.mark.covers("generators.md: 74")
 def test_skew_and_eta_change_the_draw() -> None:
     def tokens(**fields: Any) -> list[int]:
         sampler = make_sampler(**fields)
@@ -288,6 +300,7 @@ def p(*values: float) -> np.ndarray:
     return np.array(values, dtype=np.float64)
 
 
+@pytest.mark.covers("generators.md: 66", "generators.md: 86")
 def test_golden_penalties() -> None:
     def run(logit: float, **kw: Any) -> list[float]:
         row = np.full(32, logit, dtype=np.float32)
@@ -299,6 +312,7 @@ def test_golden_penalties() -> None:
     assert run(0, presence=1, sustain=3, decay=0) == pytest.approx([-1, -1, -1, 0, 0, 0])
 
 
+@pytest.mark.covers("generators.md: 71", "generators.md: 72", "generators.md: 86")
 def test_golden_cuts() -> None:
     assert transforms.top_p(p(0.4, 0.3, 0.2, 0.1), 0.8) == 3
     assert transforms.top_p(p(0.5, 0.3, 0.15, 0.05), 0.6) == 2
@@ -310,6 +324,7 @@ def test_golden_cuts() -> None:
     assert transforms.mirostat_cut(p(0.5, 0.3, 0.1, 0.06, 0.04), 3) == 2
 
 
+@pytest.mark.covers("generators.md: 70", "generators.md: 73", "generators.md: 86")
 def test_golden_warps() -> None:
     assert transforms.dynamic_temperature(p(0.6, 0.4), 0.5, 1.5, 1) == pytest.approx([0.5685, 0.4315], abs=5e-5)
     assert transforms.xtc(p(0.5, 0.3, 0.15, 0.05), 0.5, 0.1) == pytest.approx([0.25, 0.15, 0.45, 0.15])
@@ -317,6 +332,7 @@ def test_golden_warps() -> None:
 
 
 @pytest.mark.parametrize(("repeat", "expected"), [(1, 0), (2, -1), (3, -1.75), (4, -3.0625)])
+@pytest.mark.covers("generators.md: 68", "generators.md: 86")
 def test_golden_dry(repeat: int, expected: float) -> None:
     phrase = list(range(3, 3 + repeat))
     row = np.zeros(64, dtype=np.float32)
@@ -325,6 +341,7 @@ def test_golden_dry(repeat: int, expected: float) -> None:
     assert np.count_nonzero(row) == int(expected != 0)
 
 
+@pytest.mark.covers("generators.md: 68")
 def test_dry_does_not_let_go_of_long_loops() -> None:
     def loss(repeat: int) -> float:
         row = np.zeros(64, dtype=np.float32)
@@ -349,6 +366,7 @@ def test_top_k_orders_like_a_stable_sort(seed: int, k: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"top_k": 6, "temperature": 1.3}, {"min_p": 0.05}, {"xtc_probability": 0.7}])
+@pytest.mark.covers("generators.md: 74")
 def test_counted_draws_follow_the_distribution(fields: dict[str, Any]) -> None:
     """Chi-square over 20,000 draws with a fixed seed, tokens expected less than 8 times pooled."""
     sampler, draws = make_sampler(seed=20, **fields), 20_000
@@ -365,6 +383,7 @@ def test_counted_draws_follow_the_distribution(fields: dict[str, Any]) -> None:
     assert chi < freedom + 4 * math.sqrt(2 * freedom)
 
 
+@pytest.mark.covers("generators.md: 60")
 def test_random_numbers_are_uniform_and_streams_unrelated() -> None:
     a = np.array([RequestRandom(1).uniform(i) for i in range(4000)])
     b = np.array([RequestRandom(2).uniform(i) for i in range(4000)])
@@ -380,6 +399,7 @@ def test_random_numbers_are_uniform_and_streams_unrelated() -> None:
     assert RequestRandom(-5).uniform(0) != RequestRandom(5).uniform(0) != RequestRandom(2**80).uniform(0)
 
 
+@pytest.mark.covers("generators.md: 74")
 def test_a_draw_reaches_the_whole_mass() -> None:
     weights = p(0.5, 0.3, 0.2, 0.0)
     assert transforms.draw(weights, 0.0) == 0
@@ -388,6 +408,7 @@ def test_a_draw_reaches_the_whole_mass() -> None:
 
 @given(any_settings(), st.integers(0, 1000), st.integers(0, 50))
 @settings(max_examples=100, deadline=None)
+@pytest.mark.covers("generators.md: 75")
 def test_reporting_does_not_change_the_token(fields: dict[str, Any], position: int, top_n: int) -> None:
     sampler = make_sampler(**fields)
     plain = sampler.sample(spread(), CONTEXT, 0)
@@ -398,6 +419,7 @@ def test_reporting_does_not_change_the_token(fields: dict[str, Any], position: i
 
 
 @pytest.mark.parametrize("size", [1, 31, 33, 151, 40_001])
+@pytest.mark.covers("generators.md: 67")
 def test_padding_is_never_sampled_at_any_vocabulary_size(size: int) -> None:
     """Regression exl2#778: odd vocabulary sizes."""
     tokenizer = ScriptedTokenizer([], ScriptedConfig(vocab_size=size))
@@ -416,6 +438,7 @@ def words(*ids: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+@pytest.mark.covers("generators.md: 67")
 def test_mask_prefix_blocked_and_discouraged() -> None:
     sampler = make_sampler()
     support = lambda c: set(np.flatnonzero(dense(sampler, spread(), CONTEXT, constraint=c)).tolist())  # noqa: E731
@@ -427,6 +450,7 @@ def test_mask_prefix_blocked_and_discouraged() -> None:
     assert 4 not in support(Constraint(discouraged=(4,)))
 
 
+@pytest.mark.covers("generators.md: 77")
 def test_nothing_left_is_reported() -> None:
     with pytest.raises(NoCandidatesError, match="2 blocked tokens"):
         make_sampler().sample(spread(), CONTEXT, 0, Constraint(mask=words(4, 6), blocked=(4, 6)))
@@ -435,6 +459,7 @@ def test_nothing_left_is_reported() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.0, "temperature_last": True}])
+@pytest.mark.covers("generators.md: 69")
 def test_greedy_is_the_first_maximum(fields: dict[str, Any]) -> None:
     row = spread()
     row[[11, 30]] = 50.0
@@ -442,6 +467,7 @@ def test_greedy_is_the_first_maximum(fields: dict[str, Any]) -> None:
     assert (chosen.token, chosen.probability) == (11, 1.0)
 
 
+@pytest.mark.covers("generators.md: 63", "generators.md: 64")
 def test_settings_defaults_and_greedy() -> None:
     s = Settings()
     assert (s.token_repetition_penalty, s.token_repetition_range, s.temperature, s.top_k, s.top_p) == (
@@ -473,11 +499,13 @@ def test_settings_defaults_and_greedy() -> None:
         {"cfg_scale": math.inf},
     ],
 )
+@pytest.mark.covers("generators.md: 63")
 def test_settings_out_of_range_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         make_sampler(**fields)
 
 
+@pytest.mark.covers("generators.md: 76")
 def test_cfg_mixes_log_probabilities() -> None:
     def mixed(scale: float) -> np.ndarray:
         return np.exp(transforms.cfg_mix(spread(1), spread(2), scale).astype(np.float64))
@@ -492,6 +520,7 @@ def test_cfg_mixes_log_probabilities() -> None:
     assert plain != [sampler.sample(spread(1), CONTEXT, i, negative=spread(2)).token for i in range(50)]
 
 
+@pytest.mark.covers("generators.md: 64", "generators.md: 67")
 def test_bias_helpers() -> None:
     s = Settings(**NEUTRAL)
     s.allow_tokens(TOKENIZER, [4, "w7"])
@@ -507,6 +536,7 @@ def test_bias_helpers() -> None:
         s.disallow_tokens(TOKENIZER, [VOCAB])
 
 
+@pytest.mark.covers("generators.md: 72")
 def test_mirostat_state_belongs_to_the_request_and_rewinds() -> None:
     shared = Settings(**NEUTRAL, mirostat=True, mirostat_tau=2.0, mirostat_eta=0.5)
     one, two = (RequestSampler(shared, Vocabulary.of(TOKENIZER), 9) for _ in range(2))

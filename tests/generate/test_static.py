@@ -45,6 +45,7 @@ def spelling(text: str, after: int, end: int | None = None) -> Any:
 # ---- base ----
 
 
+@pytest.mark.covers("generators.md: 1", "generators.md: 2", "generators.md: 3")
 def test_simple_generation_equals_the_dynamic_generators() -> None:
     base, dynamic = ExLlamaV2BaseGenerator(*parts()), ExLlamaV2DynamicGenerator(*parts())
     assert not base.full()
@@ -57,6 +58,7 @@ def test_simple_generation_equals_the_dynamic_generators() -> None:
     assert base.sequence_ids.shape == (1, 21)
 
 
+@pytest.mark.covers("generators.md: 8")
 def test_stop_token_rules() -> None:
     for stop, text in ((-1, "hi"), (None, "hi"), (TOKENIZER.single_id("i"), "h")):
         base = ExLlamaV2BaseGenerator(*parts(spelling("hi", 1, EOS)))
@@ -65,6 +67,7 @@ def test_stop_token_rules() -> None:
         assert (len(got) > 2) == (stop is None)
 
 
+@pytest.mark.covers("generators.md: 5")
 def test_truncation_is_reported() -> None:
     base = ExLlamaV2BaseGenerator(*parts())
     with pytest.warns(UserWarning, match="cut on the left"):
@@ -76,6 +79,7 @@ def test_truncation_is_reported() -> None:
         base.generate_simple("ab", GREEDY, 200)
 
 
+@pytest.mark.covers("generators.md: 6")
 def test_healing_counts_as_one_token() -> None:
     base = ExLlamaV2BaseGenerator(*parts(lambda c: TOKENIZER.single_id("the") if len(c) == 1 else None))
     text = base.generate_simple("at", GREEDY, 3, token_healing=True)
@@ -84,6 +88,7 @@ def test_healing_counts_as_one_token() -> None:
     assert base.sequence_ids.shape[1] == 1 + 3
 
 
+@pytest.mark.covers("generators.md: 2", "filters.md: CAP-14")
 def test_filters_for_one_and_for_many_prompts() -> None:
     base = ExLlamaV2BaseGenerator(*parts())
     choose = [ExLlamaV2SelectFilter(None, TOKENIZER, ["cat", "dog"])]
@@ -96,6 +101,7 @@ def test_filters_for_one_and_for_many_prompts() -> None:
         base.generate_simple(["a", "b", "c"], GREEDY, 9, filters=[choose, None])
 
 
+@pytest.mark.covers("generators.md: 7")
 def test_abort_before_and_during_generation() -> None:
     event = threading.Event()
     base = ExLlamaV2BaseGenerator(*parts(lambda c: event.set() if len(c) > 9 else None))
@@ -104,6 +110,7 @@ def test_abort_before_and_during_generation() -> None:
     assert base.generate_simple(["abc"], GREEDY, 100, abort_event=event) == [""], "an event set before the call counts"
 
 
+@pytest.mark.covers("generators.md: 2")
 def test_base_refusals() -> None:
     base = ExLlamaV2BaseGenerator(*parts())
     with pytest.raises(UnsupportedError):
@@ -141,6 +148,7 @@ def ids_of(results: list[dict[str, Any]]) -> list[int]:
     return [int(i) for r in results for i in r["chunk_token_ids"][0]]
 
 
+@pytest.mark.covers("generators.md: 12", "generators.md: 13")
 def test_one_call_one_token() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts())
     results = stream(generator, "hello", 12, return_probabilities=True, return_top_tokens=2, return_logits=True)
@@ -152,6 +160,7 @@ def test_one_call_one_token() -> None:
 
 
 @pytest.mark.parametrize("how", ["model", "ngram"])
+@pytest.mark.covers("generators.md: 10", "generators.md: 22", "generators.md: 23", "generators.md: 24")
 def test_speculation_saves_passes_not_calls(how: str) -> None:
     script = lambda c: TOKENIZER.single_id("abcd"[len(c) % 4])  # noqa: E731
     model, cache, tokenizer = parts(script)
@@ -172,6 +181,7 @@ def test_speculation_saves_passes_not_calls(how: str) -> None:
     assert generator.get_sd_stats() == (0.0, 0.0, 0, 0, 0)
 
 
+@pytest.mark.covers("generators.md: 22")
 def test_a_draft_threshold_stops_unlikely_guesses() -> None:
     model, cache, tokenizer = parts()
     draft = ScriptedModel(model.config)
@@ -181,6 +191,7 @@ def test_a_draft_threshold_stops_unlikely_guesses() -> None:
     assert generator.total_draft_tokens == 0
 
 
+@pytest.mark.covers("generators.md: 23")
 def test_preloaded_ngrams_are_consulted() -> None:
     model, cache, tokenizer = parts(lambda c: TOKENIZER.single_id("abcdefgh"[len(c) % 8]))
     generator = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
@@ -190,6 +201,7 @@ def test_preloaded_ngrams_are_consulted() -> None:
     assert generator.accepted_draft_tokens > 2
 
 
+@pytest.mark.covers("generators.md: 11", "generators.md: 17")
 def test_stop_conditions_replace_eos() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(spelling("hi yo", 1, EOS)))
     results = stream(generator, "z")
@@ -204,6 +216,7 @@ def test_stop_conditions_replace_eos() -> None:
             generator.set_stop_conditions(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.covers("generators.md: 18")
 def test_banned_strings_report_what_was_suppressed() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(spelling("bad", 1)))
     results = stream(generator, "z", 9, banned_strings=["BAD"])
@@ -211,6 +224,7 @@ def test_banned_strings_report_what_was_suppressed() -> None:
     assert "bad" not in "".join(r["chunk"] for r in results)
 
 
+@pytest.mark.covers("generators.md: 19")
 def test_tokens_banned_for_one_call() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(spelling("aaaa", 1)))
     generator.begin_stream_ex(TOKENIZER.encode("z"), GREEDY)
@@ -220,6 +234,7 @@ def test_tokens_banned_for_one_call() -> None:
     assert bans == [TOKENIZER.single_id("a")]
 
 
+@pytest.mark.covers("generators.md: 20")
 def test_healing_gives_two_tokens_at_once_and_hides_the_healed_one() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(lambda c: TOKENIZER.single_id("the") if len(c) == 1 else None))
     generator.begin_stream_ex(TOKENIZER.encode("at"), GREEDY, token_healing=True)
@@ -228,6 +243,7 @@ def test_healing_gives_two_tokens_at_once_and_hides_the_healed_one() -> None:
     assert first["chunk_token_ids"].shape == (1, 1)
 
 
+@pytest.mark.covers("generators.md: 1")
 def test_the_stream_ends_where_the_model_is_full() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts())
     generator.set_stop_conditions([])
@@ -238,6 +254,7 @@ def test_the_stream_ends_where_the_model_is_full() -> None:
         generator.begin_stream_ex(TOKENIZER.encode("a" * 200), GREEDY)
 
 
+@pytest.mark.covers("generators.md: 14")
 def test_a_common_beginning_is_not_computed_again() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(tokens=200))
     stream(generator, "abcdefgh" * 10, 5)
@@ -246,6 +263,7 @@ def test_a_common_beginning_is_not_computed_again() -> None:
     assert sum(q for _, q, pre in generator.model.calls if pre) <= 4  # type: ignore[attr-defined]
 
 
+@pytest.mark.covers("generators.md: 15")
 def test_abort_in_prefill_leaves_a_usable_generator() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts())
     event = threading.Event()
@@ -255,6 +273,7 @@ def test_abort_in_prefill_leaves_a_usable_generator() -> None:
     assert ids_of(stream(generator, "hello", 5)) == naive(generator.model, "hello", 5)  # type: ignore[arg-type]
 
 
+@pytest.mark.covers("generators.md: 12", "generators.md: 13", "generators.md: 21")
 def test_cfg_rows_and_legacy_calls() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts())
     pair = torch.tensor([[3, 4, 5, 6], [0, 0, 7, 8]])

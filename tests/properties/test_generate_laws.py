@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -206,6 +207,18 @@ def alone(ask: Ask) -> dict[str, Any]:
 
 @settings(max_examples=300, deadline=None)
 @given(shapes, st.lists(asks(), min_size=1, max_size=7), st.booleans())
+@pytest.mark.covers(
+    "generators.md: 42",
+    "generators.md: 43",
+    "generators.md: 45",
+    "generators.md: 46",
+    "generators.md: 47",
+    "generators.md: 54",
+    "generators.md: 55",
+    "generators.md: 56",
+    "generators.md: 60",
+    "generators.md: 86",
+)
 def test_a_jobs_output_is_the_same_alone_and_in_company(shape: Shape, requests: list[Ask], warm: bool) -> None:
     """Tokens, text, probabilities and logits, bitwise, whatever the page size, chunk size, batch, company and cache
     state."""
@@ -218,6 +231,7 @@ def test_a_jobs_output_is_the_same_alone_and_in_company(shape: Shape, requests: 
 
 @settings(max_examples=150, deadline=None)
 @given(shapes, st.lists(asks(), min_size=1, max_size=4), st.lists(asks(faulty=True), min_size=1, max_size=4))
+@pytest.mark.covers("generators.md: 61")
 def test_failing_and_cancelled_jobs_disturb_nobody(shape: Shape, good: list[Ask], bad: list[Ask]) -> None:
     results = play(shape.generator(), [*good, *bad])
     for ask, mine in zip(good, results, strict=False):
@@ -229,6 +243,7 @@ def test_failing_and_cancelled_jobs_disturb_nobody(shape: Shape, good: list[Ask]
 
 @settings(max_examples=150, deadline=None)
 @given(shapes, asks())
+@pytest.mark.covers("generators.md: 51", "generators.md: 52")
 def test_stop_strings_and_bans_never_show(shape: Shape, ask: Ask) -> None:
     results = play(shape.generator(), [ask])[0]
     text, last = streamed_text(results), results[-1]
@@ -254,6 +269,7 @@ def reach(table: list[bytes], tokens: list[int]) -> int:
 
 @settings(max_examples=60, deadline=None)
 @given(asks())
+@pytest.mark.covers("generators.md: 52")
 def test_banned_strings_against_a_naive_search(ask: Ask) -> None:
     """Depth-first search over the model's greedy choices: at each position the best token that does not lead into a
     ban."""

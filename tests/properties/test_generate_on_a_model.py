@@ -91,6 +91,7 @@ def play(
     st.sampled_from(["int8", "exact"]),
     st.sampled_from(["none", "ngram", "model"]),
 )
+@pytest.mark.covers("generators.md: 49", "generators.md: 60")
 def test_output_is_bitwise_the_same(
     cache: str,
     name: str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from exl_generate import CapacityError, ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel, ScriptedTokenizer, check_pages
+
+pytestmark = pytest.mark.covers("generators.md: 27", "generators.md: 41")
 
 TOKENIZER = ScriptedTokenizer([chr(c) for c in range(97, 107)])
 POISON = TOKENIZER.get_vocab_size() - 1

@@ -1,0 +1,127 @@
+"""Writes docs/coverage.md: every row of the checklists in docs/coverage/*.toml with the tests that prove it.
+
+A test names its rows with the marker `covers`: `@pytest.mark.covers("generators.md: 12", "core.md: caches")`. The marks
+are read from the sources, nothing is run. `--check` writes nothing and exits 1 if the file is not current. After a
+merge conflict in docs/coverage.md, run this again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "docs" / "coverage.md"
+ORDER = ("core", "generators", "filters")
+
+HEAD = """# Coverage
+
+What the checklists of the specification ask for, and the tests that prove each row. Written by
+`python scripts/coverage_table.py` from `docs/coverage/*.toml` and the `covers` marks of the tests; a row without a
+test is **open**.
+"""
+
+
+class UnknownRowError(Exception):
+    """A test claims a row that no checklist has."""
+
+
+def checklists() -> dict[str, tuple[str, dict[str, str]]]:
+    """Specification file -> (title, row -> our wording)."""
+    found = {}
+    for name in ORDER:
+        data = tomllib.loads((ROOT / "docs" / "coverage" / f"{name}.toml").read_text(encoding="utf-8"))
+        found[data["spec"]] = (data["title"], data["rows"])
+    return found
+
+
+def claims() -> Iterator[tuple[str, str]]:
+    """(row as written in the mark, test) of every mark under tests/."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        place = path.relative_to(ROOT).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for row in _rows_of(value for value in _module_marks(tree)):
+            yield row, place
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from _claims_of(node, place)
+
+
+def table() -> str:
+    """The whole file."""
+    lists = checklists()
+    tests: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for claim, test in claims():
+        spec, _, row = claim.partition(": ")
+        if spec not in lists or row not in lists[spec][1]:
+            known = ", ".join(lists[spec][1]) if spec in lists else f"specifications {', '.join(lists)}"
+            raise UnknownRowError(f"{test} covers {claim!r}, which is no row: there are {known}")
+        tests[spec, row].add(test)
+    lines = [HEAD]
+    for spec, (title, rows) in lists.items():
+        lines += [f"## {title} ({spec})", "", "| row | capability | tests |", "|---|---|---|"]
+        for row, what in rows.items():
+            lines.append(f"| {row} | {what} | {_shown(tests[spec, row]) if (spec, row) in tests else '**open**'} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _shown(tests: set[str]) -> str:
+    """Tests by file: `tests/a/test_b.py`: one, two."""
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for test in sorted(tests):
+        file, _, name = test.partition("::")
+        by_file[file].append(name)
+    return "; ".join(
+        f"`{file.removeprefix('tests/')}`" + (f": {', '.join(n for n in names if n)}" if any(names) else "")
+        for file, names in by_file.items()
+    )
+
+
+def _claims_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, place: str) -> Iterator[tuple[str, str]]:
+    here = f"{place}::{node.name}"
+    for row in _rows_of(node.decorator_list):
+        yield row, here
+    if isinstance(node, ast.ClassDef):
+        for child in node.body:
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from _claims_of(child, here)
+
+
+def _module_marks(tree: ast.Module) -> Iterator[ast.expr]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "pytestmark" for t in node.targets):
+            yield from node.value.elts if isinstance(node.value, ast.List | ast.Tuple) else [node.value]
+
+
+def _rows_of(marks: Iterator[ast.expr] | list[ast.expr]) -> Iterator[str]:
+    for mark in marks:
+        if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.covers":
+            for argument in mark.args:
+                if not isinstance(argument, ast.Constant) or not isinstance(argument.value, str):
+                    raise UnknownRowError(f"covers takes plain strings, not {ast.unparse(argument)}")
+                yield argument.value
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if docs/coverage.md is stale")
+    arguments = parser.parse_args()
+    wanted = table()
+    if not arguments.check:
+        TARGET.write_text(wanted, encoding="utf-8")
+        print(f"{wanted.count('**open** |')} of {wanted.count(chr(10) + '| ') - 3} rows are open")
+        return 0
+    if not TARGET.exists() or TARGET.read_text(encoding="utf-8") != wanted:
+        print("docs/coverage.md is not current: run `python scripts/coverage_table.py`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
