@@ -13,6 +13,7 @@ from torch import Tensor
 from .attn_params import AttentionParams, PagedParams
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
+from .decode import DecodeGraphs
 from .device import default_device, out_of_memory_as_error
 from .errors import CacheError, InputError, ModelStateError, SequenceTooLongError, TokenIdError, UnsupportedError
 from .loading.loader import Callback, CallbackGen, check_callbacks, load_modules, progress_bar
@@ -47,6 +48,7 @@ class ExLlamaV2:
         self.device_context: dict[str, Any] = {}
         self.tp_context: None = None
         self.loaded = False
+        self.decode = DecodeGraphs(self)  # captured steps on a GPU; `decode.reason` says why there are none
 
     # ------------------------------------------------------------------------------------------------------- loading
 
@@ -143,6 +145,7 @@ class ExLlamaV2:
 
     def unload(self) -> None:
         """Drop all weights. The model may be loaded again; caches keep their own memory until they are dropped."""
+        self.decode.clear()
         for module in self.modules:
             module.unload()
         self.cache_map = {}
@@ -254,8 +257,16 @@ class ExLlamaV2:
         nothing else if `abort_event` was set, in which case cache.current_seq_len has not moved.
 
         Contiguous AttentionParams carry the past length, and set cache.current_seq_len to it. In paged mode the
-        lengths are PagedParams', and current_seq_len means nothing.
+        lengths are PagedParams', and current_seq_len means nothing. On a GPU a paged step of few tokens is one launch of
+        a captured graph (`exl_core.decode`; EXL_CUDA_GRAPHS=0 forbids it), to the same bits; its logits lie in memory
+        that the next such call overwrites.
         """
+        plain = not (preprocess_only or last_id_only or loras or return_last_state or extract_state_indices)
+        if plain and isinstance(attn_params, PagedParams) and self.device is not None and self.device.type == "cuda":
+            if input_mask is None and position_offsets is None and not indexed_embeddings and abort_event is None:
+                logits = self._graph_step(input_ids, cache, attn_params)
+                if logits is not None:
+                    return {"logits": logits}
         ids = self._check_ids(input_ids)
         self._check_unbuilt(loras, indexed_embeddings)
         batch, q_len = ids.shape
@@ -278,6 +289,14 @@ class ExLlamaV2:
             extract=frozenset(extract_state_indices or ()),
         )
         return {"aborted": True} if result is None else result
+
+    def _graph_step(self, ids: Tensor, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> Tensor | None:
+        if not self.loaded or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
+            return None
+        logits = self.decode.step(ids, cache, params)
+        if logits is not None and cache is not None:
+            cache.current_seq_len = _end_of_chunk(params, ids.shape[1])
+        return logits
 
     def _run(
         self,

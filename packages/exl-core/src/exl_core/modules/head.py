@@ -43,8 +43,11 @@ class Head(Module):
     def weight_bytes(self) -> int:
         return self.linear.weight_bytes()
 
-    def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
-        logits = torch.empty((x.shape[0], self.padded_vocab_size), dtype=torch.float32, device=x.device)
+    def forward(self, x: Tensor, step: Step | None = None, out: Tensor | None = None) -> Tensor:
+        """x [T, hidden] -> float32 [T, padded vocabulary], in `out` if given."""
+        logits = out
+        if logits is None:
+            logits = torch.empty((x.shape[0], self.padded_vocab_size), dtype=torch.float32, device=x.device)
         self.linear.forward_into(x, logits)
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)

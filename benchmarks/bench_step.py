@@ -1,0 +1,302 @@
+"""Whole decode steps on a GPU: time, share of the read roof, host time, allocations; through model and generator.
+
+    python benchmarks/bench_step.py [--case SHAPE:BITS:CACHE:CONTEXT:BATCH ...] [--generator] [--profile] [--plain]
+
+Random weights of true shapes (gpu_model.py), keys and values random. First a small model is checked: captured steps
+against eager ones to the bit, against the CPU within bounds; a failed check prints no speed. JSON lines of spec
+performance 7.3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+
+import torch
+from gpu_model import build
+from gpu_timing import emit, environment, read_roof
+
+from exl_core import (
+    ExLlamaV2,
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_8bit,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_Q6,
+    ExLlamaV2Cache_Q8,
+    ExLlamaV2CacheBase,
+    PagedParams,
+)
+from exl_core.modules import Embedding
+from exl_kernels.device import programmatic_launch, set_programmatic_launch
+
+CACHES = {
+    "fp16": ExLlamaV2Cache,
+    "fp8": ExLlamaV2Cache_8bit,
+    "q8": ExLlamaV2Cache_Q8,
+    "q6": ExLlamaV2Cache_Q6,
+    "q4": ExLlamaV2Cache_Q4,
+}
+NAMES = {"tinyllama": "1b"}
+PAGE = 256
+DEFAULT = ["8b:4.0:fp16:256:1"]
+SPARE = 2304  # tokens a sequence may grow by while it is measured
+
+
+def paged(cache: ExLlamaV2CacheBase, batch: int, past: int, q_len: int = 1) -> PagedParams:
+    """`batch` sequences of `past` tokens, each with an equal share of the cache's pages, in mixed order."""
+    pages = cache.max_seq_len // PAGE
+    each = pages // batch
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).to(torch.int32)
+    table, lengths = order[: batch * each].view(batch, each), torch.full((batch,), past, dtype=torch.int32)
+    return PagedParams(batch, table, lengths, past, PAGE, q_len)
+
+
+def fill_cache(cache: ExLlamaV2CacheBase) -> None:
+    for tensor in cache.all_tensors():
+        if tensor.dtype == torch.float16:
+            tensor.normal_(0.0, 1.0 if cache.kind == "fp16" else 0.01)
+        else:
+            tensor.random_(0, 120)
+
+
+# ----------------------------------------------------------------------------------------------------- correctness
+def check() -> bool:
+    """Captured steps equal eager ones to the bit, alone and in a batch; both are near the CPU's."""
+    gpu, cpu = build("tiny", "4.0", 2048), build("tiny", "4.0", 2048, "cpu")
+    right = True
+    for name in ("fp16", "q4"):
+        caches = [CACHES[name](m, max_seq_len=8 * PAGE) for m in (gpu, gpu, cpu)]
+        ids = torch.randint(0, 2048, (4, 40), generator=torch.Generator().manual_seed(5))
+        for begin, q_len in [(0, 33), (33, 1), (34, 1), (35, 4), (39, 1)]:
+            part = ids[:, begin : begin + q_len]
+            out = []
+            for i, (model, cache) in enumerate(zip((gpu, gpu, cpu), caches, strict=True)):
+                if i == 0:
+                    model.decode.clear()
+                    model.decode._refused, model.decode._checked = "checked against", True
+                elif i == 1:
+                    model.decode.clear()
+                out.append(
+                    model.forward_chunk(part, cache, attn_params=paged(cache, 4, begin, q_len))["logits"].clone()
+                )
+            if q_len < 9:
+                right &= gpu.decode.count == 1 or report(f"{name}: no captured step ({gpu.decode.reason})")
+            right &= torch.equal(out[0], out[1]) or report(f"{name}: captured and eager logits differ at {begin}")
+            p, q = out[2].double().log_softmax(-1), out[1].cpu().double().log_softmax(-1)
+            kl = float((p.exp() * (p - q)).sum(-1).mean())
+            right &= kl < 1e-3 or report(f"{name}: KL {kl:.2e} from the CPU at {begin}")
+        # Alone, in another bucket, the same row.
+        params = paged(caches[1], 4, 39)
+        alone = PagedParams(1, params.block_index[2:3], params.cache_seqlens[2:3], 39, PAGE, 1)
+        one = gpu.forward_chunk(ids[2:3, 39:], caches[1], attn_params=alone)["logits"]
+        right &= torch.equal(one[0], out[1][2]) or report(f"{name}: a row alone differs from the row in a batch")
+    return right
+
+
+def report(text: str) -> bool:
+    print(f"CHECK FAILED: {text}", file=sys.stderr, flush=True)
+    return False
+
+
+# ----------------------------------------------------------------------------------------------------- measurement
+def bytes_of_step(model: ExLlamaV2, cache: ExLlamaV2CacheBase, context: int, batch: int) -> int:
+    """Bytes a step must read: every weight but the embedding, and the keys and values of every sequence."""
+    weights = sum(m.weight_bytes() for m in model.modules if not isinstance(m, Embedding))
+    stored = sum(t.nbytes for t in cache.all_tensors()) / cache.max_seq_len
+    return int(weights + stored * context * batch)
+
+
+def replay_time(run: object, samples: int = 30) -> tuple[float, float, float]:
+    """(p50, p10, p90) us of a call by events around eight calls."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    taken = []
+    until = time.perf_counter() + 0.2
+    while time.perf_counter() < until or len(taken) < samples:
+        start.record()
+        for _ in range(8):
+            run()  # type: ignore[operator]
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end) * 1e3 / 8)
+    taken = sorted(taken[-samples:])
+    return taken[len(taken) // 2], taken[len(taken) // 10], taken[len(taken) * 9 // 10]
+
+
+def measure(model: ExLlamaV2, kind: str, context: int, batch: int, roof: float, steps: int) -> dict[str, object]:
+    each = -(-(context + SPARE) // PAGE) * PAGE
+    gc.collect()
+    torch.cuda.empty_cache()
+    cache = CACHES[kind](model, max_seq_len=each * batch)
+    fill_cache(cache)
+    params = paged(cache, batch, context)
+    ids = torch.randint(0, model.config.vocab_size, (batch, 1))
+    began = time.perf_counter()
+    model.forward_chunk(ids, cache, attn_params=params)
+    torch.cuda.synchronize()
+    capture = time.perf_counter() - began
+
+    def step() -> None:
+        model.forward_chunk(ids, cache, attn_params=params)
+
+    p50, p10, p90 = replay_time(step)
+    graphs = [held.graph for group in model.decode._graphs.values() for held in group.values()]
+    device = replay_time(graphs[-1].replay)[0] if graphs else p50
+    host = []
+    for _ in range(200):
+        begin = time.perf_counter()
+        step()
+        host.append((time.perf_counter() - begin) * 1e6)
+        torch.cuda.synchronize()
+    for length in range(context, context + SPARE - 8, PAGE):  # every bucket that the growing sequence meets
+        params.cache_seqlens.fill_(length)
+        step()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for i in range(steps):
+        params.cache_seqlens.fill_(context + i % (SPARE - 8 - PAGE))
+        step()
+    torch.cuda.synchronize()
+    grown = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    read = bytes_of_step(model, cache, context, batch)
+    model.decode.clear()
+    return {
+        "p50_us": p50,
+        "p10_us": p10,
+        "p90_us": p90,
+        "graph_us": device,
+        "tok_s": batch * 1e6 / p50,
+        "bytes": read,
+        "pct_roof": 100.0 * read / (p50 * 1e-6) / roof,
+        "host_us": statistics.median(host),
+        "capture_ms": capture * 1e3,
+        "captured": bool(graphs),
+        "pdl": programmatic_launch(),
+        "allocations_while_growing": grown,
+        "memory_bytes": torch.cuda.max_memory_reserved(),
+    }
+
+
+def through_generator(
+    model: ExLlamaV2, kind: str, context: int, batch: int, new_tokens: int = 256
+) -> dict[str, object]:
+    """Greedy jobs of equal length through the dynamic generator: tokens a second from the first decode step on."""
+    from exl_core import ExLlamaV2Tokenizer
+    from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+    from exl_generate.sampling import Settings
+
+    each = -(-(context + new_tokens + 8) // PAGE) * PAGE
+    cache = CACHES[kind](model, max_seq_len=each * batch)
+    tokenizer = ExLlamaV2Tokenizer(model.config)
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer, max_batch_size=batch, max_chunk_size=2048)
+    result: dict[str, object] = {}
+    for _ in range(2):
+        for i in range(batch):
+            ids = torch.randint(300, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(i))
+            generator.enqueue(
+                ExLlamaV2DynamicJob(
+                    ids, new_tokens, gen_settings=Settings.greedy(), stop_conditions=[], decode_special_tokens=True
+                )
+            )
+        times: list[float] = []
+        produced: list[int] = []
+        while generator.num_remaining_jobs():
+            results = generator.iterate()
+            made = sum(int(r["token_ids"].numel()) for r in results if r.get("token_ids") is not None)
+            times.append(time.perf_counter())
+            produced.append(made)
+        full = [i for i, made in enumerate(produced) if made >= batch]
+        spans = [times[i] - times[i - 1] for i in full if i - 1 in set(full)]
+        step = statistics.median(spans)
+        result = {"generator_step_us": step * 1e6, "generator_tok_s": batch / step, "generator_steps": len(spans)}
+    return result
+
+
+def profile(model: ExLlamaV2, kind: str, context: int, batch: int) -> str:
+    """Kernel times of captured steps, by the profiler: name, launches a step, mean us, us a step."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    cache = CACHES[kind](model, max_seq_len=(-(-(context + 8) // PAGE) * PAGE) * batch)
+    fill_cache(cache)
+    params = paged(cache, batch, context)
+    ids = torch.randint(0, model.config.vocab_size, (batch, 1))
+    for _ in range(3):
+        model.forward_chunk(ids, cache, attn_params=params)
+    torch.cuda.synchronize()
+    rounds = 5
+    with profiler(activities=[ProfilerActivity.CUDA]) as p:
+        for _ in range(rounds):
+            model.forward_chunk(ids, cache, attn_params=params)
+        torch.cuda.synchronize()
+    spans: dict[tuple[str, str], list[float]] = {}
+    events = sorted(
+        (e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start
+    )
+    gaps: dict[str, list[float]] = {}
+    previous_end = None
+    for e in events:
+        name = e.name.split("(")[0][:60]
+        spans.setdefault((name, ""), []).append(e.time_range.elapsed_us())
+        # What the step grew by: end to end, which counts overlap once.
+        if previous_end is not None:
+            gaps.setdefault(name, []).append(max(0.0, e.time_range.end - previous_end))
+        previous_end = max(previous_end or 0.0, e.time_range.end)
+    lines = [f"{'kernel':60} {'a step':>7} {'mean us':>8} {'us a step':>10} {'end to end us a step':>21}"]
+    for (name, _), taken in sorted(spans.items(), key=lambda item: -sum(gaps.get(item[0][0], [0]))):
+        end = sum(gaps.get(name, [0.0])) / rounds
+        lines.append(
+            f"{name:60} {len(taken) / rounds:7.1f} {statistics.mean(taken):8.2f} {sum(taken) / rounds:10.1f} {end:21.1f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", help="SHAPE:BITS:CACHE:CONTEXT:BATCH, e.g. 8b:4.0:fp16:256:1")
+    parser.add_argument("--generator", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--plain", action="store_true", help="also without programmatic dependent launch")
+    parser.add_argument("--steps", type=int, default=2000)
+    args = parser.parse_args()
+    if not check():
+        sys.exit("the check failed: no speed is printed")
+    roof, about = read_roof(), environment()
+    cases = [case.split(":") for case in args.case or DEFAULT]
+    cases.sort(key=lambda c: c[:2])
+    model: ExLlamaV2 | None = None
+    built: list[str] = []
+    for shape, bits, kind, context, batch in cases:
+        if built != [shape, bits]:
+            del model
+            gc.collect()
+            torch.cuda.empty_cache()
+            began = time.perf_counter()
+            model, built = build(shape, bits, 32768), [shape, bits]
+            print(f"# built {shape} {bits} in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+        assert model is not None
+        line: dict[str, object] = {
+            "bench": "step",
+            **about,
+            "model_shape": NAMES.get(shape, shape),
+            "bpw": bits,
+            "cache": kind,
+            "batch": int(batch),
+            "ctx": int(context),
+            "roof_gb_s": roof / 1e9,
+            **measure(model, kind, int(context), int(batch), roof, args.steps),
+        }
+        if args.generator:
+            line |= through_generator(model, kind, int(context), int(batch))
+        emit(line)
+        if args.plain:
+            set_programmatic_launch(False)
+            emit({**line, **measure(model, kind, int(context), int(batch), roof, 0)})
+            set_programmatic_launch(True)
+        if args.profile:
+            print(profile(model, kind, int(context), int(batch)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Models of true shapes and random weights, built on the GPU without weight files (spec performance 7.1).
+
+One layer's matrices are drawn and repacked; every layer has copies of its own in GPU memory, so that nothing is found
+in a cache. Mixed widths as the reference's files have them: the widest rows first, groups of 128.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from make_random_model import SHAPES, Shape, write_tokenizer
+from torch import Tensor
+
+from exl_core import ExLlamaV2, ExLlamaV2Config
+from exl_core.modules import Attention, Embedding, Head, Linear, RMSNorm
+from exl_kernels import _native
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear_cuda import CudaQuantMatrix
+
+GROUP = 128
+HEAD_BITS = 6
+WEIGHT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How matrices are stored: "exl2" with (first width, rest) of each part, or "gptq" at 4 bits."""
+
+    name: str
+    format: str
+    widths: dict[str, tuple[int, int]]
+
+
+def _exl2(name: str, gate: tuple[int, int], rest: tuple[int, int]) -> Recipe:
+    return Recipe(name, "exl2", {"": rest, "mlp.gate_proj": gate})
+
+
+# The first groups of a matrix are one bit wider, gate differs from up: as in the reference's files.
+RECIPES = {
+    "4.0": _exl2("4.0", (4, 4), (5, 4)),
+    "3.0": _exl2("3.0", (4, 3), (4, 3)),
+    "gptq4": Recipe("gptq4", "gptq", {}),
+}
+
+
+def _words(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+
+
+def exl2_tensors(k: int, n: int, widths: tuple[int, int]) -> dict[str, Tensor]:
+    """The five tensors of a matrix [k, n]: its first eighth of K at widths[0] bits, the rest at widths[1]."""
+    count = -(-k // GROUP)
+    bits = [widths[0]] * max(1, count // 8) + [widths[1]] * count
+    starts, scales, words = [], [], 0
+    for width in bits[:count]:
+        starts += [width, words]
+        words += GROUP * width // 32
+        scales.append(256 * WEIGHT_STD / ((2.0**width) / 12**0.5 * 108.5))
+    return {
+        "q_weight": _words(words, n),
+        "q_scale": _words(count, n // 8),
+        "q_scale_max": torch.tensor(scales, dtype=torch.float16),
+        "q_groups": torch.tensor(starts, dtype=torch.int16),
+        "q_invperm": torch.randperm(k).to(torch.int32),
+    }
+
+
+def gptq_tensors(k: int, n: int) -> dict[str, Tensor]:
+    groups = k // GROUP
+    return {
+        "qweight": _words(k // 8, n),
+        "qzeros": torch.full((groups, n // 8), 0x77777777, dtype=torch.int32),
+        "scales": torch.full((groups, n), WEIGHT_STD / 4.6, dtype=torch.float16),
+        "g_idx": torch.arange(k, dtype=torch.int32) // GROUP,
+    }
+
+
+class _Copies:
+    """One matrix's tensors, of which any number of matrices are made, each with memory of its own."""
+
+    def __init__(self, tensors: dict[str, Tensor], format: str, device: torch.device) -> None:
+        self.tensors, self.format, self.device = tensors, format, device
+        self.layout = None
+        if device.type == "cuda":
+            if format == "exl2":
+                keys = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
+                self.layout = _native.CudaLayout.from_exl2("random", tuple(tensors[key] for key in keys), 16)
+            else:
+                keys = ("qweight", "qzeros", "scales", "g_idx")
+                parts = tuple(tensors[key] for key in keys)
+                self.layout = _native.CudaLayout.from_gptq("random", parts, 4, False, None, 16)
+
+    def make(self, name: str) -> QuantMatrix:
+        if self.layout is None:
+            make = QuantMatrix.from_exl2 if self.format == "exl2" else QuantMatrix.from_gptq
+            return make(self.tensors, compute="exact", name=name)
+        weights = self.layout.in_features * self.layout.out_features
+        bits = 8.0 * sum(t.nbytes for t in self.tensors.values()) / weights
+        return CudaQuantMatrix(self.layout, self.device, self.format, bits, None, 1.0, "int8", name)
+
+
+def build(shape_name: str, recipe_name: str, max_seq_len: int, device: str = "cuda:0") -> ExLlamaV2:
+    """A loaded model of a shape ("8b", "tinyllama") and recipe; its folder (config, tokenizer) is `model.config.model_dir`."""
+    shape, recipe = SHAPES[shape_name], RECIPES[recipe_name]
+    torch.manual_seed(1)
+    folder = Path(tempfile.mkdtemp(prefix="exl-bench-"))
+    _write_config(folder, shape, max_seq_len)
+    config = ExLlamaV2Config()
+    config.model_dir = str(folder)
+    config.prepare(no_tensors=True)
+    model = ExLlamaV2(config)
+    place = torch.device(device)
+    made: dict[str, _Copies] = {}
+
+    def fill(linear: Linear, part: str) -> None:
+        k, n = linear.in_features, linear.out_features
+        if part not in made:
+            if recipe.format == "exl2" or part == "head":
+                widths = (HEAD_BITS, HEAD_BITS) if part == "head" else recipe.widths.get(part, recipe.widths.get(""))
+                made[part] = _Copies(exl2_tensors(k, n, widths), "exl2", place)
+            else:
+                made[part] = _Copies(gptq_tensors(k, n), "gptq", place)
+        linear.matrix = made[part].make(linear.key)
+
+    for module in model.modules:
+        if isinstance(module, Embedding):
+            rows = torch.randn(1024, shape.hidden).to(place, torch.float16)
+            module.weight = rows.repeat(-(-shape.vocab // 1024), 1)[: shape.vocab]
+        elif isinstance(module, RMSNorm):
+            module.weight = torch.ones(shape.hidden, device=place)
+        elif isinstance(module, Head):
+            fill(module.linear, "head")
+        else:
+            module.norm.weight = torch.ones(shape.hidden, device=place)
+            for linear in module.submodules():
+                fill(linear, ".".join(linear.key.split(".")[-2:]))
+            if hasattr(module, "_fuse"):
+                module.block = module._fuse()
+    model.device = place
+    model.cache_map = {m.layer_idx: device for m in model.modules if isinstance(m, Attention)}
+    model.loaded = True
+    return model
+
+
+def _write_config(folder: Path, shape: Shape, max_seq_len: int) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": max_seq_len,
+        "model_type": "llama",
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "vocab_size": shape.vocab,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder, shape.vocab)

@@ -1,0 +1,5 @@
+"""The decode step as one graph launch: captured per bucket of batch, tokens a row and pages, replayed from static memory."""
+
+from .graphs import GRAPHS_VARIABLE, DecodeGraphs
+
+__all__ = ["GRAPHS_VARIABLE", "DecodeGraphs"]
