@@ -230,25 +230,19 @@ def profile(model: ExLlamaV2, kind: str, context: int, batch: int) -> str:
         for _ in range(rounds):
             model.forward_chunk(ids, cache, attn_params=params)
         torch.cuda.synchronize()
-    spans: dict[tuple[str, str], list[float]] = {}
-    events = sorted(
-        (e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start
-    )
-    gaps: dict[str, list[float]] = {}
-    previous_end = None
-    for e in events:
+    events = [e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans: dict[str, list[float]] = {}
+    grown: dict[str, float] = {}
+    previous = 0.0
+    for e in sorted(events, key=lambda e: e.time_range.start):
         name = e.name.split("(")[0][:60]
-        spans.setdefault((name, ""), []).append(e.time_range.elapsed_us())
-        # What the step grew by: end to end, which counts overlap once.
-        if previous_end is not None:
-            gaps.setdefault(name, []).append(max(0.0, e.time_range.end - previous_end))
-        previous_end = max(previous_end or 0.0, e.time_range.end)
-    lines = [f"{'kernel':60} {'a step':>7} {'mean us':>8} {'us a step':>10} {'end to end us a step':>21}"]
-    for (name, _), taken in sorted(spans.items(), key=lambda item: -sum(gaps.get(item[0][0], [0]))):
-        end = sum(gaps.get(name, [0.0])) / rounds
-        lines.append(
-            f"{name:60} {len(taken) / rounds:7.1f} {statistics.mean(taken):8.2f} {sum(taken) / rounds:10.1f} {end:21.1f}"
-        )
+        spans.setdefault(name, []).append(e.time_range.elapsed_us())
+        # What the step grew by: from end to end, which counts overlap once.
+        grown[name] = grown.get(name, 0.0) + (max(0.0, e.time_range.end - previous) if previous else 0.0)
+        previous = max(previous, e.time_range.end)
+    lines = [f"{'kernel':60} {'a step':>7} {'mean us':>8} {'end to end, us a step':>22}"]
+    for name, taken in sorted(spans.items(), key=lambda item: -grown[item[0]]):
+        lines.append(f"{name:60} {len(taken) / rounds:7.1f} {statistics.mean(taken):8.2f} {grown[name] / rounds:22.1f}")
     return "\n".join(lines)
 
 

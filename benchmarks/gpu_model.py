@@ -104,7 +104,7 @@ class _Copies:
 
 
 def build(shape_name: str, recipe_name: str, max_seq_len: int, device: str = "cuda:0") -> ExLlamaV2:
-    """A loaded model of a shape ("8b", "tinyllama") and recipe; its folder (config, tokenizer) is `model.config.model_dir`."""
+    """A loaded model of a shape ("8b", "tinyllama", "tiny") and recipe; config and tokenizer lie in a folder."""
     shape, recipe = SHAPES[shape_name], RECIPES[recipe_name]
     torch.manual_seed(1)
     folder = Path(tempfile.mkdtemp(prefix="exl-bench-"))

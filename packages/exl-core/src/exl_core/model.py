@@ -257,16 +257,16 @@ class ExLlamaV2:
         nothing else if `abort_event` was set, in which case cache.current_seq_len has not moved.
 
         Contiguous AttentionParams carry the past length, and set cache.current_seq_len to it. In paged mode the
-        lengths are PagedParams', and current_seq_len means nothing. On a GPU a paged step of few tokens is one launch of
-        a captured graph (`exl_core.decode`; EXL_CUDA_GRAPHS=0 forbids it), to the same bits; its logits lie in memory
-        that the next such call overwrites.
+        lengths are PagedParams', and current_seq_len means nothing. On a GPU a paged step of few tokens is one launch
+        of a captured graph (`exl_core.decode`; EXL_CUDA_GRAPHS=0 forbids it), to the same bits; its logits lie in
+        memory that the next such call overwrites.
         """
         plain = not (preprocess_only or last_id_only or loras or return_last_state or extract_state_indices)
-        if plain and isinstance(attn_params, PagedParams) and self.device is not None and self.device.type == "cuda":
-            if input_mask is None and position_offsets is None and not indexed_embeddings and abort_event is None:
-                logits = self._graph_step(input_ids, cache, attn_params)
-                if logits is not None:
-                    return {"logits": logits}
+        plain = plain and input_mask is None and position_offsets is None and abort_event is None
+        if plain and isinstance(attn_params, PagedParams) and not indexed_embeddings:
+            logits = self._graph_step(input_ids, cache, attn_params)
+            if logits is not None:
+                return {"logits": logits}
         ids = self._check_ids(input_ids)
         self._check_unbuilt(loras, indexed_embeddings)
         batch, q_len = ids.shape
@@ -291,7 +291,9 @@ class ExLlamaV2:
         return {"aborted": True} if result is None else result
 
     def _graph_step(self, ids: Tensor, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> Tensor | None:
-        if not self.loaded or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
+        if not self.loaded or self.device is None or self.device.type != "cuda":
+            return None
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
             return None
         logits = self.decode.step(ids, cache, params)
         if logits is not None and cache is not None:

@@ -1,4 +1,4 @@
-"""The decode step as one graph launch: captured per bucket of batch, tokens a row and pages, replayed from static memory."""
+"""The decode step as one graph launch: captured per bucket of batch, tokens a row and pages."""
 
 from .graphs import GRAPHS_VARIABLE, DecodeGraphs
 

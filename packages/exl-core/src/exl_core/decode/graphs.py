@@ -1,16 +1,17 @@
 """Captured decode steps of one model: which there are, when one applies, what to do when it does not.
 
 A captured step is the modules' own forward pass, recorded once with static inputs and replayed as one launch: the same
-kernels with the same operands, hence the same bits as the eager pass. Grids and workspaces depend on the bucket only, so
+kernels with the same operands, hence the same bits as the eager pass. Grids and workspaces depend on the bucket only,
 lengths and tables are read on the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_Q_LEN = 8
 MAX_TOKENS = 64
 """Rows up to which a row's result does not depend on their number (exl_kernels.linear_cuda)."""
+
+Number = TypeVar("Number", np.int32, np.int64)
 
 _STATIC = {"rows", "positions", "slots", "block_table", "rope_positions"}
 _CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "key_mask", "max_keys", "abort_event"}
@@ -59,7 +62,7 @@ class DecodeGraphs:
         self._model = weakref.ref(model)
         self._graphs: dict[tuple[int, ...], dict[Bucket, _Graph]] = {}
         self._logits: dict[int, Tensor] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._refused: str | None = None
         self._exact_batch = False
         self._checked = False
@@ -97,9 +100,8 @@ class DecodeGraphs:
 
     def clear(self) -> None:
         """Forget every captured step and give its memory back."""
-        self._graphs.clear()
+        self._drop(list(self._graphs))
         self._logits.clear()
-        self._pool = None
         self._checked = False
         self._refused = self.reason = None
 
@@ -109,6 +111,12 @@ class DecodeGraphs:
         return sum(len(held) for held in self._graphs.values())
 
     # ------------------------------------------------------------------------------------------------------- internals
+
+    def _drop(self, keys: list[tuple[int, ...]]) -> None:
+        for key in keys:
+            del self._graphs[key]
+        if not self.count:
+            self._pool = None  # torch forgets a pool with its last graph; its number must not be used again
 
     def _usable(self, model: ExLlamaV2) -> bool:
         if not self._checked:
@@ -132,9 +140,12 @@ class DecodeGraphs:
         self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, bucket: Bucket, key: tuple[int, ...]
     ) -> _Graph | None:
         if key not in self._graphs:
-            self._graphs = {k: v for k, v in self._graphs.items() if k[0] != key[0]}  # the cache's tensors moved
+            known = any(k[0] == key[0] for k in self._graphs)
+            stale = [k for k in self._graphs if k[0] == key[0] and k[1] == key[1]]  # the cache's tensors moved
+            self._drop(stale)
             self._graphs[key] = {}
-            weakref.finalize(cache, _forget, weakref.ref(self), key[0])
+            if not known:
+                weakref.finalize(cache, _forget, weakref.ref(self), key[0])
         try:
             with torch.inference_mode(False), torch.no_grad():
                 made = self._record(model, cache, bucket)
@@ -160,7 +171,7 @@ class DecodeGraphs:
             head.forward(x, step, out=logits)
 
         current = torch.cuda.current_stream(device)
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
@@ -171,8 +182,10 @@ class DecodeGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 body()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                _abandon(graph)
+                raise
+            graph.capture_end()
         current.wait_stream(stream)
         return _Graph(graph, inputs, logits, (step.cos, step.sin))
 
@@ -183,10 +196,16 @@ class DecodeGraphs:
         return self._logits[tokens]
 
 
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """Ends a capture that failed, so that the stream can be used again; the failure itself is being raised."""
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
+
+
 def _forget(graphs: weakref.ref[DecodeGraphs], cache: int) -> None:
     owner = graphs()
     if owner is not None:
-        owner._graphs = {k: v for k, v in owner._graphs.items() if k[0] != cache}
+        owner._drop([key for key in owner._graphs if key[0] == cache])
 
 
 def _refusal(model: ExLlamaV2) -> str | None:
@@ -204,7 +223,7 @@ def _refusal(model: ExLlamaV2) -> str | None:
     return None
 
 
-def _array(tensor: Tensor, dtype: type[np.generic]) -> NDArray[np.generic] | None:
+def _array(tensor: Tensor, dtype: type[Number]) -> NDArray[Number] | None:
     """The numbers of a CPU tensor as `dtype`; None for tensors elsewhere."""
     if tensor.device.type != "cpu":
         return None
@@ -215,9 +234,9 @@ def _fits(
     model: ExLlamaV2,
     cache: ExLlamaV2CacheBase,
     params: PagedParams,
-    ids: NDArray[np.generic],
-    past: NDArray[np.generic],
-    table: NDArray[np.generic],
+    ids: NDArray[np.int64],
+    past: NDArray[np.int64],
+    table: NDArray[np.int32],
 ) -> bool:
     """Everything the eager way would refuse, in one look."""
     batch, q_len = ids.shape

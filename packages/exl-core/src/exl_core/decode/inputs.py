@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 __all__ = ["Bucket", "StepInputs"]
 
@@ -58,11 +57,11 @@ class StepInputs:
         self._send(self._stages[0])
 
     def fill(self, ids: NDArray[np.int64], past: NDArray[np.int64], table: NDArray[np.int32]) -> None:
-        """Queues the copy of a step: ids [b, q], tokens already stored [b], page numbers [b, any width]; all checked."""
+        """Queues the copy of a checked step: ids [b, q], tokens already stored [b], page numbers [b, n]."""
         stage = self._stages[self._next]
         self._next = (self._next + 1) % STAGES
         stage.wait()
-        batch, q_len = ids.shape
+        batch = ids.shape[0]
         size = self.bucket.page_size
         positions = past[:, None] + self._offsets
         width = min(table.shape[1], self.bucket.pages)
@@ -87,7 +86,7 @@ class _Stage:
 
     def __init__(self, size: int, bucket: Bucket) -> None:
         self.pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-        self.sent = torch.cuda.Event()
+        self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.used = 0
         raw, t = self.pinned.numpy(), bucket.tokens
         longs, ints = raw[: 24 * t].view(np.int64), raw[24 * t :].view(np.int32)

@@ -1,0 +1,190 @@
+"""Captured decode steps: same bits as eager ones in every bucket, padding, growth and a moved cache; needs a GPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2CacheBase, ExLlamaV2Config, PagedParams
+from exl_core.errors import SequenceTooLongError, TokenIdError
+from exl_kernels.device import set_programmatic_launch
+
+pytestmark = pytest.mark.cuda
+
+DATA = Path(__file__).parent.parent / "golden" / "data"
+PAGE = 16
+PAGES = 96
+
+
+@pytest.fixture(scope="module", params=["exl2-3.5", "exl2-4.5"])
+def model(request: pytest.FixtureRequest) -> Iterator[ExLlamaV2]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXL_DEVICE", "cuda:0")
+        loaded = ExLlamaV2(ExLlamaV2Config(DATA / f"pylib-4m-{request.param}"))
+        loaded.load()
+    yield loaded
+    loaded.unload()
+
+
+def table(batch: int, width: int, seed: int = 0) -> Tensor:
+    order = torch.randperm(PAGES, generator=torch.Generator().manual_seed(seed))[: batch * width]
+    return order.to(torch.int32).view(batch, width)
+
+
+def params(pages: Tensor, lengths: list[int], q_len: int) -> PagedParams:
+    past = torch.tensor(lengths, dtype=torch.int32)
+    return PagedParams(pages.shape[0], pages, past, int(past.max()), PAGE, q_len)
+
+
+def eager(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.decode.clear()
+    monkeypatch.setenv("EXL_CUDA_GRAPHS", "0")
+
+
+def captured(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.decode.clear()
+    monkeypatch.delenv("EXL_CUDA_GRAPHS", raising=False)
+
+
+def run(model: ExLlamaV2, cache: ExLlamaV2CacheBase, batch: int, q_len: int) -> list[Tensor]:
+    """A prompt and four steps of uneven sequences; the logits of the steps."""
+    generator = torch.Generator().manual_seed(batch)
+    vocab = model.config.vocab_size
+    pages = table(batch, PAGES // batch if batch < 24 else 4)
+    room = pages.shape[1] * PAGE - 4 * q_len
+    lengths = [1 + int(torch.randint(0, min(room - 1, 60), (1,), generator=generator)) for _ in range(batch)]
+    for row, length in enumerate(lengths):
+        ids = torch.randint(0, vocab, (1, length), generator=generator)
+        model.forward_chunk(ids, cache, attn_params=params(pages[row : row + 1], [0], length), preprocess_only=True)
+    out = []
+    for step in range(4):
+        ids = torch.randint(0, vocab, (batch, q_len), generator=generator)
+        past = [length + step * q_len for length in lengths]
+        out.append(model.forward_chunk(ids, cache, attn_params=params(pages, past, q_len))["logits"].clone())
+    return out
+
+
+@pytest.mark.parametrize("kind", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
+@pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (1, 8), (2, 3), (3, 1), (5, 2), (9, 1), (13, 4), (24, 1)])
+def test_captured_steps_are_the_eager_ones(
+    model: ExLlamaV2, kind: type[ExLlamaV2CacheBase], batch: int, q_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for way in (eager, captured):
+        way(model, monkeypatch)
+        cache = kind(model, max_seq_len=PAGES * PAGE)
+        results.append((run(model, cache, batch, q_len), [t.clone() for t in cache.all_tensors()]))
+        assert (model.decode.count > 0) == (way is captured), model.decode.reason
+    (eager_logits, eager_cache), (graph_logits, graph_cache) = results
+    for step, (a, b) in enumerate(zip(eager_logits, graph_logits, strict=True)):
+        assert torch.equal(a, b), f"step {step}"
+    for a, b in zip(eager_cache, graph_cache, strict=True):
+        assert torch.equal(a, b), "padding rows or the step wrote elsewhere"
+
+
+def test_a_row_is_the_same_in_every_bucket(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured(model, monkeypatch)
+    cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
+    pages = table(1, 4)
+    ids = torch.randint(0, model.config.vocab_size, (1, 20), generator=torch.Generator().manual_seed(1))
+    model.forward_chunk(ids[:, :19], cache, attn_params=params(pages, [0], 19), preprocess_only=True)
+    alone = model.forward_chunk(ids[:, 19:], cache, attn_params=params(pages, [19], 1))["logits"].clone()
+    for batch in (2, 4, 7, 8, 16, 31, 32, 64):
+        # Every row the same request: all of them write the same token to the same place.
+        many = model.forward_chunk(
+            ids[:, 19:].repeat(batch, 1), cache, attn_params=params(pages.repeat(batch, 1), [19] * batch, 1)
+        )["logits"]
+        assert many.shape[0] == batch
+        for row in (0, batch // 2, batch - 1):
+            assert torch.equal(many[row], alone[0]), f"row {row} of {batch}"
+
+
+def test_one_capture_serves_every_length_of_its_bucket(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured(model, monkeypatch)
+    cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
+    pages = table(1, 8)
+    ids = torch.randint(0, model.config.vocab_size, (1, 128), generator=torch.Generator().manual_seed(2))
+    stepwise = [
+        model.forward_chunk(ids[:, i : i + 1], cache, attn_params=params(pages, [i], 1))["logits"].clone()
+        for i in range(128)
+    ]
+    assert model.decode.count == 4  # 1, 2, 4 and 8 pages
+    at_once = model.forward_chunk(ids, cache, attn_params=params(pages, [0], 128))["logits"]
+    assert float((torch.cat(stepwise, 1) - at_once).abs().max()) < 0.05 * float(at_once.std())
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] > 0
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for i in range(64, 128):
+        model.forward_chunk(ids[:, i : i + 1], cache, attn_params=params(pages, [i], 1))
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "a captured step allocated"
+
+
+def test_captures_die_with_their_cache_and_others_live_on(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured(model, monkeypatch)
+    ids = torch.zeros((1, 1), dtype=torch.int64)
+    logits = []
+    for _ in range(3):
+        cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
+        logits.append(model.forward_chunk(ids, cache, attn_params=params(table(1, 2), [0], 1))["logits"].clone())
+        assert model.decode.count == 1
+        del cache
+        gc.collect()
+        assert model.decode.count == 0
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    two = [ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE) for _ in range(2)]
+    for cache in two:
+        model.forward_chunk(ids, cache, attn_params=params(table(1, 2), [0], 1))
+    assert model.decode.count == 2
+    two.pop()
+    del cache
+    gc.collect()
+    assert model.decode.count == 1
+    again = model.forward_chunk(ids, two[0], attn_params=params(table(1, 2), [0], 1))["logits"]
+    assert torch.equal(again, logits[0])
+
+
+def test_dependent_launch_changes_nothing(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for programmatic in (True, False):
+        set_programmatic_launch(programmatic)
+        try:
+            captured(model, monkeypatch)
+            results.append(run(model, ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE), 3, 1))
+        finally:
+            set_programmatic_launch(True)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_thousand_replays_give_the_same_bits(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured(model, monkeypatch)
+    cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
+    ids, at = torch.full((4, 1), 7), params(table(4, 4), [5, 9, 33, 60], 1)
+    first = model.forward_chunk(ids, cache, attn_params=at)["logits"].clone()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        wrong += (model.forward_chunk(ids, cache, attn_params=at)["logits"] != first).sum()
+    assert int(wrong) == 0
+
+
+def test_bad_input_is_refused_as_ever(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured(model, monkeypatch)
+    cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
+    with pytest.raises(TokenIdError):
+        model.forward_chunk(torch.full((1, 1), model.config.vocab_size), cache, attn_params=params(table(1, 2), [0], 1))
+    with pytest.raises(SequenceTooLongError):
+        model.forward_chunk(torch.zeros((1, 1), dtype=torch.int64), cache, attn_params=params(table(1, 2), [32], 1))
+    assert model.decode.count == 0
+
+
+def test_the_switch_and_its_reason(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager(model, monkeypatch)
+    cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
+    model.forward_chunk(torch.zeros((1, 1), dtype=torch.int64), cache, attn_params=params(table(1, 2), [0], 1))
+    assert model.decode.count == 0
+    assert "EXL_CUDA_GRAPHS" in (model.decode.reason or "")
