@@ -319,7 +319,7 @@ def test_features_to_come_are_refused(
     model: ExLlamaV2, ids: torch.Tensor, arguments: dict[str, Any], named: str
 ) -> None:
     for call in (model.forward, model.forward_chunk):
-        with pytest.raises(errors.UnsupportedError, match=named):
+        with pytest.raises((errors.InputError, errors.UnsupportedError), match=named):
             call(ids, **arguments)
     assert model.forward(ids, loras=[], indexed_embeddings=[]) is not None
     with pytest.raises(errors.UnsupportedError, match="tensor parallel"):

@@ -11,6 +11,7 @@ from .cache import (
     ExLlamaV2CacheBase,
 )
 from .config import ExLlamaV2Config
+from .lora import ExLlamaV2Lora
 from .model import ExLlamaV2
 from .seq_tensor import SeqTensor
 from .timer import Timer
@@ -26,6 +27,7 @@ __all__ = [
     "ExLlamaV2Cache_Q6",
     "ExLlamaV2Cache_Q8",
     "ExLlamaV2Config",
+    "ExLlamaV2Lora",
     "ExLlamaV2Tokenizer",
     "PagedParams",
     "SeqTensor",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from exl_kernels.errors import DeviceError, DTypeError, ExlError, FormatError, ShapeError, UnsupportedError
 
 __all__ = [
+    "AdapterError",
     "CacheError",
     "ChatTemplateError",
     "ConfigError",
@@ -71,6 +72,12 @@ class MissingTensorError(FormatError):
     """The weight files lack a tensor that the architecture needs."""
 
     code = "missing_tensor"
+
+
+class AdapterError(FormatError):
+    """A LoRA adapter is damaged, made for another model, or of a layout that is not known: names file and tensor."""
+
+    code = "adapter"
 
 
 class ModelStateError(ExlError, RuntimeError):

@@ -17,6 +17,7 @@ from .decode import DecodeGraphs
 from .device import default_device, out_of_memory_as_error
 from .errors import CacheError, InputError, ModelStateError, SequenceTooLongError, TokenIdError, UnsupportedError
 from .loading.loader import Callback, CallbackGen, check_callbacks, load_modules, progress_bar
+from .lora import ExLlamaV2Lora
 from .modules import Attention, Linear, Module, build_modules
 from .rope import RopeTable
 from .step import build_step
@@ -49,6 +50,7 @@ class ExLlamaV2:
         self.tp_context: None = None
         self.loaded = False
         self.decode = DecodeGraphs(self)  # captured steps on a GPU; `decode.reason` says why there are none
+        self.load_count = 0  # how often weights were loaded: adapters belong to one load
 
     # ------------------------------------------------------------------------------------------------------- loading
 
@@ -139,6 +141,7 @@ class ExLlamaV2:
             with out_of_memory_as_error("load the model"):
                 yield from load_modules(self.modules, checkpoint, device, callback, callback_gen, shared=tied)
             self.loaded = True
+            self.load_count += 1
         self.cache_map = {m.layer_idx: str(device) for m in self.modules if isinstance(m, Attention)}
         if cache is not None:
             cache.update_cache_tensors()
@@ -166,6 +169,9 @@ class ExLlamaV2:
         """Whether any loaded matrix is EXL2 or GPTQ."""
         return any(linear.is_quant() for linear in self._linears() if linear.matrix is not None)
 
+    def update_loras(self) -> None:
+        """Nothing to do: adapters are looked up by every forward pass. Kept for callers of the original."""
+
     def weight_bytes(self) -> int:
         """Bytes held by loaded weights."""
         return sum(m.weight_bytes() for m in self.modules)
@@ -184,7 +190,7 @@ class ExLlamaV2:
         input_mask: Tensor | None = None,
         preprocess_only: bool = False,
         last_id_only: bool = False,
-        loras: Sequence[Any] | None = None,
+        loras: Sequence[ExLlamaV2Lora] | None = None,
         return_last_state: bool = False,
         position_offsets: Tensor | None = None,
         abort_event: Event | None = None,
@@ -202,12 +208,13 @@ class ExLlamaV2:
 
         input_mask: additive [batch, past + q_len], 0 attends to a key, -inf ignores it. position_offsets: int
         [batch, 1], added to RoPE positions (minus the left padding of each row). cpu_logits: bring the logits to the
-        CPU. loras, indexed_embeddings: UnsupportedError unless empty.
+        CPU. loras: adapters to add, in this order. indexed_embeddings: UnsupportedError unless empty.
 
         Raises ModelStateError, SequenceTooLongError, TokenIdError, InputError before anything is computed.
         """
         ids = self._check_ids(input_ids)
-        self._check_unbuilt(loras, indexed_embeddings)
+        adapters = self._check_loras(loras)
+        self._check_unbuilt(indexed_embeddings)
         batch, q_len = ids.shape
         past = 0 if cache is None else cache.current_seq_len
         self._check_length(cache, batch, past, q_len)
@@ -225,6 +232,7 @@ class ExLlamaV2:
                 last_id_only=last_id_only,
                 return_last_state=return_last_state and end == q_len,
                 abort_event=abort_event,
+                loras=adapters,
             )
             if result is None:
                 return None
@@ -243,7 +251,7 @@ class ExLlamaV2:
         input_mask: Tensor | None = None,
         preprocess_only: bool = False,
         last_id_only: bool = False,
-        loras: Sequence[Any] | None = None,
+        loras: Sequence[ExLlamaV2Lora] | None = None,
         return_last_state: bool = False,
         position_offsets: Tensor | None = None,
         abort_event: Event | None = None,
@@ -268,7 +276,8 @@ class ExLlamaV2:
             if logits is not None:
                 return {"logits": logits}
         ids = self._check_ids(input_ids)
-        self._check_unbuilt(loras, indexed_embeddings)
+        adapters = self._check_loras(loras)
+        self._check_unbuilt(indexed_embeddings)
         batch, q_len = ids.shape
         if isinstance(attn_params, PagedParams):
             if input_mask is not None or position_offsets is not None:
@@ -286,6 +295,7 @@ class ExLlamaV2:
             last_id_only=last_id_only,
             return_last_state=return_last_state,
             abort_event=abort_event,
+            loras=adapters,
             extract=frozenset(extract_state_indices or ()),
         )
         return {"aborted": True} if result is None else result
@@ -310,6 +320,7 @@ class ExLlamaV2:
         last_id_only: bool,
         return_last_state: bool,
         abort_event: Event | None,
+        loras: tuple[ExLlamaV2Lora, ...] = (),
         extract: frozenset[int] = frozenset(),
     ) -> dict[str, Any] | None:
         """The pass itself: every module in turn, None when aborted."""
@@ -321,7 +332,7 @@ class ExLlamaV2:
                 "last_id_only=True or preprocess_only=True, or raise it"
             )
         device = self.device or torch.device("cpu")
-        step = build_step(self.config, self.rope, cache, params, batch, q_len, abort_event, device)
+        step = build_step(self.config, self.rope, cache, params, batch, q_len, abort_event, device, loras)
         result: dict[str, Any] = {}
         x = ids.reshape(-1).to(device)
         for index, module in enumerate(self.modules):
@@ -367,9 +378,16 @@ class ExLlamaV2:
             )
         return ids
 
-    def _check_unbuilt(self, loras: Sequence[Any] | None, indexed_embeddings: Sequence[Any] | None) -> None:
-        if loras:
-            raise UnsupportedError("loras are not built in this version: pass None or an empty list")
+    def _check_loras(self, loras: Sequence[ExLlamaV2Lora] | None) -> tuple[ExLlamaV2Lora, ...]:
+        if loras is None:
+            return ()
+        if not isinstance(loras, (list, tuple)) or not all(isinstance(lora, ExLlamaV2Lora) for lora in loras):
+            raise InputError(f"loras is {str(loras)[:80]}, must be a list of ExLlamaV2Lora")
+        for lora in loras:
+            lora.check_usable(self)
+        return tuple(loras)
+
+    def _check_unbuilt(self, indexed_embeddings: Sequence[Any] | None) -> None:
         if indexed_embeddings:
             raise UnsupportedError("indexed_embeddings are not built in this version: pass None or an empty list")
 

@@ -19,6 +19,7 @@ from .rope import RopeTable
 if TYPE_CHECKING:
     from .cache import ExLlamaV2CacheBase
     from .config import ExLlamaV2Config
+    from .lora import ExLlamaV2Lora
 
 __all__ = ["build_step"]
 
@@ -34,6 +35,7 @@ def build_step(
     q_len: int,
     abort_event: Event | None,
     device: torch.device,
+    loras: tuple[ExLlamaV2Lora, ...] = (),
 ) -> Step:
     """The step with its tensors on `device`.
 
@@ -75,6 +77,7 @@ def build_step(
         key_mask=None if key_mask is None else key_mask.to(device),
         max_keys=last + 1,
         abort_event=abort_event,
+        loras=loras,
     )
 
 

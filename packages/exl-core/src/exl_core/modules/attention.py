@@ -97,12 +97,12 @@ class Attention(Module):
         )
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        if self.block is not None:
+        if self.block is not None and not any(linear.adapted(step.loras) for linear in self.submodules()):
             return self.block.forward(x, step.tokens(self.interleaved), step.pages(self.layer_idx))
         return self.forward_unfused(x, step)
 
     def forward_unfused(self, x: Tensor, step: Step) -> Tensor:
-        """The same step by step and to the same bits: for padded matrices, and as the fused block's twin."""
+        """The same step by step and to the same bits: for padded matrices, adapters, and as the fused block's twin."""
         q, k, v = self._project(self.norm.forward(x), step)
         pages = step.pages(self.layer_idx)
         store_kv(pages, k, v, step.slots)
@@ -118,14 +118,14 @@ class Attention(Module):
             key_mask=step.key_mask,
             max_keys=step.max_keys,
         )
-        return x.add_(self.o_proj.forward(mixed.view(x.shape[0], -1)))
+        return x.add_(self.o_proj.forward(mixed.view(x.shape[0], -1), step.loras))
 
     def _project(self, h: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q, rotated k, and v, each [T, heads, head_dim]."""
         tokens = h.shape[0]
-        q = self.q_proj.forward(h).view(tokens, self.num_attention_heads, self.head_dim)
-        k = self.k_proj.forward(h).view(tokens, self.num_key_value_heads, self.head_dim)
-        v = self.v_proj.forward(h).view(tokens, self.num_key_value_heads, self.head_dim)
+        q = self.q_proj.forward(h, step.loras).view(tokens, self.num_attention_heads, self.head_dim)
+        k = self.k_proj.forward(h, step.loras).view(tokens, self.num_key_value_heads, self.head_dim)
+        v = self.v_proj.forward(h, step.loras).view(tokens, self.num_key_value_heads, self.head_dim)
         apply_rope(q, step.cos, step.sin, step.rope_positions, interleaved=self.interleaved)
         apply_rope(k, step.cos, step.sin, step.rope_positions, interleaved=self.interleaved)
         return q, k, v

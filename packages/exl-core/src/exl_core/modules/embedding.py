@@ -50,9 +50,15 @@ class Embedding(Module):
         return 0 if self.weight is None else self.weight.nbytes
 
     def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
-        """x: int64 [T] -> [T, hidden]."""
+        """x: int64 [T] -> [T, hidden]. An adapter may bring a table of its own (the first one counts), or add to it."""
         if self.weight is None:
             raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
-        rows = self.weight[x.clamp(min=0)].float()
+        loras = () if step is None else step.loras
+        ids = x.clamp(min=0)
+        rows = next((lora.embedding for lora in loras if lora.embedding is not None), self.weight)[ids].float()
         rows = rows if self.scale == 1.0 else rows * self.scale
+        for lora in loras:
+            pair = lora.embedding_pair
+            if pair is not None:
+                rows += pair.forward(ids) * self.scale
         return rows.to(activation_dtype(rows.device))

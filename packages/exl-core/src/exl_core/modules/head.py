@@ -48,7 +48,7 @@ class Head(Module):
         logits = out
         if logits is None:
             logits = torch.empty((x.shape[0], self.padded_vocab_size), dtype=torch.float32, device=x.device)
-        self.linear.forward_into(x, logits)
+        self.linear.forward_into(x, logits, () if step is None else step.loras)
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         logits[:, self.linear.out_features :] = PADDING_LOGIT

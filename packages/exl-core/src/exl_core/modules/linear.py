@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from exl_kernels.linear import QuantMatrix
 from ..errors import ModelStateError
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import LinearOptions, LinearSpec, load_linear
+
+if TYPE_CHECKING:
+    from ..lora import ExLlamaV2Lora
 
 __all__ = ["Linear"]
 
@@ -55,18 +60,43 @@ class Linear:
         """W float16 [in, out] as the file encodes it, rows in the model's (unpermuted) order, padding columns cut."""
         return self.quant.dequantize()[:, : self.out_features].contiguous()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out] of its type (float32, on a GPU half); columns that pad the file's are cut off."""
-        y = self.quant.matmul(x)
-        return y if y.shape[-1] == self.out_features else y[..., : self.out_features].contiguous()
+    def adapted(self, loras: Sequence[ExLlamaV2Lora]) -> bool:
+        """Whether any of `loras` changes this matrix: fused blocks, which know of none, must then step aside."""
+        return any(self.key in lora.touched for lora in loras)
 
-    def forward_into(self, x: Tensor, out: Tensor) -> None:
-        """The product written into `out` [..., columns >= out]; columns beyond `out_features` are left alone."""
-        if out.shape[-1] == self.quant.out_features and self.quant.out_features == self.out_features:
-            self.quant.matmul(x, out=out)
+    def forward(self, x: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+        """x [T, in] -> [T, out] of its type (float32, on a GPU half); columns that pad the file's are cut off.
+
+        Every adapter adds (x @ A @ B) * its scaling, in the order given (spec core.md 14.4).
+        """
+        y = self._matrix(loras).matmul(x)
+        y = y if y.shape[-1] == self.out_features else y[..., : self.out_features].contiguous()
+        return self._add_adapters(x, y, loras)
+
+    def forward_into(self, x: Tensor, out: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> None:
+        """The product written into `out` [T, columns >= out]; columns beyond `out_features` are left alone."""
+        matrix = self._matrix(loras)
+        if out.shape[-1] == matrix.out_features and matrix.out_features == self.out_features:
+            matrix.matmul(x, out=out)
         else:
-            whole = torch.empty((*x.shape[:-1], self.quant.out_features), dtype=out.dtype, device=out.device)
-            out[..., : self.out_features] = self.quant.matmul(x, out=whole)[..., : self.out_features]
+            whole = torch.empty((*x.shape[:-1], matrix.out_features), dtype=out.dtype, device=out.device)
+            out[..., : self.out_features] = matrix.matmul(x, out=whole)[..., : self.out_features]
+        self._add_adapters(x, out[..., : self.out_features], loras)
+
+    def _matrix(self, loras: Sequence[ExLlamaV2Lora]) -> QuantMatrix:
+        """The matrix that is multiplied by: the first replacement an adapter brings, else the model's own."""
+        for lora in loras:
+            replacement = lora.replacements.get(self.key)
+            if replacement is not None:
+                return replacement
+        return self.quant
+
+    def _add_adapters(self, x: Tensor, y: Tensor, loras: Sequence[ExLlamaV2Lora]) -> Tensor:
+        for lora in loras:
+            pair = lora.pairs.get(self.key)
+            if pair is not None:
+                y += pair.forward(x)
+        return y
 
     @property
     def device(self) -> torch.device:

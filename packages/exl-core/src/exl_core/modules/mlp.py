@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from ..loading.checkpoint import TensorSource
 from .linear import Linear
 from .module import Module, Step
 from .norm import RMSNorm
+
+if TYPE_CHECKING:
+    from ..lora import ExLlamaV2Lora
 
 __all__ = ["GatedMLP"]
 
@@ -74,11 +77,13 @@ class GatedMLP(Module):
         return GatedMlpBlock(self.norm.weight, self.norm.eps, matrices, self.activation)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        return self.forward_unfused(x) if self.block is None else self.block.forward(x)
+        if self.block is not None and not any(linear.adapted(step.loras) for linear in self.submodules()):
+            return self.block.forward(x)
+        return self.forward_unfused(x, step.loras)
 
-    def forward_unfused(self, x: Tensor) -> Tensor:
-        """The same step by step and to the same bits: for padded matrices, and as the fused block's twin."""
+    def forward_unfused(self, x: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+        """The same step by step and to the same bits: for padded matrices, adapters, and as the fused block's twin."""
         h = self.norm.forward(x)
-        gate = self.gate_proj.forward(h)
-        gated_activation(gate, self.up_proj.forward(h), self.activation, out=gate)
-        return x.add_(self.down_proj.forward(gate))
+        gate = self.gate_proj.forward(h, loras)
+        gated_activation(gate, self.up_proj.forward(h, loras), self.activation, out=gate)
+        return x.add_(self.down_proj.forward(gate, loras))

@@ -18,6 +18,7 @@ from ..loading.checkpoint import TensorSource
 if TYPE_CHECKING:
     from exl_kernels.kv import KVPages
 
+    from ..lora import ExLlamaV2Lora
     from .linear import Linear
 
 __all__ = ["Module", "Step"]
@@ -43,6 +44,7 @@ class Step:
     key_mask: Tensor | None = None  # float32 [B, S], added to the logits of each key
     max_keys: int | None = None  # every position is below it
     abort_event: Event | None = None
+    loras: tuple[ExLlamaV2Lora, ...] = ()  # the adapters of every row: linears take them
     _tokens: dict[bool, Tokens] = field(default_factory=dict, repr=False)
 
     def tokens(self, interleaved: bool) -> Tokens:

@@ -1,0 +1,63 @@
+"""The two small matrices of an adapted module, multiplied so that a row's result depends on that row alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exl_kernels.linear import QuantMatrix
+
+from ..device import activation_dtype
+
+__all__ = ["EmbeddingPair", "LoraPair"]
+
+BLOCK_ROWS = 64  # rows of one product on a GPU, where a library picks its kernel, hence its order of sums, by shape
+
+
+class LoraPair:
+    """x -> ((x @ A) @ B + bias) * scaling; A as stored [r, in], B [out, r]."""
+
+    def __init__(
+        self, a: Tensor, b: Tensor, bias: Tensor | None, scaling: float, device: torch.device, name: str
+    ) -> None:
+        self.a = QuantMatrix.from_float(a, device=device, name=f"{name}.lora_A")
+        self.b = QuantMatrix.from_float(b, bias, prescale=scaling, device=device, name=f"{name}.lora_B")
+        self.rank = a.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out], of x's type."""
+        return _in_blocks(self.b, _in_blocks(self.a, x))
+
+
+class EmbeddingPair:
+    """ids -> (A[:, id] @ B) * scaling; A as stored [r, vocabulary], B [hidden, r]."""
+
+    def __init__(self, a: Tensor, b: Tensor, scaling: float, device: torch.device, name: str) -> None:
+        self.table = a.t().contiguous().to(device)
+        self.b = QuantMatrix.from_float(b, prescale=scaling, device=device, name=f"{name}.lora_embedding_B")
+        self.rank = a.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes + self.b.nbytes
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [T] -> [T, hidden]."""
+        return _in_blocks(self.b, self.table[ids].to(activation_dtype(self.table.device)))
+
+
+def _in_blocks(matrix: QuantMatrix, x: Tensor) -> Tensor:
+    """matrix.matmul(x), on a GPU always BLOCK_ROWS rows at a time (the last block filled up with zeros)."""
+    if x.device.type == "cpu":
+        return matrix.matmul(x)
+    rows = x.shape[0]
+    if rows % BLOCK_ROWS:
+        x = torch.nn.functional.pad(x, (0, 0, 0, BLOCK_ROWS - rows % BLOCK_ROWS))
+    out = torch.empty((x.shape[0], matrix.out_features), dtype=x.dtype, device=x.device)
+    for begin in range(0, x.shape[0], BLOCK_ROWS):
+        matrix.matmul(x[begin : begin + BLOCK_ROWS], out=out[begin : begin + BLOCK_ROWS])
+    return out[:rows]
