@@ -17,6 +17,8 @@ from exl_kernels.safetensors_file import read_safetensors_header, read_tensor, w
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.covers("core.md: lora")
+
 TOLERANCE = 2e-3  # of the largest logit
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]

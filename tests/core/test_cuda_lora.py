@@ -1,0 +1,70 @@
+"""LoRA on a GPU: the CPU's logits with the same adapter, and rows that do not depend on the batch; needs a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams
+from exl_kernels.safetensors_file import write_safetensors
+
+pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: lora")]
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 512}
+
+
+def adapter(folder: Path, rank: int = 6) -> Path:
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {"base_model.model.lm_head.weight": (torch.randn(512, 256, generator=generator) * 0.3).half()}
+    for layer in range(2):
+        for block, name, inputs, outputs in (
+            ("self_attn", "q_proj", 256, 256),
+            ("self_attn", "v_proj", 256, 128),
+            ("self_attn", "o_proj", 256, 256),
+            ("mlp", "gate_proj", 256, 384),
+            ("mlp", "down_proj", 384, 256),
+        ):
+            key = f"base_model.model.model.layers.{layer}.{block}.{name}"
+            tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, inputs, generator=generator) * 0.05).half()
+            tensors[f"{key}.lora_B.weight"] = (torch.randn(outputs, rank, generator=generator) * 0.05).half()
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+    (folder / "adapter_config.json").write_text(f'{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {3 * rank}}}')
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["float", "exl2", "gptq"])
+def test_logits_and_rows(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    folder, adapted = lab.write(kind=kind, **SIZES), adapter(tmp_path / "adapter")
+    ids = lab.ids(8, 70, vocab=512)
+    cpu = lab.load(folder)
+    expected = cpu.forward(ids, loras=[ExLlamaV2Lora.from_directory(cpu, adapted)])
+    monkeypatch.setenv("EXL_DEVICE", "cuda:0")
+    model = ExLlamaV2(ExLlamaV2Config(folder))
+    model.load()
+    lora = ExLlamaV2Lora.from_directory(model, adapted)
+    assert all(pair.a.device.type == "cuda" for pair in lora.tensors.values())
+    logits = model.forward(ids, ExLlamaV2Cache(model, batch_size=8), loras=[lora]).cpu()
+    plain = model.forward(ids, ExLlamaV2Cache(model, batch_size=8)).cpu()
+    scale = float(expected[..., :512].abs().max())
+    assert float((logits - expected)[..., :512].abs().max()) < 0.02 * scale
+    assert float((logits - plain)[..., :512].abs().max()) > 0.1 * scale
+
+    cache = ExLlamaV2Cache(model, max_seq_len=2048)
+    model.forward(ids, cache=ExLlamaV2Cache(model, batch_size=8), loras=[lora])
+    for token in range(3):  # decode steps of eight rows in pages, against one row alone
+        params = PagedParams(
+            8,
+            torch.arange(8, dtype=torch.int32)[:, None],
+            torch.full((8,), token, dtype=torch.int32),
+            token,
+        )
+        step = ids[:, token : token + 1]
+        together = model.forward_chunk(step, cache, attn_params=params, loras=[lora])["logits"].clone()
+        for row in (0, 5):
+            alone = PagedParams(1, params.block_index[row : row + 1], params.cache_seqlens[row : row + 1], token)
+            single = model.forward_chunk(step[row : row + 1], cache, attn_params=alone, loras=[lora])["logits"]
+            assert torch.equal(single, together[row : row + 1])
