@@ -1,0 +1,149 @@
+"""Products with what stands around them in a layer: norm before, gate activation or residual after, several matrices.
+
+The door for code that captures a decode step: it allocates at construction only, reads nothing back, and launches on
+torch's current stream, so a call can be captured in a CUDA graph. Results are those of the separate operators to the
+bit (`norm.rms_norm`, `QuantMatrix.matmul`, `cuda_ops.gated_activation`, `torch.add`), whichever kernels do the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .cuda_ops import gated_activation, rms_norm
+from .errors import DTypeError, ShapeError, UnsupportedError
+from .linear import QuantMatrix
+
+__all__ = ["FusedLinear", "Norm"]
+
+Activation = Literal["silu", "gelu", "quickgelu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm of the input: x / sqrt(mean(x^2) + eps) * (weight + offset), rounded to the dtype of x."""
+
+    weight: Tensor
+    """[K], on the matrices' GPU."""
+    eps: float
+    offset: float = 0.0
+
+
+class FusedLinear:
+    """One to three matrices over one input as one product.
+
+    ==============================================  ==========================  ===================================
+    built as                                        out                         out =
+    ==============================================  ==========================  ===================================
+    ``FusedLinear([q, k, v], norm=Norm(w, eps))``   [m, Nq + Nk + Nv]           norm(x) @ [Wq Wk Wv] (+ biases)
+    ``FusedLinear([gate, up], activation="silu")``  [m, N]                      silu(x @ Wgate) * (x @ Wup)
+    ``FusedLinear([o])``, ``residual=h``            [m, N]; may be h itself     h + x @ Wo
+    ==============================================  ==========================  ===================================
+
+    Biases, prescales and input permutations are the matrices' own and always applied. Intermediate results are rounded
+    to the dtype of x exactly where the separate operators round.
+
+    A call uses scratch memory of this object: calls of one object must be ordered by their stream.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[QuantMatrix],
+        *,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        max_rows: int = 64,
+        dtype: torch.dtype = torch.float16,
+    ) -> None:
+        """`max_rows` bounds m and sizes the scratch memory; `dtype` of x and out, float16 or bfloat16.
+
+        Raises ShapeError (matrices or norm weight do not fit together), DTypeError (not on one GPU, or a dtype that
+        is no half) and UnsupportedError (an activation without a pair of matrices).
+        """
+        if not 1 <= len(matrices) <= 3:
+            raise ShapeError(f"{len(matrices)} matrices: one product takes 1 to 3")
+        first = matrices[0]
+        for matrix in matrices:
+            if matrix.device != first.device or matrix.device.type != "cuda":
+                raise DTypeError(f"{matrix.name or 'matrix'} is on {matrix.device}: all matrices must be on one GPU")
+            if matrix.in_features != first.in_features:
+                raise ShapeError(
+                    f"{matrix.name or 'matrix'} takes {matrix.in_features} inputs, the first {first.in_features}"
+                )
+        if activation is not None:
+            if activation not in ("silu", "gelu", "quickgelu"):
+                raise UnsupportedError(f"unknown activation {activation!r}, expected one of silu, gelu, quickgelu")
+            if len(matrices) != 2 or matrices[1].out_features != first.out_features:
+                raise UnsupportedError("an activation needs two matrices [gate, up] of one output size")
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise DTypeError(f"dtype is {dtype}: expected float16 or bfloat16")
+        if norm is not None and (norm.weight.shape != (first.in_features,) or norm.weight.device != first.device):
+            raise ShapeError(
+                f"norm weight is {tuple(norm.weight.shape)} on {norm.weight.device}: expected "
+                f"[{first.in_features}] on {first.device}"
+            )
+        self.matrices = tuple(matrices)
+        self.norm = norm
+        self.activation = activation
+        self.max_rows = max_rows
+        self.dtype = dtype
+        self.in_features = first.in_features
+        self.out_features = first.out_features if activation else sum(m.out_features for m in matrices)
+        self.device = first.device
+        self._normed = self._scratch(self.in_features) if norm else None
+        self._parts = [self._scratch(m.out_features) for m in self.matrices]
+
+    def _scratch(self, width: int) -> Tensor:
+        return torch.empty((self.max_rows, width), dtype=self.dtype, device=self.device)
+
+    def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [m, K] to `out` [m, N], both contiguous; `residual` like out is added and may be out itself. Returns out.
+
+        Raises ShapeError and DTypeError (an operand does not fit).
+        """
+        m = self._check(x, out, residual)
+        if m:
+            self._separate(x, out, residual, m)
+        return out
+
+    def _check(self, x: Tensor, out: Tensor, residual: Tensor | None) -> int:
+        m = x.shape[0] if x.dim() == 2 else -1
+        if m < 0 or m > self.max_rows or x.shape[1] != self.in_features:
+            raise ShapeError(f"x is {tuple(x.shape)}: expected [up to {self.max_rows}, {self.in_features}]")
+        if residual is not None and self.activation:
+            raise UnsupportedError("a residual on a gated product: add it in the product that follows")
+        for name, t, width in (("x", x, self.in_features), ("out", out, self.out_features)):
+            self._check_operand(name, t, (m, width))
+        if residual is not None:
+            self._check_operand("residual", residual, (m, self.out_features))
+        return m
+
+    def _check_operand(self, name: str, t: Tensor, shape: tuple[int, int]) -> None:
+        if t.shape != shape or not t.is_contiguous():
+            raise ShapeError(f"{name} is {tuple(t.shape)}: expected contiguous {shape}")
+        if t.dtype != self.dtype or t.device != self.device:
+            raise DTypeError(f"{name} is {t.dtype} on {t.device}: expected {self.dtype} on {self.device}")
+
+    def _separate(self, x: Tensor, out: Tensor, residual: Tensor | None, m: int) -> None:
+        """The product as separate launches."""
+        if self.norm is not None and self._normed is not None:
+            x = rms_norm(x, self.norm.weight, self.norm.eps, weight_offset=self.norm.offset, out=self._normed[:m])
+        if len(self.matrices) == 1 and residual is None:
+            self.matrices[0].matmul(x, out=out)
+            return
+        parts = [matrix.matmul(x, out=part[:m]) for matrix, part in zip(self.matrices, self._parts, strict=True)]
+        if self.activation:
+            gated_activation(parts[0], parts[1], self.activation, out=out)
+            return
+        first = 0
+        for part in parts:
+            columns = slice(first, first + part.shape[1])
+            if residual is None:
+                out[:, columns].copy_(part)
+            else:
+                torch.add(residual[:, columns], part, out=out[:, columns])
+            first += part.shape[1]

@@ -1,0 +1,105 @@
+"""Fused products on a GPU give the bits of the separate operators, captured and eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_cuda_linear import activations, exl2_tensors, gptq_tensors
+from torch import Tensor
+
+from exl_kernels.cuda_ops import gated_activation, rms_norm
+from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
+from exl_kernels.fused_linear import FusedLinear, Norm
+from exl_kernels.linear import QuantMatrix
+
+pytestmark = pytest.mark.cuda
+
+K = 1024
+DTYPES = [torch.float16, torch.bfloat16]
+ROWS = [1, 2, 5, 8, 9, 33, 64]
+
+
+def exl2(n: int, *widths: int, seed: int = 0, perm: Tensor | None = None, bias: bool = False) -> QuantMatrix:
+    tensors = exl2_tensors([(bits, 128) for bits in widths] * (K // 128 // len(widths)), n, seed=seed)
+    if perm is not None:
+        tensors["q_invperm"] = perm.to(torch.int32)
+    if bias:
+        tensors["bias"] = torch.randn(n).half()
+    return QuantMatrix.from_exl2(tensors, device="cuda")
+
+
+def qkv(kind: str) -> list[QuantMatrix]:
+    perm = torch.randperm(K, generator=torch.Generator().manual_seed(7))
+    if kind == "one order":
+        return [exl2(n, 4, seed=i, perm=perm) for i, n in enumerate((512, 128, 160))]
+    if kind == "own orders":
+        return [exl2(n, *w, seed=i, bias=True) for i, (n, w) in enumerate([(512, (4,)), (128, (5, 4)), (160, (6, 3))])]
+    tensors = [gptq_tensors(4, K, 128, n, kind == "gptq act-order", seed=n) for n in (512, 128, 160)]
+    return [QuantMatrix.from_gptq(t, bits=4, group_size=128, device="cuda") for t in tensors]
+
+
+def norm_of(dtype: torch.dtype) -> Norm:
+    return Norm((torch.rand(K, device="cuda") + 0.5).to(dtype), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["one order", "own orders", "gptq", "gptq act-order"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_several_matrices(kind: str, dtype: torch.dtype, normed: bool) -> None:
+    matrices, norm = qkv(kind), norm_of(dtype) if normed else None
+    fused = FusedLinear(matrices, norm=norm, dtype=dtype)
+    for m in ROWS:
+        x = activations(m, K, dtype)
+        out = torch.full((m, fused.out_features), float("nan"), dtype=dtype, device="cuda")
+        assert fused(x, out) is out
+        inner = rms_norm(x, norm.weight, norm.eps) if norm else x
+        assert torch.equal(out, torch.cat([matrix.matmul(inner) for matrix in matrices], 1)), m
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
+@pytest.mark.parametrize("widths", [((4,), (4,)), ((5, 4), (4, 3))])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated(activation: str, widths: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+    gate, up = (exl2(608, *w, seed=i, perm=torch.arange(K).flip(0)) for i, w in enumerate(widths))
+    norm = norm_of(dtype)
+    fused = FusedLinear([gate, up], norm=norm, activation=activation, dtype=dtype)  # type: ignore[arg-type]
+    for m in ROWS:
+        x = activations(m, K, dtype)
+        out = torch.full((m, 608), float("nan"), dtype=dtype, device="cuda")
+        fused(x, out)
+        inner = rms_norm(x, norm.weight, norm.eps)
+        assert torch.equal(out, gated_activation(gate.matmul(inner), up.matmul(inner), activation)), m
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_residual_in_place_and_captured(dtype: torch.dtype) -> None:
+    matrix = exl2(K, 4)
+    fused = FusedLinear([matrix], dtype=dtype)
+    for m in ROWS:
+        x, h = activations(m, K, dtype), torch.randn(m, K, device="cuda").to(dtype)
+        want = h + matrix.matmul(x)
+        assert torch.equal(fused(x, torch.empty_like(h), h), want), m
+        graph, static = torch.cuda.CUDAGraph(), h.clone()
+        with torch.cuda.graph(graph):
+            fused(x, static, static)
+        static.copy_(h)
+        graph.replay()
+        assert torch.equal(static, want), m
+
+
+def test_bad_operands() -> None:
+    a, b = exl2(64, 4), exl2(96, 4)
+    with pytest.raises(UnsupportedError, match="one output size"):
+        FusedLinear([a, b], activation="silu")
+    with pytest.raises(DTypeError, match="float32"):
+        FusedLinear([a], dtype=torch.float32)
+    with pytest.raises(ShapeError, match="1 to 3"):
+        FusedLinear([])
+    fused = FusedLinear([a, b], max_rows=4)
+    x = torch.zeros(4, K, dtype=torch.float16, device="cuda")
+    with pytest.raises(ShapeError, match="160"):
+        fused(x, x)
+    with pytest.raises(ShapeError, match="up to 4"):
+        fused(torch.zeros(5, K, dtype=torch.float16, device="cuda"), x)
+    with pytest.raises(DTypeError, match="bfloat16"):
+        fused(x.bfloat16(), torch.empty(4, 160, dtype=torch.float16, device="cuda"))
