@@ -3,6 +3,7 @@
 import importlib
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,16 @@ from exl_filters import (
     bits,
     compat,
 )
+
+
+@pytest.fixture(autouse=True)
+def without_exllamav2(monkeypatch):
+    """exl-compat provides that name where it is installed; these tests are about where it is not."""
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if not (Path(place) / "exllamav2").is_dir()])
+    users = ("exllamav2", "lmformatenforcer.integrations.exllamav2", "formatron.integrations.exllamav2")
+    for name in [name for name in sys.modules if name.startswith(users)]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
 
 
 def test_the_paths_that_third_parties_import():

@@ -12,14 +12,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ["exl-kernels", "exl-core", "exl-filters", "exl-generate"]
-TESTS = {"exl-kernels": "kernels", "exl-core": "core", "exl-filters": "filters", "exl-generate": "generate"}
+PACKAGES = ["exl-kernels", "exl-core", "exl-filters", "exl-generate", "exl-compat"]
+TESTS = {
+    "exl-kernels": "kernels",
+    "exl-core": "core",
+    "exl-filters": "filters",
+    "exl-generate": "generate",
+    "exl-compat": "compat",
+}
 # What each package's tests use beyond the package: declared here, since it is not the package's own need.
 TEST_NEEDS = {
     "exl-kernels": ["safetensors"],
     "exl-core": ["safetensors", "transformers>=5", "jinja2"],
     "exl-filters": [],
     "exl-generate": ["safetensors"],
+    "exl-compat": ["formatron>=0.5", "lm-format-enforcer>=0.11.3", "llguidance>=1.9,<2"],
 }
 pytestmark = [pytest.mark.install, pytest.mark.timeout(1800)]
 
@@ -40,7 +47,7 @@ def uv(*args: str) -> str:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wheels of all four packages, the native one built in release mode without this checkout's environment."""
+    """Wheels of all packages, the native one built in release mode without this checkout's environment."""
     out = tmp_path_factory.mktemp("wheels")
     for package in PACKAGES:
         uv("build", "-q", "--wheel", "--package", package, "--out-dir", str(out))

@@ -24,6 +24,9 @@ class TokenizerBackend:
     on first use) turns it into their ids, exactly as transformers does. Neither changes once made: thread-safe.
     """
 
+    #: nothing: third-party filters (formatron) only ask whether the attribute is there
+    vocab = None
+
     def __init__(self, file: Path) -> None:
         self.file = file
         text = _read(file)
@@ -36,9 +39,9 @@ class TokenizerBackend:
         self._special_tokens: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    @property
     def vocab_size(self) -> int:
-        """Number of ids the file knows, added tokens included (one more than the highest, even if ids are missing)."""
+        """Number of ids the file knows, added tokens included (one more than the highest, even if ids are missing). A
+        method, because third-party filters call it."""
         ids = self.tokenizer.get_vocab(with_added_tokens=True).values()
         return 1 + max(ids, default=-1)
 

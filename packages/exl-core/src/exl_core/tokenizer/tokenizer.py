@@ -65,7 +65,7 @@ class ExLlamaV2Tokenizer:
         # What the model's authors want in front of and behind a prompt; None where the file does not say.
         self.add_bos_token: bool | None = self.tokenizer_config_dict.get("add_bos_token")
         self.add_eos_token: bool | None = self.tokenizer_config_dict.get("add_eos_token")
-        self.backend_vocab_size = self.tokenizer_model.vocab_size
+        self.backend_vocab_size = self.tokenizer_model.vocab_size()
         highest = max((*self.extended_id_to_piece, *self.unspecial_id_to_piece, self.backend_vocab_size - 1))
         self.actual_vocab_size = 1 + highest
         if self.actual_vocab_size > MAX_VOCAB:

@@ -1,0 +1,29 @@
+"""`exllamav2.generator`."""
+
+from exl_filters import ExLlamaV2Filter, ExLlamaV2PrefixFilter, ExLlamaV2SelectFilter
+from exl_generate import (
+    ExLlamaV2BaseGenerator,
+    ExLlamaV2DynamicGenerator,
+    ExLlamaV2DynamicGeneratorAsync,
+    ExLlamaV2DynamicJob,
+    ExLlamaV2DynamicJobAsync,
+    ExLlamaV2PostSamplingHook,
+    ExLlamaV2PostSamplingResult,
+    ExLlamaV2Sampler,
+    ExLlamaV2StreamingGenerator,
+)
+
+__all__ = [
+    "ExLlamaV2BaseGenerator",
+    "ExLlamaV2DynamicGenerator",
+    "ExLlamaV2DynamicGeneratorAsync",
+    "ExLlamaV2DynamicJob",
+    "ExLlamaV2DynamicJobAsync",
+    "ExLlamaV2Filter",
+    "ExLlamaV2PostSamplingHook",
+    "ExLlamaV2PostSamplingResult",
+    "ExLlamaV2PrefixFilter",
+    "ExLlamaV2Sampler",
+    "ExLlamaV2SelectFilter",
+    "ExLlamaV2StreamingGenerator",
+]

@@ -1,0 +1,6 @@
+"""`exllamav2.generator.streaming`."""
+
+from exl_filters import ExLlamaV2Filter
+from exl_generate import ExLlamaV2BaseGenerator, ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
+
+__all__ = ["ExLlamaV2BaseGenerator", "ExLlamaV2Filter", "ExLlamaV2Sampler", "ExLlamaV2StreamingGenerator"]
