@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from exl_filters import bits
 from exl_filters.base import ExLlamaV2Filter, overrides
@@ -82,10 +83,13 @@ class FilterDriver:
         """
         if self.failure is not None:
             raise self.failure
-        if self.done:
+        if self._done_at is not None:
             return None
         if not self._fresh:
-            self._has_opinion = bool(self._guard("fill_bitmask", lambda: self.filter.fill_bitmask(self._words)))
+            try:
+                self._has_opinion = bool(self.filter.fill_bitmask(self._words))
+            except BaseException as error:
+                self._park("fill_bitmask", error)
             bits.clear_from(self._words, self.context.vocab_size)
             self._fresh = True
         return self._words if self._has_opinion else None
@@ -101,15 +105,18 @@ class FilterDriver:
         """Accept a token; True when the constraint has ended. Raises `FilterRejected`, state unchanged."""
         if self.failure is not None:
             raise self.failure
-        if not self.done:
-            stop = token in self.context.stop_ids
+        if self._done_at is None:
             listed = token in self.ends() if self._lists_ends else False
-            if stop:
+            if token in self.context.stop_ids:
                 self._stop(token)
             else:
-                self._guard("feed", lambda: self.filter.feed(token))
+                try:
+                    self.filter.feed(token)
+                    ended = listed or (not self._lists_ends and self.filter.ended())
+                except BaseException as error:
+                    self._park("feed", error)
                 self._fresh = False
-                if listed or (not self._lists_ends and self._guard("ended", self.filter.ended)):
+                if ended:
                     self._done_at = self._ended_at = len(self._journal) + 1
         self._journal.append(token)
         return self.ended
@@ -176,15 +183,19 @@ class FilterDriver:
         """Run `call`; park anything it raises but a rejection, as a `FilterError`."""
         try:
             return call()
-        except FilterRejected:
-            raise
-        except FilterError as error:
-            self.failure = error
-            raise
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        # BaseException: a panic in a Rust library arrives as one.
         except BaseException as error:
-            name = self.filter.describe()
-            self.failure = FilterFailed(f"{name}.{what} raised {type(error).__name__}: {error}")
-            raise self.failure from error
+            self._park(what, error)
+
+    def _park(self, what: str, error: BaseException) -> NoReturn:
+        """Keep a failure for later calls and raise it as a `FilterError`; called while `error` is being handled.
+
+        BaseException, because a panic in a Rust library arrives as one. A rejection is no failure.
+        """
+        if isinstance(error, FilterRejected | KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise error
+        if isinstance(error, FilterError):
+            self.failure = error
+            raise error
+        name = self.filter.describe()
+        self.failure = FilterFailed(f"{name}.{what} raised {type(error).__name__}: {error}")
+        raise self.failure from error

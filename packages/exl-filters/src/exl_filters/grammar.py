@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from exl_filters import bits
 from exl_filters.base import Allowed, ExLlamaV2Filter
@@ -13,7 +12,7 @@ from exl_filters.bits import Words
 from exl_filters.context import FilterContext
 from exl_filters.errors import FilterCompileError, FilterRejected, FilterUsageError
 from exl_filters.grammar_source import grammar_text
-from exl_filters.llg import Matcher, combine_words, compile_matcher
+from exl_filters.llg import Matcher, compile_matcher
 from exl_filters.masking import masked
 from exl_filters.tokens import as_prefix, as_token
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
@@ -24,8 +23,7 @@ __all__ = ["ExLlamaV2GrammarFilter"]
 MAX_PROBED = 64
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """One feed, for rewinding: tokens the matcher consumed, and the flags and pending prefix before it."""
 
     consumed: int
@@ -113,6 +111,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self._prepared: Words | None = None
         self._healing: Words | None = None
         self._keep = bits.from_ids(self.vocabulary.defined, self.vocabulary.size)
+        self._all_defined = bool((self._keep == -1).all())
         self.begin("")
 
     # Contract.
@@ -130,15 +129,23 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self._changed()
 
     def fill_bitmask(self, words: Words) -> bool:
+        whole = True
         if self._done:
             words[:] = 0
         elif self._pending:
             bits.copy_into(self._healing_words(), words)
+            whole = False
         elif self._matcher.stopped:
             words[:] = 0
+            whole = self._matcher.accepting
         else:
-            combine_words(self._matcher.mask(), self._keep, words)
-        self._put_stops(words)
+            self._matcher.mask_into(words)
+            # llguidance takes an id without text for its placeholder, and knows one stop id.
+            if not self._all_defined or len(words) != len(self._keep):
+                bits.and_into(self._keep, words)
+            whole = self._matcher.accepting
+        for stop in self._stops:
+            bits.put(words, stop, whole)
         return True
 
     def next(self) -> Allowed:
@@ -149,22 +156,21 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
 
     def feed(self, token: Any) -> None:
         token = as_token(token)
-        step = _Step(0, self._done, self._ended, self._pending)
-        if self._done:
-            self._steps.append(step)
-            return
-        if token in self._stops:
-            if not self.is_complete():
-                raise FilterRejected(f"stop token {token}: {self.describe()} is not complete", token)
-            self._done = self._ended = True
-        else:
-            before = self._matcher.consumed
-            self._consume(token)
-            step = _Step(self._matcher.consumed - before, step.done, step.ended, step.pending)
-            if self._ends and not self._pending and self._matcher.stopped:
+        done, ended, pending, consumed = self._done, self._ended, self._pending, 0
+        if not done:
+            if token in self._stops:
+                if not self.is_complete():
+                    raise FilterRejected(f"stop token {token}: {self.describe()} is not complete", token)
                 self._done = self._ended = True
-        self._steps.append(step)
-        self._changed()
+            else:
+                matcher = self._matcher
+                before = matcher.consumed
+                self._consume(token)
+                consumed = matcher.consumed - before
+                if self._ends and not self._pending and matcher.stopped:
+                    self._done = self._ended = True
+            self._prepared = self._healing = None
+        self._steps.append(_Step(consumed, done, ended, pending))
 
     def is_complete(self) -> bool:
         return self._done or (not self._pending and self._matcher.accepting)
@@ -194,7 +200,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         accepted = self._matcher.accepts(tokens[:plain])
         if accepted == plain < len(tokens) and tokens[plain] in self._stops:
             trial = self._matcher.copy()
-            trial.consume(tokens[:plain])
+            trial.consume(list(tokens[:plain]))
             over = self._ends and trial.stopped
             accepted += trial.accepting and not over
         return accepted
@@ -246,12 +252,6 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
 
     def _changed(self) -> None:
         self._prepared = self._healing = None
-
-    def _put_stops(self, words: Words) -> None:
-        """All stop ids where the text is whole, none elsewhere."""
-        whole = self.is_complete()
-        for stop in self._stops:
-            bits.put(words, stop, whole)
 
     def _may_be(self, token: int) -> bool:
         """Whether an id stands for something; the rest the matcher would take for its placeholder."""

@@ -107,7 +107,7 @@ class FilterStack:
         self._settle()
         self._tokens.clear()
         self._spoke.clear()
-        self._changed()
+        self._fresh = False
         self._begun = True
         for driver in self._drivers:
             driver.begin(prefix)
@@ -149,9 +149,12 @@ class FilterStack:
         token or the end, further tokens are recorded and ignored.
         """
         token = as_token(token)
-        self._settle()
-        self._start()
-        self._note_opinions()
+        if self._pending is not None:
+            self._settle()
+        if not self._begun:
+            self.begin("")
+        if self._end_policy == "all":
+            self._note_opinions()
         fed: list[FilterDriver] = []
         try:
             for driver in self._drivers:
@@ -162,8 +165,21 @@ class FilterStack:
                 driver.rewind(1)
             raise
         self._tokens.append(token)
-        self._changed()
+        self._fresh = False
         return self.ended
+
+    def accept_text(self, text: str | bytes, vocabulary: Any = None) -> bool:
+        """Feed tokens that spell `text`, where some tokenization of it is permitted; False changes nothing.
+
+        `status` then says whether it is whole. vocabulary: a `Vocabulary` or tokenizer; default: the filters'.
+        """
+        from exl_filters.texts import accept_text
+        from exl_filters.vocabulary import vocabulary_of
+
+        known = self._vocabulary() if vocabulary is None else vocabulary_of(vocabulary)
+        if known is None:
+            raise FilterUsageError("none of the filters has a tokenizer: pass a vocabulary")
+        return accept_text(self, known, text)
 
     def rewind(self, n: int) -> None:
         """Undo the last `n` feeds, also across the end. Raises `FilterUsageError` for more than were fed."""
@@ -173,7 +189,7 @@ class FilterStack:
             return
         self._settle()
         del self._tokens[len(self._tokens) - n :]
-        self._changed()
+        self._fresh = False
         for driver in self._drivers:
             driver.rewind(n)
 
@@ -207,7 +223,7 @@ class FilterStack:
         """Whether the constraint has ended, by the end policy."""
         ended = [driver.ended for driver in self._drivers]
         if self._end_policy == "any":
-            return any(ended)
+            return True in ended
         spoke = [e for index, e in enumerate(ended) if index in self._spoke or e]
         return bool(spoke) and all(spoke)
 
@@ -254,18 +270,13 @@ class FilterStack:
 
     # Inside.
 
-    def _start(self) -> None:
-        if not self._begun:
-            self.begin("")
-
-    def _changed(self) -> None:
-        self._fresh = False
-
     def _compute(self) -> None:
         """Bring the combined mask up to date with the state."""
-        self._settle()
+        if self._pending is not None:
+            self._settle()
         if not self._fresh:
-            self._start()
+            if not self._begun:
+                self.begin("")
             self._compute_now()
 
     def _settle(self) -> None:
@@ -277,7 +288,7 @@ class FilterStack:
 
     def _compute_now(self) -> None:
         begun = time.perf_counter()
-        masks = [words for words in (driver.mask() for driver in self._drivers) if words is not None]
+        masks = [words for driver in self._drivers if (words := driver.mask()) is not None]
         self._unrestricted = not masks
         if len(masks) == 1 and not self._prefer_eos:
             self._mask = masks[0]
@@ -304,8 +315,7 @@ class FilterStack:
 
     def _note_opinions(self) -> None:
         """Which filters had a say at this step; the "all" end policy counts only those."""
-        if self._end_policy == "all":
-            self._spoke = {i for i, driver in enumerate(self._drivers) if not driver.done and driver.mask() is not None}
+        self._spoke = {i for i, driver in enumerate(self._drivers) if not driver.done and driver.mask() is not None}
 
     def _answer_dead_end(self) -> None:
         if self._dead_end == "eos" and self.context.stop_ids and any(driver.complete for driver in self._drivers):

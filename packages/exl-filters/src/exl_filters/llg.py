@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from exl_filters import bits
 from exl_filters.bits import Words
 from exl_filters.errors import FilterCompileError, FilterFailed, MissingExtra
@@ -114,23 +112,34 @@ class Matcher:
     def __init__(self, raw: Any, width: int) -> None:
         self.raw, self.width = raw, width
         self.consumed = 0
-        self._words = bits.empty(width)
-        self._pointer = self._words.ctypes.data
+        # Where the last mask went, and what llguidance wrote to: that buffer, or one of its own width.
+        self._target: Words | None = None
+        self._buffer: Words | None = None
+        self._address = self._octets = 0
 
     def copy(self) -> Matcher:
         new = Matcher(self.raw.deep_copy(), self.width)
         new.consumed = self.consumed
         return new
 
-    def mask(self) -> Words:
-        """The mask of the state; the buffer is reused. A stopped matcher allows the EOS alone."""
-        self.raw.unsafe_compute_mask_ptr(self._pointer, self._words.nbytes)
-        self.check()
-        return self._words
+    def mask_into(self, target: Words) -> None:
+        """Write the mask of the state over `target`, of any width. A stopped matcher allows the EOS alone.
 
-    def consume(self, tokens: Sequence[int]) -> bool:
+        A target of the matcher's own width is written in place, with nothing copied; its address is looked up once.
+        """
+        if target is not self._target:
+            fits = len(target) == bits.word_count(self.width) and target.flags.c_contiguous
+            self._target = target
+            self._buffer = buffer = target if fits else bits.empty(self.width)
+            self._address, self._octets = buffer.ctypes.data, buffer.nbytes
+        self.raw.unsafe_compute_mask_ptr(self._address, self._octets)
+        if self.raw.is_error():
+            self.check()
+        if self._buffer is not None and self._buffer is not target:
+            bits.copy_into(self._buffer, target)
+
+    def consume(self, tokens: list[int]) -> bool:
         """All of them, or none and False."""
-        tokens = list(tokens)
         taken = self.raw.try_consume_tokens(tokens)
         self.check()
         if taken < len(tokens):
@@ -200,14 +209,3 @@ def caught(work: Callable[[], Any]) -> Any:
         raise
     except BaseException as error:
         raise FilterCompileError(f"llguidance: {error}") from error
-
-
-def combine_words(words: Words, keep: Words, target: Words) -> None:
-    """`target = words & keep`, whatever the widths."""
-    if len(words) == len(keep) == len(target):
-        np.bitwise_and(words, keep, out=target)
-        return
-    bits.copy_into(words, target)
-    width = min(len(keep), len(target))
-    np.bitwise_and(target[:width], keep[:width], out=target[:width])
-    target[width:] = 0

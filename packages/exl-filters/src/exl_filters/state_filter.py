@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
 from exl_filters import bits
@@ -31,6 +32,11 @@ class Choice:
 
     words: Words
     ends: frozenset[int] = frozenset()
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """The allowed ids, ascending. Not to be changed."""
+        return bits.to_ids(self.words)
 
 
 @dataclass(frozen=True)
@@ -102,9 +108,14 @@ class StateFilter(ExLlamaV2Filter, Generic[S]):
         if choice is None:
             return None, set()
         whole = self._whole(now.state)
-        words = self._with_stops(choice.words.copy(), whole)
-        ends = set(choice.ends - self._stops)
-        return bits.to_ids(words), ends | self._stops if whole else ends
+        ids, ends = list(choice.ids), set(choice.ends - self._stops)
+        named = [stop for stop in self._stops if bits.test(choice.words, stop)]
+        if whole:
+            ids = sorted({*ids, *self._stops}) if len(named) < len(self._stops) else ids
+            ends |= self._stops
+        elif named:
+            ids = [i for i in ids if i not in self._stops]
+        return ids, ends
 
     def fill_bitmask(self, words: Words) -> bool:
         now = self._now()

@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hypothesis
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from exl_filters import bits
 from exl_filters.base import ExLlamaV2Filter, overrides
 from exl_filters.context import FilterContext
 from exl_filters.errors import FilterError, FilterRejected
@@ -75,13 +77,33 @@ def filter_machine(factory: Factory, language: Any = None) -> type[RuleBasedStat
             assert got == expected, f"after {held.journal} a fresh filter answers {expected}, this one {got}"
 
         @rule(held=filters, prefix=st.sampled_from(["", "a"]))
-        def begin(self, held: _Held, prefix: str) -> None:
+        def begin_with_prefix(self, held: _Held, prefix: str) -> None:
             held.filter.begin(prefix)
             held.prefix, held.journal, held.over = prefix, [], False
             self.agrees(held)
 
         @rule(held=filters)
         def observe(self, held: _Held) -> None:
+            self.agrees(held)
+
+        @rule(held=filters, words=st.integers(0, 3))
+        def observe_mask(self, held: _Held, words: int) -> None:
+            if not overrides(held.filter, "fill_bitmask"):
+                return
+            expected, _ = self.replayed(held)
+            mask = np.full(bits.word_count(self.vocabulary.size) + words, -1, dtype=np.int32)
+            spoke = held.filter.fill_bitmask(mask)
+            assert bool(spoke) == (expected is not None), f"after {held.journal} fill_bitmask() said {spoke}"
+            assert expected is None or frozenset(bits.to_ids(mask)) == expected, "the mask is of another state"
+
+        @rule(held=filters)
+        def abort(self, held: _Held) -> None:
+            """A job cancelled with work pending, and the filter used for another."""
+            if held.filter.background_result is None:
+                held.filter.background_next(self.pool)
+            held.filter.background_drop()
+            held.filter.begin("")
+            held.prefix, held.journal, held.over = "", [], False
             self.agrees(held)
 
         @rule(held=filters, data=st.data())

@@ -75,6 +75,13 @@ def background_equal(case: Case) -> None:
         case.expect(getattr(f, "background_result", None) is None or what == "feed", "work is still pending")
         f.background_drop()
         case.equal(_observed(f.get_next()), expected, "after collecting or dropping")
+        if case.can(f, "prepare_logit_mask"):
+            case.note(f"{case.of(f)}.background_prepare_logit_mask(pool)")
+            f.background_prepare_logit_mask(pool)
+            case.equal(f.get_next(mask=True), True, "get_next(mask=True) after background_prepare_logit_mask()")
+            f.background_next(pool)
+            case.equal(f.get_next(mask=True), True, "get_next(mask=True) with a result of the other kind pending")
+            case.equal(_observed(f.get_next()), expected, "after masks in the background")
 
 
 @law(15, "a failure in the background is delivered once and leaves a usable filter")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from exl_filters import bits
 from exl_filters.base import ExLlamaV2Filter
+from exl_filters.combine import AllOf
 from exl_filters.errors import FilterDeadEnd
 from exl_filters.foreign import copy_of_foreign
 from exl_filters.host import FilterStack
@@ -98,6 +99,15 @@ def intersection(case: Case) -> None:
     if isinstance(plain, frozenset):
         kept = frozenset(plain & other.ids)
         case.equal(both, kept or "dead end", "f AND g is not the intersection")
+    third = _Only(case.draw(st.frozensets(st.integers(0, case.vocabulary.size - 1), min_size=1)) | {*path, token or 0})
+    three = _allowed(case, [one, other, third], path)
+    case.equal(_allowed(case, [third, one, other], path), three, "f AND g AND h depends on the order")
+    # An ended filter ends the AllOf it is part of, while its neighbours in a stack still have their say.
+    if plain is not None and isinstance(one, ExLlamaV2Filter) and one.native and one.tokenizer is not None:
+        other.tokenizer = third.tokenizer = one.tokenizer
+        left, right = AllOf([AllOf([one, other]), third]), AllOf([one, AllOf([other, third])])
+        case.equal(_allowed(case, [left], path), three, "(f AND g) AND h is not f AND g AND h")
+        case.equal(_allowed(case, [right], path), three, "f AND (g AND h) is not f AND g AND h")
 
 
 class _Silent(ExLlamaV2Filter):
