@@ -14,6 +14,7 @@ import gc
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 from gpu_model import build
@@ -109,7 +110,7 @@ def bytes_of_step(model: ExLlamaV2, cache: ExLlamaV2CacheBase, context: int, bat
     return int(weights + stored * context * batch)
 
 
-def replay_time(run: object, samples: int = 30) -> tuple[float, float, float]:
+def replay_time(run: Callable[[], object], samples: int = 30) -> tuple[float, float, float]:
     """(p50, p10, p90) us of a call by events around eight calls."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     taken = []
@@ -117,12 +118,23 @@ def replay_time(run: object, samples: int = 30) -> tuple[float, float, float]:
     while time.perf_counter() < until or len(taken) < samples:
         start.record()
         for _ in range(8):
-            run()  # type: ignore[operator]
+            run()
         end.record()
         end.synchronize()
         taken.append(start.elapsed_time(end) * 1e3 / 8)
     taken = sorted(taken[-samples:])
     return taken[len(taken) // 2], taken[len(taken) // 10], taken[len(taken) * 9 // 10]
+
+
+def host_time(run: Callable[[], object]) -> float:
+    """Median us that a call keeps the host, the device idle before it."""
+    taken = []
+    for _ in range(200):
+        begin = time.perf_counter()
+        run()
+        taken.append((time.perf_counter() - begin) * 1e6)
+        torch.cuda.synchronize()
+    return statistics.median(taken)
 
 
 def measure(model: ExLlamaV2, kind: str, context: int, batch: int, roof: float, steps: int) -> dict[str, object]:
@@ -144,12 +156,8 @@ def measure(model: ExLlamaV2, kind: str, context: int, batch: int, roof: float, 
     p50, p10, p90 = replay_time(step)
     graphs = [held.graph for group in model.decode._graphs.values() for held in group.values()]
     device = replay_time(graphs[-1].replay)[0] if graphs else p50
-    host = []
-    for _ in range(200):
-        begin = time.perf_counter()
-        step()
-        host.append((time.perf_counter() - begin) * 1e6)
-        torch.cuda.synchronize()
+    replays = host_time(graphs[-1].replay) if graphs else 0.0
+    host = host_time(step)
     for length in range(context, context + SPARE - 8, PAGE):  # every bucket that the growing sequence meets
         params.cache_seqlens.fill_(length)
         step()
@@ -169,7 +177,8 @@ def measure(model: ExLlamaV2, kind: str, context: int, batch: int, roof: float, 
         "tok_s": batch * 1e6 / p50,
         "bytes": read,
         "pct_roof": 100.0 * read / (p50 * 1e-6) / roof,
-        "host_us": statistics.median(host),
+        "host_us": host,
+        "host_replay_us": replays,
         "capture_ms": capture * 1e3,
         "captured": bool(graphs),
         "pdl": programmatic_launch(),

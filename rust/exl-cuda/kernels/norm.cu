@@ -1,21 +1,6 @@
 // RMSNorm: out = x / sqrt(mean(x^2) + eps) * (weight + offset). LayerNorm: out = (x - mean) / sqrt(var + eps) * weight + bias.
 // One block a row; a row's sums have one order, whatever the row count.
-#include "common.cuh"
-
-constexpr int THREADS = 256;
-
-// Sum over the block: lanes by butterfly, then the eight warps in order.
-DEVICE float block_sum(float v) {
-  __shared__ float parts[THREADS / 32];
-  v = warp_sum(v);
-  __syncthreads();  // a second sum must not overwrite what a slow warp still reads of the first
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
-  __syncthreads();
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < THREADS / 32; i++) sum += parts[i];
-  return sum;
-}
+#include "block_sum.cuh"
 
 template <class T, class W>
 DEVICE void rms_norm_kernel(const T* x, const W* weight, T* out, int width, int heads, float eps, float offset) {

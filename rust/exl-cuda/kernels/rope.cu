@@ -1,5 +1,5 @@
 // Rotary embedding in place: one block a token, one thread a pair. NeoX pairs are (i, i + rotated/2), interleaved ones (2i, 2i + 1).
-#include "common.cuh"
+#include "rope.cuh"
 
 template <class T>
 DEVICE void rope_kernel(T* x, const float* cos, const float* sin, const int64_t* positions, int heads, int head_dim,
@@ -16,9 +16,9 @@ DEVICE void rope_kernel(T* x, const float* cos, const float* sin, const int64_t*
     const int head = pair / half_dim, i = pair % half_dim;
     T* a = x + (size_t)head * head_dim + (interleaved ? 2 * i : i);
     T* b = a + (interleaved ? 1 : half_dim);
-    const float u = to_float(*a), v = to_float(*b), c = cos[i], s = sin[i];
-    *a = from_float<T>(u * c - v * s);
-    *b = from_float<T>(v * c + u * s);
+    const float2 turned = rotate(to_float(*a), to_float(*b), cos[i], sin[i]);
+    *a = from_float<T>(turned.x);
+    *b = from_float<T>(turned.y);
   }
 }
 

@@ -15,7 +15,7 @@ use crate::tensor::{DType, Tensor, same_length, shape_error};
 /// One layer's pages on a GPU: the addresses, and the tensors that own them.
 #[pyclass(frozen, name = "CudaPages")]
 pub struct Pages {
-    inner: kv::Pages,
+    pub inner: kv::Pages,
     device: u32,
     _owners: Vec<Tensor>,
 }
@@ -93,7 +93,7 @@ impl Pages {
 
 impl Pages {
     /// Where a launch on `tensors` and these pages goes.
-    fn target(
+    pub fn target(
         &self,
         tensors: &[(&str, &Tensor)],
         stream: usize,

@@ -7,6 +7,7 @@ mod attention;
 mod block;
 mod cuda;
 mod cuda_attention;
+mod cuda_fused;
 mod cuda_linear;
 mod format;
 mod kv;
@@ -32,5 +33,6 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     cuda::register(m)?;
     cuda_linear::register(m)?;
     cuda_attention::register(m)?;
+    cuda_fused::register(m)?;
     Ok(())
 }

@@ -63,10 +63,10 @@ pub struct Pages {
     pub head_dim: usize,
 }
 
-/// `struct Pages` of `kernels/kv.cu`.
+/// `struct Pages` of `kernels/kv_encode.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct PagesArgument {
+pub(super) struct PagesArgument {
     data: [usize; 2],
     scales: [usize; 2],
     codec: [i32; 2],
@@ -77,7 +77,7 @@ struct PagesArgument {
 }
 
 impl Pages {
-    fn argument(&self) -> Result<PagesArgument, CudaError> {
+    pub(super) fn argument(&self) -> Result<PagesArgument, CudaError> {
         Ok(PagesArgument {
             data: self.data,
             scales: self.scales,

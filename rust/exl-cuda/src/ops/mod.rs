@@ -2,11 +2,14 @@
 
 pub mod attention;
 pub mod elementwise;
+pub mod embedding;
 pub mod kv;
 pub mod linear;
 pub mod norm;
 pub mod probe;
+pub mod residual;
 pub mod rope;
+pub mod rope_store;
 
 use crate::launch::CudaError;
 
@@ -44,7 +47,10 @@ pub(crate) fn kernels_of(file: &str) -> Vec<String> {
     match file {
         "probe" => probe::kernels(),
         "norm" => norm::kernels(),
+        "residual" => residual::kernels(),
         "rope" => rope::kernels(),
+        "rope_store" => rope_store::kernels(),
+        "embedding" => embedding::kernels(),
         "elementwise" => elementwise::kernels(),
         "kv" => kv::kernels(),
         _ if file.starts_with("attention_") => attention::kernels(file),

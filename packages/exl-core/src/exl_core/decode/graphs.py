@@ -1,8 +1,8 @@
 """Captured decode steps of one model: which there are, when one applies, what to do when it does not.
 
-A captured step is the modules' own forward pass, recorded once with static inputs and replayed as one launch: the same
-kernels with the same operands, hence the same bits as the eager pass. Grids and workspaces depend on the bucket only,
-lengths and tables are read on the device.
+A captured step is recorded once with static inputs and replayed as one launch: the plan's launches where a plan covers
+the model, else the modules' own forward pass; to the bits of the eager pass either way. Grids and workspaces depend
+on the bucket only, lengths and tables are read on the device.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..attn_params import PagedParams
 from ..modules import Head, Step
 from ..step import build_step
 from .inputs import Bucket, StepInputs
+from .plan import DecodePlan, plan_of
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
@@ -55,7 +56,8 @@ class _Graph:
 class DecodeGraphs:
     """The captured steps of one model, made as buckets are met.
 
-    `reason` says why the last paged step of few tokens was launched eagerly, None when it was not.
+    `reason` says why the last paged step of few tokens was launched eagerly, None when it was not; `plan_reason` why
+    steps are captured as the modules' own passes rather than by the plan (`plan.py`), None when they are not.
     """
 
     def __init__(self, model: ExLlamaV2) -> None:
@@ -67,6 +69,7 @@ class DecodeGraphs:
         self._exact_batch = False
         self._checked = False
         self.reason: str | None = None
+        self.plan_reason: str | None = None
 
     # ------------------------------------------------------------------------------------------------------- the step
 
@@ -164,7 +167,13 @@ class DecodeGraphs:
         assert isinstance(head, Head)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
 
+        plan = plan_of(model)
+        self.plan_reason = plan if isinstance(plan, str) else None
+
         def body() -> None:
+            if isinstance(plan, DecodePlan):
+                plan.run(inputs.ids, step, logits)
+                return
             x = inputs.ids
             for module in model.modules[:-1]:
                 x = module.forward(x, step)

@@ -1,0 +1,95 @@
+"""Launches that join what stands between two matrix products of a layer: fewer hand-overs, the same bits.
+
+Each is, to the bit, the composition of the doors beside it (`norm`, `rope`, `kv`), which is also what runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _native
+from ._check import require_shape
+from .cuda_ops import check_operand, stream_of
+from .device import programmatic_launch
+from .errors import DTypeError, ShapeError
+from .kv import KVPages, store_kv
+from .norm import rms_norm
+from .rope import apply_rope
+
+__all__ = ["add_rms_norm", "embed", "rope_store"]
+
+
+def embed(table: Tensor, ids: Tensor, *, factor: float = 1.0) -> Tensor:
+    """Rows of `table` [rows, D] (any float type) at `ids` int64 [T] times `factor`, in float32; an id outside reads
+    the nearest row. Gives float32 [T, D], on a GPU rounded to float16. Raises DTypeError, ShapeError.
+    """
+    if not table.is_cuda:
+        rows = table[ids.clamp(0, table.shape[0] - 1)].float()
+        return rows if factor == 1.0 else rows * factor
+    check_operand("embed: table", table)
+    if ids.dtype != torch.int64 or ids.device != table.device:
+        raise DTypeError(f"embed: ids are {ids.dtype} on {ids.device}, expected int64 on {table.device}")
+    if table.dim() != 2 or ids.dim() != 1:
+        raise ShapeError(f"embed: table {tuple(table.shape)}, ids {tuple(ids.shape)}; expected [rows, D] and [T]")
+    out = torch.empty((ids.shape[0], table.shape[1]), dtype=torch.float16, device=table.device)
+    if out.numel():
+        _native.cuda_embed(table, ids.contiguous(), out, factor, stream_of(table), programmatic_launch())
+    return out
+
+
+def add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0, out: Tensor | None = None
+) -> Tensor:
+    """x += y, rounded to its type; returns `rms_norm(x, weight, eps, weight_offset=weight_offset)`, in `out` if given.
+
+    x, y, out: [..., D] of one float type, contiguous; weight: float32 [D]. Errors as `rms_norm`.
+    """
+    require_shape("add_rms_norm: y", y, tuple(x.shape))
+    if not x.is_cuda:
+        return rms_norm(x.add_(y), weight, eps, weight_offset=weight_offset, out=out)
+    out = torch.empty_like(x) if out is None else out
+    for name, operand in (("x", x), ("y", y), ("out", out), ("weight", weight)):
+        check_operand(f"add_rms_norm: {name}", operand, x)
+    if weight.dtype != torch.float32 or weight.shape != x.shape[-1:]:
+        raise ShapeError(f"add_rms_norm: weight {tuple(weight.shape)} {weight.dtype}, expected float32 {x.shape[-1:]}")
+    if y.dtype != x.dtype or out.dtype != x.dtype:
+        raise DTypeError(f"add_rms_norm: x is {x.dtype}, y {y.dtype}, out {out.dtype}; expected one type")
+    if x.numel():
+        _native.cuda_add_rms_norm(x, y, weight, out, eps, weight_offset, stream_of(x), programmatic_launch())
+    return out
+
+
+def rope_store(
+    pages: KVPages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """`apply_rope` on q [T, Hq, D] and k [T, H, D], in place, then `store_kv` of k and v [T, H, D]; arguments as there.
+
+    On a GPU positions, slots, cos and sin are read before the preceding launch has ended: it must not write them.
+    """
+    if not q.is_cuda:
+        apply_rope(q, cos, sin, positions, interleaved=interleaved)
+        apply_rope(k, cos, sin, positions, interleaved=interleaved)
+        store_kv(pages, k, v, slots)
+        return
+    for name, operand in (("q", q), ("k", k), ("v", v), ("cos", cos), ("sin", sin)):
+        check_operand(f"rope_store: {name}", operand, q)
+    if pages.device != q.device:
+        raise DTypeError(f"rope_store: q is on {q.device}, the pages are on {pages.device}; use one device")
+    if pages.head_dim % 8 or pages.head_dim > 256:
+        raise ShapeError(f"rope_store: head_dim {pages.head_dim}; on a GPU it must be a multiple of 8, at most 256")
+    try:
+        _native.cuda_rope_store(
+            pages.native(), q, k, v, [cos, sin], positions, slots, interleaved, stream_of(q), programmatic_launch()
+        )
+    except ValueError as error:
+        raise ShapeError(f"rope_store: {error}") from None

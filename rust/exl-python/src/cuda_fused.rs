@@ -1,0 +1,165 @@
+//! Bindings of the launches that join what stands between two matrix products.
+
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use exl_cuda::ops::{embedding, residual, rope, rope_store};
+use pyo3::prelude::*;
+
+use crate::cuda::{device_error, element, expect, target};
+use crate::cuda_attention::Pages;
+use crate::tensor::{DType, Tensor};
+
+/// x += y, out = rms_norm(x); all [rows, width] of one type, weight float32 [width].
+#[pyfunction]
+fn cuda_add_rms_norm(
+    py: Python<'_>,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    eps: f32,
+    weight_offset: f32,
+    stream: usize,
+    programmatic: bool,
+) -> PyResult<()> {
+    let width = x.shape.last().copied().unwrap_or(0);
+    for (what, tensor) in [("y", &y), ("out", &out)] {
+        let same = tensor.shape == x.shape && tensor.dtype == x.dtype;
+        expect(same, &format!("{what} must have the shape and dtype of x"))?;
+    }
+    expect(
+        width > 0 && weight.shape == [width] && weight.dtype == DType::F32,
+        "weight must be float32 with the width of x",
+    )?;
+    let all = [("x", &x), ("y", &y), ("weight", &weight), ("out", &out)];
+    let to = target(&all, stream, programmatic)?;
+    let op = residual::AddNorm {
+        x: x.ptr,
+        y: y.ptr,
+        weight: weight.ptr,
+        output: out.ptr,
+        element: element(&x, "x")?,
+        rows: x.numel() / width,
+        width,
+        eps,
+        weight_offset,
+    };
+    // SAFETY: torch owns the memory; sizes were checked above; torch keeps freed blocks alive for work queued on their stream.
+    py.detach(|| unsafe { residual::add_rms_norm(to, &op) })
+        .map_err(|e| device_error(py, &e))
+}
+
+/// q [T, Hq, D] and k [T, H, D] rotated in place; k and v [T, H, D] encoded into slots [T].
+#[pyfunction]
+fn cuda_rope_store(
+    py: Python<'_>,
+    pages: &Bound<'_, Pages>,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: [Tensor; 2],
+    positions: Tensor,
+    slots: Tensor,
+    interleaved: bool,
+    stream: usize,
+    programmatic: bool,
+) -> PyResult<()> {
+    let pages = pages.get();
+    let [cos, sin] = &tables;
+    let all = [
+        ("q", &q),
+        ("k", &k),
+        ("v", &v),
+        ("cos", cos),
+        ("sin", sin),
+        ("positions", &positions),
+        ("slots", &slots),
+    ];
+    let to = pages.target(&all, stream, programmatic)?;
+    let (heads, dim) = (pages.inner.heads, pages.inner.head_dim);
+    expect(
+        q.shape.len() == 3 && q.shape[2] == dim,
+        "q must be [tokens, heads, head_dim]",
+    )?;
+    let tokens = q.shape[0];
+    for (what, tensor) in [("k", &k), ("v", &v)] {
+        let fits = tensor.shape == [tokens, heads, dim] && tensor.dtype == q.dtype;
+        expect(fits, &format!("{what} does not fit q and the pages"))?;
+    }
+    expect(
+        cos.shape.len() == 2
+            && cos.shape == sin.shape
+            && cos.dtype == DType::F32
+            && sin.dtype == DType::F32
+            && 2 * cos.shape[1] <= dim,
+        "cos and sin must be float32 [positions, at most head_dim / 2]",
+    )?;
+    for (what, tensor) in [("positions", &positions), ("slots", &slots)] {
+        let fits = tensor.dtype == DType::I64 && tensor.shape == [tokens];
+        expect(fits, &format!("{what} must be int64 [tokens]"))?;
+    }
+    let op = rope::Rope {
+        x: q.ptr,
+        element: element(&q, "q")?,
+        cos: cos.ptr,
+        sin: sin.ptr,
+        positions: positions.ptr,
+        tokens,
+        heads: q.shape[1],
+        head_dim: dim,
+        rotated: 2 * cos.shape[1],
+        table_rows: cos.shape[0],
+        interleaved,
+    };
+    // SAFETY: as in `cuda_add_rms_norm`.
+    py.detach(|| unsafe { rope_store::rope_store(to, &op, &pages.inner, k.ptr, v.ptr, slots.ptr) })
+        .map_err(|e| device_error(py, &e))
+}
+
+/// out [T, width] float16 = table[ids] * factor.
+#[pyfunction]
+fn cuda_embed(
+    py: Python<'_>,
+    table: Tensor,
+    ids: Tensor,
+    out: Tensor,
+    factor: f32,
+    stream: usize,
+    programmatic: bool,
+) -> PyResult<()> {
+    let to = target(
+        &[("table", &table), ("ids", &ids), ("out", &out)],
+        stream,
+        programmatic,
+    )?;
+    expect(table.shape.len() == 2, "table must be [rows, width]")?;
+    expect(
+        ids.dtype == DType::I64 && ids.shape.len() == 1,
+        "ids must be int64 [tokens]",
+    )?;
+    expect(
+        out.dtype == DType::F16 && out.shape == [ids.shape[0], table.shape[1]],
+        "out must be float16 [tokens, width]",
+    )?;
+    let op = embedding::Embed {
+        table: table.ptr,
+        element: element(&table, "table")?,
+        rows: table.shape[0],
+        width: table.shape[1],
+        ids: ids.ptr,
+        tokens: ids.shape[0],
+        output: out.ptr,
+        factor,
+    };
+    // SAFETY: as in `cuda_add_rms_norm`.
+    py.detach(|| unsafe { embedding::embed(to, &op) })
+        .map_err(|e| device_error(py, &e))
+}
+
+/// Adds this subject's functions and classes to the module.
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_function(wrap_pyfunction!(cuda_embed, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_add_rms_norm, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_rope_store, m)?)
+}

@@ -1,0 +1,108 @@
+"""Joined launches against the doors they join, to the bit, and against FP64 twins; needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_kernels.errors import DTypeError, ShapeError
+from exl_kernels.fused import add_rms_norm, embed, rope_store
+from exl_kernels.kv import KVKind, KVPages, store_kv
+from exl_kernels.norm import rms_norm
+from exl_kernels.reference import norm as norm_twin
+from exl_kernels.rope import apply_rope
+
+pytestmark = pytest.mark.cuda
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+KINDS: list[KVKind] = ["fp16", "fp8", "q8", "q6", "q4"]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype).cuda()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 7, 64, 72, 1000, 2048, 2056, 4096, 5120, 8192, 8200, 14336])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_add_rms_norm(dtype: torch.dtype, width: int, rows: int) -> None:
+    x, y, w = randn(rows, width, dtype=dtype), randn(rows, width, dtype=dtype, seed=1), randn(width, seed=2)
+    for offset in (0.0, 1.0):
+        added = x + y
+        want = rms_norm(added, w, 1e-5, weight_offset=offset)
+        got_x = x.clone()
+        got = add_rms_norm(got_x, y, w, 1e-5, weight_offset=offset)
+        assert torch.equal(got_x, added)
+        assert torch.equal(got, want)
+        twin = norm_twin.rms_norm(added.double().cpu(), w.cpu(), 1e-5, weight_offset=offset)
+        bound = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 6e-6}[dtype]
+        assert bool(((got.double().cpu() - twin).abs() <= bound * twin.abs().clamp(min=1.0)).all())
+
+
+def test_add_rms_norm_unaligned_and_in_place() -> None:
+    x, y, w = randn(3, 4096, dtype=torch.float16), randn(3, 4096, dtype=torch.float16, seed=1), randn(4096, seed=2)
+    want = add_rms_norm(x.clone(), y, w, 1e-5)
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
+    assert torch.equal(add_rms_norm(moved, y, w, 1e-5), want), "an address changes no bit"
+    out = torch.empty_like(x)
+    assert add_rms_norm(x.clone(), y, w, 1e-5, out=out) is out
+    assert torch.equal(out, want)
+    with pytest.raises(ShapeError):
+        add_rms_norm(x, y[:2], w, 1e-5)
+    with pytest.raises(DTypeError):
+        add_rms_norm(x, y.float(), w, 1e-5)
+    with pytest.raises(ShapeError):
+        add_rms_norm(x, y, w[:8], 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dim", "rotated", "q_heads", "heads"),
+    [(128, 128, 32, 8), (64, 64, 6, 2), (64, 32, 3, 3), (80, 80, 5, 1), (96, 48, 4, 4), (256, 256, 8, 2), (8, 8, 3, 1)],
+)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_store(kind: KVKind, dim: int, rotated: int, q_heads: int, heads: int, interleaved: bool) -> None:
+    table_rows, tokens = 40, 9
+    cos, sin = randn(table_rows, rotated // 2, seed=3), randn(table_rows, rotated // 2, seed=4)
+    positions = torch.tensor([0, 1, 39, 40, -1, 7, 7, 12, 1000], device="cuda")
+    slots = torch.tensor([0, 95, 17, 18, 40, -1, 96, 3, 4], device="cuda")
+    for dtype in DTYPES:
+        q, k, v = (randn(tokens, h, dim, dtype=dtype, seed=i) for i, h in enumerate((q_heads, heads, heads)))
+        separate, joined = (KVPages.allocate(kind, 6, 16, heads, dim, torch.device("cuda")) for _ in range(2))
+        q1, k1 = q.clone(), k.clone()
+        apply_rope(q1, cos, sin, positions, interleaved=interleaved)
+        apply_rope(k1, cos, sin, positions, interleaved=interleaved)
+        store_kv(separate, k1, v, slots)
+        rope_store(joined, q, k, v, cos, sin, positions, slots, interleaved=interleaved)
+        assert torch.equal(q, q1)
+        assert torch.equal(k, k1)
+        for name in ("key", "value", "key_scales", "value_scales"):
+            a, b = getattr(separate, name), getattr(joined, name)
+            assert (a is None and b is None) or torch.equal(a, b), name
+
+
+def test_rope_store_refuses() -> None:
+    pages = KVPages.allocate("fp16", 2, 16, 2, 64, torch.device("cuda"))
+    q, kv = randn(3, 4, 64), randn(3, 2, 64)
+    cos, at = randn(8, 32), torch.zeros(3, dtype=torch.int64, device="cuda")
+    for bad in ((q[:, :, :32].contiguous(), kv, kv), (q, kv[:2], kv), (q, kv, kv.half())):
+        with pytest.raises((ShapeError, DTypeError)):
+            rope_store(pages, *bad, cos, cos, at, at)
+    with pytest.raises((ShapeError, DTypeError)):
+        rope_store(pages, q, kv, kv, cos, cos, at[:2], at)
+    with pytest.raises(DTypeError):
+        rope_store(pages, q, kv.cpu(), kv, cos, cos, at, at)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 12, 256, 4096])
+def test_embed(dtype: torch.dtype, width: int) -> None:
+    table = randn(50, width, dtype=dtype)
+    ids = torch.tensor([0, 49, 7, -1, 7], device="cuda")
+    for factor in (1.0, 11.3137085):
+        want = (table[ids.clamp(min=0)].float() * factor).half()
+        assert torch.equal(embed(table, ids, factor=factor), want)
+    assert torch.equal(embed(table, torch.tensor([70], device="cuda")), table[49:].float().half())
+    assert embed(table, ids[:0]).shape == (0, width)

@@ -1,0 +1,43 @@
+"""Joined operators on the CPU are the composition of the doors they join."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from exl_kernels.errors import ShapeError
+from exl_kernels.fused import add_rms_norm, embed, rope_store
+from exl_kernels.kv import KVPages, load_kv, store_kv
+from exl_kernels.reference import norm as norm_twin
+from exl_kernels.rope import apply_rope
+
+
+def test_add_rms_norm() -> None:
+    x, y, w = torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)
+    added = x + y
+    got = add_rms_norm(x, y, w, 1e-6, weight_offset=1.0)
+    assert torch.equal(x, added)
+    assert torch.allclose(got.double(), norm_twin.rms_norm(added.double(), w, 1e-6, weight_offset=1.0), atol=1e-5)
+    with pytest.raises(ShapeError):
+        add_rms_norm(x, y[:1], w, 1e-6)
+
+
+def test_rope_store() -> None:
+    q, k, v = torch.randn(2, 4, 64), torch.randn(2, 2, 64), torch.randn(2, 2, 64)
+    cos, sin = torch.randn(9, 32), torch.randn(9, 32)
+    positions, slots = torch.tensor([3, 8]), torch.tensor([5, 30])
+    one, other = (KVPages.allocate("q4", 2, 16, 2, 64, "cpu") for _ in range(2))
+    k1 = apply_rope(k.clone(), cos, sin, positions)
+    store_kv(one, k1, v, slots)
+    q1 = apply_rope(q.clone(), cos, sin, positions)
+    rope_store(other, q, k, v, cos, sin, positions, slots)
+    assert torch.equal(q, q1)
+    for a, b in zip(load_kv(one, slots), load_kv(other, slots), strict=True):
+        assert torch.equal(a, b)
+        assert bool(a.any())
+
+
+def test_embed() -> None:
+    table = torch.randn(5, 8).half()
+    ids = torch.tensor([0, 4, -1])
+    assert torch.equal(embed(table, ids, factor=2.0), table[[0, 4, 0]].float() * 2.0)
