@@ -313,17 +313,46 @@ def test_wrong_batch(model: ExLlamaV2, ids: torch.Tensor) -> None:
     [
         ({"loras": [object()]}, "loras"),
         ({"indexed_embeddings": [object()]}, "indexed_embeddings"),
+        ({"indexed_embeddings": object()}, "indexed_embeddings"),
+        ({"cache": 3}, "cache"),
+        ({"cache": "fp16"}, "cache"),
+        ({"input_mask": [[0.0] * 30]}, "input_mask"),
+        ({"input_mask": torch.zeros(2, 30, dtype=torch.bool)}, "input_mask"),
+        ({"input_mask": torch.zeros(2, 29)}, "covers 29 keys, 30"),
+        ({"position_offsets": [0, 0]}, "position_offsets"),
+        ({"position_offsets": torch.zeros(2, 1)}, "position_offsets"),
+        ({"position_offsets": torch.zeros(2, 2, dtype=torch.int32)}, "position_offsets"),
+        ({"abort_event": 1}, "abort_event"),
     ],
 )
-def test_features_to_come_are_refused(
-    model: ExLlamaV2, ids: torch.Tensor, arguments: dict[str, Any], named: str
-) -> None:
+def test_wrong_arguments_are_named(model: ExLlamaV2, ids: torch.Tensor, arguments: dict[str, Any], named: str) -> None:
     for call in (model.forward, model.forward_chunk):
-        with pytest.raises((errors.InputError, errors.UnsupportedError), match=named):
+        with pytest.raises(errors.InputError, match=named):
             call(ids, **arguments)
     assert model.forward(ids, loras=[], indexed_embeddings=[]) is not None
-    with pytest.raises(errors.UnsupportedError, match="tensor parallel"):
-        model.load_tp()
+
+
+@pytest.mark.parametrize("bad", [[[1]], "text", 1, None, torch.zeros(1, 2), torch.zeros(3, dtype=torch.int64)])
+def test_ids_of_the_wrong_type_or_shape(model: ExLlamaV2, bad: Any) -> None:
+    for call in (model.forward, model.forward_chunk):
+        with pytest.raises(errors.InputError, match="input_ids"):
+            call(bad)
+
+
+@pytest.mark.parametrize("bad", [[99], [-99], [True], ["0"], [1.0]])
+def test_states_of_modules_that_do_not_exist(model: ExLlamaV2, ids: torch.Tensor, bad: list[Any]) -> None:
+    with pytest.raises(errors.InputError, match="extract_state_indices"):
+        model.forward_chunk(ids, extract_state_indices=bad)
+    last = len(model.modules) - 1
+    found = model.forward_chunk(ids, extract_state_indices=[-1, 0])["states"]
+    assert sorted(found) == [0, last]
+
+
+def test_attn_params_of_the_wrong_kind(model: ExLlamaV2, ids: torch.Tensor) -> None:
+    with pytest.raises(errors.InputError, match="attn_params"):
+        model.forward_chunk(ids, attn_params=object())
+    with pytest.raises(errors.InputError, match="past_len"):
+        model.forward_chunk(ids, cache_for(model), attn_params=AttentionParams(2, 30, -1))
 
 
 @pytest.mark.parametrize(
@@ -378,6 +407,7 @@ def test_paged_needs_a_cache_of_one_row(model: ExLlamaV2, ids: torch.Tensor) -> 
         ({"input_mask": torch.full((2, 30), float("nan"))}, "NaN"),
         ({"position_offsets": torch.zeros(3, 1, dtype=torch.int32)}, "position_offsets"),
         ({"position_offsets": torch.full((2, 1), 10**6)}, "position_offsets"),
+        ({"position_offsets": torch.full((2, 1), 2**62)}, "position_offsets"),
     ],
 )
 def test_bad_masks_and_offsets(model: ExLlamaV2, ids: torch.Tensor, arguments: dict[str, Any], named: str) -> None:

@@ -175,8 +175,8 @@ def test_cached_encode_is_bounded(fixture_tokenizer: ExLlamaV2Tokenizer) -> None
     assert torch.equal(t.cached_encode_str("text 0"), first)
 
 
-def test_embeddings_are_refused(fixture_tokenizer: ExLlamaV2Tokenizer) -> None:
-    with pytest.raises(errors.UnsupportedError, match="embeddings"):
+def test_other_objects_are_no_embeddings(fixture_tokenizer: ExLlamaV2Tokenizer) -> None:
+    with pytest.raises(errors.InputError, match="ExLlamaV2MMEmbedding"):
         fixture_tokenizer.encode("x", embeddings=[object()])
     assert fixture_tokenizer.encode("x", embeddings=[]).shape[0] == 1
 

@@ -11,8 +11,10 @@ from .cache import (
     ExLlamaV2CacheBase,
 )
 from .config import ExLlamaV2Config
+from .embeddings import ExLlamaV2MMEmbedding
 from .lora import ExLlamaV2Lora
 from .model import ExLlamaV2
+from .modules import Intervention
 from .seq_tensor import SeqTensor
 from .timer import Timer
 from .tokenizer import ExLlamaV2Tokenizer
@@ -28,7 +30,9 @@ __all__ = [
     "ExLlamaV2Cache_Q8",
     "ExLlamaV2Config",
     "ExLlamaV2Lora",
+    "ExLlamaV2MMEmbedding",
     "ExLlamaV2Tokenizer",
+    "Intervention",
     "PagedParams",
     "SeqTensor",
     "Timer",

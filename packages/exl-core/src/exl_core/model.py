@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from threading import Event
 from typing import Any
@@ -15,7 +14,18 @@ from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
 from .decode import DecodeGraphs
 from .device import default_device, out_of_memory_as_error
-from .errors import CacheError, InputError, ModelStateError, SequenceTooLongError, TokenIdError, UnsupportedError
+from .embeddings import ExLlamaV2MMEmbedding
+from .errors import CacheError, ModelStateError, SequenceTooLongError, UnsupportedError
+from .inputs import (
+    check_context,
+    check_ids,
+    check_indices,
+    check_length,
+    check_loras,
+    chunk_size,
+    contiguous_params,
+    paged_params,
+)
 from .loading.loader import Callback, CallbackGen, check_callbacks, load_modules, progress_bar
 from .lora import ExLlamaV2Lora
 from .modules import Attention, Linear, Module, build_modules
@@ -196,7 +206,7 @@ class ExLlamaV2:
         abort_event: Event | None = None,
         cpu_logits: bool = False,
         *,
-        indexed_embeddings: Sequence[Any] | None = None,
+        indexed_embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None,
     ) -> Any:
         """Run ids [batch, q_len] through the model, in chunks if they are many, appending to `cache`.
 
@@ -208,21 +218,22 @@ class ExLlamaV2:
 
         input_mask: additive [batch, past + q_len], 0 attends to a key, -inf ignores it. position_offsets: int
         [batch, 1], added to RoPE positions (minus the left padding of each row). cpu_logits: bring the logits to the
-        CPU. loras: adapters to add, in this order. indexed_embeddings: UnsupportedError unless empty.
+        CPU. loras: adapters to add, in this order. indexed_embeddings: rows that ids from
+        EMBEDDING_INDEX on stand for.
 
         Raises ModelStateError, SequenceTooLongError, TokenIdError, InputError before anything is computed.
         """
-        ids = self._check_ids(input_ids)
-        adapters = self._check_loras(loras)
-        self._check_unbuilt(indexed_embeddings)
+        ids, embeddings = check_ids(self, input_ids, indexed_embeddings)
+        adapters = check_loras(self, loras)
         batch, q_len = ids.shape
+        check_context(cache, input_mask, position_offsets, abort_event, batch)
         past = 0 if cache is None else cache.current_seq_len
-        self._check_length(cache, batch, past, q_len)
+        check_length(self.config, cache, batch, past, q_len)
         logits: list[Tensor] = []
         state: Tensor | None = None
         begin = 0
         while begin < q_len:
-            end = begin + self._chunk_size(batch, past + begin, q_len - begin, cache is not None)
+            end = begin + chunk_size(self.config, batch, past + begin, q_len - begin, cache is not None)
             skip_head = preprocess_only or (last_id_only and end < q_len)
             result = self._run(
                 ids[:, begin:end],
@@ -233,6 +244,7 @@ class ExLlamaV2:
                 return_last_state=return_last_state and end == q_len,
                 abort_event=abort_event,
                 loras=adapters,
+                embeddings=embeddings,
             )
             if result is None:
                 return None
@@ -258,7 +270,7 @@ class ExLlamaV2:
         attn_params: AttentionParams | PagedParams | None = None,
         extract_state_indices: Sequence[int] | None = None,
         *,
-        indexed_embeddings: Sequence[Any] | None = None,
+        indexed_embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None,
     ) -> dict[str, Any]:
         """One chunk, contiguous or paged. Returns a dict with the keys that apply: "logits" as in `forward`,
         "last_state" [batch, q_len, hidden], "states" {index: input of model.modules[index]}; "aborted": True and
@@ -275,18 +287,15 @@ class ExLlamaV2:
             logits = self._graph_step(input_ids, cache, attn_params)
             if logits is not None:
                 return {"logits": logits}
-        ids = self._check_ids(input_ids)
-        adapters = self._check_loras(loras)
-        self._check_unbuilt(indexed_embeddings)
+        ids, embeddings = check_ids(self, input_ids, indexed_embeddings)
+        adapters = check_loras(self, loras)
         batch, q_len = ids.shape
+        check_context(cache, input_mask, position_offsets, abort_event, batch)
         if isinstance(attn_params, PagedParams):
-            if input_mask is not None or position_offsets is not None:
-                raise UnsupportedError(
-                    "input_mask and position_offsets do not go with PagedParams: pages need no padding"
-                )
-            params: AttentionParams | PagedParams = attn_params
+            params: AttentionParams | PagedParams = paged_params(attn_params, input_mask, position_offsets)
         else:
-            params = self._contiguous_params(attn_params, cache, batch, q_len, input_mask, position_offsets)
+            params = contiguous_params(attn_params, cache, batch, q_len, input_mask, position_offsets)
+            check_context(cache, params.input_mask, params.position_offsets, abort_event, batch)
         result = self._run(
             ids,
             cache,
@@ -296,7 +305,8 @@ class ExLlamaV2:
             return_last_state=return_last_state,
             abort_event=abort_event,
             loras=adapters,
-            extract=frozenset(extract_state_indices or ()),
+            embeddings=embeddings,
+            extract=check_indices(extract_state_indices, len(self.modules)),
         )
         return {"aborted": True} if result is None else result
 
@@ -321,6 +331,7 @@ class ExLlamaV2:
         return_last_state: bool,
         abort_event: Event | None,
         loras: tuple[ExLlamaV2Lora, ...] = (),
+        embeddings: tuple[ExLlamaV2MMEmbedding, ...] = (),
         extract: frozenset[int] = frozenset(),
     ) -> dict[str, Any] | None:
         """The pass itself: every module in turn, None when aborted."""
@@ -332,7 +343,7 @@ class ExLlamaV2:
                 "last_id_only=True or preprocess_only=True, or raise it"
             )
         device = self.device or torch.device("cpu")
-        step = build_step(self.config, self.rope, cache, params, batch, q_len, abort_event, device, loras)
+        step = build_step(self.config, self.rope, cache, params, batch, q_len, abort_event, device, loras, embeddings)
         result: dict[str, Any] = {}
         x = ids.reshape(-1).to(device)
         for index, module in enumerate(self.modules):
@@ -355,100 +366,6 @@ class ExLlamaV2:
         if cache is not None:
             cache.current_seq_len = _end_of_chunk(params, q_len)
         return result
-
-    # -------------------------------------------------------------------------------------------------------- checks
-
-    def _check_ids(self, input_ids: Tensor) -> Tensor:
-        if not self.loaded:
-            raise ModelStateError("the model is not loaded: call model.load() first")
-        if not isinstance(input_ids, Tensor):
-            raise InputError(f"input_ids is a {type(input_ids).__name__}, expected an int64 tensor [batch, tokens]")
-        if input_ids.dim() != 2 or input_ids.numel() == 0:
-            raise InputError(
-                f"input_ids has shape {list(input_ids.shape)}, expected [batch, tokens] with at least one token"
-            )
-        if input_ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-            raise InputError(f"input_ids is {input_ids.dtype}, expected int64")
-        ids = input_ids.to(device="cpu", dtype=torch.int64)
-        low, high = int(ids.min()), int(ids.max())
-        if low < -1 or high >= self.config.vocab_size:
-            bad = low if low < -1 else high
-            raise TokenIdError(
-                f"token id {bad} is outside the vocabulary of {self.config.vocab_size} (-1 stands for padding)"
-            )
-        return ids
-
-    def _check_loras(self, loras: Sequence[ExLlamaV2Lora] | None) -> tuple[ExLlamaV2Lora, ...]:
-        if loras is None:
-            return ()
-        if not isinstance(loras, (list, tuple)) or not all(isinstance(lora, ExLlamaV2Lora) for lora in loras):
-            raise InputError(f"loras is {str(loras)[:80]}, must be a list of ExLlamaV2Lora")
-        for lora in loras:
-            lora.check_usable(self)
-        return tuple(loras)
-
-    def _check_unbuilt(self, indexed_embeddings: Sequence[Any] | None) -> None:
-        if indexed_embeddings:
-            raise UnsupportedError("indexed_embeddings are not built in this version: pass None or an empty list")
-
-    def _check_length(self, cache: ExLlamaV2CacheBase | None, batch: int, past: int, q_len: int) -> None:
-        if cache is None:
-            limit = self._effective_max(batch)
-            if q_len > limit:
-                raise SequenceTooLongError(
-                    f"Maximum input length exceeded in model.forward: {q_len} tokens without a cache, at most {limit} "
-                    f"(max_input_len {self.config.max_input_len} x max_batch_size {self.config.max_batch_size} / batch)"
-                )
-            return
-        if batch > cache.batch_size:
-            raise InputError(f"batch of {batch} for a cache of batch_size {cache.batch_size}")
-        if past + q_len > self.config.max_seq_len:
-            raise SequenceTooLongError(
-                f"{past} + {q_len} tokens exceed the model's max_seq_len of {self.config.max_seq_len}; shorten the "
-                "context, or raise config.max_seq_len before building the model"
-            )
-        if past + q_len > cache.max_seq_len:
-            raise SequenceTooLongError(
-                f"Total sequence length exceeds cache size in model.forward: {past} + {q_len} tokens, the cache holds "
-                f"{cache.max_seq_len}"
-            )
-
-    def _effective_max(self, batch: int) -> int:
-        return max(self.config.max_input_len * self.config.max_batch_size // batch, 1)
-
-    def _chunk_size(self, batch: int, past: int, remaining: int, cached: bool) -> int:
-        """Tokens of the next chunk (spec core.md 7.2). Our attention is fused, so max_attention_size limits a chunk
-        only where both fused back ends of the original are switched off by the caller."""
-        size = min(remaining, self._effective_max(batch))
-        limit = self.config.max_attention_size
-        fused = not (self.config.no_flash_attn and self.config.no_xformers)
-        if cached and not fused and (past + remaining) * remaining > limit:
-            size = min(size, int((math.sqrt(past * past + 4 * limit) - past) / 2))
-        return max(size, 1)
-
-    def _contiguous_params(
-        self,
-        params: AttentionParams | None,
-        cache: ExLlamaV2CacheBase | None,
-        batch: int,
-        q_len: int,
-        input_mask: Tensor | None,
-        position_offsets: Tensor | None,
-    ) -> AttentionParams:
-        past = 0 if cache is None else cache.current_seq_len
-        if params is None:
-            return AttentionParams(batch, q_len, past, input_mask, position_offsets)
-        if params.batch_size != batch or params.seq_len not in (None, q_len):
-            raise InputError(
-                f"ids are {batch} x {q_len}, attn_params says batch_size {params.batch_size}, seq_len {params.seq_len}"
-            )
-        return AttentionParams(
-            batch,
-            q_len,
-            past if params.past_len is None else params.past_len,
-            params.input_mask if input_mask is None else input_mask,
-            params.position_offsets if position_offsets is None else position_offsets,
-        )
 
 
 def _end_of_chunk(params: AttentionParams | PagedParams, q_len: int) -> int:

@@ -19,6 +19,7 @@ from .rope import RopeTable
 if TYPE_CHECKING:
     from .cache import ExLlamaV2CacheBase
     from .config import ExLlamaV2Config
+    from .embeddings import ExLlamaV2MMEmbedding
     from .lora import ExLlamaV2Lora
 
 __all__ = ["build_step"]
@@ -36,6 +37,7 @@ def build_step(
     abort_event: Event | None,
     device: torch.device,
     loras: tuple[ExLlamaV2Lora, ...] = (),
+    embeddings: tuple[ExLlamaV2MMEmbedding, ...] = (),
 ) -> Step:
     """The step with its tensors on `device`.
 
@@ -78,6 +80,7 @@ def build_step(
         max_keys=last + 1,
         abort_event=abort_event,
         loras=loras,
+        embeddings=embeddings,
     )
 
 
@@ -152,7 +155,7 @@ def _rope_positions(params: AttentionParams | PagedParams, positions: Tensor, ba
 
 
 def _key_mask(params: AttentionParams | PagedParams, batch: int, total: int) -> Tensor | None:
-    """input_mask as float32 [batch, total]: cut to the keys there are, padded with 0 where it is shorter."""
+    """input_mask as float32 [batch, total], cut to the keys there are."""
     if isinstance(params, PagedParams) or params.input_mask is None:
         return None
     mask = params.input_mask
@@ -162,5 +165,8 @@ def _key_mask(params: AttentionParams | PagedParams, batch: int, total: int) -> 
     if torch.isnan(mask).any():
         raise InputError("input_mask holds NaN; use 0 to attend to a key and -inf to ignore it")
     if mask.shape[1] < total:
-        return torch.nn.functional.pad(mask, (0, total - mask.shape[1]))
+        raise InputError(
+            f"input_mask covers {mask.shape[1]} keys, {total} are attended to: give one value for every stored and new "
+            "token (0 to attend, -inf to ignore)"
+        )
     return mask[:, :total].contiguous()

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attn_params import PagedParams
-from ..modules import Head, Step
+from ..modules import Head, Intervention, Step
 from ..step import build_step
 from .inputs import Bucket, StepInputs
 from .plan import DecodePlan, plan_of
@@ -40,7 +40,7 @@ MAX_TOKENS = 64
 Number = TypeVar("Number", np.int32, np.int64)
 
 _STATIC = {"rows", "positions", "slots", "block_table", "rope_positions"}
-_CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "key_mask", "max_keys", "abort_event"}
+_CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "key_mask", "max_keys", "abort_event", "loras", "embeddings"}
 
 
 @dataclass
@@ -68,6 +68,7 @@ class DecodeGraphs:
         self._refused: str | None = None
         self._exact_batch = False
         self._checked = False
+        self._interventions = 0
         self.reason: str | None = None
         self.plan_reason: str | None = None
 
@@ -122,8 +123,8 @@ class DecodeGraphs:
             self._pool = None  # torch forgets a pool with its last graph; its number must not be used again
 
     def _usable(self, model: ExLlamaV2) -> bool:
-        if not self._checked:
-            self._checked = True
+        if not self._checked or self._interventions != Intervention.made:
+            self._checked, self._interventions = True, Intervention.made
             self._refused = _refusal(model)
             # torch's products of float matrices may change with the number of rows: no padding there.
             self._exact_batch = any(linear.quant.format == "float" for linear in model._linears())
@@ -223,6 +224,8 @@ def _refusal(model: ExLlamaV2) -> str | None:
         return "the model is not on a GPU"
     if os.environ.get(GRAPHS_VARIABLE, "1").strip() == "0":
         return f"{GRAPHS_VARIABLE}=0 asks for eager launches"
+    if any(isinstance(module, Intervention) for module in model.modules):
+        return "a module is wrapped in an Intervention"
     known = _STATIC | _CONSTANT
     unknown = [f.name for f in fields(Step) if f.name not in known and f.init and not f.name.startswith("_")]
     if not isinstance(model.modules[-1], Head):

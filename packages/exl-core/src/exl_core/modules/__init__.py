@@ -4,9 +4,21 @@ from .attention import Attention
 from .build import build_modules
 from .embedding import Embedding
 from .head import Head
+from .intervention import Intervention
 from .linear import Linear
 from .mlp import GatedMLP
 from .module import Module, Step
 from .norm import RMSNorm
 
-__all__ = ["Attention", "Embedding", "GatedMLP", "Head", "Linear", "Module", "RMSNorm", "Step", "build_modules"]
+__all__ = [
+    "Attention",
+    "Embedding",
+    "GatedMLP",
+    "Head",
+    "Intervention",
+    "Linear",
+    "Module",
+    "RMSNorm",
+    "Step",
+    "build_modules",
+]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..device import activation_dtype
+from ..embeddings import EMBEDDING_INDEX
 from ..errors import FormatError, ModelStateError
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import require_finite_float
 from .module import Module, Step
+
+if TYPE_CHECKING:
+    from ..lora import ExLlamaV2Lora
 
 __all__ = ["Embedding"]
 
@@ -50,15 +56,28 @@ class Embedding(Module):
         return 0 if self.weight is None else self.weight.nbytes
 
     def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
-        """x: int64 [T] -> [T, hidden]. An adapter may bring a table of its own (the first one counts), or add to it."""
+        """x: int64 [T] -> [T, hidden]. Ids of `step.embeddings` give their rows, unscaled.
+
+        An adapter may bring a table of its own (of several the first counts), or add to the model's.
+        """
         if self.weight is None:
             raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
-        loras = () if step is None else step.loras
-        ids = x.clamp(min=0)
+        loras, embeddings = ((), ()) if step is None else (step.loras, step.embeddings)
+        if not embeddings:
+            rows = self._lookup(x.clamp(min=0), loras)
+        else:
+            rows = self._lookup(x.clamp(min=0).masked_fill(x >= EMBEDDING_INDEX, 0), loras)
+            for embedding in embeddings:
+                mine, own = embedding.select(x)
+                rows[mine] = own
+        return rows.to(activation_dtype(rows.device))
+
+    def _lookup(self, ids: Tensor, loras: tuple[ExLlamaV2Lora, ...]) -> Tensor:
+        """float32 [T, hidden] of ids below the vocabulary."""
+        assert self.weight is not None
         rows = next((lora.embedding for lora in loras if lora.embedding is not None), self.weight)[ids].float()
         rows = rows if self.scale == 1.0 else rows * self.scale
         for lora in loras:
-            pair = lora.embedding_pair
-            if pair is not None:
-                rows += pair.forward(ids) * self.scale
-        return rows.to(activation_dtype(rows.device))
+            if lora.embedding_pair is not None:
+                rows += lora.embedding_pair.forward(ids) * self.scale
+        return rows

@@ -18,6 +18,7 @@ from ..loading.checkpoint import TensorSource
 if TYPE_CHECKING:
     from exl_kernels.kv import KVPages
 
+    from ..embeddings import ExLlamaV2MMEmbedding
     from ..lora import ExLlamaV2Lora
     from .linear import Linear
 
@@ -45,6 +46,7 @@ class Step:
     max_keys: int | None = None  # every position is below it
     abort_event: Event | None = None
     loras: tuple[ExLlamaV2Lora, ...] = ()  # the adapters of every row: linears take them
+    embeddings: tuple[ExLlamaV2MMEmbedding, ...] = ()  # rows that ids from EMBEDDING_INDEX on stand for
     _tokens: dict[bool, Tokens] = field(default_factory=dict, repr=False)
 
     def tokens(self, interleaved: bool) -> Tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import MAX_VOCAB, ExLlamaV2Config
+from ..embeddings import ExLlamaV2MMEmbedding
 from ..errors import InputError, TokenizerError, TokenizerFileError, UnsupportedError
 from ..json_reader import read_json_file
 from .backend import TokenizerBackend
@@ -96,7 +98,7 @@ class ExLlamaV2Tokenizer:
         add_eos: bool | None = False,
         encode_special_tokens: bool = False,
         return_offsets: bool = False,
-        embeddings: Sequence[Any] | None = None,
+        embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None,
         *,
         padding_side: Literal["left", "right"] = "left",
     ) -> Any:
@@ -104,15 +106,17 @@ class ExLlamaV2Tokenizer:
 
         add_bos / add_eos put the control id in front / behind if the model has one; None does as tokenizer_config.json
         says. encode_special_tokens turns the text of special tokens into their ids; else it is ordinary text.
-        return_offsets also returns int32 [batch]: minus the length of the left padding of each row. embeddings:
-        UnsupportedError unless empty. Empty text gives int64 [1, 0].
+        return_offsets also returns int32 [batch]: minus the length of the left padding of each row. embeddings: the
+        text_alias of each, wherever it stands in a text, becomes the ids of its rows; the pieces of text between them
+        are encoded one by one. Empty text gives int64 [1, 0].
         """
-        if embeddings:
-            raise UnsupportedError("embeddings are not built in this version: pass None or an empty list")
         if padding_side not in ("left", "right"):
             raise InputError(f"padding_side is {padding_side!r}, must be 'left' or 'right'")
         texts = list(text) if isinstance(text, (list, tuple)) else [text]
-        rows = self.tokenizer_model.encode_batch(texts, encode_special_tokens)
+        if embeddings:
+            rows = [self._encode_with_aliases(t, encode_special_tokens, embeddings) for t in texts]
+        else:
+            rows = self.tokenizer_model.encode_batch(texts, encode_special_tokens)
         rows = [self._with_control_ids(r, add_bos, add_eos) for r in rows]
         longest = max((len(r) for r in rows), default=0)
         ids = torch.full((len(rows), longest), self.pad_token_id, dtype=torch.int64)
@@ -266,6 +270,22 @@ class ExLlamaV2Tokenizer:
         front = [self.bos_token_id] if bos and self.bos_token_id is not None else []
         back = [self.eos_token_id] if eos and self.eos_token_id is not None else []
         return front + ids + back
+
+    def _encode_with_aliases(self, text: str, special: bool, embeddings: Sequence[ExLlamaV2MMEmbedding]) -> list[int]:
+        if not all(isinstance(e, ExLlamaV2MMEmbedding) for e in embeddings):
+            raise InputError("embeddings must be a list of ExLlamaV2MMEmbedding")
+        if not isinstance(text, str):
+            raise InputError(f"encode takes a str or a list of str, not {type(text).__name__}")
+        by_alias = {e.text_alias: e for e in embeddings}
+        if len(by_alias) < len(embeddings):
+            raise InputError("two embeddings have the same text_alias: their places in the text cannot be told apart")
+        ids: list[int] = []
+        for part in re.split(f"({'|'.join(re.escape(a) for a in sorted(by_alias, key=len, reverse=True))})", text):
+            if part in by_alias:
+                ids += by_alias[part].get_ids()
+            elif part:
+                ids += self.tokenizer_model.encode(part, special)
+        return ids
 
     def _decode_row(self, ids: list[int], special: bool) -> str:
         drop = self._drop_when_special if special else {self.pad_token_id, *self.eos_token_ids}

@@ -1,0 +1,122 @@
+"""Rows of hidden states that stand for token ids: images, or whatever the caller embeds (spec core.md 4.1, 12.1)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import InputError, TokenIdError
+
+if TYPE_CHECKING:
+    from .model import ExLlamaV2
+
+__all__ = ["EMBEDDING_INDEX", "ExLlamaV2MMEmbedding", "check_embeddings"]
+
+EMBEDDING_INDEX = 1_000_000_000
+"""Ids from here on are no tokens but rows of `ExLlamaV2MMEmbedding` objects."""
+
+_lock = threading.Lock()
+_next_index = EMBEDDING_INDEX
+
+
+def _take_ids(count: int) -> int:
+    """The first of `count` ids that no other embedding of this process has."""
+    global _next_index
+    with _lock:
+        first = _next_index
+        _next_index += count
+    return first
+
+
+class ExLlamaV2MMEmbedding:
+    """Hidden states [n, hidden] with token ids of their own: put `get_ids()` into the input, or `text_alias` into a
+    text that `tokenizer.encode(..., embeddings=[...])` turns into ids, and pass the object as `indexed_embeddings`.
+
+    The rows enter the first layer as they are (no scaling or normalisation). pre_tokens, post_tokens: how many rows at
+    either end frame the rest. metadata: free for callers ("original_size", "preprocessed_size", "patches_size").
+    Raises InputError for rows that do not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: ExLlamaV2,
+        embeddings: Tensor,
+        text_alias: str | None = None,
+        thw_grid: tuple[int, int, int] | None = None,
+        pre_tokens: int = 0,
+        post_tokens: int = 0,
+    ) -> None:
+        hidden = model.config.hidden_size
+        if not isinstance(embeddings, Tensor) or embeddings.dim() != 2 or embeddings.shape[1] != hidden:
+            shape = list(embeddings.shape) if isinstance(embeddings, Tensor) else type(embeddings).__name__
+            raise InputError(f"embeddings: {shape}, this model needs a float tensor [rows, {hidden}]")
+        if not embeddings.is_floating_point() or not embeddings.shape[0]:
+            raise InputError(
+                f"embeddings: {list(embeddings.shape)} of {embeddings.dtype}, must be floats, one row at least"
+            )
+        if not torch.isfinite(embeddings).all():
+            raise InputError("embeddings hold NaN or infinity")
+        if min(pre_tokens, post_tokens) < 0 or pre_tokens + post_tokens > embeddings.shape[0]:
+            raise InputError(f"{pre_tokens} + {post_tokens} framing tokens of {embeddings.shape[0]} rows")
+        self.model = model
+        self.embeddings = embeddings
+        self.length = embeddings.shape[0]
+        self.first_index = _take_ids(self.length)
+        self.text_alias = f"<$EMB_{self.first_index}$>" if text_alias is None else text_alias
+        if not self.text_alias:
+            raise InputError("text_alias is empty: it could not be found in a text")
+        self.thw_grid = thw_grid
+        self.pre_tokens = pre_tokens
+        self.post_tokens = post_tokens
+        self.metadata: dict[str, Any] = {}
+
+    def get_ids(self) -> list[int]:
+        """The ids of all rows, in order."""
+        return list(range(self.first_index, self.first_index + self.length))
+
+    def get_ids_tensor(self) -> Tensor:
+        """int64 [1, length]."""
+        return torch.tensor([self.get_ids()], dtype=torch.int64)
+
+    def get_vision_token_range(self) -> tuple[int, int]:
+        """(first, last + 1) of the ids without the framing rows."""
+        return self.first_index + self.pre_tokens, self.first_index + self.length - self.post_tokens
+
+    def get_size_in_bytes(self) -> int:
+        """Bytes of the rows."""
+        return self.embeddings.nbytes
+
+    def select(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(bool [T]: which of `ids` [T] are rows of this object; those rows float32 [n, hidden], on their device)."""
+        mine = (ids >= self.first_index) & (ids < self.first_index + self.length)
+        rows = ids[mine] - self.first_index
+        return mine, self.embeddings[rows.to(self.embeddings.device)].to(ids.device, torch.float32)
+
+
+def check_embeddings(
+    ids: Tensor, embeddings: Sequence[ExLlamaV2MMEmbedding] | None, hidden_size: int
+) -> tuple[ExLlamaV2MMEmbedding, ...]:
+    """The embeddings as a tuple, if they fit a model of `hidden_size` and hold every id from EMBEDDING_INDEX on.
+
+    Raises InputError for objects that do not fit, TokenIdError for an id that no embedding has.
+    """
+    if embeddings is not None and not isinstance(embeddings, (list, tuple)):
+        raise InputError(f"indexed_embeddings is a {type(embeddings).__name__}, must be a list of ExLlamaV2MMEmbedding")
+    found = tuple(embeddings or ())
+    for e in found:
+        if not isinstance(e, ExLlamaV2MMEmbedding):
+            raise InputError(f"indexed_embeddings holds a {type(e).__name__}, expected ExLlamaV2MMEmbedding")
+        if e.embeddings.shape[1] != hidden_size:
+            raise InputError(f"{e.text_alias}: rows of {e.embeddings.shape[1]} for a model of {hidden_size}")
+    wanted = ids >= EMBEDDING_INDEX
+    for e in found:
+        wanted &= (ids < e.first_index) | (ids >= e.first_index + e.length)
+    if wanted.any():
+        raise TokenIdError(
+            f"id {int(ids[wanted][0])} stands for a row of an embedding that indexed_embeddings does not hold"
+        )
+    return found

@@ -1,0 +1,175 @@
+"""The door of a forward pass: what the caller handed in, checked before anything is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .attn_params import AttentionParams, PagedParams
+from .embeddings import EMBEDDING_INDEX, ExLlamaV2MMEmbedding, check_embeddings
+from .errors import InputError, ModelStateError, SequenceTooLongError, TokenIdError, UnsupportedError
+from .lora import ExLlamaV2Lora
+
+if TYPE_CHECKING:
+    from .cache import ExLlamaV2CacheBase
+    from .config import ExLlamaV2Config
+    from .model import ExLlamaV2
+
+__all__ = [
+    "check_context",
+    "check_ids",
+    "check_indices",
+    "check_length",
+    "check_loras",
+    "chunk_size",
+    "contiguous_params",
+    "paged_params",
+]
+
+Embeddings = tuple[ExLlamaV2MMEmbedding, ...]
+
+
+def check_ids(
+    model: ExLlamaV2, input_ids: Tensor, indexed_embeddings: Sequence[ExLlamaV2MMEmbedding] | None
+) -> tuple[Tensor, Embeddings]:
+    """(ids int64 [batch, q_len] on the CPU, the embeddings). Raises ModelStateError, InputError, TokenIdError."""
+    if not model.loaded:
+        raise ModelStateError("the model is not loaded: call model.load() first")
+    if not isinstance(input_ids, Tensor):
+        raise InputError(f"input_ids is a {type(input_ids).__name__}, expected an int64 tensor [batch, tokens]")
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise InputError(
+            f"input_ids has shape {list(input_ids.shape)}, expected [batch, tokens] with at least one token"
+        )
+    if input_ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        raise InputError(f"input_ids is {input_ids.dtype}, expected int64")
+    ids = input_ids.to(device="cpu", dtype=torch.int64)
+    embeddings = check_embeddings(ids, indexed_embeddings, model.config.hidden_size)
+    tokens = ids[ids < EMBEDDING_INDEX] if embeddings else ids
+    low, high = (int(tokens.min()), int(tokens.max())) if tokens.numel() else (0, 0)
+    vocab_size = model.config.vocab_size
+    if low < -1 or high >= vocab_size:
+        bad = low if low < -1 else high
+        raise TokenIdError(f"token id {bad} is outside the vocabulary of {vocab_size} (-1 stands for padding)")
+    return ids, embeddings
+
+
+def check_loras(model: ExLlamaV2, loras: Sequence[ExLlamaV2Lora] | None) -> tuple[ExLlamaV2Lora, ...]:
+    """The adapters as a tuple. Raises InputError for other objects, ModelStateError for adapters of another model."""
+    if loras is None:
+        return ()
+    if not isinstance(loras, (list, tuple)) or not all(isinstance(lora, ExLlamaV2Lora) for lora in loras):
+        raise InputError(f"loras is {str(loras)[:80]}, must be a list of ExLlamaV2Lora")
+    for lora in loras:
+        lora.check_usable(model)
+    return tuple(loras)
+
+
+def check_context(cache: object, input_mask: object, position_offsets: object, abort_event: object, batch: int) -> None:
+    """InputError for arguments of the wrong type or shape."""
+    # By what it can do, not by class: the generators hand in views of one row of a cache.
+    if cache is not None and not (callable(getattr(cache, "pages", None)) and hasattr(cache, "current_seq_len")):
+        raise InputError(f"cache is a {type(cache).__name__}, expected one of the ExLlamaV2Cache classes or None")
+    if input_mask is not None and not (isinstance(input_mask, Tensor) and input_mask.is_floating_point()):
+        raise InputError(f"input_mask is {_named(input_mask)}, expected a float tensor [batch, total length]")
+    if position_offsets is not None:
+        if not isinstance(position_offsets, Tensor) or position_offsets.dtype not in (torch.int32, torch.int64):
+            raise InputError(f"position_offsets is {_named(position_offsets)}, expected an int32 tensor [batch, 1]")
+        if tuple(position_offsets.shape) not in ((batch, 1), (batch,), (1, 1), (1,)):
+            raise InputError(
+                f"position_offsets has shape {list(position_offsets.shape)}, expected [batch = {batch}, 1]"
+            )
+    if abort_event is not None and not callable(getattr(abort_event, "is_set", None)):
+        raise InputError(f"abort_event is a {type(abort_event).__name__}, expected a threading.Event or None")
+
+
+def check_indices(indices: Sequence[int] | None, count: int) -> frozenset[int]:
+    """extract_state_indices as a set of module numbers; negative ones count from the end. Raises InputError."""
+    found = tuple(indices or ())
+    for index in found:
+        if isinstance(index, bool) or not isinstance(index, int) or not -count <= index < count:
+            raise InputError(f"extract_state_indices holds {index!r}; the model has modules 0 to {count - 1}")
+    return frozenset(index % count for index in found)
+
+
+def check_length(config: ExLlamaV2Config, cache: ExLlamaV2CacheBase | None, batch: int, past: int, q_len: int) -> None:
+    """SequenceTooLongError if the tokens fit neither chunk, model nor cache; InputError for too many rows."""
+    if cache is None:
+        limit = _effective_max(config, batch)
+        if q_len > limit:
+            raise SequenceTooLongError(
+                f"Maximum input length exceeded in model.forward: {q_len} tokens without a cache, at most {limit} "
+                f"(max_input_len {config.max_input_len} x max_batch_size {config.max_batch_size} / batch)"
+            )
+        return
+    if batch > cache.batch_size:
+        raise InputError(f"batch of {batch} for a cache of batch_size {cache.batch_size}")
+    if past + q_len > config.max_seq_len:
+        raise SequenceTooLongError(
+            f"{past} + {q_len} tokens exceed the model's max_seq_len of {config.max_seq_len}; shorten the "
+            "context, or raise config.max_seq_len before building the model"
+        )
+    if past + q_len > cache.max_seq_len:
+        raise SequenceTooLongError(
+            f"Total sequence length exceeds cache size in model.forward: {past} + {q_len} tokens, the cache holds "
+            f"{cache.max_seq_len}"
+        )
+
+
+def chunk_size(config: ExLlamaV2Config, batch: int, past: int, remaining: int, cached: bool) -> int:
+    """Tokens of the next chunk (spec core.md 7.2). Our attention is fused, so max_attention_size limits a chunk
+    only where both fused back ends of the original are switched off by the caller."""
+    size = min(remaining, _effective_max(config, batch))
+    limit = config.max_attention_size
+    fused = not (config.no_flash_attn and config.no_xformers)
+    if cached and not fused and (past + remaining) * remaining > limit:
+        size = min(size, int((math.sqrt(past * past + 4 * limit) - past) / 2))
+    return max(size, 1)
+
+
+def contiguous_params(
+    params: AttentionParams | None,
+    cache: ExLlamaV2CacheBase | None,
+    batch: int,
+    q_len: int,
+    input_mask: Tensor | None,
+    position_offsets: Tensor | None,
+) -> AttentionParams:
+    """The caller's attn_params completed by the other arguments."""
+    past = 0 if cache is None else cache.current_seq_len
+    if params is None:
+        return AttentionParams(batch, q_len, past, input_mask, position_offsets)
+    if not isinstance(params, AttentionParams):
+        raise InputError(f"attn_params is a {type(params).__name__}, expected AttentionParams or PagedParams")
+    if params.batch_size != batch or params.seq_len not in (None, q_len):
+        raise InputError(
+            f"ids are {batch} x {q_len}, attn_params says batch_size {params.batch_size}, seq_len {params.seq_len}"
+        )
+    if params.past_len is not None and (not isinstance(params.past_len, int) or params.past_len < 0):
+        raise InputError(f"attn_params.past_len is {params.past_len!r}, must be a number of tokens")
+    return AttentionParams(
+        batch,
+        q_len,
+        past if params.past_len is None else params.past_len,
+        params.input_mask if input_mask is None else input_mask,
+        params.position_offsets if position_offsets is None else position_offsets,
+    )
+
+
+def paged_params(params: PagedParams, input_mask: Tensor | None, position_offsets: Tensor | None) -> PagedParams:
+    """`params`; UnsupportedError if it comes with arguments for padded rows."""
+    if input_mask is not None or position_offsets is not None:
+        raise UnsupportedError("input_mask and position_offsets do not go with PagedParams: pages need no padding")
+    return params
+
+
+def _effective_max(config: ExLlamaV2Config, batch: int) -> int:
+    return max(config.max_input_len * config.max_batch_size // batch, 1)
+
+
+def _named(value: Any) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else f"a {type(value).__name__}"

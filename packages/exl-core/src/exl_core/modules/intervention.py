@@ -1,0 +1,79 @@
+"""Looking into and changing what flows between modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..loading.checkpoint import TensorSource
+from .linear import Linear
+from .module import Module, Step
+
+__all__ = ["Hook", "Intervention"]
+
+Hook = Callable[[Tensor, Step], Tensor]
+
+
+class Intervention(Module):
+    """`model.modules[i] = Intervention(model.modules[i], pre_forward, post_forward)` (spec core.md 1.6).
+
+    A hook gets the hidden state [batch, q_len, hidden] (before the embedding: the ids; after the head: the logits) and
+    the `Step`, and returns the state to go on with, of the same shape, on any device. What it was given is a copy of
+    its own. Everything else is the inner module's. While a model holds one, no step of it is a captured graph.
+    """
+
+    made: ClassVar[int] = 0  # how many there ever were: captured graphs look again when it changes
+
+    def __init__(self, inner: Module, pre_forward: Hook | None = None, post_forward: Hook | None = None) -> None:
+        for name, hook in (("pre_forward", pre_forward), ("post_forward", post_forward)):
+            if hook is not None and not callable(hook):
+                raise InputError(f"{name} is a {type(hook).__name__}, must be callable as (hidden_state, step)")
+        if not isinstance(inner, Module):
+            raise InputError(f"an Intervention wraps a module of the model, not a {type(inner).__name__}")
+        self.inner = inner
+        self.pre_forward = pre_forward
+        self.post_forward = post_forward
+        self.key = inner.key
+        self.name = inner.name
+        Intervention.made += 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not yet set: while copying or unpickling
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        self.inner.load(source, device)
+
+    def unload(self) -> None:
+        self.inner.unload()
+
+    @property
+    def loaded(self) -> bool:
+        return self.inner.loaded
+
+    def weight_bytes(self) -> int:
+        return self.inner.weight_bytes()
+
+    def submodules(self) -> Iterator[Linear]:
+        return self.inner.submodules()
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        x = _apply("pre_forward", self.pre_forward, x, step)
+        x = self.inner.forward(x, step)
+        return _apply("post_forward", self.post_forward, x, step)
+
+
+def _apply(name: str, hook: Hook | None, x: Tensor, step: Step) -> Tensor:
+    if hook is None:
+        return x
+    shape = (step.batch_size, -1) if x.dim() == 1 else (step.batch_size, -1, x.shape[-1])
+    found = hook(x.view(shape).clone(), step)
+    if not isinstance(found, Tensor) or found.numel() != x.numel() or found.shape != x.view(shape).shape:
+        got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise InputError(f"{name} returned {got}; it must return a hidden state {list(x.view(shape).shape)}")
+    return x.copy_(found.reshape(x.shape)) if x.dim() > 1 else found.reshape(x.shape).to(x.device, x.dtype)
