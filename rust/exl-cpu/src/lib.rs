@@ -17,4 +17,5 @@ pub mod norm;
 pub mod pool;
 pub mod roof;
 pub mod rope;
+pub mod sampling;
 mod simd;

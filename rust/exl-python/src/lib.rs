@@ -14,6 +14,7 @@ mod kv;
 mod linear;
 mod norm;
 mod rope;
+mod sampling;
 mod tensor;
 mod threads;
 
@@ -30,6 +31,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     kv::register(m)?;
     attention::register(m)?;
     block::register(m)?;
+    sampling::register(m)?;
     cuda::register(m)?;
     cuda_linear::register(m)?;
     cuda_attention::register(m)?;

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import secrets
+from typing import SupportsIndex
+
+from exl_generate.errors import RequestError
 
 __all__ = ["RequestRandom"]
 
@@ -19,19 +23,30 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def _whole(seed: SupportsIndex) -> int:
+    try:
+        if isinstance(seed, bool):
+            raise TypeError
+        return operator.index(seed)
+    except TypeError:
+        raise RequestError(f"seed is {seed!r}; it must be an int of any size, or None for a random one") from None
+
+
 class RequestRandom:
     """Uniform numbers in [0, 1) as a function of (seed, position of the token in the request, attempt at that
     position).
 
-    `seed` is any integer; None takes 64 bits from the operating system. The seed is hashed, so that neighbouring
-    seeds, which batches use on purpose, give unrelated streams.
+    `seed` is any integer, of any size; None takes 64 bits from the operating system; `RequestError` for anything else.
+    The seed is hashed, so that neighbouring seeds, which batches use on purpose, give unrelated streams.
     """
 
     __slots__ = ("_key", "seed")
 
-    def __init__(self, seed: int | None = None) -> None:
-        self.seed = secrets.randbits(64) if seed is None else int(seed)
-        digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8, person=b"exl-rng").digest()
+    def __init__(self, seed: SupportsIndex | None = None) -> None:
+        self.seed = secrets.randbits(64) if seed is None else _whole(seed)
+        # Python refuses to write thousands of decimal digits; hexadecimal ones it writes.
+        text = str(self.seed) if self.seed.bit_length() <= 4096 else hex(self.seed)
+        digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"exl-rng").digest()
         self._key = int.from_bytes(digest, "little")
 
     def uniform(self, position: int, attempt: int = 0) -> float:

@@ -4,59 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from exl_generate.errors import RequestError
+from exl_generate.sampling.validation import validate
 
 if TYPE_CHECKING:
     from exl_generate.contracts import Tokenizer
 
 __all__ = ["Settings"]
-
-#: Field -> (lowest, highest) allowed value, both included.
-_RANGES: dict[str, tuple[float, float]] = {
-    "token_repetition_penalty": (1e-6, math.inf),
-    "token_repetition_range": (-1, math.inf),
-    "token_repetition_decay": (0, math.inf),
-    "token_frequency_penalty": (-math.inf, math.inf),
-    "token_presence_penalty": (-math.inf, math.inf),
-    "temperature": (0, math.inf),
-    "smoothing_factor": (0, math.inf),
-    "min_temp": (0, math.inf),
-    "max_temp": (0, math.inf),
-    "temp_exponent": (0, math.inf),
-    "top_k": (0, math.inf),
-    "top_p": (0, math.inf),
-    "top_a": (0, math.inf),
-    "min_p": (0, math.inf),
-    "tfs": (0, math.inf),
-    "typical": (0, math.inf),
-    "skew": (-math.inf, math.inf),
-    "mirostat_tau": (0, math.inf),
-    "mirostat_eta": (0, math.inf),
-    "dry_allowed_length": (1, math.inf),
-    "dry_base": (0, math.inf),
-    "dry_multiplier": (0, math.inf),
-    "dry_range": (0, math.inf),
-    "dry_max_ngram": (1, math.inf),
-    "xtc_probability": (0, 1),
-    "xtc_threshold": (0, 1),
-}
-_INTEGERS = frozenset(
-    {
-        "token_repetition_range",
-        "token_repetition_decay",
-        "top_k",
-        "dry_allowed_length",
-        "dry_range",
-        "dry_max_ngram",
-    }
-)
-_SWITCHES = ("temperature_last", "mirostat")
 
 
 @dataclass
@@ -67,7 +28,11 @@ class Settings:
     and `xtc_probability` 0 switch a transform off; a temperature below 0.01 means greedy. The order in which transforms
     apply is that of `exl_generate.sampling.sampler`. `mirostat_mu`, `ngram_trie`, `ngram_index` and `ngram_history`
     held state in exllamav2; they stay as names so that positional construction works, and are not used: that state
-    belongs to the request.
+    belongs to the request. Only `ExLlamaV2Sampler.sample`, which knows no request, keeps `mirostat_mu` here.
+
+    `token_bias` has a value per id of the vocabulary, -inf bans; values of ids beyond it are ignored.
+    `dry_sequence_breakers` are ids or texts: a text stands for every id whose piece contains it, or, if it spans
+    pieces, for the last id of its encoding.
     """
 
     token_repetition_penalty: float = 1.025
@@ -98,7 +63,7 @@ class Settings:
     dry_allowed_length: int = 2
     dry_base: float = 1.75
     dry_multiplier: float = 0.0
-    dry_sequence_breakers: set[int] | None = None
+    dry_sequence_breakers: Collection[int | str] | None = None
     dry_range: int = 0
     dry_max_ngram: int = 20
     ngram_trie: Any = None
@@ -119,9 +84,10 @@ class Settings:
         """A copy whose bias, hooks and sets are its own: changing one never changes the other."""
         return replace(
             self,
-            token_bias=None if self.token_bias is None else self.token_bias.clone(),
-            post_sampling_hooks=list(self.post_sampling_hooks or []),
-            dry_sequence_breakers=None if self.dry_sequence_breakers is None else set(self.dry_sequence_breakers),
+            token_bias=self.token_bias.clone() if isinstance(self.token_bias, torch.Tensor) else self.token_bias,
+            post_sampling_hooks=copy(self.post_sampling_hooks) or [],
+            dry_sequence_breakers=copy(self.dry_sequence_breakers),
+            xtc_ignore_tokens=copy(self.xtc_ignore_tokens),
             mirostat_mu=None,
             ngram_trie=None,
             ngram_index=0,
@@ -166,36 +132,23 @@ class Settings:
         self.token_bias = bias
 
     def validate(self) -> None:
-        """Refuse what has no meaning: `RequestError` with the limit."""
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise RequestError(f"Settings.{name} is {value!r}; it must be a number from {low} to {high}")
-            if name in _INTEGERS and not isinstance(value, int):
-                raise RequestError(f"Settings.{name} is {value!r}; it must be a whole number, as an int")
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"Settings.{name} is {getattr(self, name)!r}; it must be True or False")
-        if not isinstance(self.post_sampling_hooks, list) or not all(map(callable, self.post_sampling_hooks)):
-            raise RequestError(
-                f"Settings.post_sampling_hooks is {self.post_sampling_hooks!r}; it must be a list of functions"
-            )
-        if self.max_temp > 0 and self.min_temp > self.max_temp:
-            raise RequestError(f"Settings.min_temp {self.min_temp} exceeds max_temp {self.max_temp}; swap them")
-        if self.dry_multiplier > 0 and 0 < self.dry_range <= self.dry_max_ngram:
-            raise RequestError(
-                f"Settings.dry_range {self.dry_range} must be 0 or exceed dry_max_ngram {self.dry_max_ngram}"
-            )
-        bias = self.token_bias
-        if bias is not None and (not isinstance(bias, torch.Tensor) or bias.dim() != 1 or bool(bias.isnan().any())):
-            raise RequestError("Settings.token_bias must be a 1-D tensor without NaN, one value per token id, or None")
-        if self.cfg_scale is not None and not math.isfinite(self.cfg_scale):
-            raise RequestError(f"Settings.cfg_scale is {self.cfg_scale}; it must be a finite number or None")
+        """Refuse what has no meaning: `RequestError` with the field, its value and the limit."""
+        validate(self)
 
     @property
     def is_greedy(self) -> bool:
         """True where the draw cannot matter: temperature below 0.01 or `top_k` 1."""
         return self.temperature < 0.01 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """True where a penalty over the context is on."""
+        neutral = (1.0, 0.0, 0.0)
+        return neutral != (
+            self.token_repetition_penalty,
+            self.token_presence_penalty,
+            self.token_frequency_penalty,
+        )
 
     def effective(self) -> dict[str, Any]:
         """The fields that differ from their defaults, for logs and for echoing back what was really applied."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from exl_generate.errors import RequestError
+from exl_kernels.sampling import pack_ids
+
 if TYPE_CHECKING:
     from exl_generate.contracts import Tokenizer
 
-__all__ = ["Vocabulary"]
+__all__ = ["Mask", "Vocabulary"]
+
+#: packed int32 words: bit i & 31 of word i >> 5 stands for id i
+Mask = NDArray[np.int32]
 
 _BREAKERS = frozenset('.,!?<>[](){}"\n\t')
 _cache: weakref.WeakKeyDictionary[Tokenizer, Vocabulary] = weakref.WeakKeyDictionary()
@@ -23,8 +30,12 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = weakref.ref(tokenizer)
         self.size = int(tokenizer.get_vocab_size())
-        self._dry_breakers: frozenset[int] | None = None
-        self._xtc_ignored: frozenset[int] | None = None
+        #: ids that settings may name: the model may know more of them than its tokenizer
+        self.width = max(self.size, int(tokenizer.config.vocab_size))
+        #: a bias says something of each of these; ids that only one of the two knows may be missing
+        self.least_bias = min(self.size, int(tokenizer.config.vocab_size))
+        self._dry_breakers: Mask | None = None
+        self._xtc_ignored: Mask | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Vocabulary:
@@ -35,27 +46,48 @@ class Vocabulary:
         return found
 
     @property
-    def dry_breakers(self) -> frozenset[int]:
+    def dry_breakers(self) -> Mask:
         """Ids whose piece contains punctuation that ends a repeat, and all special ids (P-6)."""
         if self._dry_breakers is None:
-            self._dry_breakers = self._containing(_BREAKERS)
+            self._dry_breakers = self.pack(self.containing(_BREAKERS) | self.special)
         return self._dry_breakers
 
     @property
-    def xtc_ignored(self) -> frozenset[int]:
+    def xtc_ignored(self) -> Mask:
         """Ids whose piece contains a newline, and all special ids (P-19)."""
         if self._xtc_ignored is None:
-            self._xtc_ignored = self._containing(frozenset("\n"))
+            self._xtc_ignored = self.pack(self.containing("\n") | self.special)
         return self._xtc_ignored
 
-    def _containing(self, characters: frozenset[str]) -> frozenset[int]:
+    @property
+    def special(self) -> set[int]:
+        """Special and added ids."""
+        return set(self._owner.extended_id_to_piece)
+
+    def breaking(self, text: str) -> set[int]:
+        """Ids that a breaker given as text stands for: every id whose piece contains it; for a text that spans pieces,
+        the last id of its encoding."""
+        if not text:
+            raise RequestError("a DRY sequence breaker is an empty string; pass text or token ids")
+        found = {i for i, piece in enumerate(self._owner.get_id_to_piece_list()) if text in piece}
+        found |= {i for i, piece in self._owner.extended_id_to_piece.items() if text in piece}
+        if not found:
+            found = {int(i) for i in self._owner.encode(text, add_bos=False)[0, -1:]}
+        if not found:
+            raise RequestError(f"DRY sequence breaker {text!r} cannot be spelled in this vocabulary; leave it out")
+        return found
+
+    def containing(self, characters: Collection[str]) -> set[int]:
+        """Ids whose piece contains any of these characters."""
+        wanted = frozenset(characters)
+        pieces = self._owner.get_id_to_piece_list()
+        return {i for i, piece in enumerate(pieces) if not wanted.isdisjoint(piece)}
+
+    def pack(self, ids: Collection[int]) -> Mask:
+        return pack_ids(ids, self.width)
+
+    @property
+    def _owner(self) -> Tokenizer:
         tokenizer = self._tokenizer()
         assert tokenizer is not None, "a request outlived its tokenizer"
-        pieces = tokenizer.get_id_to_piece_list()
-        ids = {i for i, piece in enumerate(pieces) if not characters.isdisjoint(piece)}
-        return frozenset(ids | set(tokenizer.extended_id_to_piece))
-
-
-def members(ids: NDArray[np.int64], group: frozenset[int] | set[int]) -> NDArray[np.bool_]:
-    """Which of `ids` are in `group`."""
-    return np.fromiter((int(i) in group for i in ids), dtype=np.bool_, count=len(ids))
+        return tokenizer

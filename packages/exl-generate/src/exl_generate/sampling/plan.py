@@ -1,0 +1,94 @@
+"""From validated settings to the numbers of an `exl_kernels.sampling.Plan`; sets of tokens are resolved here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from exl_generate.errors import RequestError
+from exl_kernels.sampling import Plan
+
+if TYPE_CHECKING:
+    from exl_generate.sampling.settings import Settings
+    from exl_generate.sampling.vocabulary import Mask, Vocabulary
+
+__all__ = ["plan_of"]
+
+#: Lengths in tokens beyond this mean no more than this.
+_LONGEST = 1 << 40
+
+
+def plan_of(s: Settings, vocabulary: Vocabulary) -> Plan:
+    """The transforms of a request. Raises `RequestError` for sets and biases that do not fit the vocabulary."""
+    if s.token_bias is not None and len(s.token_bias) < vocabulary.least_bias:
+        raise RequestError(
+            f"Settings.token_bias has {len(s.token_bias)} values, the vocabulary {vocabulary.least_bias} ids; pass one "
+            "value per id (Settings.disallow_tokens and allow_tokens make such a tensor)"
+        )
+    return Plan(
+        size=vocabulary.size,
+        temperature=1.0 if s.temperature_last else float(s.temperature),
+        smoothing=float(s.smoothing_factor),
+        top_k=min(int(s.top_k), _LONGEST),
+        top_p=_share(s.top_p),
+        top_a=float(s.top_a),
+        min_p=_share(s.min_p),
+        tfs=_share(s.tfs),
+        typical=_share(s.typical),
+        late=_late(s),
+        xtc=(float(s.xtc_probability), float(s.xtc_threshold)),
+        xtc_ignored=_ignored(s, vocabulary),
+        descending=s.skew != 0,
+        greedy=s.is_greedy,
+        penalties=(
+            float(s.token_repetition_penalty),
+            float(s.token_presence_penalty),
+            float(s.token_frequency_penalty),
+            min(int(s.token_repetition_range), _LONGEST),
+            min(int(s.token_repetition_decay), _LONGEST),
+        ),
+        dry=_dry(s, vocabulary),
+        bias=s.token_bias,
+        cfg_scale=None if s.cfg_scale is None else float(s.cfg_scale),
+    )
+
+
+def _share(value: float) -> float:
+    """A cut that is active inside (0, 1)."""
+    return float(value) if 0 < value < 1 else 0.0
+
+
+def _late(s: Settings) -> tuple[float, float, float] | None:
+    """Step 18: dynamic temperature replaces the late one."""
+    if s.max_temp > s.min_temp:
+        return float(s.min_temp), float(s.max_temp), float(s.temp_exponent)
+    if s.temperature_last and s.temperature != 1.0:
+        return float(s.temperature), float(s.temperature), 1.0
+    return None
+
+
+def _ignored(s: Settings, vocabulary: Vocabulary) -> Mask | None:
+    if s.xtc_probability == 0:
+        return None
+    return vocabulary.xtc_ignored if s.xtc_ignore_tokens is None else _packed(s.xtc_ignore_tokens, vocabulary)
+
+
+def _dry(s: Settings, vocabulary: Vocabulary) -> tuple[float, float, int, int, int, Mask] | None:
+    if s.dry_multiplier == 0:
+        return None
+    given = s.dry_sequence_breakers
+    breakers = vocabulary.dry_breakers if given is None else _packed(given, vocabulary)
+    lengths = (min(int(n), _LONGEST) for n in (s.dry_allowed_length, s.dry_max_ngram, s.dry_range))
+    return (float(s.dry_multiplier), float(s.dry_base), *lengths, breakers)  # type: ignore[return-value]
+
+
+def _packed(tokens: Collection[int | str], vocabulary: Vocabulary) -> Mask:
+    ids: set[int] = set()
+    for token in tokens:
+        if isinstance(token, str):
+            ids |= vocabulary.breaking(token)
+        elif token < vocabulary.width:
+            ids.add(int(token))
+        else:
+            raise RequestError(f"token id {token} is outside the vocabulary of {vocabulary.width}")
+    return vocabulary.pack(ids)

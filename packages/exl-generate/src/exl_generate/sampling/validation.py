@@ -1,0 +1,120 @@
+"""Which values of the sampler's settings mean something; all others are refused where they come in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from exl_generate.errors import RequestError
+
+if TYPE_CHECKING:
+    from exl_generate.sampling.settings import Settings
+
+__all__ = ["validate"]
+
+_ANY = (-math.inf, math.inf)
+_POSITIVE = (0.0, math.inf)
+
+#: Field -> (lowest, highest) allowed value, both included; every number must be finite.
+_RANGES: dict[str, tuple[float, float]] = {
+    "token_repetition_penalty": (1e-6, 1e6),
+    "token_repetition_range": (-1, math.inf),
+    "token_repetition_decay": _POSITIVE,
+    "token_frequency_penalty": _ANY,
+    "token_presence_penalty": _ANY,
+    "temperature": _POSITIVE,
+    "smoothing_factor": _POSITIVE,
+    "min_temp": _POSITIVE,
+    "max_temp": _POSITIVE,
+    "temp_exponent": _POSITIVE,
+    "top_k": _POSITIVE,
+    "top_p": _POSITIVE,
+    "top_a": _POSITIVE,
+    "min_p": _POSITIVE,
+    "tfs": _POSITIVE,
+    "typical": _POSITIVE,
+    "skew": _ANY,
+    "mirostat_tau": _POSITIVE,
+    "mirostat_eta": _POSITIVE,
+    "dry_allowed_length": (1, math.inf),
+    "dry_base": _POSITIVE,
+    "dry_multiplier": _POSITIVE,
+    "dry_range": _POSITIVE,
+    "dry_max_ngram": (1, math.inf),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 1),
+}
+_INTEGERS = frozenset(
+    {
+        "token_repetition_range",
+        "token_repetition_decay",
+        "top_k",
+        "dry_allowed_length",
+        "dry_range",
+        "dry_max_ngram",
+    }
+)
+_SWITCHES = ("temperature_last", "mirostat")
+
+
+def validate(s: Settings) -> None:
+    """Raises `RequestError` with the field, its value and the limit."""
+    for name in _RANGES:
+        _number(name, getattr(s, name))
+    for name in _SWITCHES:
+        if not isinstance(getattr(s, name), bool):
+            raise RequestError(f"Settings.{name} is {getattr(s, name)!r}; it must be True or False")
+    if not isinstance(s.post_sampling_hooks, list) or not all(map(callable, s.post_sampling_hooks)):
+        raise RequestError(f"Settings.post_sampling_hooks is {s.post_sampling_hooks!r}; it must be a list of functions")
+    if s.max_temp > 0 and s.min_temp > s.max_temp:
+        raise RequestError(f"Settings.min_temp {s.min_temp} exceeds max_temp {s.max_temp}; swap them")
+    if s.dry_multiplier > 0 and 0 < s.dry_range <= s.dry_max_ngram:
+        raise RequestError(f"Settings.dry_range {s.dry_range} must be 0 or exceed dry_max_ngram {s.dry_max_ngram}")
+    if s.cfg_scale is not None and (not _is_real(s.cfg_scale) or not math.isfinite(s.cfg_scale)):
+        raise RequestError(f"Settings.cfg_scale is {s.cfg_scale!r}; it must be a finite number or None")
+    _bias(s.token_bias)
+    _tokens("dry_sequence_breakers", s.dry_sequence_breakers, (set, frozenset, list, tuple), texts=True)
+    _tokens("xtc_ignore_tokens", s.xtc_ignore_tokens, (set, frozenset), texts=False)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _number(name: str, value: Any) -> None:
+    low, high = _RANGES[name]
+    whole = name in _INTEGERS
+    kind = "a whole number, as an int," if whole else "a finite number"
+    if _is_real(value) and (isinstance(value, Integral) if whole else math.isfinite(value)) and low <= value <= high:
+        return
+    limit = f"{kind} of at least {low:g}" if high == math.inf else f"{kind} from {low:g} to {high:g}"
+    raise RequestError(f"Settings.{name} is {value!r}; it must be {kind if low == -math.inf else limit}")
+
+
+def _bias(bias: Any) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, torch.Tensor) or bias.dim() != 1 or bias.is_complex() or bias.dtype == torch.bool:
+        given = f"{tuple(bias.shape)} {bias.dtype}" if isinstance(bias, torch.Tensor) else type(bias).__name__
+        raise RequestError(f"Settings.token_bias is {given}; it must be a 1-D tensor, one value per token id, or None")
+    if bool(bias.isnan().any()) or bool((bias == math.inf).any()):
+        raise RequestError("Settings.token_bias holds NaN or +inf; a value must be a number or, to ban its token, -inf")
+
+
+def _tokens(name: str, tokens: Any, kinds: tuple[type[Collection[Any]], ...], *, texts: bool) -> None:
+    if tokens is None:
+        return
+    what = "token ids or texts" if texts else "token ids"
+    if not isinstance(tokens, kinds):
+        raise RequestError(f"Settings.{name} is a {type(tokens).__name__}; it must be a set of {what}, or None")
+    for token in tokens:
+        if not (_is_id(token) or (texts and isinstance(token, str))):
+            raise RequestError(f"Settings.{name} holds {token!r}; it must be a set of {what}, or None")
+
+
+def _is_id(token: object) -> bool:
+    return not isinstance(token, bool) and isinstance(token, Integral) and int(token) >= 0

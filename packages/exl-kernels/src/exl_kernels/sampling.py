@@ -1,0 +1,217 @@
+"""From rows of logits to tokens: all transforms of spec/generators.md 4.3 in one native call for a batch of rows.
+
+A `Plan` holds what stays the same over a request, a `Row` what one step adds; `sample` draws a token for each row. The
+token is a function of (logits, plan, row) alone: whatever else is in the call, on every instruction set, on CPU and
+GPU. `exl_kernels.reference.sampling` is the same algorithm in plain numpy, to the bit.
+
+Weights are fixed-point: floor(e^l * 2^44), so sums are exact and have no order. A candidate below 2^-44 of the most
+probable one weighs nothing until a later temperature gives it weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import _native
+from .errors import DTypeError, ShapeError, UnsupportedError
+
+__all__ = ["MAX_WIDTH", "Failure", "Plan", "Row", "Sampled", "distribution", "pack_ids", "sample", "shaped"]
+
+#: Widest row of logits: 2^19 weights of 2^44 fit an unsigned 64-bit sum.
+MAX_WIDTH = 1 << 19
+
+Mask = NDArray[np.int32]
+Ids = NDArray[np.int64]
+
+
+def pack_ids(ids: Iterable[int], size: int) -> Mask:
+    """Ids below `size` as packed words: bit i & 31 of word i >> 5."""
+    bits = np.zeros(-(-max(size, 1) // 32) * 32, dtype=np.uint8)
+    wanted = np.fromiter(ids, dtype=np.int64)
+    bits[wanted[(wanted >= 0) & (wanted < size)]] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """The transforms of a request, as numbers. 0 switches a cut off. Values are taken as they are: callers validate.
+
+    `size`: ids of the vocabulary; higher ones are padding and never chosen. `temperature` below 0.01 or `top_k` 1:
+    greedy. `late` = (low, high, exponent): temperature by entropy behind the cuts (P-17), a fixed one if low == high
+    (P-16). `penalties` = (repetition, presence, frequency, range, decay) (P-4). `dry` = (multiplier, base,
+    allowed_length, max_ngram, range, packed breakers) (P-5). `xtc_ignored`: packed ids. `bias`: float32, added to the
+    first ids. `descending`: draw over falling probabilities instead of rising ids, as a skew needs it. `cfg_scale`:
+    weight of the logits against the row's `negative` (P-1).
+    """
+
+    size: int
+    temperature: float = 1.0
+    smoothing: float = 0.0
+    top_k: int = 0
+    top_p: float = 0.0
+    top_a: float = 0.0
+    min_p: float = 0.0
+    tfs: float = 0.0
+    typical: float = 0.0
+    late: tuple[float, float, float] | None = None
+    xtc: tuple[float, float] = (0.0, 0.0)
+    xtc_ignored: Mask | None = None
+    descending: bool = False
+    greedy: bool = False
+    penalties: tuple[float, float, float, int, int] = (1.0, 0.0, 0.0, -1, 0)
+    dry: tuple[float, float, int, int, int, Mask] | None = None
+    bias: Tensor | None = None
+    cfg_scale: float | None = None
+    native: Any = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        dry = None if self.dry is None else (*self.dry[:5], torch.from_numpy(self.dry[5]))
+        ignored = None if self.xtc_ignored is None else torch.from_numpy(self.xtc_ignored)
+        bias = None if self.bias is None else self.bias.detach().to("cpu", torch.float32).contiguous()
+        native = _native.SamplingPlan(
+            size=self.size,
+            greedy=self.greedy,
+            scale=self.scale,
+            smooth=self.smoothing > 0,
+            top_k=min(self.top_k, MAX_WIDTH),
+            cuts=(self.top_p, self.top_a, self.min_p, self.tfs, self.typical),
+            late=self.late,
+            xtc=self.xtc,
+            descending=self.descending,
+            penalties=self.penalties,
+            dry=dry,
+            bias=bias,
+            xtc_ignored=ignored,
+            cfg_scale=self.cfg_scale,
+        )
+        object.__setattr__(self, "native", native)
+
+    @property
+    def scale(self) -> float:
+        """What a distance from the largest logit, or its square with smoothing, is multiplied by."""
+        scale = (self.smoothing if self.smoothing > 0 else 1.0) / max(self.temperature, 1e-30)
+        return min(scale, 3e38)
+
+
+@dataclass(slots=True)
+class Row:
+    """One row of a call.
+
+    `logits`, `negative`: float32 [V], contiguous. `context`: int64 ids so far, contiguous; only penalties and DRY read
+    it. `uniform`: a number in [0, 1), already skewed. `mirostat`: 2^-mu, 0 = off. `mask`: packed int32 words, ids
+    beyond them are not allowed. `banned` ids are never chosen, `discouraged` ones only if nothing else is left; `only`
+    these (int64). `top_n`: candidates to report.
+    """
+
+    plan: Plan
+    logits: Tensor
+    uniform: float = 0.0
+    negative: Tensor | None = None
+    context: Ids | None = None
+    mirostat: float = 0.0
+    mask: Mask | None = None
+    banned: Sequence[int] = ()
+    discouraged: Sequence[int] = ()
+    only: Ids | None = None
+    top_n: int = 0
+
+    def request(self) -> tuple[Any, ...]:
+        """As the native functions take it."""
+        return (
+            self.plan.native,
+            self.logits,
+            self.negative,
+            self.context,
+            self.uniform,
+            self.mirostat,
+            self.mask,
+            self.banned,
+            self.discouraged,
+            self.only,
+            self.top_n,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token with its final probability, and the first candidates by falling probability, at most `top_n`."""
+
+    token: int
+    probability: float
+    top_tokens: Sequence[int] = ()
+    top_probabilities: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """No token: everything is excluded, or (`not_finite`) an allowed logit is NaN or +inf."""
+
+    not_finite: bool
+
+
+def sample(rows: Sequence[Row]) -> list[Sampled | Failure]:
+    """One token a row. Rows may differ in width and settings.
+
+    Raises ShapeError, DTypeError for logits that are not contiguous float32 [V], UnsupportedError for V beyond
+    `MAX_WIDTH`, ValueError for a `uniform` outside [0, 1).
+    """
+    try:
+        answers = _native.sample_rows([row.request() for row in rows])
+    except (TypeError, ValueError, BufferError):
+        for row in rows:
+            _check(row)
+        raise
+    return [_result(*answer) for answer in answers]
+
+
+def _result(token: int, probability: float, top: tuple[list[int], list[float]] | None) -> Sampled | Failure:
+    if token < 0:
+        return Failure(not_finite=token == -2)
+    return Sampled(token, probability) if top is None else Sampled(token, probability, *top)
+
+
+def distribution(row: Row) -> tuple[Ids, NDArray[np.uint64]] | None:
+    """Ids of the final candidates, ascending, and their weights (probability times a common factor); None: none."""
+    try:
+        ids, weights = _native.sampling_distribution(row.request())
+    except LookupError:
+        return None
+    return np.array(ids, dtype=np.int64), np.array(weights, dtype=np.uint64)
+
+
+def shaped(row: Row) -> NDArray[np.float32]:
+    """The logits that the row is sampled from: after penalties, bans, bias, DRY and masks, cut to the vocabulary."""
+    out = torch.empty(min(row.plan.size, row.logits.numel()))
+    _native.sampling_shaped(row.request(), out)
+    return out.numpy()
+
+
+def _check(row: Row) -> None:
+    for name, t in (("logits", row.logits), ("negative", row.negative)):
+        if t is None:
+            continue
+        if not isinstance(t, Tensor) or t.dtype != torch.float32:
+            raise DTypeError(f"{name} is {getattr(t, 'dtype', type(t).__name__)}; expected a float32 tensor")
+        if t.dim() != 1 or not t.is_contiguous():
+            raise ShapeError(f"{name} is {tuple(t.shape)}, strides {t.stride()}; expected contiguous [V]")
+        if t.numel() > MAX_WIDTH:
+            raise UnsupportedError(f"{name} is {t.numel()} wide; at most {MAX_WIDTH} ids can be sampled from")
+        if t.shape != row.logits.shape:
+            raise ShapeError(f"{name} is {tuple(t.shape)}; expected {tuple(row.logits.shape)}, as logits")
+    for name, array, dtype in (
+        ("context", row.context, np.int64),
+        ("mask", row.mask, np.int32),
+        ("only", row.only, np.int64),
+    ):
+        if array is not None and (array.dtype != dtype or not array.flags.c_contiguous):
+            raise DTypeError(f"{name} is {array.dtype}; expected a contiguous {np.dtype(dtype).name} array")
+    if not (math.isfinite(row.uniform) and 0 <= row.uniform < 1):
+        raise ValueError(f"uniform is {row.uniform}; it must be in [0, 1)")

@@ -1,0 +1,278 @@
+//! The candidates of a row, by ascending id, and the borders of their orders.
+
+use super::peaks::{BLOCK, finite, key, place};
+use super::weights::{self, Slope};
+use crate::isa::Isa;
+
+/// Bins of a histogram over an order.
+const BINS: usize = 2048;
+/// Fewer than this are sorted at once.
+const SORTED_AT_ONCE: usize = 96;
+/// More than this are sorted by radix.
+const RADIX_FROM: usize = 1536;
+
+/// Ids above -inf that have not been cut away, with logits, log-weights and weights. `total` is the sum of `q`.
+#[derive(Default, Debug)]
+pub struct Candidates {
+    pub id: Vec<u32>,
+    pub x: Vec<f32>,
+    pub l: Vec<f32>,
+    pub q: Vec<u64>,
+    pub total: u64,
+}
+
+/// The last place of an order that is kept: candidates of earlier bins, and those of this bin up to `last`.
+#[derive(Clone, Copy, Debug)]
+pub struct Border {
+    binned: bool,
+    bin: usize,
+    last: (u64, u64),
+}
+
+impl Border {
+    /// Whether a candidate of this bin and place is kept.
+    #[inline(always)]
+    pub fn keeps(self, bin: usize, place: impl FnOnce() -> (u64, u64)) -> bool {
+        if self.binned && bin != self.bin {
+            return bin < self.bin;
+        }
+        place() <= self.last
+    }
+
+    /// Place of the last that is kept.
+    pub fn last(self) -> (u64, u64) {
+        self.last
+    }
+}
+
+impl Candidates {
+    pub fn len(&self) -> usize {
+        self.id.len()
+    }
+
+    pub fn clear(&mut self) {
+        self.id.clear();
+        self.x.clear();
+    }
+
+    pub fn push(&mut self, id: usize, x: f32) {
+        self.id.push(id as u32);
+        self.x.push(x);
+    }
+
+    /// Takes every logit that `keep` wants from the blocks that `look` wants.
+    pub fn gather(&mut self, x: &[f32], look: impl Fn(usize) -> bool, keep: impl Fn(f32) -> bool) {
+        self.clear();
+        for (b, block) in x.chunks(BLOCK).enumerate() {
+            if !look(b) {
+                continue;
+            }
+            let at = self.id.len();
+            self.id.resize(at + BLOCK, 0);
+            self.x.resize(at + BLOCK, 0.0);
+            // Written always, counted if wanted: no branch to mispredict.
+            let (ids, xs) = (&mut self.id[at..], &mut self.x[at..]);
+            let mut count = 0;
+            for (j, &v) in block.iter().enumerate() {
+                ids[count] = (b * BLOCK + j) as u32;
+                xs[count] = v;
+                count += usize::from(keep(v) && finite(key(v)));
+            }
+            self.id.truncate(at + count);
+            self.x.truncate(at + count);
+        }
+    }
+
+    /// Computes l, q and the total from the logits.
+    pub fn weigh(&mut self, isa: Isa, slope: Slope) {
+        self.l.resize(self.x.len(), 0.0);
+        self.q.resize(self.x.len(), 0);
+        weights::weigh(isa, slope, &self.x, &mut self.l, &mut self.q);
+        self.total = self.q.iter().sum();
+    }
+
+    /// p^(scale), over the candidates' own highest.
+    pub fn reweigh(&mut self, isa: Isa, scale: f32) {
+        let highest = self.l.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
+        weights::reweigh(isa, highest, scale, &mut self.l, &mut self.q);
+        self.total = self.q.iter().sum();
+    }
+
+    /// The k first by (logit descending, id ascending); weights are not there yet.
+    pub fn keep_top(&mut self, k: usize, scratch: &mut Vec<u64>) {
+        if self.len() <= k {
+            return;
+        }
+        scratch.clear();
+        scratch.extend(self.id.iter().zip(&self.x).map(|(&id, &x)| place(x, id)));
+        let last = *scratch.select_nth_unstable(k - 1).1;
+        let mut to = 0;
+        for i in 0..self.id.len() {
+            (self.id[to], self.x[to]) = (self.id[i], self.x[i]);
+            to += usize::from(place(self.x[to], self.id[to]) <= last);
+        }
+        self.id.truncate(to);
+        self.x.truncate(to);
+    }
+
+    /// Keeps the candidates at the indices that `keep` wants.
+    pub fn retain(&mut self, keep: impl Fn(&Self, usize) -> bool) {
+        let mut to = 0;
+        for i in 0..self.len() {
+            let kept = keep(self, i);
+            self.id[to] = self.id[i];
+            self.x[to] = self.x[i];
+            self.l[to] = self.l[i];
+            self.q[to] = self.q[i];
+            to += usize::from(kept);
+        }
+        self.id.truncate(to);
+        self.x.truncate(to);
+        self.l.truncate(to);
+        self.q.truncate(to);
+        self.total = self.q.iter().sum();
+    }
+
+    /// Place of a candidate in descending order.
+    #[inline(always)]
+    pub fn descending(&self, i: usize) -> (u64, u64) {
+        (!self.q[i], place(self.x[i], self.id[i]))
+    }
+
+    /// Index of the first in descending order.
+    pub fn first(&self) -> usize {
+        let order = |&i: &usize| self.descending(i);
+        (0..self.len()).min_by_key(order).unwrap_or(0)
+    }
+
+    /// Keeps the candidates of at least this weight, or the first.
+    pub fn keep_weight(&mut self, least: u64) {
+        if self.q.iter().any(|&q| q >= least) {
+            self.retain(|c, i| c.q[i] >= least);
+        } else {
+            let first = self.first();
+            self.retain(|_, i| i == first);
+        }
+    }
+
+    /// Border of the smallest prefix of the descending order whose weight reaches `target`.
+    pub fn descending_border(&self, target: u64) -> Border {
+        self.border(target, |c, i| bin_of_weight(c.q[i]), Self::descending)
+    }
+
+    pub fn keep_descending(&mut self, border: Border) {
+        self.retain(|c, i| border.keeps(bin_of_weight(c.q[i]), || c.descending(i)));
+    }
+
+    /// Border of the smallest prefix whose weight reaches `target`, in the order of `order`, along which `bin` must not fall.
+    pub fn border(
+        &self,
+        target: u64,
+        bin: impl Fn(&Self, usize) -> usize,
+        order: impl Fn(&Self, usize) -> (u64, u64),
+    ) -> Border {
+        let mut below = 0;
+        let mut at = 0;
+        let many = self.len() > SORTED_AT_ONCE;
+        if many {
+            let mut sums = [0u64; BINS];
+            for i in 0..self.len() {
+                sums[bin(self, i)] += self.q[i];
+            }
+            while at < BINS - 1 && below + sums[at] < target {
+                below += sums[at];
+                at += 1;
+            }
+        }
+        let mut inside: Vec<((u64, u64), u64)> = (0..self.len())
+            .filter(|&i| !many || bin(self, i) == at)
+            .map(|i| (order(self, i), self.q[i]))
+            .collect();
+        inside.sort_unstable();
+        let mut last = (u64::MAX, u64::MAX);
+        for (place, q) in inside {
+            last = place;
+            below += q;
+            if below >= target {
+                break;
+            }
+        }
+        Border {
+            bin: at,
+            last,
+            binned: many,
+        }
+    }
+
+    /// Indices of all candidates in descending order.
+    pub fn sorted(&self) -> Vec<u32> {
+        let mut order: Vec<u32> = (0..self.len() as u32).collect();
+        if order.len() < RADIX_FROM {
+            order.sort_unstable_by_key(|&i| self.descending(i as usize));
+            return order;
+        }
+        // By logit first. Weights rise with logits but for their last bit, so little is left to do.
+        let mut from: Vec<u64> = (0..self.len())
+            .map(|i| place(self.x[i], 0) | i as u64)
+            .collect();
+        let mut to = vec![0; from.len()];
+        for shift in [32, 43, 54] {
+            radix_pass(&from, &mut to, shift);
+            std::mem::swap(&mut from, &mut to);
+        }
+        for (slot, entry) in order.iter_mut().zip(&from) {
+            *slot = *entry as u32;
+        }
+        for i in 1..order.len() {
+            let mut j = i;
+            while j > 0
+                && self.descending(order[j] as usize) < self.descending(order[j - 1] as usize)
+            {
+                order.swap(j, j - 1);
+                j -= 1;
+            }
+        }
+        order
+    }
+
+    /// The `n` first in descending order with their probabilities.
+    pub fn top(&self, n: usize) -> Vec<(u32, f64)> {
+        let mut order: Vec<usize> = (0..self.len()).collect();
+        if n < order.len() && n > 0 {
+            order.select_nth_unstable_by_key(n - 1, |&i| self.descending(i));
+        }
+        order.truncate(n);
+        order.sort_unstable_by_key(|&i| self.descending(i));
+        let total = self.total.max(1) as f64;
+        order
+            .into_iter()
+            .map(|i| (self.id[i], self.q[i] as f64 / total))
+            .collect()
+    }
+}
+
+/// Falls from the largest weights to 0, five bits an octave.
+#[inline(always)]
+fn bin_of_weight(q: u64) -> usize {
+    const LOWEST: u32 = 127 << 5;
+    // A weight that rounds up to the next octave keeps the order.
+    let bits = (q as f32).to_bits() >> 18;
+    BINS - 1 - (bits.max(LOWEST) - LOWEST).min(BINS as u32 - 1) as usize
+}
+
+/// One stable pass by 11 bits.
+fn radix_pass(from: &[u64], to: &mut [u64], shift: u32) {
+    let mut starts = [0usize; 2048];
+    for entry in from {
+        starts[(entry >> shift & 2047) as usize] += 1;
+    }
+    let mut at = 0;
+    for start in &mut starts {
+        at += std::mem::replace(start, at);
+    }
+    for &entry in from {
+        let slot = &mut starts[(entry >> shift & 2047) as usize];
+        to[*slot] = entry;
+        *slot += 1;
+    }
+}

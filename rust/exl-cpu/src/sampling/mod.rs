@@ -1,0 +1,165 @@
+//! From a row of logits to a token: the whole transform chain in the order of spec/generators.md 4.3, for a batch of rows.
+//!
+//! A token is a function of (logits, settings, random number) alone: on every instruction set, at any thread count, in any batch and on
+//! the GPU (`exl-cuda`, kernels/sampling.cu, follows the same definitions to the bit). Three rules make it so:
+//!
+//! * Weights are fixed-point: w = e^l by one polynomial of separate multiplications and additions ([`weights::weight`]), cut to
+//!   `q = floor(w * 2^44)` in a u64. Sums of q are exact, so no order of summation can matter. A candidate below 2^-44 of the most
+//!   probable weighs nothing; it stays a candidate, and a later temperature may give it weight.
+//! * Every cut is a comparison of integers. Orders are total: "descending" is (q descending, logit descending, id ascending).
+//! * A draw walks the candidates by ascending id, or in descending order where a skew is set, which is defined over that order.
+//!
+//! Nothing is sorted but what must be: a prefix of the descending order is found by its border (histograms and selection).
+
+mod candidates;
+mod chain;
+pub mod edits;
+mod peaks;
+pub mod scalar;
+mod shape;
+pub mod weights;
+
+use std::cell::RefCell;
+
+use crate::isa::Isa;
+use crate::pool;
+
+pub use edits::{Dry, Edit, Penalties};
+
+/// Widest row: sums of 2^19 weights of 2^44 fit a u64.
+pub const MAX_WIDTH: usize = 1 << 19;
+
+/// What happens after the truncation stages (steps 18).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Late {
+    None,
+    /// p^(1/T): 1 / T
+    Fixed(f32),
+    /// T = low + (high - low) * (H / Hmax)^exponent
+    Dynamic {
+        low: f64,
+        high: f64,
+        exponent: f64,
+    },
+}
+
+/// Steps 9 to 22 as numbers; 0 switches a cut off.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Chain {
+    pub greedy: bool,
+    /// l = (x - max) * scale, or -(x - max)^2 * scale if `smooth`
+    pub scale: f32,
+    pub smooth: bool,
+    pub top_k: usize,
+    pub top_p: f64,
+    pub top_a: f64,
+    pub min_p: f64,
+    pub tfs: f64,
+    pub typical: f64,
+    /// 2^-mu
+    pub mirostat: f64,
+    pub late: Late,
+    pub xtc_probability: f64,
+    pub xtc_threshold: f64,
+    /// draw over the descending order
+    pub descending: bool,
+}
+
+impl Chain {
+    /// No transform at all.
+    pub const NEUTRAL: Self = Self {
+        greedy: false,
+        scale: 1.0,
+        smooth: false,
+        top_k: 0,
+        top_p: 0.0,
+        top_a: 0.0,
+        min_p: 0.0,
+        tfs: 0.0,
+        typical: 0.0,
+        mirostat: 0.0,
+        late: Late::None,
+        xtc_probability: 0.0,
+        xtc_threshold: 0.0,
+        descending: false,
+    };
+}
+
+/// One row: logits and what changes them.
+#[derive(Clone, Copy, Debug)]
+pub struct Row<'a> {
+    pub logits: &'a [f32],
+    /// logits of the negative prompt and the scale of the mix
+    pub negative: Option<(&'a [f32], f64)>,
+    /// ids from here on are padding
+    pub size: usize,
+    /// penalties and discouraged ids, before the bias; each list in order
+    pub before: [&'a [Edit]; 2],
+    /// added to the first ids
+    pub bias: &'a [f32],
+    /// DRY and banned ids
+    pub after: [&'a [Edit]; 2],
+    /// packed, 1 = allowed; ids beyond it are not
+    pub mask: Option<&'a [i32]>,
+    /// only these ids
+    pub only: Option<&'a [i64]>,
+    pub chain: Chain,
+    /// packed ids that XTC leaves alone
+    pub xtc_ignored: &'a [i32],
+    /// in [0, 1), already skewed
+    pub uniform: f64,
+    pub top_n: usize,
+}
+
+/// A chosen token with its final probability, and the `top_n` first candidates in descending order.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampled {
+    pub token: u32,
+    pub probability: f64,
+    pub top: Vec<(u32, f64)>,
+}
+
+/// Why there is no token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failure {
+    /// everything is excluded
+    Empty,
+    /// an allowed logit is NaN or +inf
+    NotFinite,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<chain::Scratch> = RefCell::default();
+}
+
+/// Samples every row; rows are shared out over the pool's threads. Panics on rows beyond [`MAX_WIDTH`].
+pub fn sample(rows: &[Row<'_>]) -> Vec<Result<Sampled, Failure>> {
+    let isa = Isa::current();
+    let one = |row: &Row<'_>| SCRATCH.with_borrow_mut(|scratch| chain::run(isa, row, scratch));
+    if rows.len() < 2 {
+        return rows.iter().map(one).collect();
+    }
+    let results: Vec<std::sync::Mutex<Option<_>>> = rows.iter().map(|_| None.into()).collect();
+    pool::run(rows.len(), &|i| {
+        let result = one(&rows[i]);
+        *results[i].lock().expect("no panic while held") = Some(result);
+    });
+    results
+        .into_iter()
+        .map(|cell| {
+            let cell = cell.into_inner().expect("no panic while held");
+            cell.expect("every task has run")
+        })
+        .collect()
+}
+
+/// The final candidates of a row by ascending id, with their weights in units of 2^-44: what a draw chooses from.
+pub fn distribution(row: &Row<'_>) -> Result<Vec<(u32, u64)>, Failure> {
+    SCRATCH.with_borrow_mut(|scratch| chain::distribution(Isa::current(), row, scratch))
+}
+
+/// The logits of a row's vocabulary as steps 1 to 8 leave them; `out` has one element per id.
+pub fn shaped(row: &Row<'_>, out: &mut [f32]) {
+    let mut scratch = Vec::new();
+    out.copy_from_slice(shape::shape(Isa::current(), row, &mut scratch));
+}

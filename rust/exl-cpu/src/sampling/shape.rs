@@ -1,0 +1,133 @@
+//! Steps 1 to 8: the logits a row is sampled from. Arithmetic of single tokens is float64, rounded once.
+
+use super::weights::{self, Slope};
+use super::{Edit, Row};
+use crate::isa::Isa;
+use crate::simd::{Kernel, Lanes, dispatch};
+
+/// Writes the shaped logits of ids below the vocabulary's size into `out`, or returns the row itself if nothing changes it.
+pub fn shape<'a>(isa: Isa, row: &Row<'a>, out: &'a mut Vec<f32>) -> &'a [f32] {
+    let size = row.size.min(row.logits.len());
+    let plain = row.negative.is_none()
+        && row.bias.is_empty()
+        && row.mask.is_none()
+        && row.only.is_none()
+        && row
+            .before
+            .iter()
+            .chain(&row.after)
+            .all(|list| list.is_empty());
+    if plain {
+        return &row.logits[..size];
+    }
+    out.clear();
+    match row.negative {
+        // All of the width takes part in the mix, padding too.
+        Some((negative, scale)) => mix(isa, row.logits, negative, scale, out),
+        None => out.extend_from_slice(&row.logits[..size]),
+    }
+    out.truncate(size);
+    row.before.iter().for_each(|list| apply(list, out));
+    dispatch(
+        isa,
+        Add {
+            x: out,
+            bias: row.bias,
+        },
+    );
+    row.after.iter().for_each(|list| apply(list, out));
+    if let Some(mask) = row.mask {
+        dispatch(isa, Mask { x: out, mask });
+    }
+    if let Some(only) = row.only {
+        keep_only(only, out);
+    }
+    out
+}
+
+fn apply(edits: &[Edit], x: &mut [f32]) {
+    for edit in edits {
+        if let Some(v) = x.get_mut(edit.id as usize) {
+            *v = edit.apply(*v);
+        }
+    }
+}
+
+fn keep_only(ids: &[i64], x: &mut [f32]) {
+    let kept: Vec<(usize, f32)> = ids
+        .iter()
+        .filter_map(|&id| usize::try_from(id).ok())
+        .filter_map(|id| Some((id, *x.get(id)?)))
+        .collect();
+    x.fill(f32::NEG_INFINITY);
+    for (id, v) in kept {
+        x[id] = v;
+    }
+}
+
+/// scale * logsoftmax(positive) + (1 - scale) * logsoftmax(negative) (P-1)
+fn mix(isa: Isa, positive: &[f32], negative: &[f32], scale: f64, out: &mut Vec<f32>) {
+    let shift = scale * log_sum(isa, positive) + (1.0 - scale) * log_sum(isa, negative);
+    let pairs = positive.iter().zip(negative);
+    out.extend(
+        pairs.map(|(&a, &b)| (scale * f64::from(a) + (1.0 - scale) * f64::from(b) - shift) as f32),
+    );
+}
+
+/// ln of the sum of e^x
+fn log_sum(isa: Isa, x: &[f32]) -> f64 {
+    let peak = x
+        .iter()
+        .fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
+    let slope = Slope {
+        peak,
+        scale: 1.0,
+        smooth: false,
+    };
+    let mut sums = Vec::new();
+    weights::block_sums(isa, slope, x, super::peaks::BLOCK, &mut sums);
+    let total: u64 = sums.iter().sum();
+    f64::from(peak) + super::scalar::ln(total.max(1) as f64 / weights::ONE)
+}
+
+struct Add<'a> {
+    x: &'a mut [f32],
+    bias: &'a [f32],
+}
+
+impl Kernel for Add<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<V: Lanes>(self) {
+        for (v, b) in self.x.iter_mut().zip(self.bias) {
+            *v += b;
+        }
+    }
+}
+
+struct Mask<'a> {
+    x: &'a mut [f32],
+    mask: &'a [i32],
+}
+
+impl Kernel for Mask<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<V: Lanes>(self) {
+        for (i, block) in self.x.chunks_mut(32).enumerate() {
+            match self.mask.get(i).copied().unwrap_or(0) {
+                -1 => {}
+                0 => block.fill(f32::NEG_INFINITY),
+                word => {
+                    for (j, v) in block.iter_mut().enumerate() {
+                        *v = if word >> j & 1 == 1 {
+                            *v
+                        } else {
+                            f32::NEG_INFINITY
+                        };
+                    }
+                }
+            }
+        }
+    }
+}

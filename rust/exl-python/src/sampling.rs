@@ -1,0 +1,294 @@
+//! Bindings of the `sampling` subject.
+
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use exl_cpu::sampling::{
+    self, Chain, Dry, Edit, Failure, Late, MAX_WIDTH, Penalties, Row, edits::DISCOURAGED,
+};
+use pyo3::buffer::{Element, PyBuffer};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::tensor::Tensor;
+
+/// What stays the same over a request: its settings as numbers, and the sets they name.
+#[pyclass(frozen, module = "exl_kernels._native")]
+pub struct SamplingPlan {
+    pub chain: Chain,
+    pub penalties: Penalties,
+    dry: Option<DryPlan>,
+    pub bias: Vec<f32>,
+    pub xtc_ignored: Vec<i32>,
+    pub cfg_scale: f64,
+    pub size: usize,
+}
+
+struct DryPlan {
+    multiplier: f64,
+    base: f64,
+    allowed_length: usize,
+    max_ngram: usize,
+    window: usize,
+    breakers: Vec<i32>,
+}
+
+#[pymethods]
+impl SamplingPlan {
+    /// Steps are named as in spec/generators.md 4.3; 0 or None switches one off. `size`: ids of the vocabulary.
+    #[new]
+    #[pyo3(signature = (*, size, greedy, scale, smooth, top_k, cuts, late, xtc, descending, penalties, dry, bias, xtc_ignored, cfg_scale))]
+    fn new(
+        size: usize,
+        greedy: bool,
+        scale: f32,
+        smooth: bool,
+        top_k: usize,
+        cuts: (f64, f64, f64, f64, f64),
+        late: Option<(f64, f64, f64)>,
+        xtc: (f64, f64),
+        descending: bool,
+        penalties: (f64, f64, f64, i64, i64),
+        dry: Option<(f64, f64, usize, usize, usize, Tensor)>,
+        bias: Option<Tensor>,
+        xtc_ignored: Option<Tensor>,
+        cfg_scale: Option<f64>,
+    ) -> PyResult<Self> {
+        let (top_p, top_a, min_p, tfs, typical) = cuts;
+        let late = match late {
+            None => Late::None,
+            // Only one temperature: p^(1/T)
+            Some((low, high, _)) if low == high => Late::Fixed((1.0 / low) as f32),
+            Some((low, high, exponent)) => Late::Dynamic {
+                low,
+                high,
+                exponent,
+            },
+        };
+        let chain = Chain {
+            greedy,
+            scale,
+            smooth,
+            top_k,
+            top_p,
+            top_a,
+            min_p,
+            tfs,
+            typical,
+            mirostat: 0.0,
+            late,
+            xtc_probability: xtc.0,
+            xtc_threshold: xtc.1,
+            descending,
+        };
+        let (repetition, presence, frequency, sustain, decay) = penalties;
+        let dry = match dry {
+            None => None,
+            Some((multiplier, base, allowed_length, max_ngram, window, breakers)) => {
+                Some(DryPlan {
+                    multiplier,
+                    base,
+                    allowed_length,
+                    max_ngram,
+                    window,
+                    breakers: breakers.slice::<i32>("breakers")?.to_vec(),
+                })
+            }
+        };
+        Ok(Self {
+            chain,
+            penalties: Penalties {
+                repetition,
+                presence,
+                frequency,
+                sustain,
+                decay,
+            },
+            dry,
+            bias: copied(bias.as_ref(), "bias")?,
+            xtc_ignored: copied(xtc_ignored.as_ref(), "xtc_ignored")?,
+            cfg_scale: cfg_scale.unwrap_or(1.0),
+            size,
+        })
+    }
+}
+
+fn copied<T: crate::tensor::Element>(tensor: Option<&Tensor>, what: &str) -> PyResult<Vec<T>> {
+    tensor.map_or_else(|| Ok(Vec::new()), |t| Ok(t.slice::<T>(what)?.to_vec()))
+}
+
+/// One row of a call: (plan, logits [V], logits of the negative prompt, context, uniform, mirostat threshold, mask words, banned ids,
+/// discouraged ids, only these ids, top_n).
+pub type Request = (
+    Py<SamplingPlan>,
+    Tensor,
+    Option<Tensor>,
+    Option<PyBuffer<i64>>,
+    f64,
+    f64,
+    Option<PyBuffer<i32>>,
+    Vec<u32>,
+    Vec<u32>,
+    Option<PyBuffer<i64>>,
+    usize,
+);
+
+/// A token, or -1 (nothing is left) or -2 (NaN or +inf); its probability; the first candidates with theirs.
+pub type Answer = (i64, f64, Option<(Vec<u32>, Vec<f64>)>);
+
+/// The elements of a contiguous buffer. Nobody may write to it while the slice lives.
+fn elements<'a, T: Element>(buffer: &'a PyBuffer<T>, what: &str) -> PyResult<&'a [T]> {
+    if !buffer.is_c_contiguous() {
+        return Err(PyValueError::new_err(format!("{what} is not contiguous")));
+    }
+    if buffer.item_count() == 0 {
+        return Ok(&[]);
+    }
+    // SAFETY: `PyBuffer` has checked type and alignment, and keeps the memory alive; the calling thread waits for the kernel.
+    Ok(unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) })
+}
+
+/// The changes of single logits that a request's settings ask for, and the lists it brings.
+pub struct Edits {
+    pub penalties: Vec<Edit>,
+    pub discouraged: Vec<Edit>,
+    pub dry: Vec<Edit>,
+    pub banned: Vec<Edit>,
+}
+
+impl Edits {
+    pub fn of(request: &Request, width: usize) -> PyResult<Self> {
+        let plan = request.0.get();
+        let context = request.3.as_ref().map(|b| elements(b, "context"));
+        let context = context.transpose()?.unwrap_or(&[]);
+        let set = |ids: &[u32], value: f64| ids.iter().map(|&id| Edit::set(id, value)).collect();
+        let dry = plan.dry.as_ref().map(|d| {
+            let dry = Dry {
+                multiplier: d.multiplier,
+                base: d.base,
+                allowed_length: d.allowed_length,
+                max_ngram: d.max_ngram,
+                window: d.window,
+                breakers: &d.breakers,
+            };
+            dry.edits(context, width)
+        });
+        let penalties = if plan.penalties.active() {
+            plan.penalties.edits(context, width)
+        } else {
+            Vec::new()
+        };
+        Ok(Self {
+            penalties,
+            discouraged: set(&request.8, DISCOURAGED),
+            dry: dry.unwrap_or_default(),
+            banned: set(&request.7, f64::NEG_INFINITY),
+        })
+    }
+}
+
+fn row<'a>(request: &'a Request, edits: &'a Edits) -> PyResult<Row<'a>> {
+    let plan = request.0.get();
+    let logits = request.1.slice::<f32>("logits")?;
+    if request.1.shape.len() != 1 || logits.len() > MAX_WIDTH {
+        return Err(PyValueError::new_err(format!(
+            "logits are {:?}, expected one dimension of at most {MAX_WIDTH}",
+            request.1.shape
+        )));
+    }
+    let negative = request.2.as_ref().map(|t| t.slice::<f32>("negative"));
+    let negative = negative.transpose()?;
+    if negative.is_some_and(|negative| negative.len() != logits.len()) {
+        return Err(PyValueError::new_err("negative must be as wide as logits"));
+    }
+    if !(0.0..1.0).contains(&request.4) {
+        return Err(PyValueError::new_err("uniform must be in [0, 1)"));
+    }
+    let chain = Chain {
+        mirostat: request.5,
+        ..plan.chain
+    };
+    Ok(Row {
+        logits,
+        negative: negative.map(|negative| (negative, plan.cfg_scale)),
+        size: plan.size,
+        before: [&edits.penalties, &edits.discouraged],
+        bias: &plan.bias,
+        after: [&edits.dry, &edits.banned],
+        mask: mask(request)?,
+        only: only(request)?,
+        chain,
+        xtc_ignored: &plan.xtc_ignored,
+        uniform: request.4,
+        top_n: request.10,
+    })
+}
+
+pub fn mask(request: &Request) -> PyResult<Option<&[i32]>> {
+    request.6.as_ref().map(|b| elements(b, "mask")).transpose()
+}
+
+pub fn only(request: &Request) -> PyResult<Option<&[i64]>> {
+    request.9.as_ref().map(|b| elements(b, "only")).transpose()
+}
+
+fn prepared(requests: &[Request]) -> PyResult<Vec<Edits>> {
+    let width = |request: &Request| request.1.numel();
+    requests.iter().map(|r| Edits::of(r, width(r))).collect()
+}
+
+/// Samples each row from its float32 logits in CPU memory.
+#[pyfunction]
+fn sample_rows(py: Python<'_>, requests: Vec<Request>) -> PyResult<Vec<Answer>> {
+    let edits = prepared(&requests)?;
+    let rows: Vec<Row<'_>> = requests
+        .iter()
+        .zip(&edits)
+        .map(|(request, edits)| row(request, edits))
+        .collect::<PyResult<_>>()?;
+    let results = py.detach(|| sampling::sample(&rows));
+    Ok(results.into_iter().map(answer).collect())
+}
+
+pub fn answer(result: Result<sampling::Sampled, Failure>) -> Answer {
+    match result {
+        Ok(sampled) => {
+            let top = (!sampled.top.is_empty()).then(|| sampled.top.into_iter().unzip());
+            (i64::from(sampled.token), sampled.probability, top)
+        }
+        Err(Failure::Empty) => (-1, 0.0, None),
+        Err(Failure::NotFinite) => (-2, 0.0, None),
+    }
+}
+
+/// The final candidates of one row by ascending id, with their weights; raises `LookupError` where there are none.
+#[pyfunction]
+fn sampling_distribution(py: Python<'_>, request: Request) -> PyResult<(Vec<u32>, Vec<u64>)> {
+    let edits = Edits::of(&request, request.1.numel())?;
+    let row = row(&request, &edits)?;
+    let found = py.detach(|| sampling::distribution(&row));
+    found
+        .map(|pairs| pairs.into_iter().unzip())
+        .map_err(|_| pyo3::exceptions::PyLookupError::new_err("no candidates"))
+}
+
+/// The logits of one row as steps 1 to 8 leave them, written into `out` (float32, one per id of the vocabulary).
+#[pyfunction]
+fn sampling_shaped(request: Request, out: Tensor) -> PyResult<()> {
+    let edits = Edits::of(&request, request.1.numel())?;
+    let row = row(&request, &edits)?;
+    let to = out.slice_mut::<f32>("out")?;
+    if to.len() != row.size.min(row.logits.len()) {
+        return Err(PyTypeError::new_err("out must have an element per id"));
+    }
+    sampling::shaped(&row, to);
+    Ok(())
+}
+
+/// Adds this subject's functions and classes to the module.
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<SamplingPlan>()?;
+    m.add_function(wrap_pyfunction!(sample_rows, m)?)?;
+    m.add_function(wrap_pyfunction!(sampling_distribution, m)?)?;
+    m.add_function(wrap_pyfunction!(sampling_shaped, m)?)
+}
