@@ -106,6 +106,18 @@ def test_a_cue_spelled_in_other_tokens():
     assert pieces(s) == {"y", "yes"}
 
 
+def test_a_cue_inside_a_token_is_not_missed():
+    letters = ["t", "h", "e\n\n", "yes", " the end", "</s>"]
+    v = Vocabulary(letters, eos_token_id=5, special_ids=[5])
+    s = FilterStack([TriggeredFilter(select(v, "yes"), on="the")], vocab_size=6, stop_ids=[5])
+    for path in ([0, 1, 2], [4], [0, 1, 1, 4]):
+        s.begin()
+        for token in path:
+            assert s.next_mask() is None
+            s.feed(token)
+        assert bits.to_ids(s.next_mask()) == [3]
+
+
 @pytest.mark.parametrize("after", ["release", "rearm"])
 def test_what_comes_after(after):
     s = stack(TriggeredFilter(select(V, "no"), on="the", after=after))

@@ -28,10 +28,12 @@ from exl_filters.errors import (
 )
 from exl_filters.foreign import ForeignFilter, as_filter
 from exl_filters.host import FilterStack, Status
+from exl_filters.logged import LoggedFilter
 from exl_filters.masking import apply_mask
 from exl_filters.prefix import ExLlamaV2PrefixFilter
 from exl_filters.registry import create, from_spec, get, names, register, unregister
 from exl_filters.select import ExLlamaV2SelectFilter
+from exl_filters.sequence import SequenceFilter
 from exl_filters.state_filter import Choice, StateFilter
 from exl_filters.token_filters import BanFilter, LengthFilter, TokenSetFilter
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
@@ -63,8 +65,10 @@ __all__ = [
     "FilterUsageError",
     "ForeignFilter",
     "LengthFilter",
+    "LoggedFilter",
     "MissingExtra",
     "PluginError",
+    "SequenceFilter",
     "StateFilter",
     "Status",
     "TokenSetFilter",

@@ -162,6 +162,9 @@ class AllOf(_Composite):
     Whole where all with an opinion are whole; ended when the first of them ends.
     """
 
+    def spec(self) -> dict[str, Any]:
+        return {"type": "all-of", "filters": [f.spec() for f in self._parts]}
+
     def _combined(self) -> Words | None:
         masks = [words for words in (driver.mask() for driver in self._drivers) if words is not None]
         if not masks:
@@ -202,6 +205,9 @@ class AnyOf(_Composite):
         new = super().clone(c)
         new._left = list(self._left)
         return new
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "any-of", "filters": [f.spec() for f in self._parts]}
 
     def _running(self) -> list[int]:
         return [i for i, left in enumerate(self._left) if left is None]
@@ -259,11 +265,14 @@ class TriggeredFilter(ExLlamaV2Filter):
     """No opinion until `on` appears; from then on `inner`'s (spec FC-37): a schema that holds after the thinking is
     over.
 
-    on: a token id, or a text that the generated text must come to end with. after: when the inner filter has ended,
+    on: a token id, or a text; the constraint begins with the token after the one that completes it (what else that one
+    holds behind the text, line breaks say, is before the constraint). after: when the inner filter has ended,
     "stop" ends the job, "release" has no opinion any more, "rearm" waits for the next cue.
     """
 
     native: ClassVar[bool] = True
+    # Where the constraint begins depends on the token that holds the cue.
+    capabilities: ClassVar[tuple[str, ...]] = ("token_level",)
 
     def __init__(
         self, inner: Any, on: int | str, after: Literal["stop", "release", "rearm"] = "stop", *, tokenizer: Any = None
@@ -351,6 +360,9 @@ class TriggeredFilter(ExLlamaV2Filter):
     def describe(self) -> str:
         return f"Triggered(on={self.on!r}, {self.inner.describe()})"
 
+    def spec(self) -> dict[str, Any]:
+        return {"type": "triggered", "inner": self.inner.spec(), "on": self.on, "after": self.after}
+
     @property
     def _stops(self) -> frozenset[int]:
         return self._driver.context.stop_ids
@@ -372,8 +384,9 @@ class TriggeredFilter(ExLlamaV2Filter):
             cue = token == self.on
         else:
             wanted = self.on.encode("utf-8", "surrogateescape")
-            self._tail = (self._tail + self.vocabulary.bytes_of(token))[-len(wanted) :]
-            cue = self._tail == wanted
+            text = self._tail + self.vocabulary.bytes_of(token)
+            cue = wanted in text
+            self._tail = b"" if cue else text[max(0, len(text) - len(wanted) + 1) :]
         if cue:
             self._active = True
             self._driver.begin("")

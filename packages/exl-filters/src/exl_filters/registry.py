@@ -47,7 +47,14 @@ _BUILT_IN = {
     "grammar": "exl_filters.grammar:ExLlamaV2GrammarFilter",
     "token-enforcer": "exl_filters.token_enforcer:ExLlamaV2TokenEnforcerFilter",
     "select": "exl_filters.select:ExLlamaV2SelectFilter",
+    "all-of": "exl_filters.composed:all_of",
+    "any-of": "exl_filters.composed:any_of",
+    "sequence": "exl_filters.composed:sequence",
+    "triggered": "exl_filters.composed:triggered",
+    "logged": "exl_filters.composed:logged",
 }
+# Of these, the parameters `filters` and `inner` are specs themselves.
+_COMPOSED = ("all-of", "any-of", "sequence", "triggered", "logged")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -216,10 +223,20 @@ def build(factory: Any, vocab: Any, name: str, params: Mapping[str, Any]) -> ExL
 
 
 def from_spec(spec: Mapping[str, Any], vocab: Any, *, allow: Collection[str] | None = None) -> ExLlamaV2Filter:
-    """The filter a `spec()` describes: `{"type": name, **params}`."""
+    """The filter a `spec()` describes: `{"type": name, **params}`; filters made of filters hold specs of these."""
     if not isinstance(spec, Mapping) or not isinstance(spec.get("type"), str):
         raise FilterUsageError(f'a filter spec is a mapping with "type"; got {spec!r:.80}')
-    return create(spec["type"], vocab, allow=allow, **{str(k): v for k, v in spec.items() if k != "type"})
+    params = {str(k): v for k, v in spec.items() if k != "type"}
+    if spec["type"] in _COMPOSED:
+
+        def made(value: Any) -> Any:
+            return from_spec(value, vocab, allow=allow) if isinstance(value, Mapping) else value
+
+        if "inner" in params:
+            params["inner"] = made(params["inner"])
+        if isinstance(params.get("filters"), list | tuple):
+            params["filters"] = [made(value) for value in params["filters"]]
+    return create(spec["type"], vocab, allow=allow, **params)
 
 
 def names() -> list[str]:

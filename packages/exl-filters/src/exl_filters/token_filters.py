@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from exl_filters import bits
 from exl_filters.errors import FilterCompileError
 from exl_filters.state_filter import Choice, StateFilter
+from exl_filters.vocabulary import Vocabulary
 
 __all__ = ["BanFilter", "LengthFilter", "TokenSetFilter"]
 
@@ -127,39 +132,96 @@ class BanFilter(StateFilter[_Tail]):
         return not state[1]
 
 
-class LengthFilter(StateFilter[int]):
-    """At least `min_tokens`, at most `max_tokens` before the stop token; no opinion in between.
+# (tokens, characters begun, continuation bytes that the last character still lacks)
+_Amount = tuple[int, int, int]
 
-    Beside a grammar that is not whole at the limit, that is a dead end, reported as such: the text is cut, not bent.
+
+class LengthFilter(StateFilter[_Amount]):
+    """At least `min_tokens` and `min_chars`, at most `max_tokens` and `max_chars` before the stop token.
+
+    No opinion where no limit is near. Characters are code points of the UTF-8 text; of bytes that are none, those that
+    continue no character do not count. Beside a grammar that is not whole at the limit, that is a dead end, reported as
+    such: the text is cut, not bent.
     """
 
     capabilities: ClassVar[tuple[str, ...]] = ("token_level", "names_specials")
 
-    def __init__(self, model: Any, tokenizer: Any, min_tokens: int = 0, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        min_tokens: int = 0,
+        max_tokens: int | None = None,
+        min_chars: int = 0,
+        max_chars: int | None = None,
+    ) -> None:
         super().__init__(model, tokenizer)
-        if min_tokens < 0 or (max_tokens is not None and max_tokens < max(1, min_tokens)):
-            raise FilterCompileError(
-                f"needs 0 <= min_tokens <= max_tokens, 1 <= max_tokens; got {min_tokens}, {max_tokens}"
-            )
+        for unit, least, most in (("tokens", min_tokens, max_tokens), ("chars", min_chars, max_chars)):
+            if least < 0 or (most is not None and most < max(1, least)):
+                raise FilterCompileError(f"needs 0 <= min_{unit} <= max_{unit}, 1 <= max_{unit}; got {least}, {most}")
         self.min_tokens, self.max_tokens = min_tokens, max_tokens
+        self.min_chars, self.max_chars = min_chars, max_chars
         size = self.vocabulary.size
         self._any = Choice(bits.from_ids(self.vocabulary.defined, size))
         self._none = Choice(bits.empty(size))
+        self._fitting = _Fitting(self.vocabulary)
         self.begin("")
 
     def spec(self) -> dict[str, Any]:
-        return {"type": "length", "min_tokens": self.min_tokens, "max_tokens": self.max_tokens}
+        return {
+            "type": "length",
+            "min_tokens": self.min_tokens,
+            "max_tokens": self.max_tokens,
+            "min_chars": self.min_chars,
+            "max_chars": self.max_chars,
+        }
 
-    def _start(self, prefix: bytes) -> int:
-        return 0
+    def _start(self, prefix: bytes) -> _Amount:
+        return 0, 0, 0
 
-    def _choice(self, state: int) -> Choice | None:
-        if self.max_tokens is not None and state >= self.max_tokens:
+    def _choice(self, state: _Amount) -> Choice | None:
+        tokens, chars, lacking = state
+        if self.max_tokens is not None and tokens >= self.max_tokens:
             return self._none
-        return self._any if state < self.min_tokens else None
+        if self.max_chars is not None and self.max_chars - chars < self._fitting.longest:
+            return self._fitting.choice(self.max_chars - chars, lacking)
+        return None if self._whole(state) else self._any
 
-    def _advance(self, state: int, token: int) -> int:
-        return state + 1
+    def _advance(self, state: _Amount, token: int) -> _Amount:
+        tokens, chars, lacking = state
+        raw = self.vocabulary.bytes_of(token)
+        for byte in raw:
+            if byte & 0xC0 == 0x80:
+                lacking = max(0, lacking - 1)
+            else:
+                chars, lacking = chars + 1, (byte >= 0xC0) + (byte >= 0xE0) + (byte >= 0xF0) if byte < 0xF5 else 0
+        return tokens + 1, chars, lacking
 
-    def _whole(self, state: int) -> bool:
-        return state >= self.min_tokens
+    def _whole(self, state: _Amount) -> bool:
+        return state[0] >= self.min_tokens and state[1] >= self.min_chars
+
+
+class _Fitting:
+    """Which ids hold at most so many characters; tables made when first asked for, shared by clones."""
+
+    shared_between_clones = True
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    @cached_property
+    def _counts(self) -> npt.NDArray[np.int64]:
+        """Characters that begin in each id's bytes."""
+        v = self._vocabulary
+        return np.array([sum(b & 0xC0 != 0x80 for b in v.bytes_of(i)) for i in range(v.size)], dtype=np.int64)
+
+    @cached_property
+    def longest(self) -> int:
+        return int(self._counts.max(initial=0))
+
+    def choice(self, left: int, lacking: int) -> Choice:
+        """Text ids that fit into `left` characters; what only continues a character, as far as that one lacks bytes."""
+        v = self._vocabulary
+        ids = np.flatnonzero((self._counts > 0) & (self._counts <= left)) if left > 0 else np.empty(0, dtype=np.int64)
+        rest = [i for i in np.flatnonzero(self._counts == 0).tolist() if 0 < len(v.bytes_of(i)) <= lacking]
+        return Choice(bits.from_ids([*ids.tolist(), *rest], v.size))

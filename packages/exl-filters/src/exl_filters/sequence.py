@@ -1,0 +1,227 @@
+"""`SequenceFilter`: a sentence of one filter, then a sentence of the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from exl_filters import bits
+from exl_filters.base import Allowed, ExLlamaV2Filter
+from exl_filters.bits import Words
+from exl_filters.context import FilterContext
+from exl_filters.driver import FilterDriver
+from exl_filters.errors import FilterCompileError, FilterRejected, FilterUsageError
+from exl_filters.foreign import as_filter
+from exl_filters.tokens import as_prefix, as_token
+from exl_filters.vocabulary import Vocabulary, vocabulary_of
+
+__all__ = ["SequenceFilter"]
+
+# Beyond so many ids a part is inside free text, and looking for its ends in each would cost more than a step.
+MAX_PROBED = 64
+
+# (which part, its driver)
+_Place = tuple[int, FilterDriver]
+
+
+class SequenceFilter(ExLlamaV2Filter):
+    """A sentence of each of `filters`, one after another: `SequenceFilter([select, grammar])`.
+
+    Where a part is whole and could also go on, both ways stay open. Parts meet between two tokens, or inside a token
+    whose beginning is itself a token that makes the part whole (looked for where the part allows at most 64 ids); other
+    tokens that would span a border are not allowed, so the text is of the language, but not in every tokenization. Ends
+    when the last part does.
+    """
+
+    native: ClassVar[bool] = True
+    capabilities: ClassVar[tuple[str, ...]] = ("canonical_only",)
+
+    def __init__(self, filters: Sequence[Any]) -> None:
+        if not filters:
+            raise FilterCompileError("SequenceFilter needs at least one filter")
+        self._parts = [as_filter(f).clone() for f in filters]
+        first = next((f for f in self._parts if f.tokenizer is not None), self._parts[0])
+        super().__init__(first.model, first.tokenizer)
+        self.vocabulary: Vocabulary = vocabulary_of(self.tokenizer)
+        v = self.vocabulary
+        self.attach(FilterContext.make(v.size, v.stop_ids, v.special_ids))
+
+    # Contract.
+
+    def attach(self, context: FilterContext) -> None:
+        super().attach(context)
+        # Only the last part may stop: the others know of no stop ids, and offer none.
+        inner = FilterContext.make(context.vocab_size, (), context.special_ids, context.logits_width)
+        last = len(self._parts) - 1
+        self._starts = [FilterDriver(f, context if i == last else inner) for i, f in enumerate(self._parts)]
+        self._stop_words = bits.from_ids(context.stop_ids, context.vocab_size)
+        self.begin("")
+
+    def begin(self, prefix_str: Any = "") -> None:
+        self._prefix = as_prefix(prefix_str)
+        self._fed: list[int] = []
+        self._done = self._ended = False
+        self._settle_places([(0, self._started(0, self._prefix))])
+
+    def fill_bitmask(self, words: Words) -> bool:
+        if self._done:
+            bits.copy_into(self._stop_words, words)
+            return True
+        combined = self._combined()
+        if combined is None:
+            return False
+        bits.copy_into(combined, words)
+        return True
+
+    def next(self) -> Allowed:
+        words = bits.empty(self._context.vocab_size)
+        if not self.fill_bitmask(words):
+            return None, set()
+        ids = bits.to_ids(words)
+        stops = self._context.stop_ids
+        return ids, {i for i in ids if i in stops} | (set() if self._done else self._last_ends(words))
+
+    def feed(self, token: Any) -> None:
+        token = as_token(token)
+        if not self._done:
+            combined = self._combined()
+            if combined is not None and not bits.test(combined, token):
+                raise FilterRejected(f"token {token} is not allowed by {self.describe()}", token)
+            if token in self._context.stop_ids:
+                self._done, self._ended = True, combined is not None
+            else:
+                self._settle_places(list(self._after(token)))
+        self._fed.append(token)
+
+    def is_complete(self) -> bool:
+        return self._done or any(self._is_last(i) and driver.complete for i, driver in self._places)
+
+    def ended(self) -> bool:
+        return self._ended
+
+    def rewind(self, n: int) -> None:
+        if not 0 <= n <= len(self._fed):
+            raise FilterUsageError(f"rewind({n}) after {len(self._fed)} tokens")
+        if n:
+            kept, prefix = self._fed[: len(self._fed) - n], self._prefix
+            self.begin(prefix)
+            for token in kept:
+                self.feed(token)
+
+    def clone(self, c: Any = None) -> Any:
+        self._settle()
+        new = c if c is not None else type(self).__new__(type(self))
+        new.__dict__.update(vars(self))
+        new.background_result = None
+        new._fed = list(self._fed)
+        new._starts = [driver.copy() for driver in self._starts]
+        new._parts = [driver.filter for driver in new._starts]
+        new._places = [(i, driver.copy()) for i, driver in self._places]
+        new._spanning = None
+        return new
+
+    def describe(self) -> str:
+        return f"Sequence({', '.join(f.describe() for f in self._parts)})"
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "sequence", "filters": [f.spec() for f in self._parts]}
+
+    # Inside.
+
+    @property
+    def _context(self) -> FilterContext:
+        assert self.context is not None
+        return self.context
+
+    def _is_last(self, index: int) -> bool:
+        return index == len(self._parts) - 1
+
+    def _started(self, index: int, prefix: bytes = b"") -> FilterDriver:
+        driver = self._starts[index].copy()
+        driver.begin(prefix)
+        return driver
+
+    def _settle_places(self, places: list[_Place]) -> None:
+        """Add the next part behind every part that is whole; leave behind the parts that have ended."""
+        kept: list[_Place] = []
+        while places:
+            index, driver = places.pop(0)
+            if not self._is_last(index) and driver.complete:
+                places.append((index + 1, self._started(index + 1)))
+            if self._is_last(index) or not driver.done:
+                kept.append((index, driver))
+        if kept and all(driver.done for _, driver in kept):
+            self._done = self._ended = True
+        self._places = [(index, driver) for index, driver in kept if not driver.done]
+        self._spanning: list[tuple[bytes, _Place]] | None = None
+
+    def _open(self, index: int, driver: FilterDriver) -> Words | None:
+        """What a part allows, without stop ids unless it is the last."""
+        words = driver.mask()
+        return words if words is None or self._is_last(index) else words & ~self._stop_words
+
+    def _combined(self) -> Words | None:
+        combined = bits.empty(self._context.vocab_size)
+        for index, driver in self._places:
+            words = self._open(index, driver)
+            if words is None:
+                return None
+            combined |= words
+        for _, (_, driver) in self._spans():
+            words = driver.mask()
+            if words is not None:
+                combined |= words & ~self._stop_words
+        return combined
+
+    def _spans(self) -> list[tuple[bytes, _Place]]:
+        """The next part, begun with the text of a token that makes this one whole: tokens over the border heal it."""
+        if self._spanning is None:
+            self._spanning = []
+            for index, driver in self._places:
+                if not self._is_last(index):
+                    for text in self._finishing(index, driver):
+                        self._spanning.append((text, (index + 1, self._started(index + 1, text))))
+        return self._spanning
+
+    def _finishing(self, index: int, driver: FilterDriver) -> set[bytes]:
+        """Texts of the tokens after which the part is whole."""
+        words = self._open(index, driver)
+        if words is None or bits.count(words) > MAX_PROBED:
+            return set()
+        found: set[bytes] = set()
+        for token in bits.to_ids(words):
+            text = self.vocabulary.bytes_of(token)
+            if text and text not in found:
+                trial = driver.copy()
+                trial.feed(token)
+                if trial.complete:
+                    found.add(text)
+        return found
+
+    def _after(self, token: int) -> Iterator[_Place]:
+        """Where an allowed token leads."""
+        spans = self._spans()
+        for index, driver in self._places:
+            words = self._open(index, driver)
+            if words is None or bits.test(words, token):
+                driver.feed(token)
+                yield index, driver
+        raw = self.vocabulary.bytes_of(token)
+        for text, (index, driver) in spans:
+            words = driver.mask()
+            if len(raw) > len(text) and raw.startswith(text) and words is not None and bits.test(words, token):
+                driver.feed(token)
+                yield index, driver
+
+    def _last_ends(self, words: Words) -> set[int]:
+        """Ids after which nothing but the end is left."""
+        if not any(self._is_last(index) for index, _ in self._places) or bits.count(words) > MAX_PROBED:
+            return set()
+        ends: set[int] = set()
+        for token in bits.to_ids(words):
+            if token not in self._context.stop_ids:
+                trial = self.clone()
+                trial.feed(token)
+                if trial.ended():
+                    ends.add(token)
+        return ends
