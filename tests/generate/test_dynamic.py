@@ -28,7 +28,6 @@ from exl_generate.testing import (
     streamed_text,
     streamed_tokens,
 )
-from exl_kernels.errors import UnsupportedError
 
 PIECES: list[str | bytes] = [chr(c) for c in range(97, 123)] + list(" .,\n!{}") + ["the", " the", "\nuser", "xy"]
 PIECES += [bytes([b]) for b in "é😀".encode()]
@@ -449,7 +448,7 @@ def test_clear_queue_returns_everything() -> None:
         (lambda: job("a", 1, stop_conditions=["ok", ""]), RequestError, "''"),
         (lambda: job("a", 1, stop_conditions=[None]), RequestError, "None"),
         (lambda: job("a", 1, banned_strings="text"), RequestError, "banned_strings"),
-        (lambda: job("a", 1, embeddings=[object()]), UnsupportedError, "embeddings"),
+        (lambda: job("a", 1, embeddings=[object()]), RequestError, "embeddings"),
         (lambda: ExLlamaV2DynamicJob([ids("a"), ids("b")], 5), RequestError, "cfg_scale"),
         (lambda: ExLlamaV2DynamicJob([ids("a")] * 3, 5), RequestError, "3 sequences"),
         (lambda: job("a", 1, gen_settings=Settings(cfg_scale=2.0)), RequestError, "go together"),
@@ -514,9 +513,6 @@ def test_state_changes_that_do_not_fit_are_refused() -> None:
     generator.iterate()
     with pytest.raises(JobStateError, match="1 jobs are running"):
         generator.reset_page_table()
-    with pytest.raises(UnsupportedError):
-        generator.set_loras(object())
-    generator.set_loras(None)
 
 
 def test_many_threads_may_submit_at_once() -> None:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.speculation import Drafter
+from exl_generate.sampling import Draw, Sample, sample_batch
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
 __all__ = ["Engine"]
@@ -18,8 +21,63 @@ __all__ = ["Engine"]
 Results = list[dict[str, Any]]
 
 
+class Turn:
+    """One job's part of a round: the windows its sequences evaluate, then the tokens it takes from their logits."""
+
+    __slots__ = ("_before", "_guesses", "job", "results", "windows")
+
+    def __init__(self, job: ExLlamaV2DynamicJob, guesses: list[int]) -> None:
+        self.job = job
+        self.windows = [Window(sequence, guesses, job.return_hidden_state) for sequence in job.sequences]
+        self.results: Results = []
+        self._guesses = guesses
+        self._before = job.accepted_draft_tokens
+
+    def begin(self) -> bool:
+        """After the forward pass. False if it failed for this job."""
+        for window in self.windows:
+            if window.error is not None:
+                return self.fail(window.error)
+        self.job.drafted_tokens += len(self._guesses)
+        return True
+
+    def ask(self, at: int) -> Draw | None:
+        """What the sampler needs for position `at` of the windows; None if the job fails over it, in a filter for
+        example."""
+        try:
+            self.job.commit()
+            return self.job.ask(self.windows, at)
+        except Exception as error:
+            self.fail(error)
+            return None
+
+    def take(self, at: int, sample: Sample | Exception) -> bool:
+        """Accept a sample; True if the next position of the windows is worth something: the guess held."""
+        if isinstance(sample, Exception):
+            return self.fail(sample)
+        guess = self._guesses[at] if at < len(self._guesses) else None
+        try:
+            result, held = self.job.take(sample, guess, self.windows[0], at)
+        except Exception as error:
+            return self.fail(error)
+        self.results.append(result)
+        return held and not self.job.is_finished
+
+    def settle(self) -> None:
+        """The round is over for this job."""
+        if self._guesses:
+            self.job.adapt_drafts(len(self._guesses), self.job.accepted_draft_tokens - self._before)
+        if not self.job.has_failed:
+            self.job.settle()
+
+    def fail(self, error: Exception) -> bool:
+        self.results.append(self.job.fail(error))
+        return False
+
+
 class Engine:
-    """Moves every running job one step on. `deliver` gets all results, in the order in which they arise."""
+    """Moves every running job one step on. `deliver` gets all results, those of a job together, jobs in the order they
+    started. `pool` runs filters while the model runs."""
 
     def __init__(
         self,
@@ -28,22 +86,27 @@ class Engine:
         drafter: Drafter,
         max_chunk_size: int,
         deliver: Callable[[Results], None],
+        pool: Callable[[], Executor] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._drafter = drafter
         self._max_chunk_size = max_chunk_size
         self._deliver = deliver
+        self._pool = pool
 
     def step(self) -> None:
         """Schedule, run, sample, settle."""
         for job in self._scheduler.admit():
             self._deliver(job.start())
         self._prefill()
-        windows = self._windows()
-        self._runner.decode([window for pair in windows.values() for window in pair])
-        for job, pair in windows.items():
-            self._guarded(job, partial(self._settle, job, pair))
+        turns = self._turns()
+        if turns:
+            self._runner.decode([window for turn in turns for window in turn.windows])
+            self._sample(turns)
+            for turn in turns:
+                turn.settle()
+                self._deliver(turn.results)
         self._scheduler.retire()
 
     def _prefill(self) -> None:
@@ -54,7 +117,10 @@ class Engine:
             if job.is_finished or job.prefilled:
                 continue
             spent: list[int] = []
-            self._guarded(job, partial(self._prefill_job, job, left, spent))
+            try:
+                self._deliver(self._prefill_job(job, left, spent))
+            except Exception as error:
+                self._deliver([job.fail(error)])
             left -= sum(spent)
             if left < min(self._max_chunk_size, self._scheduler.table.page_size):
                 break
@@ -63,12 +129,7 @@ class Engine:
         """One chunk of one job; what it computed is appended to `spent`."""
         job.mark_prefill()
         copied: list[int] = []
-
-        def copy(source: int, target: int, tokens: int) -> None:
-            self._runner.copy_page_head(source, target, tokens)
-            self._drafter.copy_page_head(source, target, tokens)
-            copied.append(tokens)
-
+        copy = partial(self._copy_page_head, copied)
         for sequence in job.sequences:
             sequence.skip_cached(copy)
             if not sequence.prefilled and budget > sum(spent):
@@ -78,37 +139,35 @@ class Engine:
                 self._runner.compute(sequence, start, end)
                 sequence.commit(end)
                 spent.append(end - start)
-        return [job.progress()] if spent or copied else []
+        return [job.progress()] if (spent or copied) and not job.resumed else []
 
-    def _windows(self) -> dict[ExLlamaV2DynamicJob, list[Window]]:
-        """What every job that is past its prompt evaluates in this round, for each of its sequences."""
-        ready = [job for job in self._scheduler.active if job.prefilled and not (job.is_finished or job.paused)]
-        for job in ready:
+    def _copy_page_head(self, copied: list[int], source: int, target: int, tokens: int) -> None:
+        self._runner.copy_page_head(source, target, tokens)
+        self._drafter.copy_page_head(source, target, tokens)
+        copied.append(tokens)
+
+    def _turns(self) -> list[Turn]:
+        """The jobs that are past their prompt, with what each evaluates in this round."""
+        ready: list[ExLlamaV2DynamicJob] = []
+        for job in list(self._scheduler.active):
+            if job.is_finished or job.paused or not job.prefilled:
+                continue
+            if not self._scheduler.extend(job):
+                self._scheduler.requeue(job)
+                continue
             job.mark_decode()
+            ready.append(job)
+            if self._pool is not None:
+                job.prefetch(self._pool)
         drafts = self._drafter.propose(ready)
-        return {job: [Window(sequence, drafts.get(job, [])) for sequence in job.sequences] for job in ready}
+        return [Turn(job, drafts.get(job, [])) for job in ready]
 
-    def _settle(self, job: ExLlamaV2DynamicJob, windows: list[Window]) -> Results:
-        """Turn logits into accepted tokens and results, position by position while the guesses hold."""
-        for window in windows:
-            if window.error is not None:
-                raise window.error
-        rows = [window.take_logits() for window in windows]
-        drafts = windows[0].ids[1:]
-        before = job.accepted_draft_tokens
-        job.note_drafts(len(drafts))
-        for i, guess in enumerate([*drafts, None]):
-            job.commit()
-            held = job.advance([row[i] for row in rows], guess, self._deliver)
-            if job.is_finished or not held:
-                break
-        job.adapt_drafts(len(drafts), job.accepted_draft_tokens - before)
-        job.settle()
-        return []
-
-    def _guarded(self, job: ExLlamaV2DynamicJob, work: Callable[[], Results]) -> None:
-        """Run one job's part of a round; its exception becomes its last result and nobody else's problem."""
-        try:
-            self._deliver(work())
-        except Exception as error:
-            self._deliver([job.fail(error)])
+    def _sample(self, turns: list[Turn]) -> None:
+        """Turn logits into accepted tokens, one position of all windows after the other, while the guesses hold."""
+        live = [turn for turn in turns if turn.begin()]
+        at = 0
+        while live:
+            asked = [(turn, draw) for turn in live if (draw := turn.ask(at)) is not None]
+            samples = sample_batch([draw for _, draw in asked])
+            live = [turn for (turn, _), sample in zip(asked, samples, strict=True) if turn.take(at, sample)]
+            at += 1

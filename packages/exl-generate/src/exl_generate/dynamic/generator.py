@@ -6,17 +6,20 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from exl_generate.dynamic.adapters import adapter_names
 from exl_generate.dynamic.completion import Completions, build_jobs
 from exl_generate.dynamic.engine import Engine
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 from exl_generate.dynamic.limits import Limits, check_drafting
 from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, PageTable, namespace_digest
+from exl_generate.dynamic.request import adapters_of, count_of
 from exl_generate.dynamic.runner import Runner
 from exl_generate.dynamic.scheduler import Scheduler
+from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.dynamic.speculation import Drafter, ModelDrafter, NgramDrafter
+from exl_generate.dynamic.workers import filter_pool
 from exl_generate.errors import JobStateError, RequestError
 from exl_generate.sampling import Settings
-from exl_kernels.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Model, Tokenizer
@@ -35,9 +38,9 @@ class ExLlamaV2DynamicGenerator:
     called from any thread; one call works at a time.
 
     Parameters as in spec/generators.md 3.1; violations raise `RequestError`. `max_chunk_size` is the number of
-    prompt tokens computed per round for all jobs together. `max_sampling_threads`, `min_sampling_threads` and
-    `filter_background_eval` are limits on helper threads and never change results; sampling needs none on the CPU.
-    `page_size` is for tests and tuning.
+    prompt tokens computed per round for all jobs together. `filter_background_eval` lets filters whose masks take long
+    work in threads while the model runs. `max_sampling_threads` and `min_sampling_threads` are taken and checked, but
+    change nothing: a step's tokens are all sampled in one call. `page_size` is for tests and tuning.
     """
 
     def __init__(
@@ -61,6 +64,11 @@ class ExLlamaV2DynamicGenerator:
         *,
         page_size: int = PAGED_PAGE_SIZE,
     ) -> None:
+        for name, value in (
+            ("max_sampling_threads", max_sampling_threads),
+            ("min_sampling_threads", min_sampling_threads),
+        ):
+            count_of(name, value)
         limits = Limits.resolve(model, cache, max_batch_size, max_seq_len, max_chunk_size, max_q_size, paged, page_size)
         drafts = num_draft_tokens if draft_model is not None or use_ngram_draft else 0
         check_drafting(model, cache, draft_model, draft_cache, use_ngram_draft, drafts, max_ngram, max_q_size)
@@ -78,7 +86,8 @@ class ExLlamaV2DynamicGenerator:
         self.max_chunk_size = limits.max_chunk_size
         self.max_q_size = max_q_size
         self.padded_vocab_size = -(-model.config.vocab_size // 32) * 32
-        self.namespace = namespace_digest([type(cache).__name__])
+        #: adapters of jobs that name none of their own
+        self.current_loras: list[Any] = []
         self.page_table = PageTable(limits.num_pages, limits.page_size)
         self.job_serial = 0
         self._scheduler = Scheduler(self.page_table, limits.max_batch_size, limits.max_seq_len)
@@ -89,6 +98,7 @@ class ExLlamaV2DynamicGenerator:
             self.drafter,
             limits.max_chunk_size,
             self._deliver,
+            filter_pool if filter_background_eval else None,
         )
         self._sinks: dict[ExLlamaV2DynamicJob, list[Result]] = {}
         self._outbox: list[Result] = []
@@ -107,7 +117,7 @@ class ExLlamaV2DynamicGenerator:
         """End a job in whatever phase it is. Its last result (`eos_reason` "cancelled") comes with the next
         `iterate()`. A job that is unknown or finished is ignored."""
         with self._lock:
-            if job in self._scheduler.active or job in self._scheduler.pending:
+            if job.serial_number is not None and not job.is_finished and self._owns(job):
                 self._deliver([job.cancelled()])
                 self._drop(job)
 
@@ -120,17 +130,17 @@ class ExLlamaV2DynamicGenerator:
             self._outbox.clear()
 
     def num_remaining_jobs(self) -> int:
-        return len(self._scheduler.pending) + len(self._scheduler.active)
+        return self._scheduler.num_pending + len(self._scheduler.active)
 
     def num_pending_jobs(self) -> int:
-        return len(self._scheduler.pending)
+        return self._scheduler.num_pending
 
     def num_active_jobs(self) -> int:
         return len(self._scheduler.active)
 
     @property
     def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:
-        return list(self._scheduler.pending)
+        return self._scheduler.pending
 
     @property
     def active_jobs(self) -> list[ExLlamaV2DynamicJob]:
@@ -212,13 +222,26 @@ class ExLlamaV2DynamicGenerator:
                 raise JobStateError(f"{len(self._scheduler.active)} jobs are running; finish or cancel them first")
             self.page_table.reset()
 
-    def set_loras(self, loras: object) -> None:
-        """None or [] removes all adapters; anything else is not supported yet."""
-        if loras is not None and loras != []:
-            raise UnsupportedError("LoRA adapters are not supported yet")
+    def set_loras(self, loras: Any) -> None:
+        """Adapters of all jobs enqueued from now on that name none themselves: None, one, or a list. Jobs that are
+        queued or running keep theirs; nothing has to be idle."""
+        self.current_loras = list(adapters_of(loras) or ())
 
     def defrag_cache(self) -> None:
-        """Nothing to do: attention reads pages in any order at the same speed."""
+        """Nothing to do: attention reads pages in any order at the same speed, and no result depends on it."""
+
+    def namespace_of(self, loras: Sequence[Any]) -> bytes:
+        """What stands before the first page of every sequence under these adapters."""
+        return namespace_digest([type(self.cache).__name__, *adapter_names(loras)])
+
+    def print_page_list(self, short: bool = True) -> None:
+        """One character a page: its number of users (+ beyond 9), . for none. With `short` off, one line a page."""
+        pages = self.page_table.pages
+        if short:
+            print("".join("." if p.ref_count == 0 else str(p.ref_count) if p.ref_count < 10 else "+" for p in pages))
+            return
+        for page in pages:
+            print(page)
 
     # ---- internals -------------------------------------------------------------------------------------------------
 
@@ -227,7 +250,7 @@ class ExLlamaV2DynamicGenerator:
             return NgramDrafter(self.num_draft_tokens, max_ngram)
         if self.draft_model is None or self.draft_cache is None:
             return Drafter()
-        runner = Runner(self.draft_model, self.draft_cache, self.page_size)
+        runner = Runner(self.draft_model, self.draft_cache, self.page_size, draft=True)
         return ModelDrafter(runner, self.num_draft_tokens, self.model.config.vocab_size)
 
     def _enqueue(self, jobs: list[ExLlamaV2DynamicJob], sink: list[Result] | None = None) -> list[int]:
@@ -263,13 +286,16 @@ class ExLlamaV2DynamicGenerator:
         vocab = self.model.config.vocab_size
         for sequence in job.sequences:
             ids = sequence.ids
-            bad = ids[(ids < 0) | (ids >= vocab)]
+            bad = ids[(ids < 0) | ((ids >= vocab) & (ids < EMBEDDING_INDEX))]
             if len(bad):
                 raise RequestError(f"input_ids holds token id {int(bad[0])}; the vocabulary has ids 0 to {vocab - 1}")
 
     def _deliver(self, results: list[Result]) -> None:
         for result in results:
             self._sinks.get(result["job"], self._outbox).append(result)
+
+    def _owns(self, job: ExLlamaV2DynamicJob) -> bool:
+        return job in self._scheduler.active or self._scheduler.holds(job)
 
     def _drop(self, job: ExLlamaV2DynamicJob) -> None:
         job.is_finished = True

@@ -17,17 +17,36 @@ from exl_filters import FilterStack
 from exl_generate.dynamic.detokenize import PieceTable
 from exl_generate.dynamic.output import Match, Record, TextStream
 from exl_generate.dynamic.pages import PageTable
-from exl_generate.dynamic.request import count_of, sequences_of, stop_conditions_of, strings_of
+from exl_generate.dynamic.request import (
+    adapters_of,
+    count_of,
+    embeddings_of,
+    keys_of,
+    sequences_of,
+    stop_conditions_of,
+    strings_of,
+)
 from exl_generate.dynamic.results import Results
-from exl_generate.dynamic.sequence import Sequence
+from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence
 from exl_generate.dynamic.stopping import Automaton
 from exl_generate.errors import NoCandidatesError, RequestError
-from exl_generate.sampling import Constraint, ExLlamaV2PostSamplingResult, RequestSampler, Sample, Settings, Vocabulary
-from exl_kernels.errors import UnsupportedError
+from exl_generate.sampling import (
+    UNCONSTRAINED,
+    Constraint,
+    Draw,
+    ExLlamaV2PostSamplingResult,
+    RequestSampler,
+    Sample,
+    Settings,
+    Vocabulary,
+)
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from exl_generate.contracts import Tokenizer
     from exl_generate.dynamic.generator import ExLlamaV2DynamicGenerator
+    from exl_generate.dynamic.runner import Window
 
 __all__ = ["ExLlamaV2DynamicJob"]
 
@@ -42,7 +61,12 @@ class ExLlamaV2DynamicJob:
 
     `input_ids`: int64 [1, n] on the CPU, n >= 1. `stop_conditions`: ids and strings; None means none at all, not
     even EOS. Settings are copied: later changes to the object do not reach this job, and jobs may share one object.
-    Raises `RequestError` for malformed parameters and `UnsupportedError` for features that are not built yet.
+    Raises `RequestError` for malformed parameters.
+
+    Beyond exllamav2: `loras`, the adapters of this job (None = those of the generator when the job is queued, [] =
+    none); `max_rq_tokens`, new tokens to reserve pages for at a time (None = for `max_new_tokens`): a job that has used
+    them up while others wait goes back to the queue and is resumed, in one continuous stream; `return_hidden_state`,
+    the last hidden state behind each token's logits as `hidden_states` [1, k, hidden].
     """
 
     def __init__(
@@ -63,10 +87,12 @@ class ExLlamaV2DynamicJob:
         token_healing: bool = False,
         identifier: object = None,
         banned_strings: Iterable[str] | None = None,
-        embeddings: SequenceOf[object] | None = None,
+        embeddings: SequenceOf[Any] | None = None,
+        *,
+        loras: object = None,
+        max_rq_tokens: int | None = None,
+        return_hidden_state: bool = False,
     ) -> None:
-        if embeddings:
-            raise UnsupportedError("embeddings are not supported yet; pass text prompts")
         self.max_new_tokens = count_of("max_new_tokens", max_new_tokens)
         self.min_new_tokens = count_of("min_new_tokens", min_new_tokens)
         self.max_skips = None if max_skips is None else count_of("max_skips", max_skips)
@@ -94,15 +120,27 @@ class ExLlamaV2DynamicJob:
                 f"input_ids holds {len(rows)} sequence(s) and cfg_scale is {self.gen_settings.cfg_scale}: a pair of "
                 "prompts (positive, negative) and gen_settings.cfg_scale go together"
             )
+        self.return_hidden_state = return_hidden_state
+        self.max_rq_tokens = None if max_rq_tokens is None else count_of("max_rq_tokens", max_rq_tokens)
+        if self.max_rq_tokens == 0:
+            raise RequestError("max_rq_tokens is 0; reserve for at least 1 token, or pass None to reserve for all")
+        #: adapters asked for; None = the generator's
+        self.loras = adapters_of(loras)
+        self.embeddings = embeddings_of(embeddings)
+        heal = token_healing and min(map(len, rows)) > 1 and int(max(row[-1] for row in rows)) < EMBEDDING_INDEX
         #: the last id of the prompt, which the first sampled token replaces and must begin with; None = no healing
-        self.healed_id = int(rows[0][-1]) if token_healing and min(map(len, rows)) > 1 else None
-        self.sequences = [Sequence(row if self.healed_id is None else row[:-1]) for row in rows]
+        self.healed_id = int(rows[0][-1]) if heal else None
+        kept = [row[:-1] if heal else row for row in rows]
+        self.sequences = [Sequence(row, self.embeddings, keys_of(row, self.embeddings)) for row in kept]
 
         self.serial_number: int | None = None
         #: tokens generated so far, a healed one not counted
         self.new_tokens = -self.healing
         self.skips = 0
         self.is_finished = False
+        self.has_failed = False
+        #: times it went back to the queue
+        self.requeues = 0
         #: a paused job is prefilled but not decoded
         self.paused = False
         #: ids to avoid in the next step, for callers that decide step by step
@@ -197,8 +235,11 @@ class ExLlamaV2DynamicJob:
                 logits_width=generator.padded_vocab_size,
                 prefer_eos=self.filter_prefer_eos,
             )
+        if self.loras is None:
+            self.loras = tuple(generator.current_loras)
         for sequence in self.sequences:
-            sequence.prepare(generator.page_table, generator.namespace)
+            sequence.loras = self.loras
+            sequence.prepare(generator.page_table, generator.namespace_of(self.loras))
         self._sampler, self._output = sampler, output
         self.serial_number = serial
         self.time_enqueue = time.monotonic()
@@ -225,27 +266,60 @@ class ExLlamaV2DynamicJob:
     def count_pages(self, page_size: int) -> int:
         """Pages under all sequences at their longest; pages of a common prefix count once."""
         shared = {label for sequence in self.sequences for label in sequence.labels}
-        return len(shared) + self.own_pages(page_size)
+        return len(shared) + self.own_pages(page_size, self.max_new_tokens - self.new_tokens)
 
-    def own_pages(self, page_size: int) -> int:
-        """Those of them that no other job can share: behind the full pages of the prompt."""
-        new = self.max_new_tokens + self.healing
+    def own_pages(self, page_size: int, new: int | None = None) -> int:
+        """Pages for `new` more tokens (None = as many as it reserves at once) that no other job can share: those behind
+        the full pages of the prompt."""
+        new = self._share if new is None else new
         return sum(sequence.pages_needed(new, page_size) - len(sequence.labels) for sequence in self.sequences)
 
     def missing_pages(self, table: PageTable) -> int:
         """Pages that starting now would take away from others: all but those that running jobs hold already."""
-        held = {
-            label
-            for sequence in self.sequences
-            for label, ids in sequence.context_pages()
-            if (page := table.find(label, ids)) is not None and page.ref_count > 0
-        }
-        return self.count_pages(table.page_size) - len(held)
+        labels = {label: ids for sequence in self.sequences for label, ids in sequence.context_pages()}
+        held = sum((page := table.find(label, ids)) is not None and page.ref_count > 0 for label, ids in labels.items())
+        return len(labels) + self.own_pages(table.page_size) - held
 
     def acquire_pages(self) -> None:
         self.total_pages = 0
         for sequence in self.sequences:
-            self.total_pages += sequence.acquire(self.max_new_tokens + self.healing)
+            self.total_pages += sequence.acquire(self._share)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next token has a place in every sequence's pages."""
+        return all(sequence.room >= 0 for sequence in self.sequences)
+
+    @property
+    def room(self) -> int:
+        """Tokens that have a place already beside the next step's own."""
+        return min(sequence.room for sequence in self.sequences)
+
+    def reserve_more(self, table: PageTable) -> bool:
+        """Reserve another share; False if there are not enough free pages for it."""
+        missing = [sequence.pages_missing(self._share) for sequence in self.sequences]
+        if sum(missing) > table.available:
+            return False
+        for sequence, count in zip(self.sequences, missing, strict=True):
+            sequence.reserve_more(count)
+        return True
+
+    def give_way(self) -> None:
+        """Give all pages back and be ready to be started again."""
+        self.requeues += 1
+        for sequence in self.sequences:
+            sequence.give_way(self._settled(sequence))
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it has been started before."""
+        return self.requeues > 0
+
+    @property
+    def _share(self) -> int:
+        """New tokens to reserve pages for at once."""
+        left = self.max_new_tokens - self.new_tokens
+        return left if self.max_rq_tokens is None else min(left, self.max_rq_tokens)
 
     def mark_prefill(self) -> None:
         if self.time_first_prefill is None:
@@ -263,18 +337,42 @@ class ExLlamaV2DynamicJob:
         for sequence in self.sequences:
             sequence.commit(len(sequence))
 
-    def advance(self, logits: list[torch.Tensor], guess: int | None, deliver: Callable[[list[Result]], None]) -> bool:
-        """Choose and take in one token, given float32 logits [Vp] of each sequence. True if it is the one that was
-        guessed and stays, so that what was evaluated behind it is worth something."""
-        drawn = self._sample(logits)
-        sample, feed = self._hooked(drawn, logits[0])
+    def prefetch(self, pool: Callable[[], Executor]) -> None:
+        """Let the filters work while the model runs."""
+        if self._filters is not None and self._filters_begun:
+            self._filters.prefetch(pool())
+
+    def ask(self, windows: list[Window], at: int) -> Draw:
+        """What the sampler needs to choose the next token behind position `at` of each sequence's window."""
+        assert self._sampler is not None
+        explored = self._explored.get(self.generated)
+        return Draw(
+            self._sampler,
+            windows[0].row(at),
+            self.sequence.ids,
+            self.generated,
+            self._constraint(explored),
+            windows[1].row(at) if len(windows) > 1 else None,
+            len(explored) if explored else 0,
+            self.return_top_tokens,
+        )
+
+    def take(self, drawn: Sample, guess: int | None, window: Window, at: int) -> tuple[Result, bool]:
+        """Take in a sampled token. Returns what to say, and whether it is the token that was guessed and stays, so that
+        what was evaluated behind it is worth something."""
+        sample, feed = drawn, True
+        if self.gen_settings.post_sampling_hooks:
+            sample, feed = self._hooked(drawn, window.row(at))
         held, rewinds = sample.token == guess, self._rewinds
         self.accepted_draft_tokens += held
-        deliver([self._accept(self._record(sample, drawn.token, logits[0], feed))])
-        return held and rewinds == self._rewinds
-
-    def note_drafts(self, drafted: int) -> None:
-        self.drafted_tokens += drafted
+        record = Record(sample.token, sample.probability, sample.top_tokens, sample.top_probabilities)
+        record.drawn, record.fed = drawn.token, feed
+        if self.return_logits:
+            record.logits = window.row(at).cpu().clone()
+        if self.return_hidden_state and window.state is not None:
+            record.state = window.state[at].cpu().clone()
+        result = self._accept(record)
+        return result, held and rewinds == self._rewinds
 
     def adapt_drafts(self, drafted: int, accepted: int) -> None:
         """Guess further next time where all guesses held, less far where they did not."""
@@ -285,23 +383,17 @@ class ExLlamaV2DynamicJob:
     def rejected_draft_tokens(self) -> int:
         return self.drafted_tokens - self.accepted_draft_tokens
 
-    def _sample(self, logits: list[torch.Tensor]) -> Sample:
-        assert self._sampler is not None
-        explored = self._explored.get(self.generated, set())
-        constraint = Constraint(
-            mask=self._filter_mask(),
-            blocked=tuple(sorted(explored)),
-            discouraged=(*self.avoided, *(self.stop_tokens if self.new_tokens < self.min_new_tokens else ())),
-            prefix=self._healing_candidates() if self.generated < self.healing else None,
-        )
-        return self._sampler.sample(
-            logits[0].numpy(),
-            self.sequence.ids,
-            self.generated,
-            constraint,
-            negative=logits[1].numpy() if len(logits) > 1 else None,
-            attempt=len(explored),
-            top_n=self.return_top_tokens,
+    def _constraint(self, explored: set[int] | None) -> Constraint:
+        mask = None if self._filters is None else self._filter_mask()
+        early = self.stop_tokens if self.new_tokens < self.min_new_tokens else ()
+        heal = self.generated < self.healing
+        if mask is None and not (explored or early or heal or self.avoided):
+            return UNCONSTRAINED
+        return Constraint(
+            mask=mask,
+            blocked=tuple(sorted(explored or ())),
+            discouraged=(*self.avoided, *early),
+            prefix=self._healing_candidates() if heal else None,
         )
 
     def _hooked(self, sample: Sample, logits: torch.Tensor) -> tuple[Sample, bool]:
@@ -314,7 +406,7 @@ class ExLlamaV2DynamicJob:
             sampled_prob=torch.tensor([[sample.probability]]),
             candidate_tokens=torch.from_numpy(sample.top_tokens)[None, None] if told else None,
             candidate_probs=torch.from_numpy(sample.top_probabilities)[None, None] if told else None,
-            logits=logits[None, None].clone(),
+            logits=logits[None, None].cpu().clone(),
         )
         for hook in self.gen_settings.post_sampling_hooks:
             hook(seen)
@@ -359,14 +451,18 @@ class ExLlamaV2DynamicJob:
         shared."""
         assert self._output is not None
         for sequence in self.sequences:
-            sequence.publish(len(sequence) - self._output.held_tokens - 1)
+            sequence.publish(self._settled(sequence))
+
+    def _settled(self, sequence: Sequence) -> int:
+        """Leading ids of a sequence that can no longer be taken back."""
+        return len(sequence) - (0 if self._output is None else self._output.held_tokens) - 1
 
     def fail(self, error: BaseException) -> Result:
         """The result of a job that an error ended; what was held is handed over as `held`."""
         reason = {"filter_dead_end": "filter_dead_end"}.get(getattr(error, "code", ""), "error")
         if reason == "error" and type(error).__module__.startswith("exl_filters"):
             reason = "filter_error"
-        self.is_finished = True
+        self.is_finished = self.has_failed = True
         held = None if self._output is None else self._output.flush_held()
         return self._results.error(reason, error, held)
 
@@ -383,7 +479,10 @@ class ExLlamaV2DynamicJob:
     # ---- results ---------------------------------------------------------------------------------------------------
 
     def start(self) -> list[Result]:
-        """What to say when the job leaves the queue; one that asked for no tokens is done at once."""
+        """What to say when the job leaves the queue, for the first time; one that asked for no tokens is done at
+        once."""
+        if self.resumed:
+            return []
         started = self._results.started()
         return [started] if self.max_new_tokens > 0 else [started, self._end("max_new_tokens")]
 
@@ -403,17 +502,6 @@ class ExLlamaV2DynamicJob:
         if not prefix:
             return np.array([self.healed_id], dtype=np.int64)
         return PieceTable.of(self._tokenizer, self.decode_special_tokens).starting_with(prefix)
-
-    def _record(self, sample: Sample, drawn: int, logits: torch.Tensor, fed: bool) -> Record:
-        return Record(
-            sample.token,
-            sample.probability,
-            sample.top_tokens,
-            sample.top_probabilities,
-            logits.clone() if self.return_logits else None,
-            drawn=drawn,
-            fed=fed,
-        )
 
     def _end(self, reason: str, token: Record | None = None, match: Match | None = None) -> Result:
         assert self._output is not None

@@ -40,6 +40,7 @@ class Record:
     top_tokens: NDArray[np.int64] | None = None
     top_probabilities: NDArray[np.float32] | None = None
     logits: torch.Tensor | None = None
+    state: torch.Tensor | None = None
     #: what was sampled before hooks replaced it
     drawn: int = -1
     #: whether the filters have seen it

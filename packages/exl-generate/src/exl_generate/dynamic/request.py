@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.errors import RequestError
 
-__all__ = ["count_of", "sequences_of", "stop_conditions_of", "strings_of"]
+__all__ = ["adapters_of", "count_of", "embeddings_of", "keys_of", "sequences_of", "stop_conditions_of", "strings_of"]
 
 
 def count_of(name: str, value: object) -> int:
@@ -65,3 +70,67 @@ def _ids(input_ids: object) -> NDArray[np.int64]:
     if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
         raise RequestError(f"input_ids is {input_ids.dtype}; pass int64 token ids")
     return input_ids.detach().cpu().numpy().reshape(-1).astype(np.int64)
+
+
+def adapters_of(loras: object) -> tuple[Any, ...] | None:
+    """Adapters as a tuple; None stays None (those of the generator)."""
+    if loras is None:
+        return None
+    found = tuple(loras) if isinstance(loras, list | tuple) else (loras,)
+    for lora in found:
+        if isinstance(lora, str | bytes | int | float) or lora is None:
+            raise RequestError(f"loras holds {lora!r}; pass adapters: ExLlamaV2Lora.from_directory(model, folder)")
+    if len(set(map(id, found))) != len(found):
+        raise RequestError("loras holds an adapter twice; name each once and use its lora_scaling")
+    return found
+
+
+def embeddings_of(embeddings: object) -> tuple[Any, ...]:
+    """Embeddings as a tuple of objects with ids of their own that do not overlap."""
+    if embeddings is None:
+        return ()
+    if not isinstance(embeddings, list | tuple):
+        raise RequestError(f"embeddings is a {type(embeddings).__name__}; pass a list of ExLlamaV2MMEmbedding")
+    for one in embeddings:
+        if not all(hasattr(one, name) for name in ("first_index", "length", "embeddings")):
+            raise RequestError(f"embeddings holds a {type(one).__name__}; pass ExLlamaV2MMEmbedding objects")
+    found = sorted(set(embeddings), key=lambda one: int(one.first_index))
+    for one, other in itertools.pairwise(found):
+        if one.first_index + one.length > other.first_index:
+            raise RequestError(
+                f"two embeddings share ids from {other.first_index} on; each needs ids of its own, as its constructor "
+                "gives them"
+            )
+    return tuple(found)
+
+
+def keys_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> NDArray[np.int64] | None:
+    """What names each id in the page table: for rows of embeddings negative numbers made of their content, so that
+    equal images are found again. None if there are none.
+
+    Raises `RequestError` for an id that no embedding holds.
+    """
+    indexed = ids >= EMBEDDING_INDEX
+    if not indexed.any():
+        return None
+    keys = ids.copy()
+    for one in embeddings:
+        mine = indexed & (ids >= one.first_index) & (ids < one.first_index + one.length)
+        keys[mine] = -1 - ((_content(one) + ids[mine] - one.first_index) & 0x7FFF_FFFF_FFFF_FFFF)
+        indexed &= ~mine
+    if indexed.any():
+        raise RequestError(
+            f"input_ids holds {int(ids[indexed][0])}, a row of an embedding that is not in the job's embeddings"
+        )
+    return keys
+
+
+def _content(embedding: Any) -> np.int64:
+    """63 bits of everything about an embedding that decides what K/V its rows get."""
+    digest = hashlib.blake2b(digest_size=8, person=b"exl-embedding")
+    rows = embedding.embeddings.detach().to("cpu", torch.float32).contiguous()
+    grid = getattr(embedding, "thw_grid", None)
+    frame = (getattr(embedding, "pre_tokens", 0), getattr(embedding, "post_tokens", 0))
+    digest.update(repr((tuple(rows.shape), None if grid is None else tuple(grid), frame)).encode())
+    digest.update(rows.numpy().tobytes())
+    return np.int64(int.from_bytes(digest.digest(), "little") >> 1)

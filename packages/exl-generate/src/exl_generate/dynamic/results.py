@@ -97,6 +97,8 @@ class Results:
             data["top_k_probs"] = torch.stack([torch.from_numpy(r.top_probabilities) for r in records]).unsqueeze(0)
         if job.return_logits:
             data["logits"] = torch.stack([r.logits for r in records if r.logits is not None]).unsqueeze(0)
+        if job.return_hidden_state:
+            data["hidden_states"] = torch.stack([r.state for r in records if r.state is not None]).unsqueeze(0)
         return data
 
     def _statistics(self) -> Result:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from exl_core import PagedParams
-from exl_generate.dynamic.sequence import Sequence
+from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence
 
 if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Model
@@ -23,27 +24,39 @@ Ids = NDArray[np.int64]
 class Window:
     """The ids one sequence evaluates in a step (its last token, then drafts), and after the step logits or an error."""
 
-    __slots__ = ("error", "ids", "logits", "sequence")
+    __slots__ = ("error", "ids", "logits", "sequence", "state", "wants_state")
 
-    def __init__(self, sequence: Sequence, drafts: list[int]) -> None:
+    def __init__(self, sequence: Sequence, drafts: SequenceOf[int], wants_state: bool = False) -> None:
         self.sequence = sequence
         self.ids = [int(sequence.ids[-1]), *drafts]
-        #: float32 [len(ids), Vp]
+        self.wants_state = wants_state
+        #: float32 [len(ids), Vp], where the model put them
         self.logits: torch.Tensor | None = None
+        #: the last hidden state [len(ids), hidden], if wanted
+        self.state: torch.Tensor | None = None
         self.error: Exception | None = None
 
-    def take_logits(self) -> torch.Tensor:
+    def row(self, at: int) -> torch.Tensor:
+        """Logits behind `ids[at]`."""
         assert self.logits is not None, "the window has not been evaluated"
-        return self.logits
+        return self.logits[at]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Windows of one kind go through the model together."""
+        indexed = self.sequence.embeddings and max(self.ids) >= EMBEDDING_INDEX
+        return len(self.ids), self.sequence.loras, self.sequence.embeddings if indexed else (), self.wants_state
 
 
 class Runner:
-    """One model with its cache. Knows pages and ids, not jobs."""
+    """One model with its cache. Knows pages and ids, not jobs. A `draft` model sees no adapters, and id 0 where an
+    embedding stands."""
 
-    def __init__(self, model: Model, cache: Cache, page_size: int) -> None:
+    def __init__(self, model: Model, cache: Cache, page_size: int, draft: bool = False) -> None:
         self._model = model
         self._cache = cache
         self._page_size = page_size
+        self._draft = draft
 
     def copy_page_head(self, source: int, target: int, tokens: int) -> None:
         """Copy the K/V of the first `tokens` tokens of a page to another page."""
@@ -52,56 +65,78 @@ class Runner:
 
     def compute(self, sequence: Sequence, start: int, end: int) -> None:
         """Compute the K/V of ids start..end, which must follow what is there and have pages."""
-        self.forward(np.ascontiguousarray(sequence.ids[None, start:end]), [sequence], [start], preprocess_only=True)
+        ids = np.ascontiguousarray(sequence.ids[None, start:end])
+        self.forward(ids, [sequence], [start], sequence.embeddings, preprocess_only=True)
 
     def decode(self, windows: list[Window]) -> None:
-        """Evaluate every window, those of equal length together. A failing call is repeated window by window, so
-        that only those that fail by themselves are marked with an error."""
-        groups: dict[int, list[Window]] = defaultdict(list)
+        """Evaluate every window, those of a kind together. A failing call is repeated window by window, so that only
+        those that fail by themselves are marked with an error."""
+        groups: dict[tuple[Any, ...], list[Window]] = defaultdict(list)
         for window in windows:
-            groups[len(window.ids)].append(window)
+            groups[window.kind].append(window)
         for group in groups.values():
             try:
-                self._evaluate(group)
+                self._evaluate(group, keep=len(groups) > 1)
             except Exception:
                 for window in group:
                     self._evaluate_alone(window)
 
     def _evaluate_alone(self, window: Window) -> None:
         try:
-            self._evaluate([window])
+            self._evaluate([window], keep=True)
         except Exception as error:
             window.error = error
 
-    def _evaluate(self, group: list[Window]) -> None:
+    def _evaluate(self, group: list[Window], keep: bool) -> None:
+        """`keep`: the model will run again before these logits are read, and may overwrite them."""
+        _, _, embeddings, wants_state = group[0].kind
         for window in group:
             window.sequence.provide(window.sequence.kv_position + len(window.ids))
         ids = np.array([window.ids for window in group], dtype=np.int64)
         sequences = [window.sequence for window in group]
-        logits = self.forward(ids, sequences, [sequence.kv_position for sequence in sequences])
-        for row, window in enumerate(group):
-            window.logits = logits[row]
+        out = self.forward(
+            ids, sequences, [sequence.kv_position for sequence in sequences], embeddings, wants_state=wants_state
+        )
+        logits = out["logits"].float()
+        for window, row in zip(group, (logits.clone() if keep else logits).unbind(0), strict=True):
+            window.logits = row
+        if wants_state:
+            for window, state in zip(group, out["last_state"].unbind(0), strict=True):
+                window.state = state
 
     def forward(
-        self, ids: Ids, sequences: list[Sequence], positions: list[int], preprocess_only: bool = False
-    ) -> torch.Tensor:
-        """One pass over int64 `ids` [B, q], row b at places positions[b].. of sequences[b]; float32 logits [B, q,
-        Vp]."""
-        width = max(len(sequence.allocated_pages) for sequence in sequences)
-        table = np.zeros((len(sequences), width), dtype=np.int32)
-        for row, sequence in enumerate(sequences):
-            table[row, : len(sequence.allocated_pages)] = [page.index for page in sequence.allocated_pages]
-        lengths = np.array(positions, dtype=np.int32)
+        self,
+        ids: Ids,
+        sequences: list[Sequence],
+        positions: list[int],
+        embeddings: tuple[Any, ...] = (),
+        preprocess_only: bool = False,
+        wants_state: bool = False,
+    ) -> dict[str, Any]:
+        """One pass over int64 `ids` [B, q], row b at places positions[b].. of sequences[b], which have the same
+        adapters."""
+        table = np.zeros((len(sequences), max(len(sequence.block) for sequence in sequences)), dtype=np.int32)
+        for row, sequence in zip(table, sequences, strict=True):
+            row[: len(sequence.block)] = sequence.block
         params = PagedParams(
             batch_size=len(sequences),
             block_index=torch.from_numpy(table),
-            cache_seqlens=torch.from_numpy(lengths),
-            max_cache_seqlen=int(lengths.max()),
+            cache_seqlens=torch.tensor(positions, dtype=torch.int32),
+            max_cache_seqlen=max(positions),
             page_size=self._page_size,
             q_len=ids.shape[1],
         )
+        extra: dict[str, Any] = {}
+        if self._draft:
+            ids = np.where(ids < EMBEDDING_INDEX, ids, 0)
+        else:
+            if sequences[0].loras:
+                extra["loras"] = list(sequences[0].loras)
+            if embeddings:
+                extra["indexed_embeddings"] = list(embeddings)
+            if wants_state:
+                extra["return_last_state"] = True
         with torch.inference_mode():
-            out = self._model.forward_chunk(
-                torch.from_numpy(ids), cache=self._cache, attn_params=params, preprocess_only=preprocess_only
+            return self._model.forward_chunk(
+                torch.from_numpy(ids), cache=self._cache, attn_params=params, preprocess_only=preprocess_only, **extra
             )
-        return torch.empty(0) if preprocess_only else out["logits"].float().cpu()

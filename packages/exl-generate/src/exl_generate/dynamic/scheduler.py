@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from exl_generate.dynamic.pages import PageTable
@@ -19,17 +20,33 @@ LOOKAHEAD = 64
 
 
 class Scheduler:
-    """Owns the queue and the set of running jobs. A job starts when every page it can ever need is free or reserved
-    for it, so running jobs never wait for pages and the queue always moves: when nothing runs, any job that was let
-    in fits."""
+    """Owns the queue and the set of running jobs.
+
+    A job starts when every page it has asked to reserve is free or reserved for it. Usually that is all it can ever
+    need, so that it never waits for pages. One with `max_rq_tokens` reserves that much at a time; when that is used up
+    and others wait, it goes to the end of the queue, keeps all it has, and goes on from the prefix cache when its turn
+    comes. The queue always moves: when nothing runs, any job that was let in fits.
+    """
 
     def __init__(self, table: PageTable, max_batch_size: int, max_seq_len: int) -> None:
         self.table = table
         self.max_batch_size = max_batch_size
         self.max_seq_len = max_seq_len
-        self.pending: list[ExLlamaV2DynamicJob] = []
+        #: waiting jobs in order; a dict, so that any of them can be taken out at once
+        self._queue: dict[ExLlamaV2DynamicJob, None] = {}
         self.active: list[ExLlamaV2DynamicJob] = []
+        #: sequences of the running jobs
+        self.active_sequences = 0
         self._lock = threading.Lock()
+
+    @property
+    def pending(self) -> list[ExLlamaV2DynamicJob]:
+        with self._lock:
+            return list(self._queue)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._queue)
 
     def check(self, job: ExLlamaV2DynamicJob) -> None:
         """Refuse a job that could never run."""
@@ -51,28 +68,30 @@ class Scheduler:
     def add(self, jobs: list[ExLlamaV2DynamicJob]) -> None:
         """Queue jobs; may be called while a round is running in another thread."""
         with self._lock:
-            self.pending.extend(jobs)
+            self._queue.update(dict.fromkeys(jobs))
 
     def remove(self, job: ExLlamaV2DynamicJob) -> bool:
         """Take a waiting job out of the queue; False if it is not there."""
         with self._lock:
-            if job not in self.pending:
-                return False
-            self.pending.remove(job)
-            return True
+            return job in self._queue and self._queue.pop(job, None) is None
+
+    def holds(self, job: ExLlamaV2DynamicJob) -> bool:
+        """Whether the job is waiting in the queue."""
+        return job in self._queue
 
     def admit(self) -> list[ExLlamaV2DynamicJob]:
         """Start what fits, in order; returns the started jobs."""
-        started: list[ExLlamaV2DynamicJob] = []
+        if not self._queue:
+            return []
         with self._lock:
-            for job in self._choose():
-                self.pending.remove(job)
-                started.append(job)
+            started = list(self._choose())
+            for job in started:
+                del self._queue[job]
         return started
 
     def _choose(self) -> Iterator[ExLlamaV2DynamicJob]:
         skipped: list[ExLlamaV2DynamicJob] = []
-        for job in self.pending[:LOOKAHEAD]:
+        for job in islice(self._queue, LOOKAHEAD):
             if self.table.available <= 0 or self.active_sequences >= self.max_batch_size:
                 return
             if not self.can_start(job):
@@ -84,6 +103,7 @@ class Scheduler:
                 other.skips += 1
             job.acquire_pages()
             self.active.append(job)
+            self.active_sequences += len(job.sequences)
             yield job
 
     def can_start(self, job: ExLlamaV2DynamicJob) -> bool:
@@ -94,13 +114,26 @@ class Scheduler:
             return False  # without looking at what it could share
         return job.missing_pages(self.table) <= self.table.available
 
+    def extend(self, job: ExLlamaV2DynamicJob) -> bool:
+        """See that the job has pages for one more token; False if it has to wait for them: there are none, or others
+        wait and its share is used up."""
+        if job.has_room:
+            return True
+        return not self._queue and job.reserve_more(self.table)
+
+    def requeue(self, job: ExLlamaV2DynamicJob) -> None:
+        """Back to the end of the queue with all it has; its pages stay in the prefix cache."""
+        job.give_way()
+        self.active.remove(job)
+        self.active_sequences -= len(job.sequences)
+        self.add([job])
+
     def retire(self) -> None:
         """Take finished jobs out and give their pages back."""
-        for job in self.active:
-            if job.is_finished:
-                job.detach()
+        finished = [job for job in self.active if job.is_finished]
+        if not finished:
+            return
+        for job in finished:
+            job.detach()
+            self.active_sequences -= len(job.sequences)
         self.active = [job for job in self.active if not job.is_finished]
-
-    @property
-    def active_sequences(self) -> int:
-        return sum(len(job.sequences) for job in self.active)

@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from exl_generate.dynamic.pages import Page, PageTable, page_hash
 
-__all__ = ["Sequence"]
+__all__ = ["EMBEDDING_INDEX", "Sequence"]
 
 Ids = NDArray[np.int64]
+
+#: Ids from here on are rows of embeddings (spec/generators.md 3.18).
+EMBEDDING_INDEX = 1_000_000_000
 
 
 class Sequence:
     """Ids and K/V of one sequence. `kv_position` is the number of leading ids whose K/V stand in the pages.
 
     The last id of the context is never prefilled: it is the first input of the generation step, so prefill is done when
-    `kv_position` reaches `prefill_end`.
+    `kv_position` reaches `prefill_end`. Pages are told apart by `keys`: the ids, with rows of embeddings named by their
+    content, so that the same image is found again under other ids.
     """
 
-    def __init__(self, input_ids: Ids) -> None:
+    def __init__(self, input_ids: Ids, embeddings: SequenceOf[Any] = (), keys: Ids | None = None) -> None:
         self.prompt_length = len(input_ids)
+        self.embeddings = tuple(embeddings)
+        #: adapters that are active for this sequence; set when the job is queued
+        self.loras: tuple[Any, ...] = ()
         self._buffer = np.array(input_ids, dtype=np.int64)
+        self._keys = self._buffer if keys is None else np.array(keys, dtype=np.int64)
         self._length = len(input_ids)
+        #: ids before this one are prefilled, the rest is generated
+        self.prefill_end = self._length - 1
         self.kv_position = 0
+        #: physical page numbers of `allocated_pages`, int32
+        self.block = np.zeros(0, dtype=np.int32)
         self.allocated_pages: list[Page] = []
         #: labels of the leading full pages, as far as they are known
         self.labels: list[bytes] = []
@@ -33,6 +47,7 @@ class Sequence:
         self.cached_tokens = 0
         self._root = b""
         self._reserved = 0
+        self._resumed = False
         self._table: PageTable | None = None
 
     def __len__(self) -> int:
@@ -44,8 +59,9 @@ class Sequence:
         return self._buffer[: self._length]
 
     @property
-    def prefill_end(self) -> int:
-        return self.prompt_length - 1
+    def keys(self) -> Ids:
+        """What stands for each id in the page table, as a view."""
+        return self._keys[: self._length]
 
     @property
     def prefilled(self) -> bool:
@@ -53,8 +69,13 @@ class Sequence:
 
     def append(self, token: int) -> None:
         if self._length == len(self._buffer):
-            self._buffer = np.concatenate([self._buffer, np.zeros(max(256, self._length), dtype=np.int64)])
+            more = np.zeros(max(256, self._length), dtype=np.int64)
+            one = self._keys is self._buffer
+            self._buffer = np.concatenate([self._buffer, more])
+            self._keys = self._buffer if one else np.concatenate([self._keys, more])
         self._buffer[self._length] = token
+        if self._keys is not self._buffer:
+            self._keys[self._length] = token
         self._length += 1
 
     # ---- admission -------------------------------------------------------------------------------------------------
@@ -64,21 +85,21 @@ class Sequence:
         self._table, self._root = table, root
         size = table.page_size
         for k in range(self.prefill_end // size):
-            self.labels.append(page_hash(self._parent(k), self.ids[k * size : (k + 1) * size]))
+            self.labels.append(page_hash(self._parent(k), self.keys[k * size : (k + 1) * size]))
 
     def context_pages(self) -> Iterator[tuple[bytes, Ids]]:
-        """Label and ids of each full page of the context."""
+        """Label and keys of each full page of the context."""
         size = self._pages.page_size
         for k, label in enumerate(self.labels):
-            yield label, self.ids[k * size : (k + 1) * size]
+            yield label, self.keys[k * size : (k + 1) * size]
 
     def pages_needed(self, max_new_tokens: int, page_size: int) -> int:
         """Pages under the prompt and `max_new_tokens` more, shared or not."""
         return -(-(self._length + max_new_tokens) // page_size)
 
     def acquire(self, max_new_tokens: int) -> int:
-        """Hold the context's full pages, shared where they exist, and reserve the rest; returns the number of all of
-        them."""
+        """Hold the context's full pages, shared where they exist, and reserve the rest under `max_new_tokens` more ids;
+        returns the number of all of them."""
         table = self._pages
         total_pages = self.pages_needed(max_new_tokens, table.page_size)
         for k, (label, ids) in enumerate(self.context_pages()):
@@ -88,20 +109,38 @@ class Sequence:
             else:
                 page = table.take(self._parent(k))
                 table.label(page, label, ids)
-            self.allocated_pages.append(page)
+            self._hold(page)
         self._reserved = total_pages - len(self.labels)
         table.reserve(self._reserved)
         return total_pages
+
+    @property
+    def room(self) -> int:
+        """Ids that still fit under the pages held and reserved."""
+        return (len(self.allocated_pages) + self._reserved) * self._pages.page_size - self._length
+
+    def pages_missing(self, more: int) -> int:
+        """Pages to reserve before `more` ids fit."""
+        return max(0, -(-(more - self.room) // self._pages.page_size))
+
+    def reserve_more(self, count: int) -> None:
+        self._pages.reserve(count)
+        self._reserved += count
 
     def release(self) -> None:
         """Give back every page, last page first, and what is left of the reservation. The computed K/V stay
         reusable."""
         self.publish(self.kv_position)
-        for page in reversed(self.allocated_pages):
-            self._pages.release(page)
-        self.allocated_pages = []
-        self._pages.unreserve(self._reserved)
-        self._reserved = 0
+        self._let_go()
+
+    def give_way(self, settled: int) -> None:
+        """Give back every page, and be ready to go on from the prefix cache. Ids from `settled` on may yet be taken
+        back, so their pages get no names."""
+        self.publish(settled)
+        self._let_go()
+        self.kv_position = 0
+        self.prefill_end = self._length - 1
+        self._resumed = True
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
@@ -118,10 +157,10 @@ class Sequence:
             if valid <= offset and not (offset == 0 and self._copy_partial(k, copy)):
                 break
             valid = self.allocated_pages[k].valid
-            self.cached_pages += int(valid == size and offset == 0)
+            self.cached_pages += int(valid == size and offset == 0 and not self._resumed)
             self.kv_position = min(k * size + valid, self.prefill_end)
         gained = self.kv_position - start
-        self.cached_tokens += gained
+        self.cached_tokens += 0 if self._resumed else gained
         return gained
 
     def next_chunk(self, budget: int) -> tuple[int, int]:
@@ -145,7 +184,7 @@ class Sequence:
         while self.kv_position < end:
             k, offset = divmod(self.kv_position, size)
             stop = min(end, (k + 1) * size)
-            self._pages.fill(self.allocated_pages[k], offset, self.ids[self.kv_position : stop])
+            self._pages.fill(self.allocated_pages[k], offset, self.keys[self.kv_position : stop])
             self.kv_position = stop
 
     def rewind(self, length: int) -> None:
@@ -153,6 +192,7 @@ class Sequence:
         size = self._pages.page_size
         self._length = length
         self.kv_position = min(self.kv_position, length - 1)
+        self.prefill_end = min(self.prefill_end, length - 1)
         for k, page in enumerate(self.allocated_pages):
             if (k + 1) * size > self.kv_position and page.label is None:
                 self._pages.truncate(page, max(0, self.kv_position - k * size))
@@ -162,8 +202,9 @@ class Sequence:
         size = self._pages.page_size
         while (len(self.labels) + 1) * size <= min(settled, self.kv_position):
             k = len(self.labels)
-            label = page_hash(self._parent(k), self.ids[k * size : (k + 1) * size])
-            self.allocated_pages[k] = self._pages.publish(self.allocated_pages[k], label)
+            label = page_hash(self._parent(k), self.keys[k * size : (k + 1) * size])
+            page = self.allocated_pages[k] = self._pages.publish(self.allocated_pages[k], label)
+            self.block[k] = page.index
             self.labels.append(label)
             if k + 1 < len(self.allocated_pages):
                 self._pages.adopt(self.allocated_pages[k + 1], label)
@@ -183,13 +224,25 @@ class Sequence:
         page = self._pages.take(self._parent(k) if k <= len(self.labels) else None, keep)
         self._pages.unreserve(1)
         self._reserved -= 1
-        self.allocated_pages.append(page)
+        self._hold(page)
         return page
+
+    def _hold(self, page: Page) -> None:
+        self.allocated_pages.append(page)
+        self.block = np.append(self.block, np.int32(page.index))
+
+    def _let_go(self) -> None:
+        for page in reversed(self.allocated_pages):
+            self._pages.release(page)
+        self.allocated_pages = []
+        self.block = self.block[:0]
+        self._pages.unreserve(self._reserved)
+        self._reserved = 0
 
     def _copy_partial(self, k: int, copy: Callable[[int, int, int], None]) -> bool:
         """Reuse the head of a page that begins like the prompt's page `k` behind the same prefix."""
         size = self._pages.page_size
-        ids = self.ids[k * size : min((k + 1) * size, self.prefill_end)]
+        ids = self.keys[k * size : min((k + 1) * size, self.prefill_end)]
         found = self._pages.partial(self._parent(k), ids)
         if found is None:
             return False

@@ -45,7 +45,7 @@ class Drafter:
         """The model's K/V of the head of a page have been copied."""
 
     def room(self, job: ExLlamaV2DynamicJob) -> int:
-        return max(0, min(self.most, job.draft_length, job.remaining_tokens - 1))
+        return max(0, min(self.most, job.draft_length, job.remaining_tokens - 1, job.room))
 
 
 class NGramTrie:
@@ -174,7 +174,8 @@ class ModelDrafter(Drafter):
             sequence.provide(sequence.kv_position + offset + 1)
         ids = np.array([[token] for _, token in rows], dtype=np.int64)
         sequences = [sequence for sequence, _ in rows]
-        logits = self._runner.forward(ids, sequences, [s.kv_position + offset for s in sequences])
+        out = self._runner.forward(ids, sequences, [s.kv_position + offset for s in sequences])
+        logits = out["logits"].float()
         firsts = np.cumsum([0, *(len(job.sequences) for job in jobs[:-1])])
         first = logits[firsts, 0, : self._vocab_size]
         best = first.argmax(dim=-1)

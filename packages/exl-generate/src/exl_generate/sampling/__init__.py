@@ -1,5 +1,6 @@
 """Sampling: settings, one small function a transform, random numbers that belong to the request."""
 
+from exl_generate.sampling.batch import Draw, sample_batch
 from exl_generate.sampling.hooks import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult
 from exl_generate.sampling.rng import RequestRandom
 from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample
@@ -9,6 +10,7 @@ from exl_generate.sampling.vocabulary import Vocabulary
 __all__ = [
     "UNCONSTRAINED",
     "Constraint",
+    "Draw",
     "ExLlamaV2PostSamplingHook",
     "ExLlamaV2PostSamplingResult",
     "ExLlamaV2Sampler",
@@ -17,6 +19,7 @@ __all__ = [
     "Sample",
     "Settings",
     "Vocabulary",
+    "sample_batch",
 ]
 
 

@@ -84,8 +84,6 @@ class ExLlamaV2BaseGenerator:
         `truncated_tokens` says by how much. Prompt i draws with seed + i. If `abort_event` is set, what exists is
         returned ("" if nothing). `filters` is a list of filters, used for every prompt, or one list per prompt.
         """
-        if loras is not None and loras != []:
-            raise UnsupportedError("LoRA adapters are not supported yet")
         if input_embeddings is not None:
             raise UnsupportedError("input_embeddings are not supported yet; pass text prompts")
         prompts = prompt if isinstance(prompt, list) else [prompt]
@@ -107,6 +105,7 @@ class ExLlamaV2BaseGenerator:
                 filters=lists[i],
                 filter_prefer_eos=filter_prefer_eos,
                 token_healing=token_healing,
+                loras=[] if loras is None else loras,
             )
             for i, (ids, _) in enumerate(rows)
         ]

@@ -130,8 +130,6 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         not needed. `abort_event` ends the prefill only; the next `stream_ex` then reports the end. `seed` is an
         addition here.
         """
-        if loras is not None and loras != []:
-            raise UnsupportedError("LoRA adapters are not supported yet")
         if input_embeddings is not None:
             raise UnsupportedError("input_embeddings are not supported yet; pass token ids")
         rows = _rows(input_ids, input_mask)
@@ -155,6 +153,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             filter_prefer_eos=filter_prefer_eos,
             token_healing=token_healing,
             banned_strings=banned_strings,
+            loras=[] if loras is None else loras,
         )
         self._close()
         job.paused = True

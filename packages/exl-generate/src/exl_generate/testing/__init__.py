@@ -1,11 +1,20 @@
 """Stand-ins for model, cache and tokenizer to test generators against, with an oracle for K/V provenance built in."""
 
 from exl_generate.testing.driving import check_pages, drain, streamed_text, streamed_tokens
-from exl_generate.testing.scripted import ScriptedCache, ScriptedConfig, ScriptedModel, ScriptedTokenizer
+from exl_generate.testing.scripted import (
+    ScriptedCache,
+    ScriptedConfig,
+    ScriptedEmbedding,
+    ScriptedLora,
+    ScriptedModel,
+    ScriptedTokenizer,
+)
 
 __all__ = [
     "ScriptedCache",
     "ScriptedConfig",
+    "ScriptedEmbedding",
+    "ScriptedLora",
     "ScriptedModel",
     "ScriptedTokenizer",
     "check_pages",

@@ -44,8 +44,9 @@ def check_pages(generator: ExLlamaV2DynamicGenerator) -> None:
         for sequence in job.sequences:
             size = table.page_size
             for k, page in enumerate(sequence.allocated_pages):
-                users[page.index].append(tuple(int(i).to_bytes(8, "little") for i in sequence.ids[: (k + 1) * size]))
-                held = sequence.ids[k * size : min((k + 1) * size, sequence.kv_position)]
+                before = sequence.keys[: (k + 1) * size].tobytes()
+                users[page.index].append((repr(sequence.loras).encode(), before))
+                held = sequence.keys[k * size : min((k + 1) * size, sequence.kv_position)]
                 _require(page.valid >= len(held), page, "holds less than the sequence has computed")
                 _require(page.label is not None or page.valid == len(held), page, "claims K/V that were rewound")
                 _require(bool((page.tokens[: len(held)] == held).all()), page, "holds other tokens than its sequence")

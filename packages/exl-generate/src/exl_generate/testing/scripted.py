@@ -8,6 +8,7 @@ error, not a nuance.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["ScriptedCache", "ScriptedConfig", "ScriptedModel", "ScriptedTokenizer"]
+__all__ = ["ScriptedCache", "ScriptedConfig", "ScriptedEmbedding", "ScriptedLora", "ScriptedModel", "ScriptedTokenizer"]
 
 Script = Callable[[list[int]], int | None]
 
+_EMBEDDING_INDEX = 1_000_000_000
+_embedding_ids = itertools.count(_EMBEDDING_INDEX)
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _PAD_LOGIT = -65504.0
 
@@ -57,9 +60,31 @@ class ScriptedCache:
         target.chain[destination] = self.chain[source]
 
 
+class ScriptedLora:
+    """An adapter: changes every hash, and so all K/V and logits computed under it."""
+
+    def __init__(self, seed: int, lora_scaling: float = 1.0) -> None:
+        self.seed = seed
+        self.lora_scaling = lora_scaling
+
+
+class ScriptedEmbedding:
+    """Rows with ids of their own, as `ExLlamaV2MMEmbedding`; `values` (below 1000) stand for hidden states."""
+
+    def __init__(self, values: Sequence[int], text_alias: str | None = None) -> None:
+        ids = [next(_embedding_ids) for _ in values]
+        self.first_index, self.length = ids[0], len(ids)
+        self.embeddings = torch.tensor([[float(value)] for value in values])
+        self.text_alias = f"<$EMB_{self.first_index}$>" if text_alias is None else text_alias
+
+    def get_ids(self) -> list[int]:
+        """The ids of all rows."""
+        return list(range(self.first_index, self.first_index + self.length))
+
+
 class ScriptedModel:
     """`script(context)` names the next token, or None where the hash decides. `faults` are raised by the forward passes
-    that see a context ending in that token."""
+    that see a context ending in that token. In a context a row of an embedding stands as 10000 + its value."""
 
     def __init__(self, config: ScriptedConfig | None = None, script: Script | None = None, scale: float = 4.0) -> None:
         self.config = config or ScriptedConfig()
@@ -77,10 +102,13 @@ class ScriptedModel:
         cache: ScriptedCache,
         attn_params: Any,
         preprocess_only: bool = False,
-        **_: Any,
+        loras: Sequence[ScriptedLora] | None = None,
+        indexed_embeddings: Sequence[ScriptedEmbedding] | None = None,
+        return_last_state: bool = False,
     ) -> dict[str, torch.Tensor]:
         """As `ExLlamaV2.forward_chunk` in paged mode: store K/V, check provenance, return logits float32 [B, q, Vp]."""
-        ids = input_ids.numpy()
+        ids = self._values(input_ids.numpy(), indexed_embeddings or ())
+        adapters = tuple(loras or ())
         batch, q_len = ids.shape
         self.calls.append((batch, q_len, preprocess_only))
         table, lengths = attn_params.block_index.numpy(), attn_params.cache_seqlens.numpy()
@@ -88,24 +116,28 @@ class ScriptedModel:
         written = np.concatenate([row[len(row) - q_len :] for row in slots])
         if len(np.unique(written)) != len(written):
             raise AssertionError("two rows of a batch write the same slots")
+        state = np.zeros((batch, q_len, self.config.hidden_size), dtype=np.float32)
         out = np.empty((batch, q_len, -(-self.config.vocab_size // 32) * 32), dtype=np.float32)
         for b in range(batch):
-            self._store(cache, slots[b], ids[b])
+            chain = self._store(cache, slots[b], ids[b], adapters)
+            state[b] = (chain[len(chain) - q_len :, None] % np.uint64(1009)).astype(np.float32)
             for i in range(q_len):
                 context = cache.tokens[slots[b][: len(slots[b]) - q_len + i + 1]]
                 if int(context[-1]) in self.faults:
                     raise self.faults[int(context[-1])]
                 if not preprocess_only:
-                    out[b, i] = self.logits(context)
-        return {} if preprocess_only else {"logits": torch.from_numpy(out)}
+                    out[b, i] = self.logits(context, adapters)
+        result = {} if preprocess_only else {"logits": torch.from_numpy(out)}
+        return result | ({"last_state": torch.from_numpy(state)} if return_last_state else {})
 
-    def logits(self, context: NDArray[np.int64]) -> NDArray[np.float32]:
+    def logits(self, context: NDArray[np.int64], loras: Sequence[ScriptedLora] = ()) -> NDArray[np.float32]:
         """float32 [Vp] for the token after `context`: what a correct generator must have sampled from."""
         vocab = self.config.vocab_size
         row = np.full(-(-vocab // 32) * 32, _PAD_LOGIT, dtype=np.float32)
         with np.errstate(over="ignore"):
             mixed = (
-                self._hash(context)[-1] ^ np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
+                self._hash(context, loras)[-1]
+                ^ np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
             ) * _BASE
             mixed ^= mixed >> np.uint64(31)
             mixed *= np.uint64(0xBF58476D1CE4E5B9)
@@ -119,19 +151,36 @@ class ScriptedModel:
         positions = np.arange(length)
         return pages.astype(np.int64)[positions // page_size] * page_size + positions % page_size
 
-    def _store(self, cache: ScriptedCache, slots: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
+    def _values(self, ids: NDArray[np.int64], embeddings: Sequence[ScriptedEmbedding]) -> NDArray[np.int64]:
+        values = ids.copy()
+        for one in embeddings:
+            mine = (ids >= one.first_index) & (ids < one.first_index + one.length)
+            values[mine] = 10_000 + one.embeddings[ids[mine] - one.first_index, 0].numpy().astype(np.int64)
+        if (values >= _EMBEDDING_INDEX).any():
+            raise AssertionError("an id of an embedding that was not passed")
+        return values
+
+    def _store(
+        self, cache: ScriptedCache, slots: NDArray[np.int64], ids: NDArray[np.int64], loras: Sequence[ScriptedLora]
+    ) -> NDArray[np.uint64]:
         past = len(slots) - len(ids)
         tokens = np.concatenate([cache.tokens[slots[:past]], ids])
-        chain = self._hash(tokens)
+        chain = self._hash(tokens, loras)
         if not np.array_equal(chain[:past], cache.chain[slots[:past]]) or (tokens[:past] < 0).any():
             raise AssertionError("K/V of another context were used")
         cache.tokens[slots[past:]] = ids
         cache.chain[slots[past:]] = chain[past:]
+        return chain
 
-    def _hash(self, tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Prefix hash of every position."""
+    def _hash(self, tokens: NDArray[np.int64], loras: Sequence[ScriptedLora] = ()) -> NDArray[np.uint64]:
+        """Prefix hash of every position, under these adapters in their order."""
         with np.errstate(over="ignore"):
-            return np.cumsum((tokens.astype(np.uint64) + np.uint64(7)) * self._powers[: len(tokens)], dtype=np.uint64)
+            start = np.uint64(0)
+            for lora in loras:
+                start = (start + np.uint64(lora.seed + 1)) * _BASE
+            return start + np.cumsum(
+                (tokens.astype(np.uint64) + np.uint64(7)) * self._powers[: len(tokens)], dtype=np.uint64
+            )
 
 
 class ScriptedTokenizer:
