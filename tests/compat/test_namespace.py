@@ -22,7 +22,7 @@ PATHS = {
     "exllamav2.generator": [
         *("ExLlamaV2Sampler", "ExLlamaV2BaseGenerator", "ExLlamaV2StreamingGenerator", "ExLlamaV2DynamicGenerator"),
         *("ExLlamaV2DynamicJob", "ExLlamaV2DynamicGeneratorAsync", "ExLlamaV2DynamicJobAsync"),
-        *("ExLlamaV2PostSamplingHook", "ExLlamaV2PostSamplingResult"),
+        *("ExLlamaV2PostSamplingHook", "ExLlamaV2PostSamplingResult", "ExLlamaV2MMEmbedding"),
     ],
     "exllamav2.generator.filters": ["ExLlamaV2Filter", "ExLlamaV2SelectFilter", "ExLlamaV2PrefixFilter"],
     "exllamav2.generator.filters.base": ["ExLlamaV2Filter"],

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,59 +20,14 @@ from exl_generate.testing import (
     ScriptedCache,
     ScriptedConfig,
     ScriptedModel,
-    ScriptedTokenizer,
     check_pages,
     drain,
     streamed_text,
     streamed_tokens,
 )
+from exl_generate.testing.small import EOS, TOKENIZER, VOCAB, ids, job, make, naive, run, says
 
-PIECES: list[str | bytes] = [chr(c) for c in range(97, 123)] + list(" .,\n!{}") + ["the", " the", "\nuser", "xy"]
-PIECES += [bytes([b]) for b in "é😀".encode()]
-TOKENIZER = ScriptedTokenizer(PIECES)
-VOCAB = TOKENIZER.get_vocab_size()
-EOS = TOKENIZER.eos_token_id
-PAGE = 16
 Settings = ExLlamaV2Sampler.Settings
-
-
-def make(
-    script: Callable[[list[int]], int | None] | None = None, cache_tokens: int = 512, **kw: Any
-) -> ExLlamaV2DynamicGenerator:
-    model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=kw.pop("model_len", 256)), script)
-    cache = ScriptedCache(model, max_seq_len=cache_tokens)
-    return ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=PAGE, **kw)
-
-
-def ids(text: str) -> torch.Tensor:
-    return TOKENIZER.encode(text)
-
-
-def says(*texts: str | int, after: int) -> Callable[[list[int]], int | None]:
-    """A script that answers a prompt of `after` tokens with these texts or ids, one token each, whatever was
-    sampled."""
-    answer = [t if isinstance(t, int) else int(i) for t in texts for i in ([t] if isinstance(t, int) else ids(t)[0])]
-    return lambda context: answer[len(context) - after] if 0 <= len(context) - after < len(answer) else None
-
-
-def job(text: str, new: int = 8, **kw: Any) -> ExLlamaV2DynamicJob:
-    kw.setdefault("gen_settings", Settings.greedy())
-    return ExLlamaV2DynamicJob(ids(text), new, **kw)
-
-
-def run(generator: ExLlamaV2DynamicGenerator, one: ExLlamaV2DynamicJob) -> list[dict[str, Any]]:
-    generator.enqueue(one)
-    results = drain(generator)[one]
-    check_pages(generator)
-    return results
-
-
-def naive(generator: ExLlamaV2DynamicGenerator, prompt: list[int], new: int) -> list[int]:
-    """Greedy continuation straight from the model's definition."""
-    context = list(prompt)
-    for _ in range(new):
-        context.append(int(generator.model.logits(np.array(context)).argmax()))  # type: ignore[attr-defined]
-    return context[len(prompt) :]
 
 
 # ---- results ----

@@ -22,7 +22,6 @@ from exl_generate import (
     RequestError,
 )
 from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel, ScriptedTokenizer
-from exl_kernels.errors import UnsupportedError
 
 TOKENIZER = ScriptedTokenizer(
     [chr(c) for c in range(97, 123)] + [" ", "\n", "the"] + [bytes([b]) for b in "é".encode()]
@@ -113,10 +112,11 @@ def test_abort_before_and_during_generation() -> None:
 @pytest.mark.covers("generators.md: 2")
 def test_base_refusals() -> None:
     base = ExLlamaV2BaseGenerator(*parts())
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(RequestError, match="loras holds a object"):
         base.generate_simple("a", GREEDY, 3, loras=[object()])
-    with pytest.raises(UnsupportedError):
-        base.generate_simple("a", GREEDY, 3, input_embeddings=torch.zeros(1, 2, 8))
+    for prompt, rows in (("a", torch.zeros(1, 2, 8)), ("a{{EMBED_HERE}}", torch.zeros(2, 2, 8))):
+        with pytest.raises(RequestError):
+            base.generate_simple(prompt, GREEDY, 3, input_embeddings=rows)
     with pytest.raises(RequestError):
         base.generate_simple([1], GREEDY, 3)  # type: ignore[list-item]
     base.warmup()

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from exl_core import ExLlamaV2MMEmbedding
     from exl_generate.aio import ExLlamaV2DynamicGeneratorAsync, ExLlamaV2DynamicJobAsync
     from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
     from exl_generate.errors import CapacityError, JobStateError, NoCandidatesError, RequestError
@@ -23,6 +24,7 @@ __all__ = [
     "ExLlamaV2DynamicGeneratorAsync",
     "ExLlamaV2DynamicJob",
     "ExLlamaV2DynamicJobAsync",
+    "ExLlamaV2MMEmbedding",
     "ExLlamaV2PostSamplingHook",
     "ExLlamaV2PostSamplingResult",
     "ExLlamaV2Sampler",
@@ -39,6 +41,7 @@ _HOME = {
     "ExLlamaV2DynamicJob": "dynamic",
     "ExLlamaV2DynamicGeneratorAsync": "aio",
     "ExLlamaV2DynamicJobAsync": "aio",
+    "ExLlamaV2MMEmbedding": "contracts",
     "ExLlamaV2PostSamplingHook": "sampling",
     "ExLlamaV2PostSamplingResult": "sampling",
     "ExLlamaV2Sampler": "sampling",

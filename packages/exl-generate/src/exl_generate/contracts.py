@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Cache", "Config", "Model", "Tokenizer"]
+from exl_core import ExLlamaV2MMEmbedding
+
+__all__ = ["Cache", "Config", "ExLlamaV2MMEmbedding", "Model", "Tokenizer"]
 
 
 class Config(Protocol):
@@ -54,8 +56,12 @@ class Model(Protocol):
         *,
         attn_params: Any = None,
         preprocess_only: bool = False,
+        loras: Any = None,
+        indexed_embeddings: Any = None,
+        return_last_state: bool = False,
     ) -> dict[str, Any]:
-        """One pass over int64 [B, q] ids with `PagedParams`; "logits" float [B, q, Vp] unless `preprocess_only`."""
+        """One pass over int64 [B, q] ids with `PagedParams`; "logits" float [B, q, Vp] unless `preprocess_only`,
+        "last_state" [B, q, hidden] if asked for."""
 
 
 class Tokenizer(Protocol):
@@ -69,8 +75,15 @@ class Tokenizer(Protocol):
     def extended_id_to_piece(self) -> Mapping[int, str]:
         """Special and added ids with their text."""
 
-    def encode(self, text: Any, add_bos: bool | None = False, *, encode_special_tokens: bool = False) -> torch.Tensor:
-        """int64 [1, n]."""
+    def encode(
+        self,
+        text: Any,
+        add_bos: bool | None = False,
+        *,
+        encode_special_tokens: bool = False,
+        embeddings: Any = None,
+    ) -> torch.Tensor:
+        """int64 [1, n]; the `text_alias` of an embedding becomes the ids of its rows."""
 
     def decode(self, ids: Any, decode_special_tokens: bool = False) -> Any:
         """Text of a 1-D tensor of ids."""

@@ -46,7 +46,13 @@ def build_jobs(
     return [
         ExLlamaV2DynamicJob(
             input_ids=[
-                tokenizer.encode(part, encode_special_tokens=encode_special_tokens, add_bos=add_bos) for part in text
+                tokenizer.encode(
+                    part,
+                    encode_special_tokens=encode_special_tokens,
+                    add_bos=add_bos,
+                    **({"embeddings": all_embeddings[i]} if all_embeddings[i] else {}),
+                )
+                for part in text
             ],
             gen_settings=settings[i],
             filters=all_filters[i],

@@ -237,6 +237,9 @@ class ExLlamaV2DynamicJob:
             )
         if self.loras is None:
             self.loras = tuple(generator.current_loras)
+        for lora in self.loras:
+            if hasattr(lora, "check_usable"):
+                lora.check_usable(generator.model)
         for sequence in self.sequences:
             sequence.loras = self.loras
             sequence.prepare(generator.page_table, generator.namespace_of(self.loras))

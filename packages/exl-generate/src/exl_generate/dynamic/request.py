@@ -78,8 +78,10 @@ def adapters_of(loras: object) -> tuple[Any, ...] | None:
         return None
     found = tuple(loras) if isinstance(loras, list | tuple) else (loras,)
     for lora in found:
-        if isinstance(lora, str | bytes | int | float) or lora is None:
-            raise RequestError(f"loras holds {lora!r}; pass adapters: ExLlamaV2Lora.from_directory(model, folder)")
+        if not hasattr(lora, "lora_scaling"):
+            raise RequestError(
+                f"loras holds a {type(lora).__name__}; pass adapters: ExLlamaV2Lora.from_directory(model, folder)"
+            )
     if len(set(map(id, found))) != len(found):
         raise RequestError("loras holds an adapter twice; name each once and use its lora_scaling")
     return found

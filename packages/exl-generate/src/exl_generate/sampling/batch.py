@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample
-from exl_generate.sampling.transforms import Ids
+from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample, sample_rows
+from exl_kernels.sampling import Failure, Row, Sampled
 
 __all__ = ["Draw", "sample_batch"]
 
@@ -20,29 +22,51 @@ class Draw:
 
     sampler: RequestSampler
     logits: torch.Tensor
-    context: Ids
+    context: NDArray[np.int64]
     position: int
     constraint: Constraint = UNCONSTRAINED
     negative: torch.Tensor | None = None
     attempt: int = 0
     top_n: int = 0
 
+    def row(self) -> Row:
+        """As the kernels take it."""
+        return self.sampler.row(
+            self.logits,
+            self.context,
+            self.position,
+            self.constraint,
+            negative=self.negative,
+            attempt=self.attempt,
+            top_n=self.top_n,
+        )
+
+    def take(self, row: Row, outcome: Sampled | Failure | Exception) -> Sample | Exception:
+        """The sample that the kernels made of `row`, or what went wrong with it."""
+        if isinstance(outcome, Exception):
+            return outcome
+        try:
+            return self.sampler.take(row, outcome, self.position)
+        except Exception as error:
+            return error
+
 
 def sample_batch(draws: Sequence[Draw]) -> list[Sample | Exception]:
-    """A sample for each draw, or what went wrong with it. A sample depends on its own draw alone."""
-    return [_sample(draw) for draw in draws]
-
-
-def _sample(draw: Draw) -> Sample | Exception:
+    """A sample for each draw, or what went wrong with it, by one native call. A sample depends on its own draw
+    alone; if the call fails, rows are tried one by one, so that only those that fail by themselves do."""
+    if not draws:
+        return []
+    rows = [draw.row() for draw in draws]
+    outcomes: Sequence[Sampled | Failure | Exception]
     try:
-        return draw.sampler.sample(
-            draw.logits.cpu().numpy(),
-            draw.context,
-            draw.position,
-            draw.constraint,
-            negative=None if draw.negative is None else draw.negative.cpu().numpy(),
-            attempt=draw.attempt,
-            top_n=draw.top_n,
-        )
+        outcomes = sample_rows(rows)
+    except Exception:
+        outcomes = [_alone(row) for row in rows]
+    return [draw.take(row, outcome) for draw, row, outcome in zip(draws, rows, outcomes, strict=True)]
+
+
+def _alone(row: Row) -> Sampled | Failure | Exception:
+    try:
+        return sample_rows([row])[0]
     except Exception as error:
         return error

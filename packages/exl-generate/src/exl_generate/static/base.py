@@ -11,12 +11,15 @@ import torch
 
 from exl_generate.contracts import Cache, Model, Tokenizer
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.errors import CapacityError, RequestError
 from exl_generate.sampling import Settings
 from exl_generate.static.rows import OneRow, page_size_of
-from exl_kernels.errors import UnsupportedError
 
 __all__ = ["ExLlamaV2BaseGenerator"]
+
+#: Where `input_embeddings` go in a prompt.
+MARKER = "{{EMBED_HERE}}"
 
 
 class ExLlamaV2BaseGenerator:
@@ -83,12 +86,16 @@ class ExLlamaV2BaseGenerator:
         EOS, None = none. A prompt that leaves no room for them is cut on the left, with a warning;
         `truncated_tokens` says by how much. Prompt i draws with seed + i. If `abort_event` is set, what exists is
         returned ("" if nothing). `filters` is a list of filters, used for every prompt, or one list per prompt.
+        `loras`: an adapter or a list. `input_embeddings`: float [B, m, hidden], hidden states that stand for m tokens
+        at the marker {{EMBED_HERE}}, which each prompt then holds once; spaces and tabs around it are dropped.
         """
-        if input_embeddings is not None:
-            raise UnsupportedError("input_embeddings are not supported yet; pass text prompts")
         prompts = prompt if isinstance(prompt, list) else [prompt]
         lists = _filters_per_prompt(filters, len(prompts))
-        rows = [self._fit(self._encode(text, encode_special_tokens, add_bos), num_tokens) for text in prompts]
+        embedded = self._embeddings(input_embeddings, prompts)
+        encoded = [
+            self._encode(text, encode_special_tokens, add_bos, one) for text, one in zip(prompts, embedded, strict=True)
+        ]
+        rows = [self._fit(ids, num_tokens) for ids in encoded]
         self.truncated_tokens = [cut for _, cut in rows]
         if any(self.truncated_tokens):
             warnings.warn(
@@ -106,6 +113,7 @@ class ExLlamaV2BaseGenerator:
                 filter_prefer_eos=filter_prefer_eos,
                 token_healing=token_healing,
                 loras=[] if loras is None else loras,
+                embeddings=None if embedded[i] is None else [embedded[i]],
             )
             for i, (ids, _) in enumerate(rows)
         ]
@@ -113,7 +121,7 @@ class ExLlamaV2BaseGenerator:
         if texts is None:
             texts = [""] * len(jobs)
         elif not completion_only:
-            shown = [self.tokenizer.decode(ids[0], decode_special_tokens) for ids, _ in rows]
+            shown = [self.tokenizer.decode(ids[0][ids[0] < EMBEDDING_INDEX], decode_special_tokens) for ids, _ in rows]
             texts = [before + text for before, text in zip(shown, texts, strict=True)]
         return texts if isinstance(prompt, list) else texts[0]
 
@@ -144,12 +152,31 @@ class ExLlamaV2BaseGenerator:
         ids = torch.full((len(rows), max(map(len, rows), default=0)), pad, dtype=torch.int64)
         for i, row in enumerate(rows):
             ids[i, ids.shape[1] - len(row) :] = torch.from_numpy(row.copy())
-        return ids
+        return ids.masked_fill(ids >= EMBEDDING_INDEX, pad)
 
-    def _encode(self, text: str, special: bool, add_bos: bool) -> torch.Tensor:
+    def _encode(self, text: str, special: bool, add_bos: bool, embedding: Any) -> torch.Tensor:
         if not isinstance(text, str):
             raise RequestError(f"prompt holds a {type(text).__name__}; pass a str or a list of str")
-        return self.tokenizer.encode(text, add_bos, encode_special_tokens=special)
+        if embedding is None:
+            return self.tokenizer.encode(text, add_bos, encode_special_tokens=special)
+        before, after = text.split(MARKER)
+        front = self.tokenizer.encode(before.rstrip(" \t"), add_bos, encode_special_tokens=special)
+        back = self.tokenizer.encode(after.lstrip(" \t"), encode_special_tokens=special)
+        return torch.cat([front, torch.tensor([embedding.get_ids()], dtype=torch.int64), back], dim=1)
+
+    def _embeddings(self, rows: torch.Tensor | None, prompts: list[str]) -> list[Any]:
+        """One embedding per prompt, or None for each."""
+        if rows is None:
+            return [None] * len(prompts)
+        if not isinstance(rows, torch.Tensor) or rows.dim() != 3 or rows.shape[0] != len(prompts):
+            shape = list(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
+            raise RequestError(f"input_embeddings has shape {shape}; pass [{len(prompts)} prompts, m, hidden]")
+        for text in prompts:
+            if isinstance(text, str) and text.count(MARKER) != 1:
+                raise RequestError(f"the prompt holds {MARKER} {text.count(MARKER)} times; it marks one place")
+        from exl_core import ExLlamaV2MMEmbedding
+
+        return [ExLlamaV2MMEmbedding(self.model, row) for row in rows]  # type: ignore[arg-type]
 
     def _fit(self, ids: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, int]:
         if not 1 <= num_tokens < self.limit:

@@ -11,6 +11,7 @@ import torch
 
 from exl_generate.contracts import Cache, Model, Tokenizer
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.dynamic.speculation import ModelDrafter, NgramDrafter
 from exl_generate.errors import CapacityError, JobStateError, RequestError
 from exl_generate.sampling import Settings
@@ -118,7 +119,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return_top_tokens: int = 0,
         return_logits: bool = False,
         abort_event: threading.Event | None = None,
-        input_embeddings: torch.Tensor | None = None,
+        input_embeddings: Sequence[Any] | None = None,
         decode_special_tokens: bool = False,
         banned_strings: Sequence[str] | None = None,
         filters: Sequence[Any] | None = None,
@@ -127,11 +128,10 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     ) -> None:
         """Take a prompt in and compute it, `input_ids` [1, n], or [2, n] for CFG: positive and negative prompt,
         left-padded as `input_mask` (additive, -inf at padding) says. `position_offsets` follow from the mask and are
-        not needed. `abort_event` ends the prefill only; the next `stream_ex` then reports the end. `seed` is an
+        not needed. `abort_event` ends the prefill only; the next `stream_ex` then reports the end. `loras`: an adapter
+        or a list. `input_embeddings`: the `ExLlamaV2MMEmbedding` objects whose ids stand in `input_ids`. `seed` is an
         addition here.
         """
-        if input_embeddings is not None:
-            raise UnsupportedError("input_embeddings are not supported yet; pass token ids")
         rows = _rows(input_ids, input_mask)
         engine = self.engine()
         share = engine.max_pages // len(rows) * engine.page_size
@@ -154,6 +154,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             token_healing=token_healing,
             banned_strings=banned_strings,
             loras=[] if loras is None else loras,
+            embeddings=input_embeddings,
         )
         self._close()
         job.paused = True
@@ -255,7 +256,9 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             self.total_tokens += max(0, job.new_tokens - before[0])
             self.total_draft_tokens += job.drafted_tokens - before[1]
             self.accepted_draft_tokens += job.accepted_draft_tokens - before[2]
-        self.sequence_ids = torch.stack([torch.from_numpy(job.sequence.ids.copy())])
+        ids = torch.from_numpy(job.sequence.ids.copy())
+        pad = max(0, int(getattr(self.tokenizer, "pad_token_id", 0) or 0))
+        self.sequence_ids = ids.masked_fill(ids >= EMBEDDING_INDEX, pad)[None]
         result = self._results.popleft()
         if "exception" in result:
             raise result["exception"]

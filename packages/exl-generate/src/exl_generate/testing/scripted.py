@@ -99,8 +99,8 @@ class ScriptedModel:
     def forward_chunk(
         self,
         input_ids: torch.Tensor,
-        cache: ScriptedCache,
-        attn_params: Any,
+        cache: Any = None,
+        attn_params: Any = None,
         preprocess_only: bool = False,
         loras: Sequence[ScriptedLora] | None = None,
         indexed_embeddings: Sequence[ScriptedEmbedding] | None = None,
@@ -209,9 +209,24 @@ class ScriptedTokenizer:
         return self._ids.get(piece.encode())
 
     def encode(
-        self, text: str, add_bos: bool = False, add_eos: bool = False, encode_special_tokens: bool = False, **_: Any
+        self,
+        text: str,
+        add_bos: bool | None = False,
+        add_eos: bool = False,
+        encode_special_tokens: bool = False,
+        *,
+        embeddings: Sequence[Any] | None = None,
     ) -> torch.Tensor:
-        """int64 [1, n]."""
+        """int64 [1, n]. Special tokens are never read from text."""
+        for one in embeddings or ():
+            if one.text_alias in text:
+                before, after = text.split(one.text_alias, 1)
+                parts = [
+                    self.encode(before, add_bos, embeddings=embeddings),
+                    torch.tensor([one.get_ids()]),
+                    self.encode(after, False, add_eos, embeddings=embeddings),
+                ]
+                return torch.cat(parts, dim=1)
         data, at, ids = text.encode(), 0, [self.bos_token_id] if add_bos else []
         while at < len(data):
             sizes = range(min(self._longest, len(data) - at), 0, -1)

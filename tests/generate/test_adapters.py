@@ -1,0 +1,90 @@
+"""Adapters per job: the right one for every token and page, batches by set, switches while the queue is busy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler, RequestError
+from exl_generate.testing import ScriptedLora, check_pages, drain, streamed_tokens
+from exl_generate.testing.small import ids, job, make, naive, run, speculate
+
+Settings = ExLlamaV2Sampler.Settings
+A, B = ScriptedLora(1), ScriptedLora(2)
+SETS: list[list[ScriptedLora]] = [[], [A], [B], [A, B], [B, A]]
+PROMPT = "abcdefgh" * 6
+
+
+@pytest.mark.covers("generators.md: 58", "generators.md: 42", "core.md: lora")
+def test_each_job_runs_under_its_own_adapters() -> None:
+    generator = make(cache_tokens=1024)
+    jobs = [job(PROMPT, 12, loras=loras) for loras in SETS * 2]
+    generator.enqueue(jobs)
+    results = drain(generator)
+    check_pages(generator)
+    outputs = [tuple(streamed_tokens(results[one])) for one in jobs]
+    assert outputs == [tuple(naive(generator, ids(PROMPT)[0].tolist(), 12, loras)) for loras in SETS * 2]
+    assert len(set(outputs)) == len(SETS), "the order of adapters counts"
+
+
+def test_jobs_with_the_same_adapters_share_a_pass() -> None:
+    generator = make(cache_tokens=1024)
+    jobs = [job("abc", 6, loras=[(A, B)[i % 2]]) for i in range(6)]
+    generator.enqueue(jobs)
+    generator.iterate()
+    model: Any = generator.model
+    model.calls.clear()
+    generator.iterate()
+    assert [(batch, q) for batch, q, _ in model.calls] == [(3, 1), (3, 1)]
+
+
+@pytest.mark.covers("generators.md: 26", "generators.md: 58")
+def test_a_change_of_adapters_never_finds_the_pages_of_others() -> None:
+    """Regression of exllamav2's set_loras and of vllm#30931: pages made under one adapter, used under another."""
+    generator = make()
+    for loras, cached in (([], 0), ([A], 0), ([B], 0), ([A], 47), ([], 47), ([A, B], 0)):
+        generator.set_loras(loras)
+        results = run(generator, job(PROMPT, 5))
+        assert results[-1]["cached_tokens"] == cached
+        assert streamed_tokens(results) == naive(generator, ids(PROMPT)[0].tolist(), 5, loras)
+
+
+@pytest.mark.covers("generators.md: 58")
+def test_the_generators_adapters_may_change_while_jobs_run() -> None:
+    generator = make(max_batch_size=2)
+    prompt = ids(PROMPT)[0].tolist()
+    jobs: list[ExLlamaV2DynamicJob] = []
+    for loras in (None, A, [B], [A, B]):
+        generator.set_loras(loras)
+        jobs.append(job(PROMPT, 7))
+        generator.enqueue(jobs[-1])
+        generator.iterate()
+    results = drain(generator)
+    for one, loras in zip(jobs, ([], [A], [B], [A, B]), strict=True):
+        tail = naive(generator, prompt, 7, loras)
+        assert tail[-len(streamed_tokens(results[one])) :] == streamed_tokens(results[one])
+        assert one.full_completion == "".join(one.piece(token) for token in tail)
+
+
+@pytest.mark.parametrize("how", ["ngram", "model"])
+def test_guesses_do_not_see_adapters_and_do_not_matter(how: str) -> None:
+    generator = speculate(how)
+    results = run(generator, job(PROMPT, 30, loras=[A]))
+    assert streamed_tokens(results) == naive(generator, ids(PROMPT)[0].tolist(), 30, [A])
+
+
+def test_what_is_no_adapter_is_refused() -> None:
+    for wrong in ("folder", ["folder"], [None], [3], [A, A], object()):
+        with pytest.raises(RequestError, match="loras"):
+            job("abc", loras=wrong)
+        with pytest.raises(RequestError, match="loras"):
+            make().set_loras(wrong)
+
+
+@pytest.mark.covers("generators.md: 58")
+def test_scaled_adapters_are_different_ones() -> None:
+    generator = make()
+    one, other = ScriptedLora(1, 1.0), ScriptedLora(1, 0.5)
+    assert generator.namespace_of([one]) != generator.namespace_of([other])
+    assert generator.namespace_of([one]) == generator.namespace_of([one])
