@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,59 +38,159 @@ def rope(**parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
 
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama-mha-bias": ("Llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
-    "llama-mqa-tied-head-dim": ("Llama", {"num_key_value_heads": 1, "head_dim": 24, "tie_word_embeddings": True}),
-    "llama-gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
-    "llama-linear": ("Llama", rope(rope_type="linear", factor=4.0)),
-    "llama3": (
-        "Llama",
-        rope(
-            rope_type="llama3",
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
-        ),
-    ),
-    "llama-yarn": ("Llama", rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)),
-    "llama-yarn-mscale": (
-        "Llama",
-        rope(
-            rope_type="yarn",
-            factor=4.0,
-            original_max_position_embeddings=32,
-            mscale=0.7,
-            mscale_all_dim=1.3,
-            beta_fast=16.0,
-            beta_slow=2.0,
-            truncate=False,
-        ),
-    ),
-    "mistral-full": ("Mistral", {"sliding_window": None}),
-    "mistral-window": ("Mistral", {"sliding_window": 11}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+@dataclass(frozen=True)
+class Case:
+    """A transformers model by its class, and what its configuration changes of SIZES (None takes a key out)."""
+
+    model: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    config: str = ""  # else the model's name with "Config" for "ForCausalLM"
+    text: bool = False  # the sizes go into text_config
+
+    def configuration(self) -> Any:
+        name = self.config or self.model.replace("ForCausalLM", "Config")
+        sizes = {k: v for k, v in {**SIZES, **self.changes}.items() if v is not ...}
+        if self.text:
+            sizes = {"text_config": sizes, "vision_config": VISION[self.model], "tie_word_embeddings": False}
+        config = getattr(transformers, name)(**sizes)
+        config._attn_implementation = "eager"
+        return config
+
+
+def llama(**changes: Any) -> Case:
+    return Case("LlamaForCausalLM", changes)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5], "long_factor": [1.5, 2, 3, 4, 6, 9]}
+GPT2: dict[str, Any] = {
+    **dict.fromkeys(SIZES, ...),
+    **{"vocab_size": 90, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128},
+}
+DBRX: dict[str, Any] = {
+    **dict.fromkeys(SIZES, ...),
+    **{"vocab_size": 90, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 128},
+    "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 5, "moe_top_k": 2, "hidden_size": 64},
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.9, "rope_theta": 7000.0},
+}
+GEMMA = {"head_dim": 24, "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA3: dict[str, Any] = {**GEMMA, "sliding_window": 9, "query_pre_attn_scalar": 20, "num_hidden_layers": 7}
+MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_experts": 6}
+VISION: dict[str, Any] = {
+    "LlavaForConditionalGeneration": {"model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1},
+    "Mistral3ForConditionalGeneration": {"model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1},
+    "Gemma3ForConditionalGeneration": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "Qwen2VLForConditionalGeneration": {"embed_dim": 32, "depth": 1, "num_heads": 2, "hidden_size": 64},
+    "Qwen2_5_VLForConditionalGeneration": {"hidden_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+}
+MROPE = {"rope_parameters": {"rope_theta": 9000.0, "rope_type": "default", "mrope_section": [2, 3, 3]}}
+
+CASES: dict[str, Case] = {
+    "llama": llama(),
+    "llama-mha-bias": llama(num_key_value_heads=4, attention_bias=True, mlp_bias=True),
+    "llama-mqa-tied-head-dim": llama(num_key_value_heads=1, head_dim=24, tie_word_embeddings=True),
+    "llama-gelu": llama(hidden_act="gelu_pytorch_tanh"),
+    "llama-linear": llama(**rope(rope_type="linear", factor=4.0)),
+    "llama3": llama(**rope(**LLAMA3)),
+    "llama-yarn": llama(**rope(**YARN)),
+    "llama-yarn-mscale": llama(
+        **rope(**YARN, mscale=0.7, mscale_all_dim=1.3, beta_fast=16.0, beta_slow=2.0, truncate=False)
+    ),
+    "llama-dynamic": llama(**rope(rope_type="dynamic", factor=2.0)),
+    "mistral-full": Case("MistralForCausalLM", {"sliding_window": None}),
+    "mistral-window": Case("MistralForCausalLM", {"sliding_window": 11}),
+    "mixtral": Case("MixtralForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": Case("MixtralForCausalLM", {"num_local_experts": 3, "sliding_window": 12}),
+    "qwen2": Case("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen2-window": Case("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen2-moe": Case("Qwen2MoeForCausalLM", {**MOE, "shared_expert_intermediate_size": 56, "decoder_sparse_step": 2}),
+    "qwen3": Case("Qwen3ForCausalLM", {"head_dim": 24}),
+    "qwen3-moe": Case("Qwen3MoeForCausalLM", {**MOE, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-raw-dense": Case(
+        "Qwen3MoeForCausalLM", {**MOE, "head_dim": 16, "norm_topk_prob": False, "mlp_only_layers": [1]}
+    ),
+    "gemma": Case("GemmaForCausalLM", {**GEMMA, "num_key_value_heads": 1}),
+    "gemma2": Case("Gemma2ForCausalLM", {**GEMMA, "sliding_window": 9, "query_pre_attn_scalar": 20}),
+    "gemma2-no-softcap": Case(
+        "Gemma2ForCausalLM",
+        {**GEMMA, "sliding_window": 9, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3-text": Case("Gemma3ForCausalLM", GEMMA3, config="Gemma3TextConfig"),
+    "gemma3-text-linear": Case(
+        "Gemma3ForCausalLM",
+        {
+            **GEMMA3,
+            "layer_types": ["full_attention", *["sliding_attention"] * 5, "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        config="Gemma3TextConfig",
+    ),
+    "gemma3": Case("Gemma3ForConditionalGeneration", GEMMA3, config="Gemma3Config", text=True),
+    "starcoder2": Case("Starcoder2ForCausalLM", {"hidden_act": "gelu_pytorch_tanh", "sliding_window": 10}),
+    "starcoder2-no-bias": Case("Starcoder2ForCausalLM", {"use_bias": False, "tie_word_embeddings": False}),
+    "cohere": Case("CohereForCausalLM", {"logit_scale": 0.25}),
+    "cohere-qk-norm": Case("CohereForCausalLM", {"use_qk_norm": True, "attention_bias": True}),
+    "cohere2": Case("Cohere2ForCausalLM", {"sliding_window": 9, "num_hidden_layers": 5}),
+    "phi3": Case("Phi3ForCausalLM", {"sliding_window": 13}),
+    "phi3-partial": Case("Phi3ForCausalLM", rope(rope_type="default", partial_rotary_factor=0.75)),
+    "glm": Case("GlmForCausalLM", {"head_dim": 24, "attention_bias": True}),
+    "glm4": Case("Glm4ForCausalLM", {"head_dim": 16, "attention_bias": False}),
+    "gpt2": Case("GPT2LMHeadModel", GPT2, config="GPT2Config"),
+    "gpt2-inner": Case("GPT2LMHeadModel", {**GPT2, "n_inner": 72}, config="GPT2Config"),
+    "bigcode": Case("GPTBigCodeForCausalLM", GPT2),
+    "bigcode-mha": Case("GPTBigCodeForCausalLM", {**GPT2, "multi_query": False}),
+    "dbrx": Case("DbrxForCausalLM", DBRX),
+    "granite": Case(
+        "GraniteForCausalLM",
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 5.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "smollm3": Case("SmolLM3ForCausalLM", {"num_hidden_layers": 5}),
+    "olmo2": Case("Olmo2ForCausalLM", {"attention_bias": True}),
+    "llava-pixtral": Case(
+        "LlavaForConditionalGeneration", {"model_type": "mistral", "sliding_window": 9}, "LlavaConfig", text=True
+    ),
+    "mistral3": Case(
+        "Mistral3ForConditionalGeneration", {"model_type": "mistral", "sliding_window": None}, "Mistral3Config", True
+    ),
+    "qwen2-vl": Case("Qwen2VLForConditionalGeneration", MROPE, config="Qwen2VLConfig", text=True),
+    "qwen2.5-vl": Case("Qwen2_5_VLForConditionalGeneration", MROPE, config="Qwen2_5_VLConfig", text=True),
+}
+
+NORM_FROM_ONE = ("gemma",)  # families that store weight - 1
 
 
 def build(case: str, folder: Path) -> tuple[Any, Path]:
     """The transformers model, saved to `folder` in half precision and computing with those very weights in float32."""
-    family, changes = CASES[case]
+    made = CASES[case]
     torch.manual_seed(sum(map(ord, case)))
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
-    config._attn_implementation = "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, made.model)(made.configuration()).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
-            offset = 1.0 if name.endswith("norm.weight") else 0.0
+            norm = re.search(r"(norm|norm_[12]|ln_[12f])\.weight$", name) is not None
+            offset = 1.0 if norm and not case.startswith(NORM_FROM_ONE) else 0.0
             parameter.copy_((torch.randn_like(parameter) * scale + offset).half().float())
-    saved = getattr(transformers, f"{family}ForCausalLM")(config).half()
-    saved.load_state_dict({k: v.half() for k, v in model.state_dict().items()})
+    saved = copy.deepcopy(model).half()
     saved.save_pretrained(folder)
     return model, folder
+
+
+pytestmark = pytest.mark.covers("core.md: architectures", "core.md: embedding-norms", "core.md: mlp-moe")
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))

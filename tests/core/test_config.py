@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2, ExLlamaV2Config, errors
-from exl_core.architectures import PLANNED, supported_architectures
+from exl_core.architectures import KNOWN_TO_DIFFER, supported_architectures
 
 
 def config_only(folder: Path, base: dict[str, Any], **changes: Any) -> ExLlamaV2Config:
@@ -192,7 +192,7 @@ def test_unknown_architecture_on_request(lab: Any, tmp_path: Path) -> None:
         config.prepare(no_tensors=True)
 
 
-@pytest.mark.parametrize("name", sorted(PLANNED))
+@pytest.mark.parametrize("name", sorted(KNOWN_TO_DIFFER))
 def test_known_families_without_code_are_not_loaded_as_llama(lab: Any, tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**lab.config, "architectures": [name]}))
     config = ExLlamaV2Config()
@@ -204,7 +204,7 @@ def test_known_families_without_code_are_not_loaded_as_llama(lab: Any, tmp_path:
 
 
 def test_first_supported_of_several_architectures(lab: Any, tmp_path: Path) -> None:
-    config = config_only(tmp_path, lab.config, architectures=["Gemma2ForCausalLM", "MistralForCausalLM"])
+    config = config_only(tmp_path, lab.config, architectures=["FalconForCausalLM", "MistralForCausalLM"])
     assert config.architecture == "MistralForCausalLM"
 
 
@@ -225,11 +225,25 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"eos_token_id": "2"}, errors.ConfigTypeError, "eos_token_id"),
     ({"eos_token_id": [2, "x"]}, errors.ConfigTypeError, "eos_token_id"),
     ({"hidden_act": "relu"}, errors.UnsupportedError, "relu"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2}}, errors.UnsupportedError, "dynamic"),
+    ({"rope_scaling": {"type": "rotten", "factor": 2}}, errors.UnsupportedError, "rotten"),
+    ({"rope_scaling": {"type": "dynamic"}}, errors.ConfigKeyError, "factor"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 0.5}}, errors.ConfigError, "factor"),
+    ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, errors.ConfigKeyError, "short_factor"),
+    (
+        {"rope_scaling": {"type": "su", "long_factor": ["a"], "short_factor": [1]}},
+        errors.ConfigTypeError,
+        "long_factor",
+    ),
+    ({"rope_scaling": {"type": "mrope", "mrope_section": "8"}}, errors.ConfigTypeError, "mrope_section"),
     ({"rope_scaling": {"type": "linear"}}, errors.ConfigKeyError, "factor"),
     ({"rope_scaling": {"type": "linear", "rope_type": "yarn"}}, errors.ConfigError, "rope_type"),
     ({"rope_scaling": [1]}, errors.ConfigTypeError, "rope_scaling"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, errors.UnsupportedError, "full_attention"),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 6.0}}},
+        errors.UnsupportedError,
+        "differ between layer types",
+    ),
+    ({"rope_parameters": {"chunked_attention": {"rope_theta": 5.0}}}, errors.UnsupportedError, "chunked_attention"),
     ({"quantization_config": {"quant_method": "awq"}}, errors.UnsupportedError, "awq"),
 ]
 
@@ -277,7 +291,7 @@ def test_errors_are_the_builtin_kinds_that_users_catch() -> None:
         ("max_input_len", "2048", errors.ConfigTypeError),
         ("load_in_q4", True, errors.UnsupportedError),
         ("scale_alpha_value", -1.0, errors.ConfigError),
-        ("alt_rope_method", "su", errors.UnsupportedError),
+        ("alt_rope_method", "nonsense", errors.UnsupportedError),
         ("partial_rotary_factor", 0.2, errors.ConfigError),
     ],
 )

@@ -6,15 +6,24 @@ import logging
 import math
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from .architectures import Architecture, find_architecture
+from .architectures.base import Activation
 from .architectures.llama import LLAMA
-from .errors import ConfigError, ConfigFileError, ConfigTypeError, MissingTensorError, UnsupportedError
+from .architectures.windows import LayerRope
+from .errors import (
+    ConfigError,
+    ConfigFileError,
+    ConfigTypeError,
+    MissingTensorError,
+    UnsupportedArchitectureError,
+    UnsupportedError,
+)
 from .json_reader import REQUIRED, JsonReader, read_json_file
 from .loading.checkpoint import Checkpoint
 from .rope import RopeSettings
-from .rope_config import read_rope
+from .rope_config import alternative_rope, main_rope, read_rope
 
 __all__ = ["CPU_MATMUL_MODES", "ExLlamaV2Config"]
 
@@ -23,7 +32,7 @@ log = logging.getLogger(__name__)
 CPU_MATMUL_MODES = ("int8", "exact")
 VOCAB_PADDING = 32  # logits have this many columns' granularity
 # Far beyond any published model; a file that asks for more is damaged or hostile, and costs no memory.
-MAX_LAYERS, MAX_WIDTH, MAX_VOCAB = 4096, 1 << 22, 1 << 24
+MAX_LAYERS, MAX_WIDTH, MAX_VOCAB, MAX_EXPERTS = 4096, 1 << 22, 1 << 24, 1 << 14
 
 
 def _env(name: str) -> bool:
@@ -89,7 +98,12 @@ class ExLlamaV2Config:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Activation = "silu"
+    head_norms: bool = False  # q and k of each head are normalised
+    clip_qkv: float = 0.0  # 0: q, k and v are not clamped
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = True  # chosen experts' probabilities are made to sum to 1
+    moe_intermediate_size: int = 0
     max_position_embeddings: int = 2048  # as in the file; max_seq_len is the caller's copy
     original_max_seq_len: int = 2048
     sliding_window: int = 0  # 0 where no layer slides
@@ -100,7 +114,7 @@ class ExLlamaV2Config:
     scale_pos_emb_from_file: float | None = None
     scale_pos_emb_alt: float | None = None
     pos_id_index: int = 0
-    alt_rope_method: str | None = None  # None, "llama3" or "yarn"
+    alt_rope_method: str | None = None  # None, "llama3", "yarn", "su" (longrope) or "dynamic"
     l3_rope_factor: float | None = None
     l3_rope_low_freq_factor: float | None = None
     l3_rope_high_freq_factor: float | None = None
@@ -113,6 +127,11 @@ class ExLlamaV2Config:
     yarn_rope_mscale: float | None = None
     yarn_rope_mscale_all_dim: float | None = None
     yarn_rope_truncate: bool = True
+    scale_long_factor: list[float] | None = None
+    scale_short_factor: list[float] | None = None
+    su_rope_factor: float | None = None
+    su_rope_attention_factor: float | None = None
+    dynamic_rope_factor: float | None = None
     mrope_section: list[int] | None = None
     quant_method: str | None = None  # quantization_config.quant_method: informative, the tensors decide
     gptq_bits: int = 4
@@ -129,6 +148,8 @@ class ExLlamaV2Config:
         self.cpu_matmul = os.environ.get("EXL_CPU_MATMUL") or "int8"
         self.eos_token_ids: list[int] = []
         self.layer_windows: list[int] = []  # sliding window of each layer, 0 = full attention
+        self.layer_rope: list[LayerRope] = []  # which table rotates each layer
+        self.layer_sparse: list[bool] = []  # whether the layer has experts
         self.generation_config: dict[str, Any] | None = None
         self.tensor_file_map: dict[str, str] = {}  # tensor name -> file
         self.tensor_files: list[str] = []
@@ -146,11 +167,14 @@ class ExLlamaV2Config:
         file = folder / "config.json"
         read = JsonReader(read_json_file(file), file)
         self._read_architecture(read)
+        read = JsonReader(read.data, file, self.arch.defaults)
         self._read_tokens(read, folder)
         self._read_shape(read)
+        self._read_switches(read)
+        self._read_experts(read)
         self._read_scales(read)
         self._read_lengths(read)
-        read_rope(self, read, self.arch.rope_theta)
+        read_rope(self, read)
         self._read_quantization(read)
         if not no_tensors:
             self._scan_tensors(folder)
@@ -178,31 +202,12 @@ class ExLlamaV2Config:
         return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
     def rope_settings(self) -> RopeSettings:
-        """The rotation this configuration asks for, overrides of the caller included."""
-        rotary_dim = int(self.head_dim * self.partial_rotary_factor)
-        if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
-            raise ConfigError(
-                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} rotates {rotary_dim} "
-                "dimensions; that must be an even number between 2 and head_dim"
-            )
-        for name in ("scale_pos_emb", "scale_alpha_value", "rotary_embedding_base"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} is {value}, must be a positive number")
-        common: dict[str, Any] = {
-            "theta": self.rotary_embedding_base,
-            "rotary_dim": rotary_dim,
-            "max_positions": self.max_seq_len,
-            "position_scale": self.scale_pos_emb,
-            "alpha": self.scale_alpha_value,
-        }
-        if self.alt_rope_method is None:
-            return RopeSettings(**common)
-        if self.alt_rope_method == "llama3":
-            return RopeSettings(**common, method="llama3", **self._llama3_fields())
-        if self.alt_rope_method == "yarn":
-            return RopeSettings(**common, method="yarn", **self._yarn_fields())
-        raise UnsupportedError(f'alt_rope_method {self.alt_rope_method!r} is not built; use None, "llama3" or "yarn"')
+        """The rotation this configuration asks for, overrides of the caller included (the main table)."""
+        return main_rope(self)
+
+    def rope_settings_alt(self) -> RopeSettings | None:
+        """The rotation of layers whose `layer_rope` is "alt", in families that have a second table."""
+        return alternative_rope(self)
 
     def check_for_load(self) -> None:
         """Refuse settings that no code here can honour, before anything is allocated."""
@@ -234,6 +239,12 @@ class ExLlamaV2Config:
             break
         else:
             raise errors[0]
+        text_type = read.string("text_config->model_type", default=None)
+        if self.arch.text_model_types and text_type not in self.arch.text_model_types:
+            raise UnsupportedArchitectureError(
+                f"{read.file}: {self.architecture} with a language model of type {text_type!r} is not built in this "
+                f"version; supported: {', '.join(self.arch.text_model_types)}"
+            )
         if self.arch.name != self.architecture:
             log.warning("architecture %s is loaded as %s on request", self.architecture, self.arch.name)
 
@@ -257,16 +268,18 @@ class ExLlamaV2Config:
         self.vocab_size = count("vocab_size", maximum=MAX_VOCAB)
         self.num_hidden_layers = count("num_hidden_layers", "n_layers", "n_layer", maximum=MAX_LAYERS)
         self.hidden_size = count("hidden_size", "d_model", "n_embd")
-        self.intermediate_size = count("intermediate_size", "ffn_config->ffn_hidden_size", "n_inner")
+        inner = REQUIRED if arch.inner_multiple is None else arch.inner_multiple * self.hidden_size
+        self.intermediate_size = count("intermediate_size", "ffn_config->ffn_hidden_size", "n_inner", default=inner)
         head_dim = count("head_dim", default=None)
-        default_heads = self.hidden_size // head_dim if head_dim else REQUIRED
+        default_heads = max(1, self.hidden_size // head_dim) if head_dim else REQUIRED
         self.num_attention_heads = count("num_attention_heads", "n_heads", "n_head", default=default_heads)
         self.head_dim = head_dim or self.hidden_size // self.num_attention_heads
         if not self.head_dim:
             raise ConfigError(
                 f"{read.file}: {self.num_attention_heads} attention heads do not fit hidden_size {self.hidden_size}"
             )
-        self.num_key_value_heads = count(
+        said = arch.kv_heads(read) if arch.kv_heads is not None else None
+        self.num_key_value_heads = said or count(
             "num_key_value_heads", "attn_config->kv_n_heads", default=self.num_attention_heads
         )
         if self.num_attention_heads % self.num_key_value_heads:
@@ -279,33 +292,71 @@ class ExLlamaV2Config:
         if self.norm_eps < 0:
             raise ConfigError(f"{read.file}: {arch.norm_eps_keys[0]} is {self.norm_eps}, must not be negative")
         self.initializer_range = read.number("initializer_range", default=0.02, text=True)
+
+    def _read_switches(self, read: JsonReader) -> None:
+        arch = self.arch
         self.tie_word_embeddings = read.boolean("tie_word_embeddings", default=arch.tied_head, text=True)
-        attention_bias = read.boolean("attention_bias", default=False, text=True)
-        from_file = attention_bias and not (arch.qkv_bias or arch.o_bias)
-        self.qkv_bias, self.o_bias = arch.qkv_bias or from_file, arch.o_bias or from_file
-        self.mlp_bias = arch.mlp_bias or read.boolean("mlp_bias", default=False, text=True)
+        from_file = arch.attention_bias == "file" and read.boolean(*arch.bias_keys, default=False, text=True)
+        self.qkv_bias = arch.attention_bias in ("qkv", "all") or from_file
+        self.o_bias = arch.attention_bias == "all" or (from_file and arch.bias_from_file == "all")
+        self.mlp_bias = arch.mlp_bias == "all" or (
+            arch.mlp_bias == "file" and read.boolean(*arch.mlp_bias_keys, default=False, text=True)
+        )
         self.activation = _activation(read, arch)
+        self.use_qk_norm = read.boolean("use_qk_norm", default=False, text=True)
+        self.head_norms = arch.head_norm is not None and (
+            arch.head_norm_key is None or read.boolean(arch.head_norm_key, default=False, text=True)
+        )
+        self.norm_head = read.boolean("norm_head", default=None)
+        for switch, built in (("use_qk_norm", self.head_norms), ("norm_head", arch.norm_head)):
+            if getattr(self, switch) and not built:
+                raise UnsupportedError(f"{read.file}: {switch} is set, which {arch.name} does not have here")
+
+    def _read_experts(self, read: JsonReader) -> None:
+        experts = self.arch.experts
+        self.num_experts = self.num_experts_per_token = None
+        self.layer_sparse = [False] * self.num_hidden_layers
+        if experts is None:
+            return
+        self.layer_sparse = experts.sparse(read, self.num_hidden_layers)
+        self.num_experts = read.integer(*experts.count_keys, text=True, minimum=1, maximum=MAX_EXPERTS)
+        self.num_experts_per_token = read.integer(*experts.chosen_keys, text=True, minimum=1)
+        self.norm_topk_prob = experts.normalize(read)
+        self.moe_intermediate_size = self.intermediate_size
+        if experts.width_keys:
+            self.moe_intermediate_size = read.integer(
+                *experts.width_keys, default=self.intermediate_size, text=True, minimum=1, maximum=MAX_WIDTH
+            )
+        if experts.shared_prefix is not None:
+            self.shared_expert_intermediate_size = read.integer(
+                *experts.shared_width_keys, text=True, minimum=1, maximum=MAX_WIDTH
+            )
 
     def _read_scales(self, read: JsonReader) -> None:
-        self.use_qk_norm = read.boolean("use_qk_norm", default=False, text=True)
-        self.query_pre_attn_scalar = read.number("query_pre_attn_scalar", default=None, text=True)
-        self.attention_multiplier = read.number("attention_multiplier", default=None, text=True)
-        self.attn_logit_softcapping = read.number("attn_logit_softcapping", default=None, text=True)
-        self.final_logit_softcapping = read.number("final_logit_softcapping", default=None, text=True)
-        self.norm_head = read.boolean("norm_head", default=None)
-        self.logit_scale = read.number("logit_scale", default=1.0, text=True)
+        arch = self.arch
+        self.query_pre_attn_scalar = self.attention_multiplier = None
+        if arch.query_scalar:
+            self.query_pre_attn_scalar = read.number("query_pre_attn_scalar", default=None, text=True)
+        if arch.scale_keys:
+            self.attention_multiplier = read.number(*arch.scale_keys, default=None, text=True)
+        self.attn_logit_softcapping = self.final_logit_softcapping = None
+        if arch.softcaps:
+            self.attn_logit_softcapping = _softcap(read, "attn_logit_softcapping")
+            self.final_logit_softcapping = _softcap(read, "final_logit_softcapping")
+        self.clip_qkv = read.number(arch.clip_key, default=0.0, text=True) if arch.clip_key else 0.0
         self.scale_emb = read.number("scale_emb", "embedding_multiplier", default=1.0, text=True)
         depth = read.number("scale_depth", default=None)
         self.scale_depth = 1.0 if depth is None else depth / math.sqrt(self.num_hidden_layers)
         self.scale_depth = read.number("residual_multiplier", default=self.scale_depth, text=True)
         if self.query_pre_attn_scalar is not None and self.query_pre_attn_scalar <= 0:
             raise ConfigError(f"{read.file}: query_pre_attn_scalar is {self.query_pre_attn_scalar}, must be positive")
+        self.logit_scale = read.number("logit_scale", default=1.0, text=True)
+        if arch.logit_base_key is not None:
+            base = read.number(arch.logit_base_key, default=None)
+            self.logit_scale *= 1.0 if base is None else base / self.hidden_size
         divisor = read.number("logits_scaling", default=None, text=True)
         if divisor:
             self.logit_scale = 1.0 / divisor
-        for unbuilt in ("use_qk_norm", "norm_head"):
-            if getattr(self, unbuilt):
-                raise UnsupportedError(f"{read.file}: {unbuilt} is set, which {self.arch.name} does not have here")
 
     def _read_lengths(self, read: JsonReader) -> None:
         self.max_position_embeddings = read.integer(
@@ -316,6 +367,10 @@ class ExLlamaV2Config:
         )
         self.max_seq_len = self.original_max_seq_len = self.max_position_embeddings
         self.layer_windows = self.arch.windows(read, self.num_hidden_layers)
+        if self.arch.positions == "rope":
+            self.layer_rope = self.arch.layer_rope(read, self.layer_windows)
+        else:
+            self.layer_rope = ["none"] * self.num_hidden_layers
         self.sliding_window = max(self.layer_windows)
         self.sliding_window_pattern = read.integer("sliding_window_pattern", default=1, text=True)
 
@@ -366,43 +421,16 @@ class ExLlamaV2Config:
         arch = self.arch
         head = [arch.lm_head, *([arch.embed_tokens] if self.tie_word_embeddings else [])]
         expected = [[arch.embed_tokens], [arch.final_norm], head]
-        for layer in range(self.num_hidden_layers):
-            for key in arch.expected_layer_keys(layer):
-                fused = arch.fused_key(key)
-                expected.append([key, fused[0]] if fused else [key])
+        if arch.positions == "learned":
+            expected.append([arch.position_embeddings])
+        for layer, sparse in enumerate(self.layer_sparse):
+            prefix = f"{arch.layer_prefix}.{layer}."
+            for part in arch.layer_keys(sparse, self.head_norms):
+                fused = arch.fused_key(part)
+                others = [prefix + fused[0].fused] if fused else []
+                experts = range(self.num_experts or 0) if "{}" in part else (0,)
+                expected += [[prefix + part.format(e), *others] for e in experts]
         return expected
-
-    # ------------------------------------------------------------------------------------------------- rope overrides
-
-    def _llama3_fields(self) -> dict[str, Any]:
-        return {
-            "factor": _needed("l3_rope_factor", self.l3_rope_factor),
-            "low_freq_factor": _needed("l3_rope_low_freq_factor", self.l3_rope_low_freq_factor),
-            "high_freq_factor": _needed("l3_rope_high_freq_factor", self.l3_rope_high_freq_factor),
-            "original_max_positions": _needed(
-                "l3_rope_original_max_position_embeddings", self.l3_rope_original_max_position_embeddings
-            ),
-        }
-
-    def _yarn_fields(self) -> dict[str, Any]:
-        return {
-            "factor": _needed("yarn_rope_factor", self.yarn_rope_factor),
-            "original_max_positions": _needed(
-                "yarn_rope_original_max_position_embeddings", self.yarn_rope_original_max_position_embeddings
-            ),
-            "attention_factor": self.yarn_rope_attention_factor,
-            "beta_fast": self.yarn_rope_beta_fast,
-            "beta_slow": self.yarn_rope_beta_slow,
-            "mscale": self.yarn_rope_mscale,
-            "mscale_all_dim": self.yarn_rope_mscale_all_dim,
-            "truncate": self.yarn_rope_truncate,
-        }
-
-
-def _needed(name: str, value: float | None) -> float:
-    if value is None or not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name} is {value}, must be a positive number for this alt_rope_method")
-    return value
 
 
 def _id_list(read: JsonReader, key: str) -> list[int]:
@@ -416,14 +444,27 @@ def _id_list(read: JsonReader, key: str) -> list[int]:
     return list(dict.fromkeys(values))
 
 
-def _activation(read: JsonReader, arch: Architecture) -> Literal["silu", "gelu"]:
-    name = read.string("hidden_act", "hidden_activation", default=None, text=True)
+def _activation(read: JsonReader, arch: Architecture) -> Activation:
+    name = read.string(*arch.activation_keys, default=None, text=True)
     if name is None:
         return arch.activation
     if name in ("silu", "swish"):
         return "silu"
     if name in ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"):
         return "gelu"
+    if name == "quick_gelu":
+        return "quickgelu"
     raise UnsupportedError(
-        f"{read.file}: hidden_act {name!r} is not built in this version; supported: silu, gelu (tanh)"
+        f"{read.file}: {arch.activation_keys[0]} {name!r} is not built in this version; supported: silu, gelu (tanh), "
+        "quick_gelu"
     )
+
+
+def _softcap(read: JsonReader, key: str) -> float | None:
+    """s in s * tanh(x / s); an explicit null switches it off."""
+    if read.explicit_null(key, text=True):
+        return None
+    value: float | None = read.number(key, default=None, text=True)
+    if value is not None and value <= 0:
+        raise ConfigError(f"{read.file}: {key} is {value}, must be positive or null")
+    return value

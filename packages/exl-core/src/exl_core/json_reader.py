@@ -46,13 +46,16 @@ def read_json_file(path: Path) -> dict[str, Any]:
 class JsonReader:
     """Reads typed values out of one parsed JSON object.
 
-    Keys are tried in order and null counts as absent. `text=True` also looks under `text_config->`, where multimodal
-    models keep the language model's fields. An int is accepted for a float and an integral float for an int.
+    Keys are tried in order and null counts as absent; `defaults` come last. `text=True` also looks under
+    `text_config->`, where multimodal models keep the language model's fields. An int is accepted for a float and an
+    integral float for an int.
     """
 
-    def __init__(self, data: Mapping[str, Any], file: str | Path) -> None:
+    def __init__(self, data: Mapping[str, Any], file: str | Path, defaults: Mapping[str, Any] | None = None) -> None:
+        """defaults: values of keys that the file leaves out or holds null for."""
         self.data = data
         self.file = str(file)
+        self.defaults = defaults or {}
 
     def raw(self, *keys: str, text: bool = False) -> tuple[str, Any] | None:
         """(key, value) of the first present non-null key, or None."""
@@ -62,7 +65,18 @@ class JsonReader:
                 node = node.get(part) if isinstance(node, Mapping) else None
             if node is not None:
                 return key, node
-        return None
+        return next(((key, self.defaults[key]) for key in keys if self.defaults.get(key) is not None), None)
+
+    def explicit_null(self, key: str, text: bool = False) -> bool:
+        """Whether the file has `key` and holds null for it, rather than leaving it out."""
+        for path in (key, f"text_config->{key}") if text else (key,):
+            node: Any = self.data
+            *way, last = path.split("->")
+            for part in way:
+                node = node.get(part) if isinstance(node, Mapping) else None
+            if isinstance(node, Mapping) and last in node:
+                return node[last] is None
+        return False
 
     def integer(
         self,

@@ -54,6 +54,8 @@ class ExLlamaV2:
         self.last_kv_layer_idx = max(i for i, m in enumerate(self.modules) if isinstance(m, Attention))
         self.head_layer_idx = len(self.modules) - 1
         self.rope = RopeTable(config.rope_settings())
+        alternative = config.rope_settings_alt()
+        self.rope_alt = None if alternative is None else RopeTable(alternative)
         self.device: torch.device | None = None  # where the modules are; None until load
         self.cache_map: dict[int, str] = {}  # layer index -> device of its cache
         self.device_context: dict[str, Any] = {}
@@ -343,7 +345,10 @@ class ExLlamaV2:
                 "last_id_only=True or preprocess_only=True, or raise it"
             )
         device = self.device or torch.device("cpu")
-        step = build_step(self.config, self.rope, cache, params, batch, q_len, abort_event, device, loras, embeddings)
+        step = build_step(
+            *(self.config, self.rope, cache, params, batch, q_len, abort_event, device, loras, embeddings),
+            self.rope_alt,
+        )
         result: dict[str, Any] = {}
         x = ids.reshape(-1).to(device)
         for index, module in enumerate(self.modules):

@@ -25,14 +25,15 @@ class RopeSettings:
     theta: float
     rotary_dim: int  # rotated dimensions of each head, even
     max_positions: int
-    method: str | None = None  # None, "llama3" or "yarn"
+    method: str | None = None  # None, "llama3", "yarn", "su" (longrope), "dynamic"
     position_scale: float = 1.0  # positions are divided by this (linear scaling)
     alpha: float = 1.0  # NTK
-    factor: float = 1.0  # llama3, yarn
-    original_max_positions: int = 0  # llama3, yarn
+    factor: float = 1.0  # llama3, yarn, dynamic; su: how far the length was extended
+    original_max_positions: int = 0  # llama3, yarn, su, dynamic
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    attention_factor: float | None = None  # yarn
+    attention_factor: float | None = None  # yarn, su
+    divisors: tuple[float, ...] = ()  # su: of each frequency
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     mscale: float | None = None  # yarn
@@ -43,17 +44,36 @@ class RopeSettings:
 def inverse_frequencies(s: RopeSettings) -> tuple[Tensor, float]:
     """(inv_freq float32 [rotary_dim / 2], factor m on sin and cos) of spec core.md 5.3 and 5.4.
 
-    inv_freq[j] = base^(-2j/d), base = theta * alpha^(d/(d-2)); then the method's correction.
+    inv_freq[j] = base^(-2j/d), base = theta * alpha^(d/(d-2)); then the method's correction. Methods that depend on the
+    length ("su", "dynamic") take the configured maximum, not the length of a call: keys in the cache were rotated
+    before later lengths are known, and a request's tokens must not depend on how it is cut or shared.
     """
     d = s.rotary_dim
-    base = s.theta if s.alpha == 1.0 else s.theta * s.alpha ** (d / (d - 2))
+    base = s.theta
+    if s.alpha != 1.0:
+        base *= s.alpha ** _ntk_exponent(d)
+    if s.method == "dynamic":
+        longest = max(s.max_positions, s.original_max_positions)
+        base *= (s.factor * longest / s.original_max_positions - (s.factor - 1)) ** _ntk_exponent(d)
     exponents = torch.arange(0, d, 2, dtype=torch.float32) / d
     inv_freq = 1.0 / (base**exponents)
     if s.method == "llama3":
         return _llama3(inv_freq, s), 1.0
     if s.method == "yarn":
         return _yarn(base, exponents, s), _yarn_attention_factor(s)
+    if s.method == "su":
+        return 1.0 / (torch.tensor(s.divisors, dtype=torch.float32) * base**exponents), _su_attention_factor(s)
     return inv_freq, 1.0
+
+
+def _ntk_exponent(d: int) -> float:
+    return d / (d - 2) if d > 2 else 1.0  # with a single frequency the base does not matter
+
+
+def _su_attention_factor(s: RopeSettings) -> float:
+    if s.attention_factor is not None:
+        return s.attention_factor
+    return 1.0 if s.factor <= 1 else math.sqrt(1 + math.log(s.factor) / math.log(s.original_max_positions))
 
 
 def _llama3(inv_freq: Tensor, s: RopeSettings) -> Tensor:

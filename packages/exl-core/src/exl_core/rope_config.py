@@ -2,43 +2,79 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError, UnsupportedError
+from .errors import ConfigError, ConfigTypeError, UnsupportedError
 from .json_reader import JsonReader
+from .rope import RopeSettings
 
 if TYPE_CHECKING:
     from .config import ExLlamaV2Config
 
-__all__ = ["SUPPORTED_ROPE_TYPES", "read_rope"]
+__all__ = ["SUPPORTED_ROPE_TYPES", "alternative_rope", "main_rope", "read_rope"]
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "su", "longrope", "dynamic", "mrope")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def read_rope(config: ExLlamaV2Config, read: JsonReader, default_theta: float) -> None:
+def read_rope(config: ExLlamaV2Config, read: JsonReader) -> None:
     """Fill the rope fields of `config` (spec core.md 2.4, 5.4). Methods without code here are refused by name."""
-    block = read.section("rope_parameters", text=True) or read.section("rope_scaling", text=True)
-    theta = read.number("rope_theta", "attn_config->rope_theta", default=default_theta, text=True)
-    config.partial_rotary_factor = read.number("partial_rotary_factor", default=1.0, text=True)
+    arch = config.arch
+    theta = read.number("rope_theta", "attn_config->rope_theta", default=arch.rope_theta, text=True)
+    config.partial_rotary_factor = read.number("partial_rotary_factor", default=arch.partial_rotary_factor, text=True)
     config.rotary_embedding_base = theta
+    config.rotary_embedding_base_alt = None
+    config.scale_pos_emb_alt = None
     config.alt_rope_method = None
+    config.mrope_section = None
     if config.scale_pos_emb == config.scale_pos_emb_from_file:  # not the caller's, so forgotten on a second prepare()
         config.scale_pos_emb = 1.0
     config.scale_pos_emb_from_file = None
+    if arch.rope_theta_alt is not None:
+        config.rotary_embedding_base_alt = read.number("rope_local_base_freq", default=arch.rope_theta_alt, text=True)
+        config.scale_pos_emb_alt = 1.0
+    if arch.positions != "rope":
+        return
+    block = read.section("rope_parameters", text=True) or read.section("rope_scaling", text=True)
+    if block is not None and block.data and all(isinstance(v, dict) for v in block.data.values()):
+        block = _blocks_per_layer_type(config, block)
     if block is None:
         return
-    if block.data and all(isinstance(v, dict) for v in block.data.values()):
-        raise UnsupportedError(
-            f"{block.file}: rope parameters per layer type ({', '.join(block.data)}) are not built in this version"
-        )
     config.rotary_embedding_base = block.number("rope_theta", default=theta)
     config.partial_rotary_factor = block.number("partial_rotary_factor", default=config.partial_rotary_factor)
     _read_method(config, block, read)
 
 
+def _blocks_per_layer_type(config: ExLlamaV2Config, block: JsonReader) -> JsonReader | None:
+    """The block of the main table; that of a second one goes into the fields for it."""
+    unknown = [name for name in block.data if name not in LAYER_TYPES]
+    if unknown:
+        raise UnsupportedError(
+            f"{block.file}: rope parameters for layers of type {', '.join(map(str, unknown))} are not built in this "
+            f"version; supported: {', '.join(LAYER_TYPES)}"
+        )
+    full, sliding = block.section("full_attention"), block.section("sliding_attention")
+    if config.rotary_embedding_base_alt is None:
+        if full is not None and sliding is not None and full.data != sliding.data:
+            raise UnsupportedError(
+                f"{block.file}: rope parameters differ between layer types, which {config.arch.name} does not have here"
+            )
+        return full or sliding
+    if sliding is not None:
+        kind = _rope_type(sliding)
+        if kind not in ("default", "linear"):
+            raise UnsupportedError(
+                f"{sliding.file}: rope type {kind!r} is not built for sliding layers; supported: default, linear"
+            )
+        config.rotary_embedding_base_alt = sliding.number("rope_theta", default=config.rotary_embedding_base_alt)
+        config.scale_pos_emb_alt = sliding.number("factor") if kind == "linear" else 1.0
+    return full
+
+
 def _rope_type(block: JsonReader) -> str:
     old, new = block.string("type", default=None), block.string("rope_type", default=None)
-    if old is not None and new is not None and old != new:
+    if old is not None and new is not None and old != new and {old, new} != {"mrope", "default"}:
         raise ConfigError(f"{block.file}: type is {old!r} and rope_type is {new!r}; give one of them")
     kind: str = new or old or "default"
     return kind
@@ -46,7 +82,8 @@ def _rope_type(block: JsonReader) -> str:
 
 def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -> None:
     kind = _rope_type(block)
-    if kind == "default":
+    config.mrope_section = _mrope_section(block)
+    if kind in ("default", "mrope"):
         return
     if kind == "linear":
         config.scale_pos_emb = config.scale_pos_emb_from_file = block.number("factor")
@@ -63,6 +100,8 @@ def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -
         config.l3_rope_original_max_position_embeddings = original
         if config.l3_rope_high_freq_factor <= config.l3_rope_low_freq_factor:
             raise ConfigError(f"{block.file}: high_freq_factor must exceed low_freq_factor")
+    elif kind == "yarn" and "long_factor" in block.data:  # what the first Phi-3 files call longrope
+        _read_su(config, block, original)
     elif kind == "yarn":
         config.alt_rope_method = "yarn"
         config.yarn_rope_factor = block.number("factor", default=config.max_position_embeddings / original)
@@ -73,8 +112,145 @@ def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -
         config.yarn_rope_mscale = block.number("mscale", default=None)
         config.yarn_rope_mscale_all_dim = block.number("mscale_all_dim", default=None)
         config.yarn_rope_truncate = block.boolean("truncate", default=True)
+    elif kind in ("su", "longrope"):
+        _read_su(config, block, original)
+    elif kind == "dynamic":
+        config.alt_rope_method = "dynamic"
+        config.dynamic_rope_factor = block.number("factor")
+        if config.dynamic_rope_factor < 1:
+            raise ConfigError(f"{block.file}: factor is {config.dynamic_rope_factor}, must be at least 1")
     else:
         raise UnsupportedError(
             f"{block.file}: rope type {kind!r} is not built in this version; supported: "
             + ", ".join(SUPPORTED_ROPE_TYPES)
         )
+
+
+def _mrope_section(block: JsonReader) -> list[int] | None:
+    """Frequencies of each axis (time, height, width); text has the same position on all three."""
+    section: list[Any] | None = block.listing("mrope_section", default=None)
+    if section is not None and not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in section):
+        raise ConfigTypeError(f"{block.file}: mrope_section must be a list of numbers of frequencies, not {section!r}")
+    return section
+
+
+def _read_su(config: ExLlamaV2Config, block: JsonReader, original: int) -> None:
+    config.alt_rope_method = "su"
+    config.scale_long_factor = _divisors(block, "long_factor")
+    config.scale_short_factor = _divisors(block, "short_factor")
+    config.original_max_seq_len = original
+    config.su_rope_attention_factor = block.number("attention_factor", default=None)
+    config.su_rope_factor = block.number("factor", default=config.max_position_embeddings / original)
+
+
+def _divisors(block: JsonReader, key: str) -> list[float]:
+    values = block.listing(key)
+    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < math.inf for v in values):
+        raise ConfigTypeError(f"{block.file}: {key} must be a list of positive numbers")
+    return [float(v) for v in values]
+
+
+# ------------------------------------------------------------------------------------------ from fields to a rotation
+
+
+def main_rope(config: ExLlamaV2Config) -> RopeSettings:
+    """The main table, overrides of the caller included. Raises ConfigError, UnsupportedError."""
+    for name in ("scale_pos_emb", "scale_alpha_value", "rotary_embedding_base"):
+        _positive(name, getattr(config, name))
+    common: dict[str, Any] = {
+        "theta": config.rotary_embedding_base,
+        "rotary_dim": _rotary_dim(config),
+        "max_positions": config.max_seq_len,
+        "position_scale": config.scale_pos_emb,
+        "alpha": config.scale_alpha_value,
+        "method": config.alt_rope_method,
+    }
+    if config.alt_rope_method is None:
+        return RopeSettings(**common)
+    fields = {"llama3": _llama3_fields, "yarn": _yarn_fields, "su": _su_fields, "dynamic": _dynamic_fields}
+    if config.alt_rope_method not in fields:
+        names = ", ".join(f'"{name}"' for name in fields)
+        raise UnsupportedError(f"alt_rope_method {config.alt_rope_method!r} is not built; use None, {names}")
+    return RopeSettings(**common, **fields[config.alt_rope_method](config, common["rotary_dim"]))
+
+
+def alternative_rope(config: ExLlamaV2Config) -> RopeSettings | None:
+    """The second table of families that have one: its own theta and scale, no other method."""
+    if config.rotary_embedding_base_alt is None:
+        return None
+    scale = 1.0 if config.scale_pos_emb_alt is None else config.scale_pos_emb_alt
+    return RopeSettings(
+        theta=_positive("rotary_embedding_base_alt", config.rotary_embedding_base_alt),
+        rotary_dim=_rotary_dim(config),
+        max_positions=config.max_seq_len,
+        position_scale=_positive("scale_pos_emb_alt", scale),
+    )
+
+
+def _rotary_dim(config: ExLlamaV2Config) -> int:
+    if config.arch.positions != "rope":
+        return 2  # a table that no layer uses
+    rotary_dim = int(config.head_dim * config.partial_rotary_factor)
+    if rotary_dim % 2 or not 0 < rotary_dim <= config.head_dim:
+        raise ConfigError(
+            f"partial_rotary_factor {config.partial_rotary_factor} of head_dim {config.head_dim} rotates {rotary_dim} "
+            "dimensions; that must be an even number between 2 and head_dim"
+        )
+    return rotary_dim
+
+
+def _llama3_fields(c: ExLlamaV2Config, rotary_dim: int) -> dict[str, Any]:
+    return {
+        "factor": _positive("l3_rope_factor", c.l3_rope_factor),
+        "low_freq_factor": _positive("l3_rope_low_freq_factor", c.l3_rope_low_freq_factor),
+        "high_freq_factor": _positive("l3_rope_high_freq_factor", c.l3_rope_high_freq_factor),
+        "original_max_positions": _positive(
+            "l3_rope_original_max_position_embeddings", c.l3_rope_original_max_position_embeddings
+        ),
+    }
+
+
+def _yarn_fields(c: ExLlamaV2Config, rotary_dim: int) -> dict[str, Any]:
+    return {
+        "factor": _positive("yarn_rope_factor", c.yarn_rope_factor),
+        "original_max_positions": _positive(
+            "yarn_rope_original_max_position_embeddings", c.yarn_rope_original_max_position_embeddings
+        ),
+        "attention_factor": c.yarn_rope_attention_factor,
+        "beta_fast": c.yarn_rope_beta_fast,
+        "beta_slow": c.yarn_rope_beta_slow,
+        "mscale": c.yarn_rope_mscale,
+        "mscale_all_dim": c.yarn_rope_mscale_all_dim,
+        "truncate": c.yarn_rope_truncate,
+    }
+
+
+def _su_fields(c: ExLlamaV2Config, rotary_dim: int) -> dict[str, Any]:
+    """The long divisors if the configured length is beyond the original one, else the short ones (spec core.md 5.4)."""
+    if c.original_max_seq_len < 2:
+        raise ConfigError(f"original_max_seq_len is {c.original_max_seq_len}, must be at least 2 for longrope")
+    long = c.max_seq_len > c.original_max_seq_len
+    name = "scale_long_factor" if long else "scale_short_factor"
+    divisors = getattr(c, name)
+    if divisors is None or len(divisors) != rotary_dim // 2:
+        count = "none" if divisors is None else len(divisors)
+        raise ConfigError(f"{name} has {count} entries, must have {rotary_dim // 2}, one for each rotated pair")
+    return {
+        "factor": _positive("su_rope_factor", c.su_rope_factor),
+        "original_max_positions": c.original_max_seq_len,
+        "attention_factor": c.su_rope_attention_factor,
+        "divisors": tuple(divisors),
+    }
+
+
+def _dynamic_fields(c: ExLlamaV2Config, rotary_dim: int) -> dict[str, Any]:
+    return {
+        "factor": _positive("dynamic_rope_factor", c.dynamic_rope_factor),
+        "original_max_positions": c.max_position_embeddings,
+    }
+
+
+def _positive(name: str, value: float | None) -> float:
+    if value is None or not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} is {value}, must be a positive number")
+    return value

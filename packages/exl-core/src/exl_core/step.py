@@ -38,6 +38,7 @@ def build_step(
     device: torch.device,
     loras: tuple[ExLlamaV2Lora, ...] = (),
     embeddings: tuple[ExLlamaV2MMEmbedding, ...] = (),
+    rope_alt: RopeTable | None = None,
 ) -> Step:
     """The step with its tensors on `device`.
 
@@ -81,6 +82,7 @@ def build_step(
         abort_event=abort_event,
         loras=loras,
         embeddings=embeddings,
+        alt=None if rope_alt is None else rope_alt.upto(highest + 1, device),
     )
 
 

@@ -7,13 +7,12 @@ kernels themselves.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from . import _native
 from ._check import require_cpu, require_dtype
+from .activation import ActivationKind
 from .errors import ShapeError
 from .kv import KVPages
 from .linear import QuantMatrix
@@ -104,7 +103,7 @@ class GatedMlpBlock:
         norm_weight: Tensor,
         eps: float,
         projections: tuple[QuantMatrix, QuantMatrix, QuantMatrix],
-        activation: Literal["silu", "gelu"],
+        activation: ActivationKind,
     ) -> None:
         self.hidden_size = _check_norm("GatedMlpBlock", norm_weight)
         matrices = [m._native for m in projections]

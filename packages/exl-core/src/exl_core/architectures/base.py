@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..json_reader import JsonReader
+from .windows import LayerRope, main_rope, no_windows
 
-__all__ = ["Architecture", "FusedLinear", "no_windows"]
+__all__ = ["Activation", "Architecture", "Experts", "FusedLinear"]
 
-
-def no_windows(read: JsonReader, num_layers: int) -> list[int]:
-    """Full causal attention on every layer."""
-    return [0] * num_layers
+Activation = Literal["silu", "gelu", "quickgelu"]
 
 
 @dataclass(frozen=True)
@@ -22,81 +20,143 @@ class FusedLinear:
 
     fused: str  # key below the layer, e.g. "self_attn.qkv_proj"
     parts: tuple[str, ...]  # the split keys, in the order of the fused tensor's rows
+    # "rows": part after part. "grouped": for each key/value head its query heads, then its key, then its value.
+    packing: Literal["rows", "grouped"] = "rows"
 
 
-LLAMA_FUSED = (
-    FusedLinear("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    FusedLinear("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
-)
+LLAMA_QKV = FusedLinear("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+LLAMA_GATE_UP = FusedLinear("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
+LLAMA_FUSED = (LLAMA_QKV, LLAMA_GATE_UP)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP (spec core.md 4.5). Keys are below the layer; `{}` is the expert.
+
+    y = sum over the chosen experts of p_e * down_e(act(gate_e(x)) * up_e(x)), plus the shared expert where there is
+    one, times sigmoid(shared_gate(x)) where there is that.
+    """
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+    # Tensors that hold the matrices of all experts one below the other, where the files keep them so.
+    stacked: tuple[FusedLinear, ...] = (
+        FusedLinear("mlp.experts.gate_up_proj", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")),
+        FusedLinear("mlp.experts.down_proj", ("mlp.experts.{}.down_proj",)),
+    )
+    stacked_transposed: tuple[str, ...] = ()  # of those, the ones whose experts are stored [in, out]
+    count_keys: tuple[str, ...] = ("num_local_experts", "ffn_config->moe_num_experts", "num_experts")
+    chosen_keys: tuple[str, ...] = ("num_experts_per_tok", "ffn_config->moe_top_k")
+    width_keys: tuple[str, ...] = ("moe_intermediate_size",)  # else the MLP's
+    normalize: Callable[[JsonReader], bool] = lambda read: True  # whether the chosen probabilities are made to sum to 1
+    sparse: Callable[[JsonReader, int], list[bool]] = lambda read, layers: [True] * layers  # else the layer has an MLP
+    shared_prefix: str | None = None  # "mlp.shared_expert": gate_proj, up_proj, down_proj below it
+    shared_gate: str | None = None
+    shared_width_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Architecture:
     """One model family. The defaults are Llama's; a family states only what differs.
 
-    Keys are relative to the layer (`model.layers.<i>.`) where the field says so, and absolute otherwise. Fields that
-    only later families need (post norms, parallel blocks, experts, head norms) join this class together with the
-    modules that read them.
+    Keys are relative to the layer (`model.layers.<i>.`) where the field says so, and absolute otherwise.
     """
 
     name: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # for keys that config.json may leave out
 
-    # Norms
-    norm: Literal["rms"] = "rms"
+    # Norms. None: the layer has none at that place. Post norms stand between a sub-layer and its residual sum.
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
+    norm_offset: float = 0.0  # added to the stored weight
     norm_eps_keys: tuple[str, ...] = ("rms_norm_eps",)
-    norm_1: str = "input_layernorm"  # below the layer, before attention
-    norm_2: str = "post_attention_layernorm"  # below the layer, before the MLP
+    norm_1: str | None = "input_layernorm"  # below the layer, before attention
+    norm_1_post: str | None = None
+    norm_2: str | None = "post_attention_layernorm"  # below the layer, before the MLP
+    norm_2_post: str | None = None
+    parallel: bool = False  # attention and MLP read the same norm and are added together
+    float_residual: bool = False  # the hidden state stays float32 on a GPU
 
     # Attention
-    qkv_bias: bool = False
-    o_bias: bool = False
+    attention_bias: Literal["file", "none", "qkv", "all"] = "file"  # file: `attention_bias` of config.json, on all four
+    bias_keys: tuple[str, ...] = ("attention_bias",)
+    bias_from_file: Literal["all", "qkv"] = "all"  # what that key switches on
     q_proj: str = "self_attn.q_proj"
     k_proj: str = "self_attn.k_proj"
     v_proj: str = "self_attn.v_proj"
     o_proj: str = "self_attn.o_proj"
+    head_norm: Literal["rms", "layer"] | None = None  # of q and k, before RoPE
+    head_norm_of: Literal["head", "all_heads"] = "head"  # each head by itself, or the whole row of heads
+    head_norm_key: str | None = None  # config key that switches it on; None: always
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    clip_key: str | None = None  # q, k and v are clamped to +- this value
+    scale_keys: tuple[str, ...] = ()  # softmax scale as it stands in the file
+    query_scalar: bool = False  # softmax scale is query_pre_attn_scalar^-0.5
+    softcaps: bool = False  # attn_logit_softcapping and final_logit_softcapping apply
     windows: Callable[[JsonReader, int], list[int]] = no_windows  # sliding window of each layer, 0 = none
+    kv_heads: Callable[[JsonReader], int | None] | None = None  # where config.json says it in its own way
 
     # Positions
+    positions: Literal["rope", "learned"] = "rope"
+    position_embeddings: str = "model.wpe"
     rope_style: Literal["neox", "gptj"] = "neox"
     rope_theta: float = 10000.0
+    rope_theta_alt: float | None = None  # a second table, for the layers that `layer_rope` names
+    partial_rotary_factor: float = 1.0
+    layer_rope: Callable[[JsonReader, list[int]], list[LayerRope]] = main_rope
 
     # MLP
-    mlp_bias: bool = False
-    activation: Literal["silu", "gelu"] = "silu"
+    mlp_gated: bool = True
+    mlp_bias: Literal["file", "none", "all"] = "file"
+    mlp_bias_keys: tuple[str, ...] = ("mlp_bias",)
+    activation: Activation = "silu"
+    activation_keys: tuple[str, ...] = ("hidden_activation", "hidden_act")
+    inner_multiple: int | None = None  # intermediate size, in hidden sizes, where config.json has none
     gate_proj: str = "mlp.gate_proj"
     up_proj: str = "mlp.up_proj"
     down_proj: str = "mlp.down_proj"
+    experts: Experts | None = None
 
     # Around the layers
     embed_tokens: str = "model.embed_tokens"
+    normalize_embeddings: bool = False  # times sqrt(hidden_size)
     layer_prefix: str = "model.layers"
     final_norm: str = "model.norm"
     lm_head: str = "lm_head"
     tied_head: bool = False  # by default; `tie_word_embeddings` in the file decides
+    logit_base_key: str | None = None  # logits are divided by hidden_size / this (MiniCPM)
+    norm_head: bool = False  # `norm_head` of config.json makes the head's rows unit vectors
     requires_bos: bool = False
 
     # Files
     fused: tuple[FusedLinear, ...] = LLAMA_FUSED
-    keymap: tuple[tuple[str, str], ...] = field(
-        default=()
-    )  # applied in order to tensor names; `$` anchors at the start
+    transposed: bool = False  # float matrices are stored [in, out]
+    keymap: tuple[tuple[str, str], ...] = ()  # applied in order to tensor names; `$` anchors at the start
+    # Multimodal models: what the file must say about its vision part, and what is not built of it.
+    text_model_types: tuple[str, ...] = ()  # of text_config; empty: any
+    vision: str | None = None  # name of the tower, for messages
 
-    def expected_layer_keys(self, layer: int) -> list[str]:
-        """Keys of every module a layer must find in the files, without the tensor suffix."""
-        parts = (
-            self.norm_1,
-            self.norm_2,
-            *(self.q_proj, self.k_proj, self.v_proj, self.o_proj),
-            *(self.gate_proj, self.up_proj, self.down_proj),
-        )
-        return [f"{self.layer_prefix}.{layer}.{p}" for p in parts]
+    def layer_keys(self, sparse: bool, head_norms: bool) -> list[str]:
+        """Keys below a layer of the modules it must find in the files, without tensor suffix; `{}` is an expert."""
+        norms = (self.norm_1, self.norm_1_post, self.norm_2, self.norm_2_post)
+        keys = [n for n in norms if n is not None]
+        keys += [self.q_proj, self.k_proj, self.v_proj, self.o_proj]
+        if head_norms:
+            keys += [self.q_norm, self.k_norm]
+        if sparse and self.experts is not None:
+            e = self.experts
+            return [*keys, e.router, e.gate, e.up, e.down]
+        return [*keys, *([self.gate_proj] if self.mlp_gated else []), self.up_proj, self.down_proj]
 
-    def fused_key(self, layer_key: str) -> tuple[str, int, FusedLinear] | None:
-        """(fused key, index of the part, the fused matrix) for a split key such as `model.layers.3.mlp.up_proj`."""
-        for matrix in self.fused:
-            for index, part in enumerate(matrix.parts):
-                if layer_key.endswith("." + part):
-                    return layer_key[: -len(part)] + matrix.fused, index, matrix
+    def fused_key(self, part: str) -> tuple[FusedLinear, int] | None:
+        """(the fused matrix, index of the part) for a split key below the layer, such as `mlp.up_proj`."""
+        stacked = self.experts.stacked if self.experts is not None else ()
+        for matrix in (*self.fused, *stacked):
+            if part in matrix.parts:
+                return matrix, matrix.parts.index(part)
         return None
 
     def map_key(self, key: str) -> str:

@@ -1,17 +1,33 @@
-"""Mistral: Llama with a sliding window on every layer when the file defines one."""
+"""Mistral: Llama with a sliding window on every layer if the file defines one. Mixtral: the same with experts."""
 
-from ..json_reader import JsonReader
-from .base import Architecture
+from .base import Architecture, Experts, FusedLinear
+from .windows import one_window
 
 DEFAULT_WINDOW = 4096  # what transformers' MistralConfig assumes when config.json has no `sliding_window` at all
+MISTRAL_WINDOWS = one_window(DEFAULT_WINDOW)
 
+MISTRAL = Architecture(name="MistralForCausalLM", attention_bias="none", mlp_bias="none", windows=MISTRAL_WINDOWS)
 
-def mistral_windows(read: JsonReader, num_layers: int) -> list[int]:
-    """One window for all layers; an explicit null means full attention (spec core.md 3.6 item 4)."""
-    if "sliding_window" in read.data and read.data["sliding_window"] is None:
-        return [0] * num_layers
-    window = read.integer("sliding_window", "sliding_window_size", default=DEFAULT_WINDOW, text=True, minimum=0)
-    return [window] * num_layers
+MIXTRAL_EXPERTS = Experts(
+    router="block_sparse_moe.gate",
+    gate="block_sparse_moe.experts.{}.w1",
+    up="block_sparse_moe.experts.{}.w3",
+    down="block_sparse_moe.experts.{}.w2",
+    stacked=(
+        FusedLinear(
+            "block_sparse_moe.experts.gate_up_proj",
+            ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        ),
+        FusedLinear("block_sparse_moe.experts.down_proj", ("block_sparse_moe.experts.{}.w2",)),
+    ),
+    width_keys=(),
+)
 
-
-MISTRAL = Architecture(name="MistralForCausalLM", windows=mistral_windows)
+MIXTRAL = Architecture(
+    name="MixtralForCausalLM",
+    attention_bias="none",
+    windows=one_window(),
+    rope_theta=1_000_000.0,
+    experts=MIXTRAL_EXPERTS,
+    keymap=((".mlp.gate.", ".block_sparse_moe.gate."), (".mlp.experts.", ".block_sparse_moe.experts.")),
+)

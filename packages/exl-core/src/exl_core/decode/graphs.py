@@ -40,7 +40,19 @@ MAX_TOKENS = 64
 Number = TypeVar("Number", np.int32, np.int64)
 
 _STATIC = {"rows", "positions", "slots", "block_table", "rope_positions"}
-_CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "key_mask", "max_keys", "abort_event", "loras", "embeddings"}
+_CONSTANT = {
+    "batch_size",
+    "q_len",
+    "cos",
+    "sin",
+    "pages",
+    "key_mask",
+    "max_keys",
+    "abort_event",
+    "loras",
+    "embeddings",
+    "alt",
+}
 
 
 @dataclass
@@ -197,7 +209,7 @@ class DecodeGraphs:
                 raise
             graph.capture_end()
         current.wait_stream(stream)
-        return _Graph(graph, inputs, logits, (step.cos, step.sin))
+        return _Graph(graph, inputs, logits, (step.cos, step.sin, *(step.alt or ())))
 
     def _logits_of(self, tokens: int, columns: int, device: torch.device) -> Tensor:
         """One buffer for all steps of a size: a step's logits hold until the next step."""
@@ -230,6 +242,9 @@ def _refusal(model: ExLlamaV2) -> str | None:
     unknown = [f.name for f in fields(Step) if f.name not in known and f.init and not f.name.startswith("_")]
     if not isinstance(model.modules[-1], Head):
         return "the last module is not a head"
+    host = next((m for m in model.modules if not m.capturable), None)
+    if host is not None:
+        return f"{host.key} ({host.name}) decides on the host what to launch"
     if unknown:
         return f"the step carries {', '.join(unknown)}, which captured steps do not know"
     return None
@@ -289,7 +304,9 @@ def _static_step(
         page_size=bucket.page_size,
         q_len=bucket.q_len,
     )
-    step = build_step(model.config, model.rope, cache, params, bucket.batch, bucket.q_len, None, device)
+    step = build_step(
+        model.config, model.rope, cache, params, bucket.batch, bucket.q_len, None, device, rope_alt=model.rope_alt
+    )
     return replace(
         step,
         rows=inputs.rows,

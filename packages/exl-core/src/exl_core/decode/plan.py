@@ -29,9 +29,9 @@ __all__ = ["DecodePlan", "plan_of"]
 _ATTENTION = {"key", "layer_idx", "norm", "q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "num_attention_heads"}
 _ATTENTION |= {"num_key_value_heads", "scale", "window", "softcap", "interleaved", "block"}
 _MLP = {"key", "layer_idx", "norm", "gate_proj", "up_proj", "down_proj", "activation", "block"}
-_NORM = {"key", "hidden_size", "eps", "weight"}
+_NORM = {"key", "shapes", "offset", "eps", "weight"}  # the weight holds the offset
 _EMBEDDING = {"key", "vocab_size", "hidden_size", "scale", "weight"}
-_AT_REST: tuple[object, ...] = (None, False, 0, "", ())
+_AT_REST: tuple[object, ...] = (None, False, 0, 0.0, "", (), "main")
 
 
 class DecodePlan:
@@ -47,7 +47,7 @@ class DecodePlan:
         """ids int64 [T] on the device; writes logits float32 [T, padded vocabulary]."""
         assert self._embedding.weight is not None
         x = embed(self._embedding.weight, ids, factor=self._embedding.scale)
-        norms = [layer.norm for pair in self._layers for layer in pair] + [self._norm]
+        norms = [*(n for pair in self._layers for layer in pair if isinstance(n := layer.norm, RMSNorm)), self._norm]
         h = rms_norm(x, _weight(norms[0]), norms[0].eps)
         for i, (attention, mlp) in enumerate(self._layers):
             h = _add(x, _attend(attention, h, step), norms[2 * i + 1], h)

@@ -14,7 +14,7 @@ from exl_kernels.linear import QuantMatrix
 from ..errors import FormatError, MissingTensorError
 from .checkpoint import TensorSource
 
-__all__ = ["LinearSpec", "load_linear"]
+__all__ = ["LinearOptions", "LinearSpec", "Ranges", "load_linear", "require_finite_float", "take_rows"]
 
 WEIGHT_TENSORS = ("q_weight", "qweight", "weight")
 EXL2_TENSORS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
@@ -23,6 +23,15 @@ COLUMN_PADDING = 32  # quantized files pad out_features to a multiple of this
 # Tensors of a fused matrix that are cut along their last dimension, and how many columns share one of their elements.
 EXL2_COLUMNS = {"q_weight": 1, "q_scale": 8}
 GPTQ_COLUMNS = {"qweight": 1, "qzeros": 8, "scales": 1}
+
+
+Ranges = tuple[tuple[int, int], ...]  # [begin, end) each
+
+
+def take_rows(tensor: Tensor, ranges: Ranges) -> Tensor:
+    """Rows of `ranges`, one after the other."""
+    parts = [tensor[begin:end] for begin, end in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -36,8 +45,11 @@ class LinearSpec:
     prescale: float = 1.0
     wider: bool = False  # heads: files may hold rows for more tokens than the vocabulary has
     alternate_key: str | None = None  # tied heads: the embedding's matrix (float only)
-    fused_key: str | None = None  # where the files hold this matrix as rows [begin, end) of a larger one
-    fused_rows: tuple[int, int] = (0, 0)
+    fused_key: str | None = None  # where the files hold this matrix as rows of a larger one
+    fused_rows: Ranges = ()  # those rows, in the order of this matrix's outputs
+    fused_transposed: bool = False  # those rows are its inputs: each slice of the file is [in, out]
+    transposed: bool = False  # float weights are stored [in, out] (GPT-2)
+    unit_rows: bool = False  # float weights are scaled to unit vectors (norm_head)
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ def load_linear(source: TensorSource, spec: LinearSpec, options: LinearOptions) 
     return matrix
 
 
-def _stored_key(source: TensorSource, spec: LinearSpec) -> tuple[str, tuple[int, int] | None]:
+def _stored_key(source: TensorSource, spec: LinearSpec) -> tuple[str, Ranges | None]:
     """Where the files keep this matrix: its own key, a fused one (with the rows to take), or the alternate."""
 
     def stored(key: str) -> bool:
@@ -77,7 +89,7 @@ def _stored_key(source: TensorSource, spec: LinearSpec) -> tuple[str, tuple[int,
 
     if stored(spec.key):
         return spec.key, None
-    if spec.fused_key is not None and stored(spec.fused_key):
+    if spec.fused_key is not None and (stored(spec.fused_key) or source.has(spec.fused_key)):
         return spec.fused_key, spec.fused_rows
     if spec.alternate_key is not None and source.has(f"{spec.alternate_key}.weight"):
         return spec.alternate_key, None
@@ -96,7 +108,7 @@ def _read_parts(
 
 
 def _load_exl2(
-    source: TensorSource, spec: LinearSpec, key: str, rows: tuple[int, int] | None, options: LinearOptions
+    source: TensorSource, spec: LinearSpec, key: str, rows: Ranges | None, options: LinearOptions
 ) -> QuantMatrix:
     tensors = _read_parts(source, key, EXL2_TENSORS, ("bias",))
     tensors = _take_columns(tensors, rows, EXL2_COLUMNS, source.describe(f"{key}.q_weight"))
@@ -108,7 +120,7 @@ def _load_exl2(
 
 
 def _load_gptq(
-    source: TensorSource, spec: LinearSpec, key: str, rows: tuple[int, int] | None, options: LinearOptions
+    source: TensorSource, spec: LinearSpec, key: str, rows: Ranges | None, options: LinearOptions
 ) -> QuantMatrix:
     tensors = _read_parts(source, key, GPTQ_TENSORS, ("g_idx", "bias"))
     tensors = _take_columns(tensors, rows, GPTQ_COLUMNS, source.describe(f"{key}.qweight"))
@@ -126,21 +138,34 @@ def _load_gptq(
 
 
 def _load_float(
-    source: TensorSource, spec: LinearSpec, key: str, rows: tuple[int, int] | None, options: LinearOptions
+    source: TensorSource, spec: LinearSpec, key: str, rows: Ranges | None, options: LinearOptions
 ) -> QuantMatrix:
     name = source.describe(f"{key}.weight")
-    tensors = _read_parts(source, key, ("weight",), () if key == spec.alternate_key else ("bias",))
-    weight = tensors["weight"]
-    if weight.dim() != 2:
-        raise FormatError(f"{name}: a linear weight has two dimensions, this one has shape {list(weight.shape)}")
+    if source.has(f"{key}.weight"):
+        tensors = _read_parts(source, key, ("weight",), () if key == spec.alternate_key else ("bias",))
+    else:  # stacked experts: a tensor without a suffix
+        name = source.describe(key)
+        tensors = {"weight": source.read_group([key])[key]}
+    if rows is not None and tensors["weight"].dim() == 3:
+        tensors["weight"] = tensors["weight"].flatten(0, 1)
+    if tensors["weight"].dim() != 2:
+        shape = list(tensors["weight"].shape)
+        raise FormatError(f"{name}: a linear weight has two dimensions, this one has shape {shape}")
+    if spec.transposed:
+        tensors["weight"] = tensors["weight"].T
     if rows is not None:
-        _check_rows(rows, weight.shape[0], name)
-        tensors = {part: t[rows[0] : rows[1]] for part, t in tensors.items()}
+        _check_rows(rows, tensors["weight"].shape[0], name)
+        tensors = {part: take_rows(t, rows) for part, t in tensors.items()}
+        if spec.fused_transposed:
+            tensors["weight"] = tensors["weight"].T
     for part, tensor in tensors.items():
         require_finite_float(tensor, source.describe(f"{key}.{part}"))
     _settle_bias(source, spec, key, tensors)
+    weight = tensors["weight"]
+    if spec.unit_rows:
+        weight = torch.nn.functional.normalize(weight.float())
     return QuantMatrix.from_float(
-        tensors["weight"],
+        weight.contiguous(),
         tensors.get("bias"),
         prescale=spec.prescale,
         compute=options.compute,
@@ -161,26 +186,27 @@ def require_finite_float(tensor: Tensor, name: str) -> None:
 
 
 def _take_columns(
-    tensors: dict[str, Tensor], rows: tuple[int, int] | None, shared: dict[str, int], name: str
+    tensors: dict[str, Tensor], rows: Ranges | None, shared: dict[str, int], name: str
 ) -> dict[str, Tensor]:
-    """Columns [begin, end) of a fused quantized matrix (spec formats.md 2.8: any multiple of 8 columns)."""
+    """Columns of a fused quantized matrix (spec formats.md 2.8: any multiple of 8 columns)."""
     if rows is None:
         return tensors
-    begin, end = rows
-    if begin % 8 or end % 8:
-        raise FormatError(f"{name}: fused quantized matrices split only at multiples of 8 columns, not {begin}:{end}")
+    if any(bound % 8 for bounds in rows for bound in bounds):
+        raise FormatError(f"{name}: fused quantized matrices split only at multiples of 8 columns, not {list(rows)}")
     cut = dict(tensors)
     for part, per_element in shared.items():
         _check_rows(rows, cut[part].shape[-1] * per_element, name)
-        cut[part] = cut[part][:, begin // per_element : end // per_element].contiguous()
+        slices = [cut[part][:, begin // per_element : end // per_element] for begin, end in rows]
+        cut[part] = torch.cat(slices, dim=1).contiguous()
     if "bias" in cut:
-        cut["bias"] = cut["bias"][begin:end]
+        cut["bias"] = take_rows(cut["bias"], rows)
     return cut
 
 
-def _check_rows(rows: tuple[int, int], available: int, name: str) -> None:
-    if rows[1] > available:
-        raise FormatError(f"{name}: has {available} outputs, config.json needs at least {rows[1]}")
+def _check_rows(rows: Ranges, available: int, name: str) -> None:
+    needed = max(end for _, end in rows)
+    if needed > available:
+        raise FormatError(f"{name}: has {available} outputs, config.json needs at least {needed}")
 
 
 def _settle_bias(source: TensorSource, spec: LinearSpec, key: str, tensors: dict[str, Tensor]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from exl_kernels.linear import QuantMatrix
 
 from ..errors import AdapterError, ModelStateError
+from ..loading.linears import take_rows
 from .config import AdapterConfig
 from .files import AdapterTensors, find_tensor_file
 from .keys import AdapterKey, ModuleIndex, Slice, parse_key, unknown_names
@@ -207,13 +208,13 @@ class ExLlamaV2Lora:
             _check_shape(tensors.file, parts["B_bias"], bias, (outputs,))
         scaling = self._factor * self._config.scaling(module)
         for part in slices:
-            linear, rows = part.linear, part.rows or (0, outputs)
+            linear, rows = part.linear, part.rows or ((0, outputs),)
             if linear.key in self.pairs:
                 raise AdapterError(f"{tensors.file}: {parts['A']}: {linear.key} is adapted twice, split and fused")
             self.pairs[linear.key] = LoraPair(
                 a,
-                b[rows[0] : rows[1]].contiguous(),
-                None if bias is None else bias[rows[0] : rows[1]],
+                take_rows(b, rows).contiguous(),
+                None if bias is None else take_rows(bias, rows),
                 scaling * linear.spec.prescale,
                 linear.device,
                 linear.key,
@@ -246,7 +247,7 @@ class ExLlamaV2Lora:
     def _replace(self, tensors: AdapterTensors, name: str, part: Slice) -> None:
         linear, weight = part.linear, tensors.read(name)
         if weight.dim() == 2 and part.rows is not None:
-            weight = weight[part.rows[0] : part.rows[1]].contiguous()
+            weight = take_rows(weight, part.rows).contiguous()
         rows = linear.out_features
         if weight.dim() == 2 and linear.spec.wider and rows <= weight.shape[0] <= linear.quant.out_features:
             rows = weight.shape[0]
@@ -267,7 +268,7 @@ class ExLlamaV2Lora:
 
 def _outputs(slices: list[Slice]) -> int:
     """Output rows of the adapter's module: of the matrix, or of all parts of a fused one."""
-    return max(s.linear.out_features if s.rows is None else s.rows[1] for s in slices)
+    return max(s.linear.out_features if s.rows is None else max(end for _, end in s.rows) for s in slices)
 
 
 def _check_shape(file: Path, name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:

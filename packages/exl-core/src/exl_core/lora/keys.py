@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from ..loading.linears import Ranges
 from ..modules.embedding import Embedding
 from ..modules.linear import Linear
 
@@ -55,7 +56,7 @@ class Slice:
     """A matrix of the model, and which output rows of the adapter's tensors are its own (None: all)."""
 
     linear: Linear
-    rows: tuple[int, int] | None = None
+    rows: Ranges | None = None
 
 
 @dataclass

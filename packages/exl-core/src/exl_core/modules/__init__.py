@@ -1,23 +1,33 @@
 """The parts of a model. `build_modules` puts them in order; each file holds one kind."""
 
-from .attention import Attention
+from .attention import Attention, ParallelDecoder
 from .build import build_modules
 from .embedding import Embedding
 from .head import Head
 from .intervention import Intervention
 from .linear import Linear
-from .mlp import GatedMLP
+from .mlp import FeedForward, GatedMLP, PlainMLP
 from .module import Module, Step
-from .norm import RMSNorm
+from .moe import Expert, MoE
+from .norm import LayerNorm, Norm, RMSNorm
+from .positions import PositionEmbedding
 
 __all__ = [
     "Attention",
     "Embedding",
+    "Expert",
+    "FeedForward",
     "GatedMLP",
     "Head",
     "Intervention",
+    "LayerNorm",
     "Linear",
+    "MoE",
     "Module",
+    "Norm",
+    "ParallelDecoder",
+    "PlainMLP",
+    "PositionEmbedding",
     "RMSNorm",
     "Step",
     "build_modules",

@@ -1,4 +1,4 @@
-"""Self-attention with its norm and residual: the only module that touches the cache."""
+"""Self-attention with its norms and residual: the only module that touches the cache."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from exl_kernels.block import AttentionBlock
 from exl_kernels.kv import store_kv
 from exl_kernels.rope import apply_rope
 
+from ..architectures.windows import LayerRope
 from ..loading.checkpoint import TensorSource
 from .linear import Linear
+from .mlp import FeedForward
 from .module import Module, Step
-from .norm import RMSNorm
+from .norm import Norm, RMSNorm
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "ParallelDecoder"]
 
 
 class Attention(Module):
-    """x + o_proj(attention(rope(q), rope(k), v)) with q, k, v from norm(x) (spec core.md 1.3, 6).
+    """x + post(o_proj(attention(rope(q), rope(k), v))) with q, k, v from norm(x) (spec core.md 1.3, 6).
 
     Keys and values of the chunk are stored before they are read, so that a token's result does not depend on how the
     prompt was cut into chunks.
@@ -33,7 +35,7 @@ class Attention(Module):
         self,
         key: str,
         layer_idx: int,
-        norm: RMSNorm,
+        norm: Norm | None,
         projections: tuple[Linear, Linear, Linear, Linear],
         *,
         head_dim: int,
@@ -41,10 +43,21 @@ class Attention(Module):
         window: int = 0,
         softcap: float = 0.0,
         interleaved: bool = False,
+        rope: LayerRope = "main",
+        clip: float = 0.0,
+        post: Norm | None = None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
     ) -> None:
+        """interleaved: GPT-J pairs. rope: which table rotates. clip > 0: q, k and v are clamped to +- clip.
+
+        post: norm of the output, before the residual sum. q_norm, k_norm: before RoPE, over each head, or over the
+        whole row of heads if the weight is as wide as that.
+        """
         self.key = key
         self.layer_idx = layer_idx
         self.norm = norm
+        self.post, self.q_norm, self.k_norm = post, q_norm, k_norm
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = projections
         self.head_dim = head_dim
         self.num_attention_heads = self.q_proj.out_features // head_dim
@@ -53,16 +66,21 @@ class Attention(Module):
         self.window = window
         self.softcap = softcap
         self.interleaved = interleaved
+        self.rope: LayerRope = rope
+        self.clip = clip
         self.block: AttentionBlock | None = None
 
     def submodules(self) -> Iterator[Linear]:
         yield from (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
 
+    def _parts(self) -> Iterator[Norm | Linear]:
+        yield from (norm for norm in (self.norm, self.post, self.q_norm, self.k_norm) if norm is not None)
+        yield from (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+
     def load(self, source: TensorSource, device: torch.device) -> None:
         try:
-            self.norm.load(source, device)
-            for linear in self.submodules():
-                linear.load(source, device)
+            for part in self._parts():
+                part.load(source, device)
             self.block = self._fuse()
         except BaseException:
             self.unload()
@@ -70,21 +88,24 @@ class Attention(Module):
 
     def unload(self) -> None:
         self.block = None
-        self.norm.unload()
-        for linear in self.submodules():
-            linear.unload()
+        for part in self._parts():
+            part.unload()
 
     @property
     def loaded(self) -> bool:
         return self.o_proj.matrix is not None
 
     def weight_bytes(self) -> int:
-        return self.norm.weight_bytes() + sum(p.weight_bytes() for p in self.submodules())
+        return sum(part.weight_bytes() for part in self._parts())
 
     def _fuse(self) -> AttentionBlock | None:
-        """All of `forward` as one native call, where the matrices allow it."""
+        """All of `forward` as one native call, where norms and matrices allow it."""
         linears = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
-        if self.norm.weight is None or not all(linear.fusable() for linear in linears):
+        if not isinstance(self.norm, RMSNorm) or self.norm.weight is None or self.clip:
+            return None
+        if not (self.post is self.q_norm is self.k_norm is None):
+            return None
+        if not all(linear.fusable() for linear in linears):
             return None
         return AttentionBlock(
             self.norm.weight,
@@ -98,12 +119,19 @@ class Attention(Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         if self.block is not None and not any(linear.adapted(step.loras) for linear in self.submodules()):
-            return self.block.forward(x, step.tokens(self.interleaved), step.pages(self.layer_idx))
+            return self.block.forward(x, step.tokens(self.interleaved, self.rope), step.pages(self.layer_idx))
         return self.forward_unfused(x, step)
 
     def forward_unfused(self, x: Tensor, step: Step) -> Tensor:
         """The same step by step and to the same bits: for padded matrices, adapters, and as the fused block's twin."""
-        q, k, v = self._project(self.norm.forward(x), step)
+        y = self.attend(x if self.norm is None else self.norm.forward(x), step)
+        if self.post is not None:
+            y = self.post.apply(y.to(x.dtype))
+        return x.add_(y)
+
+    def attend(self, h: Tensor, step: Step) -> Tensor:
+        """o_proj of the attention over a normalised hidden state h [T, hidden]: no norms around it, no residual."""
+        q, k, v = self._project(h, step)
         pages = step.pages(self.layer_idx)
         store_kv(pages, k, v, step.slots)
         mixed = paged_attention(
@@ -118,14 +146,65 @@ class Attention(Module):
             key_mask=step.key_mask,
             max_keys=step.max_keys,
         )
-        return x.add_(self.o_proj.forward(mixed.view(x.shape[0], -1), step.loras))
+        return self.o_proj.forward(mixed.view(h.shape[0], -1), step.loras)
 
     def _project(self, h: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated q, rotated k, and v, each [T, heads, head_dim]."""
-        tokens = h.shape[0]
-        q = self.q_proj.forward(h, step.loras).view(tokens, self.num_attention_heads, self.head_dim)
-        k = self.k_proj.forward(h, step.loras).view(tokens, self.num_key_value_heads, self.head_dim)
-        v = self.v_proj.forward(h, step.loras).view(tokens, self.num_key_value_heads, self.head_dim)
-        apply_rope(q, step.cos, step.sin, step.rope_positions, interleaved=self.interleaved)
-        apply_rope(k, step.cos, step.sin, step.rope_positions, interleaved=self.interleaved)
-        return q, k, v
+        """Normalised and rotated q and k, and v, each [T, heads, head_dim]."""
+        q = self.q_proj.forward(h, step.loras)
+        k = self.k_proj.forward(h, step.loras)
+        v = self.v_proj.forward(h, step.loras)
+        if self.clip:
+            for t in (q, k, v):
+                t.clamp_(-self.clip, self.clip)
+        q = self._heads(q, self.num_attention_heads, self.q_norm)
+        k = self._heads(k, self.num_key_value_heads, self.k_norm)
+        if self.rope != "none":
+            cos, sin = step.table(self.rope)
+            apply_rope(q, cos, sin, step.rope_positions, interleaved=self.interleaved)
+            apply_rope(k, cos, sin, step.rope_positions, interleaved=self.interleaved)
+        return q, k, v.view(h.shape[0], self.num_key_value_heads, self.head_dim)
+
+    def _heads(self, t: Tensor, heads: int, norm: Norm | None) -> Tensor:
+        """[T, heads * head_dim] normalised, as [T, heads, head_dim]."""
+        if norm is not None and norm.shapes[0] == (t.shape[1],):
+            t = norm.apply(t, out=t)
+            norm = None
+        t = t.view(t.shape[0], heads, self.head_dim)
+        return t if norm is None else norm.apply(t, out=t)
+
+
+class ParallelDecoder(Attention):
+    """x + attention(h) + mlp(h) with h = norm(x): one module for the whole layer (spec core.md 1.3)."""
+
+    name = "ParallelDecoder"
+
+    def __init__(self, attention: Attention, mlp: FeedForward) -> None:
+        """`attention` is taken apart; `mlp` has no norms of its own."""
+        self.__dict__.update(attention.__dict__)
+        self.mlp = mlp
+
+    def submodules(self) -> Iterator[Linear]:
+        yield from super().submodules()
+        yield from self.mlp.submodules()
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        super().load(source, device)
+        try:
+            self.mlp.load(source, device)
+        except BaseException:
+            self.unload()
+            raise
+
+    def unload(self) -> None:
+        super().unload()
+        self.mlp.unload()
+
+    def weight_bytes(self) -> int:
+        return super().weight_bytes() + self.mlp.weight_bytes()
+
+    def _fuse(self) -> AttentionBlock | None:
+        return None
+
+    def forward_unfused(self, x: Tensor, step: Step) -> Tensor:
+        h = x if self.norm is None else self.norm.forward(x)
+        return x.add_(self.attend(h, step)).add_(self.mlp.inner(h, step.loras))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, cast
 
-from ..loading.linears import LinearOptions, LinearSpec
-from .attention import Attention
+from ..architectures import Experts, FusedLinear
+from ..errors import ConfigError
+from ..loading.linears import LinearOptions, LinearSpec, Ranges
+from .attention import Attention, ParallelDecoder
 from .embedding import Embedding
 from .head import Head
 from .linear import Linear
-from .mlp import GatedMLP
+from .mlp import FeedForward, GatedMLP, PlainMLP
 from .module import Module
-from .norm import RMSNorm
+from .moe import Expert, MoE
+from .norm import LayerNorm, Norm, RMSNorm
+from .positions import PositionEmbedding
 
 if TYPE_CHECKING:
     from ..config import ExLlamaV2Config
@@ -20,7 +26,10 @@ __all__ = ["build_modules"]
 
 
 def build_modules(config: ExLlamaV2Config) -> list[Module]:
-    """Embedding, then attention and MLP of each layer, final norm, head. No weights are touched."""
+    """Embedding, positions if learned, then attention and MLP of each layer (or one module for both), final norm, head.
+
+    No weights are touched.
+    """
     return _Builder(config).modules()
 
 
@@ -34,51 +43,98 @@ class _Builder:
             gptq_zeros="v2" if config.checkpoint_offset_qzeros else "classic",
             gptq_group_size=config.gptq_group_size,
         )
-        self.widths = self._output_widths()
+        self.q_width = config.num_attention_heads * config.head_dim
+        self.kv_width = config.num_key_value_heads * config.head_dim
 
     def modules(self) -> list[Module]:
         c, arch = self.config, self.arch
-        modules: list[Module] = [Embedding(arch.embed_tokens, c.vocab_size, c.hidden_size, c.scale_emb)]
+        scale = c.scale_emb * (math.sqrt(c.hidden_size) if arch.normalize_embeddings else 1.0)
+        modules: list[Module] = [
+            Embedding(arch.embed_tokens, c.vocab_size, c.hidden_size, scale, float_residual=arch.float_residual)
+        ]
+        if arch.positions == "learned":
+            modules.append(PositionEmbedding(arch.position_embeddings, c.max_seq_len, c.hidden_size))
         for layer in range(c.num_hidden_layers):
-            modules += [self._attention(layer), self._mlp(layer)]
-        modules.append(RMSNorm(arch.final_norm, c.hidden_size, c.norm_eps))
+            attention, mlp = self._attention(layer), self._feed_forward(layer)
+            modules += [ParallelDecoder(attention, mlp)] if arch.parallel else [attention, mlp]
+        modules.append(self._norm_at(arch.final_norm))
         modules.append(self._head())
         return modules
 
     def _attention(self, layer: int) -> Attention:
         c, arch = self.config, self.arch
-        q_width, kv_width = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         return Attention(
             f"{arch.layer_prefix}.{layer}",
             layer,
             self._norm(layer, arch.norm_1),
             (
-                self._linear(layer, arch.q_proj, c.hidden_size, q_width, bias=c.qkv_bias),
-                self._linear(layer, arch.k_proj, c.hidden_size, kv_width, bias=c.qkv_bias),
-                self._linear(layer, arch.v_proj, c.hidden_size, kv_width, bias=c.qkv_bias),
-                self._linear(layer, arch.o_proj, q_width, c.hidden_size, bias=c.o_bias, prescale=c.scale_depth),
+                self._linear(layer, arch.q_proj, c.hidden_size, self.q_width, bias=c.qkv_bias),
+                self._linear(layer, arch.k_proj, c.hidden_size, self.kv_width, bias=c.qkv_bias),
+                self._linear(layer, arch.v_proj, c.hidden_size, self.kv_width, bias=c.qkv_bias),
+                self._linear(layer, arch.o_proj, self.q_width, c.hidden_size, bias=c.o_bias, prescale=c.scale_depth),
             ),
             head_dim=c.head_dim,
             scale=c.attention_scale,
             window=c.layer_windows[layer],
             softcap=c.attn_logit_softcapping or 0.0,
             interleaved=arch.rope_style == "gptj",
+            rope=c.layer_rope[layer],
+            clip=c.clip_qkv,
+            post=self._norm(layer, arch.norm_1_post),
+            q_norm=self._head_norm(layer, arch.q_norm, c.num_attention_heads),
+            k_norm=self._head_norm(layer, arch.k_norm, c.num_key_value_heads),
         )
 
-    def _mlp(self, layer: int) -> GatedMLP:
+    def _feed_forward(self, layer: int) -> FeedForward:
         c, arch = self.config, self.arch
-        return GatedMLP(
-            f"{arch.layer_prefix}.{layer}",
+        key = f"{arch.layer_prefix}.{layer}"
+        norm, post = self._norm(layer, None if arch.parallel else arch.norm_2), self._norm(layer, arch.norm_2_post)
+        if c.layer_sparse[layer] and arch.experts is not None:
+            return self._experts(arch.experts, key, layer, norm, post)
+        inner, hidden = c.intermediate_size, c.hidden_size
+        up = self._linear(layer, arch.up_proj, hidden, inner, bias=c.mlp_bias)
+        down = self._linear(layer, arch.down_proj, inner, hidden, bias=c.mlp_bias, prescale=c.scale_depth)
+        if not arch.mlp_gated:
+            return PlainMLP(key, layer, norm, (up, down), c.activation, post)
+        gate = self._linear(layer, arch.gate_proj, hidden, inner, bias=c.mlp_bias)
+        return GatedMLP(key, layer, norm, (gate, up, down), c.activation, post)
+
+    def _experts(self, keys: Experts, key: str, layer: int, norm: Norm | None, post: Norm | None) -> MoE:
+        c = self.config
+        count, chosen = c.num_experts or 0, c.num_experts_per_token or 0
+        if not 1 <= chosen <= count:
+            raise ConfigError(f"num_experts_per_token is {chosen}, must be between 1 and num_experts, {count}")
+        inner, hidden = c.moe_intermediate_size, c.hidden_size
+        shared = shared_gate = None
+        if keys.shared_prefix is not None:
+            width, prefix = c.shared_expert_intermediate_size, keys.shared_prefix
+            projections = (
+                self._linear(layer, f"{prefix}.gate_proj", hidden, width, bias=False),
+                self._linear(layer, f"{prefix}.up_proj", hidden, width, bias=False),
+                self._linear(layer, f"{prefix}.down_proj", width, hidden, bias=False, prescale=c.scale_depth),
+            )
+            shared = GatedMLP(f"{key}.{prefix}", layer, None, projections, c.activation)
+        if keys.shared_gate is not None:
+            shared_gate = self._linear(layer, keys.shared_gate, hidden, 1, bias=False)
+        return MoE(
+            key,
             layer,
-            self._norm(layer, arch.norm_2),
-            (
-                self._linear(layer, arch.gate_proj, c.hidden_size, c.intermediate_size, bias=c.mlp_bias),
-                self._linear(layer, arch.up_proj, c.hidden_size, c.intermediate_size, bias=c.mlp_bias),
-                self._linear(
-                    layer, arch.down_proj, c.intermediate_size, c.hidden_size, bias=c.mlp_bias, prescale=c.scale_depth
-                ),
-            ),
-            c.activation,
+            norm,
+            self._linear(layer, keys.router, hidden, count, bias=False),
+            [
+                Expert(
+                    self._linear(layer, keys.gate, hidden, inner, bias=False, expert=e),
+                    self._linear(layer, keys.up, hidden, inner, bias=False, expert=e),
+                    self._linear(layer, keys.down, inner, hidden, bias=False, expert=e, prescale=c.scale_depth),
+                )
+                for e in range(count)
+            ],
+            chosen=chosen,
+            normalize=c.norm_topk_prob,
+            activation=c.activation,
+            post=post,
+            shared=shared,
+            shared_gate=shared_gate,
         )
 
     def _head(self) -> Head:
@@ -90,39 +146,84 @@ class _Builder:
             prescale=c.logit_scale,
             wider=True,
             alternate_key=arch.embed_tokens if c.tie_word_embeddings else None,
+            unit_rows=bool(c.norm_head),
         )
         return Head(Linear(spec, self.options), c.padded_vocab_size, c.final_logit_softcapping)
 
-    def _norm(self, layer: int, part: str) -> RMSNorm:
-        return RMSNorm(f"{self.arch.layer_prefix}.{layer}.{part}", self.config.hidden_size, self.config.norm_eps)
+    def _norm(self, layer: int, part: str | None) -> Norm | None:
+        return None if part is None else self._norm_at(f"{self.arch.layer_prefix}.{layer}.{part}")
+
+    def _norm_at(self, key: str) -> Norm:
+        c, arch = self.config, self.arch
+        if arch.norm == "layer":
+            return LayerNorm(key, c.hidden_size, c.norm_eps, bias=arch.norm_bias)
+        return RMSNorm(key, c.hidden_size, c.norm_eps, offset=arch.norm_offset)
+
+    def _head_norm(self, layer: int, part: str, heads: int) -> Norm | None:
+        """The norm of q or k; a weight of one head serves them all."""
+        c, arch = self.config, self.arch
+        if not c.head_norms:
+            return None
+        key, width = f"{arch.layer_prefix}.{layer}.{part}", c.head_dim
+        shapes: list[tuple[int, ...]] = [(heads, width), (width,)]
+        if arch.head_norm_of == "all_heads":
+            shapes = [(heads * width,)]
+        if arch.head_norm == "layer":
+            return LayerNorm(key, shapes[0], c.norm_eps, *shapes[1:])
+        return RMSNorm(key, shapes[0], c.norm_eps, *shapes[1:], offset=arch.norm_offset)
 
     def _linear(
-        self, layer: int, part: str, in_features: int, out_features: int, *, bias: bool, prescale: float = 1.0
+        self,
+        layer: int,
+        part: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        prescale: float = 1.0,
+        expert: int = 0,
     ) -> Linear:
-        key = f"{self.arch.layer_prefix}.{layer}.{part}"
-        fused = self.arch.fused_key(key)
-        rows = (0, 0)
-        if fused is not None:
-            begin = sum(self.widths[p] for p in fused[2].parts[: fused[1]])
-            rows = (begin, begin + out_features)
+        """part: key below the layer, with `{}` for the expert."""
+        prefix = f"{self.arch.layer_prefix}.{layer}."
+        fused = self.arch.fused_key(part)
         spec = LinearSpec(
-            key,
+            prefix + part.format(expert),
             in_features,
             out_features,
             bias=bias,
             prescale=prescale,
-            fused_key=fused[0] if fused else None,
-            fused_rows=rows,
+            transposed=self.arch.transposed,
         )
+        if fused is not None:
+            matrix, index = fused
+            spec = replace(
+                spec,
+                fused_key=prefix + matrix.fused,
+                fused_rows=self._fused_rows(matrix, index, expert),
+                fused_transposed=self.arch.experts is not None and matrix.fused in self.arch.experts.stacked_transposed,
+            )
         return Linear(spec, self.options)
 
-    def _output_widths(self) -> dict[str, int]:
-        """Rows that each part takes of a fused matrix."""
+    def _fused_rows(self, matrix: FusedLinear, index: int, expert: int) -> Ranges:
+        """Rows of part `index` in a fused matrix (spec core.md 3.3), of expert `expert` if it stacks them."""
+        if matrix.packing == "grouped":
+            groups, d = self.config.num_key_value_groups, self.config.head_dim
+            begin, end = ((0, groups), (groups, groups + 1), (groups + 1, groups + 2))[index]
+            packs = range(self.config.num_key_value_heads)
+            return tuple(((p * (groups + 2) + begin) * d, (p * (groups + 2) + end) * d) for p in packs)
+        widths = [self._stored_rows(part) for part in matrix.parts]
+        begin = expert * sum(widths) + sum(widths[:index])
+        return ((begin, begin + widths[index]),)
+
+    def _stored_rows(self, part: str) -> int:
+        """Rows that a part takes of a fused matrix."""
         c, arch = self.config, self.arch
-        return {
-            arch.q_proj: c.num_attention_heads * c.head_dim,
-            arch.k_proj: c.num_key_value_heads * c.head_dim,
-            arch.v_proj: c.num_key_value_heads * c.head_dim,
-            arch.gate_proj: c.intermediate_size,
-            arch.up_proj: c.intermediate_size,
-        }
+        if part == arch.q_proj:
+            return self.q_width
+        if part in (arch.k_proj, arch.v_proj):
+            return self.kv_width
+        experts = arch.experts
+        if experts is not None and part in (experts.gate, experts.up, experts.down):
+            transposed = any(part in m.parts for m in experts.stacked if m.fused in experts.stacked_transposed)
+            return c.hidden_size if part == experts.down and not transposed else c.moe_intermediate_size
+        return c.intermediate_size

@@ -28,11 +28,15 @@ class Embedding(Module):
 
     name = "Embedding"
 
-    def __init__(self, key: str, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
+    def __init__(
+        self, key: str, vocab_size: int, hidden_size: int, scale: float = 1.0, float_residual: bool = False
+    ) -> None:
+        """float_residual: float32 rows on a GPU too (families whose hidden state outgrows half)."""
         self.key = key
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.scale = scale
+        self.float_residual = float_residual
         self.weight: Tensor | None = None
 
     def load(self, source: TensorSource, device: torch.device) -> None:
@@ -70,7 +74,7 @@ class Embedding(Module):
             for embedding in embeddings:
                 mine, own = embedding.select(x)
                 rows[mine] = own
-        return rows.to(activation_dtype(rows.device))
+        return rows if self.float_residual else rows.to(activation_dtype(rows.device))
 
     def _lookup(self, ids: Tensor, loras: tuple[ExLlamaV2Lora, ...]) -> Tensor:
         """float32 [T, hidden] of ids below the vocabulary."""

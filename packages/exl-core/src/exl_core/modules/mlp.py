@@ -1,29 +1,84 @@
-"""The gated MLP with its norm and residual."""
+"""The feed-forward half of a layer with its norms and residual: gated, plain, or (in `moe`) a mixture of experts."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
 from exl_kernels.block import GatedMlpBlock
 
+from ..architectures.base import Activation
 from ..loading.checkpoint import TensorSource
 from .linear import Linear
 from .module import Module, Step
-from .norm import RMSNorm
+from .norm import Norm, RMSNorm
 
 if TYPE_CHECKING:
     from ..lora import ExLlamaV2Lora
 
-__all__ = ["GatedMLP"]
+__all__ = ["FeedForward", "GatedMLP", "PlainMLP"]
 
 
-class GatedMLP(Module):
-    """x + down(act(gate(h)) * up(h)) with h = norm(x) (spec core.md 4.4)."""
+class FeedForward(Module):
+    """x + post(inner(norm(x))), where either norm may be absent (spec core.md 1.3, 4.4)."""
+
+    def __init__(self, key: str, layer_idx: int, norm: Norm | None, post: Norm | None, activation: Activation) -> None:
+        self.key = key
+        self.layer_idx = layer_idx
+        self.norm = norm
+        self.post = post
+        self.activation: Activation = activation
+
+    @abstractmethod
+    def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+        """The sub-layer without norms and residual: [T, hidden] -> [T, hidden], a tensor of its own."""
+
+    def _parts(self) -> Iterator[Norm | Linear]:
+        yield from (norm for norm in (self.norm, self.post) if norm is not None)
+        yield from self.submodules()
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        try:
+            for part in self._parts():
+                part.load(source, device)
+            self._prepare()
+        except BaseException:
+            self.unload()
+            raise
+
+    def _prepare(self) -> None:
+        """What is derived from loaded weights."""
+
+    def unload(self) -> None:
+        for part in self._parts():
+            part.unload()
+
+    @property
+    def loaded(self) -> bool:
+        return all(linear.matrix is not None for linear in self.submodules())
+
+    def weight_bytes(self) -> int:
+        return sum(part.weight_bytes() for part in self._parts())
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        return self.forward_unfused(x, step.loras)
+
+    def forward_unfused(self, x: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+        """Step by step: for padded matrices, adapters, and as the twin of a fused block, to the same bits."""
+        y = self.inner(x if self.norm is None else self.norm.forward(x), loras)
+        if self.post is not None:
+            y = self.post.apply(y.to(x.dtype))
+        return x.add_(y)
+
+
+class GatedMLP(FeedForward):
+    """inner(h) = down(act(gate(h)) * up(h))."""
 
     name = "MLP"
 
@@ -31,59 +86,62 @@ class GatedMLP(Module):
         self,
         key: str,
         layer_idx: int,
-        norm: RMSNorm,
+        norm: Norm | None,
         projections: tuple[Linear, Linear, Linear],
-        activation: Literal["silu", "gelu"],
+        activation: Activation,
+        post: Norm | None = None,
     ) -> None:
-        self.key = key
-        self.layer_idx = layer_idx
-        self.norm = norm
+        super().__init__(key, layer_idx, norm, post, activation)
         self.gate_proj, self.up_proj, self.down_proj = projections
-        self.activation: Literal["silu", "gelu"] = activation
         self.block: GatedMlpBlock | None = None
 
     def submodules(self) -> Iterator[Linear]:
         yield from (self.gate_proj, self.up_proj, self.down_proj)
 
-    def load(self, source: TensorSource, device: torch.device) -> None:
-        try:
-            self.norm.load(source, device)
-            for linear in self.submodules():
-                linear.load(source, device)
-            self.block = self._fuse()
-        except BaseException:
-            self.unload()
-            raise
-
     def unload(self) -> None:
         self.block = None
-        self.norm.unload()
-        for linear in self.submodules():
-            linear.unload()
+        super().unload()
 
-    @property
-    def loaded(self) -> bool:
-        return self.down_proj.matrix is not None
-
-    def weight_bytes(self) -> int:
-        return self.norm.weight_bytes() + sum(p.weight_bytes() for p in self.submodules())
-
-    def _fuse(self) -> GatedMlpBlock | None:
-        """All of `forward` as one native call, where the matrices allow it."""
+    def _prepare(self) -> None:
+        """All of `forward` as one native call, where norms and matrices allow it."""
         linears = (self.gate_proj, self.up_proj, self.down_proj)
-        if self.norm.weight is None or not all(linear.fusable() for linear in linears):
-            return None
-        matrices = (self.gate_proj.quant, self.up_proj.quant, self.down_proj.quant)
-        return GatedMlpBlock(self.norm.weight, self.norm.eps, matrices, self.activation)
+        if not isinstance(self.norm, RMSNorm) or self.norm.weight is None or self.post is not None:
+            return
+        if all(linear.fusable() for linear in linears):
+            matrices = (self.gate_proj.quant, self.up_proj.quant, self.down_proj.quant)
+            self.block = GatedMlpBlock(self.norm.weight, self.norm.eps, matrices, self.activation)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         if self.block is not None and not any(linear.adapted(step.loras) for linear in self.submodules()):
             return self.block.forward(x)
         return self.forward_unfused(x, step.loras)
 
-    def forward_unfused(self, x: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
-        """The same step by step and to the same bits: for padded matrices, adapters, and as the fused block's twin."""
-        h = self.norm.forward(x)
+    def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
         gate = self.gate_proj.forward(h, loras)
         gated_activation(gate, self.up_proj.forward(h, loras), self.activation, out=gate)
-        return x.add_(self.down_proj.forward(gate, loras))
+        return self.down_proj.forward(gate, loras)
+
+
+class PlainMLP(FeedForward):
+    """inner(h) = down(act(up(h)))."""
+
+    name = "MLP"
+
+    def __init__(
+        self,
+        key: str,
+        layer_idx: int,
+        norm: Norm | None,
+        projections: tuple[Linear, Linear],
+        activation: Activation,
+        post: Norm | None = None,
+    ) -> None:
+        super().__init__(key, layer_idx, norm, post, activation)
+        self.up_proj, self.down_proj = projections
+
+    def submodules(self) -> Iterator[Linear]:
+        yield from (self.up_proj, self.down_proj)
+
+    def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+        up = self.up_proj.forward(h, loras)
+        return self.down_proj.forward(activate(up, self.activation, out=up), loras)

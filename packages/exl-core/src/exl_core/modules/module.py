@@ -18,6 +18,7 @@ from ..loading.checkpoint import TensorSource
 if TYPE_CHECKING:
     from exl_kernels.kv import KVPages
 
+    from ..architectures.windows import LayerRope
     from ..embeddings import ExLlamaV2MMEmbedding
     from ..lora import ExLlamaV2Lora
     from .linear import Linear
@@ -47,20 +48,31 @@ class Step:
     abort_event: Event | None = None
     loras: tuple[ExLlamaV2Lora, ...] = ()  # the adapters of every row: linears take them
     embeddings: tuple[ExLlamaV2MMEmbedding, ...] = ()  # rows that ids from EMBEDDING_INDEX on stand for
-    _tokens: dict[bool, Tokens] = field(default_factory=dict, repr=False)
+    alt: tuple[Tensor, Tensor] | None = None  # cos and sin of a second table, where the family has one
+    _tokens: dict[tuple[bool, LayerRope], Tokens] = field(default_factory=dict, repr=False)
 
-    def tokens(self, interleaved: bool) -> Tokens:
+    def table(self, rope: LayerRope) -> tuple[Tensor, Tensor]:
+        """(cos, sin) that a layer rotates by; without columns for a layer that does not."""
+        if rope == "none":
+            return self.cos[:, :0].contiguous(), self.sin[:, :0].contiguous()
+        if rope == "alt":
+            assert self.alt is not None, "only families with a second table name it"
+            return self.alt
+        return self.cos, self.sin
+
+    def tokens(self, interleaved: bool, rope: LayerRope = "main") -> Tokens:
         """The same facts in the form that fused blocks take; made once for all layers."""
-        made = self._tokens.get(interleaved)
+        made = self._tokens.get((interleaved, rope))
         if made is None:
-            made = self._tokens[interleaved] = Tokens(
+            cos, sin = self.table(rope)
+            made = self._tokens[interleaved, rope] = Tokens(
                 self.rows,
                 self.positions,
                 self.slots,
                 self.block_table,
                 self.rope_positions,
-                self.cos,
-                self.sin,
+                cos,
+                sin,
                 self.key_mask,
                 interleaved=interleaved,
             )
@@ -72,6 +84,7 @@ class Module(ABC):
 
     key: str
     name: str
+    capturable = True  # on a GPU: forward makes no decision on the host, so that a CUDA graph can hold it
 
     @abstractmethod
     def load(self, source: TensorSource, device: torch.device) -> None:

@@ -1,40 +1,42 @@
-"""RMSNorm."""
+"""RMSNorm and LayerNorm: of the hidden state, and of the heads of q and k."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from exl_kernels.norm import rms_norm
+from exl_kernels.norm import layer_norm, rms_norm
 
+from ..device import activation_dtype
 from ..errors import FormatError, ModelStateError
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import require_finite_float
 from .module import Module, Step
 
-__all__ = ["RMSNorm"]
+__all__ = ["LayerNorm", "Norm", "RMSNorm"]
 
 
-class RMSNorm(Module):
-    """x * w / sqrt(mean(x^2) + eps), float32 (spec core.md 4.3)."""
+class Norm(Module):
+    """What both norms share: a float32 weight of one of the given shapes."""
 
-    name = "RMSNorm"
-
-    def __init__(self, key: str, hidden_size: int, eps: float) -> None:
+    def __init__(self, key: str, shape: int | tuple[int, ...], eps: float, *shapes: tuple[int, ...]) -> None:
+        """shape: of the weight, [hidden] or, for a norm per head, [heads, head_dim]; `shapes`: others that will do."""
         self.key = key
-        self.hidden_size = hidden_size
+        self.shapes = ((shape,) if isinstance(shape, int) else shape, *shapes)
         self.eps = eps
-        self.weight: Tensor | None = None  # float32 [hidden]
+        self.weight: Tensor | None = None  # float32
 
     def load(self, source: TensorSource, device: torch.device) -> None:
         name = f"{self.key}.weight" if source.has(f"{self.key}.weight") else self.key
-        weight = source.read(name)
-        if tuple(weight.shape) != (self.hidden_size,):
-            raise FormatError(f"{source.describe(name)}: shape {list(weight.shape)}, expected [{self.hidden_size}]")
-        require_finite_float(weight, source.describe(name))
-        if source.has(f"{self.key}.bias"):
-            raise FormatError(f"{source.describe(f'{self.key}.bias')}: an RMSNorm has no bias")
-        self.weight = weight.float().to(device)
+        self.weight = self._read(source, name).to(device)
+
+    def _read(self, source: TensorSource, name: str) -> Tensor:
+        tensor = source.read(name)
+        if tuple(tensor.shape) not in self.shapes:
+            expected = " or ".join(str(list(shape)) for shape in self.shapes)
+            raise FormatError(f"{source.describe(name)}: shape {list(tensor.shape)}, expected {expected}")
+        require_finite_float(tensor, source.describe(name))
+        return tensor.float()
 
     def unload(self) -> None:
         self.weight = None
@@ -47,6 +49,67 @@ class RMSNorm(Module):
         return 0 if self.weight is None else self.weight.nbytes
 
     def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
+        """The normalised x in the type that linears take: float32, on a GPU half."""
+        return self.apply(x).to(activation_dtype(x.device))
+
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The normalised x [.., *shape of the weight] in x's own type."""
+        raise NotImplementedError
+
+    def _loaded_weight(self) -> Tensor:
         if self.weight is None:
             raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
-        return rms_norm(x, self.weight, self.eps)
+        return self.weight
+
+
+class RMSNorm(Norm):
+    """x * (w + offset) / sqrt(mean(x^2) + eps), float32 (spec core.md 4.3). The offset is added at load, in float32."""
+
+    name = "RMSNorm"
+
+    def __init__(
+        self, key: str, shape: int | tuple[int, ...], eps: float, *shapes: tuple[int, ...], offset: float = 0.0
+    ) -> None:
+        super().__init__(key, shape, eps, *shapes)
+        self.offset = offset
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        if source.has(f"{self.key}.bias"):
+            raise FormatError(f"{source.describe(f'{self.key}.bias')}: an RMSNorm has no bias")
+        super().load(source, device)
+        if self.offset and self.weight is not None:
+            self.weight += self.offset
+
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return rms_norm(x, self._loaded_weight(), self.eps, out=out)
+
+
+class LayerNorm(Norm):
+    """(x - mean) * w / sqrt(var + eps) + b, float32 (spec core.md 4.3)."""
+
+    name = "LayerNorm"
+
+    def __init__(
+        self, key: str, shape: int | tuple[int, ...], eps: float, *shapes: tuple[int, ...], bias: bool = False
+    ) -> None:
+        super().__init__(key, shape, eps, *shapes)
+        self.has_bias = bias
+        self.bias: Tensor | None = None  # float32
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        name = f"{self.key}.bias"
+        if source.has(name) and not self.has_bias:
+            raise FormatError(f"{source.describe(name)}: this architecture's LayerNorm has no bias")
+        bias = self._read(source, name).to(device) if self.has_bias else None
+        super().load(source, device)
+        self.bias = bias
+
+    def unload(self) -> None:
+        super().unload()
+        self.bias = None
+
+    def weight_bytes(self) -> int:
+        return super().weight_bytes() + (0 if self.bias is None else self.bias.nbytes)
+
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return layer_norm(x, self._loaded_weight(), self.bias, self.eps, out=out)

@@ -1,0 +1,37 @@
+"""Cohere: attention and MLP side by side behind one LayerNorm, GPT-J rotation, a logit scale."""
+
+from dataclasses import replace
+
+from ..json_reader import JsonReader
+from .base import Architecture
+from .windows import LayerRope, alternating_windows
+
+COHERE = Architecture(
+    name="CohereForCausalLM",
+    defaults={"logit_scale": 0.0625, "layer_norm_eps": 1e-5},
+    norm="layer",
+    norm_eps_keys=("layer_norm_eps",),
+    norm_2=None,
+    parallel=True,
+    head_norm="layer",
+    head_norm_key="use_qk_norm",
+    mlp_bias="none",
+    rope_style="gptj",
+    tied_head=True,
+    requires_bos=True,
+)
+
+
+def cohere2_rope(read: JsonReader, windows: list[int]) -> list[LayerRope]:
+    """Layers that see everything have no positions (spec core.md 3.6 item 2)."""
+    return ["main" if window else "none" for window in windows]
+
+
+COHERE2 = replace(
+    COHERE,
+    name="Cohere2ForCausalLM",
+    head_norm=None,
+    head_norm_key=None,
+    windows=alternating_windows(4096, 4),
+    layer_rope=cohere2_rope,
+)

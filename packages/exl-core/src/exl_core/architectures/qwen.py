@@ -1,0 +1,73 @@
+"""Qwen2: biases on q, k, v. Qwen3: a norm on every head of q and k. Both: a window on upper layers if switched on."""
+
+from dataclasses import replace
+
+from ..json_reader import JsonReader
+from .base import Architecture, Experts
+from .windows import layer_types, read_window
+
+# What transformers' configuration classes assume for keys that config.json leaves out.
+DEFAULT_WINDOW = 4096
+DEFAULT_MAX_WINDOW_LAYERS = 28
+
+
+def qwen2_windows(read: JsonReader, num_layers: int) -> list[int]:
+    """transformers' rule: if switched on, `layer_types` decides, else layers from `max_window_layers` on slide."""
+    if not read.boolean("use_sliding_window", default=False, text=True):
+        return [0] * num_layers
+    window = read_window(read, DEFAULT_WINDOW)
+    kinds = layer_types(read, num_layers)
+    if kinds is None:
+        first = read.integer("max_window_layers", default=DEFAULT_MAX_WINDOW_LAYERS, text=True, minimum=0)
+        return [window if i >= first else 0 for i in range(num_layers)]
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def qwen3_moe_windows(read: JsonReader, num_layers: int) -> list[int]:
+    """One window on all layers, if switched on."""
+    on = read.boolean("use_sliding_window", default=False, text=True)
+    return [read_window(read, DEFAULT_WINDOW) if on else 0] * num_layers
+
+
+def sparse_layers(read: JsonReader, num_layers: int) -> list[bool]:
+    """Experts on each `decoder_sparse_step`th layer that is not in `mlp_only_layers`."""
+    step = read.integer("decoder_sparse_step", default=1, text=True, minimum=1)
+    dense = read.listing("mlp_only_layers", default=None, text=True) or []
+    return [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
+
+
+def norm_topk_prob(read: JsonReader) -> bool:
+    """transformers' default is False; the published files say what they want."""
+    normalize: bool = read.boolean("norm_topk_prob", default=False, text=True)
+    return normalize
+
+
+QWEN_EXPERTS = Experts(normalize=norm_topk_prob, sparse=sparse_layers)
+
+QWEN2 = Architecture(name="Qwen2ForCausalLM", attention_bias="qkv", mlp_bias="none", windows=qwen2_windows)
+
+QWEN2_MOE = replace(
+    QWEN2,
+    name="Qwen2MoeForCausalLM",
+    experts=replace(
+        QWEN_EXPERTS,
+        shared_prefix="mlp.shared_expert",
+        shared_gate="mlp.shared_expert_gate",
+        shared_width_keys=("shared_expert_intermediate_size",),
+    ),
+)
+
+QWEN3 = Architecture(
+    name="Qwen3ForCausalLM",
+    defaults={"head_dim": 128},
+    mlp_bias="none",
+    head_norm="rms",  # spec core.md 3.6 item 1
+    windows=qwen2_windows,
+)
+
+QWEN3_MOE = replace(QWEN3, name="Qwen3MoeForCausalLM", defaults={}, windows=qwen3_moe_windows, experts=QWEN_EXPERTS)
+
+# The language part of the vision models, under its older and its present prefix.
+QWEN2_VL_KEYS = (("$model.language_model.", "model."), ("$model.visual.", "visual."))
+QWEN2_VL = replace(QWEN2, name="Qwen2VLForConditionalGeneration", keymap=QWEN2_VL_KEYS, vision="Qwen2-VL")
+QWEN2_5_VL = replace(QWEN2, name="Qwen2_5_VLForConditionalGeneration", keymap=QWEN2_VL_KEYS, vision="Qwen2.5-VL")

@@ -1,0 +1,38 @@
+"""SmolLM3: Llama with every fourth layer left without positions."""
+
+from ..errors import ConfigError
+from ..json_reader import JsonReader
+from .base import Architecture
+from .windows import LayerRope, layer_types, read_window
+
+DEFAULT_INTERVAL = 4
+
+
+def smollm3_windows(read: JsonReader, num_layers: int) -> list[int]:
+    """`layer_types`; without it the layers without positions slide, if `use_sliding_window` is set."""
+    window = read_window(read, 0)
+    kinds = layer_types(read, num_layers)
+    if kinds is not None:
+        return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    if not read.boolean("use_sliding_window", default=False):
+        return [0] * num_layers
+    return [0 if rope == "main" else window for rope in smollm3_rope(read, [0] * num_layers)]
+
+
+def smollm3_rope(read: JsonReader, windows: list[int]) -> list[LayerRope]:
+    """`no_rope_layers` holds a 1 for each layer that *has* positions; else each `no_rope_layer_interval`th has none."""
+    flags = read.listing("no_rope_layers", default=None)
+    if flags is None:
+        interval = read.integer("no_rope_layer_interval", default=DEFAULT_INTERVAL, minimum=1)
+        flags = [int((i + 1) % interval != 0) for i in range(len(windows))]
+    if len(flags) != len(windows):
+        raise ConfigError(f"{read.file}: no_rope_layers has {len(flags)} entries for {len(windows)} layers")
+    return ["main" if flag else "none" for flag in flags]
+
+
+SMOLLM3 = Architecture(
+    name="SmolLM3ForCausalLM",
+    tied_head=True,
+    windows=smollm3_windows,
+    layer_rope=smollm3_rope,
+)

@@ -1,0 +1,83 @@
+"""Which layers slide and which are rotated: the rules that families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from ..errors import ConfigError
+from ..json_reader import JsonReader
+
+__all__ = ["LayerRope", "alternating_windows", "main_rope", "no_windows", "one_window", "typed_windows"]
+
+# Which RoPE table a layer uses: the main one, the second one (its own theta), or none.
+LayerRope = Literal["main", "alt", "none"]
+
+KNOWN_TYPES = ("full_attention", "sliding_attention")
+
+
+def no_windows(read: JsonReader, num_layers: int) -> list[int]:
+    """Full causal attention on every layer."""
+    return [0] * num_layers
+
+
+def one_window(default: int = 0) -> Callable[[JsonReader, int], list[int]]:
+    """`sliding_window` on all layers; `default` where config.json leaves it out, none where it says null."""
+
+    def windows(read: JsonReader, num_layers: int) -> list[int]:
+        return [read_window(read, default)] * num_layers
+
+    return windows
+
+
+def alternating_windows(default: int, pattern: int | None) -> Callable[[JsonReader, int], list[int]]:
+    """`layer_types` decides; else every layer slides but each `sliding_window_pattern`th (`pattern` if absent)."""
+
+    def windows(read: JsonReader, num_layers: int) -> list[int]:
+        window = read_window(read, default)
+        kinds = layer_types(read, num_layers)
+        if kinds is None:
+            every = read.integer("sliding_window_pattern", default=pattern, text=True, minimum=1)
+            kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(num_layers)]
+        return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+    return windows
+
+
+def typed_windows(default: int = 0) -> Callable[[JsonReader, int], list[int]]:
+    """`layer_types` decides; without it every layer attends to everything."""
+
+    def windows(read: JsonReader, num_layers: int) -> list[int]:
+        kinds = layer_types(read, num_layers)
+        if kinds is None:
+            return [0] * num_layers
+        window = read_window(read, default)
+        return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+    return windows
+
+
+def read_window(read: JsonReader, default: int) -> int:
+    """`sliding_window`, where an explicit null means full attention (spec core.md 3.6 item 4)."""
+    if read.explicit_null("sliding_window", text=True):
+        return 0
+    window: int = read.integer("sliding_window", "sliding_window_size", default=default, text=True, minimum=0)
+    return window
+
+
+def layer_types(read: JsonReader, num_layers: int) -> list[str] | None:
+    """`layer_types` of config.json, checked, or None."""
+    kinds = read.listing("layer_types", default=None, text=True)
+    if kinds is None:
+        return None
+    if len(kinds) != num_layers:
+        raise ConfigError(f"{read.file}: layer_types has {len(kinds)} entries for {num_layers} layers")
+    for kind in kinds:
+        if kind not in KNOWN_TYPES:
+            raise ConfigError(f"{read.file}: layer_types holds {kind!r}; expected one of {', '.join(KNOWN_TYPES)}")
+    return [str(kind) for kind in kinds]
+
+
+def main_rope(read: JsonReader, windows: list[int]) -> list[LayerRope]:
+    """Every layer rotated by the main table."""
+    return ["main"] * len(windows)

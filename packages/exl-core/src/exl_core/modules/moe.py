@@ -1,0 +1,120 @@
+"""A mixture of experts in place of the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exl_kernels.activation import gated_activation
+
+from ..architectures.base import Activation
+from .linear import Linear
+from .mlp import FeedForward, GatedMLP
+from .norm import Norm
+
+if TYPE_CHECKING:
+    from ..lora import ExLlamaV2Lora
+
+__all__ = ["Expert", "MoE"]
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One gated MLP among many."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __iter__(self) -> Iterator[Linear]:
+        return iter((self.gate, self.up, self.down))
+
+
+class MoE(FeedForward):
+    """inner(h) = sum over the chosen experts of p_e * down_e(act(gate_e(h)) * up_e(h)) [+ the shared expert's output].
+
+    Probabilities are a softmax over all experts in float32, of which the `chosen` largest are kept and, if
+    `normalize`, divided by their sum (spec core.md 4.5). Each row's contributions are added from the likeliest expert
+    to the least, whatever rows are in the call, so that batching cannot change a bit.
+    """
+
+    name = "MoEMLP"
+    capturable = False  # which experts run is decided on the host
+
+    def __init__(
+        self,
+        key: str,
+        layer_idx: int,
+        norm: Norm | None,
+        router: Linear,
+        experts: Sequence[Expert],
+        *,
+        chosen: int,
+        normalize: bool,
+        activation: Activation,
+        post: Norm | None = None,
+        shared: GatedMLP | None = None,
+        shared_gate: Linear | None = None,
+    ) -> None:
+        super().__init__(key, layer_idx, norm, post, activation)
+        self.router = router
+        self.experts = list(experts)
+        self.chosen = chosen
+        self.normalize = normalize
+        self.shared = shared
+        self.shared_gate = shared_gate
+
+    def submodules(self) -> Iterator[Linear]:
+        yield self.router
+        # Matrix by matrix, so that files that hold all experts in one tensor are read once for each.
+        for part in ("gate", "up", "down"):
+            yield from (getattr(expert, part) for expert in self.experts)
+        if self.shared is not None:
+            yield from self.shared.submodules()
+        if self.shared_gate is not None:
+            yield self.shared_gate
+
+    def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+        weights, indices = self.route(h, loras)
+        parts = self._outputs(h, indices, loras)
+        y = parts[:, 0] * weights[:, :1]
+        for slot in range(1, self.chosen):
+            y += parts[:, slot] * weights[:, slot : slot + 1]
+        if self.shared is not None:
+            y += self._shared(h, loras)
+        return y.to(h.dtype)
+
+    def route(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> tuple[Tensor, Tensor]:
+        """(weights float32, expert numbers int64), both [T, chosen], likeliest first."""
+        probabilities = self.router.forward(h, loras).float().softmax(dim=-1)
+        weights, indices = probabilities.topk(self.chosen, dim=-1)
+        return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
+
+    def _outputs(self, h: Tensor, indices: Tensor, loras: Sequence[ExLlamaV2Lora]) -> Tensor:
+        """Unweighted outputs float32 [T, chosen, hidden]: every expert runs once, over the rows that chose it."""
+        out = torch.empty((*indices.shape, self.experts[0].down.out_features), dtype=torch.float32, device=h.device)
+        flat, order = indices.reshape(-1).sort(stable=True)
+        counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
+        begin = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                places = order[begin : begin + count]
+                out.view(-1, out.shape[-1])[places] = self._run(expert, h[places // self.chosen], loras).float()
+                begin += count
+        return out
+
+    def _run(self, expert: Expert, h: Tensor, loras: Sequence[ExLlamaV2Lora]) -> Tensor:
+        gate = expert.gate.forward(h, loras)
+        gated_activation(gate, expert.up.forward(h, loras), self.activation, out=gate)
+        return expert.down.forward(gate, loras)
+
+    def _shared(self, h: Tensor, loras: Sequence[ExLlamaV2Lora]) -> Tensor:
+        assert self.shared is not None
+        y = self.shared.inner(h, loras).float()
+        if self.shared_gate is None:
+            return y
+        return y * self.shared_gate.forward(h, loras).float().sigmoid()

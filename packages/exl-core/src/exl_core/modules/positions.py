@@ -1,0 +1,56 @@
+"""Learned position embeddings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import FormatError, ModelStateError
+from ..loading.checkpoint import TensorSource
+from ..loading.linears import require_finite_float
+from .module import Module, Step
+
+__all__ = ["PositionEmbedding"]
+
+
+class PositionEmbedding(Module):
+    """x + table[position], table [positions, hidden] (spec core.md 4.2); positions as RoPE counts them."""
+
+    name = "PosEmbedding"
+
+    def __init__(self, key: str, positions: int, hidden_size: int) -> None:
+        """positions: as many as the model may be asked for; the file must hold them: learned ones do not extend."""
+        self.key = key
+        self.positions = positions
+        self.hidden_size = hidden_size
+        self.weight: Tensor | None = None
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        name = f"{self.key}.weight"
+        weight = source.read(name)
+        if weight.dim() != 2 or weight.shape[1] != self.hidden_size:
+            raise FormatError(
+                f"{source.describe(name)}: shape {list(weight.shape)}, expected [positions, {self.hidden_size}]"
+            )
+        if weight.shape[0] < self.positions:
+            raise FormatError(
+                f"{source.describe(name)}: Learned positional embeddings cannot be extended past native size of "
+                f"{weight.shape[0]}; max_seq_len is {self.positions}: lower it"
+            )
+        require_finite_float(weight, source.describe(name))
+        self.weight = weight.to(device)
+
+    def unload(self) -> None:
+        self.weight = None
+
+    @property
+    def loaded(self) -> bool:
+        return self.weight is not None
+
+    def weight_bytes(self) -> int:
+        return 0 if self.weight is None else self.weight.nbytes
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        if self.weight is None:
+            raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
+        return x.add_(self.weight[step.rope_positions].to(x.dtype))
