@@ -340,3 +340,25 @@ def test_a_schema_with_the_pair_that_tabby_users_wrote():
         stop_ids=[EOS],
     )
     assert {VOCAB.piece(i) for i in bits.to_ids(stack.next_mask())} == {"{", '{"'}
+
+
+@pytest.mark.parametrize("head", ["", "%llguidance {}\n", '%llguidance {"no_forcing": false}\n'])
+def test_no_forcing_goes_into_the_grammars_own_options(head):
+    """It used to be dropped in silence where the grammar had an options line, and every EBNF has one."""
+    for source in ({"lark": head + 'start: "yes" | "no"\n'}, {"ebnf": 'root ::= "yes" | "no"\n'}):
+        f = ExLlamaV2GrammarFilter(None, VOCAB, no_forcing=True, **source)
+        plain = ExLlamaV2GrammarFilter(None, VOCAB, regex="yes|no", no_forcing=True)
+        assert f.next()[0] == plain.next()[0]
+
+
+def test_validate_is_what_the_masks_allow():
+    f = ExLlamaV2GrammarFilter(None, VOCAB, regex="yes|no")
+    for text in ("yes", "no"):
+        for path in ([*VOCAB.encode(text)[0]], [VOCAB.ids_of(bytes([b]))[0] for b in text.encode()]):
+            judge, permitted = f.clone(), 0
+            for token in path:
+                if int(token) not in judge.next()[0]:
+                    break
+                judge.feed(int(token))
+                permitted += 1
+            assert f.validate([int(t) for t in path]) == permitted

@@ -56,7 +56,8 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
 
     whitespace (JSON): "bounded" (default; one space, or newline and indentation), "compact", "any", or a pattern.
     on_complete: "end" finishes the job at the token after which nothing can follow; "eos" offers only stop ids there
-    instead. no_forcing: allow every spelling of forced text, not only the canonical tokens. leading_space: one space
+    instead. no_forcing: allow every spelling of forced text; without it the mask has the canonical tokens only, and
+    `feed` takes the others all the same. leading_space: one space
     may come first. limits: llguidance's parser limits by name, such as `max_grammar_size` or `step_max_items`.
 
     Raises `FilterCompileError` at construction, `MissingExtra` without llguidance.
@@ -105,6 +106,8 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             "limits": dict(limits) if limits else None,
         }
         self._ends = on_complete == "end"
+        # What the law kit is told: forced text is allowed in one tokenization only, though feed() takes any.
+        self.capabilities: tuple[str, ...] = () if no_forcing else ("canonical_only",)
         self.vocabulary: Vocabulary = vocabulary_of(tokenizer)
         self._template = _Template(compile_matcher(text, self.vocabulary, limits))
         self._stops = self.vocabulary.stop_ids
@@ -198,6 +201,8 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         while plain < len(tokens) and tokens[plain] not in self._stops and self._may_be(tokens[plain]):
             plain += 1
         accepted = self._matcher.accepts(tokens[:plain])
+        if "canonical_only" in self.capabilities:
+            accepted = self._canonical(tokens[:accepted])
         if accepted == plain < len(tokens) and tokens[plain] in self._stops:
             trial = self._matcher.copy()
             trial.consume(list(tokens[:plain]))
@@ -256,6 +261,16 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
     def _may_be(self, token: int) -> bool:
         """Whether an id stands for something; the rest the matcher would take for its placeholder."""
         return bits.test(self._keep, token)
+
+    def _canonical(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, all of the grammar, the masks would have allowed."""
+        trial, words = self._matcher.copy(), bits.empty(self.vocabulary.size)
+        for count, token in enumerate(tokens):
+            trial.mask_into(words)
+            if not bits.test(words, token):
+                return count
+            trial.consume([token])
+        return len(tokens)
 
     def _consume(self, token: int) -> None:
         raw = self.vocabulary.bytes_of(token)

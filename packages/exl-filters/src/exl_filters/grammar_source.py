@@ -120,6 +120,20 @@ def _lark(kind: str, text: str, no_forcing: bool, leading_space: bool) -> Any:
         from llguidance.gbnf_to_lark import any_to_lark
 
         text = caught(lambda: any_to_lark(text))
-    if "%llguidance" not in text:
-        text = _options_line(no_forcing) + text
-    return module.LLMatcher.grammar_from_lark(text)
+    return module.LLMatcher.grammar_from_lark(_with_no_forcing(text) if no_forcing else text)
+
+
+def _with_no_forcing(text: str) -> str:
+    """The grammar with the option set, in the `%llguidance` line it has (llguidance takes one only) or in a new one."""
+    found = re.search(r"^%llguidance[ \t]*(\{.*\})?[ \t]*$", text, re.MULTILINE)
+    if found is None:
+        if "%llguidance" in text:
+            raise FilterCompileError(
+                "no_forcing: write it into the grammar's own %llguidance line, which is not on one line"
+            )
+        return _options_line(True) + text
+    try:
+        options = {**json.loads(found[1] or "{}"), "no_forcing": True}
+    except ValueError as error:
+        raise FilterCompileError(f"the grammar's %llguidance line is no JSON: {error}") from error
+    return f"{text[: found.start()]}%llguidance {json.dumps(options)}{text[found.end() :]}"

@@ -146,6 +146,10 @@ class Case:
         self._names[id(f)] = f"f{len(self._names) or ''}"
         self.note(f"{self._names[id(f)]} = {how}")
 
+    def keep(self, f: Any) -> None:
+        """Keep a filter alive as long as the case, so that its `id` stays its own."""
+        self._kept.append(f)
+
     def of(self, f: Any) -> str:
         return self._names.get(id(f), "f")
 

@@ -6,6 +6,7 @@ alike.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,11 +37,14 @@ class _Held:
         self.over = False
 
 
-def filter_machine(factory: Factory, language: Any = None) -> type[RuleBasedStateMachine]:
+def filter_machine(
+    factory: Factory, language: Any = None, capabilities: Iterable[str] = ()
+) -> type[RuleBasedStateMachine]:
     """A `RuleBasedStateMachine` class over what `factory(vocabulary)` makes; run it as `Machine.TestCase` or
     `check_machine`.
     """
     oracle = as_language(language)
+    claims = frozenset(capabilities)
 
     class FilterMachine(RuleBasedStateMachine):
         filters = Bundle("filters")
@@ -123,6 +127,8 @@ def filter_machine(factory: Factory, language: Any = None) -> type[RuleBasedStat
             allowed, _ = _observed(held.filter.next())
             if allowed is None or token in allowed or held.over:
                 return
+            if "canonical_only" in {*claims, *getattr(held.filter, "capabilities", ())}:
+                return  # another spelling may be taken, see LAW-10
             try:
                 _feed(held.filter, token)
             except FilterRejected:
@@ -178,6 +184,7 @@ def check_machine(
     factory: Factory,
     language: Any = None,
     *,
+    capabilities: Iterable[str] = (),
     profile: str = "ci",
     examples: int | None = None,
     steps: int = 30,
@@ -188,7 +195,7 @@ def check_machine(
     if examples:
         options["max_examples"] = examples
     run_state_machine_as_test(
-        filter_machine(factory, language),
+        filter_machine(factory, language, capabilities),
         settings=hypothesis.settings(
             **options,
             phases=[hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])],

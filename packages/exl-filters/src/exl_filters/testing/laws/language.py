@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections import deque
 from typing import Any
 
 from hypothesis import strategies as st
@@ -131,25 +133,37 @@ def termination(case: Case) -> None:
     case.walk(f, 5)
     if _ended(case, f):
         return
-    # Best first: states that allow little are close to an end. A chain of 200 tokens or a closed set without an end is
-    # a trap.
-    tie = 0
-    heap: list[tuple[int, int, int, Any]] = [(0, 0, tie, f)]
-    for _ in range(MAX_EXPANDED):
-        if not heap:
-            case.expect(False, "no continuation leads to an end")
-        _, height, _, at = heapq.heappop(heap)
-        depth = -height
+    # By turns the shallowest state and the narrowest one: an end nearby is found by the first, the end of a long forced
+    # text by the second. A chain of MAX_CHAIN tokens, or a closed set of states, without an end is a trap.
+    queue: deque[tuple[int, Any]] = deque([(0, f)])
+    heap: list[tuple[int, int, int, Any]] = [(0, 0, 0, f)]
+    seen: set[int] = set()
+    trapped = False
+    ties = itertools.count(1)
+    for turn in range(2 * MAX_EXPANDED):
+        if turn % 2 and heap:
+            _, height, _, at = heapq.heappop(heap)
+            depth = -height
+        elif queue:
+            depth, at = queue.popleft()
+        else:
+            continue
+        if id(at) in seen:
+            continue
+        seen.add(id(at))
         allowed, ends = _sets(at.next())
         if allowed is None or allowed & case.stops or ends:
             return
-        case.expect(depth < MAX_CHAIN, f"after {MAX_CHAIN} more tokens there is still no end in reach")
+        trapped = trapped or depth >= MAX_CHAIN
         for token in _different(case, allowed):
             copy = at.clone()
             copy.feed(token)
-            tie += 1
-            heapq.heappush(heap, (len(allowed), -depth - 1, tie, copy))
+            case.keep(copy)
+            queue.append((depth + 1, copy))
+            heapq.heappush(heap, (len(allowed), -depth - 1, next(ties), copy))
         heap = heapq.nsmallest(MAX_EXPANDED, heap)
+    case.expect(not trapped, f"after {MAX_CHAIN} more tokens there is still no end in reach")
+    case.expect(bool(queue or heap), "no continuation leads to an end")
 
 
 @law(28, "equal bytes in other tokens lead to the same state", level="should", unless="canonical_only")

@@ -116,7 +116,10 @@ def feed_rejects(case: Case) -> None:
     except Exception as error:
         case.expect(False, f"refusing {case.show_id(token)} raised {type(error).__name__}, not FilterRejected")
     else:
-        case.expect(False, f"{case.show_id(token)} is not allowed and was accepted")
+        # Masks narrowed to the canonical tokens: another spelling may be taken, which the filter documents.
+        tolerated = "canonical_only" in case.capabilities
+        case.expect(tolerated, f"{case.show_id(token)} is not allowed and was accepted")
+        return
     case.equal(case.next(f), before, "a refused token changed the state")
 
 
