@@ -85,7 +85,7 @@ def groups(tests: Path) -> Iterator[Group]:
 def outcomes(group: Group, backend: str = "llguidance") -> str:
     """One letter for each test of the group."""
     try:
-        template = ExLlamaV2GrammarFilter(None, BYTES, json_schema=group.schema)
+        template = ExLlamaV2GrammarFilter(None, BYTES, json_schema=group.schema, backend=backend)
     except FilterCompileError:
         return "x" * len(group.tests)
     order = list(property_names(group.schema))

@@ -11,13 +11,16 @@ from exl_filters.base import Allowed, ExLlamaV2Filter
 from exl_filters.bits import Words
 from exl_filters.context import FilterContext
 from exl_filters.errors import FilterCompileError, FilterRejected, FilterUsageError
-from exl_filters.grammar_source import grammar_text
+from exl_filters.grammar_source import grammar_text, plain_source, the_one_source
 from exl_filters.llg import Matcher, compile_matcher
 from exl_filters.masking import masked
 from exl_filters.tokens import as_prefix, as_token
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
+from exl_filters.xgr import XgrammarMatcher, compile_xgrammar
 
 __all__ = ["ExLlamaV2GrammarFilter"]
+
+AnyMatcher = Matcher | XgrammarMatcher
 
 # Probing an id for being an end costs about 10 us; beyond this many the step would cost more than the model's.
 MAX_PROBED = 64
@@ -37,11 +40,11 @@ class _Template:
 
     shared_between_clones = True
 
-    def __init__(self, matcher: Matcher) -> None:
+    def __init__(self, matcher: AnyMatcher) -> None:
         self._matcher = matcher
         self._lock = threading.Lock()
 
-    def start(self) -> Matcher:
+    def start(self) -> AnyMatcher:
         with self._lock:
             return self._matcher.copy()
 
@@ -58,7 +61,9 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
     on_complete: "end" finishes the job at the token after which nothing can follow; "eos" offers only stop ids there
     instead. no_forcing: allow every spelling of forced text; without it the mask has the canonical tokens only, and
     `feed` takes the others all the same. leading_space: one space
-    may come first. limits: llguidance's parser limits by name, such as `max_grammar_size` or `step_max_items`.
+    may come first. limits: llguidance's parser limits by name, such as `max_grammar_size` or `step_max_items`. backend:
+    "xgrammar" (extra `xgrammar`) is quicker where a grammar is used again and again, slower to compile, and takes fewer
+    schemas; it never forces a tokenization.
 
     Raises `FilterCompileError` at construction, `MissingExtra` without llguidance.
     """
@@ -82,6 +87,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         no_forcing: bool = False,
         leading_space: bool = False,
         limits: Mapping[str, int] | None = None,
+        backend: Literal["llguidance", "xgrammar"] = "llguidance",
     ) -> None:
         super().__init__(model, tokenizer)
         if on_complete not in ("end", "eos"):
@@ -95,21 +101,30 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             "choice": choice,
             "llg": llg,
         }
-        text, self._source = grammar_text(
-            sources, whitespace=whitespace, no_forcing=no_forcing, leading_space=leading_space
-        )
+        if backend not in ("llguidance", "xgrammar"):
+            raise FilterCompileError(f'backend is "llguidance" or "xgrammar"; got {backend!r}')
         self._options = {
             "whitespace": whitespace,
             "on_complete": on_complete,
             "no_forcing": no_forcing,
             "leading_space": leading_space,
             "limits": dict(limits) if limits else None,
+            "backend": backend,
         }
         self._ends = on_complete == "end"
         # What the law kit is told: forced text is allowed in one tokenization only, though feed() takes any.
-        self.capabilities: tuple[str, ...] = () if no_forcing else ("canonical_only",)
+        forced = backend == "llguidance" and not no_forcing
+        self.capabilities: tuple[str, ...] = ("canonical_only",) if forced else ()
         self.vocabulary: Vocabulary = vocabulary_of(tokenizer)
-        self._template = _Template(compile_matcher(text, self.vocabulary, limits))
+        self._source = the_one_source(sources)
+        if backend == "xgrammar":
+            if leading_space:
+                raise FilterCompileError("the xgrammar back end takes no leading_space")
+            compiled: AnyMatcher = compile_xgrammar(plain_source(self._source), self.vocabulary, whitespace, limits)
+        else:
+            text = grammar_text(self._source, whitespace=whitespace, no_forcing=no_forcing, leading_space=leading_space)
+            compiled = compile_matcher(text, self.vocabulary, limits)
+        self._template = _Template(compiled)
         self._stops = self.vocabulary.stop_ids
         self._prepared: Words | None = None
         self._healing: Words | None = None
@@ -213,7 +228,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
     def forced(self) -> bytes:
         if self._done or self._pending or self._matcher.stopped:
             return b""
-        return bytes(self._matcher.raw.compute_ff_bytes())
+        return self._matcher.forced()
 
     def clone(self, c: Any = None) -> Any:
         self._settle()
@@ -226,7 +241,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
 
     def captures(self) -> list[tuple[str, bytes]]:
         """Named captures of a Lark grammar so far."""
-        return list(self._matcher.raw.get_captures())
+        return self._matcher.captures()
 
     # Hosts that know only exllamav2's calls.
 

@@ -10,7 +10,7 @@ from typing import Any
 from exl_filters.errors import FilterCompileError
 from exl_filters.llg import caught, llguidance
 
-__all__ = ["BOUNDED_WHITESPACE", "grammar_text"]
+__all__ = ["BOUNDED_WHITESPACE", "grammar_text", "plain_source", "the_one_source"]
 
 BOUNDED_WHITESPACE = r"[ ]|\n[ \t]{0,20}"
 """At most one space, or a newline and indentation, at each place where JSON allows whitespace. Unbounded whitespace is
@@ -18,32 +18,41 @@ what models
 run away into (spec FG-8); this still takes compact, single-spaced and indented JSON."""
 
 
-def grammar_text(
-    source: Mapping[str, Any], *, whitespace: str, no_forcing: bool, leading_space: bool
-) -> tuple[str, dict[str, Any]]:
-    """llguidance's grammar for the one entry of `source` that is not None, and that entry.
-
-    Raises `FilterCompileError` when there is not exactly one, or it is not of its kind.
-    """
-    given = {name: value for name, value in source.items() if value is not None}
+def the_one_source(sources: Mapping[str, Any]) -> dict[str, Any]:
+    """The one entry that is not None; `FilterCompileError` when there is not exactly one."""
+    given = {name: value for name, value in sources.items() if value is not None}
     if len(given) != 1:
-        raise FilterCompileError(f"give exactly one of {', '.join(source)}; got {', '.join(given) or 'none'}")
-    ((kind, value),) = given.items()
-    if kind == "llg":
-        return _string(kind, value), given
+        raise FilterCompileError(f"give exactly one of {', '.join(sources)}; got {', '.join(given) or 'none'}")
+    return given
+
+
+def plain_source(source: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry checked and as plain data: a schema unwrapped, options without repeats."""
+    ((kind, value),) = source.items()
     if kind == "json_schema":
-        body = f"%json {json.dumps(_schema(value, whitespace))}"
+        return {kind: _schema(value)}
+    return {kind: _options(value) if kind == "choice" else _string(kind, value)}
+
+
+def grammar_text(source: Mapping[str, Any], *, whitespace: str, no_forcing: bool, leading_space: bool) -> str:
+    """llguidance's grammar for the one entry of `source`; `FilterCompileError` when it is not of its kind."""
+    ((kind, value),) = source.items()
+    if kind == "llg":
+        return _string(kind, value)
+    if kind == "json_schema":
+        body = f"%json {json.dumps(_with_whitespace(_schema(value), whitespace))}"
     elif kind == "regex":
         body = f"/{_slashes_escaped(_string(kind, value))}/"
     elif kind == "choice":
         body = " | ".join(json.dumps(option) for option in _options(value))
     else:
-        return _lark(kind, _string(kind, value), no_forcing, leading_space), given
+        return str(_lark(kind, _string(kind, value), no_forcing, leading_space))
     space = '" "? ' if leading_space else ""
     lark = f"{_options_line(no_forcing)}start: {space}({body})\n" if kind == "choice" else ""
     if kind == "regex":
         lark = f"{_options_line(no_forcing)}start: {space}REGEX\nREGEX: {body}\n"
-    return llguidance().LLMatcher.grammar_from_lark(lark or f"{_options_line(no_forcing)}start: {space}{body}\n"), given
+    lark = lark or f"{_options_line(no_forcing)}start: {space}{body}\n"
+    return str(llguidance().LLMatcher.grammar_from_lark(lark))
 
 
 def _options_line(no_forcing: bool) -> str:
@@ -56,10 +65,8 @@ def _string(kind: str, value: Any) -> str:
     return value
 
 
-def _schema(value: Any, whitespace: str) -> Any:
-    """The schema as JSON data of our own, unwrapped from `{"name": ..., "schema": ...}`, with the whitespace rule put
-    in.
-    """
+def _schema(value: Any) -> dict[str, Any]:
+    """The schema as JSON data of our own, unwrapped from `{"name": ..., "schema": ...}`."""
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     try:
@@ -74,6 +81,11 @@ def _schema(value: Any, whitespace: str) -> Any:
         raise FilterCompileError("the schema false allows nothing")
     if not isinstance(schema, dict):
         raise FilterCompileError(f"json_schema must be an object or a boolean; got {schema!r:.60}")
+    return schema
+
+
+def _with_whitespace(schema: dict[str, Any], whitespace: str) -> dict[str, Any]:
+    """The schema with llguidance's options in it."""
     options = {**_whitespace(whitespace), **schema.get("x-guidance", {})}
     # Never lenient: a keyword that cannot be enforced is an error, whatever the schema's author asks llguidance for.
     options["lenient"] = False

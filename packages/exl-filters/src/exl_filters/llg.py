@@ -165,6 +165,12 @@ class Matcher:
             self.check()
             self.consumed -= n
 
+    def forced(self) -> bytes:
+        return bytes(self.raw.compute_ff_bytes())
+
+    def captures(self) -> list[tuple[str, bytes]]:
+        return list(self.raw.get_captures())
+
     @property
     def accepting(self) -> bool:
         return bool(self.raw.is_accepting())

@@ -80,7 +80,7 @@ class Vocabulary:
 
     def __getstate__(self) -> dict[str, Any]:
         """Tables are built again where they are wanted; the tokenizer behind the tokens does not travel."""
-        kept = ("trie", "defined", "text_words", "_llg", "_lmfe")
+        kept = ("trie", "defined", "text_words", "_llg", "_lmfe", "_xgrammar")
         return {k: v for k, v in vars(self).items() if k not in kept} | {"canonical_json": None}
 
     # Questions about ids.

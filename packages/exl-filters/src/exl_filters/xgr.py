@@ -1,0 +1,231 @@
+"""xgrammar behind the same door as llguidance (extra `xgrammar`; brings torch and transformers).
+
+It ignores schema keywords that it cannot enforce, so only schemas made of keywords that it does enforce are let
+through: none may be constrained in part (spec FC-29). Which these are was settled by the JSON-Schema-Test-Suite and by
+random generations. Inside strings it takes the three bytes of a lone surrogate (ED A0 80 and on), which is no UTF-8;
+these are kept out here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from exl_filters import bits
+from exl_filters.bits import Words
+from exl_filters.errors import FilterCompileError, FilterFailed, MissingExtra
+from exl_filters.vocabulary import Vocabulary
+
+__all__ = ["XgrammarMatcher", "compile_xgrammar"]
+
+_lock = threading.Lock()
+# Enforced by xgrammar 0.2.8. Not here, though it takes them: minLength, maxLength and pattern let control characters
+# into strings, allOf and others are ignored.
+ENFORCED = frozenset(
+    """type properties required additionalProperties items enum const anyOf minItems maxItems
+    minimum maximum exclusiveMinimum exclusiveMaximum""".split()  # noqa: SIM905 - read as words
+)
+# Say nothing about which instances are valid.
+ANNOTATIONS = frozenset(
+    "$schema title description default examples $comment deprecated readOnly writeOnly".split()  # noqa: SIM905
+)
+# Most white space at one place: a line break and 20 columns, as the bounded rule of llguidance has it.
+MOST_WHITESPACE = 21
+
+
+class _Tables:
+    """xgrammar's compiler over a vocabulary, and which of its ids would spell a surrogate, at all or behind an ED."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.module = _module()
+        self.vocabulary = vocabulary
+        tokens = [*(vocabulary.bytes_of(i) for i in range(vocabulary.size)), b""]
+        info = self.module.TokenizerInfo(tokens, vocab_size=len(tokens), stop_token_ids=[vocabulary.size])
+        self.compiler = self.module.GrammarCompiler(info, max_threads=2)
+        surrogate = re.compile(b"\xed[\xa0-\xbf]")
+        spelled = [i for i, raw in enumerate(tokens) if surrogate.search(raw)]
+        continued = [i for i, raw in enumerate(tokens) if raw[:1] >= b"\xa0" and raw[:1] <= b"\xbf"]
+        self.keep = ~bits.from_ids(spelled, vocabulary.size)
+        self.keep_behind_ed = self.keep & ~bits.from_ids(continued, vocabulary.size)
+
+    def kept(self, before: list[int]) -> Words:
+        """The ids that spell no surrogate behind these tokens."""
+        behind = bool(before) and self.vocabulary.bytes_of(before[-1]).endswith(b"\xed")
+        return self.keep_behind_ed if behind else self.keep
+
+
+class XgrammarMatcher:
+    """One `GrammarMatcher` with the methods of `llg.Matcher`."""
+
+    def __init__(self, raw: Any, tables: _Tables, fed: list[int]) -> None:
+        self._raw, self._tables, self._size = raw, tables, tables.vocabulary.size
+        size = self._size
+        self._fed = fed
+        # One id more than the vocabulary has: xgrammar's stop token, which is no token of anybody's.
+        self._words = np.zeros((1, bits.word_count(size + 1)), dtype=np.int32)
+        self._stopped: tuple[int, bool] = (-1, False)
+
+    def copy(self) -> XgrammarMatcher:
+        return XgrammarMatcher(self._raw.fork(), self._tables, list(self._fed))
+
+    @property
+    def consumed(self) -> int:
+        return len(self._fed)
+
+    def mask_into(self, target: Words) -> None:
+        self._raw.fill_next_token_bitmask(self._words)
+        words = self._words[0]
+        bits.put(words, self._size, False)
+        bits.copy_into(words, target)
+        bits.and_into(self._tables.kept(self._fed), target)
+
+    def consume(self, tokens: list[int]) -> bool:
+        for count, token in enumerate(tokens):
+            if not bits.test(self._tables.kept(self._fed), token) or not self._raw.accept_token(token):
+                self.rollback(count)
+                return False
+            self._fed.append(token)
+        self._stopped = (-1, False)
+        return True
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        trial = self.copy()
+        return next((count for count, token in enumerate(tokens) if not trial.consume([token])), len(tokens))
+
+    def rollback(self, n: int) -> None:
+        if n > self.consumed:
+            raise FilterFailed(f"rollback of {n} tokens after {self.consumed}")
+        if n:
+            self._raw.rollback(n)
+            del self._fed[len(self._fed) - n :]
+            self._stopped = (-1, False)
+
+    @property
+    def accepting(self) -> bool:
+        return bool(self._raw.is_completed())
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing may follow a text that is whole."""
+        if not self.accepting:
+            return False
+        if self._stopped[0] != self.consumed:
+            words = bits.empty(self._size)
+            self.mask_into(words)
+            self._stopped = (self.consumed, bits.is_empty(words))
+        return self._stopped[1]
+
+    def forced(self) -> bytes:
+        try:
+            return str(self._raw.find_jump_forward_string()).encode()
+        except UnicodeDecodeError:
+            return b""  # inside a character
+
+    def captures(self) -> list[tuple[str, bytes]]:
+        return list(self._raw.get_captures())
+
+
+def compile_xgrammar(
+    source: Mapping[str, Any], vocabulary: Vocabulary, whitespace: str, limits: Mapping[str, int] | None
+) -> XgrammarMatcher:
+    """A matcher at the start of the one grammar in `source` (a name of `grammar_text`'s sources and its value).
+
+    Raises `FilterCompileError` for what xgrammar refuses or would not enforce, `MissingExtra` without it.
+    """
+    if limits:
+        raise FilterCompileError("limits are llguidance's; xgrammar takes none")
+    ((kind, value),) = source.items()
+    tables = _tables(vocabulary)
+    compiler = tables.compiler
+    try:
+        if kind == "json_schema":
+            refuse_unenforced(value)
+            compiled = compiler.compile_json_schema(json.dumps(value), strict_mode=False, **_whitespace(whitespace))
+        elif kind == "regex":
+            compiled = compiler.compile_regex(value)
+        elif kind in ("gbnf", "ebnf"):
+            compiled = compiler.compile_grammar(value)
+        elif kind == "choice":
+            compiled = compiler.compile_grammar("root ::= " + " | ".join(json.dumps(option) for option in value))
+        else:
+            raise FilterCompileError(f"the xgrammar back end takes json_schema, regex, ebnf and choice, not {kind}")
+    except RuntimeError as error:
+        raise FilterCompileError(f"xgrammar: {error}") from error
+    return XgrammarMatcher(tables.module.GrammarMatcher(compiled), tables, [])
+
+
+def refuse_unenforced(schema: Any) -> None:
+    """Raise `FilterCompileError` for a keyword outside of `ENFORCED`, anywhere in the schema."""
+    for at, sub in subschemas(schema, "#"):
+        if not isinstance(sub, dict):
+            if sub is False:
+                raise FilterCompileError(f"xgrammar back end: {at} is false, which allows nothing")
+            continue
+        unknown = sub.keys() - ENFORCED - ANNOTATIONS
+        if unknown:
+            raise FilterCompileError(f"xgrammar back end: {at} has {sorted(unknown)}, which would not be enforced")
+        _refuse_combinations(at, sub)
+
+
+def _refuse_combinations(at: str, sub: dict[str, Any]) -> None:
+    """Keywords that xgrammar enforces alone and drops beside others; types must be said."""
+    exclusive = sub.keys() & {"enum", "const", "anyOf"}
+    if exclusive and sub.keys() - ANNOTATIONS - exclusive - {"type"}:
+        raise FilterCompileError(f"xgrammar back end: {at} has {sorted(exclusive)} beside other keywords")
+    if len(exclusive) > 1 or ("anyOf" in exclusive and "type" in sub):
+        raise FilterCompileError(f"xgrammar back end: {at} has {sorted(sub.keys() & ENFORCED)}, of which it takes one")
+    if "type" in sub and exclusive:
+        raise FilterCompileError(f"xgrammar back end: {at} has a type beside {sorted(exclusive)}; leave it out")
+    if not exclusive and not isinstance(sub.get("type"), str) and sub.keys() - ANNOTATIONS:
+        raise FilterCompileError(f"xgrammar back end: {at} must have one type")
+    if isinstance(sub.get("items"), list):
+        raise FilterCompileError(f"xgrammar back end: {at} has a list of items")
+
+
+def subschemas(schema: Any, at: str) -> Iterator[tuple[str, Any]]:
+    """A schema and all schemas in it, with their places."""
+    yield at, schema
+    if not isinstance(schema, dict):
+        return
+    for name, value in schema.items():
+        if name == "properties" and isinstance(value, dict):
+            for key, sub in value.items():
+                yield from subschemas(sub, f"{at}/properties/{key}")
+        elif name in ("items", "additionalProperties") and isinstance(value, dict | bool):
+            if value is not False:
+                yield from subschemas(value, f"{at}/{name}")
+        elif name == "anyOf" and isinstance(value, list):
+            for index, sub in enumerate(value):
+                yield from subschemas(sub, f"{at}/anyOf/{index}")
+
+
+def _whitespace(rule: str) -> dict[str, Any]:
+    if rule == "compact":
+        return {"any_whitespace": False, "separators": (",", ":")}
+    if rule == "any":
+        return {"any_whitespace": True}
+    if rule == "bounded":
+        return {"any_whitespace": True, "max_whitespace_cnt": MOST_WHITESPACE}
+    raise FilterCompileError(f'the xgrammar back end takes whitespace "bounded", "compact" or "any", not {rule!r}')
+
+
+def _module() -> Any:
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise MissingExtra("the xgrammar back end", "xgrammar", "xgrammar") from error
+    return xgrammar
+
+
+def _tables(vocabulary: Vocabulary) -> _Tables:
+    """The tables of a vocabulary, made once."""
+    with _lock:
+        held = vocabulary.__dict__.get("_xgrammar")
+        if held is None:
+            held = vocabulary.__dict__["_xgrammar"] = _Tables(vocabulary)
+        return held
