@@ -240,3 +240,19 @@ def test_any_head_dim(cache_class: type[ExLlamaV2CacheBase], head_dim: int, lab:
     logits = model.forward(ids, cache_class(model, max_seq_len=32))
     tolerance = {"fp16": 1e-6, "fp8": 0.4, "q4": 0.6, "q6": 0.4, "q8": 0.05}[cache_class.kind]
     assert float((logits - expected)[..., :90].abs().max() / expected[..., :90].abs().max()) < tolerance
+
+
+@pytest.mark.covers("core.md: caches")
+@pytest.mark.parametrize("cache_class", CLASSES)
+def test_roll_left_drops_the_oldest_token_of_every_tensor(
+    cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any
+) -> None:
+    cache = filled(cache_class, model, lab)
+    before = [t.clone() for t in cache.all_tensors()]
+    cache.roll_left()
+    assert cache.current_seq_len == 19
+    for old, new in zip(before, cache.all_tensors(), strict=True):
+        assert torch.equal(new[:, :19], old[:, 1:20])
+    cache.reset()
+    cache.roll_left()
+    assert cache.current_seq_len == 0

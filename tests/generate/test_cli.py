@@ -124,6 +124,19 @@ def test_info(exl) -> None:  # type: ignore[no-untyped-def]
     assert "down_proj" in out
 
 
+def test_info_plans_where_the_model_goes(exl) -> None:  # type: ignore[no-untyped-def]
+    facts = json.loads(exl("info", MODEL, "--plan", "--cache", "q4", "--cache-tokens", "512", "--json")[1])["plan"]
+    assert facts["fits"]
+    assert facts["max_cache_tokens"] >= 512
+    (device,) = facts["devices"]
+    assert device["device"] == "cpu"
+    assert device["weights"] > 0 < device["cache"]
+    assert device["used"] <= device["budget"]
+    code, out, _ = exl("info", MODEL, "--plan")
+    assert code == 0
+    assert "largest cache that fits" in out
+
+
 def test_doctor(exl) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = exl("doctor", "--json")
     facts = json.loads(out)

@@ -8,6 +8,7 @@ from .cache import (
     ExLlamaV2Cache_Q4,
     ExLlamaV2Cache_Q6,
     ExLlamaV2Cache_Q8,
+    ExLlamaV2Cache_TP,
     ExLlamaV2CacheBase,
 )
 from .config import ExLlamaV2Config
@@ -28,6 +29,7 @@ __all__ = [
     "ExLlamaV2Cache_Q4",
     "ExLlamaV2Cache_Q6",
     "ExLlamaV2Cache_Q8",
+    "ExLlamaV2Cache_TP",
     "ExLlamaV2Config",
     "ExLlamaV2Lora",
     "ExLlamaV2MMEmbedding",

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -13,28 +14,83 @@ from exl_kernels.device import require_cuda
 
 from .errors import DeviceError
 
-__all__ = ["DEVICE_VARIABLE", "activation_dtype", "default_device", "out_of_memory_as_error"]
+__all__ = [
+    "DEVICE_VARIABLE",
+    "GIB",
+    "Device",
+    "activation_dtype",
+    "default_device",
+    "devices",
+    "out_of_memory_as_error",
+    "torch_device",
+]
 
-DEVICE_VARIABLE = "EXL_DEVICE"  # "cpu" or "cuda:<index>"
+DEVICE_VARIABLE = "EXL_DEVICE"
+"""Devices of a model, in the order of its layers: "cpu", "cuda:<index>", "cuda" (every GPU), or a list of them. A
+device may be capped: "cuda:0=20" uses at most 20 GiB of it. "cpu:<index>" are logical devices of the one CPU."""
+
+GIB = 1024**3
+_ENTRY = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<index>\d{1,4}))?(?:=(?P<cap>\d{1,6}(?:\.\d{1,6})?)(?:gi?b)?)?")
 
 
-def default_device() -> torch.device:
-    """The device for weights and cache: EXL_DEVICE if set, else the CPU.
+@dataclass(frozen=True)
+class Device:
+    """A device by the name that maps carry. `cap`: bytes of it that may be used, None = all that is free."""
+
+    name: str
+    cap: int | None = None
+
+    @property
+    def torch_device(self) -> torch.device:
+        """torch's name for it: all logical CPUs are one to torch."""
+        return torch_device(self.name)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.name.startswith("cuda")
+
+
+def torch_device(name: str | torch.device | int) -> torch.device:
+    """The torch device behind a name of a device map ("cpu:1" is the CPU)."""
+    device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def devices() -> list[Device]:
+    """The devices of EXL_DEVICE, in order; the CPU if it is not set.
 
     Raises DeviceError for a value that names no device of this machine, or one that our kernels cannot run on.
     """
-    name = os.environ.get(DEVICE_VARIABLE, "cpu").strip().lower() or "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    match = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if match is None:
-        raise DeviceError(f'{DEVICE_VARIABLE} is {name!r}, must be "cpu" or "cuda:<index>"')
-    index = int(match.group(1) or 0)
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        raise DeviceError(
-            f"{DEVICE_VARIABLE} is {name!r}, but this machine has {torch.cuda.device_count()} CUDA devices"
-        )
-    return require_cuda(torch.device("cuda", index))
+    text = os.environ.get(DEVICE_VARIABLE, "cpu").strip().lower() or "cpu"
+    found: list[Device] = []
+    for entry in text.split(","):
+        match = _ENTRY.fullmatch(entry.strip())
+        if match is None:
+            raise DeviceError(
+                f'{DEVICE_VARIABLE} is {text!r}, must be "cpu", "cuda:<index>", "cuda", or a list of them with commas; '
+                '"=<GiB>" behind a device caps its memory'
+            )
+        cap = None if match["cap"] is None else int(float(match["cap"]) * GIB)
+        found += [Device(name, cap) for name in _names(match["kind"], match["index"], text)]
+    names = [d.name for d in found]
+    if len(set(names)) < len(names):
+        raise DeviceError(f"{DEVICE_VARIABLE} is {text!r}: a device stands there twice")
+    return found
+
+
+def default_device() -> torch.device:
+    """The first device: where everything goes unless a split says otherwise. Raises DeviceError."""
+    return devices()[0].torch_device
+
+
+def _names(kind: str, index: str | None, text: str) -> list[str]:
+    if kind == "cpu":
+        return ["cpu" if index is None else f"cpu:{int(index)}"]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    indices = [int(index)] if index is not None else list(range(count))
+    if not indices or max(indices) >= count:
+        raise DeviceError(f"{DEVICE_VARIABLE} is {text!r}, but this machine has {count} CUDA devices")
+    return [str(require_cuda(torch.device("cuda", i))) for i in indices]
 
 
 def activation_dtype(device: torch.device) -> torch.dtype:

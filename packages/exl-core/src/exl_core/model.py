@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from threading import Event
 from typing import Any
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from .attn_params import AttentionParams, PagedParams
-from .cache import ExLlamaV2CacheBase
+from .cache import ExLlamaV2Cache, ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
 from .decode import DecodeGraphs
-from .device import default_device, out_of_memory_as_error
+from .device import GIB, Device, devices, out_of_memory_as_error
 from .embeddings import ExLlamaV2MMEmbedding
-from .errors import CacheError, ModelStateError, SequenceTooLongError, UnsupportedError
+from .errors import CacheError, InputError, ModelStateError, SequenceTooLongError, UnsupportedError
 from .inputs import (
     check_context,
     check_ids,
@@ -26,13 +27,19 @@ from .inputs import (
     contiguous_params,
     paged_params,
 )
+from .loading.checkpoint import Checkpoint, TensorReader
 from .loading.loader import Callback, CallbackGen, check_callbacks, load_modules, progress_bar
+from .loading.plan import LoadPlan, check_split, plan_modules
+from .loading.sizes import CacheSize
 from .lora import ExLlamaV2Lora
 from .modules import Attention, Linear, Module, build_modules
+from .placement import Placement
 from .rope import RopeTable
 from .step import build_step
 
 __all__ = ["ExLlamaV2"]
+
+log = logging.getLogger(__name__)
 
 
 class ExLlamaV2:
@@ -53,10 +60,9 @@ class ExLlamaV2:
             self.modules_dict.update({s.key: s for s in submodules} if submodules else {module.key: module})
         self.last_kv_layer_idx = max(i for i, m in enumerate(self.modules) if isinstance(m, Attention))
         self.head_layer_idx = len(self.modules) - 1
-        self.rope = RopeTable(config.rope_settings())
-        alternative = config.rope_settings_alt()
-        self.rope_alt = None if alternative is None else RopeTable(alternative)
-        self.device: torch.device | None = None  # where the modules are; None until load
+        self.rope, self.rope_alt = self._rope_tables()
+        self.device: torch.device | None = None  # where logits come out; None until load
+        self.placement = Placement(["cpu"] * len(self.modules))
         self.cache_map: dict[int, str] = {}  # layer index -> device of its cache
         self.device_context: dict[str, Any] = {}
         self.tp_context: None = None
@@ -77,8 +83,10 @@ class ExLlamaV2:
     ) -> None:
         """Load all weights. `lazy` only decides the devices. Loading a loaded model does nothing.
 
-        gpu_split is a list of GB a device; on a machine without a usable GPU everything goes to the CPU and it has no
-        effect. callback(index, total) runs before each module and at the end. An error leaves nothing loaded.
+        Everything goes to the first device of EXL_DEVICE, or with gpu_split, a list of GiB for weights and fixed
+        buffers (caches aside), to its devices in order; without EXL_DEVICE there is the CPU alone and gpu_split has no
+        effect. callback(index, total) runs before each module and at the end. An error leaves nothing loaded. Raises
+        DeviceError with the numbers, before anything is read, if it does not fit.
         """
         check_callbacks(callback, progress)
         for _ in self.load_gen(gpu_split, lazy, stats, progress_bar() if progress else callback, callback_gen):
@@ -93,7 +101,13 @@ class ExLlamaV2:
         callback_gen: CallbackGen | None = None,
     ) -> Iterator[Any]:
         """As `load`, as a generator that must be exhausted; yields what `callback_gen(index, total)` yields."""
-        yield from self._load(callback, callback_gen, lazy=lazy, cache=None)
+        places = devices()
+        if gpu_split is None or [d.name for d in places] == ["cpu"]:
+            check_split([0.0] if gpu_split is None else gpu_split, max(len(places), 64))
+            places, gpu_split, reserve = places[:1], None, 0
+        else:
+            reserve = None
+        yield from self._load(callback, callback_gen, self._plan(places, None, gpu_split, reserve), lazy=lazy)
 
     def load_autosplit(
         self,
@@ -104,9 +118,12 @@ class ExLlamaV2:
         callback_gen: CallbackGen | None = None,
         progress: bool = False,
     ) -> None:
-        """Load all weights and create the tensors of the lazy `cache` beside them.
+        """Load all weights and create the tensors of the lazy `cache` beside them, filling the devices in order.
 
-        On a machine without a usable GPU everything goes to the CPU: reserve_vram and last_id_only have no effect.
+        What goes where is worked out before anything is read (`exl_core.loading.plan`): weights, cache, working memory
+        of a chunk of max_input_len * max_batch_size tokens, and logits for all of them (max_output_len limits that,
+        last_id_only means one a row). reserve_vram: bytes to leave free, of every device or a list; default 192 MiB on
+        the first and 64 MiB on the others. Raises DeviceError with the numbers if it does not fit.
         """
         check_callbacks(callback, progress)
         report = progress_bar() if progress else callback
@@ -122,39 +139,151 @@ class ExLlamaV2:
         callback_gen: CallbackGen | None = None,
     ) -> Iterator[Any]:
         """As `load_autosplit`, as a generator that must be exhausted."""
+        if not isinstance(cache, ExLlamaV2CacheBase):
+            raise InputError(f"load_autosplit needs a cache made with lazy=True, not a {type(cache).__name__}")
         if any(t is not None for t in cache.key_states):
             raise CacheError("load_autosplit needs a cache made with lazy=True: it decides where the tensors go")
-        yield from self._load(callback, callback_gen, lazy=False, cache=cache)
+        size = CacheSize(cache.kind, cache.batch_size * cache.max_seq_len)
+        found = self._plan(devices(), size, None, reserve_vram, last_id_only)
+        yield from self._load(callback, callback_gen, found, cache=cache)
 
-    def load_tp(self, *args: Any, **kwargs: Any) -> None:
-        """Tensor parallel: not built in this version."""
-        raise UnsupportedError("load_tp (tensor parallel) is not built in this version; use load or load_autosplit")
+    def load_tp(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        callback: Callback | None = None,
+        callback_gen: CallbackGen | None = None,
+        progress: bool = False,
+        expect_cache_tokens: int = 0,
+        expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
+    ) -> None:
+        """Load all weights over all devices, whole layers on each, in equal shares of their free memory.
 
-    def load_tp_gen(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Tensor parallel: not built in this version."""
-        raise UnsupportedError("load_tp_gen (tensor parallel) is not built in this version; use load_gen")
+        The original cuts every matrix over the devices. Here the result is the same and the memory is shared just so,
+        but the devices work one after the other: it makes room, not speed. gpu_split: GiB a device, as in `load`.
+        expect_cache_tokens (default max_seq_len * max_batch_size) and expect_cache_base size the cache to come, an
+        `ExLlamaV2Cache_TP` or any other.
+        """
+        check_callbacks(callback, progress)
+        report = progress_bar() if progress else callback
+        for _ in self.load_tp_gen(gpu_split, report, callback_gen, expect_cache_tokens, expect_cache_base):
+            pass
+
+    def load_tp_gen(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        callback: Callback | None = None,
+        callback_gen: CallbackGen | None = None,
+        expect_cache_tokens: int = 0,
+        expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
+    ) -> Iterator[Any]:
+        """As `load_tp`, as a generator that must be exhausted."""
+        places = devices()
+        log.info("load_tp: layers are spread over %s; matrices are not cut", ", ".join(d.name for d in places))
+        if gpu_split is not None:
+            yield from self.load_gen(gpu_split, callback=callback, callback_gen=callback_gen)
+            return
+        tokens = expect_cache_tokens or self.config.max_seq_len * self.config.max_batch_size
+        size = CacheSize((expect_cache_base or ExLlamaV2Cache).kind, tokens)
+        yield from self._load(callback, callback_gen, self._plan(places, size, None, None, even=True))
+
+    def set_device_map(self, allocation: Sequence[float], embed_cpu: bool = True) -> list[float]:
+        """Decide the device of every module from GiB a device (weights and fixed buffers), without loading any.
+
+        embed_cpu keeps the embedding in the CPU's memory. Returns the GiB left over on each device.
+        """
+        if self.loaded:
+            raise ModelStateError("the model is loaded: unload it before its devices are decided anew")
+        found = self._plan(devices(), None, allocation, None).check()
+        names = ["cpu", *found.assignment[1:]] if embed_cpu else found.assignment
+        self._place(names)
+        weights = 0 if not embed_cpu else found.embedding_bytes
+        left = [(d.budget or 0) - d.used + (weights if i == 0 else 0) for i, d in enumerate(found.devices)]
+        return [bytes_left / GIB for bytes_left in left]
+
+    def set_cache_map(self) -> None:
+        """Decide the device of every layer's keys and values: beside the layer."""
+        self.cache_map = {
+            m.layer_idx: self.placement.names[i] for i, m in enumerate(self.modules) if isinstance(m, Attention)
+        }
+
+    def load_module(self, index: int) -> None:
+        """Load one of `modules` alone, where `load(lazy=True)` or `set_device_map` decided it goes.
+
+        The model runs once all are loaded. Loading a loaded module reads it again. Raises ModelStateError before the
+        devices are decided.
+        """
+        if self.device is None:
+            raise ModelStateError("no device is decided: call model.load(lazy=True) or set_device_map first")
+        module = self.modules[index]
+        with out_of_memory_as_error(f"load {module.key}"):
+            module.load(TensorReader(self._checkpoint()), self.placement.device(index))
+        self._settle()
+
+    def unload_module(self, index: int) -> None:
+        """Drop the weights of one of `modules`."""
+        self.decode.clear()
+        self.modules[index].unload()
+        self._settle()
+
+    def _settle(self) -> None:
+        loaded = all(m.loaded for m in self.modules)
+        self.load_count += loaded and not self.loaded
+        self.loaded = loaded
+
+    def _rope_tables(self) -> tuple[RopeTable, RopeTable | None]:
+        alternative = self.config.rope_settings_alt()
+        return RopeTable(self.config.rope_settings()), None if alternative is None else RopeTable(alternative)
+
+    def _checkpoint(self) -> Checkpoint:
+        if self.config.checkpoint is None:
+            raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() before loading")
+        return self.config.checkpoint
+
+    def _plan(
+        self,
+        places: Sequence[Device],
+        cache: CacheSize | None,
+        gpu_split: Sequence[float] | None,
+        reserve: int | Sequence[int] | None,
+        last_id_only: bool = True,
+        *,
+        even: bool = False,
+    ) -> LoadPlan:
+        self.config.check_for_load()
+        self._checkpoint()
+        modules = self.modules
+        return plan_modules(self.config, modules, places, cache, gpu_split, reserve, last_id_only, even=even)
+
+    def _place(self, names: Sequence[str]) -> None:
+        self.placement = Placement(list(names), self.config.arch.float_residual)
+        self.device = self.placement.device(len(self.modules) - 1)
+        self.set_cache_map()
 
     def _load(
         self,
         callback: Callback | None,
         callback_gen: CallbackGen | None,
+        found: LoadPlan,
         *,
-        lazy: bool,
-        cache: ExLlamaV2CacheBase | None,
+        lazy: bool = False,
+        cache: ExLlamaV2CacheBase | None = None,
     ) -> Iterator[Any]:
-        self.config.check_for_load()
-        checkpoint = self.config.checkpoint
-        if checkpoint is None:
-            raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() before loading")
-        device = default_device()
-        self.device = device
+        if not self.loaded:
+            found.check()
+            self._place(found.assignment)
         if not lazy and not self.loaded:
             tied = [f"{self.config.arch.embed_tokens}.weight"] if self.config.tie_word_embeddings else []
-            with out_of_memory_as_error("load the model"):
-                yield from load_modules(self.modules, checkpoint, device, callback, callback_gen, shared=tied)
+            places = [self.placement.device(i) for i in range(len(self.modules))]
+            try:
+                with out_of_memory_as_error("load the model"):
+                    yield from load_modules(
+                        self.modules, self._checkpoint(), places, callback, callback_gen, shared=tied
+                    )
+            except BaseException:
+                self.unload()
+                raise
             self.loaded = True
             self.load_count += 1
-        self.cache_map = {m.layer_idx: str(device) for m in self.modules if isinstance(m, Attention)}
         if cache is not None:
             cache.update_cache_tensors()
 
@@ -164,8 +293,12 @@ class ExLlamaV2:
         for module in self.modules:
             module.unload()
         self.cache_map = {}
-        self.device = None
         self.loaded = False
+        if self.device is not None and any(name.startswith("cuda") for name in self.placement.names):
+            self.rope, self.rope_alt = self._rope_tables()  # copies on GPUs go too
+            torch.cuda.empty_cache()
+        self.device = None
+        self.placement = Placement(["cpu"] * len(self.modules))
 
     # ------------------------------------------------------------------------------------------------------- queries
 
@@ -344,13 +477,15 @@ class ExLlamaV2:
                 f"seq_len exceeds max_output_len: {q_len} positions of logits, config.max_output_len is {limit}; use "
                 "last_id_only=True or preprocess_only=True, or raise it"
             )
-        device = self.device or torch.device("cpu")
-        step = build_step(
+        place = self.placement
+        device = place.device(min(1, self.head_layer_idx))  # the first layer's: the embedding may be elsewhere
+        first = build_step(
             *(self.config, self.rope, cache, params, batch, q_len, abort_event, device, loras, embeddings),
             self.rope_alt,
         )
+        step = first
         result: dict[str, Any] = {}
-        x = ids.reshape(-1).to(device)
+        x = ids.reshape(-1).to(place.device(0))
         for index, module in enumerate(self.modules):
             if abort_event is not None and abort_event.is_set():
                 return None
@@ -365,6 +500,8 @@ class ExLlamaV2:
                     break
                 if last_id_only:
                     x = x.view(batch, q_len, -1)[:, -1].contiguous()
+            if place.crosses(index):
+                x, step = place.carry(x, index), place.step_on(first, place.device(index))
             x = module.forward(x, step)
         else:
             result["logits"] = x.view(batch, -1, x.shape[-1])

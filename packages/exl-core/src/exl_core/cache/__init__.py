@@ -7,6 +7,7 @@ from .classes import (
     ExLlamaV2Cache_Q4,
     ExLlamaV2Cache_Q6,
     ExLlamaV2Cache_Q8,
+    ExLlamaV2Cache_TP,
 )
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "ExLlamaV2Cache_Q4",
     "ExLlamaV2Cache_Q6",
     "ExLlamaV2Cache_Q8",
+    "ExLlamaV2Cache_TP",
 ]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from exl_kernels.kv import KVKind, KVPages, load_kv, store_kv
 
+from ..device import torch_device
 from ..errors import CacheError, DeviceError, InputError, ModelStateError
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ class ExLlamaV2CacheBase:
         self.fixed_device = fixed_device
         self.current_seq_len = 0
         self._layers: list[KVPages | None] = [None] * self.num_hidden_layers
+        self._places = ["cpu"] * self.num_hidden_layers  # device of each layer, by the name in the model's cache_map
         self._views: dict[tuple[int, int], KVPages] = {}
-        self._temp: tuple[Tensor, Tensor] | None = None
+        self._temp: dict[str, tuple[Tensor, Tensor]] = {}  # by device: what get_kv_state decodes into
         self.create_state_tensors(copy_from, lazy)
 
     # ------------------------------------------------------------------------------------------------------- storage
@@ -68,6 +70,7 @@ class ExLlamaV2CacheBase:
                 raise CacheError("a cache cannot be lazy and copy_from another one at the same time")
             self._check_same_layout(copy_from)
             self._layers = [_clone_pages(p) for p in copy_from._layers]
+            self._places = list(copy_from._places)
             self.current_seq_len = copy_from.current_seq_len
         elif not lazy:
             if not self.model.loaded:
@@ -81,16 +84,22 @@ class ExLlamaV2CacheBase:
     def update_cache_tensors(self) -> None:
         """Give every layer of `model.cache_map` zeroed tensors on its device, unless it has them there already."""
         for layer, device in self.model.cache_map.items():
-            device = str(self.fixed_device) if self.fixed_device is not None else device
+            device = _name_of(self.fixed_device) if self.fixed_device is not None else device
             pages = self._layers[layer]
-            if pages is None or pages.device != torch.device(device):
+            if pages is None or pages.device != torch_device(device):
                 self._layers[layer] = self._allocate(device)
+            self._places[layer] = device
         self._views.clear()
 
     def _allocate(self, device: str) -> KVPages:
         try:
             return KVPages.allocate(
-                self.kind, self.batch_size, self.max_seq_len, self.num_key_value_heads, self.head_dim, device
+                self.kind,
+                self.batch_size,
+                self.max_seq_len,
+                self.num_key_value_heads,
+                self.head_dim,
+                torch_device(device),
             )
         except (RuntimeError, MemoryError, OverflowError) as e:
             self._layers = [None] * self.num_hidden_layers
@@ -141,13 +150,14 @@ class ExLlamaV2CacheBase:
         return [t for column in columns for t in column if t is not None]
 
     def footprint(self) -> list[int]:
-        """Bytes on each device: index i is device i, the CPU counts as device 0."""
+        """Bytes on each device: index i is device i (cuda:i or cpu:i; the CPU counts as device 0)."""
+        held = [(place, p.nbytes) for place, p in zip(self._places, self._layers, strict=True) if p is not None]
+        held += [(place, t.nbytes) for place, pair in self._temp.items() for t in pair]
         totals: list[int] = []
-        tensors = [*self.all_tensors(), *(self._temp or ())]
-        for t in tensors:
-            index = t.device.index or 0
+        for place, nbytes in held:
+            index = torch.device(place).index or 0
             totals += [0] * (index + 1 - len(totals))
-            totals[index] += t.nbytes
+            totals[index] += nbytes
         return totals
 
     # ------------------------------------------------------------------------------------------------------- content
@@ -155,6 +165,15 @@ class ExLlamaV2CacheBase:
     def reset(self) -> None:
         """Forget the content: the next forward starts at position 0."""
         self.current_seq_len = 0
+
+    def roll_left(self) -> None:
+        """Drop the oldest token of every row: all others move one place to the left, as they are stored.
+
+        Keys keep the rotation of the position at which they were computed.
+        """
+        for tensor in self.all_tensors():
+            tensor.copy_(tensor.roll(-1, dims=1))
+        self.current_seq_len = max(self.current_seq_len - 1, 0)
 
     def clone(self) -> Self:
         """A new cache of the same class with copies of all tensors and the same length."""
@@ -258,12 +277,12 @@ class ExLlamaV2CacheBase:
     def touch_device(self, device: str | torch.device) -> None:
         """Create the pair of half tensors that `get_kv_state` decodes into."""
         if self.kind != "fp16":
-            self._temp_pair(torch.device(device))
+            self._temp_pair(torch_device(device))
 
     @property
     def temp_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """device -> (keys, values) that `get_kv_state` decodes into; empty until it is first used."""
-        return {} if self._temp is None else {str(self._temp[0].device): self._temp}
+        return dict(self._temp)
 
     # ------------------------------------------------------------------------------------------------------ internals
 
@@ -280,13 +299,14 @@ class ExLlamaV2CacheBase:
         return self.pages(layer_idx, self.max_seq_len)
 
     def _temp_pair(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if self._temp is None or self._temp[0].device != device:
+        pair = self._temp.get(str(device))
+        if pair is None:
             shape = (self.batch_size, self.max_seq_len, self.num_key_value_heads, self.head_dim)
-            self._temp = (
+            pair = self._temp[str(device)] = (
                 torch.zeros(shape, dtype=torch.half, device=device),
                 torch.zeros(shape, dtype=torch.half, device=device),
             )
-        return self._temp
+        return pair
 
     def _slots(
         self,
@@ -327,6 +347,10 @@ def _at_least_one(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CacheError(f"{name} is {value!r}, must be an int of at least 1")
     return value
+
+
+def _name_of(device: str | int) -> str:
+    return f"cuda:{device}" if isinstance(device, int) else device
 
 
 def _clone_pages(pages: KVPages | None) -> KVPages | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,12 +29,12 @@ def check_callbacks(callback: Callback | None, progress: bool) -> None:
 def load_modules(
     modules: list[Module],
     checkpoint: Checkpoint,
-    device: torch.device,
+    devices: Sequence[torch.device],
     callback: Callback | None = None,
     callback_gen: CallbackGen | None = None,
     shared: Collection[str] = (),
 ) -> Iterator[Any]:
-    """Load `modules` in order; yields what `callback_gen` yields.
+    """Load `modules` in order, each on its device; yields what `callback_gen` yields.
 
     `shared` names tensors that two modules read.
 
@@ -51,7 +51,7 @@ def load_modules(
 
     try:
         reader = TensorReader(checkpoint, shared)
-        for index, module in enumerate(modules):
+        for index, (module, device) in enumerate(zip(modules, devices, strict=True)):
             yield from report(index)
             module.load(reader, device)
         yield from report(total)

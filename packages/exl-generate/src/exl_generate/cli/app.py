@@ -148,12 +148,17 @@ def info(
     folder: Annotated[
         Path | None, typer.Argument(help="Model folder. Default: the bundled model.", show_default=False)
     ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Also show where the model would go, and the largest context that fits.")
+    ] = False,
+    cache: Cache = "fp16",
+    cache_tokens: CacheTokens = None,
     json_: Json = False,
 ) -> None:
     """Describe a model folder: shape, bits per weight of each kind of matrix, memory at several context lengths."""
     from exl_generate.cli import info as command
 
-    command.run(folder, json_)
+    command.run(folder, json_, cache if plan else None, cache_tokens)
 
 
 @app.command()

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from exl_core import ExLlamaV2Config
+from exl_core.loading.plan import LoadPlan, plan
 from exl_generate.cli.models import model_folder
 from exl_generate.cli.tables import show_table
+from exl_kernels.kv import KVKind
 
 __all__ = ["describe", "run"]
 
@@ -18,8 +20,13 @@ CONTEXTS = (2048, 8192, 32768, 131072)
 KV_BYTES = {"fp16": 2.0, "fp8": 1.0, "q8": 1.0625, "q6": 0.8125, "q4": 0.5625}
 
 
-def run(folder: Path | None, as_json: bool) -> None:
-    facts = describe(model_folder(folder))
+def run(folder: Path | None, as_json: bool, planned_cache: KVKind | None = None, tokens: int | None = None) -> None:
+    """`planned_cache`: also plan where the model would go with such a cache of `tokens` (default: its context)."""
+    place = model_folder(folder)
+    facts = describe(place)
+    found = None if planned_cache is None else plan(ExLlamaV2Config(place), cache=planned_cache, cache_tokens=tokens)
+    if found is not None:
+        facts["plan"] = _plan_facts(found)
     if as_json:
         print(json.dumps(facts))
         return
@@ -44,6 +51,20 @@ def run(folder: Path | None, as_json: bool) -> None:
         ["tokens", *KV_BYTES],
         [[f"{row['tokens']:,}", *(f"{row[kind] / 1e6:.1f}" for kind in KV_BYTES)] for row in facts["cache"]],
     )
+    if found is not None:
+        print(found.table())
+
+
+def _plan_facts(found: LoadPlan) -> dict[str, Any]:
+    names = ("weights", "cache", "tables", "scratch", "used", "budget")
+    return {
+        "fits": found.fits,
+        "max_cache_tokens": found.max_cache_tokens,
+        "devices": [
+            {"device": d.device.name, "modules": len(d.modules), **{n: getattr(d, n) for n in names}}
+            for d in found.devices
+        ],
+    }
 
 
 def describe(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,93 @@
+"""Which device each module of a model is on, and carrying a chunk across the borders between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exl_kernels.kv import KVPages
+
+from .device import activation_dtype, torch_device
+from .modules import Step
+
+__all__ = ["Placement"]
+
+
+@dataclass
+class Placement:
+    """`names` of the device of every module, in the order of the modules. float_residual: the hidden state stays
+    float32 on a GPU."""
+
+    names: list[str]
+    float_residual: bool = False
+    _constants: dict[tuple[str, torch.device], tuple[Any, Any]] = field(default_factory=dict, repr=False)
+
+    @property
+    def several(self) -> bool:
+        """Whether a pass crosses any border."""
+        return len(set(self.names)) > 1
+
+    def device(self, index: int) -> torch.device:
+        """torch's device of a module."""
+        return torch_device(self.names[index])
+
+    def crosses(self, index: int) -> bool:
+        """Whether module `index` is on another device than the one before it."""
+        return index > 0 and self.names[index] != self.names[index - 1]
+
+    def carry(self, x: Tensor, index: int) -> Tensor:
+        """The state in front of module `index`, on its device; always memory of its own."""
+        device = self.device(index)
+        dtype = x.dtype
+        if x.device.type != device.type and dtype in (torch.float16, torch.float32):
+            dtype = torch.float32 if self.float_residual else activation_dtype(device)
+        return x.to(device, dtype, copy=True)
+
+    def step_on(self, step: Step, device: torch.device) -> Step:
+        """The same step with its tensors on `device`. Tables that do not change from step to step are kept there."""
+        if step.rows.device == device:
+            return step
+        changes: dict[str, Any] = {"_tokens": {}}
+        for f in fields(step):
+            value = getattr(step, f.name)
+            if _is_tensors(value):
+                constant = f.name in ("cos", "sin", "alt")
+                changes[f.name] = self._kept(f.name, value, device) if constant else _moved(value, device)
+        return replace(step, **changes, pages=_pages_on(step.pages, device))
+
+    def _kept(self, name: str, value: Any, device: torch.device) -> Any:
+        held = self._constants.get((name, device))
+        if held is None or held[0] is not value:
+            held = self._constants[name, device] = (value, _moved(value, device))
+        return held[1]
+
+
+def _pages_on(pages: Callable[[int], KVPages], device: torch.device) -> Callable[[int], KVPages]:
+    """Pages of a layer on its device. A pass without a cache has one scratch layer that each layer overwrites: that is
+    made anew on this device."""
+    scratch: list[KVPages] = []
+
+    def on_device(layer: int) -> KVPages:
+        found = pages(layer)
+        if found.device == device:
+            return found
+        if not scratch:
+            sizes = (found.num_pages, found.page_size, found.heads, found.head_dim)
+            scratch.append(KVPages.allocate(found.kind, *sizes, device))
+        return scratch[0]
+
+    return on_device
+
+
+def _is_tensors(value: object) -> bool:
+    return isinstance(value, Tensor) or (
+        isinstance(value, tuple) and bool(value) and all(isinstance(v, Tensor) for v in value)
+    )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else tuple(v.to(device) for v in value)

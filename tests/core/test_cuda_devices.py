@@ -1,0 +1,97 @@
+"""Layers over a GPU and the CPU, and over two GPUs; planned bytes against torch's counters; needs a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Cache_TP, ExLlamaV2Config, PagedParams
+from exl_core.device import GIB, devices
+from exl_core.loading.plan import plan, plan_modules
+
+pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: loading")]
+
+SIZES: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "head_dim": 64, "vocab_size": 2048}
+TOLERANCE = 0.03  # of the largest logit, half against float32
+
+
+def build(folder: Any) -> ExLlamaV2:
+    return ExLlamaV2(ExLlamaV2Config(folder))
+
+
+def halves(model: ExLlamaV2) -> list[float]:
+    """GiB that put about half of the modules on each of two devices."""
+    found = plan_modules(model.config, model.modules, devices()[:1], None, [64.0], None, True).devices[0]
+    return [(found.weights * 0.62 + found.tables + found.scratch) / GIB, 8.0]
+
+
+def second_device(name: str) -> str:
+    if name == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("one GPU here: the other half of this test runs on a machine with two")
+    return name
+
+
+@pytest.mark.parametrize("other", ["cpu", "cuda:1"])
+@pytest.mark.parametrize("kind", ["exl2", "float"])
+def test_a_split_model_gives_the_logits_of_one_device(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, kind: str, other: str
+) -> None:
+    folder = lab.write(kind=kind, num_hidden_layers=4, **SIZES)
+    ids = lab.ids(2, 80, vocab=2048)
+    monkeypatch.setenv("EXL_DEVICE", "cuda:0")
+    whole = build(folder)
+    whole.load()
+    expected = whole.forward(ids, ExLlamaV2Cache(whole, batch_size=2, max_seq_len=256)).cpu()
+    monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device(other)}")
+    model = build(folder)
+    model.load(halves(model))
+    assert set(model.cache_map.values()) == {"cuda:0", other}
+    cache = ExLlamaV2Cache(model, batch_size=2, max_seq_len=256)
+    logits = model.forward(ids, cache).cpu()
+    if other == "cpu":  # other arithmetic on the second half
+        assert float((logits - expected).abs().max()) < TOLERANCE * float(expected[..., :2048].abs().max())
+    else:
+        assert torch.equal(logits, expected)
+        assert all(cache.footprint())
+    paged, twin = ExLlamaV2Cache_Q4(model, max_seq_len=512), ExLlamaV2Cache_Q4(whole, max_seq_len=512)
+    for token in range(3):
+        params = PagedParams(
+            2, torch.tensor([[1], [0]], dtype=torch.int32), torch.full((2,), token, dtype=torch.int32), token
+        )
+        step = ids[:, token : token + 1]
+        ours = model.forward_chunk(step, paged, attn_params=params)["logits"].cpu()
+        theirs = whole.forward_chunk(step, twin, attn_params=params)["logits"].cpu()
+        assert torch.equal(ours, theirs) if other != "cpu" else torch.isfinite(ours).all()
+
+
+def test_tensor_parallel_calls_on_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
+    model = build(lab.write(kind="exl2", num_hidden_layers=4, **SIZES))
+    model.load_tp()
+    assert set(model.placement.names) == {"cuda:0", "cuda:1"}
+    cache = ExLlamaV2Cache_TP(model, ExLlamaV2Cache_Q4, max_seq_len=256)
+    assert torch.isfinite(model.forward(lab.ids(1, 20, vocab=2048), cache)).all()
+
+
+@pytest.mark.parametrize("kind", ["exl2", "float"])
+def test_planned_bytes_are_those_of_torch(lab: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    folder = lab.write(kind=kind, **{**SIZES, "hidden_size": 1024, "intermediate_size": 2816})
+    monkeypatch.setenv("EXL_DEVICE", "cuda:0")
+    config = ExLlamaV2Config(folder)
+    found = plan(config, cache="q4", cache_tokens=4096).devices[0]
+    before = torch.cuda.memory_allocated()
+    model = ExLlamaV2(config)
+    model.load()
+    weights = torch.cuda.memory_allocated() - before
+    assert weights <= found.weights * 1.035
+    assert found.weights <= weights * 1.035
+    cache = ExLlamaV2Cache_Q4(model, max_seq_len=4096)
+    assert torch.cuda.memory_allocated() - before - weights == pytest.approx(found.cache, rel=0.01)
+    torch.cuda.reset_peak_memory_stats()
+    model.forward(lab.ids(1, 2048, vocab=2048), cache, last_id_only=True)
+    assert torch.cuda.max_memory_allocated() - before <= found.used + (32 << 20)  # cuBLAS takes its workspace once
+    model.unload()
+    del cache
+    assert torch.cuda.memory_allocated() - before < 1 << 20

@@ -1,0 +1,173 @@
+"""The load planner: planned bytes are measured bytes, the largest context fits and no more, fast refusals."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exl_core import (
+    ExLlamaV2,
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_8bit,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_Q6,
+    ExLlamaV2Cache_Q8,
+    ExLlamaV2CacheBase,
+    ExLlamaV2Config,
+    ExLlamaV2Lora,
+    errors,
+)
+from exl_core.device import GIB, Device
+from exl_core.loading.memory import free_bytes
+from exl_core.loading.plan import plan
+from exl_kernels.safetensors_file import write_safetensors
+
+pytestmark = pytest.mark.covers("core.md: loading")
+
+MIDDLE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "vocab_size": 2048}
+WEIGHTS = 0.02  # tolerance for small matrices; models beyond 100 MB: 1 % on the CPU, 3.5 % on a GPU
+CACHES = (ExLlamaV2Cache, ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8)
+
+
+def capped(*gib: float) -> list[Device]:
+    return [Device(f"cpu:{i}", int(size * GIB)) for i, size in enumerate(gib)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("float", {}),
+        ("float", {"tie_word_embeddings": True}),
+        ("exl2", {}),
+        ("gptq", {}),
+        ("gptq-act-order", {"architectures": ["Qwen2ForCausalLM"]}),
+    ],
+)
+def test_weights_are_as_planned(lab: Any, kind: str, changes: dict[str, Any]) -> None:
+    folder = lab.write(kind=kind, **{**MIDDLE, **changes})
+    found = plan(ExLlamaV2Config(folder), on=capped(4.0))
+    measured = lab.load(folder).weight_bytes()
+    assert measured <= found.devices[0].weights * (1 + WEIGHTS)
+    assert found.devices[0].weights <= measured * (1 + WEIGHTS)
+
+
+@pytest.mark.parametrize("cls", CACHES)
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_caches_are_exactly_as_planned(lab: Any, cls: type[ExLlamaV2CacheBase], head_dim: int) -> None:
+    folder = lab.write(head_dim=head_dim)
+    model = lab.load(folder)
+    cache = cls(model, batch_size=2, max_seq_len=256)
+    found = plan(model.config, cache=cls.kind, cache_tokens=512, on=capped(4.0))
+    assert found.devices[0].cache == sum(t.nbytes for t in cache.all_tensors())
+
+
+def test_fused_matrices_count_once(lab: Any, tmp_path: Path) -> None:
+    tensors = lab.random_tensors({**lab.config, **MIDDLE})
+    split = lab.write_model(tmp_path / "split", {**lab.config, **MIDDLE}, tensors)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.self_attn."
+        parts = [tensors.pop(f"{prefix}{p}_proj.weight") for p in "qkv"]
+        tensors[f"{prefix}qkv_proj.weight"] = torch.cat(parts)
+    fused = lab.write_model(tmp_path / "fused", {**lab.config, **MIDDLE}, tensors)
+    a, b = (plan(ExLlamaV2Config(f), on=capped(4.0)).devices[0].weights for f in (split, fused))
+    assert a == b
+
+
+def test_the_largest_context_fits_and_one_page_more_does_not(lab: Any) -> None:
+    config = ExLlamaV2Config(lab.write(**MIDDLE))
+    for places in (capped(0.06), capped(0.02, 0.03)):
+        for kind in ("fp16", "q4"):
+            first = plan(config, cache=kind, cache_tokens=256, reserve=0, on=places)
+            most = first.max_cache_tokens
+            assert first.fits
+            assert most is not None
+            assert most % 256 == 0
+            assert most > 256
+            assert plan(config, cache=kind, cache_tokens=most, reserve=0, on=places).fits
+            beyond = plan(config, cache=kind, cache_tokens=most + 256, reserve=0, on=places)
+            assert not beyond.fits
+            assert beyond.max_cache_tokens == most
+            with pytest.raises(errors.DeviceError, match=f"largest cache that fits: {most} tokens"):
+                beyond.check()
+    assert plan(config, on=capped(0.001), reserve=0).max_cache_tokens == 0
+
+
+def test_a_large_model_is_refused_in_under_a_second(lab: Any, tmp_path: Path) -> None:
+    """A 400-layer model whose file is a hole: nothing of it is read, let alone allocated."""
+    config = {**lab.config, "num_hidden_layers": 400, "vocab_size": 64}
+    tensors = lab.random_tensors(config)
+    folder = lab.write_model(tmp_path, config, tensors)
+    prepared = ExLlamaV2Config(folder)
+    start = time.perf_counter()
+    found = plan(prepared, cache_tokens=32768, on=capped(0.01, 0.01), reserve=0)
+    assert time.perf_counter() - start < 1
+    assert not found.fits
+    assert len(found.assignment) == 803
+    assert "" in found.assignment
+
+
+def test_table_names_every_device_and_sum(lab: Any) -> None:
+    config = ExLlamaV2Config(lab.write(**MIDDLE))
+    found = plan(config, on=capped(0.02, 0.5), reserve=0)
+    lines = found.table().splitlines()
+    assert lines[0].split() == [
+        *("device", "modules", "weights", "cache", "LoRA", "draft", "tables", "scratch", "sum", "budget"),
+    ]
+    assert [line.split()[0] for line in lines[1:3]] == ["cpu:0", "cpu:1"]
+    assert lines[3].startswith("fits")
+    assert sum(int(line.split()[1]) for line in lines[1:3]) == len(found.assignment)
+    for device in found.devices:
+        parts = (device.weights, device.cache, device.loras, device.draft, device.tables, device.scratch)
+        assert device.used == sum(parts) <= device.budget
+
+
+def test_adapters_and_a_draft_model_count(lab: Any, tmp_path: Path) -> None:
+    folder = lab.write(**MIDDLE)
+    config = ExLlamaV2Config(folder)
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{name}.lora_A.weight": torch.ones(16, 512), f"{name}.lora_B.weight": torch.ones(512, 16)}
+    write_safetensors(tmp_path / "adapter_model.safetensors", tensors)
+    (tmp_path / "adapter_config.json").write_text('{"r": 16, "lora_alpha": 16}')
+    model = ExLlamaV2(config)
+    model.load()
+    measured = ExLlamaV2Lora.from_directory(model, tmp_path).nbytes
+    draft = ExLlamaV2Config(lab.write())
+    base = plan(config, on=capped(4.0)).devices[0]
+    full = plan(config, loras=[tmp_path], draft=draft, on=capped(4.0)).devices[0]
+    assert full.loras == pytest.approx(measured, rel=0.05)
+    alone = plan(draft, cache_tokens=config.max_seq_len, on=capped(4.0)).devices[0]
+    assert full.draft == alone.used
+    assert full.used == base.used + full.loras + full.draft
+    with pytest.raises(errors.InputError, match="no LoRA adapter"):
+        plan(config, loras=[tmp_path / "nowhere"])
+
+
+def test_logits_of_a_whole_chunk_count_unless_one_is_asked_for(lab: Any) -> None:
+    config = ExLlamaV2Config(lab.write(**{**MIDDLE, "vocab_size": 32000}))
+    one = plan(config, on=capped(4.0)).devices[0].scratch
+    every = plan(config, last_id_only=False, on=capped(4.0)).devices[0].scratch
+    assert every >= 2048 * 32000 * 4 > 4 * one
+    config.max_output_len = 16
+    assert plan(config, last_id_only=False, on=capped(4.0)).devices[0].scratch < every / 50
+
+
+def test_a_config_without_tensors_cannot_be_planned(lab: Any) -> None:
+    config = ExLlamaV2Config()
+    config.model_dir = str(lab.write())
+    config.prepare(no_tensors=True)
+    with pytest.raises(errors.ModelStateError, match="no_tensors"):
+        plan(config)
+
+
+def test_free_memory_of_logical_processors() -> None:
+    whole = free_bytes([Device("cpu")])[0]
+    assert whole is None or whole > 1 << 20
+    shared = free_bytes([Device("cpu:0"), Device("cpu:1"), Device("cpu:2", 123)])
+    assert shared[2] == 123
+    if whole is not None:
+        assert shared[0] == shared[1]
+        assert shared[0] == pytest.approx(whole / 2, rel=0.1)
