@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
-from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2Sampler
+from exl_generate import (
+    ExLlamaV2BaseGenerator,
+    ExLlamaV2DynamicGenerator,
+    ExLlamaV2Sampler,
+    ExLlamaV2StreamingGenerator,
+)
 from exl_generate.bundled import draft_model_dir
 from exl_generate.errors import RequestError
 
@@ -38,6 +44,8 @@ def generator() -> ExLlamaV2DynamicGenerator:
         {"prompt": "\ud800"},
         {"prompt": ["fine", 3]},
         {"max_new_tokens": 1.5},
+        {"min_new_tokens": 5},
+        {"stop_conditions": [10**6]},
     ],
     ids=str,
 )
@@ -67,3 +75,51 @@ def test_generate_refuses_by_name(generator: ExLlamaV2DynamicGenerator, wrong: d
 def test_settings_refuse_by_name(generator: ExLlamaV2DynamicGenerator, wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(wrong))):
         generator.generate("Once", max_new_tokens=2, gen_settings=ExLlamaV2Sampler.Settings(**wrong))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cache": None},
+        {"model": None},
+        {"tokenizer": None},
+        {"page_size": 0},
+        {"page_size": 2.5},
+        {"max_q_size": "a"},
+        {"max_q_size": 0},
+        {"max_batch_size": "many"},
+        {"max_seq_len": 0},
+        {"max_chunk_size": 0.5},
+        {"use_ngram_draft": True, "num_draft_tokens": "4"},
+        {"use_ngram_draft": True, "max_ngram": None},
+        {"max_sampling_threads": -1},
+        {"min_sampling_threads": "x"},
+        {"draft_cache": 4, "draft_model": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.covers("generators.md: 25")
+def test_generators_refuse_by_name(generator: ExLlamaV2DynamicGenerator, wrong: dict[str, Any]) -> None:
+    parts = {"model": generator.model, "cache": generator.cache, "tokenizer": generator.tokenizer}
+    with pytest.raises(RequestError, match=next(iter(reversed(wrong)))):
+        ExLlamaV2DynamicGenerator(**(parts | wrong))
+    for kind in (ExLlamaV2BaseGenerator, ExLlamaV2StreamingGenerator):
+        with pytest.raises(RequestError, match="cache"):
+            kind(generator.model, None, generator.tokenizer)
+
+
+@pytest.mark.covers("generators.md: 30")
+def test_an_abort_behind_the_last_token_takes_nothing_away(generator: ExLlamaV2DynamicGenerator) -> None:
+    event = threading.Event()
+
+    def hook(result: Any) -> None:
+        seen.append(int(result.sampled_token))
+        if len(seen) == 3:
+            event.set()
+
+    for new, whole in ((3, True), (4, False)):
+        seen: list[int] = []
+        event.clear()
+        settings = ExLlamaV2Sampler.Settings(post_sampling_hooks=[hook])
+        text = generator.generate("Once upon", new, gen_settings=settings, abort_event=event)
+        assert (text is not None) == whole

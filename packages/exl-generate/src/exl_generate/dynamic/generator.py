@@ -69,6 +69,8 @@ class ExLlamaV2DynamicGenerator:
             ("min_sampling_threads", min_sampling_threads),
         ):
             count_of(name, value)
+        if not hasattr(tokenizer, "get_id_to_bytes_list"):
+            raise RequestError(f"tokenizer is a {type(tokenizer).__name__}; pass the model's ExLlamaV2Tokenizer")
         limits = Limits.resolve(model, cache, max_batch_size, max_seq_len, max_chunk_size, max_q_size, paged, page_size)
         drafts = num_draft_tokens if draft_model is not None or use_ngram_draft else 0
         check_drafting(model, cache, draft_model, draft_cache, use_ngram_draft, drafts, max_ngram, max_q_size)
@@ -284,6 +286,11 @@ class ExLlamaV2DynamicGenerator:
                 f"job {job.serial_number} has been enqueued before; a job is used once, so build a new one"
             )
         vocab = self.model.config.vocab_size
+        known = max(vocab, self.tokenizer.get_vocab_size())
+        if job.stop_tokens and max(job.stop_tokens) >= known:
+            raise RequestError(
+                f"stop_conditions holds token id {max(job.stop_tokens)}; the vocabulary has ids 0 to {known - 1}"
+            )
         for sequence in job.sequences:
             ids = sequence.ids
             bad = ids[(ids < 0) | ((ids >= vocab) & (ids < EMBEDDING_INDEX))]
@@ -316,13 +323,13 @@ class ExLlamaV2DynamicGenerator:
         try:
             while not all(job.is_finished for job in jobs):
                 if abort_event is not None and abort_event.is_set():
-                    return False
+                    return False  # an event that is set when the last token is there already takes nothing away
                 with self._lock:
                     self._engine.step()
                     self._hand_over(sink, take)
             with self._lock:  # a round of another thread may have ended the last of them
                 self._hand_over(sink, take)
-            return abort_event is None or not abort_event.is_set()
+            return True
         finally:
             with self._lock:
                 for job in jobs:

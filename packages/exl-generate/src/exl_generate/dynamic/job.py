@@ -95,6 +95,10 @@ class ExLlamaV2DynamicJob:
     ) -> None:
         self.max_new_tokens = count_of("max_new_tokens", max_new_tokens)
         self.min_new_tokens = count_of("min_new_tokens", min_new_tokens)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens {self.max_new_tokens}; lower it"
+            )
         self.max_skips = None if max_skips is None else count_of("max_skips", max_skips)
         self.return_top_tokens = count_of("return_top_tokens", return_top_tokens)
         self.return_logits = return_logits

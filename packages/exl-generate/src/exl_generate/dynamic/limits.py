@@ -37,7 +37,16 @@ class Limits:
     ) -> Limits:
         """Defaults filled in and every rule of spec/generators.md 3.1 checked. Unpaged, one page spans the cache and
         one sequence runs at a time."""
+        _check_parts(model, cache)
         config = model.config
+        for name, value, least in (
+            ("page_size", page_size, 1),
+            ("max_q_size", max_q_size, 1),
+            ("max_batch_size", max_batch_size, 0),
+            ("max_seq_len", max_seq_len, 1),
+            ("max_chunk_size", max_chunk_size, 1),
+        ):
+            check_count(name, value, least, optional=name not in ("page_size", "max_q_size"))
         if getattr(cache, "model", model) is not model:
             raise RequestError("the cache was made for another model; make one with this model as its first argument")
         if cache.batch_size != 1:
@@ -50,8 +59,6 @@ class Limits:
                 f"the cache's max_seq_len {cache.max_seq_len} is not a multiple of {page_size}: "
                 f"use {max(below, page_size)} or {below + page_size}"
             )
-        if max_q_size < 1:
-            raise RequestError(f"max_q_size is {max_q_size}; it must be at least 1")
         batch = max_batch_size or max(1, config.max_input_len // max_q_size)
         positions = config.max_batch_size * config.max_input_len
         if batch < 1 or max_q_size * batch > positions:
@@ -70,6 +77,23 @@ class Limits:
             max_seq_len=length,
             max_chunk_size=_chunk_size(max_chunk_size, config.max_input_len, page_size if paged else 1),
         )
+
+
+def check_count(name: str, value: object, least: int, optional: bool = False) -> None:
+    """Refuse what is no whole number of at least `least`."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise RequestError(f"{name} is {value!r}; it must be an integer of at least {least}")
+
+
+def _check_parts(model: object, cache: object, which: str = "") -> None:
+    for name, part, needs in ((f"{which}model", model, "forward_chunk"), (f"{which}cache", cache, "copy_states")):
+        if not hasattr(part, needs):
+            raise RequestError(
+                f"{name} is {'None' if part is None else 'a ' + type(part).__name__}; pass a loaded model, its cache "
+                "and its tokenizer, in this order"
+            )
 
 
 def _chunk_size(asked: int | None, longest: int, page_size: int) -> int:
@@ -93,6 +117,8 @@ def check_drafting(
     max_q_size: int,
 ) -> None:
     """The rules of spec/generators.md 3.1 for speculative decoding."""
+    check_count("num_draft_tokens", num_draft_tokens, 0)
+    check_count("max_ngram", max_ngram, 0)
     if (draft_model is None) != (draft_cache is None):
         raise RequestError("draft_model and draft_cache go together: pass both or neither")
     if draft_model is not None and use_ngram:
@@ -108,6 +134,7 @@ def check_drafting(
         raise RequestError(f"max_ngram is {max_ngram}; it must be at least 2")
     if draft_model is None or draft_cache is None:
         return
+    _check_parts(draft_model, draft_cache, "draft_")
     for name in ("max_seq_len", "batch_size"):
         wanted, found = getattr(cache, name), getattr(draft_cache, name)
         if wanted != found:

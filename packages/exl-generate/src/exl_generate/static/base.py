@@ -16,7 +16,7 @@ from exl_generate.errors import CapacityError, RequestError
 from exl_generate.sampling import Settings
 from exl_generate.static.rows import OneRow, page_size_of
 
-__all__ = ["ExLlamaV2BaseGenerator"]
+__all__ = ["ExLlamaV2BaseGenerator", "eos_ids"]
 
 #: Where `input_embeddings` go in a prompt.
 MARKER = "{{EMBED_HERE}}"
@@ -30,6 +30,8 @@ class ExLlamaV2BaseGenerator:
     """
 
     def __init__(self, model: Model, cache: Cache, tokenizer: Tokenizer) -> None:
+        if not hasattr(cache, "copy_states"):
+            raise RequestError(f"cache is a {type(cache).__name__}; pass a cache of the model")
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer
@@ -82,8 +84,8 @@ class ExLlamaV2BaseGenerator:
     ) -> str | list[str]:
         """Complete `prompt`, a str or a list of str; returns the same shape.
 
-        At most `num_tokens` tokens are sampled per prompt, a healed one included. `stop_token`: -1 = the tokenizer's
-        EOS, None = none. A prompt that leaves no room for them is cut on the left, with a warning;
+        At most `num_tokens` tokens are sampled per prompt, a healed one included. `stop_token`: -1 = every EOS of the
+        tokenizer, None = none. A prompt that leaves no room for them is cut on the left, with a warning;
         `truncated_tokens` says by how much. Prompt i draws with seed + i. If `abort_event` is set, what exists is
         returned ("" if nothing). `filters` is a list of filters, used for every prompt, or one list per prompt.
         `loras`: an adapter or a list. `input_embeddings`: float [B, m, hidden], hidden states that stand for m tokens
@@ -189,9 +191,14 @@ class ExLlamaV2BaseGenerator:
     def _stops(self, stop_token: int | None) -> list[int]:
         if stop_token is None:
             return []
-        eos = getattr(self.tokenizer, "eos_token_id", None)
-        found = eos if stop_token == -1 else stop_token
-        return [] if found is None or found < 0 else [int(found)]
+        return eos_ids(self.tokenizer) if stop_token == -1 else [int(stop_token)]
+
+
+def eos_ids(tokenizer: Any) -> list[int]:
+    """Every id that ends a text of this tokenizer: a model may have several."""
+    first = getattr(tokenizer, "eos_token_id", None)
+    every = [*([] if first is None else [first]), *getattr(tokenizer, "eos_token_ids", ())]
+    return sorted({int(i) for i in every if i >= 0})
 
 
 def _filters_per_prompt(filters: Sequence[Any] | None, count: int) -> list[list[Any] | None]:

@@ -15,7 +15,7 @@ from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.dynamic.speculation import ModelDrafter, NgramDrafter
 from exl_generate.errors import CapacityError, JobStateError, RequestError
 from exl_generate.sampling import Settings
-from exl_generate.static.base import ExLlamaV2BaseGenerator
+from exl_generate.static.base import ExLlamaV2BaseGenerator, eos_ids
 from exl_generate.static.rows import OneRow, page_size_of
 from exl_kernels.errors import UnsupportedError
 
@@ -55,8 +55,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.speculative_ngram_max_inf = 3
         self.speculative_ngram_threshold = 1
         self.ngram_preloaded: list[int] | None = None
-        eos = getattr(tokenizer, "eos_token_id", None)
-        self.stop_tokens: set[int] = set() if eos is None or eos < 0 else {int(eos)}
+        self.stop_tokens: set[int] = set(eos_ids(tokenizer))
         self.stop_strings: set[str] = set()
         self.reset_sd_stats()
         self._job: ExLlamaV2DynamicJob | None = None
