@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2CacheBase, ExLlamaV2Config, PagedParams
-from exl_core.errors import SequenceTooLongError, TokenIdError
+from exl_core.errors import InputError, SequenceTooLongError, TokenIdError
 from exl_kernels.device import set_programmatic_launch
 
 pytestmark = pytest.mark.cuda
@@ -179,7 +179,9 @@ def test_bad_input_is_refused_as_ever(model: ExLlamaV2, monkeypatch: pytest.Monk
         model.forward_chunk(torch.full((1, 1), model.config.vocab_size), cache, attn_params=params(table(1, 2), [0], 1))
     with pytest.raises(SequenceTooLongError):
         model.forward_chunk(torch.zeros((1, 1), dtype=torch.int64), cache, attn_params=params(table(1, 2), [32], 1))
-    assert model.decode.count == 0
+    with pytest.raises(InputError):
+        pages = torch.tensor([[0, PAGES]], dtype=torch.int32)
+        model.forward_chunk(torch.zeros((1, 1), dtype=torch.int64), cache, attn_params=params(pages, [20], 1))
 
 
 def test_the_switch_and_its_reason(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:

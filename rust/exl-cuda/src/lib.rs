@@ -9,6 +9,7 @@ mod ffi;
 mod launch;
 pub mod layout;
 pub mod ops;
+pub mod step;
 
 /// The embedded images, written by `build.rs`.
 pub mod images {

@@ -4,6 +4,7 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::ops::{embedding, residual, rope, rope_store};
+use exl_cuda::step::{self, Limits, Request, Sizes};
 use pyo3::prelude::*;
 
 use crate::cuda::{device_error, element, expect, target};
@@ -157,8 +158,84 @@ fn cuda_embed(
         .map_err(|e| device_error(py, &e))
 }
 
+/// The pinned buffer of one captured step's inputs.
+#[pyclass(frozen, name = "StepStage", module = "exl_kernels._native")]
+pub struct StepStage {
+    buffer: Tensor,
+    sizes: Sizes,
+}
+
+#[pymethods]
+impl StepStage {
+    /// `buffer`: uint8 on the CPU, of the bytes that `sizes` = (batch, q_len, pages, page_size) take.
+    #[new]
+    fn new(buffer: Tensor, sizes: (usize, usize, usize, usize)) -> PyResult<Self> {
+        let (batch, q_len, pages, page_size) = sizes;
+        let sizes = Sizes {
+            batch,
+            q_len,
+            pages,
+            page_size,
+        };
+        buffer.slice_mut::<u8>("buffer")?;
+        expect(
+            buffer.numel() == sizes.bytes(),
+            "the buffer has the wrong size",
+        )?;
+        Ok(Self { buffer, sizes })
+    }
+
+    /// Bytes that (batch, q_len, pages, page_size) take.
+    #[staticmethod]
+    fn bytes(sizes: (usize, usize, usize, usize)) -> usize {
+        let (batch, q_len, pages, page_size) = sizes;
+        Sizes {
+            batch,
+            q_len,
+            pages,
+            page_size,
+        }
+        .bytes()
+    }
+
+    /// Lays a step out in the buffer; False, with the buffer as it was, when something about it is wrong or too large.
+    /// ids int64 [rows, q_len], past int32 [rows], table int32 [rows, width]; limits = (vocabulary, positions, pages).
+    fn fill(
+        &self,
+        ids: Tensor,
+        past: Tensor,
+        table: Tensor,
+        limits: (i64, i64, i64),
+    ) -> PyResult<bool> {
+        if ids.shape != [past.numel(), self.sizes.q_len] || table.shape.len() != 2 {
+            return Ok(false);
+        }
+        let request = Request {
+            ids: ids.slice::<i64>("ids")?,
+            past: past.slice::<i32>("past")?,
+            table: table.slice::<i32>("table")?,
+            width: table.shape[1],
+        };
+        let limits = Limits {
+            vocab: limits.0,
+            positions: limits.1,
+            num_pages: limits.2,
+        };
+        if !step::fits(&self.sizes, &limits, &request) {
+            return Ok(false);
+        }
+        step::write(
+            &self.sizes,
+            &request,
+            self.buffer.slice_mut::<u8>("buffer")?,
+        );
+        Ok(true)
+    }
+}
+
 /// Adds this subject's functions and classes to the module.
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<StepStage>()?;
     m.add_function(wrap_pyfunction!(cuda_embed, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_add_rms_norm, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_rope_store, m)?)

@@ -11,14 +11,13 @@ import contextlib
 import os
 import weakref
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attn_params import PagedParams
+from ..errors import DeviceError
 from ..modules import Head, Intervention, Step
 from ..step import build_step
 from .inputs import Bucket, StepInputs
@@ -37,22 +36,13 @@ MAX_Q_LEN = 8
 MAX_TOKENS = 64
 """Rows up to which a row's result does not depend on their number (exl_kernels.linear_cuda)."""
 
-Number = TypeVar("Number", np.int32, np.int64)
-
+# Fields of a step that change from replay to replay, and those that stay; any other must be at rest.
 _STATIC = {"rows", "positions", "slots", "block_table", "rope_positions"}
-_CONSTANT = {
-    "batch_size",
-    "q_len",
-    "cos",
-    "sin",
-    "pages",
-    "key_mask",
-    "max_keys",
-    "abort_event",
-    "loras",
-    "embeddings",
-    "alt",
-}
+_CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "max_keys", "alt"}
+
+
+class _NotCapturableError(Exception):
+    """Why a step cannot be captured; stays in this file."""
 
 
 @dataclass
@@ -96,21 +86,27 @@ class DecodeGraphs:
         if q_len > MAX_Q_LEN or batch * q_len > MAX_TOKENS or cache is None:
             return None
         model = self._model()
-        if model is None or not self._usable(model):
+        if model is None or not self._usable(model) or cache.batch_size != 1 or params.batch_size != batch:
             return None
-        table, past = _array(params.block_index, np.int32), _array(params.cache_seqlens, np.int64)
-        tokens = _array(ids, np.int64)
-        if table is None or past is None or tokens is None or not _fits(model, cache, params, tokens, past, table):
+        size, places = params.page_size, cache.max_seq_len // params.page_size
+        past, table = _on_cpu(params.cache_seqlens, torch.int32), _on_cpu(params.block_index, torch.int32)
+        tokens = _on_cpu(ids, torch.int64)
+        if (
+            params.q_len not in (0, q_len)
+            or cache.max_seq_len % size
+            or past is None
+            or table is None
+            or tokens is None
+        ):
             return None
-        bucket = self._bucket(batch, q_len, params.page_size, int(past.max()) + q_len, cache)
-        key = _place(cache, params.page_size)
-        held = self._graphs.get(key)
-        captured = None if held is None else held.get(bucket)
-        if captured is None:
-            captured = self._capture(model, cache, bucket, key)
-            if captured is None:
-                return None
-        captured.inputs.fill(tokens, past, table)
+        longest = int(past.max()) + q_len
+        if longest > min(table.shape[1] * size, model.config.max_seq_len):
+            return None
+        captured = self._captured(model, cache, self._bucket(batch, q_len, longest, size, places))
+        if captured is None or not captured.inputs.send(
+            tokens, past, table, (model.config.vocab_size, model.config.max_seq_len, places)
+        ):
+            return None
         captured.graph.replay()
         return captured.logits[: batch * q_len].view(batch, q_len, -1)
 
@@ -143,29 +139,28 @@ class DecodeGraphs:
         self.reason = self._refused
         return self._refused is None
 
-    def _bucket(self, batch: int, q_len: int, page_size: int, length: int, cache: ExLlamaV2CacheBase) -> Bucket:
+    def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
         rows = batch if self._exact_batch else next(b for b in BATCHES if b >= batch)
         if rows * q_len > MAX_TOKENS:
             rows = batch
-        pages, most = 1, max(1, cache.max_seq_len // page_size)
-        while pages * page_size < length:
-            pages *= 2
-        return Bucket(rows, q_len, min(pages, most), page_size)
+        pages = 1 << (-(-longest // page_size) - 1).bit_length()
+        return Bucket(rows, q_len, min(pages, places), page_size)
 
-    def _capture(
-        self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, bucket: Bucket, key: tuple[int, ...]
-    ) -> _Graph | None:
-        if key not in self._graphs:
+    def _captured(self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, bucket: Bucket) -> _Graph | None:
+        key = _place(cache, bucket.page_size)
+        held = self._graphs.get(key)
+        if held is not None and bucket in held:
+            return held[bucket]
+        if held is None:
             known = any(k[0] == key[0] for k in self._graphs)
-            stale = [k for k in self._graphs if k[0] == key[0] and k[1] == key[1]]  # the cache's tensors moved
-            self._drop(stale)
+            self._drop([k for k in self._graphs if k[:2] == key[:2]])  # the cache's tensors moved
             self._graphs[key] = {}
             if not known:
                 weakref.finalize(cache, _forget, weakref.ref(self), key[0])
         try:
             with torch.inference_mode(False), torch.no_grad():
                 made = self._record(model, cache, bucket)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+        except (_NotCapturableError, DeviceError, RuntimeError) as error:
             self._refused = self.reason = f"the step could not be captured: {error}"
             return None
         self._graphs[key][bucket] = made
@@ -240,51 +235,19 @@ def _refusal(model: ExLlamaV2) -> str | None:
         return "the model lies on several devices"
     if any(isinstance(module, Intervention) for module in model.modules):
         return "a module is wrapped in an Intervention"
-    known = _STATIC | _CONSTANT
-    unknown = [f.name for f in fields(Step) if f.name not in known and f.init and not f.name.startswith("_")]
     if not isinstance(model.modules[-1], Head):
         return "the last module is not a head"
     host = next((m for m in model.modules if not m.capturable), None)
     if host is not None:
         return f"{host.key} ({host.name}) decides on the host what to launch"
-    if unknown:
-        return f"the step carries {', '.join(unknown)}, which captured steps do not know"
     return None
 
 
-def _array(tensor: Tensor, dtype: type[Number]) -> NDArray[Number] | None:
-    """The numbers of a CPU tensor as `dtype`; None for tensors elsewhere."""
-    if tensor.device.type != "cpu":
+def _on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The tensor as contiguous numbers of `dtype` in CPU memory; None if it is elsewhere."""
+    if not tensor.is_cpu:
         return None
-    return tensor.numpy().astype(dtype, copy=False)
-
-
-def _fits(
-    model: ExLlamaV2,
-    cache: ExLlamaV2CacheBase,
-    params: PagedParams,
-    ids: NDArray[np.int64],
-    past: NDArray[np.int64],
-    table: NDArray[np.int32],
-) -> bool:
-    """Everything the eager way would refuse, in one look."""
-    batch, q_len = ids.shape
-    size = params.page_size
-    longest = int(past.max()) + q_len
-    right = (
-        params.batch_size == batch
-        and params.q_len in (0, q_len)
-        and cache.batch_size == 1
-        and cache.max_seq_len % size == 0
-        and int(past.min()) >= 0
-        and longest <= min(table.shape[1] * size, model.config.max_seq_len)
-        and int(ids.min()) >= -1
-        and int(ids.max()) < model.config.vocab_size
-    )
-    if not right:
-        return False
-    used = np.arange(table.shape[1])[None, :] * size < (past + q_len)[:, None]
-    return not bool((used & ((table < 0) | (table >= cache.max_seq_len // size))).any())
+    return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 
 def _place(cache: ExLlamaV2CacheBase, page_size: int) -> tuple[int, ...]:
@@ -309,6 +272,9 @@ def _static_step(
     step = build_step(
         model.config, model.rope, cache, params, bucket.batch, bucket.q_len, None, device, rope_alt=model.rope_alt
     )
+    for name in (f.name for f in fields(Step)):
+        if name not in _STATIC | _CONSTANT and not name.startswith("_") and not _at_rest(getattr(step, name)):
+            raise _NotCapturableError(f"the step carries {name}, which captured steps do not know")
     return replace(
         step,
         rows=inputs.rows,
@@ -318,3 +284,7 @@ def _static_step(
         rope_positions=inputs.rope_positions,
         _tokens={},
     )
+
+
+def _at_rest(value: object) -> bool:
+    return value is None or (not isinstance(value, Tensor) and not value)

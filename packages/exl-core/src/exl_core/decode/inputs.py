@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
+
+from exl_kernels.staging import StepStage
 
 __all__ = ["Bucket", "StepInputs"]
 
@@ -32,81 +33,33 @@ class StepInputs:
     """The inputs of one bucket on the device, and the way there: one pinned buffer, one copy a step.
 
     Rows of the bucket beyond the batch are padding: token 0 at position -1, which sees nothing, and slot -1, which is
-    stored nowhere.
+    stored nowhere. So are all rows at the beginning.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket
-        t = bucket.tokens
-        # int64: ids, slots, rope positions; int32: positions, block table.
-        self._bytes = 3 * 8 * t + 4 * t + 4 * bucket.batch * bucket.pages
-        self._device = torch.zeros(self._bytes, dtype=torch.uint8, device=device)
-        longs = self._device[: 24 * t].view(torch.int64)
-        ints = self._device[24 * t :].view(torch.int32)
+        t, sizes = bucket.tokens, (bucket.batch, bucket.q_len, bucket.pages, bucket.page_size)
+        size = StepStage.bytes(sizes)
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        # As `StepStage` lays them out.
+        longs, ints = self._device[: 24 * t].view(torch.int64), self._device[24 * t :].view(torch.int32)
         self.ids, self.slots, self.rope_positions = longs[:t], longs[t : 2 * t], longs[2 * t :]
         self.positions, self.block_table = ints[:t], ints[t:].view(bucket.batch, bucket.pages)
+        self.slots.fill_(-1)
+        self.positions.fill_(-1)
         self.rows = torch.arange(bucket.batch, dtype=torch.int32, device=device).repeat_interleave(bucket.q_len)
-        self._stages = [_Stage(self._bytes, bucket) for _ in range(STAGES)]
+        self._stages = [(StepStage(sizes), torch.cuda.Event()) for _ in range(STAGES)]  # type: ignore[no-untyped-call]
         self._next = 0
-        self._offsets = np.arange(bucket.q_len, dtype=np.int64)
-        self.clear()
 
-    def clear(self) -> None:
-        """Every row padding."""
-        self._stages[0].clear()
-        self._send(self._stages[0])
-
-    def fill(self, ids: NDArray[np.int64], past: NDArray[np.int64], table: NDArray[np.int32]) -> None:
-        """Queues the copy of a checked step: ids [b, q], tokens already stored [b], page numbers [b, n]."""
-        stage = self._stages[self._next]
+    def send(self, ids: Tensor, past: Tensor, table: Tensor, limits: tuple[int, int, int]) -> bool:
+        """Queues the copy of a step: int64 ids [b, q], int32 tokens already stored [b], int32 page numbers [b, n], all
+        on the CPU. False, and nothing is queued, when anything is wrong or larger than the bucket or the limits (ids,
+        positions, pages)."""
+        stage, sent = self._stages[self._next]
+        sent.synchronize()  # its last copy has been made
+        if not stage.fill(ids, past, table, limits):
+            return False
         self._next = (self._next + 1) % STAGES
-        stage.wait()
-        batch = ids.shape[0]
-        size = self.bucket.page_size
-        positions = past[:, None] + self._offsets
-        width = min(table.shape[1], self.bucket.pages)
-        stage.ids[:batch] = ids
-        stage.positions[:batch] = positions
-        stage.rope_positions[:batch] = positions
-        page = table[np.arange(batch)[:, None], positions // size]
-        stage.slots[:batch] = page * np.int64(size) + positions % size
-        stage.table[:batch, :width] = table[:, :width]
-        if stage.used > batch:
-            stage.pad(batch)
-        stage.used = batch
-        self._send(stage)
-
-    def _send(self, stage: _Stage) -> None:
         self._device.copy_(stage.pinned, non_blocking=True)
-        stage.sent.record()
-
-
-class _Stage:
-    """One pinned buffer, seen as the arrays it is made of, and the event that says when it was read."""
-
-    def __init__(self, size: int, bucket: Bucket) -> None:
-        self.pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-        self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.used = 0
-        raw, t = self.pinned.numpy(), bucket.tokens
-        longs, ints = raw[: 24 * t].view(np.int64), raw[24 * t :].view(np.int32)
-        shape = (bucket.batch, bucket.q_len)
-        self.ids, self.slots = longs[:t].reshape(shape), longs[t : 2 * t].reshape(shape)
-        self.rope_positions = longs[2 * t :].reshape(shape)
-        self.positions, self.table = ints[:t].reshape(shape), ints[t:].reshape(bucket.batch, bucket.pages)
-        self.pad(0)
-
-    def clear(self) -> None:
-        self.pad(0)
-        self.used = 0
-
-    def pad(self, first: int) -> None:
-        self.ids[first:] = 0
-        self.slots[first:] = -1
-        self.rope_positions[first:] = 0
-        self.positions[first:] = -1
-        self.table[first:] = 0
-
-    def wait(self) -> None:
-        """Until the copy that was queued from here has been made."""
-        self.sent.synchronize()
+        sent.record()
+        return True

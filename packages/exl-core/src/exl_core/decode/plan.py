@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from exl_kernels.activation import gated_activation
@@ -19,19 +18,19 @@ from exl_kernels.fused import add_rms_norm, embed, rope_store
 from exl_kernels.norm import rms_norm
 
 from ..modules import Attention, Embedding, GatedMLP, Head, Linear, Module, RMSNorm, Step
+from ..modules.norm import Norm
 
 if TYPE_CHECKING:
     from ..model import ExLlamaV2
 
 __all__ = ["DecodePlan", "plan_of"]
 
-# What a covered module may hold; anything else must be at rest.
+# What a covered module may hold, by name; anything else must be at rest.
 _ATTENTION = {"key", "layer_idx", "norm", "q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "num_attention_heads"}
-_ATTENTION |= {"num_key_value_heads", "scale", "window", "softcap", "interleaved", "block"}
+_ATTENTION |= {"num_key_value_heads", "scale", "window", "softcap", "interleaved", "block", "rope"}
 _MLP = {"key", "layer_idx", "norm", "gate_proj", "up_proj", "down_proj", "activation", "block"}
-_NORM = {"key", "shapes", "offset", "eps", "weight"}  # the weight holds the offset
+_NORM = {"key", "shapes", "eps", "weight", "offset"}
 _EMBEDDING = {"key", "vocab_size", "hidden_size", "scale", "weight"}
-_AT_REST: tuple[object, ...] = (None, False, 0, 0.0, "", (), "main")
 
 
 class DecodePlan:
@@ -64,8 +63,8 @@ def _attend(m: Attention, h: Tensor, step: Step) -> Tensor:
     q = m.q_proj.quant.matmul(h).view(tokens, m.num_attention_heads, m.head_dim)
     k = m.k_proj.quant.matmul(h).view(tokens, m.num_key_value_heads, m.head_dim)
     v = m.v_proj.quant.matmul(h).view(tokens, m.num_key_value_heads, m.head_dim)
-    pages = step.pages(m.layer_idx)
-    rope_store(pages, q, k, v, step.cos, step.sin, step.rope_positions, step.slots, interleaved=m.interleaved)
+    pages, (cos, sin) = step.pages(m.layer_idx), step.table(m.rope)
+    rope_store(pages, q, k, v, cos, sin, step.rope_positions, step.slots, interleaved=m.interleaved)
     mixed = paged_attention(
         q,
         pages,
@@ -84,6 +83,11 @@ def _attend(m: Attention, h: Tensor, step: Step) -> Tensor:
 def _feed(m: GatedMLP, h: Tensor) -> Tensor:
     gate, up = m.gate_proj.quant.matmul(h), m.up_proj.quant.matmul(h)
     return m.down_proj.quant.matmul(gated_activation(gate, up, m.activation, out=gate))
+
+
+def _rms(norm: Norm | None) -> RMSNorm:
+    assert isinstance(norm, RMSNorm)
+    return norm
 
 
 def _weight(norm: RMSNorm) -> Tensor:
@@ -109,19 +113,16 @@ def plan_of(model: ExLlamaV2) -> DecodePlan | str:
             if type(module.norm) is not RMSNorm:
                 return f"{module.key} has no RMS norm of its own"
             reasons += [_odd(module.norm, _NORM), *(_padded(linear) for linear in module.submodules())]
+        if attention.rope == "none":
+            return f"{attention.key} does not rotate"
     why = next((reason for reason in reasons if reason is not None), None)
     return why or DecodePlan(first, pairs, norm, head)
 
 
 def _odd(module: Module, known: set[str]) -> str | None:
     for name, value in vars(module).items():
-        if name not in known and not any(
-            value is rest or value == rest for rest in _AT_REST if type(value) is type(rest)
-        ):
-            return f"{module.key} has {name} = {value!r}, which the plan does not know"
-    weight = getattr(module, "weight", None)
-    if isinstance(module, RMSNorm) and (weight is None or weight.dtype != torch.float32):
-        return f"{module.key} has no float32 weight"
+        if name not in known and (isinstance(value, Tensor) or value):
+            return f"{module.key} has {name}, which the plan does not know"
     return None
 
 
