@@ -1,8 +1,8 @@
 // A stage: 64 keys (or values) of one head in shared memory, as packed in the pages. Copying them in, and multiplying with them
 // straight from the packed form.
 //
-// Dimensions are permuted so that a thread's matrix operands lie side by side in a packed row; queries (and results) are permuted to
-// match. mma m16n8k16: lane = 4 g + t holds rows g and g + 8 of A and C, column g of B.
+// In packed keys a lane's operands lie side by side: lane t of four has the t-th quarter of the row's dimensions, and queries are laid out
+// to match (`query_word`). Half keys keep their natural order. mma m16n8k16: lane = 4 g + t holds rows g and g + 8 of A and C, column g of B.
 #pragma once
 #include "hadamard.cuh"
 
@@ -13,9 +13,11 @@ constexpr bool is_hadamard() { return CODEC >= HADAMARD8; }
 // Bytes of eight elements.
 template <int CODEC>
 constexpr int unit_bytes() { return CODEC == F16 ? 16 : CODEC == HADAMARD4 ? 4 : 8; }
-// Bytes between rows of a stage, padded so that the reads below meet no bank twice.
 template <int CODEC, int DIM>
-constexpr int key_stride() { return (DIM / 8 + 4) * unit_bytes<CODEC>(); }
+constexpr int row_bytes() { return DIM / 8 * unit_bytes<CODEC>(); }
+// Bytes between rows of a stage, padded so that the reads below meet no bank twice (twice for 256 dimensions of 8 bits).
+template <int CODEC, int DIM>
+constexpr int key_stride() { return row_bytes<CODEC, DIM>() + (row_bytes<CODEC, DIM>() <= 64 ? 0 : 16); }
 template <int CODEC, int DIM>
 constexpr int value_stride() { return DIM / 8 * unit_bytes<CODEC>() + 16; }
 template <int CODEC, int DIM>
@@ -24,9 +26,17 @@ template <int CODEC, int DIM>
 constexpr int key_stage_bytes() { return STAGE * (key_stride<CODEC, DIM>() + scale_bytes<CODEC, DIM>()); }
 template <int CODEC, int DIM>
 constexpr int value_stage_bytes() { return STAGE * (value_stride<CODEC, DIM>() + scale_bytes<CODEC, DIM>()); }
-// Place of query element i (0..7) of a group of eight in the order that the packed keys come out in.
-template <int CODEC>
-DEVICE int key_order(int i) { return CODEC == HADAMARD4 ? (i & 3) * 2 + (i >> 2) : i; }
+// Where element e of a query goes: half `half` of word `word` of lane t of four. Words 2s and 2s + 1 belong to product s of 16 dimensions.
+struct QueryPlace {
+  int t, word, half;
+};
+template <int CODEC, int DIM>
+DEVICE QueryPlace query_place(int e) {
+  if constexpr (CODEC == F16) return {e % 8 / 2, e / 16 * 2 + e % 16 / 8, e & 1};
+  const int t = e / (DIM / 4), i = e % (DIM / 4);
+  if constexpr (CODEC == HADAMARD4) return {t, i / 8 * 4 + (i & 3), i >> 2 & 1};
+  return {t, i / 2, i & 1};
+}
 // Dimension of a result: column `c` of tile `n` of eight.
 DEVICE int result_dim(bool natural, int n, int c) { return natural ? n * 8 + c : (n >> 3) * 64 + c * 8 + (n & 7); }
 
@@ -54,7 +64,20 @@ DEVICE void copy_wait() {
 #endif
 }
 
-// Copies this warp's KEYS rows of a stage. `row`: of lane i, the page row of the warp's key i % KEYS, or -1 for zeros.
+// Waits until at most `pending` groups are under way.
+DEVICE void copy_wait_for(int pending) {
+  switch (pending) {
+    case 0: copy_wait<0>(); break;
+    case 1: copy_wait<1>(); break;
+    case 2: copy_wait<2>(); break;
+    case 3: copy_wait<3>(); break;
+    case 4: copy_wait<4>(); break;
+    case 5: copy_wait<5>(); break;
+    default: copy_wait<6>();
+  }
+}
+
+// Copies this warp's KEYS rows of a stage. `row`: of lane i, the page row of the warp's key i % KEYS, -1 for zeros, -2 to leave the row alone.
 template <int CODEC, int DIM, int KEYS>
 DEVICE void copy_rows(uint8_t* stage, int stride, int first_key, const uint8_t* data, const __half* scales, int row, int dim) {
   constexpr int CHUNK = CODEC == F16 || CODEC == HADAMARD8 || CODEC == HADAMARD4 ? 16 : 8;
@@ -65,7 +88,7 @@ DEVICE void copy_rows(uint8_t* stage, int stride, int first_key, const uint8_t* 
     const int item = i * 32 + lane, key = item / CHUNKS, at = item % CHUNKS * CHUNK;
     const int source = __shfl_sync(~0u, row, key % KEYS);
     const bool present = source >= 0 && at < row_bytes;
-    if (TOTAL % 32 == 0 || item < TOTAL)
+    if (source != -2 && (TOTAL % 32 == 0 || item < TOTAL))
       copy_async<CHUNK>(stage + (first_key + key) * stride + at, data + (present ? (int64_t)source * row_bytes + at : 0), present);
   }
   if constexpr (is_hadamard<CODEC>()) {
@@ -77,7 +100,7 @@ DEVICE void copy_rows(uint8_t* stage, int stride, int first_key, const uint8_t* 
       const int item = i * 32 + lane, key = item / WORDS, word = item % WORDS;
       const int source = __shfl_sync(~0u, row, key % KEYS);
       const bool present = source >= 0 && word < words;
-      if (KEYS * WORDS % 32 == 0 || item < KEYS * WORDS)
+      if (source != -2 && (KEYS * WORDS % 32 == 0 || item < KEYS * WORDS))
         copy_async<4>(to + ((first_key + key) * WORDS + word) * 4, scales + (present ? ((int64_t)source * words + word) * 2 : 0), present);
     }
   }
@@ -100,69 +123,87 @@ DEVICE void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
 
 DEVICE uint32_t as_word(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
 DEVICE __half2 as_half2(uint32_t v) { return *reinterpret_cast<__half2*>(&v); }
-// Codes stand in the mantissas of halves of 1024 (0x6400 | code); less 1024 + m they are exact, times the scale rounded once.
-template <int CODEC>
-DEVICE uint32_t scaled(uint32_t word, __half2 scale) {
-  const uint32_t centre = CODEC == HADAMARD8 ? 0x64806480u : 0x64086408u;
-  return as_word(__hmul2(__hsub2(as_half2(word), as_half2(centre)), scale));
-}
-DEVICE uint32_t nibbles(uint32_t word, int i) {
+// Codes stand in the mantissas of halves; less the bias they are exact, times the scale rounded once.
+DEVICE uint32_t scaled(uint32_t word, uint32_t bias, __half2 scale) { return as_word(__hmul2(__hsub2(as_half2(word), as_half2(bias)), scale)); }
+template <uint32_t MASK, uint32_t ONE>
+DEVICE uint32_t field(uint32_t word) {
   uint32_t out;
-  asm("lop3.b32 %0, %1, 0x000f000f, 0x64006400, 0xea;" : "=r"(out) : "r"(word >> (4 * i)));
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(word), "n"(MASK), "n"(ONE));
   return out;
 }
-constexpr uint32_t MAGIC = 0x64646464u;
-
-// Eight elements of a key, in `key_order`.
-template <int CODEC>
-DEVICE uint4 key_unit(const uint8_t* at, __half2 scale) {
-  if constexpr (CODEC == F16) return *reinterpret_cast<const uint4*>(at);
-  if constexpr (CODEC == E5M2) {
-    const uint2 w = *reinterpret_cast<const uint2*>(at);
-    return make_uint4(__byte_perm(w.x, 0, 0x1404), __byte_perm(w.x, 0, 0x3424), __byte_perm(w.y, 0, 0x1404), __byte_perm(w.y, 0, 0x3424));
-  }
-  if constexpr (CODEC == HADAMARD8) {
-    const uint2 w = *reinterpret_cast<const uint2*>(at);
-    return make_uint4(scaled<CODEC>(__byte_perm(w.x, MAGIC, 0x4140), scale), scaled<CODEC>(__byte_perm(w.x, MAGIC, 0x4342), scale),
-                      scaled<CODEC>(__byte_perm(w.y, MAGIC, 0x4140), scale), scaled<CODEC>(__byte_perm(w.y, MAGIC, 0x4342), scale));
-  }
-  const uint32_t w = *reinterpret_cast<const uint32_t*>(at);
-  return make_uint4(scaled<CODEC>(nibbles(w, 0), scale), scaled<CODEC>(nibbles(w, 1), scale), scaled<CODEC>(nibbles(w, 2), scale),
-                    scaled<CODEC>(nibbles(w, 3), scale));
+// Nibbles i and i + 4 of a word as halves, i = 0..3. Halves of 1024 step by 1, halves of 64 by 1/16: a field at bit 4 needs no shift.
+DEVICE void nibble_pairs(uint32_t (&out)[4], uint32_t word, __half2 scale) {
+  out[0] = scaled(field<0x000f000fu, 0x64006400u>(word), 0x64086408u, scale);
+  out[1] = scaled(field<0x00f000f0u, 0x54005400u>(word), 0x54805480u, scale);
+  word >>= 8;
+  out[2] = scaled(field<0x000f000fu, 0x64006400u>(word), 0x64086408u, scale);
+  out[3] = scaled(field<0x00f000f0u, 0x54005400u>(word), 0x54805480u, scale);
 }
+// Two bytes of a word (0 and 1, or 2 and 3) as halves.
+template <int CODEC, bool UPPER>
+DEVICE uint32_t byte_pair(uint32_t word, __half2 scale) {
+  if constexpr (CODEC == E5M2) return __byte_perm(word, 0, UPPER ? 0x3424 : 0x1404);
+  return scaled(__byte_perm(word, 0x64646464u, UPPER ? 0x4342 : 0x4140), 0x64806480u, scale);
+}
+DEVICE __half2 zero_half2() { return __half2half2(__ushort_as_half(0)); }
 
-// logits[n] = queries x keys first + 8n..8n+7 of the stage. `queries`: this lane's rows g and g + 8, 16 bytes for each 32
-// dimensions, in registers, or in shared memory at `rows` where the head is too large for that.
-template <int CODEC, int DIM, bool REGISTERS, int TILES>
-DEVICE void stage_logits(float (&logits)[TILES][4], const uint8_t* stage, int first, const uint4 (*queries)[2], const uint8_t* rows) {
-  constexpr int STRIDE = key_stride<CODEC, DIM>(), QUERY = 2 * DIM + 64;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const uint8_t* at = stage + (first + g) * STRIDE + t * unit_bytes<CODEC>();
-  const __half* scales = reinterpret_cast<const __half*>(stage + STAGE * STRIDE) + (first + g) * (DIM / 32);
+// A lane's quarter of a packed key, as operands of the products of 16 dimensions. `scales`: of that key.
+template <int CODEC, int DIM>
+DEVICE void key_words(uint32_t (&out)[DIM / 8], const uint8_t* row, const __half* scales) {
+  constexpr int BYTES = row_bytes<CODEC, DIM>() / 4, WORDS = BYTES / 4, RUN = CODEC == HADAMARD4 ? 4 : 8;  // words in a run of 32
+  const int t = threadIdx.x & 3;
+  uint32_t words[WORDS];
+  if constexpr (BYTES == 8) *reinterpret_cast<uint2*>(words) = *reinterpret_cast<const uint2*>(row + t * 8);
+  else
 #pragma unroll
-  for (int n = 0; n < TILES; n++) logits[n][0] = logits[n][1] = logits[n][2] = logits[n][3] = 0.f;
+    for (int i = 0; i < WORDS / 4; i++) reinterpret_cast<uint4*>(words)[i] = *reinterpret_cast<const uint4*>(row + t * BYTES + 16 * i);
 #pragma unroll
-  for (int j = 0; j < DIM / 32; j++) {
-    uint4 low, high;
-    if constexpr (REGISTERS) {
-      low = queries[j][0];
-      high = queries[j][1];
-    } else {
-      low = *reinterpret_cast<const uint4*>(rows + g * QUERY + (4 * j + t) * 16);
-      high = *reinterpret_cast<const uint4*>(rows + (g + 8) * QUERY + (4 * j + t) * 16);
-    }
+  for (int first = 0; first < WORDS; first += RUN) {
+    __half2 scale = zero_half2();
+    if constexpr (is_hadamard<CODEC>()) scale = __half2half2(scales[(t * WORDS + first) / RUN]);
 #pragma unroll
-    for (int n = 0; n < TILES; n++) {
-      __half2 scale = __half2half2(__ushort_as_half(0));
-      if constexpr (is_hadamard<CODEC>()) scale = __half2half2(scales[8 * n * (DIM / 32) + j]);
-      const uint4 k = key_unit<CODEC>(at + 8 * n * STRIDE + 4 * j * unit_bytes<CODEC>(), scale);
-      mma(logits[n], low.x, high.x, low.y, high.y, k.x, k.y);
-      mma(logits[n], low.z, high.z, low.w, high.w, k.z, k.w);
+    for (int i = first; i < first + RUN && i < WORDS; i++) {
+      if constexpr (CODEC == HADAMARD4) nibble_pairs(reinterpret_cast<uint32_t(&)[4]>(out[4 * i]), words[i], scale);
+      else out[2 * i] = byte_pair<CODEC, false>(words[i], scale), out[2 * i + 1] = byte_pair<CODEC, true>(words[i], scale);
     }
   }
 }
+template <bool TRANSPOSED>
+DEVICE void load_matrices(uint32_t (&r)[4], const void* at) {
+  const uint32_t from = (uint32_t)__cvta_generic_to_shared(at);
+  if constexpr (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+}
 
-// sums[n] += weights x columns of tile first + n of the stage's values; weights[s]: operand A of keys 16s..16s+15.
+// For prefill: logits[n] = queries x keys 8n..8n+7 of the stage. `queries`: words of this lane's rows g and g + 8, four at a time, in
+// registers, or in shared memory at `rows` where the head is too large for that.
+template <int CODEC, int DIM, bool REGISTERS>
+DEVICE void stage_logits(float (&logits)[8][4], const uint8_t* stage, const uint4 (*queries)[2], const uint4* rows) {
+  constexpr int STRIDE = key_stride<CODEC, DIM>();
+  const int lane = threadIdx.x & 31, g = lane >> 2;
+#pragma unroll
+  for (int n = 0; n < 8; n++) {
+    logits[n][0] = logits[n][1] = logits[n][2] = logits[n][3] = 0.f;
+    uint32_t words[CODEC == F16 ? 4 : DIM / 8];
+    if constexpr (CODEC != F16)
+      key_words<CODEC, DIM>(words, stage + (8 * n + g) * STRIDE,
+                            reinterpret_cast<const __half*>(stage + STAGE * STRIDE) + (8 * n + g) * (DIM / 32));
+#pragma unroll
+    for (int j = 0; j < DIM / 32; j++) {
+      uint32_t* k = CODEC == F16 ? words : words + 4 * j;
+      if constexpr (CODEC == F16)
+        load_matrices<false>(reinterpret_cast<uint32_t(&)[4]>(*k), stage + (8 * n + (lane & 7)) * STRIDE + j * 64 + (lane >> 3) * 16);
+      const uint4 low = REGISTERS ? queries[j][0] : rows[j * 64 + lane], high = REGISTERS ? queries[j][1] : rows[j * 64 + 32 + lane];
+      mma(logits[n], low.x, high.x, low.y, high.y, k[0], k[1]);
+      mma(logits[n], low.z, high.z, low.w, high.w, k[2], k[3]);
+    }
+  }
+}
+
 template <int DIM, int TILES>
 DEVICE void stage_values_f16(float (&sums)[TILES][4], const uint8_t* stage, int first, const uint32_t (&weights)[4][4]) {
   constexpr int STRIDE = value_stride<F16, DIM>();
@@ -173,68 +214,73 @@ DEVICE void stage_values_f16(float (&sums)[TILES][4], const uint8_t* stage, int 
 #pragma unroll
     for (int n = 0; n < TILES; n += 2) {
       uint32_t b[4];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                   : "r"((uint32_t)__cvta_generic_to_shared(at + n * 16))
-                   : "memory");
+      load_matrices<true>(b, at + n * 16);
       mma(sums[n], weights[s][0], weights[s][1], weights[s][2], weights[s][3], b[0], b[1]);
       mma(sums[n + 1], weights[s][0], weights[s][1], weights[s][2], weights[s][3], b[2], b[3]);
     }
   }
 }
 
-// Four neighbouring elements of two keys, the pair of each in one register. `upper`: of the unit's eight, the last four.
-template <int CODEC>
-struct Pairs {
-  uint32_t words[2];
-  __half2 scale;
-  DEVICE Pairs(const uint8_t* a, const uint8_t* b, bool upper, __half2 scale) : scale(scale) {
-    if constexpr (CODEC == HADAMARD4) {
-      const uint32_t x = *reinterpret_cast<const uint32_t*>(a), y = *reinterpret_cast<const uint32_t*>(b);
-      words[0] = __byte_perm(x, y, upper ? 0x7632 : 0x5410);
+// COUNT (2, 4 or 8) neighbouring elements of two keys at `a` and `b`: word i holds element i of both, times `scale` of each.
+template <int CODEC, int COUNT>
+DEVICE void value_pairs(uint32_t (&out)[COUNT], const uint8_t* a, const uint8_t* b, __half2 scale) {
+  if constexpr (CODEC == HADAMARD4) {
+    if constexpr (COUNT == 2) {
+      const uint32_t both = *a | *b << 16;
+      out[0] = scaled(field<0x000f000fu, 0x64006400u>(both), 0x64086408u, scale);
+      out[1] = scaled(field<0x00f000f0u, 0x54005400u>(both), 0x54805480u, scale);
+    } else if constexpr (COUNT == 4) {
+      nibble_pairs(out, *reinterpret_cast<const uint16_t*>(a) | *reinterpret_cast<const uint16_t*>(b) << 16, scale);
     } else {
-      const uint32_t x = reinterpret_cast<const uint32_t*>(a)[upper], y = reinterpret_cast<const uint32_t*>(b)[upper];
-      words[0] = __byte_perm(x, y, 0x5140);
-      words[1] = __byte_perm(x, y, 0x7362);
+      const uint32_t x = *reinterpret_cast<const uint32_t*>(a), y = *reinterpret_cast<const uint32_t*>(b);
+      nibble_pairs(reinterpret_cast<uint32_t(&)[4]>(out[0]), __byte_perm(x, y, 0x5410), scale);
+      nibble_pairs(reinterpret_cast<uint32_t(&)[4]>(out[4]), __byte_perm(x, y, 0x7632), scale);
+    }
+  } else if constexpr (COUNT == 2) {
+    const uint32_t both = __byte_perm(*reinterpret_cast<const uint16_t*>(a), *reinterpret_cast<const uint16_t*>(b), 0x5140);
+    out[0] = byte_pair<CODEC, false>(both, scale);
+    out[1] = byte_pair<CODEC, true>(both, scale);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT / 4; i++) {
+      const uint32_t x = reinterpret_cast<const uint32_t*>(a)[i], y = reinterpret_cast<const uint32_t*>(b)[i];
+      const uint32_t low = __byte_perm(x, y, 0x5140), high = __byte_perm(x, y, 0x7362);
+      out[4 * i] = byte_pair<CODEC, false>(low, scale);
+      out[4 * i + 1] = byte_pair<CODEC, true>(low, scale);
+      out[4 * i + 2] = byte_pair<CODEC, false>(high, scale);
+      out[4 * i + 3] = byte_pair<CODEC, true>(high, scale);
     }
   }
-  DEVICE uint32_t get(int i) const {
-    if constexpr (CODEC == HADAMARD4) return scaled<CODEC>(nibbles(words[0], i), scale);
-    const uint32_t word = i & 2 ? words[1] : words[0];
-    if constexpr (CODEC == HADAMARD8) return scaled<CODEC>(__byte_perm(word, MAGIC, i & 1 ? 0x4342 : 0x4140), scale);
-    else return __byte_perm(word, 0, i & 1 ? 0x3424 : 0x1404);
-  }
-};
+}
+// Scales of run `run` of keys `key` and `key + 1`.
+template <int CODEC, int DIM>
+DEVICE __half2 value_scale(const uint8_t* stage, int key, int run) {
+  if constexpr (!is_hadamard<CODEC>()) return zero_half2();
+  const __half* scales = reinterpret_cast<const __half*>(stage + STAGE * value_stride<CODEC, DIM>()) + key * (DIM / 32) + run;
+  return __halves2half2(scales[0], scales[DIM / 32]);
+}
 
 template <int CODEC, int DIM, int TILES>
 DEVICE void stage_values_packed(float (&sums)[TILES][4], const uint8_t* stage, int first, const uint32_t (&weights)[4][4]) {
-  constexpr int STRIDE = value_stride<CODEC, DIM>(), UNIT = unit_bytes<CODEC>(), RUNS = DIM / 32, STEP = TILES < 4 ? TILES : 4;
+  constexpr int STRIDE = value_stride<CODEC, DIM>(), UNIT_BYTES = unit_bytes<CODEC>();
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const __half* scales = reinterpret_cast<const __half*>(stage + STAGE * STRIDE);
 #pragma unroll
   for (int s = 0; s < 4; s++) {
     const int key = 16 * s + 2 * t;
 #pragma unroll
-    for (int n = 0; n < TILES; n += STEP) {
-      const int tile = first + n, h = tile >> 3;
-      const bool upper = tile & 4;
-      const uint8_t* at = stage + key * STRIDE + (g + 8 * h) * UNIT;
-      __half2 low = __half2half2(__ushort_as_half(0)), high = low;
-      if constexpr (is_hadamard<CODEC>()) {
-        const __half* run = scales + key * RUNS + 2 * h + (g >> 2);
-        low = __halves2half2(run[0], run[RUNS]);
-        high = __halves2half2(run[8 * RUNS], run[9 * RUNS]);
-      }
-      const Pairs<CODEC> one(at, at + STRIDE, upper, low), two(at + 8 * STRIDE, at + 9 * STRIDE, upper, high);
+    for (int n = 0; n < TILES; n += 8) {
+      const int unit = first + n + g;
+      const uint8_t* at = stage + key * STRIDE + unit * UNIT_BYTES;
+      uint32_t one[8], two[8];
+      value_pairs<CODEC>(one, at, at + STRIDE, value_scale<CODEC, DIM>(stage, key, unit / 4));
+      value_pairs<CODEC>(two, at + 8 * STRIDE, at + 9 * STRIDE, value_scale<CODEC, DIM>(stage, key + 8, unit / 4));
 #pragma unroll
-      for (int i = 0; i < STEP; i++) {
-        const int element = STEP == 4 ? i : (tile & 3) + i;
-        mma(sums[n + i], weights[s][0], weights[s][1], weights[s][2], weights[s][3], one.get(element), two.get(element));
-      }
+      for (int i = 0; i < 8; i++) mma(sums[n + i], weights[s][0], weights[s][1], weights[s][2], weights[s][3], one[i], two[i]);
     }
   }
 }
 
+// For prefill: sums[n] += weights x columns of tile first + n of the stage's values; weights[s]: operand A of keys 16s..16s+15.
 template <int CODEC, int DIM, int TILES>
 DEVICE void stage_values(float (&sums)[TILES][4], const uint8_t* stage, int first, const uint32_t (&weights)[4][4]) {
   if constexpr (CODEC == F16) stage_values_f16<DIM>(sums, stage, first, weights);

@@ -6,15 +6,18 @@ use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 
-/// Keys of one split, as in `kernels/attention_join.cuh`.
-pub const SPLIT: usize = 256;
 /// Largest head dimension.
 pub const MAX_DIM: usize = 256;
-/// Keys of one stage and query rows of one tile of the matrix products, as in the kernels.
-const STAGE: usize = 64;
+/// Keys of a unit (also of a stage), units of a split, most parts of single units: as in `kernels/attention_common.cuh`.
+const UNIT: usize = 64;
+const SPLIT_UNITS: usize = 8;
+const UNIT_PARTS: usize = 32;
+/// Query rows of a decode tile, and of a warp in prefill.
 const ROWS: usize = 16;
 /// Query rows of a call from which blocks that share keys between eight warps pay.
 const PREFILL_ROWS: usize = 64;
+/// Decode blocks that a launch wants for each multiprocessor.
+const BLOCKS_PER_MULTIPROCESSOR: usize = 2;
 
 /// Padded head dimensions that kernels exist for.
 const DIMS: [usize; 3] = [64, 128, 256];
@@ -22,17 +25,18 @@ const DIMS: [usize; 3] = [64, 128, 256];
 /// Which of the two kernels; results are the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// A block a split of the keys; needs workspace and the joining kernel.
+    /// Blocks share a tile's keys; the last one joins what the others left in the workspace.
     Decode,
     /// Warps with queries of their own share the keys; each joins as it goes.
     Prefill,
 }
 
-/// Operands of [`attend`]: device addresses, row-major and contiguous.
+/// Operands of [`attend`]: device addresses, row-major and contiguous but for what `q_stride` says.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention {
-    /// `[tokens, q_heads, head_dim]` of `element` (0 half, 1 bfloat16, 2 float)
+    /// `[tokens, q_heads, head_dim]` of `element` (0 half, 1 bfloat16, 2 float); `q_stride` elements between tokens of q
     pub q: usize,
+    pub q_stride: usize,
     pub out: usize,
     pub element: i32,
     pub tokens: usize,
@@ -51,18 +55,57 @@ pub struct Attention {
     pub scale: f32,
     pub window: usize,
     pub softcap: f32,
+    /// Keys and values that the pages lack: one token a row, decode only.
+    pub own: Option<Own>,
+}
+
+/// The tokens' own keys and values, to be rotated, stored and attended to; queries are rotated too.
+#[derive(Clone, Copy, Debug)]
+pub struct Own {
+    /// `[tokens, pages.heads, head_dim]` of the queries' type; `stride` elements between tokens
+    pub key: usize,
+    pub value: usize,
+    pub stride: usize,
+    /// `[table_rows, rotated / 2]` FP32 each
+    pub cos: usize,
+    pub sin: usize,
+    pub table_rows: usize,
+    pub rotated: usize,
+    pub interleaved: bool,
+    /// `[tokens]` int64 each; a slot outside the pages is not stored, a position outside the tables not rotated
+    pub rope_positions: usize,
+    pub slots: usize,
+    /// Whether all but q, key and value may be read before the launch before this one has ended.
+    pub early: bool,
 }
 
 /// What [`plan`] decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
     pub mode: Mode,
-    pub splits: usize,
-    /// Floats that `parts` and `states` must hold together, states last.
-    pub workspace: usize,
+    /// Blocks that share a tile's keys, and parts they may leave.
+    pub chunks: usize,
+    pub part_slots: usize,
+    /// Tiles of tokens times key heads times tiles of query heads.
+    groups: usize,
+    tile_rows: usize,
+    dim: usize,
+    /// Counters (u32) the launch needs, zero before and after it.
+    pub tickets: usize,
 }
 
-/// `struct Attention` of `kernels/attention_join.cuh`.
+impl Plan {
+    /// Floats of workspace that the launch needs.
+    pub fn workspace(&self) -> usize {
+        self.rows() * (self.dim + 2)
+    }
+
+    fn rows(&self) -> usize {
+        self.groups * self.part_slots * self.tile_rows
+    }
+}
+
+/// `struct Attention` of `kernels/attention_common.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Argument {
@@ -78,6 +121,19 @@ struct Argument {
     key_mask: usize,
     parts: usize,
     states: usize,
+    tickets: usize,
+    new_key: usize,
+    new_value: usize,
+    cos: usize,
+    sin: usize,
+    rope_positions: usize,
+    slots: usize,
+    q_stride: i32,
+    new_stride: i32,
+    rotated: i32,
+    table_rows: i32,
+    interleaved: i32,
+    early: i32,
     element: i32,
     tokens: i32,
     q_heads: i32,
@@ -92,7 +148,9 @@ struct Argument {
     batch: i32,
     mask_width: i32,
     window: i32,
-    splits: i32,
+    chunks: i32,
+    part_slots: i32,
+    ring: i32,
     scale: f32,
     softcap: f32,
 }
@@ -102,157 +160,205 @@ pub fn padded(dim: usize) -> usize {
     DIMS.into_iter().find(|&d| dim <= d).unwrap_or(MAX_DIM)
 }
 
-fn name(kind: Kind, dim: usize, mode: Mode) -> String {
-    let mode = match mode {
-        Mode::Decode => "decode",
-        Mode::Prefill => "prefill",
-    };
-    format!("attention_{}_{dim}_{mode}", kind.name)
+fn decode_name(kind: Kind, dim: usize, column_tiles: usize) -> String {
+    format!("attention_{}_{dim}_decode{column_tiles}", kind.name)
 }
 
-/// Kernels of `attention_<kind>.cu` or `attention_join.cu`.
+fn prefill_name(kind: Kind, dim: usize) -> String {
+    format!("attention_{}_{dim}_prefill", kind.name)
+}
+
+/// Kernels of `attention_decode_<kind>.cu` or `attention_prefill_<kind>.cu`.
 pub(super) fn kernels(file: &str) -> Vec<String> {
-    let Some(kind) = KINDS
-        .into_iter()
-        .find(|k| file == format!("attention_{}", k.name))
-    else {
-        return vec!["attention_join".to_owned()];
+    let all = |suffix: &str, names: &dyn Fn(Kind, usize) -> Vec<String>| {
+        let kind = KINDS.into_iter().find(|k| k.name == suffix)?;
+        Some(DIMS.into_iter().flat_map(|dim| names(kind, dim)).collect())
     };
-    DIMS.into_iter()
-        .flat_map(|dim| {
-            [
-                name(kind, dim, Mode::Decode),
-                name(kind, dim, Mode::Prefill),
-            ]
+    if let Some(suffix) = file.strip_prefix("attention_decode_") {
+        return all(suffix, &|kind, dim| {
+            (1..=2).map(|tiles| decode_name(kind, dim, tiles)).collect()
         })
-        .collect()
-}
-
-/// Warps of a block and slots of its ring: the numbers in `kernels/attention_<kind>.cu`.
-fn shape(kind: Kind, dim: usize, mode: Mode) -> (usize, usize) {
-    let column = DIMS.iter().position(|&d| d == dim).unwrap_or(2);
-    match mode {
-        Mode::Prefill => ([8, 8, 4][column], 3),
-        Mode::Decode => {
-            let slots = match kind.name {
-                "fp16" => [4, 2, 2],
-                "q4" => [4, 4, 4],
-                _ => [4, 3, 3],
-            };
-            (4, slots[column])
-        }
+        .unwrap_or_default();
     }
+    file.strip_prefix("attention_prefill_")
+        .and_then(|suffix| all(suffix, &|kind, dim| vec![prefill_name(kind, dim)]))
+        .unwrap_or_default()
 }
 
-/// Shared memory of a block: `Shape` in `kernels/attention.cuh`.
-fn shared_bytes(kind: Kind, dim: usize, mode: Mode) -> usize {
-    let (warps, slots) = shape(kind, dim, mode);
-    let unit = |codec: Codec| codec.row_bytes(64) / 8;
-    let scales = |codec: Codec| if codec.is_hadamard() { dim / 16 } else { 0 };
-    let keys = STAGE * ((dim / 8 + 4) * unit(kind.key) + scales(kind.key));
-    let values = STAGE * (dim / 8 * unit(kind.value) + 16 + scales(kind.value));
-    let queries = ROWS * (2 * dim + 64);
-    let totals = ROWS * dim * 4;
-    let rest = match mode {
-        Mode::Decode => queries + ROWS * STAGE * 4,
-        Mode::Prefill if dim <= 128 => warps * totals,
-        Mode::Prefill => warps * (queries + totals),
+/// Warps of a prefill block.
+fn prefill_warps(dim: usize) -> usize {
+    if dim <= 128 { 8 } else { 4 }
+}
+
+/// Bytes of a packed row of one head, scales aside, and of its scales.
+fn packed(codec: Codec, dim: usize) -> (usize, usize) {
+    let scales = if codec.is_hadamard() { dim / 16 } else { 0 };
+    (codec.row_bytes(dim), scales)
+}
+
+/// Bytes of a stage: `key_stage_bytes` and `value_stage_bytes` of `kernels/attention_stage.cuh`, the larger.
+fn slot_bytes(kind: Kind, dim: usize) -> usize {
+    let (key, key_scales) = packed(kind.key, dim);
+    let (value, value_scales) = packed(kind.value, dim);
+    let key = key + if key <= 64 { 0 } else { 16 } + key_scales;
+    UNIT * key.max(value + 16 + value_scales)
+}
+
+/// What a decode block has beside its ring: `Decode` of `kernels/attention_decode.cuh`.
+fn decode_rest(kind: Kind, dim: usize, column_tiles: usize) -> usize {
+    let columns = 8 * column_tiles;
+    let own = |codec| {
+        let (row, scales) = packed(codec, dim);
+        (row + scales).next_multiple_of(16)
     };
-    slots * keys.max(values) + rest
+    columns * dim * 2 + 1024 * column_tiles + 16 * columns + own(kind.key) + own(kind.value) + 16 * dim
 }
 
-/// The kernel for a call and the workspace it needs. `max_keys`: no token sees a key at or beyond it.
+/// Stages of a ring: as many as leave room for another block or two on a multiprocessor, at most eight.
+fn decode_ring(kind: Kind, dim: usize, column_tiles: usize, per_block: usize) -> usize {
+    let room = (per_block / BLOCKS_PER_MULTIPROCESSOR).saturating_sub(2048);
+    let rest = decode_rest(kind, dim, column_tiles);
+    (room.saturating_sub(rest) / slot_bytes(kind, dim)).clamp(2, 8)
+}
+
+/// Stages of a prefill block's ring.
+const PREFILL_RING: usize = 3;
+
+fn prefill_bytes(kind: Kind, dim: usize) -> usize {
+    let (queries, totals) = (ROWS * dim * 2, ROWS * dim * 4);
+    let own = if dim <= 128 { totals } else { queries + totals };
+    PREFILL_RING * slot_bytes(kind, dim) + prefill_warps(dim) * own
+}
+
+/// How query rows are laid out in tiles: heads and tokens of a tile, tiles of heads.
+fn tile(op: &Attention, warps: usize) -> (usize, usize, usize) {
+    let group = op.q_heads / op.pages.heads;
+    let heads = group.min(ROWS);
+    let of_sequence = op.tokens.div_ceil(op.batch.max(1)).max(1);
+    let tokens = (ROWS * warps / heads).clamp(1, of_sequence);
+    (
+        heads,
+        if op.own.is_some() { 1 } else { tokens },
+        group.div_ceil(heads),
+    )
+}
+
+/// The kernel for a call and what it needs. `max_keys`: no token sees a key at or beyond it.
 pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaError> {
     let device = Device::get(device)?;
     let dim = padded(op.pages.head_dim);
     let group = op.q_heads / op.pages.heads;
-    let capacity = op.max_pages * op.pages.page_size;
-    let splits = max_keys.min(capacity).div_ceil(SPLIT).max(1);
-    let (warps, _) = shape(op.pages.kind, dim, Mode::Prefill);
+    let multiprocessors = device.info.multiprocessors as usize;
+    let keys = max_keys.min(op.max_pages * op.pages.page_size);
+    let warps = prefill_warps(dim);
     let rows_of_sequence = op.tokens.div_ceil(op.batch.max(1)) * group;
     let blocks = (op.tokens * group).div_ceil(ROWS * warps) * op.pages.heads;
-    let fits = shared_bytes(op.pages.kind, dim, Mode::Prefill)
-        <= device.info.shared_bytes_per_block as usize;
-    let enough = 2 * blocks >= device.info.multiprocessors as usize || splits == 1;
-    if rows_of_sequence >= PREFILL_ROWS && fits && enough {
+    let fits = prefill_bytes(op.pages.kind, dim) <= device.info.shared_bytes_per_block as usize;
+    let enough = 2 * blocks >= multiprocessors || keys <= UNIT * SPLIT_UNITS;
+    if rows_of_sequence >= PREFILL_ROWS && fits && enough && op.own.is_none() {
         return Ok(Plan {
             mode: Mode::Prefill,
-            splits: 1,
-            workspace: 0,
+            chunks: 1,
+            part_slots: 0,
+            groups: 0,
+            tile_rows: 0,
+            dim,
+            tickets: 0,
         });
     }
+    let (tile_heads, tile_tokens, head_tiles) = tile(op, 1);
+    let groups = op.tokens.div_ceil(tile_tokens) * op.pages.heads * head_tiles;
+    let units = keys.div_ceil(UNIT).max(1);
+    let chunks = (BLOCKS_PER_MULTIPROCESSOR * multiprocessors)
+        .div_ceil(groups.max(1))
+        .min(units);
+    // A window or a page boundary may cut one unit or split more than the keys fill.
+    let splits = units.div_ceil(SPLIT_UNITS) + 1;
+    let part_slots = if chunks == 1 {
+        0
+    } else {
+        splits.max(chunks.min(UNIT_PARTS))
+    };
     Ok(Plan {
         mode: Mode::Decode,
-        splits,
-        workspace: op.tokens * op.q_heads * splits * (dim + 2),
+        chunks,
+        part_slots,
+        groups,
+        tile_rows: tile_heads * tile_tokens,
+        dim,
+        tickets: groups * tile_tokens,
     })
 }
 
-/// Attention of every token over its sequence's keys. `workspace`: device memory of [`Plan::workspace`] floats, aligned to 16 bytes.
+/// Attention of every token over its sequence's keys. `workspace`: device memory of [`Plan::workspace`] floats, aligned to 16 bytes;
+/// `tickets`: of [`Plan::tickets`] zeros.
 ///
 /// # Safety
-/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch; no other launch may use
+/// the workspace or the tickets at the same time. The plan must be that of these operands.
 pub unsafe fn attend(
     to: Target,
     op: &Attention,
     plan: &Plan,
     workspace: usize,
+    tickets: usize,
 ) -> Result<(), CudaError> {
     if op.tokens == 0 || op.q_heads == 0 {
         return Ok(());
     }
     let device = Device::get(to.device)?;
-    let dim = padded(op.pages.head_dim);
-    let (warps, _) = shape(op.pages.kind, dim, plan.mode);
-    let tiles = if plan.mode == Mode::Prefill { warps } else { 1 };
-    let argument = argument(op, plan, workspace, tiles)?;
-    let ceil = |n: i32, d: i32| (n + d - 1) / d;
-    let head_tiles = ceil(argument.group, argument.tile_heads);
-    let kernel = name(op.pages.kind, dim, plan.mode);
+    let (kind, dim) = (op.pages.kind, padded(op.pages.head_dim));
+    let decode = plan.mode == Mode::Decode;
+    let warps = if decode { 4 } else { prefill_warps(dim) };
+    let (tile_heads, tile_tokens, head_tiles) = tile(op, if decode { 1 } else { warps });
+    let column_tiles = (tile_heads * tile_tokens).div_ceil(8);
+    let ring = if decode {
+        decode_ring(
+            kind,
+            dim,
+            column_tiles,
+            device.info.shared_bytes_per_block as usize,
+        )
+    } else {
+        PREFILL_RING
+    };
+    let (kernel, shared) = if decode {
+        (
+            decode_name(kind, dim, column_tiles),
+            ring * slot_bytes(kind, dim) + decode_rest(kind, dim, column_tiles),
+        )
+    } else {
+        (prefill_name(kind, dim), prefill_bytes(kind, dim))
+    };
+    let argument = argument(op, plan, [workspace, tickets], (tile_heads, tile_tokens), ring)?;
     let launch = Launch {
         kernel: &kernel,
         grid: [
-            ceil(argument.tokens, argument.tile_tokens) as u32,
-            (argument.heads * head_tiles) as u32,
-            plan.splits as u32,
+            op.tokens.div_ceil(tile_tokens) as u32,
+            (op.pages.heads * head_tiles) as u32,
+            plan.chunks as u32,
         ],
         block: 32 * warps as u32,
-        shared_bytes: shared_bytes(op.pages.kind, dim, plan.mode) as u32,
+        shared_bytes: shared as u32,
         stream: to.stream,
         programmatic: to.programmatic,
     };
     // SAFETY: both kernels take this struct; validity is the caller's promise.
-    unsafe { launch.run(device, &mut kernel_arguments![argument])? };
-    if plan.mode == Mode::Prefill {
-        return Ok(());
-    }
-    let flags = i32::from(op.pages.kind.value == Codec::F16)
-        | (i32::from(op.pages.kind.value.is_hadamard()) << 1);
-    let join = Launch {
-        kernel: "attention_join",
-        grid: [argument.tokens as u32, argument.q_heads as u32, 1],
-        block: dim as u32,
-        shared_bytes: 0,
-        ..launch
-    };
-    // SAFETY: as above.
-    unsafe { join.run(device, &mut kernel_arguments![argument, flags]) }
+    unsafe { launch.run(device, &mut kernel_arguments![argument]) }
 }
 
 fn argument(
     op: &Attention,
     plan: &Plan,
-    workspace: usize,
-    tiles: usize,
+    [workspace, tickets]: [usize; 2],
+    (tile_heads, tile_tokens): (usize, usize),
+    ring: usize,
 ) -> Result<Argument, CudaError> {
     let pages = &op.pages;
-    let group = op.q_heads / pages.heads;
-    let tile_heads = group.min(ROWS);
-    let tile_tokens =
-        (ROWS * tiles / tile_heads).clamp(1, op.tokens.div_ceil(op.batch.max(1)).max(1));
-    let dim = padded(pages.head_dim);
     index32("page rows", pages.num_pages * pages.page_size * pages.heads)?;
     index32("keys of a sequence", op.max_pages * pages.page_size)?;
+    let own = op.own.as_ref();
+    let address = |field: fn(&Own) -> usize| own.map_or(0, field);
     Ok(Argument {
         q: op.q,
         out: op.out,
@@ -265,13 +371,26 @@ fn argument(
         positions: op.positions,
         key_mask: op.key_mask,
         parts: workspace,
-        states: workspace + 4 * op.tokens * op.q_heads * plan.splits * dim,
+        states: workspace + 4 * plan.rows() * plan.dim,
+        tickets,
+        new_key: address(|o| o.key),
+        new_value: address(|o| o.value),
+        cos: address(|o| o.cos),
+        sin: address(|o| o.sin),
+        rope_positions: address(|o| o.rope_positions),
+        slots: address(|o| o.slots),
+        q_stride: index32("values per token", op.q_stride)?,
+        new_stride: index32("values per token", address(|o| o.stride))?,
+        rotated: index32("rotated dimensions", address(|o| o.rotated))?,
+        table_rows: index32("table rows", address(|o| o.table_rows))?,
+        interleaved: i32::from(own.is_some_and(|o| o.interleaved)),
+        early: i32::from(own.is_some_and(|o| o.early)),
         element: op.element,
         tokens: index32("tokens", op.tokens)?,
         q_heads: index32("query heads", op.q_heads)?,
         heads: index32("heads", pages.heads)?,
         dim: index32("head_dim", pages.head_dim)?,
-        group: index32("group", group)?,
+        group: index32("group", op.q_heads / pages.heads)?,
         tile_heads: index32("tile heads", tile_heads)?,
         tile_tokens: index32("tile tokens", tile_tokens)?,
         page_size: index32("page size", pages.page_size)?,
@@ -280,7 +399,9 @@ fn argument(
         batch: index32("batch", op.batch)?,
         mask_width: index32("mask width", op.mask_width)?,
         window: index32("window", op.window.min(i32::MAX as usize))?,
-        splits: index32("splits", plan.splits)?,
+        chunks: index32("chunks", plan.chunks)?,
+        part_slots: index32("part slots", plan.part_slots)?,
+        ring: index32("ring", ring)?,
         scale: op.scale,
         softcap: op.softcap,
     })
@@ -294,8 +415,14 @@ mod tests {
     fn every_decode_kernel_fits_an_ampere_card() {
         for kind in KINDS {
             for dim in DIMS {
-                assert!(shared_bytes(kind, dim, Mode::Decode) <= 99 * 1024);
-                assert!(shared_bytes(kind, dim, Mode::Prefill) <= 227 * 1024);
+                for tiles in 1..=2 {
+                    for per_block in [64 * 1024, 99 * 1024, 227 * 1024] {
+                        let ring = decode_ring(kind, dim, tiles, per_block);
+                        let bytes = ring * slot_bytes(kind, dim) + decode_rest(kind, dim, tiles);
+                        assert!(bytes <= per_block.max(99 * 1024), "{} {dim} {tiles}", kind.name);
+                    }
+                }
+                assert!(prefill_bytes(kind, dim) <= 227 * 1024);
             }
         }
     }
@@ -306,7 +433,14 @@ mod tests {
             (padded(8), padded(96), padded(128), padded(136)),
             (64, 128, 128, 256)
         );
-        assert_eq!(kernels("attention_q6").len(), 6);
-        assert_eq!(kernels("attention_join"), ["attention_join"]);
+        assert_eq!(kernels("attention_decode_q6").len(), 6);
+        assert_eq!(
+            kernels("attention_prefill_q6"),
+            [
+                "attention_q6_64_prefill",
+                "attention_q6_128_prefill",
+                "attention_q6_256_prefill"
+            ]
+        );
     }
 }

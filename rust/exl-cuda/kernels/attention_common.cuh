@@ -1,0 +1,153 @@
+// What the attention kernels share: the operands, what a token sees, the joining of parts, the way of a result to `out`.
+//
+// One order of arithmetic, whatever the launch. Keys lie in units of 64 from position 0; a unit's weights refer to its own largest
+// logit, its weighted sums start at zero. Units join in order within splits of eight, splits join in order. A query row's numbers
+// depend on nothing but its own position and its sequence's pages: not on the other rows of its tile (rows of a matrix product do not
+// mix), on the batch, on the chunk, on the number of blocks that shared the work, nor on which of the kernels ran.
+#pragma once
+#include "hadamard.cuh"
+
+struct Attention {  // mirrored in ops/attention.rs
+  const void* q;
+  void* out;
+  const uint8_t *key, *value;
+  const __half *key_scales, *value_scales;
+  const int *block_table, *rows, *positions;
+  const float* key_mask;
+  float* parts;       // [tiles, key heads x head tiles, part slots, rows of a tile, padded head dim]: weighted sums
+  float2* states;     // [tiles, key heads x head tiles, part slots, rows of a tile]: largest logit, sum of weights
+  unsigned* tickets;  // [tiles, key heads x head tiles, tokens of a tile]: zero before and after
+  // The tokens' own keys and values, not yet in the pages (else null), and how they and the queries are rotated and stored.
+  const void *new_key, *new_value;
+  const float *cos, *sin;
+  const int64_t *rope_positions, *slots;
+  int q_stride, new_stride;  // elements between tokens
+  int rotated, table_rows, interleaved, early;
+  int element;  // of q, new keys and values and out: 0 half, 1 bfloat16, 2 float
+  int tokens, q_heads, heads, dim, group, tile_heads, tile_tokens;
+  int page_size, max_pages, num_pages, batch, mask_width, window;
+  int chunks, part_slots, ring;  // blocks that share a tile's keys, parts they may leave, stages in shared memory
+  float scale, softcap;
+};
+
+constexpr int UNIT = 64, SPLIT_UNITS = 8, UNIT_PARTS = 32;
+constexpr float LOG2E = 1.4426950408889634f;
+
+// A token sees keys from `visible_from` up to `visible_to`, not included.
+DEVICE int visible_to(const Attention& a, int position) {
+  const int to = min(max(position, -1), a.max_pages * a.page_size - 1) + 1;
+  return a.key_mask ? min(to, a.mask_width) : to;
+}
+DEVICE int visible_from(const Attention& a, int position) { return a.window ? max(position - a.window + 1, 0) : 0; }
+
+// The keys a run of tokens (neighbours of one sequence) looks at, and where they are.
+struct Keys {
+  const int* pages;
+  const float* mask;
+  int from, to;
+  int fresh;  // the key that is not in the pages yet, or -1
+};
+
+// Page row of a key for this head; -1: nothing to read, -2: somebody else puts it into the stage.
+DEVICE int locate(const Attention& a, const Keys& keys, int head, int key) {
+  if (key < keys.from || key >= keys.to) return -1;
+  if (key == keys.fresh) return -2;
+  if (keys.mask && keys.mask[key] == -INFINITY) return -1;
+  const bool power = (a.page_size & (a.page_size - 1)) == 0;
+  const int index = power ? key >> (__ffs(a.page_size) - 1) : key / a.page_size, page = keys.pages[index];
+  return (unsigned)page < (unsigned)a.num_pages ? (page * a.page_size + key - index * a.page_size) * a.heads + head : -1;
+}
+
+DEVICE int run_end(const Attention& a, int first, int end) {
+  const int row = a.rows[first], lane = threadIdx.x & 31;
+  for (int base = first; base < end; base += 32) {
+    const int token = base + lane;
+    const unsigned other = __ballot_sync(~0u, token >= end || a.rows[token] != row);
+    if (other) return base + __ffs(other) - 1;
+  }
+  return end;
+}
+
+// The run's keys: the union of what its tokens see.
+DEVICE Keys run_keys(const Attention& a, int first, int end) {
+  const int row = a.rows[first];
+  int from = 0x7fffffff, to = 0, fresh = -1;
+  if (row >= 0 && row < a.batch)
+    for (int token = first + (threadIdx.x & 31); token < end; token += 32) {
+      const int position = a.positions[token], begin = visible_from(a, position), stop = visible_to(a, position);
+      if (begin < stop) from = min(from, begin), to = max(to, stop), fresh = position;
+    }
+#pragma unroll
+  for (int o = 16; o; o >>= 1) {
+    from = min(from, __shfl_xor_sync(~0u, from, o));
+    to = max(to, __shfl_xor_sync(~0u, to, o));
+    fresh = max(fresh, __shfl_xor_sync(~0u, fresh, o));
+  }
+  const bool here = to > 0;
+  return {a.block_table + (here ? (int64_t)row * a.max_pages : 0), here && a.key_mask ? a.key_mask + (int64_t)row * a.mask_width : nullptr,
+          here ? from : 0, to, a.new_key ? fresh : -1};
+}
+
+// Which query a row of the tile is; token -1: none.
+struct Place {
+  int token, head;
+};
+DEVICE Place place_of(const Attention& a, int row, int first_token, int end_token, int key_head, int head_tile) {
+  const int token = first_token + row / a.tile_heads, head = head_tile * a.tile_heads + row % a.tile_heads;
+  const bool there = row < a.tile_heads * a.tile_tokens && token < end_token && head < a.group;
+  return {there ? token : -1, key_head * a.group + head};
+}
+
+// Two neighbouring elements of the activations' type.
+DEVICE float2 load_pair(int element, const void* from, int64_t at) {
+  if (element == 0) return __half22float2(*reinterpret_cast<const __half2*>(static_cast<const __half*>(from) + at));
+  if (element == 1) return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(static_cast<const __nv_bfloat16*>(from) + at));
+  return *reinterpret_cast<const float2*>(static_cast<const float*>(from) + at);
+}
+
+DEVICE float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// 2^(logit - reference), logits being in units of log 2. A difference first: logits may be as large as a mask's -1e30.
+DEVICE float weight_of(float logit, float reference) { return power_of_two(__fsub_rn(logit, reference)); }
+
+// Brings `max` along and gives the factors of what there was and of what comes. A part without keys leaves no trace.
+DEVICE void join_factors(float& max, float part_max, float part_sum, float& kept, float& added) {
+  if (part_max == -INFINITY && part_sum == 0.f) {
+    kept = 1.f;
+    added = 0.f;
+    return;
+  }
+  const float most = fmaxf(max, part_max), reference = most == -INFINITY ? 0.f : most;
+  kept = weight_of(max, reference);
+  added = weight_of(part_max, reference);
+  max = most;
+}
+DEVICE float join_value(float total, float kept, float part, float added) { return __fmaf_rn(total, kept, __fmul_rn(part, added)); }
+
+// One logit: scale, softcap, mask; in units of log 2. `mask` is null or points at the key's entry.
+DEVICE float finished_logit(const Attention& a, float x, const float* mask) {
+  x = a.softcap > 0.f ? __fmul_rn(a.softcap * LOG2E, tanhf(__fmul_rn(x, a.scale / a.softcap))) : __fmul_rn(x, a.scale * LOG2E);
+  if (!mask) return x;
+  const float added = *mask;
+  return __fadd_rn(x, added == -INFINITY ? added : fmaxf(__fmul_rn(added, LOG2E), -1.7e38f));  // the lowest float stays a number
+}
+
+// Block `block` of 64 dimensions of a result row: transformed back where values are, divided by the sum of weights.
+DEVICE void result_to_out(const Attention& a, const float* row, int block, float sum, int64_t out, bool transformed) {
+  const int lane = threadIdx.x & 31, e = block * 64 + 2 * lane;
+  float even = row[e], odd = row[e + 1];
+  if (transformed) {
+    butterflies<false>(even, odd);
+    even *= 1.f / 32.f;
+    odd *= 1.f / 32.f;
+  }
+  if (e >= a.dim) return;
+  even = sum == 0.f ? 0.f : even / sum;
+  odd = sum == 0.f ? 0.f : odd / sum;
+  if (a.element == 0) *reinterpret_cast<__half2*>(static_cast<__half*>(a.out) + out + e) = __floats2half2_rn(even, odd);
+  else if (a.element == 1) *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(a.out) + out + e) = __floats2bfloat162_rn(even, odd);
+  else *reinterpret_cast<float2*>(static_cast<float*>(a.out) + out + e) = make_float2(even, odd);
+}
