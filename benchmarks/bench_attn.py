@@ -5,6 +5,7 @@
 Random keys and values in shuffled pages of 256 tokens, 32 query and 8 key heads of 128 (an 8B Llama) unless said
 otherwise. Layers rotate over at least 768 MB, launches are nodes of one graph. Bytes are those of the keys, values and
 scales that a layer must read. A case whose result is wrong against float64 prints no speed and makes the script fail.
+`own`: the token's rotation and the storing of its key and value are in the time.
 `prefill` lines: tokens of one chunk at the end of the context, TFLOP/s of the two products over what the mask leaves.
 JSON lines (spec performance 7.1 to 7.3).
 """
@@ -15,15 +16,18 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gpu_timing import emit, environment, read_roof, time_graph
 from torch import Tensor
 
+from exl_kernels import attention_cuda
 from exl_kernels.attention import paged_attention
 from exl_kernels.device import require_cuda, set_programmatic_launch
 from exl_kernels.kv import KVKind, KVPages, store_kv
 from exl_kernels.reference import attention as twin
+from exl_kernels.rope import apply_rope
 
 PAGE = 256
 ROTATE = 768 << 20
@@ -40,6 +44,9 @@ class Shape:
     q_heads: int = 32
     heads: int = 8
     dim: int = 128
+    own: bool = (
+        False  # the last token's key and value come with the call: rotated, stored and attended to in one launch
+    )
 
 
 class Layers:
@@ -68,18 +75,20 @@ class Layers:
         self.positions = at.repeat(shape.batch)
         self.q = torch.randn(shape.batch * shape.tokens, shape.q_heads, shape.dim, device="cuda", dtype=torch.float16)
         self.out = torch.empty_like(self.q)
+        self.k, self.v = (torch.randn(shape.batch, shape.heads, shape.dim, device="cuda").half() for _ in range(2))
+        self.rope_positions = self.positions.long()
+        page = self.table.long()[self.rows.long(), self.rope_positions // PAGE]
+        self.slots = page * PAGE + self.rope_positions % PAGE
+        angles = torch.randn(shape.context, shape.dim // 2, device="cuda")
+        self.cos, self.sin = angles.cos(), angles.sin()
 
     def run(self, layer: int) -> Tensor:
-        return paged_attention(
-            self.q,
-            self.layers[layer % len(self.layers)],
-            self.table,
-            self.rows,
-            self.positions,
-            scale=self.shape.dim**-0.5,
-            out=self.out,
-            max_keys=self.shape.context,
-        )
+        pages = self.layers[layer % len(self.layers)]
+        options: dict[str, Any] = {"scale": self.shape.dim**-0.5, "out": self.out, "max_keys": self.shape.context}
+        if self.shape.own:
+            where = (self.table, self.rows, self.positions, self.slots, self.cos, self.sin, self.rope_positions)
+            return attention_cuda.attend_own(self.q, self.k, self.v, pages, *where, early=True, **options)
+        return paged_attention(self.q, pages, self.table, self.rows, self.positions, **options)
 
     def error(self) -> float:
         """Largest error against float64 of the last token, relative to the largest result."""
@@ -89,9 +98,10 @@ class Layers:
         scales = [None if t is None else t.cpu() for t in (pages.key_scales, pages.value_scales)]
         cpu = KVPages(pages.kind, pages.head_dim, pages.key.cpu(), pages.value.cpu(), *scales)
         last = [t[-1:].cpu() for t in (self.rows, self.positions)]
-        want = twin.paged_attention(
-            self.q[-1:].double().cpu(), cpu, self.table.cpu(), *last, scale=self.shape.dim**-0.5
-        )
+        q = self.q[-1:].clone()
+        if self.shape.own:
+            apply_rope(q, self.cos, self.sin, self.rope_positions[-1:])
+        want = twin.paged_attention(q.double().cpu(), cpu, self.table.cpu(), *last, scale=self.shape.dim**-0.5)
         return float((got - want).abs().max() / want.abs().max())
 
     def body(self) -> tuple[Callable[[], None], int]:
@@ -107,7 +117,7 @@ class Layers:
 def measure(common: dict[str, object], roof: float, shape: Shape) -> bool:
     layers = Layers(shape)
     line: dict[str, object] = {**common, "bench": "attn", "cache": shape.kind, "bs": shape.batch, "ctx": shape.context}
-    line |= {"q_len": shape.tokens, "heads": f"{shape.q_heads}/{shape.heads}x{shape.dim}"}
+    line |= {"q_len": shape.tokens, "own": shape.own, "heads": f"{shape.q_heads}/{shape.heads}x{shape.dim}"}
     error = layers.error()
     line["max_err"] = error
     if not error < 4e-3:
@@ -115,9 +125,10 @@ def measure(common: dict[str, object], roof: float, shape: Shape) -> bool:
         return False
     body, count = layers.body()
     times = {}
-    for pdl in (False, True):
-        set_programmatic_launch(pdl)
-        times[pdl] = time_graph(body, count, samples=15)
+    with attention_cuda.counters("cuda"):
+        for pdl in (False, True):
+            set_programmatic_launch(pdl)
+            times[pdl] = time_graph(body, count, samples=15)
     set_programmatic_launch(True)
     best = times[True]
     line |= {"us_plain": times[False].p50, "us_pdl": best.p50, "us_p10": best.p10, "us_p90": best.p90}
@@ -134,9 +145,12 @@ def measure(common: dict[str, object], roof: float, shape: Shape) -> bool:
 def cases(quick: bool) -> list[Shape]:
     kinds: tuple[KVKind, ...] = ("fp16", "fp8", "q8", "q6", "q4")
     if quick:
-        short = [Shape(k, 16384) for k in ("fp16", "q4")] + [Shape("fp16", 1024), Shape("q4", 1024)]
-        return [*short, Shape("fp16", 2048, tokens=2048)]
-    found = [Shape(k, c) for k in kinds for c in (1024, 4096, 16384, 65536)]
+        found = [Shape(k, c) for k in ("fp16", "q4") for c in (256, 1024, 4096, 16384)]
+        found += [Shape(k, c, own=True) for k in ("fp16", "q4") for c in (256, 1024)]
+        found += [Shape(k, 4096, batch=b) for k in ("fp16", "q4") for b in (8, 32)]
+        return [*found, *(Shape(k, 2048, tokens=2048) for k in ("fp16", "q4"))]
+    found = [Shape(k, c) for k in kinds for c in (256, 1024, 4096, 16384, 65536)]
+    found += [Shape(k, c, batch=b, own=True) for k in kinds for c, b in ((256, 1), (1024, 1), (256, 32))]
     found += [Shape(k, 4096, batch=b) for k in ("fp16", "q4") for b in (8, 32)]
     found += [Shape(k, 16384, tokens=4) for k in ("fp16", "q4")]
     found += [Shape("fp16", 16384, q_heads=32, heads=4, dim=64), Shape("fp16", 16384, q_heads=16, heads=8, dim=256)]
@@ -146,7 +160,7 @@ def cases(quick: bool) -> list[Shape]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="five cases")
+    parser.add_argument("--quick", action="store_true", help="a dozen cases")
     options = parser.parse_args()
     require_cuda("cuda")
     torch.manual_seed(1)

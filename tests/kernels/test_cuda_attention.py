@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from exl_kernels.attention import paged_attention
 from exl_kernels.errors import DTypeError, ShapeError
 from exl_kernels.kv import KVPages, store_kv
 from exl_kernels.reference import attention as twin
+from exl_kernels.rope import apply_rope
 
 pytestmark = pytest.mark.cuda
 
@@ -48,7 +50,7 @@ class Case:
         cpu = KVPages(
             self.pages.kind,
             self.pages.head_dim,
-            *(None if t is None else t.cpu() for t in (self.pages.key, self.pages.value)),  # type: ignore[arg-type]
+            *(None if t is None else t.cpu() for t in (self.pages.key, self.pages.value)),
             *(None if t is None else t.cpu() for t in (self.pages.key_scales, self.pages.value_scales)),
         )
         q = self.q[r.long(), p.long().clamp(min=0)].double()
@@ -120,7 +122,7 @@ def test_matches_the_oracle(kind: Any, heads: int, groups: int, dim: int) -> Non
 def test_prefill_matches_the_oracle(kind: Any, dim: int) -> None:
     case = make_case(kind, [200, 333], heads=2, groups=4, dim=dim)
     rows, positions = [0] * 100 + [1] * 150, [*range(100, 200), *range(150, 300)]
-    plan = _native.cuda_attention_plan(case.pages.native(), 250, 8, 2, case.block_table.shape[1], 300)
+    plan = _native.cuda_attention_plan(case.pages.native(), 250, 8, 2, case.block_table.shape[1], 300, False)
     pick = [0, 1, 15, 16, 37, 99, 100, 101, 180, 249]
     got = case.run(rows, positions)
     want = case.oracle([rows[i] for i in pick], [positions[i] for i in pick])
@@ -218,7 +220,9 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(kind: Any, 
         for begin in (0, 17, 255, 311, 600, 640, 1020 - count):
             part = slice(begin, begin + count)
             assert torch.equal(case.run(rows[part], positions[part]), whole[part]), (count, begin)
-        plan = _native.cuda_attention_plan(case.pages.native(), count, 2 * groups, 2, case.block_table.shape[1], 600)
+        plan = _native.cuda_attention_plan(
+            case.pages.native(), count, 2 * groups, 2, case.block_table.shape[1], 600, False
+        )
         modes.add(plan[0])
     assert "decode" in modes
     # Batches of one token a sequence, in any order.
@@ -234,8 +238,8 @@ def test_prefill_and_decode_kernels_give_the_same_bits(kind: Any, options: dict[
     case = make_case(kind, [900], dim=128, groups=4, heads=2)
     native, pages = _native.cuda_attention_plan, case.pages.native()
     columns = case.block_table.shape[1]
-    assert native(pages, 900, 8, 1, columns, 1)[0] == "prefill"
-    assert native(pages, 1, 8, 1, columns, 900)[0] == "decode"
+    assert native(pages, 900, 8, 1, columns, 1, False)[0] == "prefill"
+    assert native(pages, 1, 8, 1, columns, 900, False)[0] == "decode"
     # max_keys of one split makes the plan choose the kernel that shares keys; it reads all of them all the same.
     shared = case.run([0] * 900, list(range(900)), max_keys=1, **options)
     for position in (0, 63, 64, 255, 256, 257, 640, 899):
@@ -251,13 +255,186 @@ def test_page_placement_and_page_size_change_no_bit(kind: Any) -> None:
     assert torch.equal(make_case(kind, [512, 301], dim=128, page_size=3).run(rows, positions), first)
 
 
-def test_a_bound_on_keys_and_parts_of_the_workspace_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_on_keys_changes_no_bit() -> None:
     case = make_case("q8", [700, 700], dim=128)
     rows, positions = [0, 1, 0, 1, 0], [699, 4, 30, 698, 256]
     whole = case.run(rows, positions)
     assert torch.equal(case.run(rows, positions, max_keys=700), whole)
-    monkeypatch.setattr(attention_cuda, "WORKSPACE_FLOATS", 2000)
-    assert torch.equal(case.run(rows, positions), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_any_number_of_blocks_that_share_a_row_gives_the_same_bits(kind: Any, dim: int) -> None:
+    """Batches of 1 to 64: shares of a unit, of splits, and whole rows; lengths on and beside their borders."""
+    lengths = [3000, 2049, 2048, 513, 512, 511, 65, 64, 1]
+    case = make_case(kind, lengths, dim=dim, groups=4, heads=8)
+    alone = [case.run([b], [n - 1])[0] for b, n in enumerate(lengths)]
+    modes = set()
+    for batch in (2, 5, 9, 16, 64):
+        rows = [i % len(lengths) for i in range(batch)]
+        got = case.run(rows, [lengths[r] - 1 for r in rows])
+        for i, r in enumerate(rows):
+            assert torch.equal(got[i], alone[r]), (batch, lengths[r])
+        modes.add(
+            _native.cuda_attention_plan(case.pages.native(), batch, 32, 9, case.block_table.shape[1], 3000, False)[1]
+        )
+    assert len(modes) > 1
+    for b, n in ((0, 3000), (3, 513)):
+        assert_close(alone[b][None], case.oracle([b], [n - 1]))
+
+
+@dataclass
+class OwnStep:
+    """A decode step whose own keys and values are in q, k, v [B, heads, D] and not yet in the pages."""
+
+    case: Case
+    lengths: list[int]
+    rotated: int
+    interleaved: bool
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        pages, batch = self.case.pages, len(self.lengths)
+        q_heads, width = self.case.q.shape[2], pages.heads * pages.head_dim
+        self.qkv = randn(batch, q_heads * pages.head_dim + 2 * width, seed=5).to("cuda", self.dtype)
+        self.positions = torch.tensor(self.lengths, dtype=torch.int32, device="cuda") - 1
+        self.rope_positions = self.positions.long().clamp(min=0)
+        self.rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+        self.table = self.case.block_table.cuda()
+        page = self.table[self.rows.long(), self.rope_positions // pages.key.shape[1]].long()
+        at = page * pages.key.shape[1] + self.rope_positions % pages.key.shape[1]
+        self.slots = torch.where(self.positions >= 0, at, -1)
+        angles = randn(max(self.lengths) + 1, self.rotated // 2, seed=6).cuda()
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of the fused rows."""
+        pages, batch = self.case.pages, len(self.lengths)
+        q_width, width = self.case.q.shape[2] * pages.head_dim, pages.heads * pages.head_dim
+        ends = (0, q_width, q_width + width, q_width + 2 * width)
+        q, k, v = (self.qkv[:, a:b].view(batch, -1, pages.head_dim) for a, b in pairwise(ends))
+        return q, k, v
+
+    def forget(self) -> None:
+        for t in self.case.pages.tensors():
+            flat = t.view(-1, *t.shape[2:])
+            flat[self.slots[self.slots >= 0]] = torch.nan if t.dtype == torch.float16 else 0xFF
+
+    def apart(self, **options: Any) -> Tensor:
+        q, k, v = (t.contiguous() for t in self.parts())
+        for t in (q, k):
+            if self.rotated:
+                apply_rope(t, self.cos, self.sin, self.rope_positions, interleaved=self.interleaved)
+        store_kv(self.case.pages, k, v, self.slots)
+        return paged_attention(
+            q, self.case.pages, self.table, self.rows, self.positions, scale=self.case.scale, **options
+        )
+
+    def together(self, **options: Any) -> Tensor:
+        where = (self.table, self.rows, self.positions, self.slots)
+        rope = (self.cos, self.sin, self.rope_positions)
+        return attention_cuda.attend_own(
+            *self.parts(),
+            self.case.pages,
+            *where,
+            *rope,
+            scale=self.case.scale,
+            interleaved=self.interleaved,
+            **options,
+        )
+
+
+def own_step(kind: Any, lengths: list[int], **options: Any) -> OwnStep:
+    rope = {k: options.pop(k) for k in ("rotated", "interleaved", "dtype") if k in options}
+    case = make_case(kind, [max(n, 1) for n in lengths], **options)
+    return OwnStep(
+        case,
+        lengths,
+        rope.get("rotated", case.pages.head_dim),
+        rope.get("interleaved", False),
+        rope.get("dtype", torch.float16),
+    )
+
+
+def assert_same_step(step: OwnStep, **options: Any) -> None:
+    step.forget()
+    want = step.apart(**options)
+    stored = [t.clone() for t in step.case.pages.tensors()]
+    step.forget()
+    got = step.together(**options)
+    assert got.isfinite().all()
+    assert torch.equal(got, want)
+    for a, b in zip(step.case.pages.tensors(), stored, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "rotated", "interleaved"),
+    [
+        (2, 4, 128, 128, False),
+        (2, 4, 64, 64, True),
+        (8, 4, 128, 64, False),
+        (2, 2, 256, 256, False),
+        (2, 1, 80, 32, False),
+        (1, 7, 96, 96, True),
+        (1, 16, 64, 32, False),
+        (1, 20, 128, 128, False),
+        (3, 2, 8, 8, False),
+        (2, 3, 192, 64, True),
+        (2, 4, 128, 0, False),
+    ],
+)
+def test_own_keys_in_the_same_launch_give_the_bits_of_separate_doors(
+    kind: Any, heads: int, groups: int, dim: int, rotated: int, interleaved: bool
+) -> None:
+    lengths = [1, 64, 65, 150, 0, 1000, 513, 2100]
+    options = {"heads": heads, "groups": groups, "dim": dim, "rotated": rotated, "interleaved": interleaved}
+    for part in (lengths[5:6], lengths[3:4], lengths[:1], lengths):
+        assert_same_step(own_step(kind, part, **options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_own_keys_of_other_types_windows_and_caps(kind: Any, dtype: torch.dtype) -> None:
+    step = own_step(kind, [700, 30, 129], dim=128, groups=4, dtype=dtype)
+    assert_same_step(step)
+    assert_same_step(step, window=100)
+    assert_same_step(step, softcap=20.0)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "q4"])
+@pytest.mark.parametrize("lengths", [[300], [300, 17, 0, 1025]])
+def test_own_keys_in_a_graph_read_ahead_of_the_launches_before(kind: Any, lengths: list[int]) -> None:
+    step = own_step(kind, lengths, dim=128, groups=4, heads=4)
+    want = step.apart()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream), attention_cuda.counters("cuda") as held:
+        step.together(early=True)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            outs = [step.together(early=True) for _ in range(20)]
+    for _ in range(3):
+        step.forget()
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        for out in outs:
+            assert torch.equal(out, want)
+    assert not held.any()
+
+
+def test_own_keys_that_do_not_fit_are_refused() -> None:
+    step = own_step("fp16", [5, 9], dim=64)
+    q, k, v = step.parts()
+    where = (step.table, step.rows, step.positions, step.slots, step.cos, step.sin, step.rope_positions)
+    with pytest.raises(ShapeError, match="attend_own: k"):
+        attention_cuda.attend_own(q, k[:1], v, step.case.pages, *where, scale=1.0)
+    with pytest.raises(DTypeError, match="float32"):
+        attention_cuda.attend_own(q, k.float(), v, step.case.pages, *where, scale=1.0)
+    with pytest.raises(ShapeError, match="own keys"):
+        attention_cuda.attend_own(q, k, v, step.case.pages, *where[:3], step.slots[:1], *where[4:], scale=1.0)
 
 
 def test_one_sequences_nan_stays_with_it() -> None:

@@ -27,6 +27,7 @@ struct Attention {  // mirrored in ops/attention.rs
   int tokens, q_heads, heads, dim, group, tile_heads, tile_tokens;
   int page_size, max_pages, num_pages, batch, mask_width, window;
   int chunks, part_slots, ring;  // blocks that share a tile's keys, parts they may leave, stages in shared memory
+  int key_limit;  // no key at or beyond it is looked at
   float scale, softcap;
 };
 
@@ -35,7 +36,7 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 // A token sees keys from `visible_from` up to `visible_to`, not included.
 DEVICE int visible_to(const Attention& a, int position) {
-  const int to = min(max(position, -1), a.max_pages * a.page_size - 1) + 1;
+  const int to = min(max(position, -1), a.key_limit - 1) + 1;
   return a.key_mask ? min(to, a.mask_width) : to;
 }
 DEVICE int visible_from(const Attention& a, int position) { return a.window ? max(position - a.window + 1, 0) : 0; }

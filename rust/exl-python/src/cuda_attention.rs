@@ -3,7 +3,7 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::ops::attention::{self, Attention, MAX_DIM, Mode, Plan};
+use exl_cuda::ops::attention::{self, Attention, MAX_DIM, Mode, Own};
 use exl_cuda::ops::kv::{self, Direction, KINDS, Kind};
 use exl_cuda::ops::{Element, Target};
 use pyo3::exceptions::PyValueError;
@@ -150,20 +150,24 @@ fn cuda_kv_transfer(
     .map_err(|e| device_error(py, &e))
 }
 
+/// Keys and values that the pages lack: tensors key, value, cos, sin, rope_positions, slots; elements between tokens of key and
+/// value; interleaved; early.
+type OwnArguments = (Vec<Tensor>, usize, bool, bool);
+
 /// The operands of one call, checked; what `attention::plan` and `attention::attend` take.
 fn operands(
     pages: &Pages,
-    q: &Tensor,
+    (q, q_stride): (&Tensor, usize),
     out: &Tensor,
     tables: [&Tensor; 3],
     key_mask: Option<&Tensor>,
     options: (f32, usize, f32),
 ) -> PyResult<Attention> {
     let [block_table, rows, positions] = tables;
-    let (&[tokens, q_heads, dim], &[batch, max_pages]) = (&q.shape[..], &block_table.shape[..])
+    let (&[tokens, q_heads, dim], &[batch, max_pages]) = (&out.shape[..], &block_table.shape[..])
     else {
         return Err(PyValueError::new_err(
-            "q must be [T, Hq, D], block_table [B, max_pages]",
+            "out must be [T, Hq, D], block_table [B, max_pages]",
         ));
     };
     let integers = [block_table, rows, positions]
@@ -174,7 +178,7 @@ fn operands(
         && q_heads % heads == 0
         && rows.numel() == tokens
         && positions.numel() == tokens
-        && out.shape == q.shape
+        && covers(q, tokens, q_stride, q_heads * dim)
         && out.dtype == q.dtype;
     let mask_fits =
         key_mask.is_none_or(|m| m.dtype == DType::F32 && m.shape.len() == 2 && m.shape[0] == batch);
@@ -185,6 +189,7 @@ fn operands(
     }
     Ok(Attention {
         q: q.ptr,
+        q_stride,
         out: out.ptr,
         element: match element(q, "q")? {
             Element::F16 => 0,
@@ -204,10 +209,61 @@ fn operands(
         scale: options.0,
         window: options.1,
         softcap: options.2,
+        own: None,
     })
 }
 
-/// (kernel, splits, floats of workspace) for a call of `tokens` x `q_heads` over `max_keys` keys.
+/// Rows of `width` elements, `stride` apart, lie within the tensor and on even addresses of 4 bytes.
+fn covers(t: &Tensor, rows: usize, stride: usize, width: usize) -> bool {
+    rows == 0
+        || (stride >= width
+            && stride.is_multiple_of(2)
+            && t.ptr.is_multiple_of(2 * t.dtype.size())
+            && t.numel() >= (rows - 1) * stride + width)
+}
+
+fn own_operands(op: &Attention, q: &Tensor, own: &OwnArguments) -> PyResult<Own> {
+    let (tensors, stride, interleaved, early) = own;
+    let [key, value, cos, sin, rope_positions, slots] = &tensors[..] else {
+        return Err(PyValueError::new_err("six tensors of own keys and values"));
+    };
+    let width = op.pages.heads * op.pages.head_dim;
+    let (&[table_rows, half], true) = (&cos.shape[..], cos.shape == sin.shape) else {
+        return Err(PyValueError::new_err("cos and sin must be [S, R/2]"));
+    };
+    let fits = covers(key, op.tokens, *stride, width)
+        && covers(value, op.tokens, *stride, width)
+        && key.dtype == q.dtype
+        && value.dtype == q.dtype
+        && cos.dtype == DType::F32
+        && sin.dtype == DType::F32
+        && 2 * half <= op.pages.head_dim
+        && op.tokens <= op.batch;
+    let counts = [rope_positions, slots]
+        .iter()
+        .all(|t| t.dtype == DType::I64 && t.numel() == op.tokens);
+    if !(fits && counts) {
+        return Err(PyValueError::new_err(
+            "own keys and values, tables, positions or slots do not fit the queries",
+        ));
+    }
+    Ok(Own {
+        key: key.ptr,
+        value: value.ptr,
+        stride: *stride,
+        cos: cos.ptr,
+        sin: sin.ptr,
+        table_rows,
+        rotated: 2 * half,
+        interleaved: *interleaved,
+        rope_positions: rope_positions.ptr,
+        slots: slots.ptr,
+        early: *early,
+    })
+}
+
+/// (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over `max_keys`
+/// keys; `own`: the tokens' keys and values are not in the pages yet.
 #[pyfunction]
 fn cuda_attention_plan(
     py: Python<'_>,
@@ -217,10 +273,12 @@ fn cuda_attention_plan(
     batch: usize,
     max_pages: usize,
     max_keys: usize,
-) -> PyResult<(&'static str, usize, usize)> {
+    own: bool,
+) -> PyResult<(&'static str, usize, usize, usize)> {
     let pages = pages.get();
     let op = Attention {
         q: 0,
+        q_stride: 0,
         out: 0,
         element: 0,
         tokens,
@@ -236,21 +294,24 @@ fn cuda_attention_plan(
         scale: 1.0,
         window: 0,
         softcap: 0.0,
+        own: own.then_some(Own::default()),
     };
     let plan = attention::plan(pages.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
     let mode = match plan.mode {
         Mode::Decode => "decode",
         Mode::Prefill => "prefill",
     };
-    Ok((mode, plan.splits, plan.workspace))
+    Ok((mode, plan.chunks, plan.workspace(), plan.tickets))
 }
 
-/// See `exl_kernels.attention_cuda`; `workspace`: what the plan asks for, float32, or None in prefill.
+/// See `exl_kernels.attention_cuda`; q: flat, `q_stride` elements between tokens; workspace (float32) and tickets (int32 zeros): at
+/// least what the plan asks for.
 #[pyfunction]
-#[pyo3(signature = (q, pages, block_table, rows, positions, scale, window, softcap, key_mask, out, splits, workspace, stream, programmatic))]
+#[pyo3(signature = (q, q_stride, pages, block_table, rows, positions, scale, window, softcap, key_mask, own, out, max_keys, workspace, tickets, stream, programmatic))]
 fn cuda_paged_attention(
     py: Python<'_>,
     q: Tensor,
+    q_stride: usize,
     pages: &Bound<'_, Pages>,
     block_table: Tensor,
     rows: Tensor,
@@ -259,9 +320,11 @@ fn cuda_paged_attention(
     window: usize,
     softcap: f32,
     key_mask: Option<Tensor>,
+    own: Option<OwnArguments>,
     out: Tensor,
-    splits: usize,
+    max_keys: usize,
     workspace: Option<Tensor>,
+    tickets: Option<Tensor>,
     stream: usize,
     programmatic: bool,
 ) -> PyResult<()> {
@@ -275,36 +338,38 @@ fn cuda_paged_attention(
     ];
     all.extend(key_mask.iter().map(|t| ("key_mask", t)));
     all.extend(workspace.iter().map(|t| ("workspace", t)));
+    all.extend(tickets.iter().map(|t| ("tickets", t)));
+    all.extend(own.iter().flat_map(|o| &o.0).map(|t| ("own keys", t)));
     let to = pages.target(&all, stream, programmatic)?;
     let tables = [&block_table, &rows, &positions];
-    let op = operands(
+    let options = (scale, window, softcap);
+    let mut op = operands(
         pages,
-        &q,
+        (&q, q_stride),
         &out,
         tables,
         key_mask.as_ref(),
-        (scale, window, softcap),
+        options,
     )?;
-    let dim = attention::padded(op.pages.head_dim);
-    let plan = Plan {
-        mode: if workspace.is_some() {
-            Mode::Decode
-        } else {
-            Mode::Prefill
-        },
-        splits,
-        workspace: op.tokens * op.q_heads * splits * (dim + 2),
+    op.own = own.as_ref().map(|o| own_operands(&op, &q, o)).transpose()?;
+    let plan = attention::plan(to.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
+    let holds = |t: &Option<Tensor>, dtype: DType, count: usize| match t {
+        Some(t) => t.dtype == dtype && t.numel() >= count && t.ptr % 16 == 0,
+        None => count == 0,
     };
-    if let Some(space) = &workspace
-        && (space.dtype != DType::F32 || space.numel() < plan.workspace || space.ptr % 16 != 0)
+    if !holds(&workspace, DType::F32, plan.workspace())
+        || !holds(&tickets, DType::I32, plan.tickets)
     {
-        return Err(PyValueError::new_err(
-            "workspace too small, unaligned or not float32",
-        ));
+        return Err(PyValueError::new_err(format!(
+            "workspace or tickets too small, unaligned or of another type: {} float32 and {} int32 are needed",
+            plan.workspace(),
+            plan.tickets
+        )));
     }
-    let address = workspace.as_ref().map_or(0, |w| w.ptr);
+    let address = |t: &Option<Tensor>| t.as_ref().map_or(0, |t| t.ptr);
+    let memory = [address(&workspace), address(&tickets)];
     // SAFETY: as in `cuda_kv_transfer`.
-    py.detach(|| unsafe { attention::attend(to, &op, &plan, address) })
+    py.detach(|| unsafe { attention::attend(to, &op, &plan, memory) })
         .map_err(|e| device_error(py, &e))
 }
 

@@ -2,8 +2,8 @@
 
 Halves enter the matrix products (queries and softmax weights are rounded to half, Hadamard codes times their scale
 too), sums and softmax are float32. The order of arithmetic depends on a token's own position only
-(kernels/attention.cuh): a token's result is the same to the bit alone or in a batch, in any chunking and at any page
-placement, and the two kernels (one for few tokens, one for many) give the same bits, so that no setting is needed.
+(kernels/attention_common.cuh): a token's result is the same to the bit alone or in a batch, in any chunking and at any
+page placement, and the kernels (for few tokens, for many) give the same bits, so that no setting is needed.
 
 Nothing is read back from the GPU: what the CPU refuses (slots, rows, positions, page numbers out of range) is passed
 over here: such slots are not stored and load as zeros, such rows see nothing, such pages read as zeros.
@@ -11,6 +11,9 @@ over here: such slots are not stored and load as zeros, such rows see nothing, s
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,10 +28,31 @@ from .errors import DTypeError, ShapeError
 if TYPE_CHECKING:
     from .kv import KVPages
 
-__all__ = ["load_kv", "paged_attention", "store_kv"]
+__all__ = ["attend_own", "counters", "load_kv", "paged_attention", "store_kv"]
 
-WORKSPACE_FLOATS = 1 << 26
-"""Most floats that one launch's partial results take (256 MiB); more tokens are done one part after another."""
+_by_stream: dict[tuple[torch.device, int], Tensor] = {}
+"""Counters by device and stream: zero before and after every launch, so one tensor serves all launches of a stream."""
+
+_current = threading.local()
+
+
+@contextlib.contextmanager
+def counters(device: torch.device | str) -> Iterator[Tensor]:
+    """Within it, launches of this thread on that GPU count in the tensor it gives; for capturing graphs.
+
+    Launches that share counters must not run at the same time. Without this, launches of one stream share a tensor, and
+    every captured launch fills its own with zeros first, which takes longer than what the counters save. Keep the
+    tensor as long as the graph.
+    """
+    place = torch.device(device)
+    blocks = 2 * torch.cuda.get_device_properties(place).multi_processor_count
+    held = torch.zeros(16 * (blocks + 1), dtype=torch.int32, device=place)  # a tile has at most 16 tokens
+    before = getattr(_current, "counters", None)
+    _current.counters = held
+    try:
+        yield held
+    finally:
+        _current.counters = before
 
 
 def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -77,32 +101,119 @@ def paged_attention(
     tokens, q_heads = q.shape[:2]
     if not tokens:
         return out
-    block_table, rows, positions = block_table.contiguous(), rows.contiguous(), positions.contiguous()
+    q_stride = q_heads * q.shape[2]
+    table, rows, positions = block_table.contiguous(), rows.contiguous(), positions.contiguous()
     key_mask = None if key_mask is None else key_mask.contiguous()
-    native, stream = pages.native(), stream_of(q)
-    batch, max_pages = block_table.shape
-    limit = max_pages * pages.page_size if max_keys is None else max_keys
-    _, splits, floats = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit)
-    part = tokens if floats <= WORKSPACE_FLOATS else max(1, tokens * WORKSPACE_FLOATS // floats)
-    space = torch.empty(floats * part // tokens, dtype=torch.float32, device=q.device) if floats else None
-    for i in range(0, tokens, part):
-        _native.cuda_paged_attention(
-            q[i : i + part],
-            native,
-            block_table,
-            rows[i : i + part],
-            positions[i : i + part],
-            scale,
-            window,
-            softcap,
-            key_mask,
-            out[i : i + part],
-            splits,
-            space,
-            stream,
-            programmatic_launch(),
-        )
+    options = (scale, window, softcap)
+    _launch((q, q_stride), pages, (table, rows, positions), options, key_mask, None, out, max_keys)
     return out
+
+
+def attend_own(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: KVPages,
+    block_table: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rope_positions: Tensor,
+    *,
+    scale: float,
+    interleaved: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+    key_mask: Tensor | None = None,
+    out: Tensor | None = None,
+    max_keys: int | None = None,
+    early: bool = False,
+) -> Tensor:
+    """`apply_rope` on q and k, `store_kv` of k and v, `paged_attention` of q: one launch, the same bits; GPU only.
+
+    For steps of one token a row of the batch: no two tokens share a row of the block table. q [T, Hq, D], k and v
+    [T, H, D] are of one float type; each may be a view of wider rows (of one fused product of q, k and v), k and v with
+    the same stride between tokens; they are read, not rewritten. slots, rope_positions: int64 [T] as in `store_kv` and
+    `apply_rope` (slot -1: not stored; but the token sees its own key where `positions` says, whether stored or not);
+    cos, sin: float32 [S, R/2] with R <= D (R = 0: nothing is rotated); the rest, and the result [T, Hq, D], as in
+    `paged_attention`. Key of position p must belong in the slot that block_table says.
+
+    early: everything but q, k, v (so: tables, positions, slots, stored keys of earlier positions) may be read before
+    the launches right before this one have ended. Only for callers that know all of it to be written before, such as
+    by work before the launch of the captured graph that this is part of.
+    Capturable: allocates only `out` (if not given) and a workspace, reads nothing back. Raises ShapeError, DTypeError.
+    """
+    what = "attend_own"
+    require_dtype(f"{what}: q", q, torch.float16, torch.bfloat16, torch.float32)
+    _one_device(what, pages, q, k, v, block_table, rows, positions, slots, cos, sin, rope_positions, key_mask)
+    if q.dim() != 3 or q.shape[1] % pages.heads or q.shape[2] != pages.head_dim:
+        raise ShapeError(f"{what}: q {tuple(q.shape)}, expected [T, n x {pages.heads}, {pages.head_dim}]")
+    for name, tensor in (("k", k), ("v", v)):
+        require_shape(f"{what}: {name}", tensor, (q.shape[0], pages.heads, pages.head_dim))
+        require_dtype(f"{what}: {name}", tensor, q.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    require_shape(f"{what}: out", out, tuple(q.shape))
+    if not q.shape[0]:
+        return out
+    if k.stride(0) != v.stride(0) and q.shape[0] > 1:
+        raise ShapeError(
+            f"{what}: k and v are {k.stride(0)} and {v.stride(0)} elements a token apart; expected one stride"
+        )
+    flat = [_flat(what, name, t) for name, t in (("q", q), ("k", k), ("v", v))]
+    tensors = [flat[1][0], flat[2][0], cos.contiguous(), sin.contiguous(), rope_positions, slots]
+    own = (tensors, flat[1][1], interleaved, early)
+    try:
+        _launch(flat[0], pages, (block_table, rows, positions), (scale, window, softcap), key_mask, own, out, max_keys)
+    except ValueError as error:
+        raise ShapeError(f"{what}: {error}") from None
+    return out
+
+
+def _flat(what: str, name: str, t: Tensor) -> tuple[Tensor, int]:
+    """Rows [T, H, D] as one dimension, and the elements between them."""
+    heads, dim = t.shape[1:]
+    if t.stride(2) != 1 or (heads > 1 and t.stride(1) != dim):
+        raise ShapeError(f"{what}: {name} has strides {t.stride()}; expected heads side by side")
+    stride = t.stride(0) if t.shape[0] > 1 else heads * dim
+    return t.as_strided(((t.shape[0] - 1) * stride + heads * dim,), (1,)), stride
+
+
+def _launch(
+    q: tuple[Tensor, int],
+    pages: KVPages,
+    tables: tuple[Tensor, Tensor, Tensor],
+    options: tuple[float, int, float],
+    key_mask: Tensor | None,
+    own: tuple[list[Tensor], int, bool, bool] | None,
+    out: Tensor,
+    max_keys: int | None,
+) -> None:
+    native, stream = pages.native(), stream_of(out)
+    tokens, q_heads = out.shape[:2]
+    batch, max_pages = tables[0].shape
+    limit = max_pages * pages.page_size if max_keys is None else max_keys
+    _, _, floats, count = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit, own is not None)
+    space = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
+    tickets = _zeros(out.device, stream, count) if count else None
+    _native.cuda_paged_attention(
+        *q, native, *tables, *options, key_mask, own, out, limit, space, tickets, stream, programmatic_launch()
+    )
+
+
+def _zeros(device: torch.device, stream: int, count: int) -> Tensor:
+    """At least `count` int32 zeros that only launches on this stream use."""
+    current = getattr(_current, "counters", None)
+    if current is not None and current.device == device and current.numel() >= count:
+        return current  # type: ignore[no-any-return]
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    held = _by_stream.get((device, stream))
+    if held is None or held.numel() < count:
+        held = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
+        _by_stream[(device, stream)] = held
+    return held
 
 
 def _one_device(what: str, pages: KVPages, *tensors: Tensor | None) -> None:

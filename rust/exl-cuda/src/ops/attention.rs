@@ -19,6 +19,9 @@ const PREFILL_ROWS: usize = 64;
 /// Decode blocks that a launch wants for each multiprocessor.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 2;
 
+/// Most floats of parts: beyond, one block does a tile alone (256 MiB).
+const MOST_PARTS: usize = 1 << 26;
+
 /// Padded head dimensions that kernels exist for.
 const DIMS: [usize; 3] = [64, 128, 256];
 
@@ -60,7 +63,7 @@ pub struct Attention {
 }
 
 /// The tokens' own keys and values, to be rotated, stored and attended to; queries are rotated too.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Own {
     /// `[tokens, pages.heads, head_dim]` of the queries' type; `stride` elements between tokens
     pub key: usize,
@@ -90,6 +93,8 @@ pub struct Plan {
     groups: usize,
     tile_rows: usize,
     dim: usize,
+    /// No key at or beyond it is looked at.
+    key_limit: usize,
     /// Counters (u32) the launch needs, zero before and after it.
     pub tickets: usize,
 }
@@ -151,6 +156,7 @@ struct Argument {
     chunks: i32,
     part_slots: i32,
     ring: i32,
+    key_limit: i32,
     scale: f32,
     softcap: f32,
 }
@@ -211,7 +217,12 @@ fn decode_rest(kind: Kind, dim: usize, column_tiles: usize) -> usize {
         let (row, scales) = packed(codec, dim);
         (row + scales).next_multiple_of(16)
     };
-    columns * dim * 2 + 1024 * column_tiles + 16 * columns + own(kind.key) + own(kind.value) + 16 * dim
+    columns * dim * 2
+        + 1024 * column_tiles
+        + 16 * columns
+        + own(kind.key)
+        + own(kind.value)
+        + 16 * dim
 }
 
 /// Stages of a ring: as many as leave room for another block or two on a multiprocessor, at most eight.
@@ -249,7 +260,8 @@ pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaEr
     let dim = padded(op.pages.head_dim);
     let group = op.q_heads / op.pages.heads;
     let multiprocessors = device.info.multiprocessors as usize;
-    let keys = max_keys.min(op.max_pages * op.pages.page_size);
+    let capacity = op.max_pages * op.pages.page_size;
+    let keys = max_keys.min(capacity);
     let warps = prefill_warps(dim);
     let rows_of_sequence = op.tokens.div_ceil(op.batch.max(1)) * group;
     let blocks = (op.tokens * group).div_ceil(ROWS * warps) * op.pages.heads;
@@ -263,35 +275,35 @@ pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaEr
             groups: 0,
             tile_rows: 0,
             dim,
+            key_limit: capacity,
             tickets: 0,
         });
     }
     let (tile_heads, tile_tokens, head_tiles) = tile(op, 1);
     let groups = op.tokens.div_ceil(tile_tokens) * op.pages.heads * head_tiles;
     let units = keys.div_ceil(UNIT).max(1);
-    let chunks = (BLOCKS_PER_MULTIPROCESSOR * multiprocessors)
+    let tile_rows = tile_heads * tile_tokens;
+    // Keys begin at any unit (a window): one split more than they fill.
+    let splits = units.div_ceil(SPLIT_UNITS) + 1;
+    let wanted = (BLOCKS_PER_MULTIPROCESSOR * multiprocessors)
         .div_ceil(groups.max(1))
         .min(units);
-    // A window or a page boundary may cut one unit or split more than the keys fill.
-    let splits = units.div_ceil(SPLIT_UNITS) + 1;
-    let part_slots = if chunks == 1 {
-        0
-    } else {
-        splits.max(chunks.min(UNIT_PARTS))
-    };
+    let slots = splits.max(wanted.min(UNIT_PARTS));
+    let shared = wanted > 1 && groups * slots * tile_rows * dim <= MOST_PARTS;
     Ok(Plan {
         mode: Mode::Decode,
-        chunks,
-        part_slots,
+        chunks: if shared { wanted } else { 1 },
+        part_slots: if shared { slots } else { 0 },
         groups,
-        tile_rows: tile_heads * tile_tokens,
+        tile_rows,
         dim,
-        tickets: groups * tile_tokens,
+        key_limit: if shared { keys } else { capacity },
+        tickets: if shared { groups * tile_tokens } else { 0 },
     })
 }
 
-/// Attention of every token over its sequence's keys. `workspace`: device memory of [`Plan::workspace`] floats, aligned to 16 bytes;
-/// `tickets`: of [`Plan::tickets`] zeros.
+/// Attention of every token over its sequence's keys. `memory`: device memory of [`Plan::workspace`] floats, aligned to 16
+/// bytes, and of [`Plan::tickets`] zeros.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch; no other launch may use
@@ -300,8 +312,7 @@ pub unsafe fn attend(
     to: Target,
     op: &Attention,
     plan: &Plan,
-    workspace: usize,
-    tickets: usize,
+    memory: [usize; 2],
 ) -> Result<(), CudaError> {
     if op.tokens == 0 || op.q_heads == 0 {
         return Ok(());
@@ -330,7 +341,7 @@ pub unsafe fn attend(
     } else {
         (prefill_name(kind, dim), prefill_bytes(kind, dim))
     };
-    let argument = argument(op, plan, [workspace, tickets], (tile_heads, tile_tokens), ring)?;
+    let argument = argument(op, plan, memory, (tile_heads, tile_tokens), ring)?;
     let launch = Launch {
         kernel: &kernel,
         grid: [
@@ -402,6 +413,7 @@ fn argument(
         chunks: index32("chunks", plan.chunks)?,
         part_slots: index32("part slots", plan.part_slots)?,
         ring: index32("ring", ring)?,
+        key_limit: index32("keys", plan.key_limit)?,
         scale: op.scale,
         softcap: op.softcap,
     })
@@ -419,7 +431,11 @@ mod tests {
                     for per_block in [64 * 1024, 99 * 1024, 227 * 1024] {
                         let ring = decode_ring(kind, dim, tiles, per_block);
                         let bytes = ring * slot_bytes(kind, dim) + decode_rest(kind, dim, tiles);
-                        assert!(bytes <= per_block.max(99 * 1024), "{} {dim} {tiles}", kind.name);
+                        assert!(
+                            bytes <= per_block.max(99 * 1024),
+                            "{} {dim} {tiles}",
+                            kind.name
+                        );
                     }
                 }
                 assert!(prefill_bytes(kind, dim) <= 227 * 1024);

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from exl_kernels.attention_cuda import counters
+
 from ..attn_params import PagedParams
 from ..errors import DeviceError
 from ..modules import Head, Intervention, Step
@@ -52,7 +54,7 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: StepInputs
     logits: Tensor  # float32 [tokens, padded vocabulary]
-    kept: tuple[Tensor, ...]  # rope tables
+    kept: tuple[Tensor, ...]  # rope tables, counters of attention
 
 
 class DecodeGraphs:
@@ -193,7 +195,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), counters(device) as held:
             body()  # every row is padding: it is stored nowhere
             stream.synchronize()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -204,7 +206,7 @@ class DecodeGraphs:
                 raise
             graph.capture_end()
         current.wait_stream(stream)
-        return _Graph(graph, inputs, logits, (step.cos, step.sin, *(step.alt or ())))
+        return _Graph(graph, inputs, logits, (step.cos, step.sin, *(step.alt or ()), held))
 
     def _logits_of(self, tokens: int, columns: int, device: torch.device) -> Tensor:
         """One buffer for all steps of a size: a step's logits hold until the next step."""
