@@ -321,7 +321,7 @@ class OwnStep:
             flat[self.slots[self.slots >= 0]] = torch.nan if t.dtype == torch.float16 else 0xFF
 
     def apart(self, **options: Any) -> Tensor:
-        q, k, v = (t.contiguous() for t in self.parts())
+        q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in self.parts())
         for t in (q, k):
             if self.rotated:
                 apply_rope(t, self.cos, self.sin, self.rope_positions, interleaved=self.interleaved)
