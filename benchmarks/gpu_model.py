@@ -141,6 +141,7 @@ def build(shape_name: str, recipe_name: str, max_seq_len: int, device: str = "cu
             if hasattr(module, "_fuse"):
                 module.block = module._fuse()
     model.device = place
+    model.placement.names = [device] * len(model.modules)
     model.cache_map = {m.layer_idx: device for m in model.modules if isinstance(m, Attention)}
     model.loaded = True
     return model

@@ -68,6 +68,7 @@ class DecodeGraphs:
         self._model = weakref.ref(model)
         self._graphs: dict[tuple[int, ...], dict[Bucket, _Graph]] = {}
         self._logits: dict[int, Tensor] = {}
+        self._plan: DecodePlan | str | None = None
         self._pool: Any = None
         self._refused: str | None = None
         self._exact_batch = False
@@ -116,6 +117,7 @@ class DecodeGraphs:
         """Forget every captured step and give its memory back."""
         self._drop(list(self._graphs))
         self._logits.clear()
+        self._plan = None
         self._checked = False
         self._refused = self.reason = None
 
@@ -145,8 +147,10 @@ class DecodeGraphs:
         rows = batch if self._exact_batch else next(b for b in BATCHES if b >= batch)
         if rows * q_len > MAX_TOKENS:
             rows = batch
-        pages = 1 << (-(-longest // page_size) - 1).bit_length()
-        return Bucket(rows, q_len, min(pages, places), page_size)
+        pages = -(-longest // page_size)
+        # Four buckets an octave: a launch is planned for all of its bucket's keys.
+        grain = 1 << max(0, (pages - 1).bit_length() - 3)
+        return Bucket(rows, q_len, min(-(-pages // grain) * grain, places), page_size)
 
     def _captured(self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, bucket: Bucket) -> _Graph | None:
         key = _place(cache, bucket.page_size)
@@ -177,7 +181,9 @@ class DecodeGraphs:
         assert isinstance(head, Head)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
 
-        plan = plan_of(model)
+        if self._plan is None:
+            self._plan = plan_of(model)
+        plan = self._plan
         self.plan_reason = plan if isinstance(plan, str) else None
 
         def body() -> None:

@@ -3,6 +3,9 @@
 A plan is read off the loaded modules. It covers the Llama shape: RMS norms before attention and before a gated MLP,
 nothing else between. Whatever a module has beyond that makes the plan refuse, and the step is captured as the modules'
 own forward pass. Results are the modules' own to the bit.
+
+Of few rows a layer is five launches: norm and q, k, v; rotation, storing and attention; o and residual; norm, gate, up
+and activation; down and residual. Where the matrices do not allow that, or the rows are more, it is ten.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from torch import Tensor
 
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
+from exl_kernels.attention_cuda import attend_own
 from exl_kernels.fused import add_rms_norm, embed, rope_store
+from exl_kernels.fused_linear import Activation, FusedLinear
+from exl_kernels.fused_linear import Norm as InputNorm
 from exl_kernels.norm import rms_norm
 
-from ..modules import Attention, Embedding, GatedMLP, Head, Linear, Module, RMSNorm, Step
-from ..modules.norm import Norm
+from ..modules import Attention, Embedding, GatedMLP, Head, Linear, Module, Norm, RMSNorm, Step
 
 if TYPE_CHECKING:
     from ..model import ExLlamaV2
@@ -32,13 +37,53 @@ _MLP = {"key", "layer_idx", "norm", "gate_proj", "up_proj", "down_proj", "activa
 _NORM = {"key", "shapes", "eps", "weight", "offset"}
 _EMBEDDING = {"key", "vocab_size", "hidden_size", "scale", "weight"}
 
+FEW = 8
+"""Rows up to which products are joined with what stands around them (the ring kernel's)."""
+
+
+class _Layer:
+    """Attention and MLP of one layer, and their joined products."""
+
+    def __init__(self, attention: Attention, mlp: GatedMLP) -> None:
+        a, m = attention, mlp
+        self.attention, self.mlp = a, m
+        self.norms = (_rms(a.norm), _rms(m.norm))
+        self.qkv = _joined(a.q_proj, a.k_proj, a.v_proj, norm=self.norms[0])
+        self.o = _joined(a.o_proj)
+        self.gate_up = _joined(m.gate_proj, m.up_proj, norm=self.norms[1], activation=m.activation)
+        self.down = _joined(m.down_proj)
+
+    def join(self, rows: int) -> bool:
+        """Whether the products of `rows` rows are one launch each (the last may be two, at the same cost)."""
+        return all(rows <= getattr(joined, "_ring_rows", 0) for joined in (self.qkv, self.o, self.gate_up))
+
+    def run_joined(self, x: Tensor, step: Step) -> None:
+        """x [T, hidden] half, changed in place."""
+        a, rows = self.attention, x.shape[0]
+        qkv = self.qkv(x, x.new_empty(rows, self.qkv.out_features)).view(rows, -1, a.head_dim)
+        heads, kv_heads = a.num_attention_heads, a.num_key_value_heads
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        self.o(_attend(a, q, k, v, step).view(rows, -1), x, residual=x)
+        gated = self.gate_up(x, x.new_empty(rows, self.gate_up.out_features))
+        self.down(gated, x, residual=x)
+
+    def run(self, x: Tensor, h: Tensor, following: RMSNorm, step: Step) -> None:
+        """h = norm(x) on the way in, `following`(x) on the way out; both changed in place."""
+        a, m, rows = self.attention, self.mlp, x.shape[0]
+        q, k, v = (p.quant.matmul(h).view(rows, -1, a.head_dim) for p in (a.q_proj, a.k_proj, a.v_proj))
+        y = a.o_proj.quant.matmul(_attend(a, q, k, v, step).view(rows, -1))
+        add_rms_norm(x, y, _weight(self.norms[1]), self.norms[1].eps, out=h)
+        gate, up = m.gate_proj.quant.matmul(h), m.up_proj.quant.matmul(h)
+        y = m.down_proj.quant.matmul(gated_activation(gate, up, m.activation, out=gate))
+        add_rms_norm(x, y, _weight(following), following.eps, out=h)
+
 
 class DecodePlan:
-    """One step of few tokens: 11 launches a layer where the modules make 15."""
+    """One step of few tokens."""
 
     def __init__(self, embedding: Embedding, layers: Sequence[tuple[Attention, GatedMLP]], norm: RMSNorm, head: Head):
         self._embedding = embedding
-        self._layers = layers
+        self._layers = [_Layer(attention, mlp) for attention, mlp in layers]
         self._norm = norm
         self._head = head
 
@@ -46,43 +91,64 @@ class DecodePlan:
         """ids int64 [T] on the device; writes logits float32 [T, padded vocabulary]."""
         assert self._embedding.weight is not None
         x = embed(self._embedding.weight, ids, factor=self._embedding.scale)
-        norms = [*(n for pair in self._layers for layer in pair if isinstance(n := layer.norm, RMSNorm)), self._norm]
-        h = rms_norm(x, _weight(norms[0]), norms[0].eps)
-        for i, (attention, mlp) in enumerate(self._layers):
-            h = _add(x, _attend(attention, h, step), norms[2 * i + 1], h)
-            h = _add(x, _feed(mlp, h), norms[2 * i + 2], h)
+        if all(layer.join(x.shape[0]) for layer in self._layers):
+            for layer in self._layers:
+                layer.run_joined(x, step)
+            h = rms_norm(x, _weight(self._norm), self._norm.eps)
+        else:
+            first = [layer.norms[0] for layer in self._layers] + [self._norm]
+            h = rms_norm(x, _weight(first[0]), first[0].eps)
+            for layer, following in zip(self._layers, first[1:], strict=True):
+                layer.run(x, h, following, step)
         self._head.forward(h, step, out=logits)
 
 
-def _add(x: Tensor, y: Tensor, norm: RMSNorm, out: Tensor) -> Tensor:
-    return add_rms_norm(x, y, _weight(norm), norm.eps, out=out)
+def _joined(*linears: Linear, norm: RMSNorm | None = None, activation: Activation | None = None) -> FusedLinear:
+    before = None if norm is None else InputNorm(_weight(norm), norm.eps)
+    return FusedLinear([linear.quant for linear in linears], norm=before, activation=activation, max_rows=FEW)
 
 
-def _attend(m: Attention, h: Tensor, step: Step) -> Tensor:
-    tokens = h.shape[0]
-    q = m.q_proj.quant.matmul(h).view(tokens, m.num_attention_heads, m.head_dim)
-    k = m.k_proj.quant.matmul(h).view(tokens, m.num_key_value_heads, m.head_dim)
-    v = m.v_proj.quant.matmul(h).view(tokens, m.num_key_value_heads, m.head_dim)
-    pages, (cos, sin) = step.pages(m.layer_idx), step.table(m.rope)
-    rope_store(pages, q, k, v, cos, sin, step.rope_positions, step.slots, interleaved=m.interleaved)
-    mixed = paged_attention(
+def _attend(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+    """Rotation, storing and attention: one launch where a row is one token."""
+    return _attend_one(a, q, k, v, step) if step.q_len == 1 else _attend_many(a, q, k, v, step)
+
+
+def _attend_one(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+    return attend_own(
+        q,
+        k,
+        v,
+        step.pages(a.layer_idx),
+        step.block_table,
+        step.rows,
+        step.positions,
+        step.slots,
+        *step.table(a.rope),
+        step.rope_positions,
+        scale=a.scale,
+        interleaved=a.interleaved,
+        window=a.window,
+        softcap=a.softcap,
+        max_keys=step.max_keys,
+        # The step's tensors are older than the graph's launches, and so are all keys but the tokens' own.
+        early=True,
+    )
+
+
+def _attend_many(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+    q, k, v, pages = q.contiguous(), k.contiguous(), v.contiguous(), step.pages(a.layer_idx)
+    rope_store(pages, q, k, v, *step.table(a.rope), step.rope_positions, step.slots, interleaved=a.interleaved)
+    return paged_attention(
         q,
         pages,
         step.block_table,
         step.rows,
         step.positions,
-        scale=m.scale,
-        window=m.window,
-        softcap=m.softcap,
-        key_mask=None,
+        scale=a.scale,
+        window=a.window,
+        softcap=a.softcap,
         max_keys=step.max_keys,
     )
-    return m.o_proj.quant.matmul(mixed.view(tokens, -1))
-
-
-def _feed(m: GatedMLP, h: Tensor) -> Tensor:
-    gate, up = m.gate_proj.quant.matmul(h), m.up_proj.quant.matmul(h)
-    return m.down_proj.quant.matmul(gated_activation(gate, up, m.activation, out=gate))
 
 
 def _rms(norm: Norm | None) -> RMSNorm:

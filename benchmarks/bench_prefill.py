@@ -1,0 +1,98 @@
+"""A prompt on a GPU: tokens a second, share of the half-precision product rate of this card, time to the first token.
+
+    python benchmarks/bench_prefill.py [--case SHAPE:BITS:CACHE:TOKENS ...]
+
+Random weights of true shapes (gpu_model.py). The check of bench_step runs first; a failed one prints no speed. JSON
+lines of spec performance 7.3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+
+import torch
+from bench_step import CACHES, NAMES, PAGE, check, paged, replay_time
+from gpu_model import build
+from gpu_timing import emit, environment
+
+from exl_core import ExLlamaV2
+from exl_core.modules import Embedding
+
+DEFAULT = ["8b:4.0:fp16:2048"]
+
+
+def product_rate() -> float:
+    """FLOP a second of torch's half-precision product of 2,048 rows."""
+    a, b = (torch.randn(n, k, device="cuda").half() for n, k in ((2048, 8192), (8192, 8192)))
+    us, _, _ = replay_time(lambda: torch.nn.functional.linear(a, b))
+    return 2.0 * a.shape[0] * b.numel() / (us * 1e-6)
+
+
+def measure(model: ExLlamaV2, kind: str, tokens: int, rate: float) -> dict[str, object]:
+    """Medians of a whole prompt in one chunk, its last token's logits brought to the host."""
+    pages = -(-tokens // PAGE) + 1
+    cache = CACHES[kind](model, max_seq_len=pages * PAGE)
+    params = paged(cache, 1, 0, tokens)
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens))
+    taken = []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        logits = model.forward_chunk(ids, cache, attn_params=params, last_id_only=True)["logits"]
+        int(logits.argmax())
+        taken.append(time.perf_counter() - begin)
+    first, taken = taken[0], sorted(taken[2:])
+    seconds = taken[len(taken) // 2]
+    weights = sum(
+        linear.in_features * linear.out_features
+        for module in model.modules[1:-1]
+        if not isinstance(module, Embedding)
+        for linear in module.submodules()
+    )
+    work = 2.0 * weights * tokens
+    return {
+        "tokens": tokens,
+        "p50_us": seconds * 1e6,
+        "first_us": first * 1e6,
+        "tok_s": tokens / seconds,
+        "tflop_s": work / seconds / 1e12,
+        "pct_product_rate": 100.0 * work / seconds / rate,
+        "memory_bytes": torch.cuda.max_memory_reserved(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", help="SHAPE:BITS:CACHE:TOKENS, e.g. 8b:4.0:fp16:2048")
+    args = parser.parse_args()
+    if not check():
+        sys.exit("the check failed: no speed is printed")
+    rate, about = product_rate(), environment()
+    model: ExLlamaV2 | None = None
+    built: list[str] = []
+    for shape, bits, kind, tokens in sorted(case.split(":") for case in args.case or DEFAULT):
+        if built != [shape, bits]:
+            model = None
+            gc.collect()
+            torch.cuda.empty_cache()
+            model, built = build(shape, bits, 32768), [shape, bits]
+        assert model is not None
+        emit(
+            {
+                "bench": "prefill",
+                **about,
+                "model_shape": NAMES.get(shape, shape),
+                "bpw": bits,
+                "cache": kind,
+                "batch": 1,
+                "product_tflop_s": rate / 1e12,
+                **measure(model, kind, int(tokens), rate),
+            }
+        )
+
+
+if __name__ == "__main__":
+    main()
