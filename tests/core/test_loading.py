@@ -302,6 +302,82 @@ def test_file_truncated_after_prepare(lab: Any) -> None:
     assert not any(m.loaded for m in model.modules)
 
 
+@pytest.mark.covers("core.md: loading")
+def test_file_replaced_after_prepare(lab: Any) -> None:
+    """Another file under the same name, even of the same size and layout, is not the one whose header was checked."""
+    folder, other = lab.write(seed=1), lab.write(seed=2)
+    model = ExLlamaV2(ExLlamaV2Config(folder))
+    os.replace(other / "model.safetensors", folder / "model.safetensors")
+    with pytest.raises(errors.FormatError, match=r"model\.safetensors: the file changed"):
+        model.load()
+    assert not any(m.loaded for m in model.modules)
+    model.config.prepare()
+    model.load()
+    (folder / "model.safetensors").unlink()
+    again = ExLlamaV2(model.config)
+    with pytest.raises(errors.FormatError, match=r"model\.safetensors: cannot be read"):
+        again.load()
+
+
+def test_file_written_to_while_it_is_read(lab: Any) -> None:
+    folder = lab.write()
+    model = ExLlamaV2(ExLlamaV2Config(folder))
+
+    def touch(index: int, total: int) -> None:
+        if index == 3:
+            os.utime(folder / "model.safetensors", ns=(1, 1))
+
+    with pytest.raises(errors.FormatError, match="the file changed"):
+        model.load(callback=touch)
+    assert not any(m.loaded for m in model.modules)
+
+
+@pytest.mark.covers("core.md: safetensors")
+def test_links_to_weight_files(lab: Any, tmp_path: Path) -> None:
+    """As download caches lay models out: the folder holds links to files with other names."""
+    folder = lab.write(shards=3)
+    for i, file in enumerate(sorted(folder.iterdir())):
+        (tmp_path / f"blob{i}").write_bytes(file.read_bytes())
+        (tmp_path / "snapshot").mkdir(exist_ok=True)
+        (tmp_path / "snapshot" / file.name).symlink_to(tmp_path / f"blob{i}")
+    ids = lab.ids(1, 8)
+    assert torch.equal(lab.load(tmp_path / "snapshot").forward(ids), lab.load(folder).forward(ids))
+
+
+def test_what_the_model_does_not_use_is_said(lab: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lab.load(lab.write())
+    assert not caplog.records
+    tensors = lab.random_tensors(lab.config)
+    folder = lab.write_model(tmp_path / "deep", {**lab.config, "num_hidden_layers": 1}, tensors)
+    assert torch.isfinite(lab.load(folder).forward(lab.ids(1, 4))).all()
+    assert "9 tensors are not part of this model" in caplog.text
+    assert "model.layers.1.input_layernorm.weight" in caplog.text
+    caplog.clear()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    folder = lab.write_model(tmp_path / "old", lab.config, tensors)
+    lab.load(folder)
+    assert not caplog.records
+    with open(folder / "model.safetensors", "ab") as file:
+        file.write(b"12345")
+    lab.load(folder)
+    assert "5 bytes behind the last tensor are ignored" in caplog.text
+
+
+@pytest.mark.covers("core.md: safetensors")
+def test_reading_ahead_names_every_tensor_once_and_is_no_need(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(checkpoint.ReadAhead, "ask", lambda self, names: asked.extend(names))
+    for kind, changes in (("exl2", {}), ("gptq", {}), ("float", {"tie_word_embeddings": True})):
+        asked.clear()
+        config = ExLlamaV2Config(lab.write(kind=kind, shards=2, **changes))
+        ExLlamaV2(config).load()
+        loose = {name for name in config.tensor_file_map if "norm" in name}
+        assert sorted(set(asked)) == sorted(set(config.tensor_file_map) - loose)
+    monkeypatch.undo()
+    monkeypatch.delattr(os, "posix_fadvise")
+    assert lab.load(lab.write()).loaded
+
+
 def test_overlapping_tensors(lab: Any) -> None:
     folder = lab.write()
     file = folder / "model.safetensors"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -16,8 +18,12 @@ from ..errors import ConfigFileError, FormatError, MissingTensorError
 
 __all__ = ["Checkpoint", "TensorReader", "TensorSource"]
 
+log = logging.getLogger(__name__)
+
 MODULE_SUFFIXES = ("q_weight", "qweight", "weight")  # EXL2, GPTQ, float: the order in which a format is looked for
 ALIGNMENT = 64
+READ_AHEAD = 2 << 20  # bytes of one request: larger ones are cut short by the system
+USELESS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # tables that some exporters write beside the weights
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Checkpoint:
     folder: Path
     files: tuple[Path, ...]
     tensors: Mapping[str, TensorEntry]
+    stamps: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)  # which file it was, and when last written
 
     @classmethod
     def scan(cls, folder: Path, map_key: Callable[[str], str] = lambda key: key) -> Checkpoint:
@@ -35,14 +42,24 @@ class Checkpoint:
         if not files:
             raise ConfigFileError(f"No .safetensors files found in {folder}")
         tensors: dict[str, TensorEntry] = {}
+        stamps = {}
         for file in files:
-            for name, entry in read_safetensors_header(file).entries.items():
+            stamps[file] = _stamp(file)
+            entries = read_safetensors_header(file).entries
+            _warn_of_leftovers(file, entries)
+            for name, entry in entries.items():
                 key = map_key(name)
                 if key in tensors:
                     other = tensors[key].path.name
                     raise FormatError(f"{file}: tensor {key!r} is also in {other}; remove one of the two")
                 tensors[key] = entry
-        return cls(folder, files, tensors)
+        return cls(folder, files, tensors, stamps)
+
+    def check_unchanged(self) -> None:
+        """FormatError if a weight file is another one, or was written to, since its header was read."""
+        for file, stamp in self.stamps.items():
+            if _stamp(file) != stamp:
+                raise FormatError(f"{file}: the file changed after its header was read: call config.prepare() again")
 
     def has_module(self, key: str) -> bool:
         """Whether the files hold weights of the module `key`, in any format."""
@@ -54,6 +71,22 @@ class Checkpoint:
             return self.tensors[name]
         except KeyError:
             raise MissingTensorError(f"{self.folder}: no tensor {name} in {len(self.files)} weight file(s)") from None
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    try:
+        found = file.stat()
+    except OSError as e:
+        raise FormatError(f"{file}: cannot be read ({e.strerror or e})") from e
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _warn_of_leftovers(file: Path, entries: Mapping[str, TensorEntry]) -> None:
+    """Bytes behind the last tensor are no part of the model; whoever put them there may have meant something."""
+    end = max((entry.offset + entry.nbytes for entry in entries.values()), default=0)
+    size = file.stat().st_size
+    if entries and size > end:
+        log.warning("%s: %d bytes behind the last tensor are ignored", file, size - end)
 
 
 class TensorSource(Protocol):
@@ -76,6 +109,7 @@ class TensorReader:
     def __init__(self, checkpoint: Checkpoint, shared: Collection[str] = ()) -> None:
         self.checkpoint = checkpoint
         self.bytes_read = 0
+        self.used: set[str] = set()  # names that were read
         self._shared = frozenset(shared)
         self._remembered: dict[str, Tensor] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
@@ -94,7 +128,7 @@ class TensorReader:
             return self._remembered[name]
         entry = self.checkpoint.entry(name)
         tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
-        self._fill(tensor, entry)
+        self._fill(tensor, entry, name)
         if name in self._shared:
             self._remembered[name] = tensor
         return tensor
@@ -113,9 +147,48 @@ class TensorReader:
         for name, entry in entries.items():
             raw = self._staging[offsets[name] : offsets[name] + entry.nbytes]
             group[name] = raw.view(entry.torch_dtype).view(entry.shape)
-            self._fill(group[name], entry)
+            self._fill(group[name], entry, name)
         return group
 
-    def _fill(self, tensor: Tensor, entry: TensorEntry) -> None:
+    def _fill(self, tensor: Tensor, entry: TensorEntry, key: str) -> None:
+        self.used.add(key)
         read_into(entry.path, entry.offset, tensor, name=entry.name)
         self.bytes_read += entry.nbytes
+
+    def unused(self) -> list[str]:
+        """Names of the files that nothing has read, less those that are known to be of no use."""
+        return sorted(n for n in self.checkpoint.tensors if n not in self.used and not n.endswith(USELESS))
+
+
+class ReadAhead:
+    """Asks the operating system for file ranges before they are read, so that the disk works while matrices are
+    repacked. Costs no memory of this process. Without support of the system it does nothing.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._files: dict[Path, int] = {}
+
+    def ask(self, names: Collection[str]) -> None:
+        """Ask for the data of these tensors; returns at once."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for begin, end, path in sorted(self._ranges(names)):
+            try:
+                if path not in self._files:
+                    self._files[path] = os.open(path, os.O_RDONLY)
+                for offset in range(begin, end, READ_AHEAD):
+                    size = min(READ_AHEAD, end - offset)
+                    os.posix_fadvise(self._files[path], offset, size, os.POSIX_FADV_WILLNEED)
+            except OSError:  # the read itself will say what is wrong
+                return
+
+    def close(self) -> None:
+        """Forget the files."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def _ranges(self, names: Collection[str]) -> list[tuple[int, int, Path]]:
+        entries = [self._checkpoint.tensors[name] for name in names if name in self._checkpoint.tensors]
+        return [(e.offset, e.offset + e.nbytes, e.path) for e in entries]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
-from .checkpoint import Checkpoint, TensorReader
+from .checkpoint import Checkpoint, ReadAhead, TensorReader
+from .sizes import module_tensors
 
 if TYPE_CHECKING:
     from ..modules import Module
 
 __all__ = ["Callback", "CallbackGen", "check_callbacks", "load_modules", "progress_bar"]
+
+log = logging.getLogger(__name__)
+
+AHEAD = 256 << 20
 
 Callback = Callable[[int, int], Any]
 CallbackGen = Callable[[int, int], Generator[Any, Any, Any]]
@@ -49,16 +55,58 @@ def load_modules(
         if callback_gen is not None:
             yield from callback_gen(index, total)
 
+    ahead = _Ahead(modules, checkpoint)
     try:
+        checkpoint.check_unchanged()
         reader = TensorReader(checkpoint, shared)
         for index, (module, device) in enumerate(zip(modules, devices, strict=True)):
             yield from report(index)
+            ahead.advance(index)
             module.load(reader, device)
+        checkpoint.check_unchanged()
         yield from report(total)
     except BaseException:
         for module in modules:
             module.unload()
         raise
+    finally:
+        ahead.close()
+    _warn_of_unused(reader)
+
+
+def _warn_of_unused(reader: TensorReader) -> None:
+    names = reader.unused()
+    if names:
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        log.warning(
+            "%s: %d tensors are not part of this model and were left alone (%s); is config.json of the same model?",
+            reader.checkpoint.folder,
+            len(names),
+            shown,
+        )
+
+
+class _Ahead:
+    """Keeps the system reading AHEAD bytes in front of the module that is being loaded."""
+
+    def __init__(self, modules: Sequence[Module], checkpoint: Checkpoint) -> None:
+        self._names = module_tensors(modules, checkpoint)
+        self._sizes = [sum(checkpoint.tensors[n].nbytes for n in names) for names in self._names]
+        self._asked = 0  # modules asked for
+        self._system = ReadAhead(checkpoint)
+
+    def advance(self, index: int) -> None:
+        """Module `index` is about to be read."""
+        self._asked = max(self._asked, index)
+        while self._asked < len(self._names):
+            waiting = sum(self._sizes[index : self._asked])
+            if self._asked > index and waiting > AHEAD:
+                return
+            self._system.ask(self._names[self._asked])
+            self._asked += 1
+
+    def close(self) -> None:
+        self._system.close()
 
 
 def progress_bar(width: int = 40) -> Callback:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,15 @@ from .linears import EXL2_TENSORS, GPTQ_TENSORS
 if TYPE_CHECKING:
     from ..config import ExLlamaV2Config
 
-__all__ = ["CacheSize", "ModuleSize", "module_sizes", "rope_bytes", "state_bytes"]
+__all__ = [
+    "CacheSize",
+    "ModuleSize",
+    "cache_layer_bytes",
+    "module_sizes",
+    "module_tensors",
+    "rope_bytes",
+    "state_bytes",
+]
 
 # What the repacked form of a quantized matrix may take beyond the file's: measured 0.0 to 0.8 % on the CPU and 0.0 to
 # 3.1 % for a GPU, for matrices of a million weights and more.
@@ -61,6 +70,17 @@ def module_sizes(
         )
         for index, (module, own) in enumerate(zip(modules, weights, strict=True))
     ]
+
+
+def module_tensors(modules: Sequence[Module], checkpoint: Checkpoint) -> list[set[str]]:
+    """Names of the tensors that each module reads from the files. Missing ones are no error here."""
+    found: list[set[str]] = []
+    for module in modules:
+        names: set[str] = set()
+        with suppress(MissingTensorError):
+            _own_weights(module, checkpoint, "cpu", names)
+        found.append(names & set(checkpoint.tensors))
+    return found
 
 
 def cache_layer_bytes(config: ExLlamaV2Config, cache: CacheSize) -> int:
