@@ -145,8 +145,8 @@ def measure(common: dict[str, object], roof: float, shape: Shape) -> bool:
 def cases(quick: bool) -> list[Shape]:
     kinds: tuple[KVKind, ...] = ("fp16", "fp8", "q8", "q6", "q4")
     if quick:
-        found = [Shape(k, c) for k in ("fp16", "q4") for c in (256, 1024, 4096, 16384)]
-        found += [Shape(k, c, own=True) for k in ("fp16", "q4") for c in (256, 1024)]
+        found = [Shape(k, c) for k in ("fp16", "q4") for c in (64, 256, 1024, 4096, 16384)]
+        found += [Shape(k, c, own=True) for k in ("fp16", "q4") for c in (64, 256, 1024)]
         found += [Shape(k, 4096, batch=b) for k in ("fp16", "q4") for b in (8, 32)]
         return [*found, *(Shape(k, 2048, tokens=2048) for k in ("fp16", "q4"))]
     found = [Shape(k, c) for k in kinds for c in (256, 1024, 4096, 16384, 65536)]

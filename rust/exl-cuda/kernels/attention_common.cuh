@@ -14,8 +14,7 @@ struct Attention {  // mirrored in ops/attention.rs
   const __half *key_scales, *value_scales;
   const int *block_table, *rows, *positions;
   const float* key_mask;
-  float* parts;       // [tiles, key heads x head tiles, part slots, rows of a tile, padded head dim]: weighted sums
-  float2* states;     // [tiles, key heads x head tiles, part slots, rows of a tile]: largest logit, sum of weights
+  float* parts;       // [tiles, key heads x head tiles, part slots, rows of a tile, padded head dim + 4]: weighted sums; largest logit, sum of weights
   unsigned* tickets;  // [tiles, key heads x head tiles, tokens of a tile]: zero before and after
   // The tokens' own keys and values, not yet in the pages (else null), and how they and the queries are rotated and stored.
   const void *new_key, *new_value;
@@ -25,8 +24,8 @@ struct Attention {  // mirrored in ops/attention.rs
   int rotated, table_rows, interleaved, early;
   int element;  // of q, new keys and values and out: 0 half, 1 bfloat16, 2 float
   int tokens, q_heads, heads, dim, group, tile_heads, tile_tokens;
-  int page_size, max_pages, num_pages, batch, mask_width, window;
-  int chunks, part_slots, ring;  // blocks that share a tile's keys, parts they may leave, stages in shared memory
+  int page_size, page_shift, max_pages, num_pages, batch, mask_width, window;
+  int chunks, part_slots, ring;  // blocks that share a tile's keys, parts they may leave, units in shared memory
   int key_limit;  // no key at or beyond it is looked at
   float scale, softcap;
 };
@@ -49,17 +48,16 @@ struct Keys {
   int fresh;  // the key that is not in the pages yet, or -1
 };
 
-// Page row of a key for this head; -1: nothing to read, -2: somebody else puts it into the stage.
+// Page row of a key for this head, -1 where there is nothing to read.
 DEVICE int locate(const Attention& a, const Keys& keys, int head, int key) {
-  if (key < keys.from || key >= keys.to) return -1;
-  if (key == keys.fresh) return -2;
+  if (key < keys.from || key >= keys.to || key == keys.fresh) return -1;
   if (keys.mask && keys.mask[key] == -INFINITY) return -1;
-  const bool power = (a.page_size & (a.page_size - 1)) == 0;
-  const int index = power ? key >> (__ffs(a.page_size) - 1) : key / a.page_size, page = keys.pages[index];
+  const int index = a.page_shift >= 0 ? key >> a.page_shift : key / a.page_size, page = keys.pages[index];
   return (unsigned)page < (unsigned)a.num_pages ? (page * a.page_size + key - index * a.page_size) * a.heads + head : -1;
 }
 
 DEVICE int run_end(const Attention& a, int first, int end) {
+  if (first + 1 >= end) return end;
   const int row = a.rows[first], lane = threadIdx.x & 31;
   for (int base = first; base < end; base += 32) {
     const int token = base + lane;
@@ -73,6 +71,14 @@ DEVICE int run_end(const Attention& a, int first, int end) {
 DEVICE Keys run_keys(const Attention& a, int first, int end) {
   const int row = a.rows[first];
   int from = 0x7fffffff, to = 0, fresh = -1;
+  if (first + 1 == end) {
+    const int position = a.positions[first];
+    if (row >= 0 && row < a.batch) from = visible_from(a, position), to = visible_to(a, position), fresh = position;
+    if (from >= to) to = 0;
+    const bool here = to > 0;
+    return {a.block_table + (here ? (int64_t)row * a.max_pages : 0), here && a.key_mask ? a.key_mask + (int64_t)row * a.mask_width : nullptr,
+            here ? from : 0, to, a.new_key ? fresh : -1};
+  }
   if (row >= 0 && row < a.batch)
     for (int token = first + (threadIdx.x & 31); token < end; token += 32) {
       const int position = a.positions[token], begin = visible_from(a, position), stop = visible_to(a, position);
@@ -88,6 +94,9 @@ DEVICE Keys run_keys(const Attention& a, int first, int end) {
   return {a.block_table + (here ? (int64_t)row * a.max_pages : 0), here && a.key_mask ? a.key_mask + (int64_t)row * a.mask_width : nullptr,
           here ? from : 0, to, a.new_key ? fresh : -1};
 }
+
+// The warp's number, known to be the same for all lanes.
+DEVICE int warp_index() { return __shfl_sync(~0u, (int)threadIdx.x >> 5, 0); }
 
 // Which query a row of the tile is; token -1: none.
 struct Place {
@@ -116,25 +125,29 @@ DEVICE float weight_of(float logit, float reference) { return power_of_two(__fsu
 
 // Brings `max` along and gives the factors of what there was and of what comes. A part without keys leaves no trace.
 DEVICE void join_factors(float& max, float part_max, float part_sum, float& kept, float& added) {
-  if (part_max == -INFINITY && part_sum == 0.f) {
-    kept = 1.f;
-    added = 0.f;
-    return;
-  }
+  const bool empty = part_max == -INFINITY && part_sum == 0.f;
   const float most = fmaxf(max, part_max), reference = most == -INFINITY ? 0.f : most;
-  kept = weight_of(max, reference);
-  added = weight_of(part_max, reference);
-  max = most;
+  kept = empty ? 1.f : weight_of(max, reference);
+  added = empty ? 0.f : weight_of(part_max, reference);
+  max = empty ? max : most;
 }
 DEVICE float join_value(float total, float kept, float part, float added) { return __fmaf_rn(total, kept, __fmul_rn(part, added)); }
 
-// One logit: scale, softcap, mask; in units of log 2. `mask` is null or points at the key's entry.
-DEVICE float finished_logit(const Attention& a, float x, const float* mask) {
-  x = a.softcap > 0.f ? __fmul_rn(a.softcap * LOG2E, tanhf(__fmul_rn(x, a.scale / a.softcap))) : __fmul_rn(x, a.scale * LOG2E);
-  if (!mask) return x;
-  const float added = *mask;
-  return __fadd_rn(x, added == -INFINITY ? added : fmaxf(__fmul_rn(added, LOG2E), -1.7e38f));  // the lowest float stays a number
+// Logits as products gave them to units of log 2: scaled, capped. A function: few models cap, and the code would stand in every loop.
+static __device__ __noinline__ float capped(float x, float scale, float cap) { return __fmul_rn(cap * LOG2E, tanhf(__fmul_rn(x, scale / cap))); }
+template <int N>
+DEVICE void scale_logits(const Attention& a, float (&x)[N]) {
+  if (a.softcap > 0.f) {
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = capped(x[i], a.scale, a.softcap);
+    return;
+  }
+  const float scale = a.scale * LOG2E;
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = __fmul_rn(x[i], scale);
 }
+// A finished logit with the mask's entry. The lowest float stays a number.
+DEVICE float masked(float x, float added) { return __fadd_rn(x, added == -INFINITY ? added : fmaxf(__fmul_rn(added, LOG2E), -1.7e38f)); }
 
 // Block `block` of 64 dimensions of a result row: transformed back where values are, divided by the sum of weights.
 DEVICE void result_to_out(const Attention& a, const float* row, int block, float sum, int64_t out, bool transformed) {

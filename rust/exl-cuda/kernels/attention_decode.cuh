@@ -7,16 +7,16 @@
 #include "attention_queries.cuh"
 
 template <int KEY_CODEC, int VALUE_CODEC, int DIM_, int COLUMN_TILES>
-struct Decode {
+struct Decode : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 106496> {
   static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, NT = COLUMN_TILES, WARPS = 4, COLUMNS = 8 * NT;
   static constexpr int MT = DIM / 64;                // tiles of sixteen dimensions that a warp sums
   static constexpr bool REGISTERS = DIM * NT <= 256;  // queries stay there
-  static constexpr int KEY_BYTES = key_stage_bytes<KC, DIM>(), VALUE_BYTES = value_stage_bytes<VC, DIM>();
-  static constexpr int SLOT_BYTES = KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES;
-  // After the ring: queries, weights, largest logits, own key and value, scratch rows.
+  static constexpr int ROW = DIM + 4;                // floats of a row of results: sums, largest logit, sum of weights
+  // After the ring: queries, weights, largest logits, own key and value, scratch rows; in the end, rows of results.
   static constexpr int WEIGHTS_AT = COLUMNS * DIM * 2, MAXIMA_AT = WEIGHTS_AT + 4 * NT * 256, OWN_AT = MAXIMA_AT + 4 * COLUMNS * 4;
-  static constexpr int SCRATCH_AT = OWN_AT + packed_bytes<KC, DIM>() + packed_bytes<VC, DIM>(), REST_BYTES = SCRATCH_AT + WARPS * DIM * 4;
-  static_assert(2 * SLOT_BYTES >= COLUMNS * (DIM + 1) * 4, "the result's rows take the ring's place");
+  static constexpr int SCRATCH_AT = OWN_AT + packed_bytes<KC, DIM>() + packed_bytes<VC, DIM>();
+  // Of the joining: a part's staged share, four dimensions a thread and the states of up to eight rows.
+  static constexpr int PART_BYTES = 16 * 32 * WARPS + 128;
 };
 
 // Running softmax and sums. Element [j][e] is column 8 j + 2 t + e; acc[m][j]: dimensions `dim_of(m, 0)` in elements 0, 1, `dim_of(m, 1)` in 2, 3.
@@ -50,17 +50,17 @@ struct Sums {
     const int warp = threadIdx.x >> 5, g = threadIdx.x >> 2 & 7;
     return warp * 16 * S::MT + (S::VC == F16 ? 16 * m + g + 8 * i : 2 * S::MT * g + 2 * m + i);
   }
-  // Rows `row` of `rows` get column `row` of the sums; `states` their largest logit and sum of weights. `valid`: bit c, column c exists.
-  DEVICE void write(float* rows, float2* states, uint32_t valid) const {
-    const int t = threadIdx.x & 3, warp = threadIdx.x >> 5;
+  // Row `column` of `rows` gets that column. `valid`: bit c, column c exists.
+  DEVICE void write(float* rows, uint32_t valid) const {
+    const int t = threadIdx.x & 3;
 #pragma unroll
     for (int j = 0; j < S::NT; j++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int column = 8 * j + 2 * t + e;
         if (!(valid >> column & 1)) continue;
-        if (warp == 0 && (threadIdx.x & 31) < 4) states[column] = make_float2(max[j][e], sum[j][e]);
-        float* row = rows + column * S::DIM;
+        float* row = rows + column * S::ROW;
+        if (threadIdx.x < 4) *reinterpret_cast<float2*>(row + S::DIM) = make_float2(max[j][e], sum[j][e]);
 #pragma unroll
         for (int m = 0; m < S::MT; m++) {
           if constexpr (S::VC == F16) row[dim_of(m, 0)] = acc[m][j][e], row[dim_of(m, 1)] = acc[m][j][2 + e];
@@ -70,10 +70,10 @@ struct Sums {
   }
 };
 
-// What this lane's columns see.
+// What this lane's columns see, and the keys that all columns of the tile see.
 template <class S>
 struct Sight {
-  int from[S::NT][2], to[S::NT][2];
+  int from[S::NT][2], to[S::NT][2], all_from, all_to;
 };
 
 DEVICE uint32_t transposed(uint32_t pair) {
@@ -159,27 +159,29 @@ DEVICE void attend_unit(const Attention& a, const Keys& keys, Ring<S>& ring, Sum
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, t = lane & 3, key = index * UNIT + 16 * warp + (lane >> 2);
   float* maxima = reinterpret_cast<float*>(rest + S::MAXIMA_AT);
   uint2* weights = reinterpret_cast<uint2*>(rest + S::WEIGHTS_AT);
+  const bool all = index * UNIT >= sight.all_from && (index + 1) * UNIT <= sight.all_to && !keys.mask;
   float x[S::NT][4];
-  unit_logits<S>(x, ring.take(), queries, reinterpret_cast<const uint4*>(rest));
+  unit_logits<S>(x, ring.take_keys(), queries, reinterpret_cast<const uint4*>(rest));
 #pragma unroll
   for (int j = 0; j < S::NT; j++) {
+    scale_logits(a, x[j]);
+    if (!all)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int k = key + 8 * (i >> 1);
+        const bool seen = k >= sight.from[j][i & 1] && k < sight.to[j][i & 1];
+        x[j][i] = !seen ? -INFINITY : keys.mask ? masked(x[j][i], keys.mask[k]) : x[j][i];
+      }
     float most[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int k = key + 8 * i;
-        const bool seen = k >= sight.from[j][e] && k < sight.to[j][e];
-        float& logit = x[j][2 * i + e];
-        logit = seen ? finished_logit(a, logit, keys.mask ? keys.mask + k : nullptr) : -INFINITY;
-      }
       most[e] = fmaxf(x[j][e], x[j][2 + e]);
 #pragma unroll
       for (int o = 4; o < 32; o *= 2) most[e] = fmaxf(most[e], __shfl_xor_sync(~0u, most[e], o));
     }
     if (lane < 4) *reinterpret_cast<float2*>(maxima + warp * S::COLUMNS + 8 * j + 2 * t) = make_float2(most[0], most[1]);
   }
-  const uint8_t* values = ring.take();  // its barrier shows the maxima to all
+  const uint8_t* values = ring.take_values();  // its barrier shows the maxima to all
 #pragma unroll
   for (int j = 0; j < S::NT; j++) {
 #pragma unroll
@@ -222,23 +224,9 @@ struct Share {
   }
 };
 
-// Parts of one row and four dimensions, a batch of eight after the other, the next one on its way while one is joined.
-struct Parts {
-  float4 sums[8];
-  float2 states[8];
-  DEVICE void load(const float* sums_of, const float2* states_of, int first, int count, int row_floats, int rows) {
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const bool there = first + i >= 0 && first + i < count;
-      sums[i] = there ? __ldcg(reinterpret_cast<const float4*>(sums_of + (int64_t)(first + i) * row_floats)) : make_float4(0.f, 0.f, 0.f, 0.f);
-      states[i] = there ? __ldcg(states_of + (first + i) * rows) : make_float2(-INFINITY, 0.f);
-    }
-  }
-};
 struct Joined {
-  float4 sums;
-  float max, sum;
-  DEVICE void clear() { sums = make_float4(0.f, 0.f, 0.f, 0.f), max = -INFINITY, sum = 0.f; }
+  float4 sums = make_float4(0.f, 0.f, 0.f, 0.f);
+  float max = -INFINITY, sum = 0.f;
   DEVICE void join(const float4& part, float part_max, float part_sum) {
     float kept, added;
     join_factors(max, part_max, part_sum, kept, added);
@@ -248,53 +236,59 @@ struct Joined {
     sums.z = join_value(sums.z, kept, part.z, added);
     sums.w = join_value(sums.w, kept, part.w, added);
   }
-  DEVICE void join(const Parts& batch, bool by_unit) {
-    if (!by_unit) {
-#pragma unroll
-      for (int i = 0; i < 8; i++) join(batch.sums[i], batch.states[i].x, batch.states[i].y);
-      return;
-    }
-    Joined split;
-    split.clear();
-#pragma unroll
-    for (int i = 0; i < 8; i++) split.join(batch.sums[i], batch.states[i].x, batch.states[i].y);
-    join(split.sums, split.max, split.sum);
-  }
 };
 
+// Joins the tile's parts into `rows`; a thread has four dimensions of a row. `stage`: the ring's memory.
 template <class S>
-DEVICE void join_parts(const Attention& a, const Share& share, int begin, const float* parts, const float2* states, uint32_t valid,
-                       float* rows, float* sums) {
-  const int tile_rows = a.tile_heads * a.tile_tokens, row_floats = tile_rows * S::DIM;
-  for (int item = threadIdx.x; item < tile_rows * (S::DIM / 4); item += 32 * S::WARPS) {
-    const int row = item / (S::DIM / 4), at = item % (S::DIM / 4) * 4;
-    if (!(valid >> row & 1)) continue;
-    const float* from = parts + row * S::DIM + at;
-    Joined total;
-    total.clear();
-    Parts one, two;
-    int first = share.by_unit ? -(begin % SPLIT_UNITS) : 0;
-    one.load(from, states + row, first, share.parts, row_floats, tile_rows);
-    for (; first < share.parts; first += 16) {
-      two.load(from, states + row, first + 8, share.parts, row_floats, tile_rows);
-      total.join(one, share.by_unit);
-      one.load(from, states + row, first + 16, share.parts, row_floats, tile_rows);
-      total.join(two, share.by_unit);
+DEVICE void join_parts(const Attention& a, const Share& share, int begin, const float* parts, uint32_t valid, uint8_t* stage, float* rows) {
+  constexpr int OF_ROW = S::DIM / 4, STATES_AT = 16 * 32 * S::WARPS;
+  const int tile_rows = a.tile_heads * a.tile_tokens, capacity = a.ring * S::UNIT_BYTES / S::PART_BYTES;
+#pragma unroll 1
+  for (int base = 0; base < tile_rows * OF_ROW; base += 32 * S::WARPS) {
+    const int item = base + threadIdx.x, row = item / OF_ROW, column = item % OF_ROW * 4;
+    const bool live = item < tile_rows * OF_ROW && valid >> row & 1;
+    const float* from = parts + row * S::ROW;
+    uint8_t *own = stage + 16 * threadIdx.x, *state = stage + STATES_AT + threadIdx.x / OF_ROW * 16;
+    Joined split, total;
+#pragma unroll 1
+    for (int first = 0; first < share.parts; first += capacity) {
+      const int count = min(capacity, share.parts - first);
+      if (live)
+#pragma unroll 4
+        for (int i = 0; i < count; i++) {
+          const float* part = from + (int64_t)(first + i) * tile_rows * S::ROW;
+          copy_async<16>(own + i * S::PART_BYTES, part + column, true);
+          if (column == 0) copy_async<16>(state + i * S::PART_BYTES, part + S::DIM, true);
+        }
+      copy_commit();
+      copy_wait<0>();
+      __syncthreads();
+#pragma unroll 1
+      for (int i = 0; i < count; i++) {
+        const float2 s = *reinterpret_cast<const float2*>(state + i * S::PART_BYTES);
+        split.join(*reinterpret_cast<const float4*>(own + i * S::PART_BYTES), s.x, s.y);
+        const int part = first + i;
+        if (share.by_unit && (begin + part + 1) % SPLIT_UNITS && part + 1 < share.parts) continue;
+        total.join(split.sums, split.max, split.sum);
+        split = Joined();
+      }
+      __syncthreads();
     }
-    *reinterpret_cast<float4*>(rows + row * S::DIM + at) = total.sums;
-    if (at == 0) sums[row] = total.sum;
+    if (!live) continue;
+    *reinterpret_cast<float4*>(rows + row * S::ROW + column) = total.sums;
+    if (column == 0) rows[row * S::ROW + S::DIM + 1] = total.sum;
   }
 }
 
 // Is this the last block to come here? All of a block's writes before it are then seen by the last one.
 DEVICE bool is_last(unsigned* ticket, unsigned count) {
   __shared__ bool last;
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(ticket, 1u) == count - 1;
+    unsigned before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
+    last = before == count - 1;
     if (last) *ticket = 0;
-    __threadfence();
   }
   __syncthreads();
   return last;
@@ -303,7 +297,7 @@ DEVICE bool is_last(unsigned* ticket, unsigned count) {
 // The tile's queries, and the token's own key and value where this block has them.
 template <class S>
 DEVICE void prepare(const Attention& a, uint8_t* rest, int first, int end, int key_head, int head_tile, bool own) {
-  const int warp = threadIdx.x >> 5;
+  const int warp = warp_index();
   const Angles<S::DIM> angles(a, first < end ? first : -1);  // rotated queries come one token a tile
   if (a.early) pdl_wait();
   float* scratch = reinterpret_cast<float*>(rest + S::SCRATCH_AT) + warp * S::DIM;
@@ -326,9 +320,14 @@ DEVICE void prepare(const Attention& a, uint8_t* rest, int first, int end, int k
       const int column = base + i * S::WARPS - before;
       if (column >= S::COLUMNS) break;
       if (live[i] && column >= -1) heads[i].turn(a, angles, scratch);
-      if (column == -1) pack_own<S::KC, S::DIM, 0>(a, heads[i], rest + S::OWN_AT, slot, key_head);
-      else if (column == -2) pack_own<S::VC, S::DIM, 1>(a, heads[i], rest + S::OWN_AT + packed_bytes<S::KC, S::DIM>(), slot, key_head);
-      else heads[i].template put_query<S::KC>(reinterpret_cast<uint32_t*>(rest) + column * 16, S::COLUMNS * 16, live[i]);
+      if (i == 0 && column < 0) {  // own ones are among the first items
+        const int plane = -1 - column;
+        uint8_t* packed = rest + S::OWN_AT + (plane ? packed_bytes<S::KC, S::DIM>() : 0);
+        if (S::KC == S::VC || !plane) pack_own<S::KC, S::DIM>(a, plane, heads[i], scratch, packed, slot, key_head);
+        else pack_own<S::VC, S::DIM>(a, plane, heads[i], scratch, packed, slot, key_head);
+        continue;
+      }
+      heads[i].template put_query<S::KC>(reinterpret_cast<uint32_t*>(rest) + column * 16, S::COLUMNS * 16, live[i]);
     }
   }
 }
@@ -337,15 +336,14 @@ DEVICE void prepare(const Attention& a, uint8_t* rest, int first, int end, int k
 template <class S>
 DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, int end, int key_head, int head_tile) {
   const Keys keys = run_keys(a, run, end);
-  const int begin = keys.from / UNIT, stop = (keys.to + UNIT - 1) / UNIT, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
+  const int begin = keys.from / UNIT, stop = (keys.to + UNIT - 1) / UNIT, lane = threadIdx.x & 31, t = lane & 3;
   const Share share(a, begin, stop);
   if (share.from >= share.to && (keys.to > 0 || blockIdx.z > 0)) return;
-  uint8_t* rest = shared + a.ring * S::SLOT_BYTES;
+  uint8_t* rest = shared + a.ring * S::UNIT_BYTES;
   const bool own = keys.fresh >= share.from * UNIT && keys.fresh < min(share.to * UNIT, keys.to);
-  Ring<S> ring(a, keys, shared, key_head, share.from, max(share.to - share.from, 0));
+  Ring<S> ring(a, keys, shared, rest + S::OWN_AT, key_head, share.from, max(share.to - share.from, 0));
   prepare<S>(a, rest, first, end, key_head, head_tile, own);
   __syncthreads();
-  if (own) ring.give(rest + S::OWN_AT);
   uint4 queries[S::REGISTERS ? S::DIM / 32 : 1][S::NT];
   if constexpr (S::REGISTERS)
 #pragma unroll
@@ -353,60 +351,61 @@ DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, 
 #pragma unroll
       for (int j = 0; j < S::NT; j++) queries[i][j] = reinterpret_cast<const uint4*>(rest)[(i * S::COLUMNS + 8 * j) * 4 + lane];
   Sight<S> sight;
+  sight.all_from = 0, sight.all_to = 0x7fffffff;
 #pragma unroll
   for (int j = 0; j < S::NT; j++)
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const int token = place_of(a, 8 * j + 2 * t + e, first, end, key_head, head_tile).token;
-      const int position = token < run || keys.to == 0 ? -1 : a.positions[token];
+      const bool there = token >= run && keys.to > 0;
+      const int position = there ? a.positions[token] : -1;
       sight.from[j][e] = visible_from(a, position);
       sight.to[j][e] = visible_to(a, position);
+      if (there) sight.all_from = max(sight.all_from, sight.from[j][e]), sight.all_to = min(sight.all_to, sight.to[j][e]);
     }
+#pragma unroll
+  for (int o = 1; o < 4; o *= 2) {
+    sight.all_from = max(sight.all_from, __shfl_xor_sync(~0u, sight.all_from, o));
+    sight.all_to = min(sight.all_to, __shfl_xor_sync(~0u, sight.all_to, o));
+  }
   const uint32_t valid = __ballot_sync(~0u, place_of(a, lane, first, end, key_head, head_tile).token >= run);
-  const int tile_rows = a.tile_heads * a.tile_tokens, group = blockIdx.x * gridDim.y + blockIdx.y;
-  float* parts = a.parts + (int64_t)group * a.part_slots * tile_rows * S::DIM;
-  float2* states = a.states + (int64_t)group * a.part_slots * tile_rows;
+  const int tile_rows = a.tile_heads * a.tile_tokens, group = blockIdx.x * gridDim.y + blockIdx.y, part_floats = tile_rows * S::ROW;
+  float* parts = a.parts + (int64_t)group * a.part_slots * part_floats;
   const bool alone = share.active <= 1;
   Sums<S> unit, split, total;
   split.clear();
   total.clear();
+#pragma unroll 1
   for (int index = share.from; index < share.to; index++) {
     attend_unit<S>(a, keys, ring, unit, sight, index, queries, rest);
     if (share.by_unit && !alone) {
-      const int part = index - begin;
-      unit.write(parts + (int64_t)part * tile_rows * S::DIM, states + part * tile_rows, valid);
+      unit.write(parts + (int64_t)(index - begin) * part_floats, valid);
       break;
     }
     split.join(unit);
     if ((index + 1) % SPLIT_UNITS && index + 1 < share.to) continue;
-    if (alone) {
-      total.join(split);
-    } else {
-      const int part = index / SPLIT_UNITS - begin / SPLIT_UNITS;
-      split.write(parts + (int64_t)part * tile_rows * S::DIM, states + part * tile_rows, valid);
-    }
+    if (alone) total.join(split);
+    else split.write(parts + (int64_t)(index / SPLIT_UNITS - begin / SPLIT_UNITS) * part_floats, valid);
     split.clear();
   }
   copy_wait<0>();
   __syncthreads();
-  float* rows = reinterpret_cast<float*>(shared);
-  float* sums = rows + S::COLUMNS * S::DIM;
+  float* rows = reinterpret_cast<float*>(rest);
   if (alone) {
-    float2* own_states = reinterpret_cast<float2*>(rest);
-    total.write(rows, own_states, valid);
-    __syncthreads();
-    if (threadIdx.x < S::COLUMNS) sums[threadIdx.x] = own_states[threadIdx.x].y;
+    total.write(rows, valid);
   } else {
     if (!is_last(a.tickets + group * a.tile_tokens + run - first, share.active)) return;
-    join_parts<S>(a, share, begin, parts, states, valid, rows, sums);
+    join_parts<S>(a, share, begin, parts, valid, shared, rows);
   }
   __syncthreads();
   const int blocks = (a.dim + 63) / 64;
-  for (int item = warp; item < tile_rows * blocks; item += S::WARPS) {
+#pragma unroll 1
+  for (int item = warp_index(); item < tile_rows * blocks; item += S::WARPS) {
     const int row = item / blocks;
     if (!(valid >> row & 1)) continue;
     const Place p = place_of(a, row, first, end, key_head, head_tile);
-    result_to_out(a, rows + row * S::DIM, item % blocks, sums[row], ((int64_t)p.token * a.q_heads + p.head) * a.dim, is_hadamard<S::VC>());
+    result_to_out(a, rows + row * S::ROW, item % blocks, rows[row * S::ROW + S::DIM + 1], ((int64_t)p.token * a.q_heads + p.head) * a.dim,
+                  is_hadamard<S::VC>());
   }
   __syncthreads();
 }

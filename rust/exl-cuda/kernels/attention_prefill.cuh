@@ -6,11 +6,9 @@
 constexpr int ROWS = 16;
 
 template <int KEY_CODEC, int VALUE_CODEC, int DIM_, int WARPS_>
-struct Prefill {
+struct Prefill : Stages<KEY_CODEC, VALUE_CODEC, DIM_, WARPS_, 0> {
   static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, WARPS = WARPS_, TILES = DIM / 8;
   static constexpr bool REGISTERS = DIM <= 128;
-  static constexpr int KEY_BYTES = key_stage_bytes<KC, DIM>(), VALUE_BYTES = value_stage_bytes<VC, DIM>();
-  static constexpr int SLOT_BYTES = KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES;
   // Of a warp: queries, then totals; where queries move to registers, totals take their place.
   static constexpr int QUERY_BYTES = ROWS * DIM * 2, TOTAL_BYTES = ROWS * DIM * 4, TOTAL_AT = REGISTERS ? 0 : QUERY_BYTES;
   static constexpr int WARP_BYTES = TOTAL_AT + TOTAL_BYTES;
@@ -36,20 +34,16 @@ struct Visible {
 DEVICE void finish_logits(const Attention& a, const Keys& keys, const Visible& seen, int first_key, float (&x)[8][4]) {
   const int t = threadIdx.x & 3;
   const bool all = first_key >= max(seen.from[0], seen.from[1]) && first_key + UNIT <= min(seen.to[0], seen.to[1]);
-  if (all && !keys.mask) {
 #pragma unroll
-    for (int n = 0; n < 8; n++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) x[n][e] = finished_logit(a, x[n][e], nullptr);
-    return;
-  }
+  for (int n = 0; n < 8; n++) scale_logits(a, x[n]);
+  if (all && !keys.mask) return;
 #pragma unroll
   for (int n = 0; n < 8; n++)
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const int key = first_key + 8 * n + 2 * t + (e & 1), r = e >> 1;
       const bool in_sight = key >= seen.from[r] && key < seen.to[r];
-      x[n][e] = in_sight ? finished_logit(a, x[n][e], keys.mask ? keys.mask + key : nullptr) : -INFINITY;
+      x[n][e] = !in_sight ? -INFINITY : keys.mask ? masked(x[n][e], keys.mask[key]) : x[n][e];
     }
 }
 
@@ -87,9 +81,9 @@ DEVICE void attend_unit(Ring<S>& ring, State<S::TILES>& split, const Attention& 
                         const uint4 (*queries)[2], const uint4* query_rows) {
   float x[8][4], max_of[2], sum_of[2], kept[2], added[2];
   uint32_t weights[4][4];
-  stage_logits<S::KC, S::DIM, S::REGISTERS>(x, ring.take(), queries, query_rows);
+  stage_logits<S::KC, S::DIM, S::REGISTERS>(x, ring.take_keys(), queries, query_rows);
   finish_logits(a, keys, seen, index * UNIT, x);
-  const uint8_t* values = ring.take();
+  const uint8_t* values = ring.take_values();
   unit_softmax(x, weights, max_of, sum_of);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -166,8 +160,8 @@ DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, 
   const Keys keys = run_keys(a, run, end);
   const int begin = keys.from / UNIT, stop = (keys.to + UNIT - 1) / UNIT;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_row = warp * ROWS;
-  uint8_t* own = shared + a.ring * S::SLOT_BYTES + warp * S::WARP_BYTES;
-  Ring<S> ring(a, keys, shared, key_head, begin, max(stop - begin, 0));
+  uint8_t* own = shared + a.ring * S::UNIT_BYTES + warp * S::WARP_BYTES;
+  Ring<S> ring(a, keys, shared, nullptr, key_head, begin, max(stop - begin, 0));
 #pragma unroll 4
   for (int row = 0; row < ROWS; row++) {
     const Place p = place_of(a, first_row + row, first, end, key_head, head_tile);

@@ -86,27 +86,31 @@ struct Head {
   }
 };
 
-// The token's own key (PLANE 0) or value (1), packed into `packed` and, if there is a slot, into the pages.
-template <int CODEC, int DIM, int PLANE>
-DEVICE void pack_own(const Attention& a, const Head<DIM>& head, uint8_t* packed, int64_t slot, int key_head) {
+// The token's own key (plane 0) or value (1), packed into `packed` and, if there is a slot, into the pages. `row`: DIM floats of this warp's.
+template <int CODEC, int DIM>
+DEVICE void pack_own(const Attention& a, int plane, const Head<DIM>& head, float* row, uint8_t* packed, int64_t slot, int key_head) {
   constexpr int BYTES = row_bytes<CODEC, DIM>(), SCALES = scale_bytes<CODEC, DIM>() / 4;
   const int lane = threadIdx.x & 31, blocks = (a.dim + 63) / 64, bytes = (is_hadamard<CODEC>() ? blocks * 8 : a.dim / 8) * unit_bytes<CODEC>();
+  Pages p;
+  p.data[0] = packed;
+  p.scales[0] = reinterpret_cast<__half*>(packed + BYTES);
+  p.codec[0] = CODEC;
+  p.heads = 1, p.dim = a.dim, p.blocks = blocks;
+  __syncwarp();
+#pragma unroll
+  for (int b = 0; b < DIM / 64; b++) *reinterpret_cast<float2*>(row + 64 * b + 2 * lane) = head.pairs[b];
+#pragma unroll 1
   for (int i = lane; i < packed_bytes<CODEC, DIM>() / 4; i += 32) reinterpret_cast<uint32_t*>(packed)[i] = 0u;
   __syncwarp();
-  Pages p;
-  p.data[PLANE] = packed;
-  p.scales[PLANE] = reinterpret_cast<__half*>(packed + BYTES);
-  p.codec[PLANE] = CODEC;
-  p.heads = 1, p.dim = a.dim, p.blocks = blocks;
-#pragma unroll
-  for (int b = 0; b < DIM / 64; b++)
-    if (b < blocks) encode(p, PLANE, 0, b, head.pairs[b].x, head.pairs[b].y);
+#pragma unroll 1
+  for (int b = 0; b < blocks; b++) encode(p, 0, 0, b, row[64 * b + 2 * lane], row[64 * b + 2 * lane + 1]);
   __syncwarp();
   if (slot < 0 || slot >= (int64_t)a.num_pages * a.page_size) return;
-  const int64_t row = slot * a.heads + key_head;
-  uint32_t* to = reinterpret_cast<uint32_t*>(const_cast<uint8_t*>(PLANE ? a.value : a.key) + row * bytes);
+  const int64_t at = slot * a.heads + key_head;
+  uint32_t* to = reinterpret_cast<uint32_t*>(const_cast<uint8_t*>(plane ? a.value : a.key) + at * bytes);
+#pragma unroll 1
   for (int i = lane; i < bytes / 4; i += 32) to[i] = reinterpret_cast<const uint32_t*>(packed)[i];
   if (lane < SCALES && lane < blocks)
-    reinterpret_cast<uint32_t*>(const_cast<__half*>(PLANE ? a.value_scales : a.key_scales))[row * blocks + lane] =
+    reinterpret_cast<uint32_t*>(const_cast<__half*>(plane ? a.value_scales : a.key_scales))[at * blocks + lane] =
         reinterpret_cast<const uint32_t*>(packed + BYTES)[lane];
 }

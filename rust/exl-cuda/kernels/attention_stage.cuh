@@ -64,48 +64,6 @@ DEVICE void copy_wait() {
 #endif
 }
 
-// Waits until at most `pending` groups are under way.
-DEVICE void copy_wait_for(int pending) {
-  switch (pending) {
-    case 0: copy_wait<0>(); break;
-    case 1: copy_wait<1>(); break;
-    case 2: copy_wait<2>(); break;
-    case 3: copy_wait<3>(); break;
-    case 4: copy_wait<4>(); break;
-    case 5: copy_wait<5>(); break;
-    default: copy_wait<6>();
-  }
-}
-
-// Copies this warp's KEYS rows of a stage. `row`: of lane i, the page row of the warp's key i % KEYS, -1 for zeros, -2 to leave the row alone.
-template <int CODEC, int DIM, int KEYS>
-DEVICE void copy_rows(uint8_t* stage, int stride, int first_key, const uint8_t* data, const __half* scales, int row, int dim) {
-  constexpr int CHUNK = CODEC == F16 || CODEC == HADAMARD8 || CODEC == HADAMARD4 ? 16 : 8;
-  constexpr int CHUNKS = DIM / 8 * unit_bytes<CODEC>() / CHUNK, TOTAL = KEYS * CHUNKS;
-  const int lane = threadIdx.x & 31, row_bytes = (is_hadamard<CODEC>() ? (dim + 63) / 64 * 8 : dim / 8) * unit_bytes<CODEC>();
-#pragma unroll
-  for (int i = 0; i < (TOTAL + 31) / 32; i++) {
-    const int item = i * 32 + lane, key = item / CHUNKS, at = item % CHUNKS * CHUNK;
-    const int source = __shfl_sync(~0u, row, key % KEYS);
-    const bool present = source >= 0 && at < row_bytes;
-    if (source != -2 && (TOTAL % 32 == 0 || item < TOTAL))
-      copy_async<CHUNK>(stage + (first_key + key) * stride + at, data + (present ? (int64_t)source * row_bytes + at : 0), present);
-  }
-  if constexpr (is_hadamard<CODEC>()) {
-    constexpr int WORDS = DIM / 64;  // two scales each
-    const int words = (dim + 63) / 64;
-    uint8_t* to = stage + STAGE * stride;
-#pragma unroll
-    for (int i = 0; i < (KEYS * WORDS + 31) / 32; i++) {
-      const int item = i * 32 + lane, key = item / WORDS, word = item % WORDS;
-      const int source = __shfl_sync(~0u, row, key % KEYS);
-      const bool present = source >= 0 && word < words;
-      if (source != -2 && (KEYS * WORDS % 32 == 0 || item < KEYS * WORDS))
-        copy_async<4>(to + ((first_key + key) * WORDS + word) * 4, scales + (present ? ((int64_t)source * words + word) * 2 : 0), present);
-    }
-  }
-}
-
 DEVICE void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -102,11 +102,7 @@ pub struct Plan {
 impl Plan {
     /// Floats of workspace that the launch needs.
     pub fn workspace(&self) -> usize {
-        self.rows() * (self.dim + 2)
-    }
-
-    fn rows(&self) -> usize {
-        self.groups * self.part_slots * self.tile_rows
+        self.groups * self.part_slots * self.tile_rows * (self.dim + 4)
     }
 }
 
@@ -125,7 +121,6 @@ struct Argument {
     positions: usize,
     key_mask: usize,
     parts: usize,
-    states: usize,
     tickets: usize,
     new_key: usize,
     new_value: usize,
@@ -148,6 +143,7 @@ struct Argument {
     tile_heads: i32,
     tile_tokens: i32,
     page_size: i32,
+    page_shift: i32,
     max_pages: i32,
     num_pages: i32,
     batch: i32,
@@ -202,43 +198,49 @@ fn packed(codec: Codec, dim: usize) -> (usize, usize) {
     (codec.row_bytes(dim), scales)
 }
 
-/// Bytes of a stage: `key_stage_bytes` and `value_stage_bytes` of `kernels/attention_stage.cuh`, the larger.
-fn slot_bytes(kind: Kind, dim: usize) -> usize {
+/// Bytes of a unit: 64 keys and values in shared memory, `Stages` of `kernels/attention_ring.cuh`.
+fn unit_bytes(kind: Kind, dim: usize) -> usize {
     let (key, key_scales) = packed(kind.key, dim);
     let (value, value_scales) = packed(kind.value, dim);
     let key = key + if key <= 64 { 0 } else { 16 } + key_scales;
-    UNIT * key.max(value + 16 + value_scales)
+    UNIT * (key + value + 16 + value_scales)
 }
 
-/// What a decode block has beside its ring: `Decode` of `kernels/attention_decode.cuh`.
+/// What a decode block has beside its ring: the end of `Decode` of `kernels/attention_decode.cuh`, or the rows of results.
 fn decode_rest(kind: Kind, dim: usize, column_tiles: usize) -> usize {
     let columns = 8 * column_tiles;
     let own = |codec| {
         let (row, scales) = packed(codec, dim);
         (row + scales).next_multiple_of(16)
     };
-    columns * dim * 2
-        + 1024 * column_tiles
-        + 16 * columns
-        + own(kind.key)
-        + own(kind.value)
-        + 16 * dim
+    let work = columns * dim * 2 + 1024 * column_tiles + 16 * columns;
+    (work + own(kind.key) + own(kind.value) + 16 * dim).max(columns * (dim + 4) * 4)
 }
 
-/// Stages of a ring: as many as leave room for another block or two on a multiprocessor, at most eight.
-fn decode_ring(kind: Kind, dim: usize, column_tiles: usize, per_block: usize) -> usize {
-    let room = (per_block / BLOCKS_PER_MULTIPROCESSOR).saturating_sub(2048);
+/// Units of a ring: what the kernel is made for, or two, or one, whichever `room` holds.
+fn ring(kind: Kind, dim: usize, budget: usize, room: usize) -> usize {
+    let unit = unit_bytes(kind, dim);
+    let full = (budget / unit).clamp(2, 4);
+    [full, 2]
+        .into_iter()
+        .find(|units| units * unit <= room)
+        .unwrap_or(1)
+}
+
+/// Units and bytes of a decode block's shared memory.
+fn decode_shared(kind: Kind, dim: usize, column_tiles: usize, per_block: usize) -> (usize, usize) {
     let rest = decode_rest(kind, dim, column_tiles);
-    (room.saturating_sub(rest) / slot_bytes(kind, dim)).clamp(2, 8)
+    let units = ring(kind, dim, 106_496, per_block.saturating_sub(rest));
+    (units, units * unit_bytes(kind, dim) + rest)
 }
 
-/// Stages of a prefill block's ring.
-const PREFILL_RING: usize = 3;
-
-fn prefill_bytes(kind: Kind, dim: usize) -> usize {
+/// Of a prefill block's.
+fn prefill_shared(kind: Kind, dim: usize, per_block: usize) -> (usize, usize) {
     let (queries, totals) = (ROWS * dim * 2, ROWS * dim * 4);
     let own = if dim <= 128 { totals } else { queries + totals };
-    PREFILL_RING * slot_bytes(kind, dim) + prefill_warps(dim) * own
+    let rest = prefill_warps(dim) * own;
+    let units = ring(kind, dim, 0, per_block.saturating_sub(rest));
+    (units, units * unit_bytes(kind, dim) + rest)
 }
 
 /// How query rows are laid out in tiles: heads and tokens of a tile, tiles of heads.
@@ -265,7 +267,8 @@ pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaEr
     let warps = prefill_warps(dim);
     let rows_of_sequence = op.tokens.div_ceil(op.batch.max(1)) * group;
     let blocks = (op.tokens * group).div_ceil(ROWS * warps) * op.pages.heads;
-    let fits = prefill_bytes(op.pages.kind, dim) <= device.info.shared_bytes_per_block as usize;
+    let per_block = device.info.shared_bytes_per_block as usize;
+    let fits = prefill_shared(op.pages.kind, dim, per_block).1 <= per_block;
     let enough = 2 * blocks >= multiprocessors || keys <= UNIT * SPLIT_UNITS;
     if rows_of_sequence >= PREFILL_ROWS && fits && enough && op.own.is_none() {
         return Ok(Plan {
@@ -323,23 +326,17 @@ pub unsafe fn attend(
     let warps = if decode { 4 } else { prefill_warps(dim) };
     let (tile_heads, tile_tokens, head_tiles) = tile(op, if decode { 1 } else { warps });
     let column_tiles = (tile_heads * tile_tokens).div_ceil(8);
-    let ring = if decode {
-        decode_ring(
-            kind,
-            dim,
-            column_tiles,
-            device.info.shared_bytes_per_block as usize,
-        )
-    } else {
-        PREFILL_RING
-    };
-    let (kernel, shared) = if decode {
+    let per_block = device.info.shared_bytes_per_block as usize;
+    let (kernel, (ring, shared)) = if decode {
         (
             decode_name(kind, dim, column_tiles),
-            ring * slot_bytes(kind, dim) + decode_rest(kind, dim, column_tiles),
+            decode_shared(kind, dim, column_tiles, per_block),
         )
     } else {
-        (prefill_name(kind, dim), prefill_bytes(kind, dim))
+        (
+            prefill_name(kind, dim),
+            prefill_shared(kind, dim, per_block),
+        )
     };
     let argument = argument(op, plan, memory, (tile_heads, tile_tokens), ring)?;
     let launch = Launch {
@@ -382,7 +379,6 @@ fn argument(
         positions: op.positions,
         key_mask: op.key_mask,
         parts: workspace,
-        states: workspace + 4 * plan.rows() * plan.dim,
         tickets,
         new_key: address(|o| o.key),
         new_value: address(|o| o.value),
@@ -405,6 +401,11 @@ fn argument(
         tile_heads: index32("tile heads", tile_heads)?,
         tile_tokens: index32("tile tokens", tile_tokens)?,
         page_size: index32("page size", pages.page_size)?,
+        page_shift: if pages.page_size.is_power_of_two() {
+            pages.page_size.trailing_zeros() as i32
+        } else {
+            -1
+        },
         max_pages: index32("max_pages", op.max_pages)?,
         num_pages: index32("pages", pages.num_pages)?,
         batch: index32("batch", op.batch)?,
@@ -429,16 +430,12 @@ mod tests {
             for dim in DIMS {
                 for tiles in 1..=2 {
                     for per_block in [64 * 1024, 99 * 1024, 227 * 1024] {
-                        let ring = decode_ring(kind, dim, tiles, per_block);
-                        let bytes = ring * slot_bytes(kind, dim) + decode_rest(kind, dim, tiles);
-                        assert!(
-                            bytes <= per_block.max(99 * 1024),
-                            "{} {dim} {tiles}",
-                            kind.name
-                        );
+                        let (units, bytes) = decode_shared(kind, dim, tiles, per_block);
+                        assert!(units >= 1 && bytes <= per_block.max(99 * 1024));
                     }
                 }
-                assert!(prefill_bytes(kind, dim) <= 227 * 1024);
+                let per_block = if dim == 256 { 227 } else { 99 } * 1024;
+                assert!(prefill_shared(kind, dim, per_block).1 <= per_block);
             }
         }
     }
