@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core import ExLlamaV2Cache, ExLlamaV2Config
+from exl_core import ExLlamaV2Cache, ExLlamaV2Config, PagedParams
+from exl_core.loading.checkpoint import TensorReader
+from exl_core.modules import Linear, MoE
 from exl_core.rope import RopeTable
+from exl_kernels import formats
+from exl_kernels.safetensors_file import write_safetensors
 
 transformers = pytest.importorskip("transformers")
 
@@ -77,7 +82,7 @@ GPT2: dict[str, Any] = {
 DBRX: dict[str, Any] = {
     **dict.fromkeys(SIZES, ...),
     **{"vocab_size": 90, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 128},
-    "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 5, "moe_top_k": 2, "hidden_size": 64},
+    "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 5, "moe_top_k": 2, "hidden_size": 64},
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.9, "rope_theta": 7000.0},
 }
 GEMMA = {"head_dim": 24, "hidden_activation": "gelu_pytorch_tanh"}
@@ -112,7 +117,9 @@ CASES: dict[str, Case] = {
     "qwen2-window": Case("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen2-moe": Case("Qwen2MoeForCausalLM", {**MOE, "shared_expert_intermediate_size": 56, "decoder_sparse_step": 2}),
     "qwen3": Case("Qwen3ForCausalLM", {"head_dim": 24}),
-    "qwen3-moe": Case("Qwen3MoeForCausalLM", {**MOE, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe": Case(
+        "Qwen3MoeForCausalLM", {**MOE, "moe_intermediate_size": 64, "head_dim": 16, "norm_topk_prob": True}
+    ),
     "qwen3-moe-raw-dense": Case(
         "Qwen3MoeForCausalLM", {**MOE, "head_dim": 16, "norm_topk_prob": False, "mlp_only_layers": [1]}
     ),
@@ -252,6 +259,125 @@ def test_left_padded_batch(pair: tuple[Any, Any], ids: Tensor) -> None:
     assert_close(logits[1], expected_logits(theirs, ids[1:])[0])
 
 
+def test_pages_and_batches_give_the_same_bits(pair: tuple[Any, Any], ids: Tensor) -> None:
+    """Two sequences of different lengths over scattered pages, in odd chunks and then together, against one piece."""
+    _, ours = pair
+    size, page_numbers = 16, [[5, 0, 3], [1, 4, 2]]
+    lengths = (TOKENS - 1, 22)
+    expected = [
+        ours.forward(ids[r : r + 1, : n + 1], ExLlamaV2Cache(ours, max_seq_len=64)) for r, n in enumerate(lengths)
+    ]
+    cache = ExLlamaV2Cache(ours, max_seq_len=6 * size)
+
+    def step(rows: list[int], begins: list[int], count: int) -> Tensor:
+        params = PagedParams(
+            batch_size=len(rows),
+            block_index=torch.tensor([page_numbers[r] for r in rows], dtype=torch.int32),
+            cache_seqlens=torch.tensor(begins, dtype=torch.int32),
+            max_cache_seqlen=max(begins),
+            page_size=size,
+            q_len=count,
+        )
+        chunk = torch.stack([ids[r, b : b + count] for r, b in zip(rows, begins, strict=True)])
+        logits: Tensor = ours.forward_chunk(chunk, cache, attn_params=params)["logits"]
+        return logits
+
+    for row, length in enumerate(lengths):
+        for begin in range(0, length, 9):
+            end = min(begin + 9, length)
+            assert torch.equal(step([row], [begin], end - begin)[0], expected[row][0, begin:end])
+    together = step([1, 0], [lengths[1], lengths[0]], 1)
+    assert torch.equal(together[0, 0], expected[1][0, lengths[1]])
+    assert torch.equal(together[1, 0], expected[0][0, lengths[0]])
+
+
+def test_fused_blocks_equal_the_steps(pair: tuple[Any, Any], ids: Tensor) -> None:
+    """Wherever a layer runs as one native call, to the bits of its operators."""
+    _, ours = pair
+    fused = ours.forward(ids)
+    blocks = {m: m.block for m in ours.modules if getattr(m, "block", None) is not None}
+    for module in blocks:
+        module.block = None
+    stepwise = ours.forward(ids)
+    for module, block in blocks.items():
+        module.block = block
+    assert torch.equal(fused, stepwise)
+
+
+# ------------------------------------------------------------------------------------------------------ quantized
+
+
+def quantized_tensors(linear: Linear, kind: str) -> dict[str, Tensor] | None:
+    """The matrix in EXL2 or GPTQ, its bias included; None where the format cannot hold its size."""
+    if linear.in_features % 32 or linear.out_features % 32:
+        return None
+    weight = linear.get_weight_tensor_dq().T.contiguous()
+    perm = torch.randperm(linear.in_features, generator=torch.Generator().manual_seed(3))
+    if kind == "exl2":
+        tensors = formats.exl2_quantize(weight, "0.3:6b_32g/0.7:4b_32g", perm=perm, fast=True)
+    else:
+        tensors = formats.gptq_quantize(weight, bits=4, group_size=32, perm=perm)
+    return tensors | bias_of(linear)
+
+
+def dequantized_tensors(linear: Linear) -> dict[str, Tensor]:
+    """The matrix as its codes stand for, in the orientation of the family's files."""
+    weight = linear.get_weight_tensor_dq()
+    return {"weight": (weight if linear.spec.transposed else weight.T).contiguous()} | bias_of(linear)
+
+
+def bias_of(linear: Linear) -> dict[str, Tensor]:
+    if not linear.spec.bias:
+        return {}
+    return {"bias": (linear.forward(torch.zeros(1, linear.in_features))[0] / linear.spec.prescale).half()}
+
+
+def rewrite(model: Any, folder: Path, parts: dict[str, dict[str, Tensor]]) -> Path:
+    """The model's files with its linears replaced by `parts`, key -> suffix -> tensor, and all names mapped."""
+    checkpoint = model.config.checkpoint
+    reader = TensorReader(checkpoint)
+    linears = {linear.key: linear for m in model.modules for linear in m.submodules()}
+    gone = set(parts) | {linears[key].spec.fused_key for key in parts}
+    tensors = {
+        name: reader.read(name)
+        for name in checkpoint.tensors
+        if name not in gone and name.rpartition(".")[0] not in gone
+    }
+    tensors |= {f"{key}.{suffix}": t for key, part in parts.items() for suffix, t in part.items()}
+    folder.mkdir()
+    shutil.copy(Path(model.config.model_dir) / "config.json", folder)
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["exl2", "gptq"])
+def test_quantized_equals_dequantized(pair: tuple[Any, Any], ids: Tensor, kind: str, tmp_path: Path, lab: Any) -> None:
+    _, ours = pair
+    linears = [linear for m in ours.modules for linear in m.submodules() if not is_router(m, linear)]
+    parts: dict[str, dict[str, Tensor]] = {}
+    for linear in linears:
+        made = quantized_tensors(linear, kind)
+        parts[linear.key] = dequantized_tensors(linear) if made is None else made
+    quantized = lab.load(rewrite(ours, tmp_path / "quantized", parts))
+    found = [q for m in quantized.modules for q in m.submodules() if q.is_quant()]
+    assert len(found) >= 4 * ours.config.num_hidden_layers
+    plain = {q.key: dequantized_tensors(q) for m in quantized.modules for q in m.submodules() if not is_router(m, q)}
+    dequantized = lab.load(rewrite(ours, tmp_path / "dequantized", plain))
+    assert not dequantized.is_quant()
+    assert_close(quantized.forward(ids), dequantized.forward(ids))
+    cache = ExLlamaV2Cache(quantized, batch_size=2, max_seq_len=64)
+    chunks = [quantized.forward(ids[:, i : i + 11], cache) for i in range(0, TOKENS, 11)]
+    assert torch.equal(torch.cat(chunks, dim=1), quantized.forward(ids))
+
+
+def is_router(module: Any, linear: Linear) -> bool:
+    return isinstance(module, MoE) and linear in (module.router, module.shared_gate)
+
+
+# ----------------------------------------------------------------------------------------------------------- RoPE
+
+
+@pytest.mark.covers("core.md: rope")
 @pytest.mark.parametrize("case", ["llama", "llama-linear", "llama3", "llama-yarn", "llama-yarn-mscale"])
 def test_rope_tables(case: str, tmp_path: Path) -> None:
     """cos and sin at far positions, against transformers' rotary module."""

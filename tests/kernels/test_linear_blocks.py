@@ -9,7 +9,7 @@ import torch
 
 from exl_kernels import threads
 from exl_kernels.activation import gated_activation
-from exl_kernels.block import GatedMlpBlock
+from exl_kernels.block import BlockNorm, MlpBlock
 from exl_kernels.formats import exl2_quantize
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.norm import rms_norm
@@ -36,7 +36,7 @@ def test_joint_products(modes: tuple[str, str], seeds: tuple[int, int], rows: in
     norm, x = torch.rand(HIDDEN, generator=gen) + 0.5, torch.randn(rows, HIDDEN, generator=gen)
     h = rms_norm(x, norm, 1e-5)
     expected = x + down.matmul(gated_activation(gate.matmul(h), up.matmul(h), "silu"))
-    block = GatedMlpBlock(norm, 1e-5, (gate, up, down), "silu")
+    block = MlpBlock(BlockNorm(norm, 1e-5), gate, (up, down), "silu")
     before = threads.num_threads()
     for n in (1, 2, 5):
         threads.set_num_threads(n)

@@ -2,7 +2,7 @@
 
 use crate::isa::Isa;
 use crate::pool;
-use crate::simd::{Kernel, Lanes, dispatch, sigmoid};
+use crate::simd::{Kernel, Lanes, dispatch, exp, sigmoid, tanh};
 
 const PER_TASK: usize = 1 << 13;
 
@@ -15,15 +15,26 @@ pub enum Activation {
     Gelu,
     /// x * sigmoid(1.702 x)
     QuickGelu,
+    /// The exact form of GELU: x / 2 * (1 + erf(x / sqrt(2))).
+    GeluErf,
+    /// max(x, 0)^2
+    Relu2,
+    /// 1 / (1 + e^-x)
+    Sigmoid,
+    Tanh,
 }
 
 impl Activation {
-    /// Parses `silu`, `gelu` or `quickgelu`.
+    /// Parses the name that Python knows it by.
     pub fn from_name(name: &str) -> Option<Self> {
         match name {
             "silu" => Some(Self::Silu),
             "gelu" => Some(Self::Gelu),
             "quickgelu" => Some(Self::QuickGelu),
+            "gelu_erf" => Some(Self::GeluErf),
+            "relu2" => Some(Self::Relu2),
+            "sigmoid" => Some(Self::Sigmoid),
+            "tanh" => Some(Self::Tanh),
             _ => None,
         }
     }
@@ -37,6 +48,10 @@ trait Function {
 struct Silu;
 struct Gelu;
 struct QuickGelu;
+struct GeluErf;
+struct Relu2;
+struct Sigmoid;
+struct Tanh;
 
 impl Function for Silu {
     #[inline(always)]
@@ -57,6 +72,46 @@ impl Function for QuickGelu {
     #[inline(always)]
     fn of<V: Lanes>(x: V) -> V {
         x.mul(sigmoid(x.mul(V::splat(1.702))))
+    }
+}
+
+impl Function for GeluErf {
+    /// max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2)), with Abramowitz and Stegun 7.1.26 for erfc (error below 1.5e-7).
+    #[inline(always)]
+    fn of<V: Lanes>(x: V) -> V {
+        // Beyond 100 the second term is nothing; bounded so that infinity times nothing stays nothing.
+        let magnitude = V::splat(100.0).min(V::splat(0.0).sub(x).max(x));
+        let z = magnitude.mul(V::splat(std::f32::consts::FRAC_1_SQRT_2));
+        let t = V::splat(1.0).div(z.fma(V::splat(0.327_591_1), V::splat(1.0)));
+        let mut p = V::splat(1.061_405_4);
+        for c in [-1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6] {
+            p = p.fma(t, V::splat(c));
+        }
+        let erfc = p.mul(t).mul(exp(V::splat(0.0).sub(z.mul(z))));
+        let half = magnitude.mul(V::splat(0.5));
+        V::splat(0.0).max(x).sub(half.mul(erfc))
+    }
+}
+
+impl Function for Relu2 {
+    #[inline(always)]
+    fn of<V: Lanes>(x: V) -> V {
+        let positive = V::splat(0.0).max(x);
+        positive.mul(positive)
+    }
+}
+
+impl Function for Sigmoid {
+    #[inline(always)]
+    fn of<V: Lanes>(x: V) -> V {
+        sigmoid(x)
+    }
+}
+
+impl Function for Tanh {
+    #[inline(always)]
+    fn of<V: Lanes>(x: V) -> V {
+        tanh(x)
     }
 }
 
@@ -127,6 +182,10 @@ impl Kernel for Chunk {
             Activation::Silu => self.map::<V, Silu>(),
             Activation::Gelu => self.map::<V, Gelu>(),
             Activation::QuickGelu => self.map::<V, QuickGelu>(),
+            Activation::GeluErf => self.map::<V, GeluErf>(),
+            Activation::Relu2 => self.map::<V, Relu2>(),
+            Activation::Sigmoid => self.map::<V, Sigmoid>(),
+            Activation::Tanh => self.map::<V, Tanh>(),
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::activation::{Activation, activate_in_place};
 use crate::attention::{Attention, AttentionError, paged_attention};
 use crate::kv::{self, KvError, Pages};
 use crate::matmul::{QuantMatrix, matmul_together};
-use crate::norm::{Norm, normalize};
+use crate::norm::{Norm, normalize, normalize_in_place};
 use crate::pool;
 use crate::rope::{self, RopeError, Tables};
 
@@ -129,29 +129,48 @@ impl Drop for Scratch {
     }
 }
 
-/// RMSNorm in front of a block.
+/// A norm inside a block: rows of `dim` elements, with weights for one or more rows that are used in turn (one a head).
 #[derive(Clone, Copy, Debug)]
-pub struct PreNorm<'a> {
-    pub weight: &'a [f32],
+pub struct RowNorm<'a> {
+    pub norm: Norm<'a>,
+    pub dim: usize,
     pub eps: f32,
 }
 
-impl PreNorm<'_> {
+impl RowNorm<'_> {
     fn apply(&self, x: &[f32]) -> Scratch {
         let mut out = Scratch::new(x.len());
-        let norm = Norm::Rms {
-            weight: self.weight,
-            offset: 0.0,
-        };
-        normalize(norm, x, self.weight.len(), self.eps, &mut out);
+        normalize(self.norm, x, self.dim, self.eps, &mut out);
         out
+    }
+
+    fn apply_in_place(&self, x: &mut [f32]) {
+        normalize_in_place(self.norm, x, self.dim, self.eps);
+    }
+
+    /// The norm must take rows of `width`, whole weights at a time, in pieces of `dim`.
+    fn check(&self, what: &'static str, width: usize, dim: usize) -> Result<(), BlockError> {
+        expect(what, self.dim, dim)?;
+        let weights = self.norm.weights();
+        if weights == 0 || !width.is_multiple_of(weights) || !weights.is_multiple_of(dim) {
+            return expect(what, weights, width);
+        }
+        Ok(())
     }
 }
 
-/// x += o(attention(rope(q(h)), rope(k(h)), v(h))) with h = norm(x).
+/// The input of a block's matrices: normalised, or as it is where there is no norm.
+fn normalized(norm: Option<RowNorm<'_>>, x: &[f32]) -> Option<Scratch> {
+    norm.map(|norm| norm.apply(x))
+}
+
+/// x += post(o(attention(rope(q_norm(q(h))), rope(k_norm(k(h))), v(h)))) with h = norm(x), where there are such norms.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionBlock<'a> {
-    pub norm: PreNorm<'a>,
+    pub norm: Option<RowNorm<'a>>,
+    pub q_norm: Option<RowNorm<'a>>,
+    pub k_norm: Option<RowNorm<'a>>,
+    pub post: Option<RowNorm<'a>>,
     pub q: &'a QuantMatrix,
     pub k: &'a QuantMatrix,
     pub v: &'a QuantMatrix,
@@ -160,12 +179,14 @@ pub struct AttentionBlock<'a> {
     pub scale: f32,
     pub window: usize,
     pub softcap: f32,
+    /// q, k and v are clamped to +- this, if it is above zero.
+    pub clip: f32,
 }
 
 impl AttentionBlock<'_> {
-    /// Whether the matrices fit each other, the norm and `head_dim`.
+    /// Whether the matrices fit each other, the norms and `head_dim`.
     pub fn check(&self) -> Result<(), BlockError> {
-        let hidden = self.norm.weight.len();
+        let hidden = self.q.in_features();
         let (q, k, d) = (
             self.q.out_features(),
             self.k.out_features(),
@@ -183,6 +204,22 @@ impl AttentionBlock<'_> {
         ] {
             expect(what, got, expected)?;
         }
+        for (what, norm, width) in [
+            ("weights of the norm", self.norm, hidden),
+            ("weights of the post norm", self.post, hidden),
+        ] {
+            if let Some(norm) = norm {
+                norm.check(what, width, hidden)?;
+            }
+        }
+        for (what, norm, width) in [
+            ("weights of the norm of q", self.q_norm, q),
+            ("weights of the norm of k", self.k_norm, k),
+        ] {
+            if let Some(norm) = norm {
+                norm.check(what, width, if norm.dim == width { width } else { d })?;
+            }
+        }
         Ok(())
     }
 
@@ -193,7 +230,7 @@ impl AttentionBlock<'_> {
         tokens: &Tokens<'_>,
         pages: &Pages,
     ) -> Result<(), BlockError> {
-        let (n, hidden) = (tokens.rows.len(), self.norm.weight.len());
+        let (n, hidden) = (tokens.rows.len(), self.q.in_features());
         expect("elements of x", x.len(), n * hidden)?;
         expect("positions", tokens.positions.len(), n)?;
         expect("slots", tokens.slots.len(), n)?;
@@ -219,8 +256,21 @@ impl AttentionBlock<'_> {
         pages: &Pages,
     ) -> Result<(), BlockError> {
         let n = tokens.rows.len();
-        let h = self.norm.apply(x);
-        let [mut q, mut k, v] = products([self.q, self.k, self.v], &h, n);
+        let h = normalized(self.norm, x);
+        let h = h.as_deref().unwrap_or(x);
+        let [mut q, mut k, mut v] = products([self.q, self.k, self.v], h, n);
+        if self.clip > 0.0 {
+            for values in [&mut q, &mut k, &mut v] {
+                for value in values.iter_mut() {
+                    *value = value.clamp(-self.clip, self.clip);
+                }
+            }
+        }
+        for (norm, values) in [(self.q_norm, &mut q), (self.k_norm, &mut k)] {
+            if let Some(norm) = norm {
+                norm.apply_in_place(values);
+            }
+        }
         let heads = self.q.out_features() / self.head_dim;
         let kv_heads = self.k.out_features() / self.head_dim;
         rope::apply(
@@ -253,41 +303,53 @@ impl AttentionBlock<'_> {
         };
         let mut mixed = Scratch::new(q.len());
         paged_attention(&attention, &mut mixed)?;
-        let [y] = products([self.o], &mixed, n);
+        let [mut y] = products([self.o], &mixed, n);
+        if let Some(post) = self.post {
+            post.apply_in_place(&mut y);
+        }
         add(x, &y);
         Ok(())
     }
 }
 
-/// x += down(activation(gate(h)) * up(h)) with h = norm(x).
+/// x += post(down(activation(gate(h)) * up(h))) with h = norm(x); without a gate, activation(up(h)) takes the product's place.
 #[derive(Clone, Copy, Debug)]
-pub struct GatedMlp<'a> {
-    pub norm: PreNorm<'a>,
-    pub gate: &'a QuantMatrix,
+pub struct Mlp<'a> {
+    pub norm: Option<RowNorm<'a>>,
+    pub post: Option<RowNorm<'a>>,
+    pub gate: Option<&'a QuantMatrix>,
     pub up: &'a QuantMatrix,
     pub down: &'a QuantMatrix,
     pub activation: Activation,
 }
 
-impl GatedMlp<'_> {
-    /// Whether the matrices fit each other and the norm.
+impl Mlp<'_> {
+    /// Whether the matrices fit each other and the norms.
     pub fn check(&self) -> Result<(), BlockError> {
-        let (hidden, inner) = (self.norm.weight.len(), self.gate.out_features());
+        let (hidden, inner) = (self.up.in_features(), self.up.out_features());
+        let gate = self.gate.unwrap_or(self.up);
         for (what, got, expected) in [
-            ("inputs of gate", self.gate.in_features(), hidden),
-            ("inputs of up", self.up.in_features(), hidden),
-            ("outputs of up", self.up.out_features(), inner),
+            ("inputs of gate", gate.in_features(), hidden),
+            ("outputs of gate", gate.out_features(), inner),
             ("inputs of down", self.down.in_features(), inner),
             ("outputs of down", self.down.out_features(), hidden),
         ] {
             expect(what, got, expected)?;
+        }
+        for (what, norm) in [
+            ("weights of the norm", self.norm),
+            ("weights of the post norm", self.post),
+        ] {
+            if let Some(norm) = norm {
+                norm.check(what, hidden, hidden)?;
+            }
         }
         Ok(())
     }
 
     /// Adds the block's output to `x` [rows, hidden].
     pub fn forward(&self, x: &mut [f32]) -> Result<(), BlockError> {
-        let hidden = self.norm.weight.len();
+        let hidden = self.up.in_features();
         expect(
             "elements of x beyond whole rows",
             x.len() % hidden.max(1),
@@ -300,10 +362,21 @@ impl GatedMlp<'_> {
     }
 
     fn forward_chunk(&self, x: &mut [f32], rows: usize) {
-        let h = self.norm.apply(x);
-        let [mut gate, up] = products([self.gate, self.up], &h, rows);
-        activate_in_place(self.activation, &mut gate, Some(&up));
-        let [y] = products([self.down], &gate, rows);
+        let h = normalized(self.norm, x);
+        let h = h.as_deref().unwrap_or(x);
+        let inner = if let Some(gate) = self.gate {
+            let [mut gate, up] = products([gate, self.up], h, rows);
+            activate_in_place(self.activation, &mut gate, Some(&up));
+            gate
+        } else {
+            let [mut up] = products([self.up], h, rows);
+            activate_in_place(self.activation, &mut up, None);
+            up
+        };
+        let [mut y] = products([self.down], &inner, rows);
+        if let Some(post) = self.post {
+            post.apply_in_place(&mut y);
+        }
         add(x, &y);
     }
 }

@@ -20,6 +20,11 @@ pub enum Norm<'a> {
 }
 
 impl<'a> Norm<'a> {
+    /// How many weights there are.
+    pub fn weights(&self) -> usize {
+        self.weight().len()
+    }
+
     fn weight(&self) -> &'a [f32] {
         match *self {
             Norm::Rms { weight, .. } | Norm::Layer { weight, .. } => weight,

@@ -4,7 +4,8 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cpu::activation::Activation;
-use exl_cpu::block::{self, BlockError, PreNorm};
+use exl_cpu::block::{self, BlockError, RowNorm};
+use exl_cpu::norm::Norm;
 use exl_cpu::rope::Tables;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -96,23 +97,85 @@ impl Tokens {
     }
 }
 
-fn pre_norm(weight: &Tensor, eps: f32) -> PyResult<PreNorm<'_>> {
-    Ok(PreNorm {
-        weight: weight.slice("norm weight")?,
-        eps,
-    })
+/// A norm inside a block: rms without a bias, or layer.
+#[pyclass(frozen, name = "BlockNorm")]
+pub struct BlockNorm {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    eps: f32,
+    layer: bool,
 }
 
-/// Norm, q, k, v, RoPE, cache, attention, o, residual.
+#[pymethods]
+impl BlockNorm {
+    #[new]
+    #[pyo3(signature = (weight, bias, eps, layer))]
+    fn new(
+        py: Python<'_>,
+        weight: Tensor,
+        bias: Option<Tensor>,
+        eps: f32,
+        layer: bool,
+    ) -> PyResult<Self> {
+        let shapes_agree = bias.as_ref().is_none_or(|b| b.shape == weight.shape);
+        if weight.numel() == 0 || !shapes_agree || (bias.is_some() && !layer) {
+            return Err(shape_error(
+                py,
+                "BlockNorm: weight [D] or [H, D]; a bias of the same shape goes with a layer norm only".into(),
+            ));
+        }
+        let norm = Self {
+            weight,
+            bias,
+            eps,
+            layer,
+        };
+        norm.view()?; // element types
+        Ok(norm)
+    }
+}
+
+impl BlockNorm {
+    fn view(&self) -> PyResult<RowNorm<'_>> {
+        let weight = self.weight.slice("norm weight")?;
+        let norm = if self.layer {
+            let bias = self
+                .bias
+                .as_ref()
+                .map(|b| b.slice("norm bias"))
+                .transpose()?;
+            Norm::Layer { weight, bias }
+        } else {
+            Norm::Rms {
+                weight,
+                offset: 0.0,
+            }
+        };
+        Ok(RowNorm {
+            norm,
+            dim: self.weight.shape[self.weight.shape.len() - 1],
+            eps: self.eps,
+        })
+    }
+}
+
+type MaybeNorm = Option<Py<BlockNorm>>;
+
+fn view_norm(norm: &MaybeNorm) -> PyResult<Option<RowNorm<'_>>> {
+    norm.as_ref().map(|norm| norm.get().view()).transpose()
+}
+
+/// Norm, q, k, v, their norms, RoPE, cache, attention, o, post norm, residual.
 #[pyclass(frozen, name = "AttentionBlock")]
 pub struct AttentionBlock {
-    norm: Tensor,
-    eps: f32,
+    /// Before, of q, of k, after.
+    norms: [MaybeNorm; 4],
     matrices: [Py<Matrix>; 4],
     head_dim: usize,
     scale: f32,
     window: usize,
     softcap: f32,
+    clip: f32,
 }
 
 #[pymethods]
@@ -120,22 +183,22 @@ impl AttentionBlock {
     #[new]
     fn new(
         py: Python<'_>,
-        norm: Tensor,
-        eps: f32,
+        norms: [MaybeNorm; 4],
         matrices: [Py<Matrix>; 4],
         head_dim: usize,
         scale: f32,
         window: usize,
         softcap: f32,
+        clip: f32,
     ) -> PyResult<Self> {
         let made = Self {
-            norm,
-            eps,
+            norms,
             matrices,
             head_dim,
             scale,
             window,
             softcap,
+            clip,
         };
         made.view()?
             .check()
@@ -165,8 +228,12 @@ impl AttentionBlock {
 impl AttentionBlock {
     fn view(&self) -> PyResult<block::AttentionBlock<'_>> {
         let [q, k, v, o] = &self.matrices;
+        let [norm, q_norm, k_norm, post] = &self.norms;
         Ok(block::AttentionBlock {
-            norm: pre_norm(&self.norm, self.eps)?,
+            norm: view_norm(norm)?,
+            q_norm: view_norm(q_norm)?,
+            k_norm: view_norm(k_norm)?,
+            post: view_norm(post)?,
             q: &q.get().inner,
             k: &k.get().inner,
             v: &v.get().inner,
@@ -175,40 +242,44 @@ impl AttentionBlock {
             scale: self.scale,
             window: self.window,
             softcap: self.softcap,
+            clip: self.clip,
         })
     }
 }
 
-/// Norm, gate, up, activation, down, residual.
-#[pyclass(frozen, name = "GatedMlpBlock")]
-pub struct GatedMlpBlock {
-    norm: Tensor,
-    eps: f32,
-    matrices: [Py<Matrix>; 3],
+/// Norm, gate if there is one, up, activation, down, post norm, residual.
+#[pyclass(frozen, name = "MlpBlock")]
+pub struct MlpBlock {
+    /// Before and after.
+    norms: [MaybeNorm; 2],
+    gate: Option<Py<Matrix>>,
+    /// Up and down.
+    matrices: [Py<Matrix>; 2],
     activation: Activation,
 }
 
 #[pymethods]
-impl GatedMlpBlock {
+impl MlpBlock {
     #[new]
+    #[pyo3(signature = (norms, gate, matrices, activation))]
     fn new(
         py: Python<'_>,
-        norm: Tensor,
-        eps: f32,
-        matrices: [Py<Matrix>; 3],
+        norms: [MaybeNorm; 2],
+        gate: Option<Py<Matrix>>,
+        matrices: [Py<Matrix>; 2],
         activation: &str,
     ) -> PyResult<Self> {
         let activation = Activation::from_name(activation)
             .ok_or_else(|| PyValueError::new_err(format!("unknown activation {activation:?}")))?;
         let made = Self {
-            norm,
-            eps,
+            norms,
+            gate,
             matrices,
             activation,
         };
         made.view()?
             .check()
-            .map_err(|e| refused(py, "GatedMlpBlock", e))?;
+            .map_err(|e| refused(py, "MLP block", e))?;
         Ok(made)
     }
 
@@ -221,12 +292,14 @@ impl GatedMlpBlock {
     }
 }
 
-impl GatedMlpBlock {
-    fn view(&self) -> PyResult<block::GatedMlp<'_>> {
-        let [gate, up, down] = &self.matrices;
-        Ok(block::GatedMlp {
-            norm: pre_norm(&self.norm, self.eps)?,
-            gate: &gate.get().inner,
+impl MlpBlock {
+    fn view(&self) -> PyResult<block::Mlp<'_>> {
+        let [up, down] = &self.matrices;
+        let [norm, post] = &self.norms;
+        Ok(block::Mlp {
+            norm: view_norm(norm)?,
+            post: view_norm(post)?,
+            gate: self.gate.as_ref().map(|gate| &gate.get().inner),
             up: &up.get().inner,
             down: &down.get().inner,
             activation: self.activation,
@@ -237,6 +310,7 @@ impl GatedMlpBlock {
 /// Adds this subject's classes to the module.
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Tokens>()?;
+    m.add_class::<BlockNorm>()?;
     m.add_class::<AttentionBlock>()?;
-    m.add_class::<GatedMlpBlock>()
+    m.add_class::<MlpBlock>()
 }

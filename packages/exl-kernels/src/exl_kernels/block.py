@@ -17,7 +17,7 @@ from .errors import ShapeError
 from .kv import KVPages
 from .linear import QuantMatrix
 
-__all__ = ["AttentionBlock", "GatedMlpBlock", "Tokens"]
+__all__ = ["AttentionBlock", "BlockNorm", "MlpBlock", "Tokens"]
 
 
 class Tokens:
@@ -62,29 +62,52 @@ class Tokens:
         )
 
 
-class AttentionBlock:
-    """x += o(attention(rope(q(h)), rope(k(h)), v(h))) with h = rms_norm(x); keys and values go into the pages.
+class BlockNorm:
+    """A norm inside a block: RMS norm, or layer norm with or without bias.
 
-    norm_weight: float32 [hidden] on the CPU. head_dim divides the outputs of q and of k; matrices carry no padding
-    columns. Raises ShapeError when sizes do not fit.
+    weight, bias: float32 on the CPU, [D], or [H, D] for one norm a head. Raises ShapeError, DTypeError.
+    """
+
+    __slots__ = ("_native",)
+
+    def __init__(self, weight: Tensor, eps: float, bias: Tensor | None = None, *, layer: bool = False) -> None:
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None:
+                require_cpu(f"BlockNorm: {name}", tensor)
+                require_dtype(f"BlockNorm: {name}", tensor, torch.float32)
+                if tensor.dim() not in (1, 2):
+                    raise ShapeError(f"BlockNorm: {name} {list(tensor.shape)}, expected [D] or [H, D]")
+        self._native = _native.BlockNorm(weight, bias, eps, layer)
+
+
+class AttentionBlock:
+    """x += post(o(attention(rope(q_norm(q(h))), rope(k_norm(k(h))), v(h)))) with h = norm(x), given such norms.
+
+    Keys and values go into the pages. Norms of q and k are those of a head, or as wide as all heads. head_dim divides
+    the outputs of q and of k; matrices carry no padding columns. clip > 0: q, k and v are clamped to +- clip. Raises
+    ShapeError when sizes do not fit.
     """
 
     __slots__ = ("_native", "hidden_size")
 
     def __init__(
         self,
-        norm_weight: Tensor,
-        eps: float,
+        norm: BlockNorm | None,
         projections: tuple[QuantMatrix, QuantMatrix, QuantMatrix, QuantMatrix],
         *,
         head_dim: int,
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        clip: float = 0.0,
+        q_norm: BlockNorm | None = None,
+        k_norm: BlockNorm | None = None,
+        post: BlockNorm | None = None,
     ) -> None:
-        self.hidden_size = _check_norm("AttentionBlock", norm_weight)
+        self.hidden_size = projections[0].in_features
+        norms = [_maybe_native(n) for n in (norm, q_norm, k_norm, post)]
         matrices = [m._native for m in projections]
-        self._native = _native.AttentionBlock(norm_weight, eps, matrices, head_dim, scale, window, softcap)
+        self._native = _native.AttentionBlock(norms, matrices, head_dim, scale, window, softcap, clip)
 
     def forward(self, x: Tensor, tokens: Tokens, pages: KVPages) -> Tensor:
         """x float32 [T, hidden], contiguous, changed in place and returned. Errors as the kernels inside."""
@@ -93,35 +116,38 @@ class AttentionBlock:
         return x
 
 
-class GatedMlpBlock:
-    """x += down(activation(gate(h)) * up(h)) with h = rms_norm(x). Arguments and errors as `AttentionBlock`."""
+class MlpBlock:
+    """x += post(down(activation(gate(h)) * up(h))) with h = norm(x); without a gate, of activation(up(h)).
+
+    Either norm may be absent. Errors as `AttentionBlock`.
+    """
 
     __slots__ = ("_native", "hidden_size")
 
     def __init__(
         self,
-        norm_weight: Tensor,
-        eps: float,
-        projections: tuple[QuantMatrix, QuantMatrix, QuantMatrix],
+        norm: BlockNorm | None,
+        gate: QuantMatrix | None,
+        projections: tuple[QuantMatrix, QuantMatrix],
         activation: ActivationKind,
+        *,
+        post: BlockNorm | None = None,
     ) -> None:
-        self.hidden_size = _check_norm("GatedMlpBlock", norm_weight)
+        """projections: up and down."""
+        self.hidden_size = projections[0].in_features
+        norms = [_maybe_native(n) for n in (norm, post)]
         matrices = [m._native for m in projections]
-        self._native = _native.GatedMlpBlock(norm_weight, eps, matrices, activation)
+        self._native = _native.MlpBlock(norms, None if gate is None else gate._native, matrices, activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """x float32 [T, hidden], contiguous, changed in place and returned."""
-        _check_x("GatedMlpBlock", x, self.hidden_size)
+        _check_x("MlpBlock", x, self.hidden_size)
         self._native.forward(x)
         return x
 
 
-def _check_norm(what: str, weight: Tensor) -> int:
-    require_cpu(f"{what}: norm_weight", weight)
-    require_dtype(f"{what}: norm_weight", weight, torch.float32)
-    if weight.dim() != 1 or not weight.numel():
-        raise ShapeError(f"{what}: norm_weight {list(weight.shape)}, expected [hidden]")
-    return weight.numel()
+def _maybe_native(norm: BlockNorm | None) -> _native.BlockNorm | None:
+    return None if norm is None else norm._native
 
 
 def _check_x(what: str, x: Tensor, hidden: int) -> None:

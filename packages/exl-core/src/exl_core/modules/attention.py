@@ -17,7 +17,7 @@ from ..loading.checkpoint import TensorSource
 from .linear import Linear
 from .mlp import FeedForward
 from .module import Module, Step
-from .norm import Norm, RMSNorm
+from .norm import Norm, fused_norm
 
 __all__ = ["Attention", "ParallelDecoder"]
 
@@ -99,22 +99,20 @@ class Attention(Module):
         return sum(part.weight_bytes() for part in self._parts())
 
     def _fuse(self) -> AttentionBlock | None:
-        """All of `forward` as one native call, where norms and matrices allow it."""
-        linears = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
-        if not isinstance(self.norm, RMSNorm) or self.norm.weight is None or self.clip:
-            return None
-        if not (self.post is self.q_norm is self.k_norm is None):
-            return None
-        if not all(linear.fusable() for linear in linears):
+        """All of `forward` as one native call, where the matrices allow it."""
+        if not all(linear.fusable() for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj)):
             return None
         return AttentionBlock(
-            self.norm.weight,
-            self.norm.eps,
+            fused_norm(self.norm),
             (self.q_proj.quant, self.k_proj.quant, self.v_proj.quant, self.o_proj.quant),
             head_dim=self.head_dim,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            clip=self.clip,
+            q_norm=fused_norm(self.q_norm),
+            k_norm=fused_norm(self.k_norm),
+            post=fused_norm(self.post),
         )
 
     def forward(self, x: Tensor, step: Step) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from exl_kernels.activation import activation
+
 from ..loading.checkpoint import TensorSource
 from .linear import Linear
 from .module import Module, Step
@@ -50,6 +52,6 @@ class Head(Module):
             logits = torch.empty((x.shape[0], self.padded_vocab_size), dtype=torch.float32, device=x.device)
         self.linear.forward_into(x, logits, () if step is None else step.loras)
         if self.softcap:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+            activation(logits.div_(self.softcap), "tanh", out=logits).mul_(self.softcap)
         logits[:, self.linear.out_features :] = PADDING_LOGIT
         return logits

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
-from exl_kernels.block import GatedMlpBlock
+from exl_kernels.block import MlpBlock
 
 from ..architectures.base import Activation
 from ..loading.checkpoint import TensorSource
 from .linear import Linear
 from .module import Module, Step
-from .norm import Norm, RMSNorm
+from .norm import Norm, fused_norm
 
 if TYPE_CHECKING:
     from ..lora import ExLlamaV2Lora
@@ -34,6 +34,7 @@ class FeedForward(Module):
         self.norm = norm
         self.post = post
         self.activation: Activation = activation
+        self.block: MlpBlock | None = None
 
     @abstractmethod
     def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
@@ -47,15 +48,17 @@ class FeedForward(Module):
         try:
             for part in self._parts():
                 part.load(source, device)
-            self._prepare()
+            self.block = self._fuse()
         except BaseException:
             self.unload()
             raise
 
-    def _prepare(self) -> None:
-        """What is derived from loaded weights."""
+    def _fuse(self) -> MlpBlock | None:
+        """All of `forward` as one native call, where the kind and the matrices allow it."""
+        return None
 
     def unload(self) -> None:
+        self.block = None
         for part in self._parts():
             part.unload()
 
@@ -67,6 +70,8 @@ class FeedForward(Module):
         return sum(part.weight_bytes() for part in self._parts())
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
+        if self.block is not None and not any(linear.adapted(step.loras) for linear in self.submodules()):
+            return self.block.forward(x)
         return self.forward_unfused(x, step.loras)
 
     def forward_unfused(self, x: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
@@ -93,28 +98,16 @@ class GatedMLP(FeedForward):
     ) -> None:
         super().__init__(key, layer_idx, norm, post, activation)
         self.gate_proj, self.up_proj, self.down_proj = projections
-        self.block: GatedMlpBlock | None = None
 
     def submodules(self) -> Iterator[Linear]:
         yield from (self.gate_proj, self.up_proj, self.down_proj)
 
-    def unload(self) -> None:
-        self.block = None
-        super().unload()
-
-    def _prepare(self) -> None:
-        """All of `forward` as one native call, where norms and matrices allow it."""
-        linears = (self.gate_proj, self.up_proj, self.down_proj)
-        if not isinstance(self.norm, RMSNorm) or self.norm.weight is None or self.post is not None:
-            return
-        if all(linear.fusable() for linear in linears):
-            matrices = (self.gate_proj.quant, self.up_proj.quant, self.down_proj.quant)
-            self.block = GatedMlpBlock(self.norm.weight, self.norm.eps, matrices, self.activation)
-
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        if self.block is not None and not any(linear.adapted(step.loras) for linear in self.submodules()):
-            return self.block.forward(x)
-        return self.forward_unfused(x, step.loras)
+    def _fuse(self) -> MlpBlock | None:
+        if not all(linear.fusable() for linear in self.submodules()):
+            return None
+        matrices = (self.up_proj.quant, self.down_proj.quant)
+        norm, post = fused_norm(self.norm), fused_norm(self.post)
+        return MlpBlock(norm, self.gate_proj.quant, matrices, self.activation, post=post)
 
     def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
         gate = self.gate_proj.forward(h, loras)
@@ -141,6 +134,12 @@ class PlainMLP(FeedForward):
 
     def submodules(self) -> Iterator[Linear]:
         yield from (self.up_proj, self.down_proj)
+
+    def _fuse(self) -> MlpBlock | None:
+        if not all(linear.fusable() for linear in self.submodules()):
+            return None
+        matrices = (self.up_proj.quant, self.down_proj.quant)
+        return MlpBlock(fused_norm(self.norm), None, matrices, self.activation, post=fused_norm(self.post))
 
     def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
         up = self.up_proj.forward(h, loras)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
 
 from ..architectures.base import Activation
@@ -117,4 +118,4 @@ class MoE(FeedForward):
         y = self.shared.inner(h, loras).float()
         if self.shared_gate is None:
             return y
-        return y * self.shared_gate.forward(h, loras).float().sigmoid()
+        return y * activate(self.shared_gate.forward(h, loras), "sigmoid").float()

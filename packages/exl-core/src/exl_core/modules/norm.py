@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from exl_kernels.block import BlockNorm
 from exl_kernels.norm import layer_norm, rms_norm
 
 from ..device import activation_dtype
@@ -13,7 +14,7 @@ from ..loading.checkpoint import TensorSource
 from ..loading.linears import require_finite_float
 from .module import Module, Step
 
-__all__ = ["LayerNorm", "Norm", "RMSNorm"]
+__all__ = ["LayerNorm", "Norm", "RMSNorm", "fused_norm"]
 
 
 class Norm(Module):
@@ -56,10 +57,19 @@ class Norm(Module):
         """The normalised x [.., *shape of the weight] in x's own type."""
         raise NotImplementedError
 
+    def block(self) -> BlockNorm:
+        """The loaded norm as a part of a fused block (CPU)."""
+        raise NotImplementedError
+
     def _loaded_weight(self) -> Tensor:
         if self.weight is None:
             raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
         return self.weight
+
+
+def fused_norm(norm: Norm | None) -> BlockNorm | None:
+    """A loaded norm, or the absence of one, as a part of a fused block."""
+    return None if norm is None else norm.block()
 
 
 class RMSNorm(Norm):
@@ -82,6 +92,9 @@ class RMSNorm(Norm):
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return rms_norm(x, self._loaded_weight(), self.eps, out=out)
+
+    def block(self) -> BlockNorm:
+        return BlockNorm(self._loaded_weight(), self.eps)
 
 
 class LayerNorm(Norm):
@@ -113,3 +126,6 @@ class LayerNorm(Norm):
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return layer_norm(x, self._loaded_weight(), self.bias, self.eps, out=out)
+
+    def block(self) -> BlockNorm:
+        return BlockNorm(self._loaded_weight(), self.eps, self.bias, layer=True)

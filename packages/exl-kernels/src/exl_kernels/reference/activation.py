@@ -11,7 +11,7 @@ __all__ = ["activation", "gated_activation"]
 
 
 def activation(x: Tensor, kind: str) -> Tensor:
-    """silu, gelu (tanh form) or quickgelu of x, in x's precision."""
+    """The function called `kind` of x, in x's precision."""
     if kind == "silu":
         return x * torch.sigmoid(x)
     if kind == "gelu":
@@ -19,6 +19,14 @@ def activation(x: Tensor, kind: str) -> Tensor:
         return 0.5 * x * (1.0 + torch.tanh(inner))
     if kind == "quickgelu":
         return x * torch.sigmoid(1.702 * x)
+    if kind == "gelu_erf":
+        return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
+    if kind == "relu2":
+        return x.clamp(min=0.0) ** 2
+    if kind == "sigmoid":
+        return torch.sigmoid(x)
+    if kind == "tanh":
+        return torch.tanh(x)
     raise ValueError(f"unknown activation {kind!r}")
 
 
