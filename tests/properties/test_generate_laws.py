@@ -17,6 +17,8 @@ from exl_generate.dynamic.detokenize import decode_incremental
 from exl_generate.testing import (
     ScriptedCache,
     ScriptedConfig,
+    ScriptedEmbedding,
+    ScriptedLora,
     ScriptedModel,
     ScriptedTokenizer,
     check_pages,
@@ -36,6 +38,9 @@ SETTINGS = {
     "wide": Settings(temperature=1.0, top_k=0, top_p=0, token_repetition_penalty=1.0),
     "many": Settings(min_p=0.05, token_frequency_penalty=0.2, dry_multiplier=0.5, xtc_probability=0.3, mirostat=True),
 }
+
+ADAPTERS = [ScriptedLora(1), ScriptedLora(2)]
+SETS = [[], [ADAPTERS[0]], [ADAPTERS[1]], ADAPTERS]
 
 
 class Alternate(ExLlamaV2Filter):
@@ -84,12 +89,17 @@ class Ask:
     healing: bool = False
     negative: list[int] | None = None
     hooked: bool = False
+    loras: int = 0
+    picture: int = 0
+    share: int | None = None
 
     def job(self) -> ExLlamaV2DynamicJob:
         chosen = SETTINGS[self.style].clone()
         chosen.cfg_scale = None if self.negative is None else 1.5
         chosen.post_sampling_hooks = [every_fifth] if self.hooked else []
         rows = [self.prompt] if self.negative is None else [self.prompt, self.negative]
+        pictures = [ScriptedEmbedding(range(self.picture, self.picture + 9))] if self.picture else []
+        rows = [row[:2] + [i for one in pictures for i in one.get_ids()] + row[2:] for row in rows]
         return ExLlamaV2DynamicJob(
             [torch.tensor([row]) for row in rows],
             self.new,
@@ -102,6 +112,10 @@ class Ask:
             return_probs=True,
             return_logits=True,
             return_top_tokens=2,
+            return_hidden_state=True,
+            loras=SETS[self.loras],
+            embeddings=pictures,
+            max_rq_tokens=self.share,
         )
 
 
@@ -122,6 +136,9 @@ def asks(draw: st.DrawFn, faulty: bool = False) -> Ask:
         healing=draw(st.booleans()),
         negative=draw(st.one_of(st.none(), st.just(base[:5]), st.just([5, 5]))),
         hooked=draw(st.integers(0, 4)) == 0,
+        loras=draw(st.sampled_from([0, 0, 1, 2, 3])),
+        picture=draw(st.sampled_from([0, 0, 0, 500, 600])),
+        share=draw(st.sampled_from([None, None, 1, 4, 9])),
         cancelled_at=draw(st.one_of(st.none(), st.integers(0, 20))) if faulty else None,
     )
 
@@ -194,14 +211,14 @@ def said(results: list[dict[str, Any]]) -> dict[str, Any]:
         "suppressed": [r["suppressed_text"] for r in results if "suppressed_text" in r],
         **{k: last.get(k) for k in ("eos_reason", "eos_triggering_string", "new_tokens", "full_completion")},
     }
-    for key in ("token_probs", "logits", "top_k_tokens", "top_k_probs"):
+    for key in ("token_probs", "logits", "top_k_tokens", "top_k_probs", "hidden_states"):
         parts = [r[key] for r in results if key in r]
         said[key] = torch.cat(parts, dim=1).numpy().tobytes() if parts else b""
     return said
 
 
 def alone(ask: Ask) -> dict[str, Any]:
-    ask = Ask(**{**ask.__dict__, "arrives": 0, "cancelled_at": None})
+    ask = Ask(**{**ask.__dict__, "arrives": 0, "cancelled_at": None, "share": None})
     return said(play(Shape(page=64, pages=3).generator(), [ask])[0])
 
 
@@ -253,7 +270,7 @@ def test_stop_strings_and_bans_never_show(shape: Shape, ask: Ask) -> None:
     if last["eos_reason"] == "stop_string":
         assert last["held"]["text"].startswith(last["eos_triggering_string"])
     if last["eos_reason"] == "max_new_tokens":
-        healed = int(ask.healing and len(ask.prompt) > 1 and (ask.negative is None or len(ask.negative) > 1))
+        healed = results[-1]["job"].healing
         assert last["new_tokens"] == ask.new
         assert len(streamed_tokens(results)) == (ask.new + healed if ask.new else 0)
     table = TOKENIZER.get_id_to_bytes_list()
@@ -275,6 +292,7 @@ def test_banned_strings_against_a_naive_search(ask: Ask) -> None:
     ban."""
     ask.filtered, ask.style, ask.stops = False, "greedy", []
     ask.healing, ask.negative, ask.hooked = False, None, False
+    ask.loras = ask.picture = 0
     model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128, max_input_len=64))
     table = TOKENIZER.get_id_to_bytes_list()
     output: list[int] = []
