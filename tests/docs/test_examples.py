@@ -1,0 +1,92 @@
+"""Every program in examples/ runs, and says what it is there to show."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exl_generate.bundled import default_model_dir
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(name: str, *arguments: str, stdin: str = "") -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        input=stdin,
+        cwd=EXAMPLES,
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_has_a_test() -> None:
+    here = Path(__file__).read_text(encoding="utf-8")
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(re.findall(r'run\("(\w+\.py)"', here))
+
+
+@pytest.mark.covers("generators.md: 84")
+def test_workflow() -> None:
+    out = run("workflow.py")
+    assert "Once upon a time, a small fox" in out
+    assert "One day, an old bear" in out
+
+
+def test_streaming_chat() -> None:
+    out = run("streaming_chat.py", stdin="Tell me a story about a fox.\nThank you!\n")
+    assert "fox" in out
+    assert len(out.strip().splitlines()) >= 2
+
+
+@pytest.mark.covers("generators.md: 62")
+def test_async_server() -> None:
+    lines = run("async_server.py").splitlines()
+    assert len(lines) == 24
+    assert any(line.startswith("client hung up") for line in lines)
+    assert any(line.startswith(("max_new_tokens", "stop_token")) for line in lines)
+
+
+def test_json_by_schema() -> None:
+    found = json.loads(run("json_by_schema.py"))
+    assert set(found) == {"name", "age", "likes"}
+
+
+@pytest.mark.covers("generators.md: 58")
+def test_lora_per_job() -> None:
+    lines = run("lora_per_job.py").splitlines()
+    assert [line.split(":")[0] for line in lines] == ["no adapter", "a quarter of it", "all of it"]
+    assert len({line.split(":")[1] for line in lines}) == 3
+
+
+def test_kernels_alone() -> None:
+    out = run("kernels_alone.py", str(default_model_dir() / "output.safetensors"), "model.layers.0.mlp.down_proj")
+    difference = float(out.rsplit(" ", 1)[-1])
+    assert difference < 1e-3
+    assert "exl_core" not in (EXAMPLES / "kernels_alone.py").read_text(encoding="utf-8").split('"""', 2)[2]
+
+
+def test_perplexity(tmp_path: Path) -> None:
+    """A text of the model's own surprises it little, one of random words a lot."""
+    told = run("workflow.py").split("\n\n")[0]
+    values = []
+    for name, text in (("own", told), ("random", "wander kettle of who the ever, blue ran to sun")):
+        (tmp_path / name).write_text(text)
+        out = run("perplexity.py", str(default_model_dir()), str(tmp_path / name), "32")
+        values.append(float(out.rsplit(" ", 1)[-1]))
+    assert 1 <= values[0] < 10 < values[1]
+
+
+@pytest.mark.covers("filters.md: CAP-40")
+def test_filters_in_transformers() -> None:
+    assert run("filters_in_transformers.py").strip() in ("yes", "no", "perhaps")
