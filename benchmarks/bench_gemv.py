@@ -27,6 +27,9 @@ SHAPES = {
     "o": (4096, 4096),
 }
 ROTATE = 768 << 20
+Tuning = tuple[int, int, int]
+"""Slots, window and consumer groups of the ring."""
+TUNINGS: list[Tuning] = [(8, 2, 1), (8, 2, 2), (8, 3, 2), (8, 4, 2), (8, 8, 2), (5, 3, 2), (8, 3, 1)]
 
 
 @dataclass(frozen=True)
@@ -83,15 +86,16 @@ class Rotating:
         self.copies = [
             _native.CudaMatrix(layout, image if i == 0 else image.clone(), *shared, None, 1.0) for i in range(count)
         ]
-        self.k, self.n, self.rows = k, n, layout.rows
+        self.rings = [_native.CudaRing([copy]) for copy in self.copies]
+        self.k, self.n, self.ring_rows = k, n, self.rings[0].rows
         torch.cuda.synchronize()
 
-    def run(self, copy: int, x: Tensor, y: Tensor, programmatic: bool, tuning: tuple[int, int] | None = None) -> None:
+    def run(self, copy: int, x: Tensor, y: Tensor, programmatic: bool, tuning: Tuning | None = None) -> None:
         made, stream = self.copies[copy % len(self.copies)], torch.cuda.current_stream().cuda_stream
-        if x.shape[0] <= made.ring_rows():
-            made.ring(x, y, stream, programmatic, tuning)
+        if x.shape[0] <= self.ring_rows:
+            self.rings[copy % len(self.copies)].run(x, y, stream, programmatic, tuning=tuning)
         else:
-            prepared = torch.empty((x.shape[0], self.rows), dtype=torch.float16, device="cuda")
+            prepared = torch.empty(made.prepared_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
             multipliers = torch.empty(x.shape[0], device="cuda")
             made.matmul(x, prepared, multipliers, y, stream, programmatic)
 
@@ -107,7 +111,7 @@ class Rotating:
             worst = max(worst, float((y[:, part] - want).norm() / want.norm()))
         return worst
 
-    def time(self, x: Tensor, y: Tensor, programmatic: bool, tuning: tuple[int, int] | None = None) -> Timing:
+    def time(self, x: Tensor, y: Tensor, programmatic: bool, tuning: Tuning | None = None) -> Timing:
         launches = max(len(self.copies), 16)
 
         def body() -> None:
@@ -144,7 +148,7 @@ def measure(common: dict[str, object], roof: float, shape: str, plan: Plan, rows
             right = False
             continue
         plain, pdl = matrix.time(x, y, False), matrix.time(x, y, True)
-        best = pdl if m <= matrix.copies[0].ring_rows() else plain
+        best = pdl if m <= matrix.ring_rows else plain
         gbps = matrix.bytes / best.p50 / 1e3
         line |= {
             "bytes": matrix.bytes,
@@ -168,7 +172,17 @@ def tune(common: dict[str, object], roof: float) -> bool:
         x = torch.randn(1, matrix.k, device="cuda", dtype=torch.float16)
         y = torch.empty(1, matrix.n, device="cuda", dtype=torch.float16)
         right &= matrix.error(x) < 1e-3
-        for tuning in ((8, 2), (8, 3), (8, 4), (8, 8), (10, 2), (5, 2), (5, 3)):
+        for tuning in (
+            (8, 2, 1),
+            (8, 2, 2),
+            (8, 3, 2),
+            (8, 4, 2),
+            (8, 8, 2),
+            (10, 2, 2),
+            (10, 3, 2),
+            (5, 3, 2),
+            (9, 3, 1),
+        ):
             us = matrix.time(x, y, True, tuning).p50
             share = 100 * matrix.bytes / us * 1e6 / roof
             emit(
@@ -176,7 +190,7 @@ def tune(common: dict[str, object], roof: float) -> bool:
                     **common,
                     "bench": "gemv",
                     "shape": shape,
-                    "slots_window": tuning,
+                    "slots_window_groups": tuning,
                     "us_pdl": us,
                     "pct_of_read_roof": share,
                 }

@@ -1,48 +1,79 @@
 // Around the matrix products: activations into layout order, and a whole matrix as halves.
 #include <type_traits>
 
-#include "tile.cuh"
+#include "prepared.cuh"
 
-// x [m, in_features] -> out [m, rows] halves in layout order (zero where a row pads), multipliers [m]. One block a row.
-template <class T>
-DEVICE void prepare(const Matrix& a, const int* features, const T* x, __half* out, float* multipliers) {
-  constexpr bool SCALED = !std::is_same<T, __half>::value;
+// BF16 rows to the inverses of their factors; one block a row.
+extern "C" __global__ void __launch_bounds__(256) row_multipliers(const __nv_bfloat16* x, float* multipliers, int k) {
+  __shared__ float largest[8];
   pdl_trigger();
-  x += (size_t)blockIdx.x * a.in_features;
-  out += (size_t)blockIdx.x * a.rows;
+  x += (size_t)blockIdx.x * k;
+  pdl_wait();
+  float v = 0.f;
+  for (int i = threadIdx.x; i < k; i += 256) v = fmaxf(v, fabsf(to_float(x[i])));
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
+  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = largest[0];
+  for (int w = 1; w < 8; w++) v = fmaxf(v, largest[w]);
+  if (threadIdx.x == 0) multipliers[blockIdx.x] = 1.f / row_factor(v);
+}
+
+// x [m, in_features] to the blocks of prepared.cuh; a block of threads writes one. FP16 rows get multipliers of one.
+template <int ENTRY, class T>
+DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* out, float* multipliers, int m) {
+  constexpr bool SCALED = !std::is_same<T, __half>::value;
+  __shared__ uint4 block[256];
+  const int u = blockIdx.x, n = blockIdx.y, tid = threadIdx.x, lane = tid % 32, token = 8 * n + (lane >> 2);
+  const int first = u * UNIT_ROWS + tid / 32 * 32 + 8 * (lane & 3);
+  const uint32_t widths = a.units[u].y;
+  pdl_trigger();
+  union {
+    uint4 word;
+    __half v[8];
+  } v;
+  int feature[8];
+#pragma unroll
+  for (int e = 0; e < 8; e++) feature[e] = first + e < a.rows ? features[first + e] : -1;
   pdl_wait();
   float factor = 1.f;
-  if constexpr (SCALED) {
-    __shared__ float largest[8];
-    float v = 0.f;
-    for (int i = threadIdx.x; i < a.in_features; i += 256) v = fmaxf(v, fabsf(to_float(x[i])));
+  if (SCALED && token < m) factor = 1.f / multipliers[token];
 #pragma unroll
-    for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
-    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = v;
-    __syncthreads();
-    v = largest[0];
-    for (int w = 1; w < 8; w++) v = fmaxf(v, largest[w]);
-    factor = row_factor(v);
+  for (int e = 0; e < 8; e++) {
+    v.v[e] = __half(0.f);
+    if (token >= m || feature[e] < 0) continue;
+    const T from = x[(size_t)token * a.in_features + feature[e]];
+    if constexpr (SCALED) v.v[e] = __float2half_rn(to_float(from) * factor);
+    else v.v[e] = from;
   }
-  if (threadIdx.x == 0) multipliers[blockIdx.x] = 1.f / factor;
-  for (int i = threadIdx.x; i < a.rows; i += 256) {
-    const int feature = features[i];
-    __half v = __half(0.f);
-    if (feature >= 0) {
-      if constexpr (SCALED) v = __float2half_rn(to_float(x[feature]) * factor);
-      else v = x[feature];
-    }
-    out[i] = v;
+  out += prepared_block<ENTRY>(u, n, gridDim.y);
+  reinterpret_cast<uint4*>(out)[tid] = block[tid] = v.word;
+  if (!SCALED && u == 0 && token < m && tid < 32 && lane % 4 == 0) multipliers[token] = 1.f;
+  __syncthreads();
+  if (tid >= 32) return;
+  int chunks = 0;
+  for (int c = 0; c < 4; c++) chunks += (widths >> (4 * c) & 15) != 0;
+  struct {
+    const uint4* block;
+    int lane;
+    DEVICE uint4 get(int, int k) const { return block[k + lane]; }
+  } columns{block, lane};
+  sum_activations<ENTRY, 1>(columns, 2 * chunks, [&](int, int entry, float2 sums) {
+    if (lane < 4) reinterpret_cast<float2*>(out + 4096 + entry * 32)[lane] = sums;
+  });
+}
+#define PREPARE(ENTRY)                                                                                                            \
+  extern "C" __global__ void __launch_bounds__(256) prepare_##ENTRY##_f16(                                                        \
+      const __grid_constant__ Matrix a, const int* features, const __half* x, uint8_t* out, float* multipliers, int m) {          \
+    prepare<ENTRY>(a, features, x, out, multipliers, m);                                                                          \
+  }                                                                                                                               \
+  extern "C" __global__ void __launch_bounds__(256) prepare_##ENTRY##_bf16(                                                       \
+      const __grid_constant__ Matrix a, const int* features, const __nv_bfloat16* x, uint8_t* out, float* multipliers, int m) {   \
+    prepare<ENTRY>(a, features, x, out, multipliers, m);                                                                          \
   }
-}
-extern "C" __global__ void __launch_bounds__(256)
-    prepare_f16(const __grid_constant__ Matrix a, const int* features, const __half* x, __half* out, float* multipliers) {
-  prepare(a, features, x, out, multipliers);
-}
-extern "C" __global__ void __launch_bounds__(256)
-    prepare_bf16(const __grid_constant__ Matrix a, const int* features, const __nv_bfloat16* x, __half* out, float* multipliers) {
-  prepare(a, features, x, out, multipliers);
-}
+PREPARE(128)
+PREPARE(32)
 
 // ---------------------------------------------------------------------------------------------------- dequantization
 constexpr int BLOCK_COLUMNS = 8 * TILE;

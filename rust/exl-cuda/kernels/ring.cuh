@@ -1,295 +1,429 @@
-// y = x @ W for at most eight activation rows on sm_90 and later, near the memory roof (design: spec/kernels-measured.md 3.2).
+// y = f(x @ W) for at most eight activation rows on sm_90 and later, near the memory roof (design: spec/kernels-measured.md 3.2).
 //
-// One block per multiprocessor walks its row tiles. Warp 8 streams units through a ring of shared-memory slots with bulk copies, never
-// more than `window` stages (eight units each) in flight; warps 0-7 multiply, one unit of a stage each; warp 9 adds their sums in class
-// order and stores. The stream of units runs on across tiles, so no warp idles where a tile has no multiple of eight units.
+// One block per multiprocessor walks a contiguous run of row tiles, of up to three matrices over one input. One thread streams stages
+// (eight units of a tile each) through a ring of shared-memory slots with bulk copies, never more than `window` stages in flight. The
+// sixteen consumer warps multiply, one unit each; one half of them takes a tile's even stages, the other its odd ones, so that a warp and
+// a class are the same thing. One warp adds the classes in order, does what follows the product, and stores.
 // Weights are fetched before the wait for the predecessor kernel; activations after it.
 #pragma once
 #include <type_traits>
 
+#include "activate.cuh"
+#include "pipeline.cuh"
 #include "tile.cuh"
 
-constexpr int CONSUMERS = 8, RING_THREADS = 10 * 32, RESULT_BUFFERS = 4, RING_COLUMNS = 8;
+constexpr int CONSUMERS = 16, RING_THREADS = CONSUMERS * 32 + 64, RESULT_BUFFERS = 4, RING_COLUMNS = 8, MATRICES = 3, MOST_STAGES = 32;
 
-// What the host works out; the same struct as `ops::linear::Ring`.
-struct Ring {
-  int slots, window;
-  uint32_t stage_stride;  // bytes of shared memory for a stage
+// One matrix of a launch; places are bytes in shared memory.
+struct Part {
+  Matrix a;
+  uint32_t units_at, maxima_at, x_at, sums_at;
+  int order;  // the first matrix whose rows stand in the same order; its x_at and sums_at are this one's too
+  int y_offset;
+};
+
+// Everything a launch needs, worked out by the host; the same struct as `ops::ring::Task`.
+struct Task {
+  const void* x;
+  void* y;
+  const void* residual;  // like y; null when there is none
+  const void* norm;      // weight of an RMS norm of x; null when there is none
+  uint32_t results_at, barriers_at, multipliers_at, stage_stride, x_stride;
+  int count, tiles, m, columns, slots, window;  // `tiles`: pairs of them when gated; `columns`: m, made even
+  int gate;                                     // activation of the first of two matrices that gates the second, or -1
+  int x_kind, y_kind, norm_kind, y_stride;
+  float eps, offset;
+  Part part[MATRICES];
+  uint32_t stage_begin[MATRICES][MOST_STAGES + 1];  // bytes within a tile
 };
 
 #if __CUDA_ARCH__ >= 900
-DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-DEVICE void barrier_init(uint32_t b, int count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(count) : "memory"); }
-DEVICE void barrier_arrive(uint32_t b) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory"); }
-DEVICE void barrier_expect(uint32_t b, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
-}
-DEVICE void barrier_wait(uint32_t b, uint32_t phase) {
-  asm volatile(
-      "{\n.reg .pred p;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}" ::"r"(b),
-      "r"(phase)
-      : "memory");
-}
-DEVICE void copy_to_shared(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
-      "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
-}
-
-// Position in a ring of `size` barriers: a slot and the phase its barrier is in.
-struct Turn {
-  int slot = 0;
-  uint32_t phase = 0;
-  DEVICE void advance(int size) {
-    if (++slot == size) {
-      slot = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 struct SharedColumns {
-  uint32_t at;
+  uint32_t at, sums;
   DEVICE uint4 get(int, int k) const { return SharedBytes{at}.get16(k * 2); }
-};
-
-// Where things stand in dynamic shared memory; `bytes` is mirrored by `Ring::shared_bytes` on the host.
-struct RingMemory {
-  uint32_t ring, full, empty, ready, free;
-  __half* x;
-  uint32_t x_stride;  // halves
-  uint2* units;
-  __half* maxima;
-  float* results;  // [RESULT_BUFFERS][CLASSES][TILE][RING_COLUMNS]
-  float* multipliers;
-
-  DEVICE RingMemory(uint8_t* base, const Matrix& a, const Ring& r, int m, int entry) {
-    auto aligned = [](uint8_t* p) { return p + (16 - shared_address(p) % 16) % 16; };
-    uint8_t* p = base;
-    ring = shared_address(p);
-    p += (size_t)r.slots * r.stage_stride;
-    x = reinterpret_cast<__half*>(p);
-    x_stride = a.rows + 32;  // 64 bytes past a multiple of 128: eight rows' loads meet no bank twice
-    p += (size_t)m * x_stride * 2;
-    results = reinterpret_cast<float*>(p = aligned(p));
-    p += RESULT_BUFFERS * CLASSES * TILE * RING_COLUMNS * 4;
-    multipliers = reinterpret_cast<float*>(p);
-    p += RING_COLUMNS * 4;
-    units = reinterpret_cast<uint2*>(p);
-    p += (a.unit_count + 1) * 8;
-    full = shared_address(p);
-    empty = full + r.slots * 8;
-    ready = empty + r.slots * 8;
-    free = ready + RESULT_BUFFERS * 8;
-    p += (2 * r.slots + 2 * RESULT_BUFFERS) * 8;
-    maxima = reinterpret_cast<__half*>(p);
+  DEVICE float2 sum(int, int entry) const {
+    const uint2 v = SharedBytes{sums}.get8(entry * RING_COLUMNS * 4);
+    return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
   }
 };
 
-// Tiles of this block: blockIdx.x, + gridDim.x, ...
-DEVICE int own_tiles(const Matrix& a) { return (a.tiles - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x); }
-
-// A place in the block's stream of units: which of its tiles, which unit of it.
-struct Place {
-  int tile, u;
-  DEVICE void advance(int units) {
-    for (u += CONSUMERS; u >= units; u -= units) tile++;
-  }
+// Barriers of the ring and of the result buffers.
+struct Barriers {
+  uint32_t full, empty, ready, free;
+  DEVICE Barriers(const Task& p, uint32_t base)
+      : full(base + p.barriers_at), empty(full + p.slots * 8), ready(empty + p.slots * 8), free(ready + RESULT_BUFFERS * 8) {}
 };
 
-DEVICE void stream_weights(const Matrix& a, const Ring& r, const RingMemory& s) {
-  const int lane = threadIdx.x % 32, units = a.unit_count, total = own_tiles(a) * units, stages = (total + CONSUMERS - 1) / CONSUMERS;
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  if (lane == 0) pdl_trigger();
-  Place place{lane / units, lane % units};  // of this lane's unit; lanes 0-7 have one
-  Turn turn, landed;
-  uint32_t begin = 0, end = 0;
-  // Where the unit of stage i stands; read a stage ahead, because a trip to L2 would hold up the stream.
-  auto look_up = [&](int i) {
-    const bool has = lane < CONSUMERS && i * CONSUMERS + lane < total;
-    begin = has ? __ldg(&a.units[place.u].x) : 0;
-    end = has ? __ldg(&a.units[place.u + 1].x) : 0;
-  };
-  look_up(0);
-  for (int i = 0; i < stages; i++) {
-    // Units of one tile follow each other in memory: the first of a run copies all of it, at `before` in the stage.
-    uint32_t before = end - begin;
-#pragma unroll
-    for (int o = 1; o < CONSUMERS; o *= 2) {
-      const uint32_t v = __shfl_up_sync(~0u, before, o);
-      if (lane >= o) before += v;
-    }
-    const uint32_t all = __shfl_sync(~0u, before, CONSUMERS - 1);
-    before -= end - begin;
-    const bool leads = end != begin && (lane == 0 || place.u == 0);
-    const uint32_t leaders = __ballot_sync(~0u, leads) & ~((2u << lane) - 1);
-    const uint32_t next = __shfl_sync(~0u, before, leaders ? __ffs(leaders) - 1 : 0);
-    const uint32_t bytes = (leaders ? next : all) - before;
-    const uint8_t* from = a.image + (size_t)(blockIdx.x + place.tile * gridDim.x) * a.tile_bytes + begin;
-    place.advance(units);
-    look_up(i + 1);
-    if (i >= r.slots) barrier_wait(s.empty + turn.slot * 8, turn.phase ^ 1);
-    // Weights queued far ahead delay everything else the memory has to deliver; spec/kernels-measured.md 6.1.
-    if (i >= r.window) {
-      barrier_wait(s.full + landed.slot * 8, landed.phase);
-      landed.advance(r.slots);
-    }
-    const uint32_t full = s.full + turn.slot * 8;
-    if (lane == 0) barrier_expect(full, all);
-    __syncwarp();
-    if (leads) copy_to_shared(s.ring + turn.slot * r.stage_stride + before, from, bytes, full, policy);
-    turn.advance(r.slots);
+// A launch's parameters reach an SM a line at a time, each after a trip to L2: every warp asks for one of them at once.
+DEVICE void touch_parameters(const Task& p) {
+  constexpr int LINE = 64 / 4, LINES = (sizeof(Task) / 4 + LINE - 1) / LINE;
+  const int line = threadIdx.x / 32;
+  if (line < LINES) {
+    const int v = reinterpret_cast<const int*>(&p)[min(line * LINE, static_cast<int>(sizeof(Task) / 4) - 1)];
+    asm volatile("" ::"r"(v));
   }
 }
 
-// Activations into layout order, as halves; 256 threads. `row_of_feature` is null when the layout's order is the features' own.
-// Also copies the unit table and the entries' maxima. Every load from global memory costs a trip to L2 (about 0.5 us), so all of them
-// are issued before the first result is used; those of constants before the wait for the predecessor.
-template <int ENTRY, class T>
-DEVICE void fill_shared(const Matrix& a, const RingMemory& s, const T* x, int m) {
-  constexpr bool SCALED = !std::is_same<T, __half>::value;
-  constexpr int BATCH = 4, STEP = CONSUMERS * 32;
-  __shared__ float largest[RING_COLUMNS][CONSUMERS];
-  const int tid = threadIdx.x, k = a.in_features, eights = k / 8;
-  const bool wide = k % 8 == 0 && aligned8(x), ordered = a.row_of_feature == nullptr;
+// A matrix's parameters by its number: selects between registers and constants where indexing would wait for the constant cache.
+template <bool MANY, class F>
+DEVICE auto pick(int matrix, F of) {
+  auto v = of(0);
+  if constexpr (MANY) {
+    if (matrix == 1) v = of(1);
+    if (matrix == 2) v = of(2);
+  }
+  return v;
+}
+#define PICK(FIELD) pick<MANY>(matrix, [&](int i) { return p.part[i].FIELD; })
+
+// The tiles of this block, one after the other.
+template <bool MANY>
+struct Walk {
+  int at, end;
+  DEVICE Walk(const Task& p) {
+    const int pair = MANY && p.gate >= 0 ? 2 : 1;
+    at = pair * static_cast<int>(static_cast<uint32_t>(p.tiles) * blockIdx.x / gridDim.x);
+    end = pair * static_cast<int>(static_cast<uint32_t>(p.tiles) * (blockIdx.x + 1) / gridDim.x);
+  }
+  DEVICE bool more() const { return at < end; }
+  DEVICE void find(const Task& p, int& matrix, int& tile) const {
+    matrix = 0;
+    tile = at;
+    if constexpr (MANY) {
+      if (p.gate >= 0) {
+        matrix = at & 1;
+        tile = at >> 1;
+      } else {
+        const int first = p.part[0].a.tiles, second = p.part[1].a.tiles;
+        if (tile >= first) {
+          matrix = 1;
+          tile -= first;
+          if (p.count == 3 && tile >= second) {
+            matrix = 2;
+            tile -= second;
+          }
+        }
+      }
+    }
+  }
+};
+
+template <bool MANY>
+DEVICE void stream_weights(const Task& p, uint32_t base) {
+  const Barriers s(p, base);
+  const uint64_t policy = evict_first();
+  pdl_trigger();
+  Turn turn, landed;
+  int count = 0;
+  for (Walk<MANY> walk(p); walk.more(); walk.at++) {
+    int matrix, tile;
+    walk.find(p, matrix, tile);
+    const uint8_t* from = PICK(a.image) + (size_t)tile * PICK(a.tile_bytes);
+    const int stages = (PICK(a.unit_count) + 7) / 8;
+    uint32_t begin = 0;
+    for (int i = 0; i < stages; i++, count++) {
+      const uint32_t end = p.stage_begin[matrix][i + 1], bytes = end - begin;
+      if (count >= p.slots) barrier_wait(s.empty + turn.slot * 8, turn.phase ^ 1);
+      // Weights queued far ahead delay everything else the memory has to deliver; spec/kernels-measured.md 6.1.
+      if (count >= p.window) {
+        barrier_wait(s.full + landed.slot * 8, landed.phase);
+        landed.advance(p.slots);
+      }
+      const uint32_t full = s.full + turn.slot * 8;
+      barrier_expect(full, bytes);
+      copy_to_shared(base + turn.slot * p.stage_stride, from + begin, bytes, full, policy);
+      begin = end;
+      turn.advance(p.slots);
+    }
+  }
+}
+
+DEVICE void load_weights8(float (&w)[8], const void* p, int kind, int k) {
+  if (kind == OUT_F16) load8(w, static_cast<const __half*>(p) + k);
+  else if (kind == OUT_BF16) load8(w, static_cast<const __nv_bfloat16*>(p) + k);
+  else load8(w, static_cast<const float*>(p) + k);
+}
+
+// One activation row in the hands of `team` threads: four groups of eight elements a thread at a time.
+template <class T>
+struct Row {
+  static constexpr int BATCH = 4;
   union Eight {
     uint4 word;
     T v[8];
-  };
+  } in[BATCH];
+  const T* x;
+  int first, team, eights;
+
+  // Through L2: a block that started early may hold stale lines of what the predecessor wrote.
+  DEVICE void load(int batch) {
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const int i = first + (batch * BATCH + j) * team;
+      in[j].word = i < eights ? __ldcg(reinterpret_cast<const uint4*>(x) + i) : make_uint4(0, 0, 0, 0);
+    }
+  }
+  template <class F>
+  DEVICE void each(int batch, F f) {
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const int i = first + (batch * BATCH + j) * team;
+      if (i < eights) f(i, j, in[j].v);
+    }
+  }
+};
+
+// Activations into layout order, as halves, and everything else the consumers read from shared memory; 512 threads.
+// Every load from global memory costs a trip to L2 (about 0.5 us), so all of them are issued before the first result is used; those of
+// constants before the wait for the predecessor. The norm is that of kernels/norm.cu, sum for sum.
+template <bool MANY, int ENTRY, class T>
+DEVICE void fill_shared(const Task& p, uint8_t* memory) {
+  constexpr bool SCALED = !std::is_same<T, __half>::value;
+  constexpr int THREADS = CONSUMERS * 32, GROUPS = 2, COUNT = MANY ? MATRICES : 1, BATCH = Row<T>::BATCH;
+  __shared__ float parts[2][2][GROUPS][8];
+  const int tid = threadIdx.x, k = p.part[0].a.in_features, eights = k / 8;
+  uint2 unit[COUNT];
+  __half maximum[COUNT];
+  int entries[COUNT];
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    const Matrix& a = p.part[i].a;
+    entries[i] = (!MANY || i < p.count) && a.maxima ? (a.rows + ENTRY - 1) / ENTRY : 0;
+    unit[i] = (!MANY || i < p.count) && tid < a.unit_count ? __ldg(a.units + tid) : make_uint2(0, 0);
+    maximum[i] = tid < entries[i] ? a.maxima[tid] : __half(0.f);
+  }
+  const bool alone = p.norm != nullptr || SCALED;  // a row in the hands of 256 threads, because their sums are needed
+  const int team = alone ? 256 : THREADS, teams = THREADS / team, mine = tid / team, rank = tid % team, warp = rank / 32;
   union Rows {
     uint4 word;
     uint16_t v[8];
   } rows[BATCH];
-  auto load_rows = [&](int first) {
+  auto load_rows = [&](const Matrix& a, int batch) {
 #pragma unroll
-    for (int j = 0; j < BATCH; j++)
-      if (first + j * STEP < eights) rows[j].word = __ldg(reinterpret_cast<const uint4*>(a.row_of_feature) + first + j * STEP);
+    for (int j = 0; j < BATCH; j++) {
+      const int i = rank + (batch * BATCH + j) * team;
+      if (i < eights) rows[j].word = __ldg(reinterpret_cast<const uint4*>(a.row_of_feature) + i);
+    }
   };
-  const int entries = a.maxima ? (a.rows + ENTRY - 1) / ENTRY : 0;
-  const uint2 unit = tid <= a.unit_count ? __ldg(a.units + tid) : make_uint2(0, 0);
-  const __half maximum = tid < entries ? a.maxima[tid] : __half(0.f);
-  auto store_constants = [&] {
-    if (tid <= a.unit_count) s.units[tid] = unit;
-    if (tid < entries) s.maxima[tid] = maximum;
-    for (int i = tid + STEP; i <= a.unit_count; i += STEP) s.units[i] = a.units[i];
-    for (int i = tid + STEP; i < entries; i += STEP) s.maxima[i] = a.maxima[i];
-  };
-  if (a.rows != k) {
-    for (int i = tid; i < m * static_cast<int>(s.x_stride); i += STEP) s.x[i] = __half(0.f);
-    asm volatile("bar.sync 2, 256;" ::: "memory");
+  int held = 0;  // the matrix whose first rows are in `rows`
+  if (p.part[0].a.row_of_feature) load_rows(p.part[0].a, 0);
+  bool padded = false;
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    if (MANY && i >= p.count) break;
+    const Matrix& a = p.part[i].a;
+    uint2* units = reinterpret_cast<uint2*>(memory + p.part[i].units_at);
+    __half* maxima = reinterpret_cast<__half*>(memory + p.part[i].maxima_at);
+    if (tid < a.unit_count) units[tid] = make_uint2(unit[i].x - p.stage_begin[i][tid / 8], unit[i].y);
+    if (tid < entries[i]) maxima[tid] = maximum[i];
+    for (int e = tid + THREADS; e < entries[i]; e += THREADS) maxima[e] = a.maxima[e];
+    if ((!MANY || p.part[i].order == i) && a.rows != k) {
+      padded = true;
+      uint32_t* to = reinterpret_cast<uint32_t*>(memory + p.part[i].x_at);
+      for (int e = tid; e < p.m * static_cast<int>(p.x_stride) / 2; e += THREADS) to[e] = 0;
+    }
   }
-  if (wide && !ordered) load_rows(tid);
+  if (padded) bar<4>(THREADS);
   pdl_wait();
-  if constexpr (SCALED) {
-    for (int row = 0; row < m; row++) {
-      float v = 0.f;
-      for (int i = tid; i < k; i += STEP) v = fmaxf(v, fabsf(to_float(x[(size_t)row * k + i])));
+  const int batches = (eights + BATCH * team - 1) / (BATCH * team);
+  Row<T> row;
+  row.first = rank;
+  row.team = team;
+  row.eights = eights;
+  for (int token = mine, turn = 0; token < p.m; token += teams, turn ^= 1) {
+    row.x = static_cast<const T*>(p.x) + (size_t)token * k;
+    auto join = [&](float v, int which, auto add) {
+      float(&to)[8] = parts[which][turn][mine];
+      if (rank % 32 == 0) to[warp] = v;
+      if (mine == 0) bar<2>(256);
+      else bar<3>(256);
+      v = 0.f;
 #pragma unroll
-      for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
-      if (tid % 32 == 0) largest[row][tid / 32] = v;
+      for (int w = 0; w < 8; w++) v = add(v, to[w]);
+      return v;
+    };
+    float scale = 1.f, factor = 1.f;
+    auto normalise = [&](int batch) {
+      row.each(batch, [&](int i, int, T(&v)[8]) {
+        float w[8];
+        load_weights8(w, p.norm, p.norm_kind, 8 * i);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] = from_float<T>(to_float(v[e]) * scale * (w[e] + p.offset));
+      });
+    };
+    if (p.norm) {
+      float sum = 0.f;
+      for (int b = 0; b < batches; b++) {
+        row.load(b);
+        row.each(b, [&](int, int, T(&v)[8]) {
+#pragma unroll
+          for (int e = 0; e < 8; e++) sum = fmaf(to_float(v[e]), to_float(v[e]), sum);
+        });
+      }
+      sum = join(warp_sum(sum), 0, [](float a, float b) { return a + b; });
+      scale = 1.f / sqrtf(sum / (float)k + p.eps);
     }
-    asm volatile("bar.sync 2, 256;" ::: "memory");
-  }
-  auto factor_of = [&](int row) {
-    if constexpr (!SCALED) return 1.f;
-    float v = largest[row][0];
-    for (int w = 1; w < CONSUMERS; w++) v = fmaxf(v, largest[row][w]);
-    return row_factor(v);
-  };
-  auto convert = [](T v, float factor) {
-    if constexpr (SCALED) return __float2half_rn(to_float(v) * factor);
-    else return v;
-  };
-  if (tid < m) s.multipliers[tid] = 1.f / factor_of(tid);
-  if (!wide) {
-    store_constants();
-    for (int row = 0; row < m; row++) {
-      const float factor = factor_of(row);
-      for (int i = tid; i < k; i += STEP)
-        s.x[(size_t)row * s.x_stride + (ordered ? i : a.row_of_feature[i])] = convert(x[(size_t)row * k + i], factor);
+    if constexpr (SCALED) {
+      float largest = 0.f;
+      for (int b = 0; b < batches; b++) {
+        if (batches > 1 || !p.norm) row.load(b);
+        if (p.norm) normalise(b);
+        row.each(b, [&](int, int, T(&v)[8]) {
+#pragma unroll
+          for (int e = 0; e < 8; e++) largest = fmaxf(largest, fabsf(to_float(v[e])));
+        });
+      }
+#pragma unroll
+      for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, o));
+      factor = row_factor(join(largest, 1, [](float a, float b) { return fmaxf(a, b); }));
     }
-    return;
-  }
-  for (int first = tid; first < eights; first += BATCH * STEP) {
-    if (first != tid && !ordered) load_rows(first);
-    for (int row = 0; row < m; row++) {
-      const float factor = factor_of(row);
-      __half* to = s.x + (size_t)row * s.x_stride;
-      Eight in[BATCH];
+    if (rank == 0) reinterpret_cast<float*>(memory + p.multipliers_at)[token] = 1.f / factor;
+    for (int b = 0; b < batches; b++) {
+      if (batches > 1 || !alone) row.load(b);
+      if (p.norm && (batches > 1 || !SCALED)) normalise(b);
 #pragma unroll
-      for (int j = 0; j < BATCH; j++)
-        // Through L2: a block that started early may hold stale lines of what the predecessor wrote.
-        if (first + j * STEP < eights) in[j].word = __ldcg(reinterpret_cast<const uint4*>(x + (size_t)row * k) + first + j * STEP);
-      if (first == tid && row == 0) store_constants();
-#pragma unroll
-      for (int j = 0; j < BATCH; j++) {
-        if (first + j * STEP >= eights) break;
-        if (ordered) {
+      for (int i = 0; i < COUNT; i++) {
+        if (MANY && (i >= p.count || p.part[i].order != i)) continue;
+        const Matrix& a = p.part[i].a;
+        __half* to = reinterpret_cast<__half*>(memory + p.part[i].x_at) + token * p.x_stride;
+        if (a.row_of_feature && (batches > 1 || held != i)) {
+          load_rows(a, b);
+          held = i;
+        }
+        row.each(b, [&](int at, int j, T(&v)[8]) {
           union {
             uint4 word;
             __half v[8];
           } out;
 #pragma unroll
-          for (int e = 0; e < 8; e++) out.v[e] = convert(in[j].v[e], factor);
-          reinterpret_cast<uint4*>(to)[first + j * STEP] = out.word;
-        } else {
+          for (int e = 0; e < 8; e++) {
+            if constexpr (SCALED) out.v[e] = __float2half_rn(to_float(v[e]) * factor);
+            else out.v[e] = v[e];
+          }
+          if (!a.row_of_feature) {
+            reinterpret_cast<uint4*>(to)[at] = out.word;
+          } else {
 #pragma unroll
-          for (int e = 0; e < 8; e++) to[rows[j].v[e]] = convert(in[j].v[e], factor);
-        }
+            for (int e = 0; e < 8; e++) to[rows[j].v[e]] = out.v[e];
+          }
+        });
       }
     }
   }
 }
 
-template <int KIND, int ENTRY>
-DEVICE void multiply(const Matrix& a, const Ring& r, const RingMemory& s, int m) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, units = a.unit_count;
-  const uint32_t x = shared_address(s.x) + min(g, m - 1) * s.x_stride * 2 + t * 16;
-  const int tiles = own_tiles(a);
+template <int KIND, int ENTRY, bool MANY>
+DEVICE void multiply(const Task& p, uint8_t* memory, uint32_t base) {
+  constexpr int ENTRIES = UNIT_ROWS / ENTRY, COUNT = MANY ? MATRICES : 1;
+  const Barriers s(p, base);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, group = warp / 8, place = warp % 8;
+  const uint32_t row = min(g, p.m - 1) * p.x_stride * 2 + t * 16;
+  // The sums of the activations of this warp's units; nobody else needs them.
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    if (MANY && (i >= p.count || p.part[i].order != i)) continue;
+    const uint2* units = reinterpret_cast<const uint2*>(memory + p.part[i].units_at);
+#pragma unroll 1
+    for (int u = warp; u < p.part[i].a.unit_count; u += CONSUMERS) {
+      const uint32_t widths = units[u].y;
+      const int slices = 2 * ((widths & 0xf) != 0) + 2 * ((widths & 0xf0) != 0) + 2 * ((widths & 0xf00) != 0) + 2 * ((widths & 0xf000) != 0);
+      float* sums = reinterpret_cast<float*>(memory + p.part[i].sums_at) + u * ENTRIES * RING_COLUMNS;
+      const SharedColumns x{base + p.part[i].x_at + row + u * UNIT_ROWS * 2, 0};
+      sum_activations<ENTRY, 1>(x, slices, [&](int, int entry, float2 v) {
+        if (g == 0) *reinterpret_cast<float2*>(sums + entry * RING_COLUMNS + 2 * t) = v;
+      });
+    }
+  }
+  __syncwarp();
   Turn turn, result;
-  Place stage{0, 0};  // the first unit of the stage
-  for (int tile = 0, first = 0; tile < tiles; tile++, first += units) {
-    const int c = (warp - first) & (CLASSES - 1);
+  int stood = 0, first = 0;  // stage of `turn` in the block's stream; first stage of the tile
+  for (Walk<MANY> walk(p); walk.more(); walk.at++) {
+    int matrix, tile;
+    walk.find(p, matrix, tile);
+    const int units = PICK(a.unit_count), stages = (units + 7) / 8;
+    const uint32_t x = base + PICK(x_at) + row;
+    const uint32_t sums = base + PICK(sums_at) + 8 * t;
+    const uint2* table = reinterpret_cast<const uint2*>(memory + PICK(units_at));
+    const __half* maxima = reinterpret_cast<const __half*>(memory + PICK(maxima_at));
     Sums<1> total[1];
     clear(total[0]);
 #pragma unroll 1
-    for (int u = c; u < units; u += CLASSES) {
-      const uint2 unit = s.units[u];
-      const uint32_t before = (tile - stage.tile) * a.tile_bytes + unit.x - s.units[stage.u].x;
-      const SharedBytes weights[1] = {{s.ring + turn.slot * r.stage_stride + before}};
+    for (int i = group; i < stages; i += 2) {
+      const int u = 8 * i + place;
+      const uint2 unit = u < units ? table[u] : make_uint2(0, 0);
+      turn.skip(first + i - stood, p.slots);
+      stood = first + i;
       barrier_wait(s.full + turn.slot * 8, turn.phase);
-      const SharedColumns columns{x + u * UNIT_ROWS * 2};
-      UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns> product{
-          weights, columns, s.maxima + u * (UNIT_ROWS / ENTRY), total, lane, {}};
-      product.run(unit.y);
+      if (u < units) {
+        const SharedBytes weights[1] = {{base + turn.slot * p.stage_stride + unit.x}};
+        const SharedColumns columns{x + u * UNIT_ROWS * 2, sums + u * ENTRIES * RING_COLUMNS * 4};
+        UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns> product{weights, columns, maxima + u * ENTRIES, total, lane, {}};
+        product.run(unit.y);
+      }
       __syncwarp();
       if (lane == 0) barrier_arrive(s.empty + turn.slot * 8);
-      turn.advance(r.slots);
-      stage.advance(units);
     }
+    first += stages;
     barrier_wait(s.free + result.slot * 8, result.phase ^ 1);
-    float* d = s.results + ((size_t)(result.slot * CLASSES + c) * TILE + g) * RING_COLUMNS + 2 * t;
-    *reinterpret_cast<float2*>(d) = make_float2(total[0][0][0], total[0][0][1]);
-    *reinterpret_cast<float2*>(d + 8 * RING_COLUMNS) = make_float2(total[0][0][2], total[0][0][3]);
+    if (2 * t < p.columns) {
+      float* d = reinterpret_cast<float*>(memory + p.results_at) + ((result.slot * CLASSES + warp) * TILE + g) * p.columns + 2 * t;
+      *reinterpret_cast<float2*>(d) = make_float2(total[0][0][0], total[0][0][1]);
+      *reinterpret_cast<float2*>(d + 8 * p.columns) = make_float2(total[0][0][2], total[0][0][3]);
+    }
     __syncwarp();
     if (lane == 0) barrier_arrive(s.ready + result.slot * 8);
     result.advance(RESULT_BUFFERS);
   }
 }
 
-DEVICE void store_tiles(const Matrix& a, const RingMemory& s, void* y, int m, int y_kind) {
-  const int lane = threadIdx.x % 32, tiles = own_tiles(a);
+DEVICE float rounded(float v, int kind) {
+  return kind == OUT_F16 ? __half2float(__float2half_rn(v)) : kind == OUT_BF16 ? __bfloat162float(__float2bfloat16_rn(v)) : v;
+}
+DEVICE float load_result(const void* y, size_t at, int kind) {
+  return kind == OUT_F16    ? __half2float(static_cast<const __half*>(y)[at])
+         : kind == OUT_BF16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(y)[at])
+                            : static_cast<const float*>(y)[at];
+}
+
+// What follows a product: bias and prescale, the gate's activation, the residual; each rounded where separate operators round.
+template <bool MANY>
+DEVICE void store_tiles(const Task& p, const uint8_t* memory, uint32_t base) {
+  const Barriers s(p, base);
+  const int lane = threadIdx.x % 32;
+  const float* multipliers = reinterpret_cast<const float*>(memory + p.multipliers_at);
   Turn result;
-  for (int tile = 0; tile < tiles; tile++) {
+  float gate[4] = {};
+  for (Walk<MANY> walk(p); walk.more(); walk.at++) {
+    int matrix, tile;
+    walk.find(p, matrix, tile);
+    const int row = lane % 16, n = tile * TILE + row;
+    const size_t at = (size_t)PICK(y_offset) + n;
+    const bool known = n < PICK(a.out_features), gates = MANY && p.gate >= 0 && matrix == 0;
+    const float* biases = PICK(a.bias);
+    const float bias = biases && known ? biases[n] : 0.f, prescale = PICK(a.prescale);
+    float residual[4] = {};
+    if (p.residual && known) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int token = lane / 16 + 2 * i;
+        if (token < p.m) residual[i] = load_result(p.residual, (size_t)token * p.y_stride + at, p.y_kind);
+      }
+    }
     barrier_wait(s.ready + result.slot * 8, result.phase);
-    const float* parts = s.results + (size_t)result.slot * CLASSES * TILE * RING_COLUMNS;
-    for (int i = lane; i < TILE * m; i += 32) {
-      const int row = i % TILE, token = i / TILE, n = (blockIdx.x + tile * gridDim.x) * TILE + row;
-      if (n >= a.out_features) continue;
-      const float v = finish(parts + row * RING_COLUMNS + token, TILE * RING_COLUMNS, s.multipliers[token], a, n);
-      store_result(y, (size_t)token * a.out_features + n, y_kind, v);
+    const float* parts = reinterpret_cast<const float*>(memory + p.results_at) + (result.slot * CLASSES * TILE + row) * p.columns;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int token = lane / 16 + 2 * i;
+      if (token >= p.m || !known) continue;
+      const float sum = sum_classes([&](int c) { return parts[c * TILE * p.columns + token]; });
+      float v = finish(sum, multipliers[token], bias, prescale);
+      if (gates) {
+        gate[i] = rounded(v, p.y_kind);
+        continue;
+      }
+      if (MANY && p.gate >= 0) v = activate(gate[i], p.gate) * rounded(v, p.y_kind);
+      if (p.residual) v = residual[i] + rounded(v, p.y_kind);
+      store_result(p.y, (size_t)token * p.y_stride + at, p.y_kind, v);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(s.free + result.slot * 8);
@@ -298,40 +432,46 @@ DEVICE void store_tiles(const Matrix& a, const RingMemory& s, void* y, int m, in
 }
 #endif
 
-template <int KIND, int ENTRY>
-DEVICE void ring_matmul(const Matrix& a, const Ring& r, const void* x, int x_kind, void* y, int m, int y_kind) {
+template <int KIND, int ENTRY, bool MANY>
+DEVICE void ring_matmul(const Task& p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t memory[];
-  const RingMemory s(memory, a, r, m, ENTRY);
+  touch_parameters(p);
+  const uint32_t base = shared_address(memory);
   const int tid = threadIdx.x, warp = tid / 32;
   if (tid == CONSUMERS * 32) {
-    for (int i = 0; i < r.slots; i++) {
+    const Barriers s(p, base);
+    for (int i = 0; i < p.slots; i++) {
       barrier_init(s.full + i * 8, 1);
-      barrier_init(s.empty + i * 8, CONSUMERS);
+      barrier_init(s.empty + i * 8, 8);
     }
     for (int i = 0; i < RESULT_BUFFERS; i++) {
       barrier_init(s.ready + i * 8, CONSUMERS);
       barrier_init(s.free + i * 8, 1);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_visible();
   }
   __syncthreads();
-  if (warp == CONSUMERS) return stream_weights(a, r, s);
+  if (warp == CONSUMERS) {
+    if (tid % 32 == 0) stream_weights<MANY>(p, base);
+    return;
+  }
   if (warp < CONSUMERS) {
-    if (x_kind == OUT_F16) fill_shared<ENTRY>(a, s, static_cast<const __half*>(x), m);
-    else fill_shared<ENTRY>(a, s, static_cast<const __nv_bfloat16*>(x), m);
+    if (p.x_kind == OUT_F16) fill_shared<MANY, ENTRY, __half>(p, memory);
+    else fill_shared<MANY, ENTRY, __nv_bfloat16>(p, memory);
   } else {
     pdl_wait();
   }
-  asm volatile("bar.sync 1, 288;" ::: "memory");
-  if (warp < CONSUMERS) multiply<KIND, ENTRY>(a, r, s, m);
-  else store_tiles(a, s, y, m, y_kind);
+  bar<1>(CONSUMERS * 32 + 32);
+  if (warp < CONSUMERS) multiply<KIND, ENTRY, MANY>(p, memory, base);
+  else store_tiles<MANY>(p, memory, base);
 #endif
 }
 
-#define RING(KIND, kind, ENTRY)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(RING_THREADS, 1) ring_##kind##_##ENTRY(                                   \
-      const __grid_constant__ Matrix a, const __grid_constant__ Ring r, const void* x, int x_kind, void* y, int m,       \
-      int y_kind) {                                                                                                      \
-    ring_matmul<KIND, ENTRY>(a, r, x, x_kind, y, m, y_kind);                                                             \
+#define RING(KIND, kind, ENTRY)                                                                                              \
+  extern "C" __global__ void __launch_bounds__(RING_THREADS, 1) ring_##kind##_##ENTRY##_1(const __grid_constant__ Task p) {  \
+    ring_matmul<KIND, ENTRY, false>(p);                                                                                      \
+  }                                                                                                                          \
+  extern "C" __global__ void __launch_bounds__(RING_THREADS, 1) ring_##kind##_##ENTRY##_3(const __grid_constant__ Task p) {  \
+    ring_matmul<KIND, ENTRY, true>(p);                                                                                       \
   }

@@ -6,7 +6,8 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int TILE = 16, UNIT_ROWS = 256, CLASSES = 8;
+// Unit u of a tile adds into class u % 16; results are the sum over c < 8 of (class c + class c + 8).
+constexpr int TILE = 16, UNIT_ROWS = 256, CLASSES = 16;
 enum { EXL2 = 0, GPTQ = 1 };
 
 // One matrix; the same struct as `ops::linear::Matrix`.
@@ -101,35 +102,69 @@ DEVICE uint32_t mul2(uint32_t a, uint32_t b) {
 // A code q at bit P of a half whose exponent makes that bit worth one reads 2^(10-P) + q. These are that half's bits, twice.
 constexpr uint32_t magic(int p) { return static_cast<uint32_t>((25 - p) << 10) * 0x10001u; }
 
-// Field F (of 16) of a lane's words, shifted so that its code stands at bit P of both halves.
+// Field F = 4 J + R of a lane's words: register R of the A operand of matrix instruction J. R = upper + 2 * second, where upper
+// registers hold features g + 8 and second ones the next two rows. Its code stands at bit BIT of both halves of word WORD, and at bit
+// P after a shift that the fields of a word share. All upper fields of an instruction have one P, and all lower fields: a code left at
+// bit P of an otherwise empty half is the subnormal q * 2^(P-24), so that factor can wait until a group's sum is complete.
+// The same table is `pieces` in src/layout/mod.rs.
 template <int B, int F>
 struct Field {
-  static constexpr int PER_WORD = 16 / B;
-  static constexpr bool SPARE = (B == 3 || B == 5) ? F == 15 : B == 6 ? F >= 12 : false;
-  static constexpr int PLACE = F % PER_WORD;
-  // Places whose top bit is at most 9 need no shift; the others come down by a shift that one word's fields share.
-  static constexpr int UNSHIFTED = B == 2 ? 4 : B == 3 ? 3 : B == 4 ? 2 : B == 5 ? 2 : 1;
-  static constexpr bool SHIFTED = !SPARE && PLACE >= UNSHIFTED;
-  static constexpr int P = SPARE ? 0 : B * (SHIFTED ? PLACE - UNSHIFTED : PLACE);
+  static constexpr int J = F / 4, R = F % 4, UPPER = R % 2, SECOND = R / 2, SLOT = 2 * J + SECOND;
+  static constexpr bool SPARE = B == 3 ? F == 15 : B == 5 ? (F == 11) : B == 6 ? F >= 12 : false;
+  static constexpr int WORD = SPARE    ? 0
+                              : B == 2 ? J / 2
+                              : B == 3 ? (J < 3 ? J : R)
+                              : B == 4 ? J
+                              : B == 5 ? (J == 3 ? 1 + R : SLOT == 5 ? 0 : SLOT)
+                                       : F / 2;
+  static constexpr int BIT = B == 2   ? 4 * (J % 2) + 2 * UPPER + 8 * SECOND
+                             : B == 3 ? (J < 3 ? 3 * UPPER + 9 * SECOND : 6)
+                             : B == 4 ? 4 * UPPER + 8 * SECOND
+                             : B == 5 ? (J == 3 || (SLOT == 5 && !UPPER) ? 10 : 5 * UPPER)
+                                      : B * UPPER;
+  static constexpr int SHIFT = B == 2   ? 8 * SECOND
+                               : B == 3 ? (J < 3 ? 9 * SECOND : 0)
+                               : B == 4 ? 8 * SECOND
+                               : B == 5 ? (BIT == 10 ? 10 : 0)
+                                        : BIT;
+  static constexpr int P = SPARE && B == 6 ? 0 : BIT - SHIFT;
+  static constexpr uint32_t MASK = (((1u << B) - 1) << P) * 0x10001u;
 
-  DEVICE static uint32_t shifted(const uint32_t (&w)[B]) {
-    if constexpr (!SPARE) {
-      return SHIFTED ? w[F / PER_WORD] >> (B * UNSHIFTED) : w[F / PER_WORD];
-    } else if constexpr (B == 6) {
+  // The code put together from several words, at bit P of both halves.
+  DEVICE static uint32_t spare(const uint32_t (&w)[B]) {
+    uint32_t v = 0;
+    if constexpr (B == 6) {
       const uint32_t high = w[4 + (F - 12) / 2] >> (8 + 2 * (F % 2));
       return ((w[F - 12] >> 12) & 0x000f000fu) | (high & 0x00300030u);
     } else {
-      uint32_t v = 0;
 #pragma unroll
-      for (int i = 0; i < B; i++) v |= (w[i] >> (15 - i)) & (0x00010001u << i);
-      return v;
+      for (int i = 0; i < B; i++) v |= (w[i] >> (15 - P - i)) & (0x00010001u << (P + i));
     }
+    return v;
+  }
+  // code * 2^(P - 24), in both halves.
+  DEVICE static uint32_t tiny(const uint32_t (&w)[B]) {
+    if constexpr (SPARE) return spare(w);
+    else if constexpr (B == 8 && UPPER) return __byte_perm(w[WORD], 0, 0x4341);
+    else return (w[WORD] >> SHIFT) & MASK;
   }
   // 2^(10-P) + code, in both halves.
   DEVICE static uint32_t biased(const uint32_t (&w)[B]) {
-    constexpr uint32_t mask = (((1u << B) - 1) << P) * 0x10001u;
-    return and_or(shifted(w), mask, magic(P));
+    if constexpr (SPARE) return spare(w) | magic(P);
+    else return and_or(w[WORD] >> SHIFT, MASK, magic(P));
   }
+};
+
+// Matrix instructions of one width add into one or two sets of sums, by their places P.
+template <int B>
+struct Sets {
+  static constexpr int COUNT = B == 2 || B == 3 || B == 5 ? 2 : 1;
+  static constexpr int of(int j) { return B == 2 ? j % 2 : B == 3 || B == 5 ? j == 3 : 0; }
+  static constexpr int place(int set, int upper) {
+    return B == 2 ? 4 * set + 2 * upper : B == 3 ? (set ? 6 : 3 * upper) : B == 4 ? 4 * upper : B == 5 ? (set ? 0 : 5 * upper) : 0;
+  }
+  // What a sum of the set is to be multiplied with: 2^(24 - P).
+  static constexpr float factor(int set, int upper) { return static_cast<float>(1 << (24 - place(set, upper))); }
 };
 
 // code - zero, exact, as two halves. EXL2's zero is a constant; GPTQ's is given as two equal halves.
@@ -160,6 +195,7 @@ struct UnitScales<EXL2, ENTRY, W> {
       codes = v.x | static_cast<uint64_t>(v.y) << 32;
     }
   }
+  DEVICE uint32_t zero_halves(int) const { return 0; }
   DEVICE uint2 zeros(int) const { return {0, 0}; }
   // h16((code + 1)^2 * maximum) of both features: two half roundings as the format demands; the square is exact.
   DEVICE uint32_t halves(int entry, __half maximum) const {
@@ -178,8 +214,9 @@ struct UnitScales<GPTQ, ENTRY, W> {
     scales = at;
     g = row;
   }
+  DEVICE uint32_t zero_halves(int entry) const { return scales.get4((entry * 8 + g) * 8 + 4); }
   DEVICE uint2 zeros(int entry) const {
-    const uint32_t z = scales.get4((entry * 8 + g) * 8 + 4);
+    const uint32_t z = zero_halves(entry);
     return {__byte_perm(z, z, 0x1010), __byte_perm(z, z, 0x3232)};
   }
   DEVICE uint32_t halves(int entry, __half) const { return scales.get4((entry * 8 + g) * 8); }
@@ -212,40 +249,33 @@ DEVICE void clear(Sums<NT>& s) {
 #pragma unroll
   for (int n = 0; n < NT; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
 }
-template <int NT>
-DEVICE void add_scaled(Sums<NT>& total, const Sums<NT>& a, const Sums<NT>& b, float2 scale) {
+
+// Sums of the activations of each entry of a unit, in columns 2 t and 2 t + 1: the same instructions in the same order as a product
+// with ones, whatever else is in the call. `put(n, entry, float2)` receives them; rows past `slices` * 32 are not read.
+template <int ENTRY, int NT, class X, class F>
+DEVICE void sum_activations(const X& x, int slices, F put) {
+  constexpr int SLICES = ENTRY / 32;
+  const uint32_t ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    total[n][0] = fmaf(scale.x, __fadd_rn(a[n][0], b[n][0]), total[n][0]);
-    total[n][1] = fmaf(scale.x, __fadd_rn(a[n][1], b[n][1]), total[n][1]);
-    total[n][2] = fmaf(scale.y, __fadd_rn(a[n][2], b[n][2]), total[n][2]);
-    total[n][3] = fmaf(scale.y, __fadd_rn(a[n][3], b[n][3]), total[n][3]);
+    float sum[4];
+#pragma unroll
+    for (int s = 0; s < 8; s++) {
+      if (s % SLICES == 0) sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+      if (s < slices) {
+        const uint4 v = x.get(n, 32 * s);
+        mma(sum, ones, v.x, v.y);
+        mma(sum, ones, v.z, v.w);
+      }
+      if (s % SLICES == SLICES - 1) put(n, s / SLICES, make_float2(sum[0], sum[1]));
+    }
   }
 }
 
-// Sums of even and of odd matrix instructions: two short chains of dependent instructions instead of a long one.
-template <int NT>
-struct TwoSums {
-  Sums<NT> even, odd;
-  DEVICE void reset() {
-    clear(even);
-    clear(odd);
-  }
-};
-
-// Matrix instruction J of a chunk: weights of four fields, activations of every column tile.
-template <int KIND, int B, int NT, int J>
-DEVICE void instruction(const uint32_t (&w)[B], uint2 zeros, const uint4 (&x)[NT], TwoSums<NT>& sums) {
-  uint32_t a[4] = {centred<KIND, B, 4 * J>(w, zeros.x), centred<KIND, B, 4 * J + 1>(w, zeros.y),
-                   centred<KIND, B, 4 * J + 2>(w, zeros.x), centred<KIND, B, 4 * J + 3>(w, zeros.y)};
-#pragma unroll
-  for (int n = 0; n < NT; n++) {
-    if constexpr (J % 2 == 0) mma(sums.even[n], a, x[n].x, x[n].y);
-    else mma(sums.odd[n], a, x[n].z, x[n].w);
-  }
-}
-
-// One unit of R row tiles. X gives the eight halves of activation column tile n at a row of the unit.
+// One unit of R row tiles. X gives the eight halves of activation column tile n at a row of the unit (`get`) and the sums of an entry's
+// activations in this lane's two columns (`sum`).
+//
+// The sum over (code - zero) * x of an entry is taken as sum(code * x) - zero * sum(x), codes as the subnormals of `Field`.
 template <int KIND, int ENTRY, int NT, int R, class W, class X>
 struct UnitProduct {
   const W (&weights)[R];
@@ -255,59 +285,107 @@ struct UnitProduct {
   const int lane;
   UnitScales<KIND, ENTRY, W> scales[R];
 
-  DEVICE void flush(int entry, const TwoSums<NT> (&sums)[R]) {
-    const __half maximum = KIND == EXL2 ? maxima[entry] : __half(0.f);
+  template <int B>
+  using SetSums = Sums<NT>[Sets<B>::COUNT];
+
+  template <int B>
+  DEVICE static void reset(SetSums<B> (&sums)[R]) {
 #pragma unroll
-    for (int r = 0; r < R; r++) add_scaled(total[r], sums[r].even, sums[r].odd, to_float2(scales[r].halves(entry, maximum)));
+    for (int r = 0; r < R; r++)
+#pragma unroll
+      for (int i = 0; i < Sets<B>::COUNT; i++) clear(sums[r][i]);
   }
 
-  // 64 rows at row `64 c` of the unit, codes at byte `offset`. `first`/`last`: an entry of 128 rows begins / ends here.
   template <int B>
-  DEVICE void chunk(int c, uint32_t offset, bool first, bool last, TwoSums<NT> (&sums)[R]) {
+  DEVICE void flush(int entry, const SetSums<B> (&sums)[R]) {
+    using S = Sets<B>;
+    const __half maximum = KIND == EXL2 ? maxima[entry] : __half(0.f);
+    float2 scale[R], zero[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      scale[r] = to_float2(scales[r].halves(entry, maximum));
+      zero[r] = KIND == EXL2 ? make_float2(1 << (B - 1), 1 << (B - 1)) : to_float2(scales[r].zero_halves(entry));
+    }
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      const float2 all = x.sum(n, entry);
+#pragma unroll
+      for (int r = 0; r < R; r++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int upper = i / 2;
+          const float z = upper ? zero[r].y : zero[r].x, c = -z * (i % 2 ? all.y : all.x);
+          float v = fmaf(sums[r][0][n][i], S::factor(0, upper), c);
+          if constexpr (S::COUNT == 2) v = fmaf(sums[r][1][n][i], S::factor(1, upper), v);
+          total[r][n][i] = fmaf(upper ? scale[r].y : scale[r].x, v, total[r][n][i]);
+        }
+    }
+  }
+
+  template <int B, int J>
+  DEVICE static void instruction(const uint32_t (&w)[B], const uint4 (&xs)[NT], SetSums<B>& sums) {
+    const uint32_t a[4] = {Field<B, 4 * J>::tiny(w), Field<B, 4 * J + 1>::tiny(w), Field<B, 4 * J + 2>::tiny(w),
+                           Field<B, 4 * J + 3>::tiny(w)};
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      if constexpr (J % 2 == 0) mma(sums[Sets<B>::of(J)][n], a, xs[n].x, xs[n].y);
+      else mma(sums[Sets<B>::of(J)][n], a, xs[n].z, xs[n].w);
+    }
+  }
+
+  // 64 rows at row `64 c` of the unit, codes at byte `offset`.
+  template <int B>
+  DEVICE void chunk(int c, uint32_t offset, SetSums<B> (&sums)[R]) {
     uint32_t w[R][B];
 #pragma unroll
     for (int r = 0; r < R; r++) load_words<B>(w[r], weights[r] + offset, lane);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int row = 64 * c + 32 * h, entry = row / ENTRY;
-      if (ENTRY == 32 || (h == 0 && first)) {
-#pragma unroll
-        for (int r = 0; r < R; r++) sums[r].reset();
-      }
+      if (ENTRY == 32) reset<B>(sums);
       uint4 xs[NT];
 #pragma unroll
-      for (int n = 0; n < NT; n++) xs[n] = x.get(n, row);
+      for (int n = 0; n < NT; n++) xs[n] = x.get(n, 64 * c + 32 * h);
 #pragma unroll
       for (int r = 0; r < R; r++) {
-        const uint2 zeros = scales[r].zeros(entry);
         if (h == 0) {
-          instruction<KIND, B, NT, 0>(w[r], zeros, xs, sums[r]);
-          instruction<KIND, B, NT, 1>(w[r], zeros, xs, sums[r]);
+          instruction<B, 0>(w[r], xs, sums[r]);
+          instruction<B, 1>(w[r], xs, sums[r]);
         } else {
-          instruction<KIND, B, NT, 2>(w[r], zeros, xs, sums[r]);
-          instruction<KIND, B, NT, 3>(w[r], zeros, xs, sums[r]);
+          instruction<B, 2>(w[r], xs, sums[r]);
+          instruction<B, 3>(w[r], xs, sums[r]);
         }
       }
-      if (ENTRY == 32 || (h == 1 && last)) flush(entry, sums);
+      if (ENTRY == 32) flush<B>(2 * c + h, sums);
     }
+  }
+
+  // Chunks 2 p and, if `both`, 2 p + 1: one entry of 128 rows.
+  template <int B>
+  DEVICE void pair(int p, uint32_t offset, bool both) {
+    SetSums<B> sums[R];
+    if (ENTRY == 128) reset<B>(sums);
+    chunk<B>(2 * p, offset, sums);
+    if (both) chunk<B>(2 * p + 1, offset + 128 * B, sums);
+    if (ENTRY == 128) flush<B>(p, sums);
   }
 
   // Four chunks of one width: the usual unit.
   template <int B>
   DEVICE void uniform() {
-    TwoSums<NT> sums[R];
-    constexpr int UNROLL = B == 4 && NT == 1 ? 2 : 1;
+    constexpr int UNROLL = NT == 1 && B <= 4 ? 2 : 1;
 #pragma unroll UNROLL
-    for (int pair = 0; pair < 2; pair++) {
-      chunk<B>(2 * pair, 256 * B * pair, true, false, sums);
-      chunk<B>(2 * pair + 1, 256 * B * pair + 128 * B, false, true, sums);
-    }
+    for (int p = 0; p < 2; p++) pair<B>(p, 256 * B * p, true);
   }
 
+  // Any other unit: chunks one by one, in pairs where they share an entry.
   template <int B>
-  DEVICE void single(int c, uint32_t offset) {
-    TwoSums<NT> sums[R];
-    chunk<B>(c, offset, true, true, sums);
+  DEVICE void piece(int c, uint32_t offset, bool both) {
+    if constexpr (ENTRY == 128) {
+      pair<B>(c / 2, offset, both);
+    } else {
+      SetSums<B> sums[R];
+      chunk<B>(c, offset, sums);
+    }
   }
 
   DEVICE void run(uint32_t widths) {
@@ -320,27 +398,24 @@ struct UnitProduct {
       case 0x4444: return uniform<4>();
       case 0x3333: return uniform<3>();
       case 0x2222: return uniform<2>();
-      case 0x8888: return uniform<8>();
     }
-    if constexpr (KIND == EXL2) {
-      if (widths == 0x5555) return uniform<5>();
-      if (widths == 0x6666) return uniform<6>();
-    }
+    constexpr int STEP = ENTRY == 128 ? 2 : 1;
     uint32_t offset = 0;
 #pragma unroll 1
-    for (int c = 0; c < 4; c++) {
+    for (int c = 0; c < 4; c += STEP) {
       const uint32_t b = widths >> (4 * c) & 15;
+      const bool both = STEP == 2 && (widths >> (4 * c + 4) & 15) != 0;
       switch (b) {
-        case 2: single<2>(c, offset); break;
-        case 3: single<3>(c, offset); break;
-        case 4: single<4>(c, offset); break;
-        case 8: single<8>(c, offset); break;
+        case 2: piece<2>(c, offset, both); break;
+        case 3: piece<3>(c, offset, both); break;
+        case 4: piece<4>(c, offset, both); break;
+        case 8: piece<8>(c, offset, both); break;
       }
       if constexpr (KIND == EXL2) {
-        if (b == 5) single<5>(c, offset);
-        if (b == 6) single<6>(c, offset);
+        if (b == 5) piece<5>(c, offset, both);
+        if (b == 6) piece<6>(c, offset, both);
       }
-      offset += 128 * b;
+      offset += 128 * b * (both ? 2 : 1);
     }
   }
 };
@@ -360,10 +435,15 @@ DEVICE void store_result(void* y, size_t at, int kind, float v) {
   else if (kind == OUT_BF16) static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(v);
   else static_cast<float*>(y)[at] = v;
 }
-// (sum / row factor + bias) * prescale; `parts` are the eight class sums, `stride` apart, added in class order.
-DEVICE float finish(const float* parts, int stride, float multiplier, const Matrix& a, int n) {
-  float sum = parts[0];
+// The classes' sums in their one order: `part(c)` is the sum of class c.
+template <class F>
+DEVICE float sum_classes(F part) {
+  float sum = part(0) + part(8);
 #pragma unroll
-  for (int c = 1; c < CLASSES; c++) sum += parts[c * stride];
-  return fmaf(sum, multiplier, a.bias ? a.bias[n] : 0.f) * a.prescale;
+  for (int c = 1; c < 8; c++) sum += part(c) + part(c + 8);
+  return sum;
+}
+// (sum / row factor + bias) * prescale.
+DEVICE float finish(float sum, float multiplier, float bias, float prescale) {
+  return fmaf(sum, multiplier, bias) * prescale;
 }

@@ -5,6 +5,7 @@
 
 use exl_cuda::layout::{Codes, Layout};
 use exl_cuda::ops::linear::{self, Addresses, Half, Matrix, Product};
+use exl_cuda::ops::ring;
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::{GptqView, Zeros};
 use half::f16;
@@ -267,32 +268,12 @@ impl CudaMatrix {
         })
     }
 
-    /// Most rows that `ring` takes on this GPU.
-    fn ring_rows(&self, py: Python<'_>) -> PyResult<usize> {
-        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        Ok(self.matrix.ring_rows(&info.info))
+    /// Bytes of scratch memory that `matmul` needs for `rows` rows.
+    fn prepared_bytes(&self, rows: usize) -> usize {
+        self.matrix.prepared_bytes(rows)
     }
 
-    /// y = (x @ W + bias) * prescale in one launch. `tuning` = (slots, window) is for benchmarks.
-    #[pyo3(signature = (x, y, stream, programmatic, tuning=None))]
-    fn ring(
-        &self,
-        py: Python<'_>,
-        x: Tensor,
-        y: Tensor,
-        stream: usize,
-        programmatic: bool,
-        tuning: Option<(i32, i32)>,
-    ) -> PyResult<()> {
-        let op = self.product(&x, &y)?;
-        let tuning = tuning.map(|(slots, window)| linear::Tuning { slots, window });
-        let to = target(&[("x", &x), ("y", &y)], stream, programmatic)?;
-        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
-        py.detach(|| unsafe { linear::ring(to, &self.matrix, &op, tuning) })
-            .map_err(|error| device_error(py, &error))
-    }
-
-    /// The same in two launches; `prepared` [m, rows] float16 and `multipliers` [m] float32 are scratch.
+    /// y = (x @ W + bias) * prescale; `prepared` uint8 and `multipliers` [m] float32 are scratch.
     fn matmul(
         &self,
         py: Python<'_>,
@@ -304,8 +285,9 @@ impl CudaMatrix {
         programmatic: bool,
     ) -> PyResult<()> {
         let op = self.product(&x, &y)?;
-        let scratch = prepared.dtype == DType::F16
-            && prepared.numel() >= op.m * self.matrix.rows()
+        let scratch = prepared.dtype == DType::U8
+            && prepared.numel() >= self.matrix.prepared_bytes(op.m)
+            && prepared.ptr.is_multiple_of(16)
             && multipliers.dtype == DType::F32
             && multipliers.numel() >= op.m;
         expect(scratch, "scratch tensors are too small")?;
@@ -316,7 +298,7 @@ impl CudaMatrix {
             ("y", &y),
         ];
         let to = target(&all, stream, programmatic)?;
-        // SAFETY: as in `ring`.
+        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
         py.detach(|| unsafe {
             linear::matmul(to, &self.matrix, &op, prepared.ptr, multipliers.ptr)
         })
@@ -335,8 +317,141 @@ impl CudaMatrix {
             "out must be on the matrix's GPU",
         )?;
         let to = target(&[("out", &out)], stream, false)?;
-        // SAFETY: as in `ring`.
+        // SAFETY: as in `matmul`.
         py.detach(|| unsafe { linear::dequantize(to, &self.matrix, out.ptr) })
+            .map_err(|error| device_error(py, &error))
+    }
+}
+
+/// Several matrices over one input as one launch of the ring kernel: what `FusedLinear` calls.
+#[pyclass(frozen, name = "CudaRing", module = "exl_kernels._native")]
+pub struct CudaRing {
+    matrices: Vec<Py<CudaMatrix>>,
+    /// Number of the activation of the first of two matrices, which gates the second.
+    gate: Option<i32>,
+    device: u32,
+    in_features: usize,
+    out_features: usize,
+}
+
+impl CudaRing {
+    fn parts(&self) -> Vec<&Matrix> {
+        self.matrices.iter().map(|m| &m.get().matrix).collect()
+    }
+}
+
+#[pymethods]
+impl CudaRing {
+    #[new]
+    #[pyo3(signature = (matrices, gate=None))]
+    fn new(matrices: Vec<Py<CudaMatrix>>, gate: Option<&str>) -> PyResult<Self> {
+        let gate = match gate {
+            None => None,
+            Some("silu") => Some(0),
+            Some("gelu") => Some(1),
+            Some("quickgelu") => Some(2),
+            Some(other) => {
+                return Err(PyValueError::new_err(format!(
+                    "unknown activation {other:?}"
+                )));
+            }
+        };
+        expect(
+            (1..=ring::MATRICES).contains(&matrices.len()),
+            "one to three matrices",
+        )?;
+        let first = matrices[0].get();
+        let alike = |m: &Py<CudaMatrix>| {
+            m.get().device == first.device
+                && m.get().matrix.in_features() == first.matrix.in_features()
+        };
+        expect(
+            matrices.iter().all(alike),
+            "matrices of one GPU and one input size",
+        )?;
+        let (device, in_features) = (first.device, first.matrix.in_features());
+        let out_features = match gate {
+            Some(_) => first.matrix.out_features(),
+            None => matrices.iter().map(|m| m.get().matrix.out_features()).sum(),
+        };
+        Ok(Self {
+            device,
+            in_features,
+            out_features,
+            matrices,
+            gate,
+        })
+    }
+
+    /// Most rows of a call on this GPU; 0 where separate launches have to do.
+    #[getter]
+    fn rows(&self, py: Python<'_>) -> PyResult<usize> {
+        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
+        Ok(ring::rows(&info.info, &self.parts(), self.gate.is_some()))
+    }
+
+    /// y [m, N]; `norm` = (weight, eps, offset); `tuning` = (slots, window) is for benchmarks.
+    #[pyo3(signature = (x, y, stream, programmatic, residual=None, norm=None, tuning=None))]
+    fn run(
+        &self,
+        py: Python<'_>,
+        x: Tensor,
+        y: Tensor,
+        stream: usize,
+        programmatic: bool,
+        residual: Option<Tensor>,
+        norm: Option<(Tensor, f32, f32)>,
+        tuning: Option<(i32, i32)>,
+    ) -> PyResult<()> {
+        let (k, n) = (self.in_features, self.out_features);
+        let m = x.numel() / k;
+        expect(
+            x.numel() == m * k && y.numel() == m * n,
+            "x or y has the wrong size",
+        )?;
+        expect(x.ptr.is_multiple_of(16), "x must be aligned to 16 bytes")?;
+        let x_type = kind(&x, "x")?;
+        expect(x_type != Half::F32, "x must be float16 or bfloat16")?;
+        let mut all = vec![("x", &x), ("y", &y)];
+        if let Some(residual) = &residual {
+            expect(
+                self.gate.is_none() && residual.dtype == y.dtype && residual.numel() == y.numel(),
+                "residual must be like y, and a gated product takes none",
+            )?;
+            all.push(("residual", residual));
+        }
+        if let Some((weight, _, _)) = &norm {
+            expect(
+                weight.numel() == k && weight.ptr.is_multiple_of(16),
+                "norm weight must be [in_features] and aligned to 16 bytes",
+            )?;
+            all.push(("norm", weight));
+        }
+        let to = target(&all, stream, programmatic)?;
+        expect(to.device == self.device, "operands on another GPU")?;
+        let norm = match &norm {
+            None => None,
+            Some((weight, eps, offset)) => Some(ring::Norm {
+                weight: weight.ptr,
+                kind: kind(weight, "norm")?,
+                eps: *eps,
+                offset: *offset,
+            }),
+        };
+        let op = ring::Product {
+            x: x.ptr,
+            x_type,
+            y: y.ptr,
+            y_type: kind(&y, "y")?,
+            m,
+            residual: residual.as_ref().map_or(0, |r| r.ptr),
+            gate: self.gate,
+            norm,
+        };
+        let tuning = tuning.map(|(slots, window)| ring::Tuning { slots, window });
+        let parts = self.parts();
+        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
+        py.detach(|| unsafe { ring::launch(to, &parts, &op, tuning) })
             .map_err(|error| device_error(py, &error))
     }
 }
@@ -344,5 +459,6 @@ impl CudaMatrix {
 /// Adds this subject's functions and classes to the module.
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<CudaLayout>()?;
-    m.add_class::<CudaMatrix>()
+    m.add_class::<CudaMatrix>()?;
+    m.add_class::<CudaRing>()
 }

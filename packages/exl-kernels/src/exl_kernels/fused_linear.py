@@ -14,9 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .cuda_ops import gated_activation, rms_norm
+from . import _native
+from .cuda_ops import gated_activation, rms_norm, stream_of
+from .device import programmatic_launch
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .linear import QuantMatrix
+from .linear_cuda import CudaQuantMatrix
 
 __all__ = ["FusedLinear", "Norm"]
 
@@ -94,8 +97,16 @@ class FusedLinear:
         self.in_features = first.in_features
         self.out_features = first.out_features if activation else sum(m.out_features for m in matrices)
         self.device = first.device
+        self._ring = self._one_launch()
+        self._ring_rows: int = 0 if self._ring is None else self._ring.rows
         self._normed = self._scratch(self.in_features) if norm else None
         self._parts = [self._scratch(m.out_features) for m in self.matrices]
+
+    def _one_launch(self) -> _native.CudaRing | None:
+        """The ring kernel over all matrices, where they are quantized; matrices it cannot join report zero rows."""
+        if not all(isinstance(matrix, CudaQuantMatrix) for matrix in self.matrices):
+            return None
+        return _native.CudaRing([matrix._native for matrix in self.matrices], self.activation)
 
     def _scratch(self, width: int) -> Tensor:
         return torch.empty((self.max_rows, width), dtype=self.dtype, device=self.device)
@@ -106,7 +117,11 @@ class FusedLinear:
         Raises ShapeError and DTypeError (an operand does not fit).
         """
         m = self._check(x, out, residual)
-        if m:
+        if 0 < m <= self._ring_rows and x.data_ptr() % 16 == 0:
+            norm = None if self.norm is None else (self.norm.weight, self.norm.eps, self.norm.offset)
+            assert self._ring is not None
+            self._ring.run(x, out, stream_of(x), programmatic_launch(), residual, norm)
+        elif m:
             self._separate(x, out, residual, m)
         return out
 

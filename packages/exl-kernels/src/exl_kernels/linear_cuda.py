@@ -30,6 +30,11 @@ MATRIX_ROWS = 64
 _HALVES = (torch.float16, torch.bfloat16)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x itself, or a copy where it does not begin at a multiple of 16 bytes."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 class _CudaMatrix(QuantMatrix):
     """What the matrices on a GPU share: checks of activations and outputs."""
 
@@ -64,7 +69,7 @@ class _CudaMatrix(QuantMatrix):
 class CudaQuantMatrix(_CudaMatrix):
     """An EXL2 or GPTQ matrix on a GPU. Attributes as `QuantMatrix`; `compute` is kept for information only."""
 
-    __slots__ = ("_bias", "_prescale", "_ring_rows", "_rows")
+    __slots__ = ("_bias", "_prescale", "_ring", "_ring_rows")
 
     def __init__(
         self,
@@ -83,8 +88,8 @@ class CudaQuantMatrix(_CudaMatrix):
         self._bias = None if bias is None else bias.to(device)
         self._native = _native.CudaMatrix(layout, *moved, self._bias, prescale)
         self._prescale = prescale
-        self._rows: int = layout.rows
-        self._ring_rows: int = self._native.ring_rows()
+        self._ring = _native.CudaRing([self._native])
+        self._ring_rows: int = self._ring.rows
         self.format: Format = format
         self.compute: Compute = compute
         self.name = name
@@ -106,18 +111,18 @@ class CudaQuantMatrix(_CudaMatrix):
         rows = x.numel() // self.in_features
         if rows == 0:
             return out
-        x = x.contiguous()
+        x = aligned(x.contiguous())
         if rows > MATRIX_ROWS:
             return self._large(x, out)
         stream = stream_of(x)
         if rows <= self._ring_rows:
-            self._native.ring(x, out, stream, programmatic_launch())
+            self._ring.run(x, out, stream, programmatic_launch())
         else:
             self._direct(x, out, rows, stream)
         return out
 
     def _direct(self, x: Tensor, out: Tensor, rows: int, stream: int) -> None:
-        prepared = torch.empty((rows, self._rows), dtype=torch.float16, device=x.device)
+        prepared = torch.empty(self._native.prepared_bytes(rows), dtype=torch.uint8, device=x.device)
         multipliers = torch.empty(rows, dtype=torch.float32, device=x.device)
         self._native.matmul(x, prepared, multipliers, out, stream, programmatic_launch())
 

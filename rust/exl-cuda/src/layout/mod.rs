@@ -27,7 +27,7 @@ pub const TILE: usize = 16;
 pub const SLICE_ROWS: usize = 32;
 pub const CHUNK_ROWS: usize = 64;
 pub const UNIT_ROWS: usize = 256;
-const CHUNKS_PER_UNIT: usize = UNIT_ROWS / CHUNK_ROWS;
+pub const CHUNKS_PER_UNIT: usize = UNIT_ROWS / CHUNK_ROWS;
 
 /// How a unit's scales are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,17 +124,6 @@ impl Layout {
                 .all(|(row, &feature)| feature == row as i32)
     }
 
-    /// Most bytes of eight consecutive units, where the stream of units runs on into the next tile.
-    pub fn largest_stage(&self) -> usize {
-        let sizes: Vec<usize> = self
-            .units
-            .windows(2)
-            .map(|pair| (pair[1].offset - pair[0].offset) as usize)
-            .collect();
-        let from = |first: usize| (first..first + 8).map(|u| sizes[u % sizes.len()]).sum();
-        (0..sizes.len()).map(from).max().unwrap_or(0)
-    }
-
     fn entries_per_unit(&self) -> usize {
         UNIT_ROWS / self.entry_rows
     }
@@ -205,14 +194,20 @@ pub struct Piece {
     pub shift: usize,
 }
 
-/// Where the bits of `field` (0..16) stand in a lane's `bits` words. Whole fields first, so that one mask takes a field from both
-/// halves; what does not fit is put together from the words' spare top bits.
+/// Where the bits of `field` (0..16) stand in a lane's `bits` words. Field 4 J + R is register R of matrix instruction J; the fields of
+/// one instruction that belong to the same feature stand at the same bit, or at bits that one shift of a word brings there (`Field` of
+/// `kernels/tile.cuh` says why). What does not fit into the halves of the words is put together from their spare top bits.
 pub fn pieces(bits: usize, field: usize) -> impl Iterator<Item = Piece> {
-    let whole = |per_word: usize| Piece {
-        word: field / per_word,
-        bit: bits * (field % per_word),
-        count: bits,
-        shift: 0,
+    let (instruction, register) = (field / 4, field % 4);
+    let (upper, second) = (register % 2, register / 2);
+    let slot = 2 * instruction + second;
+    let whole = |word: usize, bit: usize| {
+        vec![Piece {
+            word,
+            bit,
+            count: bits,
+            shift: 0,
+        }]
     };
     let spare = |i: usize| Piece {
         word: i,
@@ -221,7 +216,18 @@ pub fn pieces(bits: usize, field: usize) -> impl Iterator<Item = Piece> {
         shift: i,
     };
     let list: Vec<Piece> = match bits {
-        3 | 5 if field == 15 => (0..bits).map(spare).collect(),
+        2 => whole(
+            instruction / 2,
+            4 * (instruction % 2) + 2 * upper + 8 * second,
+        ),
+        3 if field == 15 => (0..bits).map(spare).collect(),
+        3 if instruction < 3 => whole(instruction, 3 * upper + 9 * second),
+        3 => whole(register, 6),
+        4 => whole(instruction, 4 * upper + 8 * second),
+        5 if field == 11 => (0..bits).map(spare).collect(),
+        5 if instruction == 3 => whole(1 + register, 10),
+        5 if slot == 5 => whole(0, 10),
+        5 => whole(slot, 5 * upper),
         6 if field >= 12 => vec![
             Piece {
                 word: field - 12,
@@ -236,7 +242,7 @@ pub fn pieces(bits: usize, field: usize) -> impl Iterator<Item = Piece> {
                 shift: 4,
             },
         ],
-        _ => vec![whole(16 / bits)],
+        _ => whole(field / 2, bits * upper),
     };
     list.into_iter()
 }

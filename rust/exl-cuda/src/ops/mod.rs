@@ -8,6 +8,7 @@ pub mod linear;
 pub mod norm;
 pub mod probe;
 pub mod residual;
+pub mod ring;
 pub mod rope;
 pub mod rope_store;
 

@@ -1,0 +1,5 @@
+// The ring kernels for GPTQ: a scale entry every 128 or 32 rows, one matrix or up to three.
+#include "ring.cuh"
+
+RING(GPTQ, gptq, 128)
+RING(GPTQ, gptq, 32)

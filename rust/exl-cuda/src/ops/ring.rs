@@ -1,0 +1,362 @@
+//! The ring kernel: products of few rows, of up to three matrices over one input, with what stands around them in a layer.
+
+use super::Target;
+use super::linear::{Half, Matrix, MatrixArgument};
+use crate::device::{Device, DeviceInfo};
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::layout::{TILE, UNIT_ROWS};
+
+/// Most rows of the ring kernel.
+pub const MOST_ROWS: usize = 8;
+/// Most matrices of a launch.
+pub const MATRICES: usize = 3;
+/// Most stages of eight units in a tile.
+const MOST_STAGES: usize = 32;
+const RESULT_BUFFERS: usize = 4;
+/// Bytes in flight per multiprocessor beyond which everything else waits behind weights (spec/kernels-measured.md 6.1).
+const BYTES_IN_FLIGHT: usize = 33 * 1024;
+/// Bytes a ring holds when they fit: enough to ride out a hand-over between kernels.
+const RING_BYTES: usize = 130 * 1024;
+/// More than half of a multiprocessor's shared memory, so that one block is placed on each (spec/kernels-measured.md 6.2).
+const LEAST_SHARED: usize = 116 * 1024;
+const THREADS: u32 = 576;
+
+/// `struct Part` of `kernels/ring.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    matrix: MatrixArgument,
+    units_at: u32,
+    maxima_at: u32,
+    x_at: u32,
+    sums_at: u32,
+    order: i32,
+    y_offset: i32,
+}
+
+/// `struct Task` of `kernels/ring.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Task {
+    x: usize,
+    y: usize,
+    residual: usize,
+    norm: usize,
+    results_at: u32,
+    barriers_at: u32,
+    multipliers_at: u32,
+    stage_stride: u32,
+    x_stride: u32,
+    count: i32,
+    tiles: i32,
+    m: i32,
+    columns: i32,
+    slots: i32,
+    window: i32,
+    gate: i32,
+    x_kind: i32,
+    y_kind: i32,
+    norm_kind: i32,
+    y_stride: i32,
+    eps: f32,
+    offset: f32,
+    parts: [Part; MATRICES],
+    stage_begin: [[u32; MOST_STAGES + 1]; MATRICES],
+}
+
+/// RMS norm of the input before the product.
+#[derive(Clone, Copy, Debug)]
+pub struct Norm {
+    /// `[in_features]` of `kind`.
+    pub weight: usize,
+    pub kind: Half,
+    pub eps: f32,
+    pub offset: f32,
+}
+
+/// One product; device addresses, row-major and contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct Product {
+    /// `[m, in_features]` of `x_type`, F16 or BF16, aligned to 16 bytes.
+    pub x: usize,
+    pub x_type: Half,
+    /// `[m, sum of out_features]` of `y_type`, or `[m, out_features]` when gated.
+    pub y: usize,
+    pub y_type: Half,
+    pub m: usize,
+    /// Like y, added to the result; 0 for none.
+    pub residual: usize,
+    /// Number of the activation (`ops::elementwise`) of the first of two matrices, which then gates the second.
+    pub gate: Option<i32>,
+    pub norm: Option<Norm>,
+}
+
+/// Depth and window of the ring, for benchmarks that try others than the planned ones.
+#[derive(Clone, Copy, Debug)]
+pub struct Tuning {
+    pub slots: i32,
+    pub window: i32,
+}
+
+/// Where a launch's data stand in shared memory.
+struct Plan {
+    task: Task,
+    shared: usize,
+}
+
+fn stages(matrix: &Matrix) -> Option<[u32; MOST_STAGES + 1]> {
+    let units = &matrix.unit_offsets;
+    let count = (units.len() - 1).div_ceil(8);
+    let mut begin = [0; MOST_STAGES + 1];
+    if count > MOST_STAGES {
+        return None;
+    }
+    for (stage, to) in begin.iter_mut().enumerate().take(count + 1) {
+        *to = units[(8 * stage).min(units.len() - 1)];
+    }
+    Some(begin)
+}
+
+/// Bytes handed out one after the other.
+struct Arena(usize);
+
+impl Arena {
+    fn take(&mut self, bytes: usize) -> u32 {
+        let at = self.0.next_multiple_of(16);
+        self.0 = at + bytes;
+        at as u32
+    }
+}
+
+/// Plans a launch for `m` rows; None where the kernel cannot take it: other hardware, matrices of different kinds, no room.
+fn plan(
+    device: &DeviceInfo,
+    matrices: &[&Matrix],
+    m: usize,
+    gated: bool,
+    tuning: Option<Tuning>,
+) -> Option<Plan> {
+    let first = *matrices.first()?;
+    let alike = |a: &&Matrix| {
+        a.kind == first.kind
+            && a.entry_rows == first.entry_rows
+            && a.in_features() == first.in_features()
+    };
+    let gate_fits =
+        !gated || (matrices.len() == 2 && first.out_features() == matrices[1].out_features());
+    if device.compute_capability.0 < 9
+        || !(1..=MOST_ROWS).contains(&m)
+        || matrices.len() > MATRICES
+        || !matrices.iter().all(alike)
+        || !gate_fits
+        || !first.in_features().is_multiple_of(8)
+    {
+        return None;
+    }
+    // 1 KB for the kernel's static arrays.
+    let space = (device.shared_bytes_per_block as usize).checked_sub(1024)?;
+    let mut begin = [[0; MOST_STAGES + 1]; MATRICES];
+    let (mut largest, mut bytes, mut count) = (0, 0, 0);
+    for (to, matrix) in begin.iter_mut().zip(matrices) {
+        *to = stages(matrix)?;
+        let sizes = to.windows(2).map(|p| p[1].saturating_sub(p[0]) as usize);
+        largest = largest.max(sizes.max().unwrap_or(0));
+        bytes += matrix.argument.tile_bytes as usize;
+        count += matrix.argument.unit_count as usize;
+    }
+    let mean = (8 * bytes / count.max(1)).max(1);
+    let stride = largest.next_multiple_of(128);
+    let rows = matrices.iter().map(|a| a.rows()).max().unwrap_or(0);
+    let columns = m.next_multiple_of(2);
+    let wanted = RING_BYTES.div_ceil(mean).clamp(4, 24);
+    let forced = tuning.filter(|t| t.slots > 0 && (1..=t.slots).contains(&t.window));
+    let candidates = match forced {
+        Some(t) => t.slots as usize..=t.slots as usize,
+        None => 3..=wanted,
+    };
+    for slots in candidates.rev() {
+        let mut arena = Arena(slots * stride);
+        // 64 bytes past a multiple of 128: eight rows' loads meet no bank twice.
+        let x_stride = rows + 32;
+        let mut parts: [Part; MATRICES] = std::array::from_fn(|i| Part {
+            matrix: matrices.get(i).unwrap_or(&first).argument,
+            units_at: 0,
+            maxima_at: 0,
+            x_at: 0,
+            sums_at: 0,
+            order: 0,
+            y_offset: 0,
+        });
+        for (i, matrix) in matrices.iter().enumerate() {
+            let same = matrices[..i]
+                .iter()
+                .position(|before| before.features_host == matrix.features_host);
+            let units = matrix.argument.unit_count as usize;
+            let places = match same {
+                Some(before) => (parts[before].x_at, parts[before].sums_at),
+                None => (
+                    arena.take(m * x_stride * 2),
+                    arena.take(units * (UNIT_ROWS / matrix.entry_rows) * 32),
+                ),
+            };
+            let part = &mut parts[i];
+            part.order = same.unwrap_or(i) as i32;
+            (part.x_at, part.sums_at) = places;
+            part.units_at = arena.take(8 * units);
+            part.maxima_at = arena.take(2 * matrix.rows().div_ceil(matrix.entry_rows));
+        }
+        let results_at = arena.take(RESULT_BUFFERS * 16 * TILE * columns * 4);
+        let multipliers_at = arena.take(32);
+        let barriers_at = arena.take((2 * slots + 2 * RESULT_BUFFERS) * 8);
+        if arena.0 > space {
+            continue;
+        }
+        let window = forced.map_or(((BYTES_IN_FLIGHT + mean / 2) / mean) as i32, |t| t.window);
+        let tiles: i32 = matrices.iter().map(|a| a.argument.tiles).sum();
+        let task = Task {
+            x: 0,
+            y: 0,
+            residual: 0,
+            norm: 0,
+            parts,
+            stage_begin: begin,
+            results_at,
+            barriers_at,
+            multipliers_at,
+            stage_stride: stride as u32,
+            x_stride: x_stride as u32,
+            count: matrices.len() as i32,
+            tiles: if gated { tiles / 2 } else { tiles },
+            m: m as i32,
+            columns: columns as i32,
+            slots: slots as i32,
+            window: window.clamp(1, slots as i32),
+            gate: -1,
+            x_kind: 0,
+            y_kind: 0,
+            norm_kind: 0,
+            y_stride: 0,
+            eps: 0.0,
+            offset: 0.0,
+        };
+        return Some(Plan {
+            task,
+            shared: arena.0.max(LEAST_SHARED.min(space)),
+        });
+    }
+    None
+}
+
+/// How many activation rows one launch for these matrices takes on this GPU; 0 when it cannot run there.
+pub fn rows(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> usize {
+    (1..=MOST_ROWS)
+        .rev()
+        .find(|&m| plan(device, matrices, m, gated, None).is_some())
+        .unwrap_or(0)
+}
+
+/// The product in one launch, for up to [`rows`] rows. Results stand beside each other in the order of `matrices`.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn launch(
+    to: Target,
+    matrices: &[&Matrix],
+    op: &Product,
+    tuning: Option<Tuning>,
+) -> Result<(), CudaError> {
+    let device = Device::get(to.device)?;
+    let gated = op.gate.is_some();
+    let Some(Plan { mut task, shared }) = plan(&device.info, matrices, op.m, gated, tuning) else {
+        return Err(CudaError::Argument {
+            what: format!("{} rows for the ring kernel", op.m),
+            limit: format!("1 to {}", rows(&device.info, matrices, gated)),
+        });
+    };
+    (task.x, task.x_kind) = (op.x, op.x_type as i32);
+    (task.y, task.y_kind) = (op.y, op.y_type as i32);
+    task.residual = op.residual;
+    task.gate = op.gate.unwrap_or(-1);
+    if let Some(norm) = op.norm {
+        (task.norm, task.norm_kind) = (norm.weight, norm.kind as i32);
+        (task.eps, task.offset) = (norm.eps, norm.offset);
+    }
+    let mut columns = 0;
+    for (i, matrix) in matrices.iter().enumerate() {
+        task.parts[i].y_offset = if gated { 0 } else { columns };
+        columns += matrix.argument.out_features;
+    }
+    task.y_stride = if gated { columns / 2 } else { columns };
+    let variant = if matrices.len() == 1 { 1 } else { 3 };
+    let (kind, entry) = (matrices[0].kind, matrices[0].entry_rows);
+    let kernel = format!("ring_{kind}_{entry}_{variant}");
+    let launch = Launch {
+        kernel: &kernel,
+        grid: [task.tiles.min(device.info.multiprocessors) as u32, 1, 1],
+        block: THREADS,
+        shared_bytes: shared as u32,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![task];
+    // SAFETY: the order is that of `ring_matmul`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::linear::tests::{hopper, matrix};
+
+    #[test]
+    fn the_ring_of_four_bits_is_the_measured_one() {
+        let made = matrix(16, 2064);
+        let plan = plan(&hopper(), &[&made], 1, false, None).expect("fits");
+        assert_eq!((plan.task.slots, plan.task.window), (9, 2));
+        assert!((LEAST_SHARED..232_448 - 1024).contains(&plan.shared));
+        assert_eq!(rows(&hopper(), &[&made], false), 8);
+        assert_eq!(plan.task.stage_begin[0][..3], [0, 8 * 2064, 16 * 2064]);
+    }
+
+    #[test]
+    fn a_ring_never_asks_for_more_than_there_is() {
+        for (units, bytes) in [(1, 1040), (16, 4112), (56, 2064), (56, 4112), (255, 4160)] {
+            let made = matrix(units, bytes);
+            for m in 1..=8 {
+                for together in [vec![&made], vec![&made, &made, &made]] {
+                    if let Some(plan) = plan(&hopper(), &together, m, false, None) {
+                        let task = plan.task;
+                        assert!(plan.shared <= 232_448 - 1024);
+                        assert!((1..=task.slots).contains(&task.window));
+                        assert!(task.parts.iter().all(|p| p.order == 0), "one copy");
+                    }
+                }
+            }
+        }
+        assert_eq!(rows(&hopper(), &[&matrix(255, 4160)], false), 0);
+        let ampere = DeviceInfo {
+            compute_capability: (8, 6),
+            ..hopper()
+        };
+        assert_eq!(rows(&ampere, &[&matrix(16, 2064)], false), 0);
+    }
+
+    #[test]
+    fn a_gate_needs_two_matrices_of_one_size() {
+        let (a, mut b) = (matrix(16, 2064), matrix(16, 2064));
+        assert_eq!(rows(&hopper(), &[&a, &b], true), 8);
+        b.argument.out_features -= 16;
+        assert_eq!(rows(&hopper(), &[&a, &b], true), 0);
+        assert_eq!(rows(&hopper(), &[&a], true), 0);
+    }
+
+    #[test]
+    fn the_task_has_the_size_the_kernel_expects() {
+        assert_eq!(std::mem::size_of::<Part>(), 72 + 6 * 4);
+        assert_eq!(
+            std::mem::size_of::<Task>(),
+            4 * 8 + 18 * 4 + 3 * 96 + 3 * 33 * 4 + 4
+        );
+    }
+}
