@@ -27,9 +27,9 @@ SHAPES = {
     "o": (4096, 4096),
 }
 ROTATE = 768 << 20
-Tuning = tuple[int, int, int]
-"""Slots, window and consumer groups of the ring."""
-TUNINGS: list[Tuning] = [(8, 2, 1), (8, 2, 2), (8, 3, 2), (8, 4, 2), (8, 8, 2), (5, 3, 2), (8, 3, 1)]
+Tuning = tuple[int, int]
+"""Slots and window of the ring."""
+TUNINGS: list[Tuning] = [(8, 2), (8, 3), (8, 4), (8, 8), (10, 2), (5, 2), (5, 3)]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Rotating:
             _native.CudaMatrix(layout, image if i == 0 else image.clone(), *shared, None, 1.0) for i in range(count)
         ]
         self.rings = [_native.CudaRing([copy]) for copy in self.copies]
-        self.k, self.n, self.ring_rows = k, n, self.rings[0].rows
+        self.k, self.n, self.ring_rows = k, n, self.rings[0].rows(False, False)
         torch.cuda.synchronize()
 
     def run(self, copy: int, x: Tensor, y: Tensor, programmatic: bool, tuning: Tuning | None = None) -> None:
@@ -190,7 +190,7 @@ def tune(common: dict[str, object], roof: float) -> bool:
                     **common,
                     "bench": "gemv",
                     "shape": shape,
-                    "slots_window_groups": tuning,
+                    "slots_window": tuning,
                     "us_pdl": us,
                     "pct_of_read_roof": share,
                 }

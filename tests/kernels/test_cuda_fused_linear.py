@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_cuda_linear import activations, exl2_tensors, gptq_tensors
 from torch import Tensor
 
 from exl_kernels.cuda_ops import gated_activation, rms_norm
@@ -19,13 +18,45 @@ DTYPES = [torch.float16, torch.bfloat16]
 ROWS = [1, 2, 5, 8, 9, 33, 64]
 
 
+def words(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
+
+
+def activations(m: int, k: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype).cuda()
+
+
 def exl2(n: int, *widths: int, seed: int = 0, perm: Tensor | None = None, bias: bool = False) -> QuantMatrix:
-    tensors = exl2_tensors([(bits, 128) for bits in widths] * (K // 128 // len(widths)), n, seed=seed)
+    table, first = [], 0
+    for bits in widths * (K // 128 // len(widths)):
+        table += [bits, first]
+        first += 4 * bits
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        "q_weight": words(first, n, seed=seed),
+        "q_scale": words(K // 128, n // 8, seed=seed + 1),
+        "q_scale_max": (torch.rand(K // 128, generator=generator) * 0.02 + 0.001).half(),
+        "q_groups": torch.tensor(table, dtype=torch.int16),
+        "q_invperm": torch.randperm(K, generator=generator).to(torch.int32),
+    }
     if perm is not None:
         tensors["q_invperm"] = perm.to(torch.int32)
     if bias:
         tensors["bias"] = torch.randn(n).half()
     return QuantMatrix.from_exl2(tensors, device="cuda")
+
+
+def gptq(n: int, act_order: bool) -> QuantMatrix:
+    generator = torch.Generator().manual_seed(n)
+    tensors = {
+        "qweight": words(K // 8, n, seed=n),
+        "qzeros": words(K // 128, n // 8, seed=n + 1),
+        "scales": (torch.rand(K // 128, n, generator=generator) * 0.01 + 0.001).half(),
+    }
+    if act_order:
+        tensors["g_idx"] = torch.randperm(K, generator=torch.Generator().manual_seed(3)).to(torch.int32) // 128
+    return QuantMatrix.from_gptq(tensors, bits=4, group_size=128, device="cuda")
 
 
 def qkv(kind: str) -> list[QuantMatrix]:
@@ -34,8 +65,7 @@ def qkv(kind: str) -> list[QuantMatrix]:
         return [exl2(n, 4, seed=i, perm=perm) for i, n in enumerate((512, 128, 160))]
     if kind == "own orders":
         return [exl2(n, *w, seed=i, bias=True) for i, (n, w) in enumerate([(512, (4,)), (128, (5, 4)), (160, (6, 3))])]
-    tensors = [gptq_tensors(4, K, 128, n, kind == "gptq act-order", seed=n) for n in (512, 128, 160)]
-    return [QuantMatrix.from_gptq(t, bits=4, group_size=128, device="cuda") for t in tensors]
+    return [gptq(n, kind == "gptq act-order") for n in (512, 128, 160)]
 
 
 def norm_of(dtype: torch.dtype) -> Norm:

@@ -27,11 +27,12 @@ struct Task {
   const void* x;
   void* y;
   const void* residual;  // like y; null when there is none
-  const void* norm;      // weight of an RMS norm of x; null when there is none
+  const float4* norm;    // weight of an RMS norm of x; null when there is none
   uint32_t results_at, barriers_at, multipliers_at, stage_stride, x_stride;
-  int count, tiles, m, columns, slots, window;  // `tiles`: pairs of them when gated; `columns`: m, made even
+  // A block's tiles (pairs of them when gated), and how many blocks have one more; `columns`: m, made even.
+  int count, tiles, longer, m, columns, slots, window;
   int gate;                                     // activation of the first of two matrices that gates the second, or -1
-  int x_kind, y_kind, norm_kind, y_stride;
+  int x_kind, y_kind, y_stride;
   float eps, offset;
   Part part[MATRICES];
   uint32_t stage_begin[MATRICES][MOST_STAGES + 1];  // bytes within a tile
@@ -82,8 +83,9 @@ struct Walk {
   int at, end;
   DEVICE Walk(const Task& p) {
     const int pair = MANY && p.gate >= 0 ? 2 : 1;
-    at = pair * static_cast<int>(static_cast<uint32_t>(p.tiles) * blockIdx.x / gridDim.x);
-    end = pair * static_cast<int>(static_cast<uint32_t>(p.tiles) * (blockIdx.x + 1) / gridDim.x);
+    const int block = blockIdx.x;
+    at = pair * (block * p.tiles + min(block, p.longer));
+    end = at + pair * (p.tiles + (block < p.longer));
   }
   DEVICE bool more() const { return at < end; }
   DEVICE void find(const Task& p, int& matrix, int& tile) const {
@@ -138,29 +140,21 @@ DEVICE void stream_weights(const Task& p, uint32_t base) {
   }
 }
 
-DEVICE void load_weights8(float (&w)[8], const void* p, int kind, int k) {
-  if (kind == OUT_F16) load8(w, static_cast<const __half*>(p) + k);
-  else if (kind == OUT_BF16) load8(w, static_cast<const __nv_bfloat16*>(p) + k);
-  else load8(w, static_cast<const float*>(p) + k);
-}
-
-// One activation row in the hands of `team` threads: four groups of eight elements a thread at a time.
-template <class T>
+// One activation row in the hands of `team` threads: BATCH groups of eight elements a thread at a time.
+template <class T, int BATCH>
 struct Row {
-  static constexpr int BATCH = 4;
   union Eight {
     uint4 word;
     T v[8];
   } in[BATCH];
-  const T* x;
   int first, team, eights;
 
   // Through L2: a block that started early may hold stale lines of what the predecessor wrote.
-  DEVICE void load(int batch) {
+  DEVICE void load(const T* x, int batch) {
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
       const int i = first + (batch * BATCH + j) * team;
-      in[j].word = i < eights ? __ldcg(reinterpret_cast<const uint4*>(x) + i) : make_uint4(0, 0, 0, 0);
+      if (i < eights) in[j].word = __ldcg(reinterpret_cast<const uint4*>(x) + i);
     }
   }
   template <class F>
@@ -173,27 +167,56 @@ struct Row {
   }
 };
 
-// Activations into layout order, as halves, and everything else the consumers read from shared memory; 512 threads.
-// Every load from global memory costs a trip to L2 (about 0.5 us), so all of them are issued before the first result is used; those of
-// constants before the wait for the predecessor. The norm is that of kernels/norm.cu, sum for sum.
-template <bool MANY, int ENTRY, class T>
-DEVICE void fill_shared(const Task& p, uint8_t* memory) {
-  constexpr bool SCALED = !std::is_same<T, __half>::value;
-  constexpr int THREADS = CONSUMERS * 32, GROUPS = 2, COUNT = MANY ? MATRICES : 1, BATCH = Row<T>::BATCH;
-  __shared__ float parts[2][2][GROUPS][8];
-  const int tid = threadIdx.x, k = p.part[0].a.in_features, eights = k / 8;
+// Unit tables and entries' maxima of every matrix, on their way to shared memory: one a thread at first, the rest when they are stored.
+template <bool MANY, int ENTRY>
+struct Constants {
+  static constexpr int COUNT = MANY ? MATRICES : 1;
   uint2 unit[COUNT];
   __half maximum[COUNT];
-  int entries[COUNT];
+
+  DEVICE static int entries(const Matrix& a) { return a.maxima ? (a.rows + ENTRY - 1) / ENTRY : 0; }
+  DEVICE void load(const Task& p) {
+    const int tid = threadIdx.x;
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    const Matrix& a = p.part[i].a;
-    entries[i] = (!MANY || i < p.count) && a.maxima ? (a.rows + ENTRY - 1) / ENTRY : 0;
-    unit[i] = (!MANY || i < p.count) && tid < a.unit_count ? __ldg(a.units + tid) : make_uint2(0, 0);
-    maximum[i] = tid < entries[i] ? a.maxima[tid] : __half(0.f);
+    for (int i = 0; i < COUNT; i++) {
+      if (MANY && i >= p.count) break;
+      const Matrix& a = p.part[i].a;
+      if (tid < a.unit_count) unit[i] = __ldg(a.units + tid);
+      if (tid < entries(a)) maximum[i] = a.maxima[tid];
+    }
   }
-  const bool alone = p.norm != nullptr || SCALED;  // a row in the hands of 256 threads, because their sums are needed
-  const int team = alone ? 256 : THREADS, teams = THREADS / team, mine = tid / team, rank = tid % team, warp = rank / 32;
+  DEVICE void store(const Task& p, uint8_t* memory) const {
+    const int tid = threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+      if (MANY && i >= p.count) break;
+      const Matrix& a = p.part[i].a;
+      uint2* units = reinterpret_cast<uint2*>(memory + p.part[i].units_at);
+      __half* maxima = reinterpret_cast<__half*>(memory + p.part[i].maxima_at);
+      if (tid < a.unit_count) units[tid] = make_uint2(unit[i].x - p.stage_begin[i][tid / 8], unit[i].y);
+      if (tid < entries(a)) maxima[tid] = maximum[i];
+      for (int e = tid + CONSUMERS * 32; e < entries(a); e += CONSUMERS * 32) maxima[e] = a.maxima[e];
+    }
+  }
+};
+
+// Activations into layout order, as halves, and everything else the consumers read from shared memory; 512 threads.
+// Every load from global memory costs a trip to L2 (about 0.5 us), so all of them are issued before the first result is used; those of
+// constants before the wait for the predecessor. The norm is that of kernels/norm.cu, sum for sum, and so has 256 threads a row; a norm
+// and BF16 rows are the host's promise to fit one batch.
+template <bool MANY, int ENTRY, class T, int BATCH>
+DEVICE void fill_shared(const Task& p, uint8_t* memory) {
+  constexpr bool SCALED = !std::is_same<T, __half>::value;
+  constexpr int THREADS = CONSUMERS * 32, COUNT = MANY ? MATRICES : 1;
+  __shared__ float parts[2][2][CONSUMERS];
+  const int tid = threadIdx.x, k = p.part[0].a.in_features, eights = k / 8;
+  const int team = p.norm ? 256 : THREADS, teams = THREADS / team, mine = tid / team, rank = tid % team;
+  Row<T, BATCH> row;
+  row.first = rank;
+  row.team = team;
+  row.eights = eights;
+  Constants<MANY, ENTRY> constants;
+  constants.load(p);
   union Rows {
     uint4 word;
     uint16_t v[8];
@@ -205,82 +228,75 @@ DEVICE void fill_shared(const Task& p, uint8_t* memory) {
       if (i < eights) rows[j].word = __ldg(reinterpret_cast<const uint4*>(a.row_of_feature) + i);
     }
   };
-  int held = 0;  // the matrix whose first rows are in `rows`
   if (p.part[0].a.row_of_feature) load_rows(p.part[0].a, 0);
+  int held = 0;  // the matrix whose first rows are in `rows`
+  constexpr bool EARLY = BATCH == 2;  // registers for the norm's weights
+  float4 weights[BATCH][2];
+  auto load_norm = [&](int i, int j) {
+    weights[j][0] = __ldg(p.norm + 2 * i);
+    weights[j][1] = __ldg(p.norm + 2 * i + 1);
+  };
+  if (EARLY && p.norm) row.each(0, [&](int i, int j, T(&)[8]) { load_norm(i, j); });
   bool padded = false;
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
-    if (MANY && i >= p.count) break;
-    const Matrix& a = p.part[i].a;
-    uint2* units = reinterpret_cast<uint2*>(memory + p.part[i].units_at);
-    __half* maxima = reinterpret_cast<__half*>(memory + p.part[i].maxima_at);
-    if (tid < a.unit_count) units[tid] = make_uint2(unit[i].x - p.stage_begin[i][tid / 8], unit[i].y);
-    if (tid < entries[i]) maxima[tid] = maximum[i];
-    for (int e = tid + THREADS; e < entries[i]; e += THREADS) maxima[e] = a.maxima[e];
-    if ((!MANY || p.part[i].order == i) && a.rows != k) {
-      padded = true;
-      uint32_t* to = reinterpret_cast<uint32_t*>(memory + p.part[i].x_at);
-      for (int e = tid; e < p.m * static_cast<int>(p.x_stride) / 2; e += THREADS) to[e] = 0;
-    }
+    if (MANY && (i >= p.count || p.part[i].order != i)) continue;
+    if (p.part[i].a.rows == k) continue;
+    padded = true;
+    uint32_t* to = reinterpret_cast<uint32_t*>(memory + p.part[i].x_at);
+    for (int e = tid; e < p.m * static_cast<int>(p.x_stride) / 2; e += THREADS) to[e] = 0;
   }
   if (padded) bar<4>(THREADS);
   pdl_wait();
-  const int batches = (eights + BATCH * team - 1) / (BATCH * team);
-  Row<T> row;
-  row.first = rank;
-  row.team = team;
-  row.eights = eights;
-  for (int token = mine, turn = 0; token < p.m; token += teams, turn ^= 1) {
-    row.x = static_cast<const T*>(p.x) + (size_t)token * k;
-    auto join = [&](float v, int which, auto add) {
-      float(&to)[8] = parts[which][turn][mine];
-      if (rank % 32 == 0) to[warp] = v;
+  const T* x = static_cast<const T*>(p.x) + (size_t)mine * k;
+  row.load(x, 0);
+  constants.store(p, memory);
+  const int batches = SCALED || p.norm ? 1 : (eights + BATCH * team - 1) / (BATCH * team);
+#pragma unroll 1
+  for (int token = mine, turn = 0; token < p.m; token += teams, turn ^= 1, x += (size_t)teams * k) {
+    if (token != mine) row.load(x, 0);
+    if (p.norm) {
+      float sum = 0.f;
+      row.each(0, [&](int, int, T(&v)[8]) {
+#pragma unroll
+        for (int e = 0; e < 8; e++) sum = fmaf(to_float(v[e]), to_float(v[e]), sum);
+      });
+      sum = warp_sum(sum);
+      if (rank % 32 == 0) parts[0][turn][tid / 32] = sum;
       if (mine == 0) bar<2>(256);
       else bar<3>(256);
-      v = 0.f;
+      sum = 0.f;
 #pragma unroll
-      for (int w = 0; w < 8; w++) v = add(v, to[w]);
-      return v;
-    };
-    float scale = 1.f, factor = 1.f;
-    auto normalise = [&](int batch) {
-      row.each(batch, [&](int i, int, T(&v)[8]) {
-        float w[8];
-        load_weights8(w, p.norm, p.norm_kind, 8 * i);
+      for (int w = 0; w < 8; w++) sum += parts[0][turn][8 * mine + w];
+      const float scale = 1.f / sqrtf(sum / (float)k + p.eps);
+      row.each(0, [&](int i, int j, T(&v)[8]) {
+        if (!EARLY) load_norm(i, j);
+        const float w[8] = {weights[j][0].x, weights[j][0].y, weights[j][0].z, weights[j][0].w,
+                            weights[j][1].x, weights[j][1].y, weights[j][1].z, weights[j][1].w};
 #pragma unroll
         for (int e = 0; e < 8; e++) v[e] = from_float<T>(to_float(v[e]) * scale * (w[e] + p.offset));
       });
-    };
-    if (p.norm) {
-      float sum = 0.f;
-      for (int b = 0; b < batches; b++) {
-        row.load(b);
-        row.each(b, [&](int, int, T(&v)[8]) {
-#pragma unroll
-          for (int e = 0; e < 8; e++) sum = fmaf(to_float(v[e]), to_float(v[e]), sum);
-        });
-      }
-      sum = join(warp_sum(sum), 0, [](float a, float b) { return a + b; });
-      scale = 1.f / sqrtf(sum / (float)k + p.eps);
     }
+    float factor = 1.f;
     if constexpr (SCALED) {
       float largest = 0.f;
-      for (int b = 0; b < batches; b++) {
-        if (batches > 1 || !p.norm) row.load(b);
-        if (p.norm) normalise(b);
-        row.each(b, [&](int, int, T(&v)[8]) {
+      row.each(0, [&](int, int, T(&v)[8]) {
 #pragma unroll
-          for (int e = 0; e < 8; e++) largest = fmaxf(largest, fabsf(to_float(v[e])));
-        });
-      }
+        for (int e = 0; e < 8; e++) largest = fmaxf(largest, fabsf(to_float(v[e])));
+      });
 #pragma unroll
       for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, o));
-      factor = row_factor(join(largest, 1, [](float a, float b) { return fmaxf(a, b); }));
+      if (rank % 32 == 0) parts[1][turn][tid / 32] = largest;
+      if (teams == 1) bar<4>(THREADS);
+      else if (mine == 0) bar<2>(256);
+      else bar<3>(256);
+      for (int w = 0; w < team / 32; w++) largest = fmaxf(largest, parts[1][turn][8 * mine + w]);
+      factor = row_factor(largest);
     }
     if (rank == 0) reinterpret_cast<float*>(memory + p.multipliers_at)[token] = 1.f / factor;
+#pragma unroll 1
     for (int b = 0; b < batches; b++) {
-      if (batches > 1 || !alone) row.load(b);
-      if (p.norm && (batches > 1 || !SCALED)) normalise(b);
+      if (b > 0) row.load(x, b);
 #pragma unroll
       for (int i = 0; i < COUNT; i++) {
         if (MANY && (i >= p.count || p.part[i].order != i)) continue;
@@ -303,6 +319,9 @@ DEVICE void fill_shared(const Task& p, uint8_t* memory) {
           if (!a.row_of_feature) {
             reinterpret_cast<uint4*>(to)[at] = out.word;
           } else {
+            // Unpacked anew for every activation row: kept unpacked, the row numbers would fill the registers.
+            uint4& packed = rows[j].word;
+            asm volatile("" : "+r"(packed.x), "+r"(packed.y), "+r"(packed.z), "+r"(packed.w));
 #pragma unroll
             for (int e = 0; e < 8; e++) to[rows[j].v[e]] = out.v[e];
           }
@@ -310,6 +329,12 @@ DEVICE void fill_shared(const Task& p, uint8_t* memory) {
       }
     }
   }
+}
+
+template <bool MANY, int ENTRY, class T>
+DEVICE void fill_by_size(const Task& p, uint8_t* memory) {
+  if (p.part[0].a.in_features <= 16 * (p.norm ? 256 : CONSUMERS * 32)) fill_shared<MANY, ENTRY, T, 2>(p, memory);
+  else fill_shared<MANY, ENTRY, T, 4>(p, memory);
 }
 
 template <int KIND, int ENTRY, bool MANY>
@@ -457,8 +482,8 @@ DEVICE void ring_matmul(const Task& p) {
     return;
   }
   if (warp < CONSUMERS) {
-    if (p.x_kind == OUT_F16) fill_shared<MANY, ENTRY, __half>(p, memory);
-    else fill_shared<MANY, ENTRY, __nv_bfloat16>(p, memory);
+    if (p.x_kind == OUT_F16) fill_by_size<MANY, ENTRY, __half>(p, memory);
+    else fill_by_size<MANY, ENTRY, __nv_bfloat16>(p, memory);
   } else {
     pdl_wait();
   }

@@ -252,24 +252,31 @@ DEVICE void clear(Sums<NT>& s) {
 
 // Sums of the activations of each entry of a unit, in columns 2 t and 2 t + 1: the same instructions in the same order as a product
 // with ones, whatever else is in the call. `put(n, entry, float2)` receives them; rows past `slices` * 32 are not read.
-template <int ENTRY, int NT, class X, class F>
-DEVICE void sum_activations(const X& x, int slices, F put) {
+template <int ENTRY, int NT, bool WHOLE, class X, class F>
+DEVICE void sum_some_activations(const X& x, int slices, F put) {
   constexpr int SLICES = ENTRY / 32;
   const uint32_t ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    float sum[4];
+    float sum[8 / SLICES][4];
 #pragma unroll
     for (int s = 0; s < 8; s++) {
-      if (s % SLICES == 0) sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
-      if (s < slices) {
+      float(&to)[4] = sum[s / SLICES];
+      if (s % SLICES == 0) to[0] = to[1] = to[2] = to[3] = 0.f;
+      if (WHOLE || s < slices) {
         const uint4 v = x.get(n, 32 * s);
-        mma(sum, ones, v.x, v.y);
-        mma(sum, ones, v.z, v.w);
+        mma(to, ones, v.x, v.y);
+        mma(to, ones, v.z, v.w);
       }
-      if (s % SLICES == SLICES - 1) put(n, s / SLICES, make_float2(sum[0], sum[1]));
     }
+#pragma unroll
+    for (int e = 0; e < 8 / SLICES; e++) put(n, e, make_float2(sum[e][0], sum[e][1]));
   }
+}
+template <int ENTRY, int NT, class X, class F>
+DEVICE void sum_activations(const X& x, int slices, F put) {
+  if (slices == 8) sum_some_activations<ENTRY, NT, true>(x, slices, put);
+  else sum_some_activations<ENTRY, NT, false>(x, slices, put);
 }
 
 // One unit of R row tiles. X gives the eight halves of activation column tile n at a row of the unit (`get`) and the sums of an entry's

@@ -383,11 +383,15 @@ impl CudaRing {
         })
     }
 
-    /// Most rows of a call on this GPU; 0 where separate launches have to do.
-    #[getter]
-    fn rows(&self, py: Python<'_>) -> PyResult<usize> {
+    /// Most rows of a call on this GPU, with a norm before it or not, of BF16 or F16; 0 where separate launches have to do.
+    fn rows(&self, py: Python<'_>, norm: bool, bfloat16: bool) -> PyResult<usize> {
         let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        Ok(ring::rows(&info.info, &self.parts(), self.gate.is_some()))
+        let around = ring::Around {
+            gated: self.gate.is_some(),
+            norm,
+            scaled: bfloat16,
+        };
+        Ok(ring::rows(&info.info, &self.parts(), around))
     }
 
     /// y [m, N]; `norm` = (weight, eps, offset); `tuning` = (slots, window) is for benchmarks.
@@ -422,8 +426,8 @@ impl CudaRing {
         }
         if let Some((weight, _, _)) = &norm {
             expect(
-                weight.numel() == k && weight.ptr.is_multiple_of(16),
-                "norm weight must be [in_features] and aligned to 16 bytes",
+                weight.dtype == DType::F32 && weight.numel() == k && weight.ptr.is_multiple_of(16),
+                "norm weight must be float32 [in_features] and aligned to 16 bytes",
             )?;
             all.push(("norm", weight));
         }
@@ -433,7 +437,6 @@ impl CudaRing {
             None => None,
             Some((weight, eps, offset)) => Some(ring::Norm {
                 weight: weight.ptr,
-                kind: kind(weight, "norm")?,
                 eps: *eps,
                 offset: *offset,
             }),

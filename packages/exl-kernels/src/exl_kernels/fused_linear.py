@@ -98,7 +98,10 @@ class FusedLinear:
         self.out_features = first.out_features if activation else sum(m.out_features for m in matrices)
         self.device = first.device
         self._ring = self._one_launch()
-        self._ring_rows: int = 0 if self._ring is None else self._ring.rows
+        self._ring_rows: int = 0
+        if self._ring is not None:
+            self._ring_rows = self._ring.rows(norm is not None, dtype == torch.bfloat16)
+        self._norm_weight = None if norm is None else norm.weight.float().contiguous()
         self._normed = self._scratch(self.in_features) if norm else None
         self._parts = [self._scratch(m.out_features) for m in self.matrices]
 
@@ -118,7 +121,7 @@ class FusedLinear:
         """
         m = self._check(x, out, residual)
         if 0 < m <= self._ring_rows and x.data_ptr() % 16 == 0:
-            norm = None if self.norm is None else (self.norm.weight, self.norm.eps, self.norm.offset)
+            norm = None if self.norm is None else (self._norm_weight, self.norm.eps, self.norm.offset)
             assert self._ring is not None
             self._ring.run(x, out, stream_of(x), programmatic_launch(), residual, norm)
         elif m:

@@ -89,7 +89,7 @@ class CudaQuantMatrix(_CudaMatrix):
         self._native = _native.CudaMatrix(layout, *moved, self._bias, prescale)
         self._prescale = prescale
         self._ring = _native.CudaRing([self._native])
-        self._ring_rows: int = self._ring.rows
+        self._ring_rows: tuple[int, int] = (self._ring.rows(False, False), self._ring.rows(False, True))
         self.format: Format = format
         self.compute: Compute = compute
         self.name = name
@@ -115,7 +115,7 @@ class CudaQuantMatrix(_CudaMatrix):
         if rows > MATRIX_ROWS:
             return self._large(x, out)
         stream = stream_of(x)
-        if rows <= self._ring_rows:
+        if rows <= self._ring_rows[x.dtype == torch.bfloat16]:
             self._ring.run(x, out, stream, programmatic_launch())
         else:
             self._direct(x, out, rows, stream)

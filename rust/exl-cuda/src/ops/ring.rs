@@ -50,6 +50,7 @@ struct Task {
     x_stride: u32,
     count: i32,
     tiles: i32,
+    longer: i32,
     m: i32,
     columns: i32,
     slots: i32,
@@ -57,7 +58,6 @@ struct Task {
     gate: i32,
     x_kind: i32,
     y_kind: i32,
-    norm_kind: i32,
     y_stride: i32,
     eps: f32,
     offset: f32,
@@ -68,9 +68,8 @@ struct Task {
 /// RMS norm of the input before the product.
 #[derive(Clone, Copy, Debug)]
 pub struct Norm {
-    /// `[in_features]` of `kind`.
+    /// `[in_features]` FP32, aligned to 16 bytes.
     pub weight: usize,
-    pub kind: Half,
     pub eps: f32,
     pub offset: f32,
 }
@@ -97,6 +96,17 @@ pub struct Product {
 pub struct Tuning {
     pub slots: i32,
     pub window: i32,
+}
+
+/// What a product is asked to do besides multiplying, as far as it decides what fits.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Around {
+    /// The first of two matrices gates the second.
+    pub gated: bool,
+    /// An RMS norm before it.
+    pub norm: bool,
+    /// BF16 activations.
+    pub scaled: bool,
 }
 
 /// Where a launch's data stand in shared memory.
@@ -134,7 +144,7 @@ fn plan(
     device: &DeviceInfo,
     matrices: &[&Matrix],
     m: usize,
-    gated: bool,
+    around: Around,
     tuning: Option<Tuning>,
 ) -> Option<Plan> {
     let first = *matrices.first()?;
@@ -143,6 +153,13 @@ fn plan(
             && a.entry_rows == first.entry_rows
             && a.in_features() == first.in_features()
     };
+    // What the kernel's 512 threads hold of a row whose sum or maximum they need first.
+    let widest = match around {
+        Around { norm: true, .. } => 8192,
+        Around { scaled: true, .. } => 16384,
+        _ => usize::MAX,
+    };
+    let gated = around.gated;
     let gate_fits =
         !gated || (matrices.len() == 2 && first.out_features() == matrices[1].out_features());
     if device.compute_capability.0 < 9
@@ -151,6 +168,7 @@ fn plan(
         || !matrices.iter().all(alike)
         || !gate_fits
         || !first.in_features().is_multiple_of(8)
+        || first.in_features() > widest
     {
         return None;
     }
@@ -213,7 +231,6 @@ fn plan(
             continue;
         }
         let window = forced.map_or(((BYTES_IN_FLIGHT + mean / 2) / mean) as i32, |t| t.window);
-        let tiles: i32 = matrices.iter().map(|a| a.argument.tiles).sum();
         let task = Task {
             x: 0,
             y: 0,
@@ -227,7 +244,8 @@ fn plan(
             stage_stride: stride as u32,
             x_stride: x_stride as u32,
             count: matrices.len() as i32,
-            tiles: if gated { tiles / 2 } else { tiles },
+            tiles: 0,
+            longer: 0,
             m: m as i32,
             columns: columns as i32,
             slots: slots as i32,
@@ -235,7 +253,6 @@ fn plan(
             gate: -1,
             x_kind: 0,
             y_kind: 0,
-            norm_kind: 0,
             y_stride: 0,
             eps: 0.0,
             offset: 0.0,
@@ -249,10 +266,10 @@ fn plan(
 }
 
 /// How many activation rows one launch for these matrices takes on this GPU; 0 when it cannot run there.
-pub fn rows(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> usize {
+pub fn rows(device: &DeviceInfo, matrices: &[&Matrix], around: Around) -> usize {
     (1..=MOST_ROWS)
         .rev()
-        .find(|&m| plan(device, matrices, m, gated, None).is_some())
+        .find(|&m| plan(device, matrices, m, around, None).is_some())
         .unwrap_or(0)
 }
 
@@ -267,11 +284,16 @@ pub unsafe fn launch(
     tuning: Option<Tuning>,
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
-    let gated = op.gate.is_some();
-    let Some(Plan { mut task, shared }) = plan(&device.info, matrices, op.m, gated, tuning) else {
+    let around = Around {
+        gated: op.gate.is_some(),
+        norm: op.norm.is_some(),
+        scaled: op.x_type == Half::BF16,
+    };
+    let gated = around.gated;
+    let Some(Plan { mut task, shared }) = plan(&device.info, matrices, op.m, around, tuning) else {
         return Err(CudaError::Argument {
             what: format!("{} rows for the ring kernel", op.m),
-            limit: format!("1 to {}", rows(&device.info, matrices, gated)),
+            limit: format!("1 to {}", rows(&device.info, matrices, around)),
         });
     };
     (task.x, task.x_kind) = (op.x, op.x_type as i32);
@@ -279,7 +301,7 @@ pub unsafe fn launch(
     task.residual = op.residual;
     task.gate = op.gate.unwrap_or(-1);
     if let Some(norm) = op.norm {
-        (task.norm, task.norm_kind) = (norm.weight, norm.kind as i32);
+        task.norm = norm.weight;
         (task.eps, task.offset) = (norm.eps, norm.offset);
     }
     let mut columns = 0;
@@ -288,12 +310,16 @@ pub unsafe fn launch(
         columns += matrix.argument.out_features;
     }
     task.y_stride = if gated { columns / 2 } else { columns };
+    let tiles: i32 = matrices.iter().map(|a| a.argument.tiles).sum();
+    let tiles = if gated { tiles / 2 } else { tiles };
+    let blocks = tiles.min(device.info.multiprocessors);
+    (task.tiles, task.longer) = (tiles / blocks, tiles % blocks);
     let variant = if matrices.len() == 1 { 1 } else { 3 };
     let (kind, entry) = (matrices[0].kind, matrices[0].entry_rows);
     let kernel = format!("ring_{kind}_{entry}_{variant}");
     let launch = Launch {
         kernel: &kernel,
-        grid: [task.tiles.min(device.info.multiprocessors) as u32, 1, 1],
+        grid: [blocks as u32, 1, 1],
         block: THREADS,
         shared_bytes: shared as u32,
         stream: to.stream,
@@ -309,13 +335,19 @@ mod tests {
     use super::*;
     use crate::ops::linear::tests::{hopper, matrix};
 
+    const GATED: Around = Around {
+        gated: true,
+        norm: false,
+        scaled: false,
+    };
+
     #[test]
     fn the_ring_of_four_bits_is_the_measured_one() {
         let made = matrix(16, 2064);
-        let plan = plan(&hopper(), &[&made], 1, false, None).expect("fits");
+        let plan = plan(&hopper(), &[&made], 1, Around::default(), None).expect("fits");
         assert_eq!((plan.task.slots, plan.task.window), (9, 2));
         assert!((LEAST_SHARED..232_448 - 1024).contains(&plan.shared));
-        assert_eq!(rows(&hopper(), &[&made], false), 8);
+        assert_eq!(rows(&hopper(), &[&made], Around::default()), 8);
         assert_eq!(plan.task.stage_begin[0][..3], [0, 8 * 2064, 16 * 2064]);
     }
 
@@ -325,7 +357,7 @@ mod tests {
             let made = matrix(units, bytes);
             for m in 1..=8 {
                 for together in [vec![&made], vec![&made, &made, &made]] {
-                    if let Some(plan) = plan(&hopper(), &together, m, false, None) {
+                    if let Some(plan) = plan(&hopper(), &together, m, Around::default(), None) {
                         let task = plan.task;
                         assert!(plan.shared <= 232_448 - 1024);
                         assert!((1..=task.slots).contains(&task.window));
@@ -334,21 +366,21 @@ mod tests {
                 }
             }
         }
-        assert_eq!(rows(&hopper(), &[&matrix(255, 4160)], false), 0);
+        assert_eq!(rows(&hopper(), &[&matrix(255, 4160)], Around::default()), 0);
         let ampere = DeviceInfo {
             compute_capability: (8, 6),
             ..hopper()
         };
-        assert_eq!(rows(&ampere, &[&matrix(16, 2064)], false), 0);
+        assert_eq!(rows(&ampere, &[&matrix(16, 2064)], Around::default()), 0);
     }
 
     #[test]
     fn a_gate_needs_two_matrices_of_one_size() {
         let (a, mut b) = (matrix(16, 2064), matrix(16, 2064));
-        assert_eq!(rows(&hopper(), &[&a, &b], true), 8);
+        assert_eq!(rows(&hopper(), &[&a, &b], GATED), 8);
         b.argument.out_features -= 16;
-        assert_eq!(rows(&hopper(), &[&a, &b], true), 0);
-        assert_eq!(rows(&hopper(), &[&a], true), 0);
+        assert_eq!(rows(&hopper(), &[&a, &b], GATED), 0);
+        assert_eq!(rows(&hopper(), &[&a], GATED), 0);
     }
 
     #[test]
