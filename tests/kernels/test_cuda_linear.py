@@ -134,7 +134,7 @@ def test_exl2_products(case: str, dtype: torch.dtype) -> None:
     for m in (1, 2, 3, 8, 9, 16, 24, 33, 64):
         x = activations(m, made.in_features, dtype)
         wide = made.matmul(x, out=torch.empty(m, made.out_features, device="cuda"))
-        assert rms(wide, x.double().cpu() @ exact) < 1e-6, m
+        assert rms(wide, x.double().cpu() @ exact) < 5e-6, m
         assert rms(wide, x.double().cpu() @ rounded) < 1e-3, m
         half = made.matmul(x)
         assert half.dtype == dtype
@@ -148,7 +148,7 @@ def test_large_shapes(case: str) -> None:
     for m in (1, 5, 40):
         x = activations(m, made.in_features)
         wide = made.matmul(x, out=torch.empty(m, made.out_features, device="cuda"))
-        assert rms(wide, x.double() @ exact) < 1e-6, m
+        assert rms(wide, x.double() @ exact) < 5e-6, m
 
 
 @pytest.mark.parametrize(("bits", "k", "group", "n", "act_order", "zeros"), GPTQ)
@@ -202,7 +202,7 @@ def test_identity_permutation(dtype: torch.dtype) -> None:
     for m in (1, 3, 8):
         x = activations(m, made.in_features, dtype)
         wide = made.matmul(x, out=torch.empty(m, n, device="cuda"))
-        assert rms(wide, x.double().cpu() @ exact) < 1e-6
+        assert rms(wide, x.double().cpu() @ exact) < 5e-6
 
 
 def test_bias_and_prescale() -> None:
@@ -234,7 +234,7 @@ def test_bf16_keeps_its_range() -> None:
     for scale in (1e-30, 1e-10, 1.0, 1e20):
         x = (activations(3, made.in_features).float() * scale).to(torch.bfloat16)
         got = made.matmul(x, out=torch.empty(3, made.out_features, device="cuda"))
-        assert rms(got.double() / scale, (x.double().cpu() @ exact) / scale) < 1e-6
+        assert rms(got.double() / scale, (x.double().cpu() @ exact) / scale) < 5e-6
     assert torch.equal(
         made.matmul(torch.zeros_like(x)), torch.zeros(3, made.out_features, device="cuda", dtype=x.dtype)
     )

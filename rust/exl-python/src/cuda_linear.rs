@@ -375,11 +375,11 @@ impl CudaRing {
             None => matrices.iter().map(|m| m.get().matrix.out_features()).sum(),
         };
         Ok(Self {
+            matrices,
+            gate,
             device,
             in_features,
             out_features,
-            matrices,
-            gate,
         })
     }
 
@@ -433,14 +433,11 @@ impl CudaRing {
         }
         let to = target(&all, stream, programmatic)?;
         expect(to.device == self.device, "operands on another GPU")?;
-        let norm = match &norm {
-            None => None,
-            Some((weight, eps, offset)) => Some(ring::Norm {
-                weight: weight.ptr,
-                eps: *eps,
-                offset: *offset,
-            }),
-        };
+        let norm = norm.as_ref().map(|(weight, eps, offset)| ring::Norm {
+            weight: weight.ptr,
+            eps: *eps,
+            offset: *offset,
+        });
         let op = ring::Product {
             x: x.ptr,
             x_type,

@@ -1,8 +1,8 @@
 """Matrices on a GPU: what `QuantMatrix.from_exl2`, `from_gptq` and `from_float` return for a CUDA device.
 
 Quantized weights are repacked on the CPU into tensor-core tiles (rust/exl-cuda/src/layout) at the bits per weight of
-the file. A product multiplies half activations with exact integer codes, accumulates in float32 and applies the group's
-scale to the group's sum: the second half rounding of formats 2.4.5 (of each weight) is left out, which is worth 2e-4 of
+the file. A product multiplies half activations with exact integer codes, accumulates in float32 and applies zero and
+scale to a group's sum: the second half rounding of formats 2.4.5 (of each weight) is left out, which is worth 2e-4 of
 the result's RMS; `dequantize` has it. Sums have one order, so for up to 64 rows a row's result does not depend on the
 number of rows or its place among them. BF16 activations are carried as halves times a power of two of their row.
 """
