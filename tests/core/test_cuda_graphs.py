@@ -179,8 +179,8 @@ def test_bad_input_is_refused_as_ever(model: ExLlamaV2, monkeypatch: pytest.Monk
         model.forward_chunk(torch.full((1, 1), model.config.vocab_size), cache, attn_params=params(table(1, 2), [0], 1))
     with pytest.raises(SequenceTooLongError):
         model.forward_chunk(torch.zeros((1, 1), dtype=torch.int64), cache, attn_params=params(table(1, 2), [32], 1))
+    pages = torch.tensor([[0, PAGES]], dtype=torch.int32)
     with pytest.raises(InputError):
-        pages = torch.tensor([[0, PAGES]], dtype=torch.int32)
         model.forward_chunk(torch.zeros((1, 1), dtype=torch.int64), cache, attn_params=params(pages, [20], 1))
 
 
