@@ -190,3 +190,44 @@ def test_the_switch_and_its_reason(model: ExLlamaV2, monkeypatch: pytest.MonkeyP
     model.forward_chunk(torch.zeros((1, 1), dtype=torch.int64), cache, attn_params=params(table(1, 2), [0], 1))
     assert model.decode.count == 0
     assert "EXL_CUDA_GRAPHS" in (model.decode.reason or "")
+
+
+def test_what_cannot_be_captured_runs_eagerly(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, at = torch.tensor([[5]]), params(table(1, 2), [0], 1)
+    eager(model, monkeypatch)
+    want = model.forward_chunk(ids, ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE), attn_params=at)["logits"].clone()
+    captured(model, monkeypatch)
+    cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
+
+    def reads_back(*_: object) -> str:
+        int(torch.ones(1, device="cuda"))
+        return "not covered"
+
+    with monkeypatch.context() as patch:
+        forward = type(model.modules[0]).forward
+        patch.setattr("exl_core.decode.graphs.plan_of", reads_back)
+        patch.setattr(type(model.modules[0]), "forward", lambda *a: (reads_back(), forward(*a))[1])
+        got = model.forward_chunk(ids, cache, attn_params=at)["logits"]
+    assert torch.equal(got, want)
+    assert model.decode.count == 0
+    assert "could not be captured" in (model.decode.reason or "")
+    # The GPU and torch's allocator are as usable as before.
+    captured(model, monkeypatch)
+    assert torch.equal(model.forward_chunk(ids, cache, attn_params=at)["logits"], want)
+    assert model.decode.count == 1
+    assert model.decode.plan_reason is None
+
+
+def test_captured_without_the_plan(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that the plan does not cover are captured as their modules' own passes."""
+    results = []
+    for plan in (True, False):
+        captured(model, monkeypatch)
+        with monkeypatch.context() as patch:
+            if not plan:
+                patch.setattr("exl_core.decode.graphs.plan_of", lambda _: "not covered")
+            results.append(run(model, ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE), 3, 2))
+        assert model.decode.count > 0
+        assert (model.decode.plan_reason is None) == plan
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

@@ -44,8 +44,8 @@ pub(crate) fn check(
     let (name, text) = driver.describe(code);
     let remedy = match code {
         2 => "; free GPU memory, or use a smaller model, cache or batch",
-        // 700 illegal address, 719 launch failure, 46/999 device lost: the context is gone.
-        46 | 700 | 714..=719 | 999 => "; the GPU context is lost: restart the process",
+        // 700 illegal address, 710 assertion, 719 launch failure, 46/999 device lost: the context is gone.
+        46 | 700 | 710 | 714..=719 | 999 => "; the GPU context is lost: restart the process",
         _ => "",
     };
     Err(CudaError::Driver {

@@ -20,6 +20,7 @@ __all__ = [
     "Device",
     "activation_dtype",
     "default_device",
+    "device_error",
     "devices",
     "out_of_memory_as_error",
     "torch_device",
@@ -100,11 +101,24 @@ def activation_dtype(device: torch.device) -> torch.dtype:
 
 @contextmanager
 def out_of_memory_as_error(task: str) -> Iterator[None]:
-    """Turns torch's out-of-memory error into DeviceError, with the freed memory given back to the GPU."""
+    """Turns torch's errors of a GPU into DeviceError: out of memory (what was freed goes back to the GPU), lost."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        typed = device_error(task, error)
+        if typed is None:
+            raise
+        raise typed from error
+
+
+def device_error(task: str, error: RuntimeError) -> DeviceError | None:
+    """What torch's `error` says about the GPU; None when it is about something else."""
+    if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
-        raise DeviceError(
+        return DeviceError(
             f"not enough GPU memory to {task}: use a smaller model, cache or batch, or free memory ({error})"
-        ) from error
+        )
+    if isinstance(error, getattr(torch, "AcceleratorError", ())) or str(error).startswith("CUDA error"):
+        first = str(error).splitlines()[0]
+        return DeviceError(f"the GPU failed while asked to {task}: its context is lost, restart the process ({first})")
+    return None

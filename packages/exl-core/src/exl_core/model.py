@@ -14,7 +14,7 @@ from .attn_params import AttentionParams, PagedParams
 from .cache import ExLlamaV2Cache, ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
 from .decode import DecodeGraphs
-from .device import GIB, Device, devices, out_of_memory_as_error
+from .device import GIB, Device, device_error, devices, out_of_memory_as_error
 from .embeddings import ExLlamaV2MMEmbedding
 from .errors import CacheError, InputError, ModelStateError, SequenceTooLongError, UnsupportedError
 from .inputs import (
@@ -450,11 +450,18 @@ class ExLlamaV2:
             return None
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
             return None
-        logits = self.decode.step(ids, cache, params)
+        try:
+            logits = self.decode.step(ids, cache, params)
+        except RuntimeError as error:
+            typed = device_error("run a decode step", error)
+            if typed is None:
+                raise
+            raise typed from error
         if logits is not None and cache is not None:
-            cache.current_seq_len = _end_of_chunk(params, ids.shape[1])
+            cache.current_seq_len = self.decode.longest
         return logits
 
+    @out_of_memory_as_error("run the model")
     def _run(
         self,
         ids: Tensor,

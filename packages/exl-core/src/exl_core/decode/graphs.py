@@ -38,6 +38,9 @@ MAX_Q_LEN = 8
 MAX_TOKENS = 64
 """Rows up to which a row's result does not depend on their number (exl_kernels.linear_cuda)."""
 
+MAX_GRAPHS = 64
+"""Most captured steps of one cache; beyond, the oldest is forgotten (a few megabytes of GPU memory each)."""
+
 # Fields of a step that change from replay to replay, and those that stay; any other must be at rest.
 _STATIC = {"rows", "positions", "slots", "block_table", "rope_positions"}
 _CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "max_keys", "alt"}
@@ -58,7 +61,7 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """The captured steps of one model, made as buckets are met.
+    """The captured steps of one model, made as buckets are met. As the model: one thread at a time, on one stream.
 
     `reason` says why the last paged step of few tokens was launched eagerly, None when it was not; `plan_reason` why
     steps are captured as the modules' own passes rather than by the plan (`plan.py`), None when they are not.
@@ -74,6 +77,7 @@ class DecodeGraphs:
         self._exact_batch = False
         self._checked = False
         self._interventions = 0
+        self.longest = 0  # tokens of the longest sequence after the last captured step
         self.reason: str | None = None
         self.plan_reason: str | None = None
 
@@ -111,6 +115,7 @@ class DecodeGraphs:
         ):
             return None
         captured.graph.replay()
+        self.longest = longest
         return captured.logits[: batch * q_len].view(batch, q_len, -1)
 
     def clear(self) -> None:
@@ -169,7 +174,10 @@ class DecodeGraphs:
         except (_NotCapturableError, DeviceError, RuntimeError) as error:
             self._refused = self.reason = f"the step could not be captured: {error}"
             return None
-        self._graphs[key][bucket] = made
+        held = self._graphs[key]
+        held[bucket] = made
+        if len(held) > MAX_GRAPHS:
+            del held[next(iter(held))]
         return made
 
     def _record(self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, bucket: Bucket) -> _Graph:

@@ -61,5 +61,5 @@ class StepInputs:
             return False
         self._next = (self._next + 1) % STAGES
         self._device.copy_(stage.pinned, non_blocking=True)
-        sent.record()
+        sent.record(torch.cuda.current_stream(self._device.device))
         return True

@@ -56,6 +56,7 @@ def examine() -> dict[str, Any]:
             "architectures": ", ".join(cuda.archs) or None,
             "toolkit": cuda.toolkit or None,
             "driver": cuda.driver_version,
+            "captured_steps": os.environ.get("EXL_CUDA_GRAPHS", "1").strip() != "0",
             "devices": "; ".join(f"{d.index}: {d.name}, {d.memory_bytes / 2**30:.0f} GiB" for d in cuda.devices)
             or None,
         },
