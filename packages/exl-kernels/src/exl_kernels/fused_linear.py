@@ -105,6 +105,11 @@ class FusedLinear:
         self._normed = self._scratch(self.in_features) if norm else None
         self._parts = [self._scratch(m.out_features) for m in self.matrices]
 
+    @property
+    def ring_rows(self) -> int:
+        """Rows up to which a call is one launch; 0 where these matrices always take several."""
+        return self._ring_rows
+
     def _one_launch(self) -> _native.CudaRing | None:
         """The ring kernel over all matrices, where they are quantized; matrices it cannot join report zero rows."""
         if not all(isinstance(matrix, CudaQuantMatrix) for matrix in self.matrices):

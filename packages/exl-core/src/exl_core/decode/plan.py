@@ -55,7 +55,7 @@ class _Layer:
 
     def join(self, rows: int) -> bool:
         """Whether the products of `rows` rows are one launch each (the last may be two, at the same cost)."""
-        return all(rows <= getattr(joined, "_ring_rows", 0) for joined in (self.qkv, self.o, self.gate_up))
+        return all(rows <= joined.ring_rows for joined in (self.qkv, self.o, self.gate_up))
 
     def run_joined(self, x: Tensor, step: Step) -> None:
         """x [T, hidden] half, changed in place."""
