@@ -51,8 +51,9 @@ def _words(*shape: int) -> Tensor:
     return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
 
 
-def exl2_tensors(k: int, n: int, widths: tuple[int, int]) -> dict[str, Tensor]:
-    """The five tensors of a matrix [k, n]: its first eighth of K at widths[0] bits, the rest at widths[1]."""
+def exl2_tensors(k: int, n: int, widths: tuple[int, int], order: Tensor) -> dict[str, Tensor]:
+    """The five tensors of a matrix [k, n]: its first eighth of K at widths[0] bits, the rest at widths[1]. order: the
+    permutation of K."""
     count = -(-k // GROUP)
     bits = [widths[0]] * max(1, count // 8) + [widths[1]] * count
     starts, scales, words = [], [], 0
@@ -65,7 +66,7 @@ def exl2_tensors(k: int, n: int, widths: tuple[int, int]) -> dict[str, Tensor]:
         "q_scale": _words(count, n // 8),
         "q_scale_max": torch.tensor(scales, dtype=torch.float16),
         "q_groups": torch.tensor(starts, dtype=torch.int16),
-        "q_invperm": torch.randperm(k).to(torch.int32),
+        "q_invperm": order,
     }
 
 
@@ -115,13 +116,19 @@ def build(shape_name: str, recipe_name: str, max_seq_len: int, device: str = "cu
     model = ExLlamaV2(config)
     place = torch.device(device)
     made: dict[str, _Copies] = {}
+    orders: dict[str, Tensor] = {}
+
+    def order_of(part: str, k: int) -> Tensor:
+        """q, k and v share one permutation, gate and up another: as in the reference's files."""
+        shared = next((name for name in ("qkv", "gateup") if part.split(".")[-1].split("_")[0] in name), part)
+        return orders.setdefault(shared, torch.randperm(k).to(torch.int32))
 
     def fill(linear: Linear, part: str) -> None:
         k, n = linear.in_features, linear.out_features
         if part not in made:
             if recipe.format == "exl2" or part == "head":
                 widths = (HEAD_BITS, HEAD_BITS) if part == "head" else recipe.widths.get(part, recipe.widths.get(""))
-                made[part] = _Copies(exl2_tensors(k, n, widths), "exl2", place)
+                made[part] = _Copies(exl2_tensors(k, n, widths, order_of(part, k)), "exl2", place)
             else:
                 made[part] = _Copies(gptq_tensors(k, n), "gptq", place)
         linear.matrix = made[part].make(linear.key)

@@ -2,64 +2,114 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Config, PagedParams
-from exl_core.errors import DeviceError
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
 
 pytestmark = pytest.mark.cuda
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 
+BEGIN = """
+import sys, torch
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Config, PagedParams
+from exl_core.errors import DeviceError
+from exl_kernels.norm import rms_norm
 
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("EXL_DEVICE", "cuda:0")
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
+def say(call):
+    try:
+        call()
+        print("fine", flush=True)
+    except DeviceError as error:
+        print("DeviceError", str(error).replace(chr(10), " "), flush=True)
 
-
-def leave(megabytes: int) -> None:
-    """Allow torch so much more than it holds now."""
-    gc.collect()
+def allow(megabytes):
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + megabytes * 2**20) / total)
 
+def step(q_len):
+    params = PagedParams(1, torch.arange(4, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32), 0, 256, q_len)
+    return model.forward_chunk(torch.full((1, q_len), 3), cache, attn_params=params)["logits"]
 
-@pytest.mark.usefixtures("on_gpu")
+model = ExLlamaV2(ExLlamaV2Config(sys.argv[1]))
+"""
+MEMORY = (
+    BEGIN
+    + """
+allow(1)
+say(model.load)
+print("left", model.loaded, torch.cuda.memory_allocated(), flush=True)
+torch.cuda.set_per_process_memory_fraction(1.0)
+say(model.load)
+allow(32)
+say(lambda: ExLlamaV2Cache(model, max_seq_len=256 * 1024))
+torch.cuda.empty_cache()
+cache = ExLlamaV2Cache_Q4(model, max_seq_len=1024)
+torch.cuda.set_per_process_memory_fraction(1.0)
+print("finite", bool(step(1).isfinite().all()))
+"""
+)
+LOST = (
+    BEGIN
+    + """
+model.load()
+cache = ExLlamaV2Cache(model, max_seq_len=1024)
+step(1)
+x = torch.ones(2, 64, device="cuda")
+try:  # an assertion on the device loses the context
+    print(torch.zeros(3, device="cuda")[torch.tensor([10], device="cuda")])
+except RuntimeError:
+    pass
+say(lambda: step(1))
+say(lambda: step(20))
+say(lambda: rms_norm(x, x[0], 1e-5, out=x))
+"""
+)
+
+
+def lines_of(script: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(FOLDER)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "EXL_DEVICE": "cuda:0"},
+    )
+    print(done.stdout, done.stderr[:4000])
+    return [
+        line for line in done.stdout.splitlines() if line.split(" ")[0] in ("DeviceError", "fine", "left", "finite")
+    ]
+
+
 def test_out_of_memory_at_load_leaves_room_for_something_smaller() -> None:
-    model = ExLlamaV2(ExLlamaV2Config(FOLDER))
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    leave(1)
-    with pytest.raises(DeviceError, match="not enough GPU memory to load"):
-        model.load()
-    assert not model.loaded
-    gc.collect()
-    assert torch.cuda.memory_allocated() == before, "a failed load keeps memory"
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    model.load()
-    leave(24)
-    with pytest.raises(DeviceError, match="smaller max_seq_len or a quantized cache"):
-        ExLlamaV2Cache(model, max_seq_len=256 * 1024)
-    cache = ExLlamaV2Cache_Q4(model, max_seq_len=1024)
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    params = PagedParams(1, torch.arange(4, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32), 0, 256, 1)
-    assert model.forward_chunk(torch.tensor([[3]]), cache, attn_params=params)["logits"].isfinite().all()
+    failed, left, loaded, cache, finite = lines_of(MEMORY)
+    assert "not enough GPU memory to load" in failed
+    assert "use a smaller model" in failed
+    assert left == "left False 0", "a failed load keeps memory"
+    assert loaded == "fine"
+    assert "smaller max_seq_len or a quantized cache" in cache
+    assert finite == "finite True"
 
 
-@pytest.mark.usefixtures("on_gpu")
+def test_a_lost_device_is_a_typed_error() -> None:
+    lines = lines_of(LOST)
+    assert len(lines) == 3
+    for line in lines:
+        assert line.startswith("DeviceError")
+        assert "context is lost" in line
+        assert "restart the process" in line
+
+
 def test_out_of_memory_at_capture_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXL_DEVICE", "cuda:0")
     model = ExLlamaV2(ExLlamaV2Config(FOLDER))
     model.load()
     cache = ExLlamaV2Cache(model, max_seq_len=1024)
@@ -75,48 +125,3 @@ def test_out_of_memory_at_capture_runs_eagerly(monkeypatch: pytest.MonkeyPatch) 
     model.decode.clear()
     assert torch.equal(model.forward_chunk(torch.tensor([[3]]), cache, attn_params=params)["logits"], eager)
     assert model.decode.count == 1
-
-
-LOST = """
-import sys, torch
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
-from exl_core.errors import DeviceError
-from exl_kernels.norm import rms_norm
-model = ExLlamaV2(ExLlamaV2Config(sys.argv[1]))
-model.load()
-cache = ExLlamaV2Cache(model, max_seq_len=1024)
-params = PagedParams(1, torch.arange(4, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32), 0, 256, 1)
-model.forward_chunk(torch.tensor([[3]]), cache, attn_params=params)
-x = torch.ones(2, 64, device="cuda")
-try:  # an assertion on the device loses the context
-    print(torch.zeros(3, device="cuda")[torch.tensor([10], device="cuda")])
-except RuntimeError:
-    pass
-for call in (
-    lambda: model.forward_chunk(torch.tensor([[3]]), cache, attn_params=params),
-    lambda: model.forward_chunk(torch.tensor([[3] * 20]), cache, attn_params=params),
-    lambda: rms_norm(x, x[0], 1e-5, out=x),
-):
-    try:
-        call()
-        print("no error")
-    except DeviceError as error:
-        print("DeviceError", error)
-"""
-
-
-def test_a_lost_device_is_a_typed_error() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LOST, str(FOLDER)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "EXL_DEVICE": "cuda:0"},
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("DeviceError", "no error"))]
-    assert len(lines) == 3, done.stdout + done.stderr
-    for line in lines:
-        assert line.startswith("DeviceError")
-        assert "context is lost" in line
-        assert "restart the process" in line

@@ -223,10 +223,11 @@ def test_captured_without_the_plan(model: ExLlamaV2, monkeypatch: pytest.MonkeyP
     results = []
     for plan in (True, False):
         captured(model, monkeypatch)
+        cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
         with monkeypatch.context() as patch:
             if not plan:
                 patch.setattr("exl_core.decode.graphs.plan_of", lambda _: "not covered")
-            results.append(run(model, ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE), 3, 2))
+            results.append(run(model, cache, 3, 2))
         assert model.decode.count > 0
         assert (model.decode.plan_reason is None) == plan
     for a, b in zip(*results, strict=True):
