@@ -407,7 +407,7 @@ def test_missing_tokenizer_and_sentencepiece(tmp_path: Path, byte_level: Path, l
     with pytest.raises(FileNotFoundError, match="No supported tokenizer found"):
         tokenizer_in(folder, lab)
     t = tokenizer_in(byte_level, lab)
-    with pytest.raises(errors.UnsupportedError, match="force_spm"):
+    with pytest.raises(errors.TokenizerFileError, match=r"no tokenizer\.model"):
         ExLlamaV2Tokenizer(t.config, force_spm=True)
 
 

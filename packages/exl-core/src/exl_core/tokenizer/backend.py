@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from ..errors import InputError, TokenizerError, TokenizerFileError
 
-__all__ = ["TokenizerBackend"]
+__all__ = ["TokenizerBackend", "require_text"]
 
 MAX_FILE_BYTES = 256 << 20  # the largest published tokenizer.json is about 35 MB
 
@@ -57,7 +57,7 @@ class TokenizerBackend:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` recognises the text of special tokens."""
-        _require_text(text)
+        require_text(text)
         tokenizer = self._special_tokenizer() if special else self.tokenizer
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return ids
@@ -66,7 +66,7 @@ class TokenizerBackend:
         if len(texts) == 1:  # no use of the library's own threads
             return [self.encode(texts[0], special)]
         for text in texts:
-            _require_text(text)
+            require_text(text)
         tokenizer = self._special_tokenizer() if special else self.tokenizer
         return [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
@@ -120,7 +120,7 @@ class TokenizerBackend:
             return self._special
 
 
-def _require_text(text: object) -> None:
+def require_text(text: object) -> None:
     """InputError for what is no str, or a str that is no text: lone surrogates have no UTF-8."""
     if not isinstance(text, str):
         raise InputError(f"encode takes a str or a list of str, not {type(text).__name__}")

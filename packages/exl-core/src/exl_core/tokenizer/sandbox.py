@@ -1,58 +1,109 @@
-"""Renders a chat template in jinja2's immutable sandbox; imported on first use, since jinja2 takes long to import."""
+"""Chat templates come with models, so they are rendered in another process, with a limit on its time and memory."""
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from ..errors import ChatTemplateError
+from .template_worker import PREFIX, write_message
 
 __all__ = ["render"]
 
-
-class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks training spans in some templates; its body is plain output."""
-
-    tags = {"generation"}  # noqa: RUF012, declared so by jinja2
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+MEMORY = 512 << 20  # bytes that a template may take
+SECONDS = 10.0
+MOST_CHARACTERS = 1 << 24
+WORKER = Path(__file__).with_name("template_worker.py")
 
 
 def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-    """The prompt. Raises ChatTemplateError when the template is malformed or refuses the conversation."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    """The prompt. Raises ChatTemplateError when the template is malformed, refuses the conversation, or takes more
+    time or memory than a template may, and for variables that are not plain data (JSON)."""
+    values = {**variables, "messages": messages}
     try:
-        return environment.from_string(source).render(messages=messages, **variables)
-    except TemplateError as e:
-        raise ChatTemplateError(f"the chat template failed: {e}") from e
-    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as e:
-        raise ChatTemplateError(f"the chat template failed on these messages: {type(e).__name__}: {e}") from e
+        request = json.loads(json.dumps({"source": source, "values": values, "most": MOST_CHARACTERS}, default=_plain))
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ChatTemplateError(f"messages and variables of a chat template must be plain data: {e}") from e
+    answer = _worker.ask(request)
+    if "error" in answer:
+        raise ChatTemplateError(answer["error"])
+    return str(answer["text"])
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """transformers' tojson: no HTML escaping, and non-ASCII text stays readable."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _plain(value: Any) -> Any:
+    """Mappings and sequences of other types than json knows."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (str, bytes, bytearray)):
+        return list(value)
+    raise TypeError(f"a {type(value).__name__} is none")
 
 
-def _raise(message: str) -> None:
-    raise TemplateError(message)
+class _Worker:
+    """The process, started on first use and again after it had to be ended."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._lock = threading.Lock()
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+                self._start()
+            process = self._process
+            assert process is not None
+            timer = threading.Timer(SECONDS, process.kill)
+            timer.daemon = True
+            timer.start()
+            try:
+                return self._exchange(process, request)
+            finally:
+                timer.cancel()
+
+    def end(self) -> None:
+        """End the process, if this one started it."""
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def _start(self) -> None:
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        except OSError as e:
+            raise ChatTemplateError(f"no process for the chat template could be started: {e}") from e
+        self._owner = os.getpid()
+        assert self._process.stdin is not None
+        write_message(self._process.stdin, {"path": sys.path, "memory": MEMORY})
+
+    def _exchange(self, process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> dict[str, Any]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            write_message(process.stdin, request)
+            head = process.stdout.read(PREFIX)
+            body = process.stdout.read(int.from_bytes(head, "little")) if len(head) == PREFIX else b""
+            if body:
+                found: dict[str, Any] = json.loads(body)
+                return found
+        except (OSError, ValueError) as e:
+            self.end()
+            raise ChatTemplateError(f"the chat template ended its process ({e})") from e
+        self.end()
+        raise ChatTemplateError(
+            f"the chat template took more than {SECONDS:g} seconds, or more than {MEMORY >> 20} MiB: it was ended"
+        )
+
+
+_worker = _Worker()
+atexit.register(_worker.end)

@@ -9,6 +9,7 @@ from typing import Any
 from ..config import ExLlamaV2Config
 from ..json_reader import JsonReader, read_json_file
 from .backend import TokenizerBackend
+from .sentencepiece_backend import SentencePieceBackend
 
 __all__ = ["SpecialTokens", "read_special_tokens"]
 
@@ -30,7 +31,10 @@ class SpecialTokens:
 
 
 def read_special_tokens(
-    config: ExLlamaV2Config, folder: Path, backend: TokenizerBackend, tokenizer_config: dict[str, Any]
+    config: ExLlamaV2Config,
+    folder: Path,
+    backend: TokenizerBackend | SentencePieceBackend,
+    tokenizer_config: dict[str, Any],
 ) -> SpecialTokens:
     """Gather from tokenizer.json, added_tokens.json, tokenizer_config.json and config.json."""
     special = SpecialTokens()
@@ -72,7 +76,10 @@ def _read_added_tokens_decoder(tokenizer_config: dict[str, Any], special: Specia
 
 
 def _find_control_ids(
-    config: ExLlamaV2Config, backend: TokenizerBackend, tokenizer_config: dict[str, Any], special: SpecialTokens
+    config: ExLlamaV2Config,
+    backend: TokenizerBackend | SentencePieceBackend,
+    tokenizer_config: dict[str, Any],
+    special: SpecialTokens,
 ) -> None:
     def find(kind: str, from_config: int | None, default: int | None) -> int | None:
         """config.json's id, else tokenizer_config.json's token (an explicit null: none), else `default`."""

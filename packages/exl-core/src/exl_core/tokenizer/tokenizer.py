@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..config import MAX_VOCAB, ExLlamaV2Config
 from ..embeddings import ExLlamaV2MMEmbedding
-from ..errors import InputError, TokenizerError, TokenizerFileError, UnsupportedError
+from ..errors import InputError, TokenizerError, TokenizerFileError
 from ..json_reader import read_json_file
 from .backend import TokenizerBackend
 from .chat import ChatTemplates
+from .sentencepiece_backend import SentencePieceBackend
 from .special import read_special_tokens
 from .tables import CharTrieNode, VocabularyTables
 from .vocabulary import byte_decoder
@@ -27,7 +28,8 @@ MAX_CACHED_STRINGS = 100
 
 
 class ExLlamaV2Tokenizer:
-    """Reads tokenizer.json (and what tokenizer_config.json and added_tokens.json add) of `config.model_dir`.
+    """Reads tokenizer.json or tokenizer.model of `config.model_dir`, and what the files beside it add
+    (tokenizer_config.json, added_tokens.json).
 
     Ids are int64 CPU tensors. The object may be used from several threads: it does not change after construction, and
     its tables are built once under a lock.
@@ -36,16 +38,13 @@ class ExLlamaV2Tokenizer:
     def __init__(
         self, config: ExLlamaV2Config, lazy_init: bool = True, force_json: bool = False, force_spm: bool = False
     ) -> None:
-        """lazy_init=False builds all tables now. force_json is ignored. Raises TokenizerError, TokenizerFileError."""
-        if force_spm:
-            raise UnsupportedError("force_spm: SentencePiece models are not built in this version; use tokenizer.json")
+        """lazy_init=False builds all tables now. tokenizer.json is taken where it is there, else tokenizer.model;
+        force_spm takes tokenizer.model, force_json is ignored. Raises TokenizerError, TokenizerFileError."""
         if config.model_dir is None:
             raise TokenizerError("the config has no model_dir")
         folder = Path(config.model_dir)
-        if not (folder / "tokenizer.json").exists():
-            raise TokenizerFileError(f"No supported tokenizer found: {folder} has no tokenizer.json")
         self.config = config
-        self.tokenizer_model = TokenizerBackend(folder / "tokenizer.json")
+        self.tokenizer_model = _backend(folder, force_spm)
         self.tokenizer_config_dict = _optional_json(folder / "tokenizer_config.json")
         self.chat_templates = ChatTemplates(folder, self.tokenizer_config_dict)
         special = read_special_tokens(config, folder, self.tokenizer_model, self.tokenizer_config_dict)
@@ -81,7 +80,7 @@ class ExLlamaV2Tokenizer:
             self._tables.build_all()
 
     @property
-    def tokenizer(self) -> TokenizerBackend:
+    def tokenizer(self) -> TokenizerBackend | SentencePieceBackend:
         """Alias of `tokenizer_model`."""
         return self.tokenizer_model
 
@@ -331,6 +330,15 @@ class ExLlamaV2Tokenizer:
         prefix = backend.decode([self.space_token_id], special=True)
         text = backend.decode([self.space_token_id, token_id], special=True)
         return text[len(prefix) :] if text.startswith(prefix) else backend.decode([token_id], special=True)
+
+
+def _backend(folder: Path, force_spm: bool) -> TokenizerBackend | SentencePieceBackend:
+    if (folder / "tokenizer.json").exists() and not force_spm:
+        return TokenizerBackend(folder / "tokenizer.json")
+    if (folder / "tokenizer.model").exists():
+        return SentencePieceBackend(folder / "tokenizer.model")
+    wanted = "tokenizer.model" if force_spm else "tokenizer.json, and no tokenizer.model"
+    raise TokenizerFileError(f"No supported tokenizer found: {folder} has no {wanted}")
 
 
 def _optional_json(file: Path) -> dict[str, Any]:

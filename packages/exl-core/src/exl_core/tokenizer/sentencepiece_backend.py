@@ -1,0 +1,153 @@
+"""tokenizer.model through the SentencePiece library, with the same face as `TokenizerBackend`."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+
+from ..errors import TokenizerError, TokenizerFileError
+from .backend import MAX_FILE_BYTES, require_text
+
+__all__ = ["SentencePieceBackend"]
+
+SPACE = "▁"
+# A message of protocol buffers goes on where it is repeated: this sets normalizer_spec.add_dummy_prefix to false.
+NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+# What the decoder does, in the words of tokenizer.json, for the table of bytes.
+DECODER = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ],
+}
+
+
+class SentencePieceBackend:
+    """Encodes and decodes with tokenizer.model. Text is never given special tokens unasked.
+
+    The model's leading space goes in front of a text, not of the pieces behind special tokens (as transformers'
+    `legacy=False`). Nothing changes once made: thread-safe. Raises TokenizerError for a file that is none.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            import sentencepiece
+        except ImportError as e:
+            raise TokenizerError(
+                f"{file}: this folder has only a SentencePiece model, which needs the sentencepiece package: install "
+                "exl-core[sentencepiece], or use a folder with tokenizer.json"
+            ) from e
+        self.file = file
+        proto = _read(file)
+        try:
+            self.model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+            self._inside = sentencepiece.SentencePieceProcessor(model_proto=proto + NO_DUMMY_PREFIX)
+            pieces = self.model.get_piece_size()
+        except (RuntimeError, TypeError, ValueError, OSError) as e:
+            raise TokenizerError(f"{file}: not a SentencePiece model ({e})") from e
+        if not pieces:
+            raise TokenizerError(f"{file}: a SentencePiece model without pieces")
+        self._pieces = int(pieces)
+        self.data: dict[str, Any] = {"model": {}, "decoder": DECODER}
+        self.tokenizer = self.model
+        self._special: dict[str, int] = {}
+        self._split: re.Pattern[str] | None = None
+        self._lock = threading.Lock()
+        self._control = frozenset(i for i in range(pieces) if self.model.is_control(i) or self.model.is_unknown(i))
+
+    def vocab_size(self) -> int:
+        """Number of ids, those of special tokens behind the model's pieces included."""
+        return max(self._pieces, 1 + max(self._special.values(), default=-1))
+
+    def added_tokens(self) -> dict[int, AddedToken]:
+        """Control tokens, which decode to nothing."""
+        return {i: AddedToken(self.model.id_to_piece(i), special=True) for i in sorted(self._control)}
+
+    def use_special_tokens(self, tokens: Mapping[str, int]) -> None:
+        """Texts that `encode(special=True)` turns into ids; the longest that fits comes first."""
+        with self._lock:
+            self._special = {text: i for text, i in tokens.items() if text}
+            texts = sorted(self._special, key=len, reverse=True)
+            self._split = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of `text`; `special` recognises the text of special tokens."""
+        require_text(text)
+        split, known = self._split, self._special
+        if not special or split is None:
+            return list(self.model.encode(text))
+        ids: list[int] = []
+        for number, part in enumerate(split.split(text)):
+            if number % 2:
+                ids.append(known[part])
+            elif part:
+                ids += (self._inside if ids else self.model).encode(part)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        return [self.encode(text, special) for text in texts]
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of `ids`; special tokens vanish unless `special`."""
+        texts = {i: text for text, i in self._special.items()}
+        parts: list[str] = []
+        run: list[int] = []
+
+        def flush() -> None:
+            if run:
+                parts.append((self._inside if parts else self.model).decode(run))
+                run.clear()
+
+        for token_id in ids:
+            if token_id in texts or token_id in self._control or not 0 <= token_id < self._pieces:
+                if special:
+                    flush()
+                    parts.append(texts.get(token_id) or self.id_to_piece(token_id) or "")
+            else:
+                run.append(token_id)
+        flush()
+        return "".join(parts)
+
+    def id_to_piece(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token (a space is U+2581), None for an unknown id."""
+        return self.model.id_to_piece(token_id) if 0 <= token_id < self._pieces else None
+
+    def piece_to_id(self, piece: str) -> int | None:
+        found = int(self.model.piece_to_id(piece))
+        return found if self.model.id_to_piece(found) == piece else None
+
+    def enumerate_tokens(self) -> list[tuple[int, str]]:
+        """(id, vocabulary spelling) of every token, by id."""
+        return [(i, self.model.id_to_piece(i)) for i in range(self._pieces)]
+
+    def unk_token(self) -> str | None:
+        """The model's unknown token."""
+        return self.id_to_piece(self.model.unk_id())
+
+    def space_char(self) -> str:
+        """How the vocabulary writes a space."""
+        return SPACE
+
+    def newline_char(self) -> str:
+        """How the vocabulary writes a newline."""
+        ids = self.encode("\n")
+        piece = self.id_to_piece(ids[-1]) if ids else None
+        return piece[-1] if piece and not piece.startswith("<0x") else "\n"
+
+
+def _read(file: Path) -> bytes:
+    try:
+        size = file.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise TokenizerError(f"{file}: {size} bytes, more than the {MAX_FILE_BYTES} a tokenizer may have")
+        return file.read_bytes()
+    except OSError as e:
+        raise TokenizerFileError(f"No supported tokenizer found: cannot read {file} ({e.strerror or e})") from e
