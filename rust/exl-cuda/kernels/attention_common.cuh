@@ -30,7 +30,7 @@ struct Attention {  // mirrored in ops/attention.rs
   float scale, softcap;
 };
 
-constexpr int UNIT = 64, SPLIT_UNITS = 8, UNIT_PARTS = 32;
+constexpr int UNIT = 64, SPLIT_UNITS = 8, UNIT_PARTS = 64;
 constexpr float LOG2E = 1.4426950408889634f;
 
 // A token sees keys from `visible_from` up to `visible_to`, not included.
@@ -103,7 +103,8 @@ struct Place {
   int token, head;
 };
 DEVICE Place place_of(const Attention& a, int row, int first_token, int end_token, int key_head, int head_tile) {
-  const int token = first_token + row / a.tile_heads, head = head_tile * a.tile_heads + row % a.tile_heads;
+  const int of_tile = a.tile_tokens == 1 ? row >= a.tile_heads : row / a.tile_heads;  // a division is dear
+  const int token = first_token + of_tile, head = head_tile * a.tile_heads + row - of_tile * a.tile_heads;
   const bool there = row < a.tile_heads * a.tile_tokens && token < end_token && head < a.group;
   return {there ? token : -1, key_head * a.group + head};
 }

@@ -15,8 +15,8 @@ struct Decode : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 106496> {
   // After the ring: queries, weights, largest logits, own key and value, scratch rows; in the end, rows of results.
   static constexpr int WEIGHTS_AT = COLUMNS * DIM * 2, MAXIMA_AT = WEIGHTS_AT + 4 * NT * 256, OWN_AT = MAXIMA_AT + 4 * COLUMNS * 4;
   static constexpr int SCRATCH_AT = OWN_AT + packed_bytes<KC, DIM>() + packed_bytes<VC, DIM>();
-  // Of the joining: a part's staged share, four dimensions a thread and the states of up to eight rows.
-  static constexpr int PART_BYTES = 16 * 32 * WARPS + 128;
+  // Of the joining: a part's staged share, four dimensions a thread, and for each of its rows state and factors.
+  static constexpr int OF_ROW = DIM / 4, PART_ROWS = 32 * WARPS / OF_ROW, PART_BYTES = 16 * 32 * WARPS + 32 * PART_ROWS;
 };
 
 // Running softmax and sums. Element [j][e] is column 8 j + 2 t + e; acc[m][j]: dimensions `dim_of(m, 0)` in elements 0, 1, `dim_of(m, 1)` in 2, 3.
@@ -209,74 +209,118 @@ struct Share {
   bool by_unit;
   DEVICE Share(const Attention& a, int begin, int stop) {
     const int units = stop - begin, first = begin / SPLIT_UNITS, splits = (stop + SPLIT_UNITS - 1) / SPLIT_UNITS - first, chunk = blockIdx.z;
-    by_unit = units <= a.chunks && units <= UNIT_PARTS && a.chunks > 1;
+    const int share = units <= a.chunks ? 1 : (units + a.chunks - 1) / a.chunks;
+    by_unit = a.chunks > 1 && units <= UNIT_PARTS && share < SPLIT_UNITS;
     if (by_unit) {
-      from = begin + chunk;
-      to = min(from + 1, stop);
-      active = parts = units;
+      from = begin + chunk * share;
+      to = min(from + share, stop);
+      active = share == 1 ? units : (units + share - 1) / share;
+      parts = units;
     } else {
-      const int each = max((splits + a.chunks - 1) / a.chunks, 1);
+      const int each = splits <= a.chunks ? 1 : (splits + a.chunks - 1) / a.chunks;
       from = max(begin, (first + chunk * each) * SPLIT_UNITS);
       to = min(stop, (first + (chunk + 1) * each) * SPLIT_UNITS);
-      active = (splits + each - 1) / each;
+      active = each == 1 ? splits : a.chunks == 1 ? min(splits, 1) : (splits + each - 1) / each;
       parts = splits;
     }
   }
 };
 
-struct Joined {
-  float4 sums = make_float4(0.f, 0.f, 0.f, 0.f);
-  float max = -INFINITY, sum = 0.f;
-  DEVICE void join(const float4& part, float part_max, float part_sum) {
-    float kept, added;
-    join_factors(max, part_max, part_sum, kept, added);
-    sum = join_value(sum, kept, part_sum, added);
-    sums.x = join_value(sums.x, kept, part.x, added);
-    sums.y = join_value(sums.y, kept, part.y, added);
-    sums.z = join_value(sums.z, kept, part.z, added);
-    sums.w = join_value(sums.w, kept, part.w, added);
+// The factors by which a row's parts are joined, a lane a part: of this part into its split (`kept`, `added`), of its split into the total.
+// Lane 0 stands at a split's beginning; a part that is not there: -inf and 0. `before`: largest logit of all before.
+DEVICE float4 part_factors(float2 state, bool by_unit, float& before) {
+  const int lane = threadIdx.x & 31, width = by_unit ? SPLIT_UNITS : 1;
+  float most = state.x;
+#pragma unroll
+  for (int o = 1; o < SPLIT_UNITS; o *= 2) {
+    const float other = __shfl_up_sync(~0u, most, o);
+    if (lane % width >= o) most = fmaxf(most, other);
   }
-};
+  float earlier = __shfl_up_sync(~0u, most, 1);
+  if (lane % width == 0) earlier = -INFINITY;
+  float4 out;
+  join_factors(earlier, state.x, state.y, out.x, out.y);
+  // Now of splits: `whole` this lane's split's largest logit, `so_far` that of all splits up to it.
+  const float whole = __shfl_sync(~0u, most, lane | (width - 1));
+  float so_far = whole;
+#pragma unroll
+  for (int o = 1; o < 32; o *= 2) {
+    const float other = __shfl_up_sync(~0u, so_far, o);
+    if (lane >= o) so_far = fmaxf(so_far, other);
+  }
+  float others = __shfl_sync(~0u, so_far, max((lane & ~(width - 1)) - 1, 0));
+  others = lane < width ? before : fmaxf(before, others);
+  join_factors(others, whole, whole == -INFINITY ? 0.f : 1.f, out.z, out.w);
+  before = fmaxf(before, __shfl_sync(~0u, so_far, 31));
+  return out;
+}
 
 // Joins the tile's parts into `rows`; a thread has four dimensions of a row. `stage`: the ring's memory.
 template <class S>
 DEVICE void join_parts(const Attention& a, const Share& share, int begin, const float* parts, uint32_t valid, uint8_t* stage, float* rows) {
-  constexpr int OF_ROW = S::DIM / 4, STATES_AT = 16 * 32 * S::WARPS;
-  const int tile_rows = a.tile_heads * a.tile_tokens, capacity = a.ring * S::UNIT_BYTES / S::PART_BYTES;
+  constexpr int STATES_AT = 16 * 32 * S::WARPS;
+  const int tile_rows = a.tile_heads * a.tile_tokens, capacity = a.ring * S::UNIT_BYTES / S::PART_BYTES / SPLIT_UNITS * SPLIT_UNITS;
+  // Parts are counted from their split's beginning.
+  const int skipped = share.by_unit ? begin % SPLIT_UNITS : 0, last = skipped + share.parts, lane = threadIdx.x & 31, warp = warp_index();
 #pragma unroll 1
-  for (int base = 0; base < tile_rows * OF_ROW; base += 32 * S::WARPS) {
-    const int item = base + threadIdx.x, row = item / OF_ROW, column = item % OF_ROW * 4;
-    const bool live = item < tile_rows * OF_ROW && valid >> row & 1;
+  for (int base = 0; base < tile_rows * S::OF_ROW; base += 32 * S::WARPS) {
+    const int item = base + threadIdx.x, row = item / S::OF_ROW, column = item % S::OF_ROW * 4;
+    const bool live = item < tile_rows * S::OF_ROW && valid >> row & 1;
     const float* from = parts + row * S::ROW;
-    uint8_t *own = stage + 16 * threadIdx.x, *state = stage + STATES_AT + threadIdx.x / OF_ROW * 16;
-    Joined split, total;
+    uint8_t *own = stage + 16 * threadIdx.x, *state = stage + STATES_AT + threadIdx.x / S::OF_ROW * 32;
+    float4 split = make_float4(0.f, 0.f, 0.f, 0.f), total = split;
+    constexpr int HELD = (S::PART_ROWS + S::WARPS - 1) / S::WARPS;  // rows whose factors this warp makes
+    float split_sum = 0.f, total_sum = 0.f, before[HELD];
+#pragma unroll
+    for (int r = 0; r < HELD; r++) before[r] = -INFINITY;
 #pragma unroll 1
-    for (int first = 0; first < share.parts; first += capacity) {
-      const int count = min(capacity, share.parts - first);
+    for (int first = 0; first < last; first += capacity) {
+      const int from_part = max(first, skipped), end = min(first + capacity, last);
       if (live)
 #pragma unroll 4
-        for (int i = 0; i < count; i++) {
-          const float* part = from + (int64_t)(first + i) * tile_rows * S::ROW;
-          copy_async<16>(own + i * S::PART_BYTES, part + column, true);
-          if (column == 0) copy_async<16>(state + i * S::PART_BYTES, part + S::DIM, true);
+        for (int i = from_part; i < end; i++) {
+          const float* part = from + (int64_t)(i - skipped) * tile_rows * S::ROW;
+          copy_async<16>(own + (i - first) * S::PART_BYTES, part + column, true);
+          if (column == 0) copy_async<16>(state + (i - first) * S::PART_BYTES, part + S::DIM, true);
         }
       copy_commit();
       copy_wait<0>();
       __syncthreads();
+#pragma unroll
+      for (int r = 0; r < HELD; r++)
 #pragma unroll 1
-      for (int i = 0; i < count; i++) {
-        const float2 s = *reinterpret_cast<const float2*>(state + i * S::PART_BYTES);
-        split.join(*reinterpret_cast<const float4*>(own + i * S::PART_BYTES), s.x, s.y);
-        const int part = first + i;
-        if (share.by_unit && (begin + part + 1) % SPLIT_UNITS && part + 1 < share.parts) continue;
-        total.join(split.sums, split.max, split.sum);
-        split = Joined();
+        for (int i = first; i < end && r * S::WARPS + warp < S::PART_ROWS; i += 32) {
+          uint8_t* at = stage + STATES_AT + 32 * (r * S::WARPS + warp) + (i - first + lane) * S::PART_BYTES;
+          const bool there = i + lane >= from_part && i + lane < end;
+          const float2 s = there ? *reinterpret_cast<const float2*>(at) : make_float2(-INFINITY, 0.f);
+          const float4 factors = part_factors(s, share.by_unit, before[r]);
+          if (there) *reinterpret_cast<float4*>(at + 16) = factors;
+        }
+      __syncthreads();
+#pragma unroll 2
+      for (int i = from_part; i < end; i++) {
+        const uint8_t* at = state + (i - first) * S::PART_BYTES;
+        const float sum = reinterpret_cast<const float*>(at)[1];
+        const float4 f = *reinterpret_cast<const float4*>(at + 16), part = *reinterpret_cast<const float4*>(own + (i - first) * S::PART_BYTES);
+        split.x = join_value(split.x, f.x, part.x, f.y);
+        split.y = join_value(split.y, f.x, part.y, f.y);
+        split.z = join_value(split.z, f.x, part.z, f.y);
+        split.w = join_value(split.w, f.x, part.w, f.y);
+        split_sum = join_value(split_sum, f.x, sum, f.y);
+        if (share.by_unit && (i + 1) % SPLIT_UNITS && i + 1 < last) continue;
+        total.x = join_value(total.x, f.z, split.x, f.w);
+        total.y = join_value(total.y, f.z, split.y, f.w);
+        total.z = join_value(total.z, f.z, split.z, f.w);
+        total.w = join_value(total.w, f.z, split.w, f.w);
+        total_sum = join_value(total_sum, f.z, split_sum, f.w);
+        split = make_float4(0.f, 0.f, 0.f, 0.f);
+        split_sum = 0.f;
       }
       __syncthreads();
     }
     if (!live) continue;
-    *reinterpret_cast<float4*>(rows + row * S::ROW + column) = total.sums;
-    if (column == 0) rows[row * S::ROW + S::DIM + 1] = total.sum;
+    *reinterpret_cast<float4*>(rows + row * S::ROW + column) = total;
+    if (column == 0) rows[row * S::ROW + S::DIM + 1] = total_sum;
   }
 }
 
@@ -378,9 +422,10 @@ DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, 
 #pragma unroll 1
   for (int index = share.from; index < share.to; index++) {
     attend_unit<S>(a, keys, ring, unit, sight, index, queries, rest);
+    ring.unit_done();
     if (share.by_unit && !alone) {
       unit.write(parts + (int64_t)(index - begin) * part_floats, valid);
-      break;
+      continue;
     }
     split.join(unit);
     if ((index + 1) % SPLIT_UNITS && index + 1 < share.to) continue;
@@ -416,11 +461,12 @@ DEVICE void attention_decode(const Attention& a) {
   extern __shared__ __align__(128) uint8_t shared[];
   pdl_trigger();
   if (!a.early) pdl_wait();
-  const int head_tiles = (a.group + a.tile_heads - 1) / a.tile_heads;
+  const int head_tiles = a.group == a.tile_heads ? 1 : (a.group + a.tile_heads - 1) / a.tile_heads;
   const int first = blockIdx.x * a.tile_tokens, end = min(first + a.tile_tokens, a.tokens);
   for (int run = first; run < end;) {
     const int next = run_end(a, run, end);
-    attend_run<S>(a, shared, first, run, next, blockIdx.y / head_tiles, blockIdx.y % head_tiles);
+    const int key_head = head_tiles == 1 ? blockIdx.y : blockIdx.y / head_tiles;
+    attend_run<S>(a, shared, first, run, next, key_head, blockIdx.y - key_head * head_tiles);
     run = next;
   }
   // A launch none of whose blocks waits would let its successor overtake its predecessor.

@@ -197,6 +197,7 @@ DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, 
       join_split(total, max_of, sum_of, split);
       split.clear();
     }
+    ring.unit_done();
   }
   totals_to_out<S>(a, total, sum_of, mine);
   copy_wait<0>();

@@ -35,7 +35,7 @@ struct Ring {
       : a(a), keys(keys), units(units), own(own), head(head), first(first), count(count) {
     row = find(0);
 #pragma unroll 1
-    for (int i = 0; i < a.ring - 1; i++) issue();
+    for (int i = 0; i < max(a.ring - 1, 1); i++) issue();
   }
   DEVICE int after(int slot) const { return slot + 1 == a.ring ? 0 : slot + 1; }
   // Page row of the key that this lane looks up.
@@ -87,31 +87,32 @@ struct Ring {
       }
     }
   }
-  // The oldest unit's keys, once they are there; the unit before it gives its place to a new one. A barrier of the block.
+  // The oldest unit's keys, once they are there. A barrier of the block.
   DEVICE const uint8_t* take_keys() {
-    if (a.ring == 1) {
-      __syncthreads();
-      issue();
-    }
     if (a.ring == S::RING) copy_wait<2 * S::RING - 3>();
     else copy_wait<1>();
     const uint8_t* stage = units + take_slot * S::UNIT_BYTES;
     if (holds_fresh()) put<S::KC>(const_cast<uint8_t*>(stage), key_stride<S::KC, DIM>(), own);
     __syncthreads();
-    if (a.ring > 1) issue();
     return stage;
   }
-  // And its values. A barrier too.
+  // And its values. A barrier too, after which nobody needs the unit before: a new one takes its place.
   DEVICE const uint8_t* take_values() {
-    if (a.ring == S::RING) copy_wait<2 * S::RING - 2>();
-    else if (a.ring == 2) copy_wait<2>();
+    if (a.ring == S::RING) copy_wait<2 * S::RING - 4>();
     else copy_wait<0>();
     const uint8_t* stage = units + take_slot * S::UNIT_BYTES + S::KEY_BYTES;
     if (holds_fresh()) put<S::VC>(const_cast<uint8_t*>(stage), value_stride<S::VC, DIM>(), own + packed_bytes<S::KC, DIM>());
     __syncthreads();
     take_slot = after(take_slot);
     taken++;
+    if (a.ring > 1) issue();
     return stage;
+  }
+  // To be called when a unit is done with. Where there is room for one only, the next one comes now.
+  DEVICE void unit_done() {
+    if (a.ring > 1) return;
+    __syncthreads();
+    issue();
   }
 
  private:

@@ -11,7 +11,7 @@ pub const MAX_DIM: usize = 256;
 /// Keys of a unit (also of a stage), units of a split, most parts of single units: as in `kernels/attention_common.cuh`.
 const UNIT: usize = 64;
 const SPLIT_UNITS: usize = 8;
-const UNIT_PARTS: usize = 32;
+const UNIT_PARTS: usize = 64;
 /// Query rows of a decode tile, and of a warp in prefill.
 const ROWS: usize = 16;
 /// Query rows of a call from which blocks that share keys between eight warps pay.
@@ -24,6 +24,9 @@ const MOST_PARTS: usize = 1 << 26;
 
 /// Padded head dimensions that kernels exist for.
 const DIMS: [usize; 3] = [64, 128, 256];
+
+/// Of these, the ones that sm_90a's prefill kernel exists for.
+const WIDE_DIMS: [usize; 2] = [64, 128];
 
 /// Which of the two kernels; results are the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -170,12 +173,35 @@ fn prefill_name(kind: Kind, dim: usize) -> String {
     format!("attention_{}_{dim}_prefill", kind.name)
 }
 
-/// Kernels of `attention_decode_<kind>.cu` or `attention_prefill_<kind>.cu`.
+fn wide_name(dim: usize) -> String {
+    format!("attention_fp16_{dim}_wide")
+}
+
+/// Bytes of a block of `kernels/attention_wide.cuh`.
+fn wide_shared(dim: usize) -> usize {
+    4 * 2 * UNIT * 2 * dim + 128 * dim * 2 + 8 * ROWS * dim * 4
+}
+
+/// Whether prefill takes the kernel of sm_90a: the same bits, for half pages without softcap and mask.
+fn is_wide(device: &Device, op: &Attention, dim: usize) -> bool {
+    device.info.compute_capability == (9, 0)
+        && crate::images::ARCHS.contains(&"90a")
+        && op.pages.kind.name == "fp16"
+        && WIDE_DIMS.contains(&dim)
+        && op.softcap == 0.0
+        && op.key_mask == 0
+        && wide_shared(dim) <= device.info.shared_bytes_per_block as usize
+}
+
+/// Kernels of `attention_wide.cu`, `attention_decode_<kind>.cu` or `attention_prefill_<kind>.cu`.
 pub(super) fn kernels(file: &str) -> Vec<String> {
     let all = |suffix: &str, names: &dyn Fn(Kind, usize) -> Vec<String>| {
         let kind = KINDS.into_iter().find(|k| k.name == suffix)?;
         Some(DIMS.into_iter().flat_map(|dim| names(kind, dim)).collect())
     };
+    if file == "attention_wide" {
+        return WIDE_DIMS.into_iter().map(wide_name).collect();
+    }
     if let Some(suffix) = file.strip_prefix("attention_decode_") {
         return all(suffix, &|kind, dim| {
             (1..=2).map(|tiles| decode_name(kind, dim, tiles)).collect()
@@ -291,7 +317,7 @@ pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaEr
     let wanted = (BLOCKS_PER_MULTIPROCESSOR * multiprocessors)
         .div_ceil(groups.max(1))
         .min(units);
-    let slots = splits.max(wanted.min(UNIT_PARTS));
+    let slots = splits.max(units.min(UNIT_PARTS) + 1);
     let shared = wanted > 1 && groups * slots * tile_rows * dim <= MOST_PARTS;
     Ok(Plan {
         mode: Mode::Decode,
@@ -332,6 +358,8 @@ pub unsafe fn attend(
             decode_name(kind, dim, column_tiles),
             decode_shared(kind, dim, column_tiles, per_block),
         )
+    } else if is_wide(device, op, dim) {
+        (wide_name(dim), (0, wide_shared(dim)))
     } else {
         (
             prefill_name(kind, dim),
