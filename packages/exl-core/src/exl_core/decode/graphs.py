@@ -247,6 +247,8 @@ def _refusal(model: ExLlamaV2) -> str | None:
         return "the model is not on a GPU"
     if os.environ.get(GRAPHS_VARIABLE, "1").strip() == "0":
         return f"{GRAPHS_VARIABLE}=0 asks for eager launches"
+    if model.config.no_graphs:
+        return "config.no_graphs asks for eager launches"
     if model.placement.several:
         return "the model lies on several devices"
     if any(isinstance(module, Intervention) for module in model.modules):
