@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     config: str = ""  # else the model's name with "Config" for "ForCausalLM"
     text: bool = False  # the sizes go into text_config
+    max_seq_len: int | None = None  # ours, where it decides the rotation
 
     def configuration(self) -> Any:
         name = self.config or self.model.replace("ForCausalLM", "Config")
@@ -74,7 +75,11 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5], "long_factor": [1.5, 2, 3, 4, 6, 9]}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5],
+    "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 9.0, 12.0, 16.0],
+}
 GPT2: dict[str, Any] = {
     **dict.fromkeys(SIZES, ...),
     **{"vocab_size": 90, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128},
@@ -150,6 +155,15 @@ CASES: dict[str, Case] = {
     "cohere2": Case("Cohere2ForCausalLM", {"sliding_window": 9, "num_hidden_layers": 5}),
     "phi3": Case("Phi3ForCausalLM", {"sliding_window": 13}),
     "phi3-partial": Case("Phi3ForCausalLM", rope(rope_type="default", partial_rotary_factor=0.75)),
+    # transformers looks at each call's length, we at the configured one: calls of more than 16 tokens, and up to 64.
+    "phi3-longrope": Case(
+        "Phi3ForCausalLM", {**rope(**LONG, original_max_position_embeddings=16), "original_max_position_embeddings": 16}
+    ),
+    "phi3-longrope-short": Case(
+        "Phi3ForCausalLM",
+        {**rope(**LONG, original_max_position_embeddings=64), "original_max_position_embeddings": 64},
+        max_seq_len=64,
+    ),
     "glm": Case("GlmForCausalLM", {"head_dim": 24, "attention_bias": True}),
     "glm4": Case("Glm4ForCausalLM", {"head_dim": 16, "attention_bias": False}),
     "gpt2": Case("GPT2LMHeadModel", GPT2, config="GPT2Config"),
@@ -181,9 +195,9 @@ CASES: dict[str, Case] = {
 NORM_FROM_ONE = ("gemma",)  # families that store weight - 1
 
 
-def build(case: str, folder: Path) -> tuple[Any, Path]:
+def build(case: str, folder: Path, **changes: Any) -> tuple[Any, Path]:
     """The transformers model, saved to `folder` in half precision and computing with those very weights in float32."""
-    made = CASES[case]
+    made = replace(CASES[case], changes={**CASES[case].changes, **changes})
     torch.manual_seed(sum(map(ord, case)))
     model = getattr(transformers, made.model)(made.configuration()).eval()
     with torch.no_grad():
@@ -204,7 +218,8 @@ pytestmark = pytest.mark.covers("core.md: architectures", "core.md: embedding-no
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, lab: Any) -> tuple[Any, Any]:
     """(transformers model, our model)."""
     theirs, folder = build(request.param, tmp_path_factory.mktemp(request.param))
-    return theirs, lab.load(folder)
+    length = CASES[request.param].max_seq_len
+    return theirs, lab.load(folder, **({} if length is None else {"max_seq_len": length}))
 
 
 @pytest.fixture(scope="module")
@@ -377,16 +392,39 @@ def is_router(module: Any, linear: Linear) -> bool:
 # ----------------------------------------------------------------------------------------------------------- RoPE
 
 
+ROPE_CASES = ("llama", "llama-linear", "llama3", "llama-yarn", "llama-yarn-mscale", "phi3-partial", "phi3-longrope")
+
+
 @pytest.mark.covers("core.md: rope")
-@pytest.mark.parametrize("case", ["llama", "llama-linear", "llama3", "llama-yarn", "llama-yarn-mscale"])
+@pytest.mark.parametrize("case", [*ROPE_CASES, "gemma3-text", "gemma3-text-linear", "qwen3"])
 def test_rope_tables(case: str, tmp_path: Path) -> None:
-    """cos and sin at far positions, against transformers' rotary module."""
+    """cos and sin at far positions, against transformers' rotary module, of both tables where there are two."""
     theirs, folder = build(case, tmp_path)
     config = ExLlamaV2Config(folder)
     config.max_seq_len = 5000
-    cos, sin = RopeTable(config.rope_settings()).upto(5000)
     positions = torch.arange(5000)[None]
-    expected_cos, expected_sin = theirs.model.rotary_emb(torch.zeros(1, 1), positions)
-    half = cos.shape[1]
-    torch.testing.assert_close(cos[:5000], expected_cos[0, :, :half], atol=1e-5, rtol=0)
-    torch.testing.assert_close(sin[:5000], expected_sin[0, :, :half], atol=1e-5, rtol=0)
+    tables = {"main": config.rope_settings(), "alt": config.rope_settings_alt()}
+    for name, settings in tables.items():
+        if settings is None:
+            continue
+        kind = {"main": "full_attention", "alt": "sliding_attention"}[name]
+        layer_type = () if tables["alt"] is None else (kind,)
+        cos, sin = RopeTable(settings).upto(5000)
+        expected_cos, expected_sin = theirs.model.rotary_emb(torch.zeros(1, 1), positions, *layer_type)
+        half = cos.shape[1]
+        torch.testing.assert_close(cos[:5000], expected_cos[0, :, :half], atol=1e-5, rtol=0)
+        torch.testing.assert_close(sin[:5000], expected_sin[0, :, :half], atol=1e-5, rtol=0)
+
+
+@pytest.mark.covers("core.md: rope")
+@pytest.mark.parametrize("length", [30, 40, 64])
+def test_dynamic_ntk_of_the_configured_length(length: int, ids: Tensor, tmp_path: Path, lab: Any) -> None:
+    """Beyond 32 positions the base grows with the length: ours with the configured one, theirs with the call's."""
+    theirs, folder = build("llama-dynamic", tmp_path, max_position_embeddings=32)
+    ours = lab.load(folder, max_seq_len=max(length, 32))
+    row = ids[:1].repeat(1, 2)[:, :length]
+    expected = expected_logits(theirs, row)
+    assert_close(ours.forward(row), expected)
+    cache = ExLlamaV2Cache(ours, max_seq_len=64)
+    chunks = [ours.forward(row[:, i : i + 7], cache) for i in range(0, length, 7)]
+    assert_close(torch.cat(chunks, dim=1), expected)

@@ -1,0 +1,155 @@
+"""Block types on a GPU against the same model on the CPU: norms, experts, parallel blocks, positions; needs a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
+from exl_core.modules import (
+    Attention,
+    Embedding,
+    FeedForward,
+    LayerNorm,
+    Module,
+    Norm,
+    PositionEmbedding,
+    build_modules,
+)
+from exl_kernels.safetensors_file import write_safetensors
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "layer_norm_eps": 1e-5,
+}
+MOE = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Gemma3ForCausalLM": {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
+    "Gemma2ForCausalLM": {"sliding_window": 16, "query_pre_attn_scalar": 32},
+    "CohereForCausalLM": {"use_qk_norm": True, "logit_scale": 1.0},
+    "Cohere2ForCausalLM": {"sliding_window": 16, "logit_scale": 1.0},
+    "GPT2LMHeadModel": {"n_inner": 160, "num_key_value_heads": 4},
+    "MixtralForCausalLM": MOE,
+    "Qwen2MoeForCausalLM": {**MOE, "shared_expert_intermediate_size": 64},
+    "DbrxForCausalLM": {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}, "attn_config": {"clip_qkv": 1.5}},
+    "Olmo2ForCausalLM": {},
+    "Glm4ForCausalLM": {},
+    "Starcoder2ForCausalLM": {},
+}
+
+
+def write_random_model(folder: Path, config: dict[str, Any]) -> Path:
+    """A model of any family, its tensors named and shaped as its modules ask for them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    prepared = ExLlamaV2Config()
+    prepared.model_dir = str(folder)
+    prepared.prepare(no_tensors=True)
+    generator = torch.Generator().manual_seed(11)
+
+    def normal(*shape: int, std: float) -> Tensor:
+        return (torch.randn(shape, generator=generator) * std).half()
+
+    tensors: dict[str, Tensor] = {}
+
+    def add_norm(norm: Norm | None) -> None:
+        if norm is None:
+            return
+        shape = norm.shapes[0]
+        tensors[f"{norm.key}.weight"] = normal(*shape, std=0.1) + (0 if prepared.arch.norm_offset else 1)
+        if isinstance(norm, LayerNorm) and norm.has_bias:
+            tensors[f"{norm.key}.bias"] = normal(*shape, std=0.1)
+
+    def add(module: Module) -> None:
+        if isinstance(module, Embedding):
+            tensors[f"{module.key}.weight"] = normal(module.vocab_size, module.hidden_size, std=0.5)
+        elif isinstance(module, PositionEmbedding):
+            tensors[f"{module.key}.weight"] = normal(module.positions, module.hidden_size, std=0.5)
+        elif isinstance(module, Norm):
+            add_norm(module)
+        elif isinstance(module, Attention):
+            for norm in (module.norm, module.post, module.q_norm, module.k_norm):
+                add_norm(norm)
+        elif isinstance(module, FeedForward):
+            add_norm(module.norm)
+            add_norm(module.post)
+        for linear in module.submodules():
+            rows, columns = linear.out_features, linear.in_features
+            weight = normal(rows, columns, std=columns**-0.5)
+            tensors[f"{linear.key}.weight"] = weight.T.contiguous() if linear.spec.transposed else weight
+            if linear.spec.bias:
+                tensors[f"{linear.key}.bias"] = normal(rows, std=0.1)
+
+    for module in build_modules(prepared):
+        add(module)
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder
+
+
+def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> ExLlamaV2:
+    monkeypatch.setenv("EXL_DEVICE", device)
+    config = ExLlamaV2Config(folder)
+    config.cpu_matmul = "exact"
+    model = ExLlamaV2(config)
+    model.load()
+    return model
+
+
+def divergence(reference: Tensor, found: Tensor) -> float:
+    p, q = reference[..., :96].double().log_softmax(-1), found.cpu()[..., :96].double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).max())
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    config = {**SIZES, "architectures": [request.param], **FAMILIES[request.param]}
+    return write_random_model(tmp_path / request.param, config)
+
+
+def test_chunks_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the GPU is compared with, alone: the same in one piece and in chunks, and sure of something."""
+    model = loaded(folder, monkeypatch, "cpu")
+    ids = torch.randint(0, 96, (2, 45), generator=torch.Generator().manual_seed(1))
+    whole = model.forward(ids)
+    cache = ExLlamaV2Cache(model, batch_size=2, max_seq_len=64)
+    assert torch.equal(torch.cat([model.forward(ids[:, a : a + 20], cache) for a in (0, 20, 40)], 1), whole)
+    assert float(whole[..., :96].std()) > 0.05
+
+
+@pytest.mark.cuda
+def test_logits_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(0, 96, (2, 45), generator=torch.Generator().manual_seed(1))
+    expected = loaded(folder, monkeypatch, "cpu").forward(ids)
+    model = loaded(folder, monkeypatch, "cuda:0")
+    print(folder.name, f"whole {divergence(expected, model.forward(ids)):.1e}", end=" ")
+    assert divergence(expected, model.forward(ids)) < 2e-3
+    cache = ExLlamaV2Cache(model, batch_size=2, max_seq_len=64)
+    parts = [
+        model.forward(ids[:, a:b], cache).cpu() for a, b in ((0, 20), (20, 40), *((i, i + 1) for i in range(40, 45)))
+    ]
+    assert divergence(expected, torch.cat(parts, 1)) < 2e-3
+    pages = ExLlamaV2Cache(model, max_seq_len=1024)
+    for row, length in ((0, 44), (1, 30)):
+        table = torch.tensor([[row * 2 + 1]], dtype=torch.int32)
+        start = PagedParams(1, table, torch.zeros(1, dtype=torch.int32), 0, 256)
+        model.forward_chunk(ids[row : row + 1, :length], pages, attn_params=start, preprocess_only=True)
+    table, seen = torch.tensor([[1], [3]], dtype=torch.int32), torch.tensor([44, 30], dtype=torch.int32)
+    for _ in range(2):  # the second time from what the first captured
+        step = torch.stack([ids[0, 44:45], ids[1, 30:31]])
+        logits = model.forward_chunk(step, pages, attn_params=PagedParams(2, table, seen, 44, 256))["logits"].cpu()
+        assert divergence(expected[0, 44:45], logits[0]) < 2e-3
+        assert divergence(expected[1, 30:31], logits[1]) < 2e-3
+    print(f"steps {divergence(expected[0, 44:45], logits[0]):.1e}, captured: {model.decode.reason or 'yes'}")
