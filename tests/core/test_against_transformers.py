@@ -180,6 +180,28 @@ CASES: dict[str, Case] = {
             "logits_scaling": 3.0,
         },
     ),
+    "granite-moe": Case(
+        "GraniteMoeForCausalLM", {"num_local_experts": 5, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
+    ),
+    "seed-oss": Case("SeedOssForCausalLM", {"head_dim": 24, "attention_out_bias": False, "mlp_bias": True}),
+    "ernie4.5": Case("Ernie4_5ForCausalLM", {"head_dim": 16, "use_bias": True}),
+    "arcee": Case("ArceeForCausalLM"),
+    "llama-gelu-erf": llama(hidden_act="gelu"),
+    "exaone4": Case("Exaone4ForCausalLM", {"sliding_window": 9, "num_hidden_layers": 5}),
+    "exaone4-full": Case("Exaone4ForCausalLM", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "olmo3": Case("Olmo3ForCausalLM", {"sliding_window": 9, "num_hidden_layers": 5}),
+    "olmo3-yarn": Case(
+        "Olmo3ForCausalLM",
+        {
+            "sliding_window": 9,
+            "num_hidden_layers": 4,
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 8000.0, **YARN},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 8000.0},
+            },
+        },
+    ),
+    "olmoe": Case("OlmoeForCausalLM", {"num_experts": 5, "num_experts_per_tok": 2}),
     "smollm3": Case("SmolLM3ForCausalLM", {"num_hidden_layers": 5}),
     "olmo2": Case("Olmo2ForCausalLM", {"attention_bias": True}),
     "llava-pixtral": Case(

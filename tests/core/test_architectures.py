@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -365,3 +367,8 @@ def test_a_wrapper_is_not_loaded_without_its_own_name() -> None:
     assert arch.map_key("language_model.model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.weight"
     assert arch.map_key("model.language_model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.weight"
     assert arch.map_key("model.vision_tower.x") == "vision_tower.x"
+
+
+def test_the_documented_table_is_the_code() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "architecture_table.py"
+    assert subprocess.run([sys.executable, str(script), "--check"], check=False).returncode == 0, "run that script"

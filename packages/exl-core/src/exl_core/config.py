@@ -299,6 +299,8 @@ class ExLlamaV2Config:
         from_file = arch.attention_bias == "file" and read.boolean(*arch.bias_keys, default=False, text=True)
         self.qkv_bias = arch.attention_bias in ("qkv", "all") or from_file
         self.o_bias = arch.attention_bias == "all" or (from_file and arch.bias_from_file == "all")
+        if arch.o_bias_keys:
+            self.o_bias = read.boolean(*arch.o_bias_keys, default=False, text=True)
         self.mlp_bias = arch.mlp_bias == "all" or (
             arch.mlp_bias == "file" and read.boolean(*arch.mlp_bias_keys, default=False, text=True)
         )
@@ -344,6 +346,8 @@ class ExLlamaV2Config:
             self.attn_logit_softcapping = _softcap(read, "attn_logit_softcapping")
             self.final_logit_softcapping = _softcap(read, "final_logit_softcapping")
         self.clip_qkv = read.number(arch.clip_key, default=0.0, text=True) if arch.clip_key else 0.0
+        if arch.clip_key is None and read.number("clip_qkv", default=None, text=True):
+            raise UnsupportedError(f"{read.file}: clip_qkv is set, which {arch.name} does not have here")
         self.scale_emb = read.number("scale_emb", "embedding_multiplier", default=1.0, text=True)
         depth = read.number("scale_depth", default=None)
         self.scale_depth = 1.0 if depth is None else depth / math.sqrt(self.num_hidden_layers)
@@ -452,11 +456,15 @@ def _activation(read: JsonReader, arch: Architecture) -> Activation:
         return "silu"
     if name in ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"):
         return "gelu"
+    if name == "gelu":
+        return "gelu_erf"
+    if name == "relu2":
+        return "relu2"
     if name == "quick_gelu":
         return "quickgelu"
     raise UnsupportedError(
-        f"{read.file}: {arch.activation_keys[0]} {name!r} is not built in this version; supported: silu, gelu (tanh), "
-        "quick_gelu"
+        f"{read.file}: {arch.activation_keys[0]} {name!r} is not built in this version; supported: silu, gelu, "
+        "gelu_pytorch_tanh, quick_gelu, relu2"
     )
 
 

@@ -32,7 +32,9 @@ def read_rope(config: ExLlamaV2Config, read: JsonReader) -> None:
         config.scale_pos_emb = 1.0
     config.scale_pos_emb_from_file = None
     if arch.rope_theta_alt is not None:
-        config.rotary_embedding_base_alt = read.number("rope_local_base_freq", default=arch.rope_theta_alt, text=True)
+        config.rotary_embedding_base_alt = read.number(
+            *arch.rope_theta_alt_keys, default=arch.rope_theta_alt, text=True
+        )
         config.scale_pos_emb_alt = 1.0
     if arch.positions != "rope":
         return

@@ -9,12 +9,13 @@ from .dbrx import DBRX
 from .gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_MULTIMODAL, GEMMOE
 from .glm import GLM, GLM4
 from .gpt2 import GPT2, GPT_BIGCODE
-from .granite import GRANITE, MINICPM
+from .granite import GRANITE, GRANITE_MOE, MINICPM
 from .internlm2 import INTERNLM2
 from .llama import INDEX, LLAMA, YI
 from .mistral import MISTRAL, MIXTRAL
-from .olmo2 import OLMO2
+from .olmo2 import OLMO2, OLMO3, OLMOE
 from .orion import ORION
+from .others import ARCEE, ERNIE4_5, EXAONE4, SEED_OSS
 from .phi import PHI3
 from .pixtral import LLAVA, MISTRAL3
 from .qwen import QWEN2, QWEN2_5_VL, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE
@@ -30,7 +31,8 @@ SUPPORTED: dict[str, Architecture] = {
         *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN2_VL, QWEN2_5_VL),
         *(GEMMA, GEMMOE, GEMMA2, GEMMA3, GEMMA3_MULTIMODAL),
         *(COHERE, COHERE2, PHI3, GLM, GLM4, GPT2, GPT_BIGCODE, STARCODER2, DBRX),
-        *(INTERNLM2, GRANITE, MINICPM, SMOLLM3, OLMO2, ORION, LLAVA, MISTRAL3),
+        *(INTERNLM2, GRANITE, GRANITE_MOE, MINICPM, SMOLLM3, OLMO2, OLMO3, OLMOE, ORION),
+        *(SEED_OSS, ERNIE4_5, ARCEE, EXAONE4, LLAVA, MISTRAL3),
     )
 }
 
@@ -41,11 +43,11 @@ KNOWN_TO_DIFFER = frozenset(
         "ChatGLMModel",
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
-        "Exaone4ForCausalLM",
         "FalconForCausalLM",
         "Gemma3nForConditionalGeneration",
         "GptOssForCausalLM",
-        "GraniteMoeForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeSharedForCausalLM",
         "Llama4ForConditionalGeneration",
         "MiniCPM3ForCausalLM",
         "NemotronForCausalLM",

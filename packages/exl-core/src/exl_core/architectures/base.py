@@ -11,7 +11,7 @@ from .windows import LayerRope, main_rope, no_windows
 
 __all__ = ["Activation", "Architecture", "Experts", "FusedLinear"]
 
-Activation = Literal["silu", "gelu", "quickgelu"]
+Activation = Literal["silu", "gelu", "quickgelu", "gelu_erf", "relu2"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class Architecture:
     attention_bias: Literal["file", "none", "qkv", "all"] = "file"  # file: `attention_bias` of config.json, on all four
     bias_keys: tuple[str, ...] = ("attention_bias",)
     bias_from_file: Literal["all", "qkv"] = "all"  # what that key switches on
+    o_bias_keys: tuple[str, ...] = ()  # a key of its own for o
     q_proj: str = "self_attn.q_proj"
     k_proj: str = "self_attn.k_proj"
     v_proj: str = "self_attn.v_proj"
@@ -105,6 +106,7 @@ class Architecture:
     rope_style: Literal["neox", "gptj"] = "neox"
     rope_theta: float = 10000.0
     rope_theta_alt: float | None = None  # a second table, for the layers that `layer_rope` names
+    rope_theta_alt_keys: tuple[str, ...] = ("rope_local_base_freq",)
     partial_rotary_factor: float = 1.0
     layer_rope: Callable[[JsonReader, list[int]], list[LayerRope]] = main_rope
 

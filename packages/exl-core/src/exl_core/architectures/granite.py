@@ -1,6 +1,8 @@
-"""Granite and MiniCPM: Llama with multipliers on embeddings, residuals, attention and logits."""
+"""Granite, its experts, and MiniCPM: Llama with multipliers on embeddings, residuals, attention and logits."""
 
-from .base import Architecture
+from dataclasses import replace
+
+from .base import Architecture, Experts, FusedLinear
 
 GRANITE = Architecture(
     name="GraniteForCausalLM",
@@ -9,3 +11,25 @@ GRANITE = Architecture(
 )
 
 MINICPM = Architecture(name="MiniCPMForCausalLM", logit_base_key="dim_model_base")
+
+GRANITE_MOE = replace(
+    GRANITE,
+    name="GraniteMoeForCausalLM",
+    experts=Experts(
+        router="block_sparse_moe.gate",
+        gate="block_sparse_moe.experts.{}.w1",
+        up="block_sparse_moe.experts.{}.w3",
+        down="block_sparse_moe.experts.{}.w2",
+        stacked=(
+            FusedLinear(
+                "block_sparse_moe.input_linear", ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3")
+            ),
+            FusedLinear("block_sparse_moe.output_linear", ("block_sparse_moe.experts.{}.w2",)),
+        ),
+        width_keys=(),
+    ),
+    keymap=(
+        (".block_sparse_moe.router.layer.", ".block_sparse_moe.gate."),
+        (".block_sparse_moe.router.", ".block_sparse_moe.gate."),
+    ),
+)

@@ -36,6 +36,8 @@ def alternating_windows(default: int, pattern: int | None) -> Callable[[JsonRead
     def windows(read: JsonReader, num_layers: int) -> list[int]:
         window = read_window(read, default)
         kinds = layer_types(read, num_layers)
+        if not window:
+            return [0] * num_layers
         if kinds is None:
             every = read.integer("sliding_window_pattern", default=pattern, text=True, minimum=1)
             kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(num_layers)]

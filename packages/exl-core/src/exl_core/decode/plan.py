@@ -11,7 +11,7 @@ and activation; down and residual. Where the matrices do not allow that, or the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast, get_args
 
 from torch import Tensor
 
@@ -50,7 +50,7 @@ class _Layer:
         self.norms = (_rms(a.norm), _rms(m.norm))
         self.qkv = _joined(a.q_proj, a.k_proj, a.v_proj, norm=self.norms[0])
         self.o = _joined(a.o_proj)
-        self.gate_up = _joined(m.gate_proj, m.up_proj, norm=self.norms[1], activation=m.activation)
+        self.gate_up = _joined(m.gate_proj, m.up_proj, norm=self.norms[1], activation=cast(Activation, m.activation))
         self.down = _joined(m.down_proj)
 
     def join(self, rows: int) -> bool:
@@ -173,6 +173,8 @@ def plan_of(model: ExLlamaV2) -> DecodePlan | str:
     for attention, mlp in layers:
         if type(attention) is not Attention or type(mlp) is not GatedMLP:
             return f"{attention.key} is not attention followed by a gated MLP"
+        if mlp.activation not in get_args(Activation):
+            return f"{mlp.key} has activation {mlp.activation}"
         pairs.append((attention, mlp))
         for module, known in ((attention, _ATTENTION), (mlp, _MLP)):
             reasons.append(_odd(module, known))
