@@ -1,5 +1,7 @@
 """Filters in other engines: the real transformers, vLLM's protocol, llama.cpp's callable; all give the same texts."""
 
+import importlib.util
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ from exl_filters import (
     apply_mask,
     bits,
 )
+from exl_filters.adapters.exllamav3 import ExLlamaV3Filter
 from exl_filters.adapters.llama_cpp import LlamaCppFilterProcessor
 from exl_filters.adapters.rows import RowTracker
 from exl_filters.adapters.vllm import VllmFilterProcessor
@@ -54,6 +57,7 @@ def up_to_stop(ids):
     return ids[: ids.index(EOS)] if EOS in ids else ids
 
 
+@pytest.mark.covers("filters.md: CAP-40")
 def test_every_adapter_gives_the_text_of_the_plain_loop():
     for seed in range(12):
         expected = up_to_stop(plain_loop(seed))
@@ -62,6 +66,49 @@ def test_every_adapter_gives_the_text_of_the_plain_loop():
         while EOS not in out:
             out.append(int(llama(np.array(out), scores(seed, len(out) - 3)).argmax()))
         assert up_to_stop(out[3:]) == expected
+
+
+def exllamav3(seed):
+    """A job as exllamav3 runs it: mask, sample, accept; every third step is taken back and done again."""
+    job, out = ExLlamaV3Filter(V, [select()]), []
+    assert not job.use_background_worker()
+    while not job.is_completed():
+        words = job.get_next_logit_mask()
+        assert words.shape == (1, bits.word_count(V.size))
+        token = int(apply_mask(scores(seed, len(out)), words[0].numpy()).argmax())
+        job.accept_token(token)
+        if len(out) % 3 == 2:
+            assert job.rollback_tokens(1)
+            job.accept_token(token)
+        out.append(token)
+    assert bits.to_ids(job.get_next_logit_mask()[0].numpy()) == [EOS]
+    assert not job.rollback_tokens(len(out) + 1)
+    job.reset()
+    assert not job.is_completed()
+    return out
+
+
+@pytest.mark.covers("filters.md: CAP-40")
+def test_exllamav3_gives_the_text_of_the_plain_loop():
+    pytest.importorskip("torch")
+    for seed in range(12):
+        assert up_to_stop(exllamav3(seed)) == up_to_stop(plain_loop(seed))
+    with pytest.raises(FilterUsageError):
+        ExLlamaV3Filter(Vocabulary(["a"]), [])
+
+
+def test_exllamav3s_own_base_class_is_given_what_it_asks_for(monkeypatch):
+    class Filter:
+        def __init__(self, tokenizer, trigger_token=None, prefix_str=None, eos_after_completed=False):
+            self.given = (tokenizer, trigger_token, prefix_str, eos_after_completed)
+
+    monkeypatch.setitem(sys.modules, "exllamav3", SimpleNamespace(Filter=Filter))
+    source = importlib.util.find_spec("exl_filters.adapters.exllamav3")
+    module = importlib.util.module_from_spec(source)
+    source.loader.exec_module(module)
+    job = module.ExLlamaV3Filter(V, [select()], trigger_token=3)
+    assert isinstance(job, Filter)
+    assert job.given == (V, 3, None, True)
 
 
 def vllm_processor():
@@ -78,6 +125,7 @@ def update(removed=(), added=(), moved=()):
     return SimpleNamespace(removed=removed, added=added, moved=moved)
 
 
+@pytest.mark.covers("filters.md: CAP-40")
 def test_vllm_protocol():
     processor = vllm_processor()
     assert processor.is_argmax_invariant() is False
@@ -168,6 +216,7 @@ def model():
     return transformers.LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.covers("filters.md: CAP-40")
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 3}, {"do_sample": True}]
 )

@@ -60,6 +60,7 @@ def stack(*filters):
     return s
 
 
+@pytest.mark.covers("filters.md: CAP-8")
 def test_a_slow_mask_is_computed_on_the_pool_and_is_the_same(pool):
     s, plain = stack(Slow()), stack(Slow())
     Slow.threads.clear()
@@ -73,6 +74,7 @@ def test_a_slow_mask_is_computed_on_the_pool_and_is_the_same(pool):
     assert any(name.startswith("pool") for name in Slow.threads)
 
 
+@pytest.mark.covers("filters.md: CAP-8")
 def test_a_quick_mask_stays_where_it_is(pool):
     s = stack(ExLlamaV2SelectFilter(None, V, ["abcabc"]))
     for token in (0, 1, 2):
@@ -121,6 +123,7 @@ def test_a_failure_beside_the_model_is_raised_where_the_mask_is_wanted(pool):
     assert bits.to_ids(s.next_mask()) == [0]
 
 
+@pytest.mark.covers("filters.md: CAP-17")
 def test_compiling_has_a_time_limit():
     f = compile_within(5, ExLlamaV2SelectFilter, None, V, ["ab"])
     assert f.next()[0] == [0]

@@ -33,6 +33,7 @@ def pool():
         yield pool
 
 
+@pytest.mark.covers("filters.md: CAP-1")
 def test_defaults_of_the_base_class():
     base = ExLlamaV2Filter("model", "tokenizer")
     assert (base.model, base.tokenizer, base.sequence_str, base.background_result) == ("model", "tokenizer", "", None)
@@ -57,6 +58,7 @@ def test_background_next_is_next(pool):
     assert f.get_next() == ({10}, set())
 
 
+@pytest.mark.covers("filters.md: CAP-8")
 def test_a_failure_in_the_background_is_delivered_once_and_leaves_a_usable_filter(pool):
     class Failing(Counting):
         broken = True
@@ -80,6 +82,7 @@ def test_a_failure_in_the_background_is_delivered_once_and_leaves_a_usable_filte
     assert f.get_next() == ({10}, set())
 
 
+@pytest.mark.covers("filters.md: CAP-8")
 def test_feed_and_begin_drop_what_was_computed_for_the_state_before(pool):
     f = Counting()
     f.background_next(pool)
@@ -102,6 +105,7 @@ def test_a_pending_result_of_the_other_kind_is_not_taken_for_this_one(pool):
     assert f.get_next() == ({10}, set())
 
 
+@pytest.mark.covers("filters.md: CAP-8")
 def test_drop_waits_for_running_work():
     started, go = Event(), Event()
 
@@ -166,6 +170,7 @@ def test_default_validate_counts_without_moving():
     assert f.fed == []
 
 
+@pytest.mark.covers("filters.md: CAP-3")
 def test_tokens_and_prefixes_at_the_door():
     class Tensor:
         def item(self):

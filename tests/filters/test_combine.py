@@ -82,6 +82,7 @@ def pieces(s):
     return None if mask is None else {LETTERS[i] for i in bits.to_ids(mask)}
 
 
+@pytest.mark.covers("filters.md: CAP-15")
 @pytest.mark.parametrize("on", ["</think>", LETTERS.index("</think>")])
 def test_a_schema_that_holds_after_the_thinking(on):
     s = stack(TriggeredFilter(select(V, "yes", "no"), on=on))
@@ -118,6 +119,7 @@ def test_a_cue_inside_a_token_is_not_missed():
         assert bits.to_ids(s.next_mask()) == [3]
 
 
+@pytest.mark.covers("filters.md: CAP-15")
 @pytest.mark.parametrize("after", ["release", "rearm"])
 def test_what_comes_after(after):
     s = stack(TriggeredFilter(select(V, "no"), on="the", after=after))
@@ -131,6 +133,7 @@ def test_what_comes_after(after):
     assert pieces(second) is None
 
 
+@pytest.mark.covers("filters.md: CAP-21")
 def test_any_of_goes_on_with_those_that_fit():
     s = stack(AnyOf([select(V, "no"), select(V, "nose", "yes")]))
     assert pieces(s) == {"n", "no", "y", "yes"}
@@ -141,6 +144,7 @@ def test_any_of_goes_on_with_those_that_fit():
     assert spelled(s, "yes") == [True]
 
 
+@pytest.mark.covers("filters.md: CAP-21")
 def test_slots_rotate():
     s = stack(TokenSetFilter(None, V, [[0, 1], [2, EOS - 1]]))
     assert pieces(s) == {"a", "b"}
@@ -153,6 +157,7 @@ def test_slots_rotate():
     assert pieces(stack(TokenSetFilter(None, V, [3, 4]))) == {"d", "e"}
 
 
+@pytest.mark.covers("filters.md: CAP-21")
 @given(st.lists(st.sampled_from(["ab", "ba", "a", "b", "c", "abc", "aab"]), max_size=8))
 def test_banned_texts_never_arise(path):
     v = Vocabulary(["ab", "ba", "a", "b", "c", "abc", "aab", "</s>"], eos_token_id=7, special_ids=[7])
@@ -168,6 +173,7 @@ def test_banned_texts_never_arise(path):
         text += piece
 
 
+@pytest.mark.covers("filters.md: CAP-21")
 def test_length_limits():
     s = stack(LengthFilter(None, V, 1, 2))
     assert "</s>" not in pieces(s)
@@ -199,6 +205,7 @@ def test_bad_arguments(make):
         make()
 
 
+@pytest.mark.covers("filters.md: CAP-31")
 @pytest.mark.parametrize(
     "f", [TokenSetFilter(None, V, [[0], [1]]), BanFilter(None, V, [3], ["ab"]), LengthFilter(None, V, 1, 2)]
 )

@@ -34,12 +34,14 @@ def installed(tmp_path_factory):
     return copy, {"PYTHONPATH": str(target)}
 
 
+@pytest.mark.covers("filters.md: CAP-30")
 def test_its_own_tests_pass(installed):
     copy, env = installed
     done = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=copy, env=env)
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.covers("filters.md: CAP-30")
 def test_the_command_line_lists_and_checks_it(installed, tmp_path):
     copy, env = installed
     listed = run(sys.executable, "-m", "exl_filters", "list", cwd=tmp_path, env=env)

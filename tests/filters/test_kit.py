@@ -23,10 +23,12 @@ def test_the_plain_filter_obeys_every_law(law):
     law()
 
 
+@pytest.mark.covers("filters.md: CAP-32")
 def test_all_laws_are_there():
     assert sorted(LAWS) == [f"LAW-{n:02d}" for n in range(1, 38)]
 
 
+@pytest.mark.covers("filters.md: CAP-35")
 @pytest.mark.parametrize("mutant", ZOO, ids=lambda m: m.name)
 def test_every_broken_filter_is_caught_by_its_law(mutant):
     def make(vocab, options=OPTIONS if mutant.name != "ChangesCallersOptions" else [*OPTIONS]):
@@ -42,6 +44,7 @@ def test_the_zoo_is_large_and_of_every_law():
     assert all(m.fault for m in ZOO)
 
 
+@pytest.mark.covers("filters.md: CAP-34")
 def test_the_state_machine_passes_the_good_and_catches_the_bad():
     check_machine(lambda v: ExLlamaV2SelectFilter(None, v, ["yes", "no way"]), ["yes", "no way"], profile="quick")
     bad = {m.name: m for m in ZOO}
@@ -50,6 +53,7 @@ def test_the_state_machine_passes_the_good_and_catches_the_bad():
             check_machine(bad[name], ["yes"], examples=400, shrink=False)
 
 
+@pytest.mark.covers("filters.md: CAP-34")
 def test_a_report_names_law_text_and_way():
     mutant = next(m for m in ZOO if m.name == "EndsEarly")
     report = check_filter(mutant, language=OPTIONS, laws=["25"])
@@ -81,6 +85,7 @@ def test_equal_seeds_give_equal_reports():
     assert reports[0] == reports[1]
 
 
+@pytest.mark.covers("filters.md: CAP-32")
 def test_known_failures_are_strict(tmp_path):
     mutant = next(m for m in ZOO if m.name == "Unsorted")
     file = tmp_path / "xfail"
@@ -104,6 +109,7 @@ def test_raise_on_failure_and_bad_calls():
             check_filter(**{"factory": plain, **bad})
 
 
+@pytest.mark.covers("filters.md: CAP-33")
 def test_languages_know_their_prefixes():
     cases = {
         "(yes|no)[ab😀]{1,3}-?": (["", "y", "yesa", "no😀", "noaaa-", "no\udcf0"], ["x", "yesaaaa", "noa-a"]),
@@ -119,6 +125,7 @@ def test_languages_know_their_prefixes():
     assert not finite(["ab"]).whole(b"a")
 
 
+@pytest.mark.covers("filters.md: CAP-34")
 class TestContractClass(FilterContract):
     make_filter = staticmethod(plain)
     language = OPTIONS
@@ -167,6 +174,7 @@ def test_command_line(module, capsys):
     assert main(["check", "select", "--laws", "1"]) == 1  # no options: no filter can be made
 
 
+@pytest.mark.covers("filters.md: CAP-34")
 def test_python_dash_m_and_the_pytest_option(module, tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", "exl_filters", "check", f"{module}:broken", "--laws", "12"],
@@ -198,6 +206,7 @@ def test_python_dash_m_and_the_pytest_option(module, tmp_path):
         assert ("LAW-12 a clone is another object" in run.stdout) == bool(status)
 
 
+@pytest.mark.covers("filters.md: CAP-34")
 def test_the_decorator_in_an_authors_file(tmp_path):
     (tmp_path / "test_mine.py").write_text(
         textwrap.dedent("""

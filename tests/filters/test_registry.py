@@ -43,6 +43,7 @@ def make(vocab, options: list[str], shout: bool = False):
 """
 
 
+@pytest.mark.covers("filters.md: CAP-30")
 def test_a_plugin_is_found_by_name_and_imported_on_use(site):
     distribution(site, "acme-good", {"acme": "acme_good_mod:make"}, GOOD)
     registry.refresh()
@@ -66,6 +67,7 @@ def test_a_plugin_is_found_by_name_and_imported_on_use(site):
         registry.create("acme", VOCAB, choices=["ab"])
 
 
+@pytest.mark.covers("filters.md: CAP-30")
 @pytest.mark.parametrize(
     "source",
     [
@@ -88,6 +90,7 @@ def test_a_broken_plugin_breaks_nothing_else(site, source):
     registry.create("good", VOCAB, options=["a"])
 
 
+@pytest.mark.covers("filters.md: CAP-30")
 def test_name_clashes(site):
     distribution(site, "acme-one", {"same": "acme_one_mod:make", "select": "acme_one_mod:make"}, GOOD)
     distribution(site, "acme-two", {"same": "acme_one_mod:make"})
@@ -100,6 +103,7 @@ def test_name_clashes(site):
     assert registry.get("acme-one:select").__name__ == "make"
 
 
+@pytest.mark.covers("filters.md: CAP-30")
 def test_the_allow_list(site, monkeypatch):
     distribution(site, "acme-good", {"acme": "acme_good_mod:make"}, GOOD)
     registry.refresh()
@@ -145,6 +149,7 @@ def test_registering_in_process():
         registry.register("three", 3)
 
 
+@pytest.mark.covers("filters.md: CAP-31")
 @pytest.mark.parametrize(
     "spec",
     [
@@ -167,6 +172,7 @@ def test_bad_specs(bad):
         registry.from_spec(bad, VOCAB)
 
 
+@pytest.mark.covers("filters.md: CAP-30")
 def test_command_line(site, capsys):
     distribution(site, "acme-bad", {"bad": "acme_bad_mod:make"}, "1/0")
     registry.refresh()

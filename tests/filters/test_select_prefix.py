@@ -47,6 +47,7 @@ def walk(draw, f, v, steps=8):
         yield text
 
 
+@pytest.mark.covers("filters.md: CAP-20")
 @given(st.data(), vocabularies(), st.lists(TEXTS, min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_select_allows_exactly_what_keeps_an_option_reachable(data, v, options, fold, first):
     f = ExLlamaV2SelectFilter(None, v, options, fold, policy="first" if first else "longest")
@@ -97,6 +98,7 @@ def valid(raw):
     return True
 
 
+@pytest.mark.covers("filters.md: CAP-20")
 @given(st.data(), vocabularies(), st.lists(TEXTS, min_size=1, max_size=4), st.booleans())
 def test_prefix_allows_exactly_what_reaches_a_prefix(data, v, strings, overshoot):
     f = ExLlamaV2PrefixFilter(None, v, strings, overshoot=overshoot)
@@ -119,6 +121,7 @@ def test_prefix_allows_exactly_what_reaches_a_prefix(data, v, strings, overshoot
         }
 
 
+@pytest.mark.covers("filters.md: CAP-13")
 @given(vocabularies(), st.lists(TEXTS, min_size=1, max_size=3), TEXTS.filter(bool), st.booleans())
 def test_healing_first_tokens_start_with_the_prefix(v, options, prefix, is_select):
     kind = ExLlamaV2SelectFilter if is_select else ExLlamaV2PrefixFilter
@@ -162,6 +165,7 @@ def pieces(ids):
     return {PLAIN.piece(i) for i in ids}
 
 
+@pytest.mark.covers("filters.md: CAP-20")
 def test_reference_results_on_ascii():
     f = ExLlamaV2SelectFilter(None, PLAIN, ["cat", "catalog"], policy="first")
     ids, ends = f.next()
@@ -208,6 +212,7 @@ def test_a_mismatch_is_refused_and_changes_nothing():
         assert pieces(f.next()[0]) == {"a"}
 
 
+@pytest.mark.covers("filters.md: CAP-20")
 def test_emoji_is_reached_over_split_tokens():
     tokens = ["😀".encode()[:2], "😀".encode()[2:], "😀!", "!"]
     v = Vocabulary([*tokens, "</s>"], eos_token_id=4, special_ids=[4])
@@ -240,6 +245,7 @@ def test_prefix_and_select_together_end_in_a_named_dead_end_or_the_option():
         assert s.allows(LETTERS.index("yes")) if ok else s.status.value == "dead"
 
 
+@pytest.mark.covers("filters.md: CAP-11")
 def test_rewind_at_random():
     f = ExLlamaV2SelectFilter(None, PLAIN, ["cat", "catalog", "yes"])
     trace = [f.next()]

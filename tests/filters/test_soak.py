@@ -1,6 +1,8 @@
-"""A share of `benchmarks/soak_filters.py`: random generations on the bundled model's tokenizer, judged one by one."""
+"""Shares of the benchmarks: random generations judged one by one; the speed bench runs, is right and knows its bars."""
 
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +23,7 @@ def soak():
     del sys.modules["soak_filters"]
 
 
+@pytest.mark.covers("filters.md: CAP-22", "filters.md: CAP-21")
 def test_no_text_leaves_its_language_and_what_is_cut_is_counted(soak):
     lines = list(soak.run(570, seed=1))
     assert sum(line["generations"] for line in lines) == 570
@@ -34,3 +37,23 @@ def test_a_violation_is_noticed(soak):
     f = soak.ExLlamaV2SelectFilter(None, v, ["yes", "no"])
     with pytest.raises(soak.Violation):
         soak.soak("wrong judge", [f], {"yes"}.__contains__, v, 50, soak.np.random.default_rng(0))
+
+
+@pytest.mark.covers("filters.md: CAP-41")
+def test_the_speed_bench_checks_itself_and_holds_the_bars(soak):
+    """What is met is read from `docs/performance.md`; here nothing is timed."""
+    pytest.importorskip("tokenizers")
+    done = subprocess.run(
+        [sys.executable, SOURCE.with_name("bench_filters.py"), "--tokenizer", soak.TOKENIZER, "--rounds", "1"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    bars = {line["bench"]: line["bar"] for line in lines if "bar" in line}
+    assert bars["ours: mask"] == "mean <= 60"
+    assert bars["ours: mask, 99 of 100"] == "p99 <= 250"
+    assert bars["our mask / llguidance's"] == "1.2"
+    assert bars["intersection of two masks"] == "mean <= 10"
+    assert bars["one step of 64 filters"] == "mean <= 5120"
+    assert {"llguidance: mask", "tables of a tokenizer, ms"} <= {line["bench"] for line in lines}

@@ -62,16 +62,23 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--examples", type=int, help="examples per law, over the profile's")
     parser.add_argument("--seed", type=int)
     parser.add_argument(
-        "--tokenizer", metavar="FILE", help="a tokenizer.json to test on, in place of made vocabularies"
+        "--tokenizer",
+        metavar="FILE|bpe|unigram",
+        help="test on this tokenizer.json, or on a trained vocabulary of the kit, and time next()",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per law")
 
 
 def _check(args: argparse.Namespace) -> int:
     from exl_filters.readers import from_tokenizer_json
-    from exl_filters.testing.runner import check_filter
+    from exl_filters.testing.runner import check_filter, next_times
     from exl_filters.testing.targets import targets
+    from exl_filters.testing.vocabularies import real_vocabulary
 
+    vocabulary = None
+    if args.tokenizer:
+        trained = args.tokenizer in ("bpe", "unigram")
+        vocabulary = real_vocabulary(args.tokenizer) if trained else from_tokenizer_json(args.tokenizer)
     status = 0
     for name, factory in targets(args.target, args.params):
         report = check_filter(
@@ -82,7 +89,7 @@ def _check(args: argparse.Namespace) -> int:
             profile=args.profile,
             examples=args.examples,
             seed=args.seed,
-            vocabulary=from_tokenizer_json(args.tokenizer) if args.tokenizer else None,
+            vocabulary=vocabulary,
         )
         if args.json:
             for outcome in report.outcomes:
@@ -90,5 +97,8 @@ def _check(args: argparse.Namespace) -> int:
                 print(json.dumps({**row, "message": outcome.message}))
         else:
             print(f"{name}: {report}")
+            if vocabulary is not None:
+                p50, p99 = next_times(factory, vocabulary)
+                print(f"next() on {vocabulary.size} tokens: median {p50:.0f} us, 99 of 100 below {p99:.0f} us")
         status = status if report.ok else 1
     return status

@@ -19,7 +19,7 @@ from exl_filters.testing.languages import Language, anything, finite, json_schem
 from exl_filters.testing.laws import LAWS, Law
 from exl_filters.testing.machine import check_machine, filter_machine
 from exl_filters.testing.runner import Outcome, Report, Subject, check_filter
-from exl_filters.testing.vocabularies import standard_vocabulary, vocabularies
+from exl_filters.testing.vocabularies import real_vocabulary, standard_vocabulary, vocabularies
 
 __all__ = [
     "LAWS",
@@ -38,6 +38,7 @@ __all__ = [
     "filter_machine",
     "finite",
     "json_schema",
+    "real_vocabulary",
     "regex",
     "standard_vocabulary",
     "starts_with",

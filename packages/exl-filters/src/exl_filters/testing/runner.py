@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
+import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,15 +16,17 @@ from typing import Any, Literal
 import hypothesis
 from hypothesis import strategies as st
 
+from exl_filters.base import ExLlamaV2Filter
 from exl_filters.context import FilterContext
 from exl_filters.errors import FilterUsageError
 from exl_filters.testing.case import Broken, Case, Factory
 from exl_filters.testing.languages import Language, as_language
 from exl_filters.testing.laws import LAWS, Law, applicable
 from exl_filters.testing.vocabularies import standard_vocabulary, vocabularies
+from exl_filters.tokens import FedToken
 from exl_filters.vocabulary import Vocabulary
 
-__all__ = ["PROFILES", "Outcome", "Report", "Subject", "check_filter", "read_xfail"]
+__all__ = ["PROFILES", "Outcome", "Report", "Subject", "check_filter", "next_times", "read_xfail"]
 
 PROFILES: Mapping[str, Mapping[str, Any]] = {
     "quick": {"max_examples": 20, "derandomize": True, "database": None},
@@ -215,6 +219,31 @@ def check_filter(
     if raise_on_failure and not report.ok:
         raise AssertionError(str(report))
     return report
+
+
+def next_times(factory: Factory, vocabulary: Vocabulary, calls: int = 300, seed: int = 0) -> tuple[float, float]:
+    """Median and 99th percentile of `next()` in microseconds on random permitted paths (LAW-36: told, not judged)."""
+    rng = random.Random(seed)
+    taken: list[float] = []
+    f = factory(vocabulary)
+    if callable(getattr(f, "attach", None)):
+        f.attach(FilterContext.make(vocabulary.size, vocabulary.stop_ids, vocabulary.special_ids))
+    ordinary = [i for i in range(vocabulary.size) if vocabulary.bytes_of(i)]
+    while len(taken) < calls:
+        f.begin("")
+        for _ in range(20):
+            start = time.perf_counter()
+            allowed, ends = f.next()
+            taken.append((time.perf_counter() - start) * 1e6)
+            tokens = sorted(set(ordinary if allowed is None else allowed) - vocabulary.stop_ids)
+            if not tokens:
+                break
+            token = rng.choice(tokens)
+            f.feed(token if isinstance(f, ExLlamaV2Filter) else FedToken(token))
+            if token in ends:
+                break
+    taken.sort()
+    return taken[len(taken) // 2], taken[len(taken) * 99 // 100]
 
 
 def select_laws(names: Collection[str] | None) -> list[Law]:

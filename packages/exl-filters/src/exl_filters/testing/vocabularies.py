@@ -5,16 +5,26 @@ text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import resources
+from typing import Literal
 
 from hypothesis import strategies as st
 
 from exl_filters.testing.languages import Language
 from exl_filters.vocabulary import Vocabulary
 
-__all__ = ["standard_vocabulary", "vocabularies"]
+__all__ = ["real_vocabulary", "standard_vocabulary", "vocabularies"]
 
 _WORDS = [b" the", b"the", b"The", b"THE", b"a", b"  ", b"\n", b'{"', b'":', b',"', b"<s>", "é".encode(), "😀".encode()]
 _BYTES = [bytes([i]) for i in range(256)]
+
+
+def real_vocabulary(name: Literal["bpe", "unigram"]) -> Vocabulary:
+    """A trained vocabulary of 2000 tokens: byte-level BPE, or unigram with word-start marks and byte fallback."""
+    from exl_filters.readers import from_tokenizer_json
+
+    with resources.as_file(resources.files("exl_filters.testing") / "data" / f"{name}.json") as path:
+        return from_tokenizer_json(str(path))
 
 
 def standard_vocabulary(language: Language | None = None) -> Vocabulary:
@@ -74,7 +84,7 @@ def vocabularies(
         stop_ids=ids[:stops],
         special_ids=ids,
         special_texts={ids[0]: "</s>", ids[-1]: spelling},
-        pad_token_id=draw(st.sampled_from([None, ids[0]])),
+        pad_token_id=draw(st.sampled_from([None, ids[0], -1])),
     )
 
 
