@@ -59,3 +59,22 @@ def test_the_command_line_lists_and_checks_it(installed, tmp_path):
     bad = run(sys.executable, "-m", "exl_filters", "check", "broken_date:make", "--laws", "22", cwd=tmp_path, env=env)
     assert bad.returncode == 1
     assert "LAW-22 only what keeps the text in the language is allowed: broken" in bad.stdout
+
+
+def test_the_broken_copy_in_the_folder_is_caught(installed):
+    copy, env = installed
+    good = run(
+        sys.executable,
+        "-m",
+        "exl_filters",
+        "check",
+        "exl_filters_iso_date:IsoDateFilter",
+        "--laws",
+        "5",
+        cwd=copy,
+        env=env,
+    )
+    assert good.returncode == 0, good.stdout
+    bad = run(sys.executable, "-m", "exl_filters", "check", "broken_date:make", "--laws", "22", cwd=copy, env=env)
+    assert bad.returncode == 1
+    assert "LAW-22" in bad.stdout

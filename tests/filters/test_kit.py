@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from exl_filters import ExLlamaV2SelectFilter, FilterContext, FilterUsageError, Vocabulary
+from exl_filters import ExLlamaV2SelectFilter, FilterContext, FilterUsageError, Vocabulary, registry
 from exl_filters.cli import main
 from exl_filters.testing import LAWS, FilterContract, check_filter, check_machine, filter_laws, finite, regex
 from exl_filters.testing.runner import read_xfail
@@ -254,3 +254,23 @@ def test_the_vocabulary_is_a_tokenizer_for_the_minimal_custom_filter():
     assert bits.to_ids(stack.next_mask()) == [0, 1]
     stack.feed(0)
     assert bits.to_ids(stack.next_mask()) == [0, 1]
+
+
+class Unregistered(Plain):
+    """A plugin's class before it is installed."""
+
+    def spec(self):
+        return {"type": "a-plugin-to-be", "options": list(self.options)}
+
+
+def test_specs_of_a_plugin_are_checked_before_it_is_installed():
+    def make(vocab):
+        return Unregistered(None, vocab)
+
+    assert check_filter(make, laws=["29"], profile="quick").ok
+    # Registered under another name, its own spec leads nowhere: that is a broken law.
+    registry.register("another-name", Unregistered)
+    try:
+        assert check_filter(make, laws=["29"], profile="quick", shrink=False).broken == ["LAW-29"]
+    finally:
+        registry.unregister("another-name")

@@ -30,8 +30,10 @@ __all__ = [
     "get",
     "info",
     "names",
+    "names_of",
     "refresh",
     "register",
+    "takes_model",
     "unregister",
 ]
 
@@ -144,6 +146,9 @@ class _Registry:
         ]
         return sorted({*own, *plugins})
 
+    def names_of(self, value: str) -> list[str]:
+        return [entry.name for entry in [*self._own.values(), *self.found()] if entry.value == value]
+
     def load(self, entry: _Entry) -> Any:
         with self._lock:
             if entry.error is not None:
@@ -214,7 +219,7 @@ def create(name: str, vocab: Any, *, allow: Collection[str] | None = None, **par
 
 def build(factory: Any, vocab: Any, name: str, params: Mapping[str, Any]) -> ExLlamaV2Filter:
     """Call a class (model, tokenizer, ...) or factory (vocab, ...) with `params`."""
-    args = (None, vocab) if _takes_model(factory) else (vocab,)
+    args = (None, vocab) if takes_model(factory) else (vocab,)
     try:
         inspect.signature(factory).bind(*args, **params)
     except TypeError as error:
@@ -244,6 +249,11 @@ def names() -> list[str]:
     return _registry.names()
 
 
+def names_of(kind: type) -> list[str]:
+    """The names under which a class is registered; imports nothing."""
+    return _registry.names_of(f"{kind.__module__}:{kind.__qualname__}")
+
+
 def info(name: str, *, load: bool = False) -> PluginInfo:
     """What is known of a name; with `load`, after importing it (an error is reported, not raised)."""
     entry = _registry.entry(name, allow=(name,))
@@ -256,7 +266,7 @@ def info(name: str, *, load: bool = False) -> PluginInfo:
     doc, params = "", {}
     if entry.loaded:
         doc = (inspect.getdoc(entry.object) or "").split("\n\n")[0]
-        params = params_schema(entry.object, skip=2 if _takes_model(entry.object) else 1)
+        params = params_schema(entry.object, skip=2 if takes_model(entry.object) else 1)
     return PluginInfo(name, entry.dist, entry.version, entry.value, entry.loaded, str(error or ""), doc, params)
 
 
@@ -266,7 +276,7 @@ def refresh() -> None:
     _registry.refresh()
 
 
-def _takes_model(factory: Any) -> bool:
+def takes_model(factory: Any) -> bool:
     """Whether it is called (model, tokenizer, ...), as exllamav2's filters are."""
     try:
         first = next(iter(inspect.signature(factory).parameters), "")

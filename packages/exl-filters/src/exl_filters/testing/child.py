@@ -19,7 +19,7 @@ from typing import IO, Any
 from exl_filters.context import FilterContext
 from exl_filters.errors import FilterError
 
-__all__ = ["answers_elsewhere", "traveller"]
+__all__ = ["answers_elsewhere", "serve", "traveller"]
 
 Answers = list[tuple[list[int] | None, list[int]]]
 _lock = threading.Lock()
@@ -59,7 +59,7 @@ def _started() -> subprocess.Popen[bytes]:
         seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
         places = os.pathsep.join(p or os.getcwd() for p in sys.path)
         _child = subprocess.Popen(
-            [sys.executable, "-m", "exl_filters.testing.child"],
+            [sys.executable, "-c", "from exl_filters.testing.child import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": places},
@@ -89,7 +89,7 @@ def _read(stream: IO[bytes]) -> Any:
     return pickle.loads(stream.read(struct.unpack("<Q", head)[0]))
 
 
-def _serve() -> None:
+def serve() -> None:
     """Answer requests until the pipe is closed. What filters print must not get between the answers."""
     answers = sys.stdout.buffer
     sys.stdout = sys.stderr
@@ -124,7 +124,3 @@ def _walk(f: Any, context: FilterContext, path: list[int]) -> Answers:
 def _plain(answer: Any) -> tuple[list[int] | None, list[int]]:
     allowed, ends = answer
     return (None if allowed is None else sorted(allowed)), sorted(ends)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -47,11 +47,11 @@ def _imported(target: str) -> Any:
         found = getattr(found, part)
     if not callable(found):
         raise FilterUsageError(f"{target} is a {type(found).__name__}, not a factory that takes a vocabulary")
-    return found
+    return _made(found, target, {}) if registry.takes_model(found) else found
 
 
 def _made(factory: Any, name: str, params: Mapping[str, Any]) -> Any:
-    """A registered class or factory as a factory of one argument; `contract_params` of it where none are given."""
+    """A class or factory as a factory of one argument; `contract_params` of it where none are given."""
     given = dict(params) or dict(getattr(factory, "contract_params", {}))
 
     def make(vocabulary: Any) -> Any:
