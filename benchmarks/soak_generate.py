@@ -1,5 +1,8 @@
 """Thousands of mixed requests on the bundled model: none lost, no page leaked, memory and latency flat. One JSON line.
 
+Kinds: choices, broken filters, banned strings, healing, CFG pairs, broken hooks, adapters, shares of pages, embeddings,
+JSON by grammar; the generator's adapters are switched while jobs run, and one job in fifty is cancelled at some moment.
+
 python benchmarks/soak_generate.py [--requests 5000] [--seed 1] [--draft none|ngram|model]
 """
 
@@ -9,11 +12,23 @@ import argparse
 import json
 import random
 import resource
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache_Q8, ExLlamaV2Config, ExLlamaV2Tokenizer
-from exl_filters import ExLlamaV2Filter, ExLlamaV2SelectFilter
+import torch
+from safetensors.torch import save_file
+
+from exl_core import (
+    ExLlamaV2,
+    ExLlamaV2Cache_Q8,
+    ExLlamaV2Config,
+    ExLlamaV2Lora,
+    ExLlamaV2MMEmbedding,
+    ExLlamaV2Tokenizer,
+)
+from exl_filters import ExLlamaV2Filter, ExLlamaV2GrammarFilter, ExLlamaV2SelectFilter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.bundled import default_model_dir, draft_model_dir
 from exl_generate.testing import check_pages
@@ -57,13 +72,45 @@ def broken_hook(result: Any) -> None:
         raise RuntimeError("broken on purpose")
 
 
+SCHEMA = (
+    '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+)
+
+
+class World:
+    """The generator and what requests are made of."""
+
+    def __init__(self, generator: ExLlamaV2DynamicGenerator) -> None:
+        self.generator = generator
+        model: Any = generator.model
+        self.adapters = [random_adapter(model, seed) for seed in (1, 2)]
+        self.sets: list[list[ExLlamaV2Lora]] = [[], [self.adapters[0]], [self.adapters[1]], self.adapters]
+        rows = torch.randn(12, model.config.hidden_size, generator=torch.Generator().manual_seed(3)) * 0.1
+        self.pictures = [ExLlamaV2MMEmbedding(model, rows), ExLlamaV2MMEmbedding(model, rows.flip(0))]
+        self.grammar = ExLlamaV2GrammarFilter(model, generator.tokenizer, json_schema=SCHEMA)
+
+
+def random_adapter(model: ExLlamaV2, seed: int) -> ExLlamaV2Lora:
+    """Rank 4 on every query projection."""
+    dice, config, tensors = torch.Generator().manual_seed(seed), model.config, {}
+    for layer in range(config.num_hidden_layers):
+        key = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{key}.lora_A.weight"] = torch.randn(4, config.hidden_size, generator=dice) * 0.1
+        tensors[f"{key}.lora_B.weight"] = torch.randn(config.hidden_size, 4, generator=dice) * 0.1
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(tensors, Path(folder) / "adapter_model.safetensors")
+        about = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+        (Path(folder) / "adapter_config.json").write_text(json.dumps(about))
+        return ExLlamaV2Lora.from_directory(model, folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--draft", choices=["none", "ngram", "model"], default="ngram")
     args = parser.parse_args()
-    print(json.dumps(soak(make_generator(args.draft), args.requests, random.Random(args.seed))))
+    print(json.dumps(soak(World(make_generator(args.draft)), args.requests, random.Random(args.seed))))
 
 
 def make_generator(draft: str) -> ExLlamaV2DynamicGenerator:
@@ -83,10 +130,10 @@ def make_generator(draft: str) -> ExLlamaV2DynamicGenerator:
     return ExLlamaV2DynamicGenerator(model, cache, ExLlamaV2Tokenizer(model.config), max_batch_size=12, **kw)
 
 
-def request(generator: ExLlamaV2DynamicGenerator, random_: random.Random, number: int) -> ExLlamaV2DynamicJob:
+def request(world: World, random_: random.Random, number: int) -> ExLlamaV2DynamicJob:
     """One of every kind of request."""
-    tokenizer = generator.tokenizer
-    kind = random_.randrange(8)
+    generator, tokenizer = world.generator, world.generator.tokenizer
+    kind = random_.randrange(13)
     start = random_.choice(STARTS) + " and so on" * random_.randrange(0, 60)
     settings = [Settings(), Settings.greedy(), Settings(temperature=1.2, min_p=0.05, dry_multiplier=0.8)][number % 3]
     kw: dict[str, Any] = {"stop_conditions": [tokenizer.eos_token_id, "\n\n"]}
@@ -104,13 +151,26 @@ def request(generator: ExLlamaV2DynamicGenerator, random_: random.Random, number
         settings = Settings(cfg_scale=1.5)
     elif kind == 5:
         settings = Settings(post_sampling_hooks=[broken_hook])
-    return ExLlamaV2DynamicJob(
-        ids, random_.randrange(1, 60), gen_settings=settings, seed=number, identifier=number, **kw
-    )
+    elif kind == 6:
+        kw["loras"] = random_.choice(world.sets)
+    elif kind == 7:
+        kw["max_rq_tokens"] = random_.randrange(1, 12)
+    elif kind == 8:
+        picture = random_.choice(world.pictures)
+        ids = tokenizer.encode(f"See {picture.text_alias} {start}", add_bos=True, embeddings=[picture])
+        kw["embeddings"] = [picture]
+    elif kind == 9:
+        kw["filters"] = [world.grammar]
+    elif kind == 10:
+        kw["return_probs"] = kw["return_logits"] = True
+    new = random_.randrange(1, 300 if kind == 7 else 60)
+    return ExLlamaV2DynamicJob(ids, new, gen_settings=settings, seed=number, identifier=number, **kw)
 
 
-def soak(generator: ExLlamaV2DynamicGenerator, requests: int, random_: random.Random) -> dict[str, Any]:
-    """Keep a few dozen requests in the queue, cancel one in ten at a random moment, look at every page now and then."""
+def soak(world: World, requests: int, random_: random.Random) -> dict[str, Any]:
+    """Keep a few dozen requests in the queue, cancel some at a random moment, look at every page now and then."""
+    generator = world.generator
+    switches = requeues = 0
     running: dict[ExLlamaV2DynamicJob, float] = {}
     reasons: dict[str, int] = {}
     latencies: list[float] = []
@@ -119,20 +179,24 @@ def soak(generator: ExLlamaV2DynamicGenerator, requests: int, random_: random.Ra
     begin = time.monotonic()
     while sent < requests or running:
         while sent < requests and len(running) < 40:
-            job = request(generator, random_, sent)
+            job = request(world, random_, sent)
             generator.enqueue(job)
             running[job] = time.monotonic()
             sent += 1
         if running and random_.random() < 0.02:
             generator.cancel(random_.choice(list(running)))
+        if random_.random() < 0.01:
+            generator.set_loras(random_.choice(world.sets))
+            switches += 1
         for result in generator.iterate():
             if result["eos"]:
+                requeues += result["job"].requeues
                 latencies.append(time.monotonic() - running.pop(result["job"]))
                 reasons[result["eos_reason"]] = reasons.get(result["eos_reason"], 0) + 1
         rounds += 1
         if rounds % 50 == 0:
             check_pages(generator)
-        if len(latencies) == requests // 5 and not early:
+        if len(latencies) >= requests // 5 and not early:
             early = _memory_mb()
     generator.iterate()
     check_pages(generator)
@@ -146,6 +210,8 @@ def soak(generator: ExLlamaV2DynamicGenerator, requests: int, random_: random.Ra
         "reasons": reasons,
         "seconds": round(time.monotonic() - begin, 1),
         "rounds": rounds,
+        "adapter_switches": switches,
+        "requeues": requeues,
         "memory_mb_at_a_fifth": early,
         "memory_mb_at_the_end": _memory_mb(),
         "mean_latency_first_fifth_s": round(sum(latencies[:fifth]) / fifth, 3),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -176,3 +178,94 @@ def test_the_command_line_answers_without_torch() -> None:
 
 def test_version(exl) -> None:  # type: ignore[no-untyped-def]
     assert exl("--version")[:2] == (0, "exl 0.1.0\n")
+
+
+# ---- every setting, adapters, history, interrupts ----
+
+
+def test_every_sampler_setting_has_an_option() -> None:
+    from exl_generate.cli.options import FIELDS
+    from exl_generate.cli.sampling import NOT_SETTABLE
+    from exl_generate.sampling import Settings
+
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    assert set(FIELDS) == fields - NOT_SETTABLE
+    flags = [flag for names, _, _ in FIELDS.values() for flag in names]
+    assert len(set(flags)) == len(flags)
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (("--temperature", "0.5", "--top-a", "0.1"), {"temperature": "0.5", "top_a": "0.1"}),
+        (("--temperature-last", "--mirostat", "--mirostat-tau", "2"), {"mirostat": "True", "mirostat_tau": "2.0"}),
+        (("--repetition-penalty", "1.2", "--repetition-range", "64"), {"token_repetition_range": "64"}),
+        (("--xtc-ignore", "5", "--xtc-ignore", "6"), {"xtc_ignore_tokens": "frozenset({5, 6})"}),
+        (("--dry-multiplier", "1", "--dry-breaker", ","), {"dry_sequence_breakers": "frozenset({','})"}),
+    ],
+)
+def test_options_reach_the_sampler(exl, args: tuple[str, ...], shown: dict[str, str]) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = exl("generate", "import os", "-m", MODEL, "-n", "4", "--json", *args)
+    assert code == 0
+    assert shown.items() <= json.loads(out)["settings"].items()
+
+
+def test_values_out_of_range_are_one_line(exl) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = exl("generate", "import os", "-m", MODEL, "--temperature", "-1")
+    assert code == 1
+    assert "temperature" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_negative_prompt_changes_the_text(exl) -> None:  # type: ignore[no-untyped-def]
+    common = ("generate", "import os\n", "-m", MODEL, "--greedy", "--json", "-n", "20")
+    plain = json.loads(exl(*common)[1])["completion"]
+    away = json.loads(exl(*common, "--negative-prompt", "import sys\n", "--cfg-scale", "3")[1])["completion"]
+    neutral = json.loads(exl(*common, "--negative-prompt", "import sys\n", "--cfg-scale", "1")[1])["completion"]
+    assert neutral == plain != away
+
+
+def test_an_adapter_that_is_none_is_refused(exl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = exl("generate", "import os", "-m", MODEL, "-n", "4", "--lora", str(tmp_path))
+    assert code == 1
+    assert "No LoRA found" in err
+
+
+def test_chat_history_is_kept_in_a_file(exl, chat_model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    file, copy = tmp_path / "talk.json", tmp_path / "copy.json"
+    common = ("chat", "-m", chat_model, "-n", "6", "--greedy", "--history", str(file))
+    assert exl(*common, "--system", "Be brief.", stdin="one\n")[0] == 0
+    told = json.loads(file.read_text())
+    assert [m["role"] for m in told] == ["system", "user", "assistant"]
+    code, out, err = exl(*common, stdin=f"two\n/history\n/save {copy}\n/load {tmp_path / 'none'}\n")
+    assert code == 0
+    assert "user: one" in out
+    assert "cannot read a conversation" in err
+    assert [m["content"] for m in json.loads(copy.read_text()) if m["role"] == "user"] == ["one", "two"]
+    file.write_text('{"not": "a list"}')
+    code, _, err = exl(*common, stdin="three\n")
+    assert code == 1
+    assert "a conversation is a list" in err
+
+
+def test_chat_speaks_json_lines(exl, chat_model: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = exl("chat", "-m", chat_model, "-n", "6", "--greedy", "--json", stdin="one\ntwo\n")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [line["message"] for line in lines] == ["one", "two"]
+    assert all(line["new_tokens"] <= 6 for line in lines)
+    assert lines[1]["cached_tokens"] > 0
+
+
+def test_an_interrupt_ends_the_text_not_the_accounting() -> None:
+    """Ctrl-C in the middle: what was written stays, statistics follow, exit code 130."""
+    command = [sys.executable, "-m", "exl_generate", "generate", "Once upon a time", "-n", "1500", "--ban", "zzzz"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    head = process.stdout.read(30)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert head.startswith("Once upon a time")
+    if "max_new_tokens" not in err:  # quick machines may be done first
+        assert process.returncode == 130, err
+        assert "ended by cancelled" in err

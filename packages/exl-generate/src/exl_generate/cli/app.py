@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+
+from exl_generate.cli.options import sampling_options
 
 __all__ = ["app"]
 
@@ -25,34 +27,20 @@ CacheTokens = Annotated[
     int | None, typer.Option(help="Length of the K/V cache in tokens. Default: what is needed.", show_default=False)
 ]
 MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", min=1, help="Most tokens to generate.")]
-Temperature = Annotated[float | None, typer.Option("-t", "--temperature", min=0, show_default=False)]
-TopK = Annotated[int | None, typer.Option(min=0, show_default=False)]
-TopP = Annotated[float | None, typer.Option(min=0, max=1, show_default=False)]
-MinP = Annotated[float | None, typer.Option(min=0, max=1, show_default=False)]
-RepetitionPenalty = Annotated[float | None, typer.Option(min=0.01, show_default=False)]
-Greedy = Annotated[bool, typer.Option("--greedy", help="Always the most probable token.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Any other sampler setting, e.g. --set xtc_probability=0.5."),
-]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="Stop at this text; may be given more than once.")]
+Loras = Annotated[list[Path] | None, typer.Option("--lora", help="Folder of an adapter; may be given more than once.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
 @app.command()
+@sampling_options
 def generate(
+    settings: Any,
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     model: Model = None,
     max_tokens: MaxTokens = 200,
     min_tokens: Annotated[int, typer.Option(min=0, help="No end-of-text token before this many.")] = 0,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    greedy: Greedy = False,
-    set_: SetOption = None,
     seed: Seed = None,
     stop: Stop = None,
     ban: Annotated[list[str] | None, typer.Option("--ban", help="Never write this text, in any case.")] = None,
@@ -67,6 +55,13 @@ def generate(
         str | None,
         typer.Option(help='Folder of a draft model, or "bundled": guesses that save passes.', show_default=False),
     ] = None,
+    negative_prompt: Annotated[
+        str | None, typer.Option(help="Write away from this text; with --cfg-scale.", show_default=False)
+    ] = None,
+    cfg_scale: Annotated[
+        float, typer.Option(help="Weight of the prompt against the negative prompt.", show_default=True)
+    ] = 1.5,
+    lora: Loras = None,
     ngram: Annotated[bool, typer.Option("--ngram", help="Guess by what the text has said before.")] = False,
     special: Annotated[bool, typer.Option("--special", help="Read special tokens in the prompt, show them.")] = False,
     echo: Annotated[bool, typer.Option(help="Show the prompt before its continuation.")] = True,
@@ -74,19 +69,9 @@ def generate(
     cache_tokens: CacheTokens = None,
     json_: Json = False,
 ) -> None:
-    """Continue a text, streamed as it is written."""
+    """Continue a text, streamed as it is written. Ctrl-C ends it."""
     from exl_generate.cli import generate as command
-    from exl_generate.cli.sampling import make_settings
 
-    settings = make_settings(
-        set_,
-        greedy,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        token_repetition_penalty=repetition_penalty,
-    )
     command.run(
         prompt,
         command.Options(
@@ -101,6 +86,9 @@ def generate(
             regex=regex,
             draft=draft,
             ngram=ngram,
+            negative_prompt=negative_prompt,
+            cfg_scale=cfg_scale,
+            loras=lora or [],
             special=special,
             cache=cache,
             cache_tokens=cache_tokens,
@@ -111,36 +99,41 @@ def generate(
 
 
 @app.command()
+@sampling_options
 def chat(
+    settings: Any,
     model: Model = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     max_tokens: MaxTokens = 400,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    greedy: Greedy = False,
-    set_: SetOption = None,
     seed: Seed = None,
     stop: Stop = None,
+    history: Annotated[
+        Path | None,
+        typer.Option(help="JSON file of messages to go on from, and to write back to.", show_default=False),
+    ] = None,
+    lora: Loras = None,
     cache: Cache = "fp16",
     cache_tokens: CacheTokens = None,
+    json_: Json = False,
 ) -> None:
     """Talk with a model that has a chat template. /help lists the commands; Ctrl-C interrupts an answer."""
     from exl_generate.cli import chat as command
-    from exl_generate.cli.sampling import make_settings
 
-    settings = make_settings(
-        set_,
-        greedy,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        token_repetition_penalty=repetition_penalty,
+    command.run(
+        command.Options(
+            model=model,
+            system=system,
+            settings=settings,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop=stop or [],
+            history=history,
+            loras=lora or [],
+            cache=cache,
+            cache_tokens=cache_tokens,
+        ),
+        as_json=json_,
     )
-    command.run(model, system, settings, max_tokens, seed, stop or [], cache, cache_tokens)
 
 
 @app.command()

@@ -3,28 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-import signal
+import json
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from exl_core.errors import ChatTemplateError
+from exl_generate.cli.interrupt import interruptible
 from exl_generate.cli.models import Loaded, load, special_ids
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_generate.errors import RequestError
 from exl_generate.sampling import Settings
 
-__all__ = ["Conversation", "run"]
+__all__ = ["Conversation", "Options", "run"]
 
 HELP = """/help            this list
+/history         show the conversation
 /reset           forget the conversation
 /retry           answer the last message again
+/save FILE       write the conversation to a JSON file
+/load FILE       go on from a conversation in a JSON file
 /system TEXT     set the system message and forget the conversation
 /quit            leave (also Ctrl-D); Ctrl-C interrupts an answer"""
 
 #: End-of-turn markers of the common templates, for models whose EOS list misses them.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "</s>", "<|endoftext|>")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for."""
+
+    model: Path | None
+    system: str | None
+    settings: Settings
+    max_tokens: int
+    seed: int | None
+    stop: list[str]
+    history: Path | None
+    loras: list[Path]
+    cache: str
+    cache_tokens: int | None
 
 
 class Conversation:
@@ -39,6 +60,7 @@ class Conversation:
         system: str | None = None,
         seed: int | None = None,
         stop: list[str] | None = None,
+        loras: Sequence[Any] = (),
     ) -> None:
         self._loaded = loaded
         self._generator = generator
@@ -49,8 +71,11 @@ class Conversation:
         self.system = system
         self.messages: list[dict[str, str]] = []
         self.dropped = 0
+        #: the last result of the last answer
+        self.last: dict[str, Any] = {}
+        self._loras = list(loras)
 
-    def answer(self, text: str, show: Any) -> str:
+    def answer(self, text: str, show: Callable[[str], None]) -> str:
         """Add a message and stream the answer to `show(chunk)`. Ctrl-C ends the answer, which stays as far as it
         came."""
         self.messages.append({"role": "user", "content": text})
@@ -62,19 +87,20 @@ class Conversation:
             gen_settings=self._settings,
             seed=None if self._seed is None else self._seed + len(self.messages),
             stop_conditions=self._stop,
+            loras=self._loras,
         )
         self._generator.enqueue(job)
         answer = ""
-        with _interruptible() as interrupted:
+        with interruptible() as interrupted:
             while self._generator.num_remaining_jobs():
-                if interrupted.is_set():
+                if interrupted.is_set() and not job.is_finished:
                     self._generator.cancel(job)
-                    show(" [interrupted]")
                 for result in self._generator.iterate():
                     if "exception" in result:
                         raise result["exception"]
                     answer += result.get("text", "")
                     show(result.get("text", ""))
+                    self.last = result
         self.messages.append({"role": "assistant", "content": answer.strip()})
         return answer
 
@@ -88,6 +114,29 @@ class Conversation:
     def reset(self, system: str | None = None) -> None:
         self.messages.clear()
         self.system = system if system is not None else self.system
+
+    def load(self, file: Path) -> None:
+        """Go on from the messages in a JSON file: [{"role": ..., "content": ...}, ...]."""
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RequestError(f"{file}: cannot read a conversation from it ({error})") from None
+        keys = {"role", "content"}
+        if not isinstance(found, list) or not all(
+            isinstance(m, dict) and set(m) == keys and all(isinstance(m[k], str) for k in keys) for m in found
+        ):
+            raise RequestError(f'{file}: a conversation is a list of {{"role": ..., "content": ...}}')
+        systems = [m["content"] for m in found if m["role"] == "system"]
+        self.system = systems[0] if systems else self.system
+        self.messages = [m for m in found if m["role"] != "system"]
+
+    def save(self, file: Path) -> None:
+        """Write all messages to a JSON file."""
+        file.write_text(json.dumps(self.whole(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def whole(self) -> list[dict[str, str]]:
+        """All messages, the system message first."""
+        return ([{"role": "system", "content": self.system}] if self.system else []) + self.messages
 
     def _prompt(self) -> Any:
         """Ids of the conversation; the oldest exchanges are left out, visibly, when it no longer fits."""
@@ -103,34 +152,22 @@ class Conversation:
             self.dropped += 2
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event instead of breaking in, so that no page is left half accounted for."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: event.set())
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def run(
-    folder: Path | None,
-    system: str | None,
-    settings: Settings,
-    max_tokens: int,
-    seed: int | None,
-    stop: list[str],
-    cache: str,
-    cache_tokens: int | None,
-) -> None:
-    """Read messages until the end of input; commands begin with a slash."""
-    loaded = load(folder)
-    generator = loaded.generator(cache, cache_tokens or min(loaded.config.max_seq_len, 8192))
-    talk = Conversation(loaded, generator, settings, max_tokens, system, seed, stop)
+def run(options: Options, as_json: bool) -> None:
+    """Read messages until the end of input; commands begin with a slash. With `as_json` each answer is one line."""
+    loaded = load(options.model)
+    generator = loaded.generator(options.cache, options.cache_tokens or min(loaded.config.max_seq_len, 8192))
+    talk = Conversation(
+        loaded,
+        generator,
+        options.settings,
+        options.max_tokens,
+        options.system,
+        options.seed,
+        options.stop,
+        loaded.adapters(options.loras),
+    )
+    if options.history is not None and options.history.exists():
+        talk.load(options.history)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing for input()
     if sys.stdin.isatty():
@@ -145,36 +182,52 @@ def run(
             return
         message = _command(talk, line) if line.startswith("/") else line
         if message:
-            _exchange(talk, message)
+            _exchange(talk, message, as_json)
+            if options.history is not None:
+                talk.save(options.history)
 
 
 def _command(talk: Conversation, line: str) -> str | None:
     """Obey a slash command; returns a message to answer, if there is one."""
     name, _, rest = line.partition(" ")
     if name == "/retry":
-        message = talk.retry()
-        if message is None:
+        again = talk.retry()
+        if again is None:
             print("there is nothing to answer again", file=sys.stderr)
-        return message
+        return again
     if name == "/reset":
         talk.reset()
     elif name == "/system":
         talk.reset(rest)
+    elif name == "/history":
+        for message in talk.whole():
+            print(f"{message['role']}: {message['content']}")
+    elif name in ("/save", "/load") and rest:
+        try:
+            talk.save(Path(rest)) if name == "/save" else talk.load(Path(rest))
+        except (OSError, RequestError) as error:
+            print(error, file=sys.stderr)
     else:
         print(HELP if name == "/help" else f"unknown command {name}\n{HELP}", file=sys.stderr)
     return None
 
 
-def _exchange(talk: Conversation, message: str) -> None:
+def _exchange(talk: Conversation, message: str, as_json: bool) -> None:
     def show(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        if not as_json:
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
     try:
-        talk.answer(message, show)
+        answer = talk.answer(message, show)
     except ChatTemplateError:
         talk.messages.clear()
         raise
-    print()
+    last = talk.last
+    if as_json:
+        keys = ("eos_reason", "new_tokens", "prompt_tokens", "cached_tokens", "time_prefill", "time_generate")
+        print(json.dumps({"message": message, "answer": answer, **{key: last[key] for key in keys}}), flush=True)
+    else:
+        print(" [interrupted]" if last["eos_reason"] == "cancelled" else "")
     if talk.dropped:
         print(f"[the oldest {talk.dropped} messages no longer fit and were left out]", file=sys.stderr)

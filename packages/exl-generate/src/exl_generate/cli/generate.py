@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exl_generate.cli.interrupt import interruptible
 from exl_generate.cli.models import Loaded, load
-from exl_generate.dynamic import ExLlamaV2DynamicJob
+from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicJob
 from exl_generate.errors import RequestError
 from exl_generate.sampling import Settings
 
@@ -31,6 +33,9 @@ class Options:
     regex: str | None
     draft: str | None
     ngram: bool
+    negative_prompt: str | None
+    cfg_scale: float
+    loras: list[Path]
     special: bool
     cache: str
     cache_tokens: int | None
@@ -43,32 +48,42 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
     ids = loaded.tokenizer.encode(text, add_bos=None, encode_special_tokens=options.special)
     if ids.shape[1] == 0:
         raise RequestError("the prompt is empty and this model has no BOS token: write at least one word")
-    room = loaded.config.max_seq_len - ids.shape[1]
+    rows = [ids]
+    settings = options.settings
+    if options.negative_prompt is not None:
+        rows.append(loaded.tokenizer.encode(options.negative_prompt, add_bos=None))
+        settings = dataclasses.replace(settings, cfg_scale=options.cfg_scale)
+    longest = max(row.shape[1] for row in rows)
+    room = loaded.config.max_seq_len - longest
     if room < 1:
-        raise RequestError(f"the prompt has {ids.shape[1]} tokens, the model's limit is {loaded.config.max_seq_len}")
+        raise RequestError(f"the prompt has {longest} tokens, the model's limit is {loaded.config.max_seq_len}")
     new = min(options.max_tokens, room)
-    tokens = options.cache_tokens or ids.shape[1] + new
+    tokens = options.cache_tokens or sum(_pages(row.shape[1] + new) for row in rows)
     generator = loaded.generator(options.cache, tokens, draft=options.draft, use_ngram_draft=options.ngram)
     job = ExLlamaV2DynamicJob(
-        ids,
+        rows,
         new,
-        min_new_tokens=options.min_tokens,
-        gen_settings=options.settings,
+        min_new_tokens=min(options.min_tokens, new),
+        gen_settings=settings,
         seed=options.seed,
         stop_conditions=[*loaded.stop_ids(), *options.stop],
         banned_strings=options.ban,
         filters=_filters(loaded, options),
         decode_special_tokens=options.special,
+        loras=loaded.adapters(options.loras),
     )
     if echo and not as_json:
         _write(text)
     generator.enqueue(job)
     last: dict[str, Any] = {}
-    while generator.num_remaining_jobs():
-        for result in generator.iterate():
-            if not as_json:
-                _write(result.get("text", ""))
-            last = result
+    with interruptible() as interrupted:
+        while generator.num_remaining_jobs():
+            if interrupted.is_set():
+                generator.cancel(job)
+            for result in generator.iterate():
+                if not as_json:
+                    _write(result.get("text", ""))
+                last = result
     if "exception" in last:
         raise last["exception"]
     if as_json:
@@ -76,6 +91,13 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
     else:
         _write("\n")
         print(_statistics(last), file=sys.stderr)
+    if interrupted.is_set():
+        sys.exit(130)
+
+
+def _pages(tokens: int) -> int:
+    """Tokens in whole pages."""
+    return -(-tokens // PAGED_PAGE_SIZE) * PAGED_PAGE_SIZE
 
 
 def _filters(loaded: Loaded, options: Options) -> list[object]:

@@ -15,6 +15,7 @@ from exl_core import (
     ExLlamaV2Cache_Q6,
     ExLlamaV2Cache_Q8,
     ExLlamaV2Config,
+    ExLlamaV2Lora,
     ExLlamaV2Tokenizer,
 )
 from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicGenerator
@@ -47,6 +48,10 @@ class Loaded:
             kwargs |= {"draft_model": small, "draft_cache": CACHES[cache](small, max_seq_len=length)}
         kv = CACHES[cache](self.model, max_seq_len=length)
         return ExLlamaV2DynamicGenerator(self.model, kv, self.tokenizer, **kwargs)
+
+    def adapters(self, folders: Sequence[Path]) -> list[ExLlamaV2Lora]:
+        """The adapters in these folders."""
+        return [ExLlamaV2Lora.from_directory(self.model, str(folder)) for folder in folders]
 
     def stop_ids(self) -> list[int]:
         """Every id that ends a text of this model."""

@@ -9,18 +9,22 @@ from typing import Any
 from exl_generate.errors import RequestError
 from exl_generate.sampling import Settings
 
-__all__ = ["make_settings"]
+__all__ = ["NOT_SETTABLE", "make_settings"]
 
-#: Fields that are objects or state, not something to type.
-_NOT_SETTABLE = frozenset(
+#: Fields that are objects or state, not something to type; cfg_scale comes with a second prompt.
+NOT_SETTABLE = frozenset(
     {"token_bias", "post_sampling_hooks", "ngram_trie", "ngram_index", "ngram_history", "mirostat_mu", "cfg_scale"}
 )
+_SETS = ("dry_sequence_breakers", "xtc_ignore_tokens")
 
 
 def make_settings(assignments: list[str] | None, greedy: bool, **options: Any) -> Settings:
     """Defaults, then the options that were given, then NAME=VALUE assignments."""
-    values = {name: value for name, value in options.items() if value is not None}
-    names = {f.name for f in dataclasses.fields(Settings)} - _NOT_SETTABLE
+    values = {name: value for name, value in options.items() if value is not None and value != []}
+    for name in _SETS:
+        if name in values:
+            values[name] = frozenset(values[name])
+    names = {f.name for f in dataclasses.fields(Settings)} - NOT_SETTABLE
     for assignment in assignments or []:
         name, equals, text = assignment.partition("=")
         if not equals or name not in names:

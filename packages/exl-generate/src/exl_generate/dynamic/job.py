@@ -28,7 +28,7 @@ from exl_generate.dynamic.request import (
 )
 from exl_generate.dynamic.results import Results
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence
-from exl_generate.dynamic.stopping import Automaton
+from exl_generate.dynamic.stopping import automaton_of
 from exl_generate.errors import NoCandidatesError, RequestError
 from exl_generate.sampling import (
     UNCONSTRAINED,
@@ -227,8 +227,8 @@ class ExLlamaV2DynamicJob:
         sampler = RequestSampler(self.gen_settings, vocabulary, self.seed)
         output = TextStream(
             PieceTable.of(generator.tokenizer, self.decode_special_tokens),
-            Automaton(self.stop_strings),
-            Automaton(self.banned_strings, fold=True),
+            automaton_of(tuple(self.stop_strings)),
+            automaton_of(tuple(self.banned_strings), fold=True),
             skip=self._healed_bytes(),
         )
         if self.filters:

@@ -7,7 +7,7 @@ stop string or banned string.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,9 +19,10 @@ from exl_generate.dynamic.stopping import Automaton
 __all__ = ["Match", "Record", "Released", "TextStream"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class _Scan:
-    """Everything the stream knows beside the held records; restoring it undoes a token exactly."""
+    """Everything the stream knows beside the held records; restoring it undoes a token exactly. Never changed, only
+    replaced."""
 
     pending: bytes = b""
     length: int = 0
@@ -29,6 +30,9 @@ class _Scan:
     ban: int = 0
     #: bytes of the healed prefix that the prompt shows already
     skip: bytes = b""
+
+
+_START = _Scan()
 
 
 @dataclass(slots=True)
@@ -49,10 +53,10 @@ class Record:
     end: int = 0
     #: the token's last character is incomplete
     open: bool = False
-    before: _Scan = field(default_factory=_Scan)
+    before: _Scan = _START
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Released:
     """Text and the tokens it belongs to."""
 
@@ -76,7 +80,8 @@ class TextStream:
         self._pieces = pieces
         self._stops = stops
         self._bans = bans
-        self._watching = bool(stops) or bool(bans)
+        self._banning = bool(bans)
+        self._watching = bool(stops) or self._banning
         self._scan = _Scan(skip=skip)
         self._held: list[Record] = []
         self._text = ""
@@ -85,7 +90,7 @@ class TextStream:
     @property
     def held_tokens(self) -> int:
         """Tokens that may still be withdrawn."""
-        return len(self._held) if self._bans else 0
+        return len(self._held) if self._banning else 0
 
     def push(self, record: Record) -> Match | None:
         """Add a token's text to the held text and look for what it completes: the first match wins, a ban before a
@@ -104,6 +109,8 @@ class TextStream:
         and what follows instead may continue the banned string from there. For the same reason the first bytes of a
         character wait for the token that completes it.
         """
+        if len(self._held) == 1 and not (self._scan.stop or self._scan.ban or self._held[0].open):
+            return self._take(1, self._scan.length)
         safe = self._scan.length - self._stops.depth[self._scan.stop]
         count = 0
         for i, record in enumerate(self._held, 1):
@@ -150,15 +157,19 @@ class TextStream:
         return len(self.full_text)
 
     def _append(self, record: Record, text: str, pending: bytes) -> Match | None:
-        stop, ban, length = self._scan.stop, self._scan.ban, self._scan.length
+        before = self._scan
+        stop, ban = before.stop, before.ban
         self._text += text
         match: Match | None = None
-        for character in text if self._watching else "":
-            length += 1
-            stop, ban = self._stops.step(stop, character), self._bans.step(ban, character)
-            if match is None:
-                match = self._completed(stop, ban, length)
-        length = self._scan.length + len(text)
+        if self._watching and (stop or ban or self._stops.sees(text) or self._bans.sees(text)):
+            at = before.length
+            for character in text:
+                at += 1
+                stop = self._stops.step(stop, character)
+                ban = self._bans.step(ban, character) if self._banning else 0
+                if match is None:
+                    match = self._completed(stop, ban, at)
+        length = before.length + len(text)
         record.open = bool(pending)
         record.end = length + record.open
         self._scan = _Scan(pending, length, stop, ban)

@@ -139,8 +139,9 @@ class PageTable:
         end = start + len(ids)
         if page.label is None:
             page.tokens[start:end] = ids
+        if page.valid == 0:
+            self._index(page)
         page.valid = max(page.valid, end)
-        self._index(page)
 
     def truncate(self, page: Page, valid: int) -> None:
         """Forget the K/V at offsets valid.. of an unlabelled page."""

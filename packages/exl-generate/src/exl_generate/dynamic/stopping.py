@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from functools import lru_cache
 
-__all__ = ["Automaton"]
+__all__ = ["Automaton", "automaton_of"]
 
 
 class Automaton:
@@ -27,6 +28,17 @@ class Automaton:
         for pattern in patterns:
             self._insert(pattern)
         self._fail = self._link()
+        #: characters with which a pattern can begin
+        self._firsts = frozenset(self._goto[0])
+
+    def sees(self, text: str) -> bool:
+        """False if `text`, read at the start state, leaves the automaton there: none of its characters begins a
+        pattern."""
+        if self._fold:
+            if not text.isascii():
+                return True
+            text = text.lower()
+        return not self._firsts.isdisjoint(text)
 
     def __bool__(self) -> bool:
         return len(self._goto) > 1
@@ -78,6 +90,12 @@ class Automaton:
                 queue.append(child)
             self._match[state] = self._match[state] or self._match[fail[state]]
         return fail
+
+
+@lru_cache(maxsize=256)
+def automaton_of(patterns: tuple[str, ...], fold: bool = False) -> Automaton:
+    """The automaton of these patterns; requests with the same ones share it, since it never changes."""
+    return Automaton(patterns, fold=fold)
 
 
 def _lower(character: str) -> str:
