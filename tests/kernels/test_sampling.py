@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exl_kernels import sampling, threads
+from exl_kernels import sampling, sampling_cuda, threads
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.reference import sampling as twin
 from exl_kernels.sampling import Failure, Plan, Row, Sampled, pack_ids
@@ -168,3 +169,101 @@ def test_unfit_operands_are_refused(change: dict[str, Any], error: type[Exceptio
     fields = {"logits": torch.zeros(8), **change}
     with pytest.raises(error):
         sampling.sample([Row(Plan(size=8), **fields)])
+
+
+# ---- on a GPU: the same tokens as the CPU, to the bit ----
+
+
+def on_gpu(row: Row) -> Row:
+    return replace(row, logits=row.logits.cuda(), negative=None if row.negative is None else row.negative.cuda())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", [1, 33, 257, 2049, 5000, 40_000])
+def test_gpu_equals_cpu(width: int) -> None:
+    rng = np.random.default_rng(width)
+    left = 0
+    for _ in range(8):
+        rows = [random_row(rng, random_plan(rng, width), width) for _ in range(40)]
+        there = [on_gpu(row) for row in rows]
+        for row, got, want in zip(rows, sampling.sample(there), sampling.sample(rows), strict=True):
+            assert same(got, want), (row.plan, got, want)
+        left += sum(answer[0] == -3 for answer in sampling_cuda.answers(there))
+    assert left < 0.7 * 320, "too many rows were left to the CPU for this test to mean much"
+
+
+PEAKED: list[dict[str, Any]] = [
+    {"greedy": True},
+    {},
+    {"late": (1.5, 1.5, 1.0)},
+    {"temperature": 0.8, "top_k": 50, "top_p": 0.8},
+    {"top_k": 2000, "top_p": 0.99, "late": (0.5, 1.5, 1.0)},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"min_p": 0.05, "late": (2.0, 2.0, 1.0)},
+    {"top_a": 0.1, "descending": True},
+    {"top_k": 100, "tfs": 0.9},
+    {"temperature": 0.8, "top_p": 0.95, "min_p": 0.02, "xtc": (0.5, 0.05), "descending": True},
+    {"smoothing": 0.3, "top_k": 200},
+]
+
+
+@pytest.mark.cuda
+def test_gpu_equals_cpu_on_long_rows_of_one_batch() -> None:
+    """Logits like a model's; penalties, masks, a bias; every row must be answered by the GPU itself."""
+    width, rng = 128_256, np.random.default_rng(5)
+    mask = pack_ids(rng.integers(0, width, width // 2), width)
+    context = rng.integers(0, width, 3000)
+    rows = []
+    for i, fields in enumerate(PEAKED * 4):
+        x = rng.normal(0, 2, width).astype(np.float32)
+        x[rng.integers(0, width, 300)] += np.linspace(14, 4, 300).astype(np.float32)
+        bias = torch.from_numpy(rng.normal(0, 1, width).astype(np.float32)) if i % 3 == 0 else None
+        plan = Plan(size=width - 8, penalties=(1.1, 0.1, 0.2, -1, 0), bias=bias, **fields)
+        row = Row(plan, torch.from_numpy(x), uniform=float(rng.random()), context=context, top_n=5 * (i % 2))
+        rows.append(replace(row, mask=mask if i % 4 == 1 else None, banned=[3, 5] if i % 5 == 0 else []))
+    there = [on_gpu(row) for row in rows]
+    kept = there[0].logits.clone()
+    assert all(answer[0] >= 0 for answer in sampling_cuda.answers(there))
+    for row, got, want in zip(rows, sampling.sample(there), sampling.sample(rows), strict=True):
+        assert same(got, want), (row.plan, got, want)
+    alone = [sampling.sample([row])[0] for row in there]
+    assert all(same(a, b) for a, b in zip(alone, sampling.sample(rows), strict=True))
+    assert torch.equal(kept, there[0].logits)
+
+
+@pytest.mark.cuda
+def test_gpu_leaves_flat_rows_and_rare_transforms_to_the_cpu() -> None:
+    x = torch.randn(60_000)
+    plans = [Plan(size=60_000, **fields) for fields in ({"top_p": 0.9}, {"typical": 0.9}, {"top_k": 5000})]
+    rows = [Row(plan, x.cuda(), uniform=0.7) for plan in plans]
+    assert [answer[0] for answer in sampling_cuda.answers(rows)] == [-3, -3, -3]
+    want = sampling.sample([replace(row, logits=x) for row in rows])
+    assert all(same(a, b) for a, b in zip(sampling.sample(rows), want, strict=True))
+
+
+@pytest.mark.cuda
+def test_gpu_reports_empty_and_broken_rows() -> None:
+    plan, x = Plan(size=500), torch.randn(500)
+    broken = x.clone()
+    broken[77] = float("nan")
+    rows = [Row(plan, t.cuda(), mask=m) for t, m in ((broken, None), (x, np.zeros(16, dtype=np.int32)), (x, None))]
+    first, second, third = sampling.sample(rows)
+    assert (first, second) == (Failure(not_finite=True), Failure(not_finite=False))
+    assert isinstance(third, Sampled)
+
+
+@pytest.mark.cuda
+def test_gpu_launches_can_be_captured_behind_a_step() -> None:
+    """A replay reads the logits that are there then."""
+    logits = torch.randn(2, 5000, device="cuda")
+    rows = [Row(Plan(size=5000, top_k=40), row, uniform=0.3) for row in logits]
+    sampling.sample(rows)  # buffers are made outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits.mul_(1.5)
+        place = sampling_cuda.launch(rows)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        want = sampling.sample([replace(row, logits=row.logits.cpu()) for row in rows])
+        assert [answer[0] for answer in place.answers(2)] == [w.token for w in want if isinstance(w, Sampled)]

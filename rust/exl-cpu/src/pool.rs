@@ -117,6 +117,17 @@ pub fn run(tasks: usize, task: &(dyn Fn(usize) + Sync)) {
     Pool::get().run(tasks, workers - 1, task);
 }
 
+/// The results of `task(0)` to `task(tasks - 1)`, in this order; otherwise as [`run`].
+pub fn map<T: Send>(tasks: usize, task: &(dyn Fn(usize) -> T + Sync)) -> Vec<T> {
+    if tasks < 2 {
+        return (0..tasks).map(task).collect();
+    }
+    let results: Vec<Mutex<Option<T>>> = (0..tasks).map(|_| Mutex::new(None)).collect();
+    run(tasks, &|i| *lock(&results[i]) = Some(task(i)));
+    let take = |slot: Mutex<Option<T>>| slot.into_inner().unwrap_or_else(PoisonError::into_inner);
+    results.into_iter().filter_map(take).collect()
+}
+
 thread_local! {
     /// This thread is running a task, so the pool is taken.
     static INSIDE: Cell<bool> = const { Cell::new(false) };

@@ -9,6 +9,7 @@ mod cuda;
 mod cuda_attention;
 mod cuda_fused;
 mod cuda_linear;
+mod cuda_sampling;
 mod format;
 mod kv;
 mod linear;
@@ -34,6 +35,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     sampling::register(m)?;
     cuda::register(m)?;
     cuda_linear::register(m)?;
+    cuda_sampling::register(m)?;
     cuda_attention::register(m)?;
     cuda_fused::register(m)?;
     Ok(())

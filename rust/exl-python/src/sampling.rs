@@ -3,6 +3,7 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
+use exl_cpu::pool;
 use exl_cpu::sampling::{
     self, Chain, Dry, Edit, Failure, Late, MAX_WIDTH, Penalties, Row, edits::DISCOURAGED,
 };
@@ -157,10 +158,13 @@ pub struct Edits {
 }
 
 impl Edits {
-    pub fn of(request: &Request, width: usize) -> PyResult<Self> {
-        let plan = request.0.get();
-        let context = request.3.as_ref().map(|b| elements(b, "context"));
-        let context = context.transpose()?.unwrap_or(&[]);
+    fn of(
+        plan: &SamplingPlan,
+        context: &[i64],
+        width: usize,
+        banned: &[u32],
+        rare: &[u32],
+    ) -> Self {
         let set = |ids: &[u32], value: f64| ids.iter().map(|&id| Edit::set(id, value)).collect();
         let dry = plan.dry.as_ref().map(|d| {
             let dry = Dry {
@@ -178,13 +182,40 @@ impl Edits {
         } else {
             Vec::new()
         };
-        Ok(Self {
+        Self {
             penalties,
-            discouraged: set(&request.8, DISCOURAGED),
+            discouraged: set(rare, DISCOURAGED),
             dry: dry.unwrap_or_default(),
-            banned: set(&request.7, f64::NEG_INFINITY),
-        })
+            banned: set(banned, f64::NEG_INFINITY),
+        }
     }
+}
+
+/// What `finish` makes of the edits of every request and the number of its ids, on the pool's threads.
+pub fn prepared<T: Send>(
+    py: Python<'_>,
+    requests: &[Request],
+    finish: impl Fn(Edits, usize) -> T + Sync,
+) -> PyResult<Vec<T>> {
+    let contexts: Vec<&[i64]> = requests
+        .iter()
+        .map(|request| {
+            let context = request.3.as_ref().map(|b| elements(b, "context"));
+            Ok(context.transpose()?.unwrap_or(&[]))
+        })
+        .collect::<PyResult<_>>()?;
+    let jobs: Vec<_> = requests
+        .iter()
+        .zip(contexts)
+        .map(|(r, context)| (r.0.get(), context, r.1.numel(), &r.7[..], &r.8[..]))
+        .collect();
+    Ok(py.detach(|| {
+        pool::map(jobs.len(), &|i| {
+            let (plan, context, width, banned, rare) = jobs[i];
+            let edits = Edits::of(plan, context, width, banned, rare);
+            finish(edits, plan.size.min(width))
+        })
+    }))
 }
 
 fn row<'a>(request: &'a Request, edits: &'a Edits) -> PyResult<Row<'a>> {
@@ -232,15 +263,10 @@ pub fn only(request: &Request) -> PyResult<Option<&[i64]>> {
     request.9.as_ref().map(|b| elements(b, "only")).transpose()
 }
 
-fn prepared(requests: &[Request]) -> PyResult<Vec<Edits>> {
-    let width = |request: &Request| request.1.numel();
-    requests.iter().map(|r| Edits::of(r, width(r))).collect()
-}
-
 /// Samples each row from its float32 logits in CPU memory.
 #[pyfunction]
 fn sample_rows(py: Python<'_>, requests: Vec<Request>) -> PyResult<Vec<Answer>> {
-    let edits = prepared(&requests)?;
+    let edits = prepared(py, &requests, |edits, _| edits)?;
     let rows: Vec<Row<'_>> = requests
         .iter()
         .zip(&edits)
@@ -264,8 +290,8 @@ pub fn answer(result: Result<sampling::Sampled, Failure>) -> Answer {
 /// The final candidates of one row by ascending id, with their weights; raises `LookupError` where there are none.
 #[pyfunction]
 fn sampling_distribution(py: Python<'_>, request: Request) -> PyResult<(Vec<u32>, Vec<u64>)> {
-    let edits = Edits::of(&request, request.1.numel())?;
-    let row = row(&request, &edits)?;
+    let edits = prepared(py, std::slice::from_ref(&request), |edits, _| edits)?;
+    let row = row(&request, &edits[0])?;
     let found = py.detach(|| sampling::distribution(&row));
     found
         .map(|pairs| pairs.into_iter().unzip())
@@ -274,9 +300,9 @@ fn sampling_distribution(py: Python<'_>, request: Request) -> PyResult<(Vec<u32>
 
 /// The logits of one row as steps 1 to 8 leave them, written into `out` (float32, one per id of the vocabulary).
 #[pyfunction]
-fn sampling_shaped(request: Request, out: Tensor) -> PyResult<()> {
-    let edits = Edits::of(&request, request.1.numel())?;
-    let row = row(&request, &edits)?;
+fn sampling_shaped(py: Python<'_>, request: Request, out: Tensor) -> PyResult<()> {
+    let edits = prepared(py, std::slice::from_ref(&request), |edits, _| edits)?;
+    let row = row(&request, &edits[0])?;
     let to = out.slice_mut::<f32>("out")?;
     if to.len() != row.size.min(row.logits.len()) {
         return Err(PyTypeError::new_err("out must have an element per id"));

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import _native
+from . import _native, sampling_cuda
 from .errors import DTypeError, ShapeError, UnsupportedError
 
 __all__ = ["MAX_WIDTH", "Failure", "Plan", "Row", "Sampled", "distribution", "pack_ids", "sample", "shaped"]
 
 #: Widest row of logits: 2^19 weights of 2^44 fit an unsigned 64-bit sum.
 MAX_WIDTH = 1 << 19
+_LEFT_TO_CPU = -3
 
 Mask = NDArray[np.int32]
 Ids = NDArray[np.int64]
@@ -71,6 +72,8 @@ class Plan:
     bias: Tensor | None = None
     cfg_scale: float | None = None
     native: Any = field(init=False, repr=False)
+    #: constants on each GPU that has sampled with this plan
+    on_devices: dict[torch.device, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         dry = None if self.dry is None else (*self.dry[:5], torch.from_numpy(self.dry[5]))
@@ -158,18 +161,49 @@ class Failure:
 
 
 def sample(rows: Sequence[Row]) -> list[Sampled | Failure]:
-    """One token a row. Rows may differ in width and settings.
+    """One token a row. Rows may differ in width, settings and device.
+
+    Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read
+    back; a row whose transforms the GPU has no code for (typical, CFG, more than 2,048 candidates or 64 to report) is
+    sampled on the CPU, to the token the GPU would give.
 
     Raises ShapeError, DTypeError for logits that are not contiguous float32 [V], UnsupportedError for V beyond
-    `MAX_WIDTH`, ValueError for a `uniform` outside [0, 1).
+    `MAX_WIDTH`, ValueError for a `uniform` outside [0, 1), DeviceError if a launch fails.
     """
+    results: list[Any] = [None] * len(rows)
     try:
-        answers = _native.sample_rows([row.request() for row in rows])
-    except (TypeError, ValueError, BufferError):
+        on_cpu = [i for i, row in enumerate(rows) if not row.logits.is_cuda]
+        if len(on_cpu) < len(rows):
+            on_cpu += _sample_on_gpus(rows, results)
+        for i, answer in zip(on_cpu, _native.sample_rows([_on_cpu(rows[i]).request() for i in on_cpu]), strict=True):
+            results[i] = answer
+    except (AttributeError, TypeError, ValueError, BufferError):
         for row in rows:
             _check(row)
         raise
-    return [_result(*answer) for answer in answers]
+    return [_result(*answer) for answer in results]
+
+
+def _sample_on_gpus(rows: Sequence[Row], results: list[Any]) -> list[int]:
+    """Fills in the results of rows on GPUs; returns those that are left to the CPU."""
+    devices: dict[torch.device, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.logits.is_cuda:
+            devices.setdefault(row.logits.device, []).append(i)
+    left = []
+    for indices in devices.values():
+        for i, answer in zip(indices, sampling_cuda.answers([rows[i] for i in indices]), strict=True):
+            results[i] = answer
+            if answer[0] == _LEFT_TO_CPU:
+                left.append(i)
+    return left
+
+
+def _on_cpu(row: Row) -> Row:
+    if not row.logits.is_cuda and (row.negative is None or not row.negative.is_cuda):
+        return row
+    negative = None if row.negative is None else row.negative.cpu()
+    return replace(row, logits=row.logits.cpu(), negative=negative)
 
 
 def _result(token: int, probability: float, top: tuple[list[int], list[float]] | None) -> Sampled | Failure:
@@ -181,7 +215,7 @@ def _result(token: int, probability: float, top: tuple[list[int], list[float]] |
 def distribution(row: Row) -> tuple[Ids, NDArray[np.uint64]] | None:
     """Ids of the final candidates, ascending, and their weights (probability times a common factor); None: none."""
     try:
-        ids, weights = _native.sampling_distribution(row.request())
+        ids, weights = _native.sampling_distribution(_on_cpu(row).request())
     except LookupError:
         return None
     return np.array(ids, dtype=np.int64), np.array(weights, dtype=np.uint64)
@@ -190,7 +224,7 @@ def distribution(row: Row) -> tuple[Ids, NDArray[np.uint64]] | None:
 def shaped(row: Row) -> NDArray[np.float32]:
     """The logits that the row is sampled from: after penalties, bans, bias, DRY and masks, cut to the vocabulary."""
     out = torch.empty(min(row.plan.size, row.logits.numel()))
-    _native.sampling_shaped(row.request(), out)
+    _native.sampling_shaped(_on_cpu(row).request(), out)
     return out.numpy()
 
 

@@ -204,14 +204,13 @@ impl Candidates {
         }
     }
 
-    /// Indices of all candidates in descending order.
+    /// Indices of all candidates in descending order, before XTC: by logit.
     pub fn sorted(&self) -> Vec<u32> {
         let mut order: Vec<u32> = (0..self.len() as u32).collect();
         if order.len() < RADIX_FROM {
             order.sort_unstable_by_key(|&i| self.descending(i as usize));
             return order;
         }
-        // By logit first. Weights rise with logits but for their last bit, so little is left to do.
         let mut from: Vec<u64> = (0..self.len())
             .map(|i| place(self.x[i], 0) | i as u64)
             .collect();
@@ -222,15 +221,6 @@ impl Candidates {
         }
         for (slot, entry) in order.iter_mut().zip(&from) {
             *slot = *entry as u32;
-        }
-        for i in 1..order.len() {
-            let mut j = i;
-            while j > 0
-                && self.descending(order[j] as usize) < self.descending(order[j - 1] as usize)
-            {
-                order.swap(j, j - 1);
-                j -= 1;
-            }
         }
         order
     }

@@ -6,7 +6,8 @@
 //! * Weights are fixed-point: w = e^l by one polynomial of separate multiplications and additions ([`weights::weight`]), cut to
 //!   `q = floor(w * 2^44)` in a u64. Sums of q are exact, so no order of summation can matter. A candidate below 2^-44 of the most
 //!   probable weighs nothing; it stays a candidate, and a later temperature may give it weight.
-//! * Every cut is a comparison of integers. Orders are total: "descending" is (q descending, logit descending, id ascending).
+//! * Every cut is a comparison of integers. Orders are total: "descending" is (q descending, logit descending, id ascending). q never
+//!   falls as the logit rises, so up to XTC this is the order of logits.
 //! * A draw walks the candidates by ascending id, or in descending order where a skew is set, which is defined over that order.
 //!
 //! Nothing is sorted but what must be: a prefix of the descending order is found by its border (histograms and selection).
@@ -136,21 +137,7 @@ thread_local! {
 pub fn sample(rows: &[Row<'_>]) -> Vec<Result<Sampled, Failure>> {
     let isa = Isa::current();
     let one = |row: &Row<'_>| SCRATCH.with_borrow_mut(|scratch| chain::run(isa, row, scratch));
-    if rows.len() < 2 {
-        return rows.iter().map(one).collect();
-    }
-    let results: Vec<std::sync::Mutex<Option<_>>> = rows.iter().map(|_| None.into()).collect();
-    pool::run(rows.len(), &|i| {
-        let result = one(&rows[i]);
-        *results[i].lock().expect("no panic while held") = Some(result);
-    });
-    results
-        .into_iter()
-        .map(|cell| {
-            let cell = cell.into_inner().expect("no panic while held");
-            cell.expect("every task has run")
-        })
-        .collect()
+    pool::map(rows.len(), &|i| one(&rows[i]))
 }
 
 /// The final candidates of a row by ascending id, with their weights in units of 2^-44: what a draw chooses from.

@@ -11,6 +11,7 @@ pub mod residual;
 pub mod ring;
 pub mod rope;
 pub mod rope_store;
+pub mod sampling;
 
 use crate::launch::CudaError;
 
@@ -54,6 +55,7 @@ pub(crate) fn kernels_of(file: &str) -> Vec<String> {
         "embedding" => embedding::kernels(),
         "elementwise" => elementwise::kernels(),
         "kv" => kv::kernels(),
+        "sampling" => sampling::kernels(),
         _ if file.starts_with("attention_") => attention::kernels(file),
         _ => linear::kernels(file),
     }

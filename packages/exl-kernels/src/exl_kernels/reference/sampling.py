@@ -30,8 +30,9 @@ def weight(log_weight: F32) -> F32:
     r = held - n * _f(0.6933594)
     r = r - n * _f(-2.1219444e-4)
     p = np.full_like(r, _f(1.0) / _f(5040.0))
-    for c in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
+    for c in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5):
         p = p * r + _f(c)
+    p = (p * (r * r) + r) + _f(1)
     return np.where(log_weight >= _f(-31), p * np.exp2(n).astype(np.float32), _f(0)).astype(np.float32)
 
 

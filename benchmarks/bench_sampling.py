@@ -1,0 +1,151 @@
+"""Cost of sampling a token: microseconds a row on the CPU, and on a GPU where there is one. JSON lines.
+
+python benchmarks/bench_sampling.py [--width 128256] [--rows 1 8 32 64]
+
+Logits: "model" has a few hundred likely tokens, as a language model gives; "flat" is normal with deviation 1, the worst
+there is. Each case is first compared with the plain twin (CPU) or the CPU (GPU); a difference ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from exl_kernels import sampling, sampling_cuda
+from exl_kernels.reference import sampling as twin
+from exl_kernels.sampling import Failure, Plan, Row, pack_ids
+
+PENALTIES = (1.025, 0.0, 0.0, -1, 0)
+
+
+def cases(width: int, rng: np.random.Generator) -> dict[str, dict[str, Any]]:
+    some = pack_ids(rng.integers(0, width, 2000), width)
+    everything = {
+        "temperature": 0.8,
+        "smoothing": 0.1,
+        "top_p": 0.95,
+        "top_a": 0.01,
+        "min_p": 0.01,
+        "tfs": 0.98,
+        "typical": 0.97,
+        "late": (0.5, 1.5, 1.0),
+        "xtc": (0.3, 0.1),
+        "xtc_ignored": some,
+        "descending": True,
+        "penalties": (1.1, 0.1, 0.1, -1, 0),
+        "dry": (0.8, 1.75, 2, 20, 0, some),
+        "bias": torch.zeros(width),
+    }
+    return {
+        "greedy": {"greedy": True},
+        "default": {"temperature": 0.8, "top_k": 50, "top_p": 0.8, "penalties": PENALTIES},
+        "temperature": {"temperature": 0.8},
+        "top-p": {"temperature": 0.8, "top_p": 0.9},
+        "min-p": {"min_p": 0.05, "late": (1.5, 1.5, 1.0)},
+        "all but top-k": everything,
+        "all": {**everything, "top_k": 50},
+    }
+
+
+def rows_of(
+    name: str, fields: dict[str, Any], kind: str, width: int, count: int, rng: np.random.Generator
+) -> list[Row]:
+    plan = Plan(size=width, **fields)
+    x = rng.normal(0, 1, (count, width)).astype(np.float32)
+    if kind == "model":
+        x *= 2
+        for row in x:
+            row[rng.integers(0, width, 300)] += np.linspace(14, 4, 300).astype(np.float32)
+    context = rng.integers(0, width, 2000)
+    mask = pack_ids(rng.integers(0, width, width // 2), width)
+    every = name.startswith("all")
+    return [
+        Row(
+            plan,
+            logits,
+            uniform=float(rng.random()),
+            context=context,
+            mask=mask if every else None,
+            mirostat=2.0**-9 if every else 0.0,
+        )
+        for logits in torch.from_numpy(x)
+    ]
+
+
+def median_us(work: Callable[[], object], seconds: float = 0.5) -> float:
+    work()
+    taken, until = [], time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[len(taken) // 2] * 1e6
+
+
+def host_us(rows: list[Row]) -> float:
+    """What the calling thread spends until everything is launched."""
+    taken = []
+    for _ in range(60):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        sampling_cuda.launch(rows)
+        taken.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return sorted(taken)[30] * 1e6
+
+
+def check(got: object, want: object, what: str) -> None:
+    if isinstance(want, Failure) or got != want:
+        raise SystemExit(f"{what}: sampled {got}, expected {want}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=128_256)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 64])
+    parser.add_argument("--gpu-only", action="store_true")
+    args = parser.parse_args()
+    rng = np.random.default_rng(0)
+    for kind in () if args.gpu_only else ("model", "flat"):
+        for name, fields in cases(args.width, rng).items():
+            rows = rows_of(name, fields, kind, args.width, 1, rng)
+            check(sampling.sample(rows)[0], twin.sample(rows[0]), f"CPU, {name}, {kind}")
+            us = median_us(lambda rows=rows: sampling.sample(rows))  # type: ignore[misc]
+            line = {"bench": "sampling", "device": "cpu", "logits": kind, "settings": name, "vocab": args.width}
+            print(json.dumps({**line, "us": round(us, 1)}), flush=True)
+    if torch.cuda.is_available():
+        on_gpu(args.width, args.rows, rng)
+
+
+def on_gpu(width: int, counts: list[int], rng: np.random.Generator) -> None:
+    from gpu_timing import environment, time_graph
+
+    for name, fields in cases(width, rng).items():
+        for count in counts:
+            rows = rows_of(name, fields, "model", width, count, rng)
+            there = [replace(row, logits=row.logits.cuda()) for row in rows]
+            for got, want in zip(sampling.sample(there), sampling.sample(rows), strict=True):
+                check(got, want, f"GPU, {name}")
+            line = {
+                "bench": "sampling",
+                "logits": "model",
+                "settings": name,
+                "vocab": width,
+                "rows": count,
+                "left_to_cpu": sum(answer[0] == -3 for answer in sampling_cuda.answers(there)),
+                "call_us": round(median_us(lambda there=there: sampling.sample(there), 0.15), 1),  # type: ignore[misc]
+                "host_us": round(host_us(there), 1),
+                "gpu_us": round(time_graph(lambda there=there: sampling_cuda.launch(there), 1, samples=5).p50, 1),  # type: ignore[misc,func-returns-value]
+            }
+            print(json.dumps({**line, **environment()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The CUDA side of `sampling`: rows whose logits are on a GPU, one set of launches for all, only answers read back.
+
+What the rows bring beside logits is written to pinned memory and copied in one piece; the answers are written to pinned
+memory by the kernels. Buffers grow to the largest call and stay; one call at a time uses those of a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import _native
+from .cuda_ops import stream_of
+
+if TYPE_CHECKING:
+    from .sampling import Plan, Row
+
+__all__ = ["answers", "launch"]
+
+_SEGMENT = 2048
+_BLOCKS = 2048
+_places: dict[torch.device, _Place] = {}
+_places_lock = threading.Lock()
+
+
+class _Place:
+    """The buffers of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.Lock()
+        self.grow(1 << 18)
+        self.shaped = torch.empty(0, 0, device=device)
+        self.maxima = torch.empty(0, _BLOCKS, dtype=torch.int32, device=device)
+        self.sums = torch.empty(0, _BLOCKS, dtype=torch.int64, device=device)
+
+    def grow(self, size: int) -> None:
+        """New staging memory, here and there."""
+        self.staging = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        self.copy = torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def reserve(self, rows: int, width: int) -> None:
+        """Room for this many rows of this width."""
+        have_rows, have_width = self.shaped.shape
+        if rows <= have_rows and width <= have_width:
+            return
+        rows = max(have_rows, 1 << (rows - 1).bit_length())
+        pitch = max(have_width, -(-width // _SEGMENT) * _SEGMENT)
+        self.shaped = torch.empty(rows, pitch, device=self.device)
+        self.maxima = torch.empty(rows, _BLOCKS, dtype=torch.int32, device=self.device)
+        self.sums = torch.empty(rows, _BLOCKS, dtype=torch.int64, device=self.device)
+
+    def launch(self, rows: Sequence[Row]) -> None:
+        """Fill the staging memory, copy it and launch."""
+        self.reserve(len(rows), max(row.logits.shape[0] for row in rows))
+        requests = [row.request() for row in rows]
+        constants = [_constants(row.plan, self.device) for row in rows]
+        pitch = self.shaped.shape[1]
+        need, start, sums = _native.cuda_sample_fill(requests, constants, self.staging, self.copy, pitch)
+        while need > self.staging.numel():
+            self.grow(2 * need)
+            need, start, sums = _native.cuda_sample_fill(requests, constants, self.staging, self.copy, pitch)
+        self.copy[start:need].copy_(self.staging[start:need], non_blocking=True)
+        stream = stream_of(rows[0].logits)
+        _native.cuda_sample_launch(
+            len(rows), sums, self.staging, self.copy, self.shaped, self.maxima, self.sums, stream
+        )
+
+    def answers(self, count: int) -> list[tuple[int, float, Any]]:
+        """What the last launch answered; its stream must have passed it."""
+        found: list[tuple[int, float, Any]] = _native.cuda_sample_answers(self.staging, count)
+        return found
+
+
+def _constants(plan: Plan, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """A plan's bias and XTC set on the GPU, made once."""
+    if plan.bias is None and plan.xtc_ignored is None:
+        return None, None
+    found = plan.on_devices.get(device)
+    if found is None:
+        bias = None if plan.bias is None else plan.bias.detach().to(device, torch.float32).contiguous()
+        ignored = None if plan.xtc_ignored is None else torch.from_numpy(plan.xtc_ignored).to(device)
+        found = plan.on_devices[device] = (bias, ignored)
+    return found
+
+
+def _place(device: torch.device) -> _Place:
+    with _places_lock:
+        found = _places.get(device)
+        if found is None:
+            found = _places[device] = _Place(device)
+        return found
+
+
+def launch(rows: Sequence[Row]) -> _Place:
+    """Launches on torch's current stream and returns at once; nothing is allocated once a call as large has been made,
+    so that a capture may hold it. The answers are at the returned place after the stream has passed."""
+    place = _place(rows[0].logits.device)
+    with torch.cuda.device(place.device):
+        place.launch(rows)
+    return place
+
+
+def answers(rows: Sequence[Row]) -> list[tuple[int, float, Any]]:
+    """(token, probability, top) of rows on one GPU, as `_native.sample_rows` gives them; token -3: the row needs the
+    CPU."""
+    place = _place(rows[0].logits.device)
+    with place.lock:
+        launch(rows)
+        torch.cuda.current_stream(place.device).synchronize()
+        return place.answers(len(rows))

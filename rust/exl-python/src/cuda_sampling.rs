@@ -1,0 +1,349 @@
+//! Bindings of the `sampling` subject on a GPU: what a request says becomes rows in pinned memory.
+
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use std::collections::HashSet;
+
+use exl_cpu::sampling::{self as cpu, Chain, Late};
+use exl_cuda::ops::sampling::{
+    self, CAPACITY, Edit, MOST_TOP, Row, SEGMENT, Staging, Workspace, flag, status,
+};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::cuda::{device_error, expect, target};
+use crate::sampling::{Answer, Edits, Request, mask, only, prepared};
+use crate::tensor::{DType, Tensor};
+
+/// Constants of a row's plan on the GPU: bias float32, ids that XTC ignores as packed int32.
+type Constants = (Option<Tensor>, Option<Tensor>);
+
+/// Whether the kernels have all stages of this row; the CPU samples the others.
+fn fits(request: &Request, chain: &Chain, size: usize) -> bool {
+    let all = chain.top_k == 0 || chain.top_k >= size;
+    let by_weight = chain.top_p > 0.0 || chain.top_a > 0.0 || chain.min_p > 0.0;
+    let mirostat_first = chain.mirostat > 0.0 && chain.tfs == 0.0;
+    request.2.is_none()
+        && chain.typical == 0.0
+        && request.10 <= MOST_TOP
+        && (chain.greedy
+            || (!all && chain.top_k <= CAPACITY)
+            || (all && (by_weight || mirostat_first || is_plain(chain))))
+}
+
+/// The draw is over all logits as they are, or at one late temperature.
+fn is_plain(chain: &Chain) -> bool {
+    let cuts = [
+        chain.top_p,
+        chain.top_a,
+        chain.min_p,
+        chain.tfs,
+        chain.typical,
+        chain.mirostat,
+    ];
+    cuts.iter().all(|&cut| cut == 0.0)
+        && !matches!(chain.late, Late::Dynamic { .. })
+        && chain.xtc_probability == 0.0
+        && !chain.descending
+}
+
+fn flags(chain: &Chain, all: bool) -> i32 {
+    let mut flags = 0;
+    let mut set = |wanted: bool, bit: i32| flags |= if wanted { bit } else { 0 };
+    set(chain.greedy, flag::GREEDY);
+    set(chain.smooth, flag::SMOOTH);
+    set(chain.descending, flag::DESCENDING);
+    set(all && !chain.greedy, flag::SUMS);
+    set(matches!(chain.late, Late::Fixed(_)), flag::LATE_FIXED);
+    set(
+        matches!(chain.late, Late::Dynamic { .. }),
+        flag::LATE_DYNAMIC,
+    );
+    set(all && is_plain(chain), flag::PLAIN);
+    flags
+}
+
+/// Two lists of edits, before and after the bias, as the kernels take them.
+struct Grouped([(Vec<Edit>, Vec<u32>); 2]);
+
+impl Grouped {
+    fn of(edits: &Edits, size: usize) -> Self {
+        Self([
+            grouped([&edits.penalties, &edits.discouraged], size),
+            grouped([&edits.dry, &edits.banned], size),
+        ])
+    }
+
+    /// Addresses of edits and starts of each list on the GPU; 0 for an empty one.
+    fn push(&self, staging: &mut Staging) -> [(usize, usize); 2] {
+        [0, 1].map(|i| match &self.0[i] {
+            (edits, _) if edits.is_empty() => (0, 0),
+            (edits, starts) => (staging.push(edits), staging.push(starts)),
+        })
+    }
+}
+
+/// Edits below `size` with those of a segment together, and where each segment begins. The second list overrides the first.
+fn grouped(lists: [&[cpu::Edit]; 2], size: usize) -> (Vec<Edit>, Vec<u32>) {
+    if lists.iter().all(|list| list.is_empty()) {
+        return Default::default();
+    }
+    let set: HashSet<u32> = lists[1].iter().map(|edit| edit.id).collect();
+    let kept = |edit: &&cpu::Edit| (edit.id as usize) < size;
+    let first = |edit: &&cpu::Edit| kept(edit) && (set.is_empty() || !set.contains(&edit.id));
+    let all = || {
+        lists[0]
+            .iter()
+            .filter(first)
+            .chain(lists[1].iter().filter(kept))
+    };
+    let mut starts = vec![0u32; size.div_ceil(SEGMENT) + 1];
+    for edit in all() {
+        starts[edit.id as usize / SEGMENT + 1] += 1;
+    }
+    for i in 1..starts.len() {
+        starts[i] += starts[i - 1];
+    }
+    let nothing = Edit {
+        factor: 0.0,
+        minus: 0.0,
+        id: 0,
+    };
+    let count = starts[starts.len() - 1] as usize;
+    let (mut edits, mut next) = (vec![nothing; count], starts.clone());
+    for edit in all() {
+        let at = &mut next[edit.id as usize / SEGMENT];
+        edits[*at as usize] = Edit {
+            factor: edit.factor,
+            minus: edit.minus,
+            id: edit.id,
+        };
+        *at += 1;
+    }
+    (edits, starts)
+}
+
+/// The ids a row may have as packed words; None: all.
+fn allowed(request: &Request, size: usize) -> PyResult<Option<Vec<i32>>> {
+    let mask = mask(request)?;
+    let Some(only) = only(request)? else {
+        return Ok(mask.map(|words| words[..words.len().min(size.div_ceil(32))].to_vec()));
+    };
+    let mut words = vec![0i32; size.div_ceil(32)];
+    for &id in only {
+        let inside = usize::try_from(id).ok().filter(|&id| id < size);
+        if let Some(id) = inside
+            && mask.is_none_or(|mask| cpu::edits::contains(mask, id))
+        {
+            words[id / 32] |= 1 << (id % 32);
+        }
+    }
+    Ok(Some(words))
+}
+
+fn row(
+    request: &Request,
+    constants: &Constants,
+    edits: &Grouped,
+    staging: &mut Staging,
+) -> PyResult<Row> {
+    let plan = request.0.get();
+    let chain = Chain {
+        mirostat: request.5,
+        ..plan.chain
+    };
+    let size = plan.size.min(request.1.numel());
+    if size == 0 || !fits(request, &chain, size) {
+        return Ok(Row {
+            flags: flag::SKIP,
+            ..Row::default()
+        });
+    }
+    let all = chain.top_k == 0 || chain.top_k >= size;
+    let [before, after] = edits.push(staging);
+    let words = allowed(request, size)?;
+    let (low, high, exponent, late_scale) = match chain.late {
+        Late::None => (0.0, 0.0, 0.0, 1.0),
+        Late::Fixed(scale) => (0.0, 0.0, 0.0, scale),
+        Late::Dynamic {
+            low,
+            high,
+            exponent,
+        } => (low, high, exponent, 1.0),
+    };
+    let (bias, ignored) = constants;
+    Ok(Row {
+        logits: request.1.ptr,
+        bias: bias.as_ref().map_or(0, |t| t.ptr),
+        mask: words.as_ref().map_or(0, |words| staging.push(words)),
+        edits: [before.0, after.0],
+        starts: [before.1, after.1],
+        ignored: ignored.as_ref().map_or(0, |t| t.ptr),
+        top_p: chain.top_p,
+        top_a: chain.top_a,
+        min_p: chain.min_p,
+        tfs: chain.tfs,
+        mirostat: chain.mirostat,
+        xtc_probability: chain.xtc_probability,
+        xtc_threshold: chain.xtc_threshold,
+        low,
+        high,
+        exponent,
+        uniform: request.4,
+        scale: chain.scale,
+        late_scale,
+        size: size as i32,
+        bias_length: bias.as_ref().map_or(0, |t| t.numel().min(size) as i32),
+        mask_words: words.map_or(0, |words| words.len() as i32),
+        ignored_words: ignored.as_ref().map_or(0, |t| t.numel() as i32),
+        top_k: if all { 0 } else { chain.top_k as i32 },
+        top_n: request.10 as i32,
+        flags: flags(&chain, all),
+        padding: 0,
+    })
+}
+
+/// Writes the rows to `staging` (pinned uint8), as they are to lie in `device_copy` (uint8 on the GPU, as long). Returns the bytes that
+/// are needed (more than there are: nothing of use was written), where the part to copy begins, and whether a row needs sums.
+#[pyfunction]
+fn cuda_sample_fill(
+    py: Python<'_>,
+    requests: Vec<Request>,
+    constants: Vec<Constants>,
+    staging: Tensor,
+    device_copy: Tensor,
+    pitch: usize,
+) -> PyResult<(usize, usize, bool)> {
+    let mut all = vec![("device_copy", &device_copy)];
+    for (request, (bias, ignored)) in requests.iter().zip(&constants) {
+        all.push(("logits", &request.1));
+        all.extend(bias.as_ref().map(|t| ("bias", t)));
+        all.extend(ignored.as_ref().map(|t| ("xtc_ignored", t)));
+        check_row(request, pitch)?;
+    }
+    target(&all, 0, false)?;
+    let rows = requests.len();
+    expect(constants.len() == rows, "constants must be one a request")?;
+    let bytes = staging.slice_mut::<u8>("staging")?;
+    expect(
+        bytes.len() == device_copy.numel() && device_copy.dtype == DType::U8,
+        "device_copy must be as long as staging",
+    )?;
+    let (base, device) = (bytes.as_mut_ptr() as usize, device_copy.ptr);
+    // SAFETY: the caller synchronizes after every launch, so nothing reads or writes it now; torch owns it.
+    let Some(mut memory) = (unsafe { Staging::new(base, device, bytes.len(), rows) }) else {
+        let front = size_of::<sampling::Answer>() + size_of::<Row>();
+        return Ok((2 * rows * front + (1 << 16), 0, false));
+    };
+    let edits = prepared(py, &requests, |edits, size| Grouped::of(&edits, size))?;
+    let mut with_sums = false;
+    for (i, (request, constants)) in requests.iter().zip(&constants).enumerate() {
+        let row = row(request, constants, &edits[i], &mut memory)?;
+        with_sums |= row.flags & flag::SUMS != 0;
+        memory.set_row(i, &row);
+    }
+    Ok((memory.used(), memory.rows_at(), with_sums))
+}
+
+/// Launches for `count` rows that were filled in and copied; the answers are in `staging` once the stream has passed. `shaped` float32
+/// [N, pitch], `maxima` int32 and `sums` int64 [N, 2048] on the GPU, for N rows or more.
+#[pyfunction]
+fn cuda_sample_launch(
+    py: Python<'_>,
+    count: usize,
+    with_sums: bool,
+    staging: Tensor,
+    device_copy: Tensor,
+    shaped: Tensor,
+    maxima: Tensor,
+    sums: Tensor,
+    stream: usize,
+) -> PyResult<()> {
+    let all = [
+        ("device_copy", &device_copy),
+        ("shaped", &shaped),
+        ("maxima", &maxima),
+        ("sums", &sums),
+    ];
+    let to = target(&all, stream, false)?;
+    expect(
+        shaped.dtype == DType::F32 && maxima.dtype == DType::I32 && sums.dtype == DType::I64,
+        "shaped must be float32, maxima int32, sums int64",
+    )?;
+    let enough = |t: &Tensor| t.shape.len() == 2 && t.shape[0] >= count;
+    expect(
+        [&shaped, &maxima, &sums].into_iter().all(enough)
+            && maxima.shape[1] == sampling::BLOCKS
+            && sums.shape[1] == sampling::BLOCKS,
+        "shaped must be [N, pitch], maxima and sums [N, 2048], with a row a request",
+    )?;
+    let host = staging.slice_mut::<u8>("staging")?.as_mut_ptr() as usize;
+    let workspace = Workspace {
+        shaped: shaped.ptr,
+        maxima: maxima.ptr,
+        sums: sums.ptr,
+        pitch: shaped.shape[1],
+    };
+    let copy = device_copy.ptr;
+    // SAFETY: sizes were checked above and when filling; the caller keeps the tensors until the stream has passed.
+    py.detach(|| unsafe { sampling::sample(to, host, copy, count, workspace, with_sums) })
+        .map_err(|e| device_error(py, &e))
+}
+
+fn check_row(request: &Request, pitch: usize) -> PyResult<()> {
+    let logits = &request.1;
+    expect(
+        logits.dtype == DType::F32 && logits.shape.len() == 1,
+        "logits must be float32 [V]",
+    )?;
+    expect(
+        logits.numel() <= pitch && logits.numel() <= cpu::MAX_WIDTH,
+        "logits are wider than the workspace",
+    )?;
+    if (0.0..1.0).contains(&request.4) {
+        return Ok(());
+    }
+    Err(PyValueError::new_err("uniform must be in [0, 1)"))
+}
+
+/// The answers of the last launch over `staging`, whose stream has been synchronized; token -3: sample this row on the CPU.
+#[pyfunction]
+fn cuda_sample_answers(staging: Tensor, count: usize) -> PyResult<Vec<Answer>> {
+    let bytes = staging.slice::<u8>("staging")?;
+    expect(
+        bytes.len() >= count * size_of::<sampling::Answer>(),
+        "staging holds fewer answers",
+    )?;
+    let base = bytes.as_ptr() as usize;
+    Ok((0..count)
+        .map(|i| {
+            // SAFETY: within the tensor; the launch has ended.
+            let answer = unsafe { sampling::answer(base, i) };
+            let part = |weight: u64| weight as f64 / answer.total as f64;
+            match answer.status {
+                status::OK => {
+                    let n = answer.top as usize;
+                    let top = (n > 0).then(|| {
+                        let weights = answer.top_weights[..n].iter();
+                        (
+                            answer.top_ids[..n].to_vec(),
+                            weights.map(|&w| part(w)).collect(),
+                        )
+                    });
+                    (i64::from(answer.token), part(answer.weight), top)
+                }
+                status::EMPTY => (-1, 0.0, None),
+                status::NOT_FINITE => (-2, 0.0, None),
+                _ => (-3, 0.0, None),
+            }
+        })
+        .collect())
+}
+
+/// Adds this subject's functions and classes to the module.
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_function(wrap_pyfunction!(cuda_sample_fill, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_sample_launch, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_sample_answers, m)?)
+}
