@@ -42,6 +42,7 @@ PATHS = {
     "exllamav2.config": ["ExLlamaV2Config"],
     "exllamav2.cache": ["ExLlamaV2Cache", "ExLlamaV2Cache_TP"],
     "exllamav2.model": ["ExLlamaV2"],
+    "exllamav2.model_init": ["add_args", "print_options", "check_args", "init", "post_init_load"],
     "exllamav2.lora": ["ExLlamaV2Lora"],
     "exllamav2.tokenizer": ["ExLlamaV2Tokenizer"],
     "exllamav2.util": ["SeqTensor", "Timer"],

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler, RequestError
-from exl_generate.testing import ScriptedLora, check_pages, drain, streamed_tokens
-from exl_generate.testing.small import ids, job, make, naive, run, speculate
+from exl_generate import (
+    ExLlamaV2BaseGenerator,
+    ExLlamaV2DynamicJob,
+    ExLlamaV2Sampler,
+    ExLlamaV2StreamingGenerator,
+    RequestError,
+)
+from exl_generate.testing import (
+    ScriptedCache,
+    ScriptedConfig,
+    ScriptedLora,
+    ScriptedModel,
+    check_pages,
+    drain,
+    streamed_tokens,
+)
+from exl_generate.testing.small import TOKENIZER, VOCAB, ids, job, make, naive, run, speculate
 
 Settings = ExLlamaV2Sampler.Settings
 A, B = ScriptedLora(1), ScriptedLora(2)
@@ -88,3 +103,25 @@ def test_scaled_adapters_are_different_ones() -> None:
     one, other = ScriptedLora(1, 1.0), ScriptedLora(1, 0.5)
     assert generator.namespace_of([one]) != generator.namespace_of([other])
     assert generator.namespace_of([one]) == generator.namespace_of([one])
+
+
+# ---- base and streaming generator ----
+
+
+@pytest.mark.covers("generators.md: 9", "generators.md: 14")
+def test_base_and_streaming_generators_take_one_adapter_or_a_list() -> None:
+    model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=256))
+    parts = (model, ScriptedCache(model, max_seq_len=256), TOKENIZER)
+    base, stream = ExLlamaV2BaseGenerator(*parts), ExLlamaV2StreamingGenerator(*parts)
+    prompt = ids(PROMPT)[0].tolist()
+    pieces = TOKENIZER.get_id_to_bytes_list()
+    for given, meant in ((None, []), (A, [A]), ([A], [A]), ([A, B], [A, B]), ([], [])):
+        context = list(prompt)
+        for _ in range(8):
+            context.append(int(model.logits(np.array(context), meant).argmax()))
+        text = b"".join(pieces[i] for i in context[len(prompt) :]).decode(errors="replace")
+        assert base.generate_simple(PROMPT, Settings.greedy(), 8, loras=given, completion_only=True) == text
+        stream.begin_stream_ex(ids(PROMPT), Settings.greedy(), loras=given)
+        got = [int(i) for _ in range(8) for i in stream.stream_ex()["chunk_token_ids"][0]]
+        assert got == context[len(prompt) : len(prompt) + len(got)]
+        assert len(got) >= 5  # ids of characters that are not complete yet come later

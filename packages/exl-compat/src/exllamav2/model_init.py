@@ -1,4 +1,4 @@
-"""`exllamav2.model_init`."""
+"""`exllamav2.model_init`: command-line arguments to a loaded model and tokenizer."""
 
 from exl_core.model_init import add_args, check_args, init, post_init_load, print_options
 
