@@ -1,0 +1,134 @@
+"""The decode plan's order of launches on the CPU, with doubles for the two operators that only a GPU has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
+from exl_core.decode import plan as plans
+from exl_core.decode.plan import DecodePlan, joined_rows, plan_of
+from exl_core.errors import InputError
+from exl_core.modules import Attention
+from exl_core.step import build_step
+from exl_kernels.activation import gated_activation
+from exl_kernels.attention import paged_attention
+from exl_kernels.fused import rope_store
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.norm import rms_norm
+
+FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
+PAGE = 16
+
+
+class FusedDouble:
+    """`FusedLinear` as its documentation states it, out of CPU operators."""
+
+    ring_rows = _ring_rows = 8
+    calls = 0
+
+    def __init__(self, matrices: list[QuantMatrix], *, norm: Any = None, activation: Any = None, max_rows: int) -> None:
+        self.matrices, self.norm, self.activation, self.max_rows = matrices, norm, activation, max_rows
+        self.out_features = matrices[0].out_features if activation else sum(m.out_features for m in matrices)
+
+    def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        assert x.shape[0] <= self.max_rows
+        FusedDouble.calls += 1
+        h = x if self.norm is None else rms_norm(x, self.norm.weight, self.norm.eps)
+        parts = [matrix.matmul(h) for matrix in self.matrices]
+        y = gated_activation(parts[0], parts[1], self.activation) if self.activation else torch.cat(parts, 1)
+        return out.copy_(y if residual is None else residual + y)
+
+
+def own_double(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Any,
+    block_table: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rope_positions: Tensor,
+    *,
+    interleaved: bool,
+    early: bool,
+    **options: Any,
+) -> Tensor:
+    """`attend_own` as its documentation states it: one token a row of the block table."""
+    assert early
+    assert len(set(rows.tolist())) == len(rows)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    rope_store(pages, q, k, v, cos, sin, rope_positions, slots, interleaved=interleaved)
+    return paged_attention(q, pages, block_table, rows, positions, **options)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
+    monkeypatch.setattr(plans, "FusedLinear", FusedDouble)
+    monkeypatch.setattr(plans, "attend_own", own_double)
+    loaded = ExLlamaV2(ExLlamaV2Config(FOLDER))
+    loaded.load()
+    return loaded
+
+
+@pytest.mark.parametrize("joined", ["0", "8"])
+@pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (2, 1), (1, 3), (2, 4), (3, 5)])
+def test_the_plan_is_the_modules_own_pass(
+    model: ExLlamaV2, joined: str, batch: int, q_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", joined)
+    plan = plan_of(model)
+    assert isinstance(plan, DecodePlan), plan
+    generator = torch.Generator().manual_seed(batch)
+    table = torch.arange(batch * 4, dtype=torch.int32).flip(0).view(batch, 4)
+    ids = torch.randint(0, model.config.vocab_size, (batch, 20 + q_len), generator=generator)
+    out = []
+    for planned in (False, True):
+        cache = ExLlamaV2Cache(model, max_seq_len=PAGE * 4 * batch)
+        params = PagedParams(batch, table, torch.zeros(batch, dtype=torch.int32), 0, PAGE, 20)
+        model.forward_chunk(ids[:, :20], cache, attn_params=params, preprocess_only=True)
+        params = PagedParams(batch, table, torch.full((batch,), 20, dtype=torch.int32), 20, PAGE, q_len)
+        if planned:
+            step = build_step(model.config, model.rope, cache, params, batch, q_len, None, torch.device("cpu"))
+            logits = torch.empty(batch * q_len, model.config.padded_vocab_size)
+            FusedDouble.calls = 0
+            plan.run(ids[:, 20:].reshape(-1), step, logits)
+            layers = sum(isinstance(module, Attention) for module in model.modules)
+            assert FusedDouble.calls == (4 * layers if batch * q_len <= int(joined) else 0)
+        else:
+            logits = model.forward_chunk(ids[:, 20:], cache, attn_params=params)["logits"].flatten(0, 1)
+        out.append((logits, cache.all_tensors()))
+    (want, want_cache), (got, got_cache) = out
+    assert torch.equal(want, got)
+    for a, b in zip(want_cache, got_cache, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_a_plan_does_not_know_is_named(model: ExLlamaV2) -> None:
+    for name, value in (("clip", 8.0), ("post", torch.ones(1)), ("rope", "none")):
+        module = model.modules[1]
+        before = getattr(module, name)
+        setattr(module, name, value)
+        reason = plan_of(model)
+        assert isinstance(reason, str)
+        assert module.key in reason
+        setattr(module, name, before)
+    assert isinstance(plan_of(model), DecodePlan)
+
+
+def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EXL_DECODE_JOINED_ROWS", raising=False)
+    assert joined_rows() == plans.JOINED_ROWS
+    for text, rows in (("0", 0), ("5", 5), ("99", 8)):
+        monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", text)
+        assert joined_rows() == rows
+    monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", "few")
+    with pytest.raises(InputError, match="EXL_DECODE_JOINED_ROWS"):
+        joined_rows()
