@@ -186,3 +186,17 @@ def test_command_line(site, capsys):
     assert main(["info", "bad"]) == 2
     assert "ZeroDivisionError" in capsys.readouterr().err
     assert main(["info", "nothing"]) == 2
+
+
+@pytest.mark.covers("filters.md: CAP-30", "filters.md: CAP-33")
+def test_a_plugin_brings_its_own_oracle(site, capsys):
+    source = GOOD.replace("options: list[str]", "options=('ab',)") + "def language():\n    return ['ab']\n"
+    distribution(site, "acme-told", {"told": "acme_told_mod:make"}, source)
+    points = site / "acme_told-1.2.dist-info" / "entry_points.txt"
+    for oracle, status in (("language", 0), ("make.__doc__", 2), ("nothing", 2)):
+        points.write_text(
+            f"[{registry.GROUP}]\ntold = acme_told_mod:make\n[exl_filters.languages]\ntold = acme_told_mod:{oracle}\n"
+        )
+        registry.refresh()
+        assert main(["check", "told", "--laws", "22", "--profile", "quick", "--examples", "3"]) == status
+    assert "language 'told'" in capsys.readouterr().err

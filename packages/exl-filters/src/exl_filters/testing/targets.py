@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from exl_filters import registry
-from exl_filters.errors import FilterUsageError
+from exl_filters.errors import FilterUsageError, PluginError
 
-__all__ = ["targets"]
+__all__ = ["LANGUAGES", "targets"]
+
+LANGUAGES = "exl_filters.languages"
+"""Entry-point group of oracles: a filter's name -> `Language`, list of texts, pattern, or a function that gives one."""
 
 
 def targets(target: str, params: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
@@ -57,6 +61,19 @@ def _made(factory: Any, name: str, params: Mapping[str, Any]) -> Any:
     def make(vocabulary: Any) -> Any:
         return registry.build(factory, vocabulary, name, given)
 
-    make.language = getattr(factory, "contract_language", getattr(factory, "language", None))  # type: ignore[attr-defined]
+    language = getattr(factory, "contract_language", getattr(factory, "language", None))
+    make.language = _entry_point_language(name) if language is None else language  # type: ignore[attr-defined]
     make.capabilities = getattr(factory, "capabilities", ())  # type: ignore[attr-defined]
     return make
+
+
+def _entry_point_language(name: str) -> Any:
+    """The oracle that a distribution registers for its filter under the same name, made when it is a function."""
+    for point in importlib.metadata.entry_points(group=LANGUAGES):
+        if point.name == name.rpartition(":")[2]:
+            try:
+                found = point.load()
+            except Exception as error:
+                raise PluginError(f"language {name!r} ({point.value}) cannot be loaded: {error}") from error
+            return found() if callable(found) else found
+    return None
