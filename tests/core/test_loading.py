@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, errors
 from exl_core.loading import checkpoint
+from exl_core.loading.sizes import module_tensors
 from exl_kernels.safetensors_file import read_safetensors_header, write_safetensors
 
 
@@ -364,18 +366,18 @@ def test_what_the_model_does_not_use_is_said(lab: Any, tmp_path: Path, caplog: p
 
 
 @pytest.mark.covers("core.md: safetensors")
-def test_reading_ahead_names_every_tensor_once_and_is_no_need(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(checkpoint.ReadAhead, "ask", lambda self, names: asked.extend(names))
+def test_reading_ahead_knows_every_matrix_and_is_no_need(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, changes in (("exl2", {}), ("gptq", {}), ("float", {"tie_word_embeddings": True})):
-        asked.clear()
         config = ExLlamaV2Config(lab.write(kind=kind, shards=2, **changes))
-        ExLlamaV2(config).load()
-        loose = {name for name in config.tensor_file_map if "norm" in name}
-        assert sorted(set(asked)) == sorted(set(config.tensor_file_map) - loose)
-    monkeypatch.undo()
-    monkeypatch.delattr(os, "posix_fadvise")
+        modules = ExLlamaV2(config).modules
+        asked = set().union(*module_tensors(modules, config.checkpoint))
+        assert asked == {name for name in config.tensor_file_map if "norm" not in name}
+    before = threading.active_count()
+    monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)  # every block is read
+    assert lab.load(lab.write(shards=3)).loaded
+    monkeypatch.delattr(os, "preadv")
     assert lab.load(lab.write()).loaded
+    assert threading.active_count() == before
 
 
 def test_overlapping_tensors(lab: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,6 @@ log = logging.getLogger(__name__)
 
 MODULE_SUFFIXES = ("q_weight", "qweight", "weight")  # EXL2, GPTQ, float: the order in which a format is looked for
 ALIGNMENT = 64
-READ_AHEAD = 2 << 20  # bytes of one request: larger ones are cut short by the system
 USELESS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # tables that some exporters write beside the weights
 
 
@@ -158,37 +156,3 @@ class TensorReader:
     def unused(self) -> list[str]:
         """Names of the files that nothing has read, less those that are known to be of no use."""
         return sorted(n for n in self.checkpoint.tensors if n not in self.used and not n.endswith(USELESS))
-
-
-class ReadAhead:
-    """Asks the operating system for file ranges before they are read, so that the disk works while matrices are
-    repacked. Costs no memory of this process. Without support of the system it does nothing.
-    """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._files: dict[Path, int] = {}
-
-    def ask(self, names: Collection[str]) -> None:
-        """Ask for the data of these tensors; returns at once."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        for begin, end, path in sorted(self._ranges(names)):
-            try:
-                if path not in self._files:
-                    self._files[path] = os.open(path, os.O_RDONLY)
-                for offset in range(begin, end, READ_AHEAD):
-                    size = min(READ_AHEAD, end - offset)
-                    os.posix_fadvise(self._files[path], offset, size, os.POSIX_FADV_WILLNEED)
-            except OSError:  # the read itself will say what is wrong
-                return
-
-    def close(self) -> None:
-        """Forget the files."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
-
-    def _ranges(self, names: Collection[str]) -> list[tuple[int, int, Path]]:
-        entries = [self._checkpoint.tensors[name] for name in names if name in self._checkpoint.tensors]
-        return [(e.offset, e.offset + e.nbytes, e.path) for e in entries]

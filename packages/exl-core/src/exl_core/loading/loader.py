@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
-from .checkpoint import Checkpoint, ReadAhead, TensorReader
-from .sizes import module_tensors
+from .ahead import ReadAhead
+from .checkpoint import Checkpoint, TensorReader
 
 if TYPE_CHECKING:
     from ..modules import Module
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "CallbackGen", "check_callbacks", "load_modules", "progress_bar"]
 
 log = logging.getLogger(__name__)
-
-AHEAD = 256 << 20
 
 Callback = Callable[[int, int], Any]
 CallbackGen = Callable[[int, int], Generator[Any, Any, Any]]
@@ -55,7 +53,7 @@ def load_modules(
         if callback_gen is not None:
             yield from callback_gen(index, total)
 
-    ahead = _Ahead(modules, checkpoint)
+    ahead = ReadAhead(modules, checkpoint)
     try:
         checkpoint.check_unchanged()
         reader = TensorReader(checkpoint, shared)
@@ -84,29 +82,6 @@ def _warn_of_unused(reader: TensorReader) -> None:
             len(names),
             shown,
         )
-
-
-class _Ahead:
-    """Keeps the system reading AHEAD bytes in front of the module that is being loaded."""
-
-    def __init__(self, modules: Sequence[Module], checkpoint: Checkpoint) -> None:
-        self._names = module_tensors(modules, checkpoint)
-        self._sizes = [sum(checkpoint.tensors[n].nbytes for n in names) for names in self._names]
-        self._asked = 0  # modules asked for
-        self._system = ReadAhead(checkpoint)
-
-    def advance(self, index: int) -> None:
-        """Module `index` is about to be read."""
-        self._asked = max(self._asked, index)
-        while self._asked < len(self._names):
-            waiting = sum(self._sizes[index : self._asked])
-            if self._asked > index and waiting > AHEAD:
-                return
-            self._system.ask(self._names[self._asked])
-            self._asked += 1
-
-    def close(self) -> None:
-        self._system.close()
 
 
 def progress_bar(width: int = 40) -> Callback:
