@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ class TokenizerBackend:
         """Token ids of `text`; `special` recognises the text of special tokens."""
         require_text(text)
         tokenizer = self._special_tokenizer() if special else self.tokenizer
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        with _library_errors(self.file):
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
@@ -68,11 +70,13 @@ class TokenizerBackend:
         for text in texts:
             require_text(text)
         tokenizer = self._special_tokenizer() if special else self.tokenizer
-        return [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        with _library_errors(self.file):
+            return [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of `ids`; special tokens vanish unless `special`."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=not special)
+        with _library_errors(self.file):
+            return self.tokenizer.decode(list(ids), skip_special_tokens=not special)
 
     def id_to_piece(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token (with U+0120, U+2581 and the like), None for an unknown id."""
@@ -118,6 +122,17 @@ class TokenizerBackend:
                         tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
                 self._special = tokenizer
             return self._special
+
+
+@contextmanager
+def _library_errors(file: Path) -> Iterator[None]:
+    """TokenizerError for what the library raises over a file that contradicts itself: Exception, or a panic."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as e:
+        raise TokenizerError(f"{file}: the tokenizers library cannot use it ({e})") from e
 
 
 def require_text(text: object) -> None:
@@ -170,12 +185,8 @@ def _check_merges(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def _build(file: Path, text: str) -> Tokenizer:
-    try:
+    with _library_errors(file):
         tokenizer = Tokenizer.from_str(text)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as e:  # the library raises plain Exception, or a panic that derives from BaseException
-        raise TokenizerError(f"{file}: the tokenizers library cannot read it ({e})") from e
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
