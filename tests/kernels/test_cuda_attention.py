@@ -456,6 +456,18 @@ def test_bad_rows_pages_and_positions_touch_no_foreign_memory() -> None:
     assert case.run([], []).shape == (0, 4, 64)
 
 
+def test_bad_indices_are_refused_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("fp16", [64])
+    monkeypatch.setenv("EXL_CUDA_CHECKS", "1")
+    with pytest.raises(ShapeError, match="row 5 of token 0"):
+        case.run([5], [3])
+    with pytest.raises(ShapeError, match="slot 100000 of token 1"):
+        store_kv(
+            case.pages, torch.zeros(2, 2, 64).cuda(), torch.zeros(2, 2, 64).cuda(), torch.tensor([0, 100000]).cuda()
+        )
+    assert case.run([0], [63]).isfinite().all()
+
+
 def test_bad_operands_are_refused() -> None:
     case = make_case("fp16", [64])
     q = torch.zeros(1, 4, 64, device="cuda", dtype=torch.float16)

@@ -6,7 +6,8 @@ too), sums and softmax are float32. The order of arithmetic depends on a token's
 page placement, and the kernels (for few tokens, for many) give the same bits, so that no setting is needed.
 
 Nothing is read back from the GPU: what the CPU refuses (slots, rows, positions, page numbers out of range) is passed
-over here: such slots are not stored and load as zeros, such rows see nothing, such pages read as zeros.
+over here: such slots are not stored and load as zeros, such rows see nothing, such pages read as zeros. With
+EXL_CUDA_CHECKS=1 the doors look first, outside captures, and refuse them as the CPU does (`index_checks`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from . import _native
 from ._check import require_dtype, require_out, require_shape
 from .cuda_ops import check_operand, stream_of
 from .device import programmatic_launch
-from .errors import DTypeError, ShapeError
+from .errors import DTypeError, ShapeError, UnsupportedError
+from .index_checks import check_slots, check_tables, checks_enabled
 
 if TYPE_CHECKING:
     from .kv import KVPages
@@ -66,6 +68,8 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     if v.dtype != k.dtype:
         raise DTypeError(f"store_kv: k is {k.dtype}, v is {v.dtype}; expected one type")
     _one_device("store_kv", pages, k, slots)
+    if checks_enabled():
+        check_slots("store_kv", pages, slots)
     if slots.numel():
         _native.cuda_kv_transfer(pages.native(), k, v, slots, False, stream_of(k), programmatic_launch())
 
@@ -73,6 +77,8 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
 def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
     """`kv.load_kv` on a GPU: float32 [T, H, D] on the pages' device."""
     _one_device("load_kv", pages, slots)
+    if checks_enabled():
+        check_slots("load_kv", pages, slots)
     shape = (slots.shape[0], pages.heads, pages.head_dim)
     k, v = (torch.empty(shape, dtype=torch.float32, device=pages.device) for _ in range(2))
     if slots.numel():
@@ -147,7 +153,11 @@ def attend_own(
     """
     what = "attend_own"
     require_dtype(f"{what}: q", q, torch.float16, torch.bfloat16, torch.float32)
+    if pages.device.type != "cuda":
+        raise UnsupportedError(f"{what}: pages on {pages.device}; it runs on a GPU only, use the separate doors")
     _one_device(what, pages, q, k, v, block_table, rows, positions, slots, cos, sin, rope_positions, key_mask)
+    if checks_enabled():
+        check_slots(what, pages, slots)
     if q.dim() != 3 or q.shape[1] % pages.heads or q.shape[2] != pages.head_dim:
         raise ShapeError(f"{what}: q {tuple(q.shape)}, expected [T, n x {pages.heads}, {pages.head_dim}]")
     for name, tensor in (("k", k), ("v", v)):
@@ -193,6 +203,8 @@ def _launch(
     native, stream = pages.native(), stream_of(out)
     tokens, q_heads = out.shape[:2]
     batch, max_pages = tables[0].shape
+    if checks_enabled():
+        check_tables("attend_own" if own else "paged_attention", pages, *tables, options[1])
     limit = max_pages * pages.page_size if max_keys is None else max_keys
     _, _, floats, count = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit, own is not None)
     space = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
