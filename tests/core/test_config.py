@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2, ExLlamaV2Config, errors
 from exl_core.architectures import KNOWN_TO_DIFFER, supported_architectures
+from exl_core.modules import build_modules
 
 
 def config_only(folder: Path, base: dict[str, Any], **changes: Any) -> ExLlamaV2Config:
@@ -324,17 +325,35 @@ KEYS = [
     *("rope_theta", "rope_scaling", "rope_parameters", "tie_word_embeddings", "vocab_size", "sliding_window"),
     *("layer_types", "use_sliding_window", "quantization_config", "partial_rotary_factor", "logit_scale"),
     *("attn_logit_softcapping", "query_pre_attn_scalar", "scale_depth", "text_config", "attention_bias"),
+    *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size", "no_rope_layers", "multi_query"),
+    *("sliding_window_pattern", "no_rope_layer_interval", "use_qk_norm", "attn_config", "ffn_config", "clip_qkv"),
+    *("rope_local_base_freq", "original_max_position_embeddings", "activation_function", "use_bias", "bias", "n_inner"),
+    *("logits_scaling", "residual_multiplier", "attention_multiplier", "dim_model_base", "norm_head", "vision_config"),
 ]
+# Everything that some family insists on, so that the search goes beyond the first missing key.
+COMPLETE = {
+    **{"layer_norm_eps": 1e-5, "norm_epsilon": 1e-5, "layer_norm_epsilon": 1e-5, "head_dim": 16},
+    **{"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 32},
+    **{"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}, "attn_config": {"kv_n_heads": 2}},
+}
 
 
-@settings(max_examples=300, deadline=None)
-@given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3), family=st.sampled_from(["Mistral", "Qwen2"]))
+@settings(max_examples=600, deadline=None)
+@given(
+    changes=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3),
+    nested=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=2),
+    family=st.sampled_from(supported_architectures()),
+)
 def test_any_values_give_a_config_or_a_typed_error(
-    lab: Any, tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], family: str
+    lab: Any, tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], nested: dict[str, Any], family: str
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "fuzzed-config"
     with contextlib.suppress(errors.ExlError):  # anything else fails the test
-        config = config_only(folder, {**lab.config, "architectures": [f"{family}ForCausalLM"]}, **changes)
+        base = {**lab.config, **COMPLETE, "text_config": {"model_type": "mistral", **nested}, "architectures": [family]}
+        config = config_only(folder, base, **changes)
         config.rope_settings()
+        config.rope_settings_alt()
+        build_modules(config)
         assert math.isfinite(config.attention_scale)
-        assert len(config.layer_windows) == config.num_hidden_layers
+        assert len(config.layer_windows) == len(config.layer_rope) == config.num_hidden_layers

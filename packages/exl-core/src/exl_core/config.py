@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -376,7 +377,8 @@ class ExLlamaV2Config:
         else:
             self.layer_rope = ["none"] * self.num_hidden_layers
         self.sliding_window = max(self.layer_windows)
-        self.sliding_window_pattern = read.integer("sliding_window_pattern", default=1, text=True)
+        pattern = read.raw("sliding_window_pattern", text=True)  # some files have a text such as "LLLG"
+        self.sliding_window_pattern = pattern[1] if pattern is not None and type(pattern[1]) is int else 1
 
     def _read_quantization(self, read: JsonReader) -> None:
         self.quant_method, self.gptq_bits, self.gptq_group_size = None, 4, None
@@ -421,20 +423,21 @@ class ExLlamaV2Config:
             if not any(self.checkpoint.has_module(key) for key in alternatives):
                 raise MissingTensorError(f"{folder}: Could not find {alternatives[0]}.* in model")
 
-    def _expected_keys(self) -> list[list[str]]:
+    def _expected_keys(self) -> Iterator[list[str]]:
+        """Alternatives for each module that must be there; one by one, since a hostile file may ask for millions."""
         arch = self.arch
         head = [arch.lm_head, *([arch.embed_tokens] if self.tie_word_embeddings else [])]
-        expected = [[arch.embed_tokens], [arch.final_norm], head]
+        yield from ([arch.embed_tokens], [arch.final_norm], head)
         if arch.positions == "learned":
-            expected.append([arch.position_embeddings])
+            yield [arch.position_embeddings]
         for layer, sparse in enumerate(self.layer_sparse):
             prefix = f"{arch.layer_prefix}.{layer}."
             for part in arch.layer_keys(sparse, self.head_norms):
                 fused = arch.fused_key(part)
                 others = [prefix + fused[0].fused] if fused else []
                 experts = range(self.num_experts or 0) if "{}" in part else (0,)
-                expected += [[prefix + part.format(e), *others] for e in experts]
-        return expected
+                for e in experts:
+                    yield [prefix + part.format(e), *others]
 
 
 def _id_list(read: JsonReader, key: str) -> list[int]:

@@ -39,11 +39,20 @@ def alternating_windows(default: int, pattern: int | None) -> Callable[[JsonRead
         if not window:
             return [0] * num_layers
         if kinds is None:
-            every = read.integer("sliding_window_pattern", default=pattern, text=True, minimum=1)
+            every = _pattern(read, pattern)
             kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(num_layers)]
         return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
     return windows
+
+
+def _pattern(read: JsonReader, default: int | None) -> int:
+    """`sliding_window_pattern`: each how manyth layer sees everything; EXAONE writes "LLLG", L for those that slide."""
+    found = read.raw("sliding_window_pattern", text=True)
+    if found is not None and isinstance(found[1], str) and found[1].lstrip("L") == "G":
+        return len(found[1])
+    every: int = read.integer("sliding_window_pattern", default=default, text=True, minimum=1)
+    return every
 
 
 def typed_windows(default: int = 0) -> Callable[[JsonReader, int], list[int]]:
