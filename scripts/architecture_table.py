@@ -82,7 +82,8 @@ def around(a: Architecture) -> str:
         ("head tied unless the file says otherwise", a.tied_head),
         ("unit rows by file", a.norm_head),
         ("fused matrices of its own", a.fused != LLAMA_FUSED),
-        (f"language part; {a.vision} tower not built", a.vision),
+        (f"{a.vision} tower", a.vision == "Pixtral"),
+        (f"language part; {a.vision} tower not built", a.vision not in (None, "Pixtral")),
     ]
     return "; ".join(word for word, on in words if on)
 

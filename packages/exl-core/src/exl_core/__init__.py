@@ -19,6 +19,7 @@ from .modules import Intervention
 from .seq_tensor import SeqTensor
 from .timer import Timer
 from .tokenizer import ExLlamaV2Tokenizer
+from .vision import ExLlamaV2VisionTower
 
 __all__ = [
     "AttentionParams",
@@ -34,6 +35,7 @@ __all__ = [
     "ExLlamaV2Lora",
     "ExLlamaV2MMEmbedding",
     "ExLlamaV2Tokenizer",
+    "ExLlamaV2VisionTower",
     "Intervention",
     "PagedParams",
     "SeqTensor",

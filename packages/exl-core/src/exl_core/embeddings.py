@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .errors import InputError, TokenIdError
+from .errors import InputError, TokenIdError, UnsupportedError
 
 if TYPE_CHECKING:
     from .model import ExLlamaV2
@@ -57,6 +57,11 @@ class ExLlamaV2MMEmbedding:
         if not embeddings.is_floating_point() or not embeddings.shape[0]:
             raise InputError(
                 f"embeddings: {list(embeddings.shape)} of {embeddings.dtype}, must be floats, one row at least"
+            )
+        if model.config.mrope_section is not None and thw_grid is not None:
+            raise UnsupportedError(
+                f"{model.config.architecture}: rows that lie on a grid {thw_grid} need positions on three axes, which "
+                "are not built in this version"
             )
         if not torch.isfinite(embeddings).all():
             raise InputError("embeddings hold NaN or infinity")

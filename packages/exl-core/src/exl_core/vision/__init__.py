@@ -1,0 +1,5 @@
+"""Image encoders of multimodal models: from an image to rows of hidden states (spec core.md 12)."""
+
+from .tower import ExLlamaV2VisionTower
+
+__all__ = ["ExLlamaV2VisionTower"]
