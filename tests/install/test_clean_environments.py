@@ -24,7 +24,7 @@ TEST_NEEDS = {
     "exl-kernels": ["safetensors"],
     "exl-core": ["safetensors", "transformers>=5", "jinja2"],
     "exl-generate": ["safetensors"],
-    "exl-compat": ["formatron>=0.5", "lm-format-enforcer>=0.11.3", "llguidance>=1.9,<2"],
+    "exl-compat": ["websockets>=14", "formatron>=0.5", "lm-format-enforcer>=0.11.3", "llguidance>=1.9,<2"],
 }
 pytestmark = [pytest.mark.install, pytest.mark.timeout(1800)]
 
