@@ -17,6 +17,7 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2Cache, ExLlamaV2Config, errors
 from exl_core.architectures import find_architecture, supported_architectures
+from exl_core.loading.checkpoint import TensorReader
 
 TOKENS = 24
 HIDDEN, INNER, HEADS, KV, DIM, LAYERS, VOCAB = 64, 96, 4, 2, 16, 2, 90
@@ -328,6 +329,14 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("DbrxForCausalLM", {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, errors.UnsupportedError, "2.0"),
     ("LlamaForCausalLM", {"use_qk_norm": True}, errors.UnsupportedError, "use_qk_norm"),
     ("LlamaForCausalLM", {"norm_head": True}, errors.UnsupportedError, "norm_head"),
+    ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, errors.UnsupportedError, "inverse_layer_idx"),
+    (
+        "Gemma3ForCausalLM",
+        {"use_bidirectional_attention": True},
+        errors.UnsupportedError,
+        "use_bidirectional_attention",
+    ),
+    ("Phi3ForCausalLM", {"rope_scaling": {"type": "su", "long_mscale": 1.1}}, errors.UnsupportedError, "long_mscale"),
     ("Starcoder2ForCausalLM", {"hidden_act": "relu"}, errors.UnsupportedError, "relu"),
 ]
 
@@ -349,6 +358,34 @@ def test_more_experts_chosen_than_there_are(lab: Any, tmp_path: Path) -> None:
         lab.load(folder, num_experts_per_token=4)
     one = lab.load(folder, num_experts_per_token=1)
     assert one.modules[2].chosen == 1
+
+
+def test_stacked_experts_are_read_once(lab: Any, tmp_path: Path) -> None:
+    """All experts in one tensor: each file byte is read for the first of them only."""
+    experts, tensors = 5, with_experts(llama_tensors(lab, tie_word_embeddings=False), 5)
+    for i in range(LAYERS):
+        p = f"model.layers.{i}.block_sparse_moe."
+        parts = {w: [tensors.pop(f"{p}experts.{e}.{w}.weight") for e in range(experts)] for w in ("w1", "w2", "w3")}
+        up = [torch.cat([gate, up]) for gate, up in zip(parts["w1"], parts["w3"], strict=True)]
+        tensors[f"{p}experts.gate_up_proj"] = torch.stack(up)
+        tensors[f"{p}experts.down_proj"] = torch.stack(parts["w2"])
+    config = {**BASE, "architectures": ["MixtralForCausalLM"], "num_local_experts": experts, "num_experts_per_tok": 2}
+    folder = lab.write_model(tmp_path / "stacked", config, tensors)
+    model = lab.load(folder)
+    reader = TensorReader(model.config.checkpoint)
+    for module in model.modules:
+        module.load(reader, torch.device("cpu"))
+    assert reader.bytes_read == sum(t.nbytes for t in tensors.values())
+    split = {**config, "tie_word_embeddings": False}
+    plain = {n: t for n, t in tensors.items() if ".experts." not in n}
+    for i in range(LAYERS):
+        p = f"model.layers.{i}.block_sparse_moe.experts."
+        for e in range(experts):
+            plain[f"{p}{e}.w1.weight"], plain[f"{p}{e}.w3.weight"] = tensors[f"{p}gate_up_proj"][e].chunk(2)
+            plain[f"{p}{e}.w2.weight"] = tensors[f"{p}down_proj"][e]
+    ids = lab.ids(1, TOKENS, VOCAB)
+    other = lab.load(lab.write_model(tmp_path / "plain", split, {n: t.contiguous() for n, t in plain.items()}))
+    assert torch.equal(model.forward(ids), other.forward(ids))
 
 
 def test_learned_positions_do_not_extend(lab: Any, tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ class ExLlamaV2Config:
         read = JsonReader(read_json_file(file), file)
         self._read_architecture(read)
         read = JsonReader(read.data, file, self.arch.defaults)
+        self._check_fixed(read)
         self._read_tokens(read, folder)
         self._read_shape(read)
         self._read_switches(read)
@@ -248,6 +249,16 @@ class ExLlamaV2Config:
             )
         if self.arch.name != self.architecture:
             log.warning("architecture %s is loaded as %s on request", self.architecture, self.arch.name)
+
+    def _check_fixed(self, read: JsonReader) -> None:
+        """Switches of the family that would change the model in a way that no code here follows."""
+        for key, expected in self.arch.fixed.items():
+            found = read.raw(key, text=True)
+            if found is not None and found[1] != expected:
+                raise UnsupportedError(
+                    f"{read.file}: {key} is {str(found[1])[:40]}, which is not built in this version; {self.arch.name} "
+                    f"runs with {expected}"
+                )
 
     def _read_tokens(self, read: JsonReader, folder: Path) -> None:
         self.bos_token_id = read.integer("bos_token_id", default=None)

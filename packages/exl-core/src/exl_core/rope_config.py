@@ -137,6 +137,9 @@ def _mrope_section(block: JsonReader) -> list[int] | None:
 
 
 def _read_su(config: ExLlamaV2Config, block: JsonReader, original: int) -> None:
+    for key in ("short_mscale", "long_mscale"):
+        if block.raw(key) is not None:
+            raise UnsupportedError(f"{block.file}: {key} is not built in this version; use attention_factor")
     config.alt_rope_method = "su"
     config.scale_long_factor = _divisors(block, "long_factor")
     config.scale_short_factor = _divisors(block, "short_factor")

@@ -67,6 +67,10 @@ class Architecture:
     name: str
     defaults: Mapping[str, Any] = field(default_factory=dict)  # for keys that config.json may leave out
 
+    fixed: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what keys must say if they are there: the rest is not built
+
     # Norms. None: the layer has none at that place. Post norms stand between a sub-layer and its residual sum.
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False

@@ -10,6 +10,7 @@ from .windows import LayerRope, alternating_windows
 GEMMA = Architecture(
     name="GemmaForCausalLM",
     defaults={"head_dim": 256, "rms_norm_eps": 1e-6, "num_attention_heads": 16, "num_key_value_heads": 16},
+    fixed={"use_bidirectional_attention": False},
     norm_offset=1.0,
     mlp_bias="none",
     activation="gelu",

@@ -19,6 +19,7 @@ def fused(packing: str) -> tuple[FusedLinear, ...]:
 
 GPT2 = Architecture(
     name="GPT2LMHeadModel",
+    fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     norm="layer",
     norm_bias=True,
     norm_eps_keys=("layer_norm_epsilon",),

@@ -111,6 +111,7 @@ class TensorReader:
         self._shared = frozenset(shared)
         self._remembered: dict[str, Tensor] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staged: dict[str, Tensor] = {}  # the last group: parts of a fused matrix ask for it one after the other
 
     def has(self, name: str) -> bool:
         return name in self.checkpoint.tensors
@@ -132,7 +133,10 @@ class TensorReader:
         return tensor
 
     def read_group(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Tensors by name, valid until the next `read_group`. Raises FormatError, MissingTensorError."""
+        """Tensors by name, valid until the next `read_group` of others. Raises FormatError, MissingTensorError."""
+        if self._staged and self._staged.keys() == set(names):
+            return dict(self._staged)
+        self._staged = {}
         group = {name: self._remembered[name] for name in names if name in self._remembered}
         entries = {name: self.checkpoint.entry(name) for name in names if name not in group}
         offsets, total = {}, 0
@@ -146,6 +150,7 @@ class TensorReader:
             raw = self._staging[offsets[name] : offsets[name] + entry.nbytes]
             group[name] = raw.view(entry.torch_dtype).view(entry.shape)
             self._fill(group[name], entry, name)
+        self._staged = dict(group)
         return group
 
     def _fill(self, tensor: Tensor, entry: TensorEntry, key: str) -> None:
