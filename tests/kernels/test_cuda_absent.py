@@ -12,6 +12,7 @@ from exl_kernels import cuda_ops
 from exl_kernels.device import cuda_status, require_cuda
 from exl_kernels.errors import DeviceError, DTypeError, UnsupportedError
 from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear_cuda import CudaQuantMatrix
 
 
 def test_status_is_consistent() -> None:
@@ -87,3 +88,31 @@ def test_a_matrix_for_an_absent_gpu_is_refused_with_the_reason() -> None:
     assert status.reason in str(caught.value)
     with pytest.raises(UnsupportedError, match="meta"):
         QuantMatrix.from_float(weight, device="meta")
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_many_rows_go_64_at_a_time_when_bits_must_not_depend_on_their_number(
+    invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The split alone, on the CPU: products of a stand-in."""
+    weight = torch.randn(32, 16).half()
+    taken: list[int] = []
+
+    class Standin(CudaQuantMatrix):
+        def __init__(self) -> None:
+            self.name, self.device = "standin", torch.device("cpu")
+            self.in_features, self.out_features = weight.shape
+
+        def _few(self, x: torch.Tensor, out: torch.Tensor, rows: int) -> None:
+            taken.append(rows)
+            out.copy_(x.view(rows, -1) @ weight)
+
+        def _large(self, x: torch.Tensor, out: torch.Tensor) -> None:
+            taken.append(-1)
+            out.copy_(x @ weight)
+
+    monkeypatch.setattr("exl_kernels.linear_cuda.row_invariant", lambda: invariant)
+    x = torch.randn(3, 50, 32).half()
+    got = Standin().matmul(x)
+    assert taken == ([64, 64, 22] if invariant else [-1])
+    torch.testing.assert_close(got, x @ weight, rtol=1e-2, atol=1e-2)

@@ -10,7 +10,16 @@ import torch
 from exl_kernels import _native
 from exl_kernels.errors import DeviceError
 
-__all__ = ["CudaDevice", "CudaStatus", "cuda_status", "programmatic_launch", "require_cuda", "set_programmatic_launch"]
+__all__ = [
+    "CudaDevice",
+    "CudaStatus",
+    "cuda_status",
+    "programmatic_launch",
+    "require_cuda",
+    "row_invariant",
+    "set_programmatic_launch",
+    "set_row_invariant",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +105,22 @@ def set_programmatic_launch(enabled: bool) -> None:
     """Turns programmatic dependent launch on (the default) or off, as EXL_CUDA_PDL=0 does. Results do not change."""
     global _programmatic
     _programmatic = bool(enabled)
+
+
+_row_invariant = os.environ.get("EXL_ROW_INVARIANT", "0") == "1"
+
+
+def row_invariant() -> bool:
+    """Whether products of more than 64 rows on a GPU keep a row's bits independent of the number of rows."""
+    return _row_invariant
+
+
+def set_row_invariant(enabled: bool) -> None:
+    """Turns that on, or off (the default), as EXL_ROW_INVARIANT=1 does. Of quantized matrices only.
+
+    Off, many rows are multiplied by cuBLAS, whose sums depend on their number: fast. On, they go 64 at a time through
+    the kernels of few rows: a prompt's bits then depend neither on how it is cut into chunks nor on what is cached.
+    docs/performance.md says what it costs.
+    """
+    global _row_invariant
+    _row_invariant = bool(enabled)

@@ -4,7 +4,8 @@ Quantized weights are repacked on the CPU into tensor-core tiles (rust/exl-cuda/
 the file. A product multiplies half activations with exact integer codes, accumulates in float32 and applies zero and
 scale to a group's sum: the second half rounding of formats 2.4.5 (of each weight) is left out, which is worth 2e-4 of
 the result's RMS; `dequantize` has it. Sums have one order, so for up to 64 rows a row's result does not depend on the
-number of rows or its place among them. BF16 activations are carried as halves times a power of two of their row.
+number of rows or its place among them (for any number of rows with `device.set_row_invariant`). BF16 activations are
+carried as halves times a power of two of their row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from . import _native
 from .cuda_ops import stream_of
-from .device import programmatic_launch, require_cuda
+from .device import programmatic_launch, require_cuda, row_invariant
 from .errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from .linear import Compute, Format, QuantMatrix
 
@@ -104,30 +105,47 @@ class CudaQuantMatrix(_CudaMatrix):
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32). Returns it.
 
-        Up to 64 rows run on the packed weights; more dequantize the matrix once and multiply with torch. Raises
-        ShapeError and DTypeError (wrong size, type or device).
+        Up to 64 rows run on the packed weights; more dequantize the matrix once and multiply with torch, or go 64 at a
+        time where `device.set_row_invariant` asks for it. Raises ShapeError and DTypeError (wrong size, type or
+        device).
         """
         out = self._output(x, out)
         rows = x.numel() // self.in_features
         if rows == 0:
             return out
         x = aligned(x.contiguous())
-        if rows > MATRIX_ROWS:
-            return self._large(x, out)
+        if rows <= MATRIX_ROWS:
+            self._few(x, out, rows)
+        elif row_invariant():
+            parts = zip(self._blocks(x, self.in_features), self._blocks(out, self.out_features), strict=True)
+            for some, to in parts:
+                self._few(some, to, some.shape[0])
+        else:
+            self._large(x, out)
+        return out
+
+    @staticmethod
+    def _blocks(t: Tensor, width: int) -> tuple[Tensor, ...]:
+        return torch.split(t.view(-1, width), MATRIX_ROWS)
+
+    def _few(self, x: Tensor, out: Tensor, rows: int) -> None:
         stream = stream_of(x)
         if rows <= self._ring_rows[x.dtype == torch.bfloat16]:
             self._ring.run(x, out, stream, programmatic_launch())
         else:
             self._direct(x, out, rows, stream)
-        return out
 
     def _direct(self, x: Tensor, out: Tensor, rows: int, stream: int) -> None:
         prepared = torch.empty(self._native.prepared_bytes(rows), dtype=torch.uint8, device=x.device)
         multipliers = torch.empty(rows, dtype=torch.float32, device=x.device)
         self._native.matmul(x, prepared, multipliers, out, stream, programmatic_launch())
 
-    def _large(self, x: Tensor, out: Tensor) -> Tensor:
+    def _large(self, x: Tensor, out: Tensor) -> None:
         x, weight = x.view(-1, self.in_features), self.dequantize()
+        plain = self._bias is None and self._prescale == 1.0
+        if plain and x.dtype == out.dtype == torch.float16:
+            torch.mm(x, weight, out=out.view(-1, self.out_features))
+            return
         if x.dtype == torch.float16:
             product = x @ weight
         else:
@@ -136,11 +154,10 @@ class CudaQuantMatrix(_CudaMatrix):
             factor = torch.exp2(-torch.floor(torch.log2(largest.clamp(min=1e-30))))
             product = (x.float() * factor).half() @ weight
             product = product.float() / factor
-        if self._bias is not None or self._prescale != 1.0:
+        if not plain:
             product = product.float()
             product = (product if self._bias is None else product + self._bias) * self._prescale
         out.view(-1, self.out_features).copy_(product)
-        return out
 
     def dequantize(self) -> Tensor:
         """W [K, N] float16 in file order on the GPU, bit-exact to formats 2.4 and 3.2."""
