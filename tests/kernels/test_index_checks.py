@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exl_kernels.errors import ShapeError
+from exl_kernels.attention_cuda import attend_own
+from exl_kernels.errors import ShapeError, UnsupportedError
 from exl_kernels.index_checks import CHECKS_VARIABLE, check_slots, check_tables, checks_enabled
 from exl_kernels.kv import KVPages
 
@@ -53,3 +54,11 @@ def test_checks_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not checks_enabled()
     monkeypatch.setenv(CHECKS_VARIABLE, "1")
     assert checks_enabled()
+
+
+def test_own_keys_are_for_gpus_and_say_so() -> None:
+    q, kv = torch.zeros(1, 4, 64), torch.zeros(1, 2, 64)
+    long, table = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1)
+    where = (ints(0).view(1, 1), ints(0), ints(0), long, table, table, long)
+    with pytest.raises(UnsupportedError, match="attend_own: pages on cpu"):
+        attend_own(q, kv, kv, PAGES, *where, scale=1.0)
