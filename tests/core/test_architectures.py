@@ -307,6 +307,48 @@ def test_defaults_of_keys_that_old_files_leave_out(tmp_path: Path) -> None:
     assert made.tie_word_embeddings
 
 
+def test_published_configurations(tmp_path: Path) -> None:
+    """Configurations as they are published, with what they leave out."""
+    pixtral = prepared(
+        tmp_path / "pixtral",
+        architectures=["LlavaForConditionalGeneration"],
+        text_config={
+            **{"model_type": "mistral", "head_dim": 128, "hidden_size": 5120, "num_hidden_layers": 40},
+            **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None},
+            **{"vocab_size": 131072, "max_position_embeddings": 1024000},
+        },
+    )
+    assert (pixtral.num_attention_heads, pixtral.num_key_value_heads, pixtral.head_dim) == (32, 8, 128)
+    assert (pixtral.intermediate_size, pixtral.layer_windows[0], pixtral.rotary_embedding_base) == (14336, 0, 1e9)
+    phi4_mini = prepared(
+        tmp_path / "phi",
+        architectures=["Phi3ForCausalLM"],
+        **{"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24, "num_key_value_heads": 8},
+        **{"num_hidden_layers": 32, "vocab_size": 200064, "partial_rotary_factor": 0.75, "rms_norm_eps": 1e-5},
+        **{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144},
+        rope_scaling={"type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48},
+    )
+    rope = phi4_mini.rope_settings()
+    assert (rope.rotary_dim, rope.factor, rope.divisors[0]) == (96, 32.0, 2.0)
+    phi4_mini.max_seq_len = 4096
+    assert phi4_mini.rope_settings().divisors[0] == 1.0
+    command_r = prepared(
+        tmp_path / "command-r",
+        architectures=["CohereForCausalLM"],
+        **{"hidden_size": 8192, "intermediate_size": 22528, "num_attention_heads": 64, "num_hidden_layers": 40},
+        **{"max_position_embeddings": 8192, "model_max_length": 131072, "layer_norm_eps": 1e-5, "rope_theta": 8e6},
+        **{"use_qk_norm": False, "logit_scale": 0.0625, "vocab_size": 256000},
+    )
+    assert (command_r.max_seq_len, command_r.logit_scale, command_r.tie_word_embeddings) == (131072, 0.0625, True)
+    exaone = prepared(
+        tmp_path / "exaone",
+        architectures=["Exaone4ForCausalLM"],
+        **{**BASE, "num_hidden_layers": 8, "sliding_window": 32, "sliding_window_pattern": "LLLG"},
+    )
+    assert exaone.layer_windows == [32, 32, 32, 0, 32, 32, 32, 0]
+    assert exaone.layer_rope == ["main", "main", "main", "none"] * 2
+
+
 # ------------------------------------------------------------------------------------------------------- refusals
 
 

@@ -66,10 +66,8 @@ class Architecture:
 
     name: str
     defaults: Mapping[str, Any] = field(default_factory=dict)  # for keys that config.json may leave out
-
-    fixed: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what keys must say if they are there: the rest is not built
+    # What keys must say if they are there: anything else changes the model in a way that is not built.
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     # Norms. None: the layer has none at that place. Post norms stand between a sub-layer and its residual sum.
     norm: Literal["rms", "layer"] = "rms"

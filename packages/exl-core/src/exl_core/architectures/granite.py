@@ -10,7 +10,7 @@ GRANITE = Architecture(
     scale_keys=("attention_multiplier",),
 )
 
-MINICPM = Architecture(name="MiniCPMForCausalLM", logit_base_key="dim_model_base")
+MINICPM = Architecture(name="MiniCPMForCausalLM", logit_base_key="dim_model_base", tied_head=True)
 
 GRANITE_MOE = replace(
     GRANITE,

@@ -13,10 +13,26 @@ def windows(read: JsonReader, num_layers: int) -> list[int]:
     return [0] * num_layers
 
 
+def kv_heads(read: JsonReader) -> int | None:
+    """A Mistral's default where the file leaves it out; a Llama's is as many as there are heads."""
+    mistral = read.string("text_config->model_type", default="llama") == "mistral"
+    said = read.integer("num_key_value_heads", default=8 if mistral else None, text=True, minimum=1, maximum=1 << 22)
+    return None if said is None else int(said)
+
+
 LLAVA = replace(
     MISTRAL,
     name="LlavaForConditionalGeneration",
-    defaults={"rms_norm_eps": 1e-5},
+    # What transformers assumes of a Mistral inside: nested configurations are saved without what is at its default.
+    defaults={
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+    },
     windows=windows,
     text_model_types=("mistral", "llama"),
     keymap=(
@@ -26,6 +42,7 @@ LLAVA = replace(
         ("$model.multi_modal_projector.", "multi_modal_projector."),
     ),
     vision="Pixtral",
+    kv_heads=kv_heads,
 )
 
 MISTRAL3 = replace(LLAVA, name="Mistral3ForConditionalGeneration", text_model_types=("mistral",))

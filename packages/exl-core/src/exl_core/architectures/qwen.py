@@ -69,5 +69,17 @@ QWEN3_MOE = replace(QWEN3, name="Qwen3MoeForCausalLM", defaults={}, windows=qwen
 
 # The language part of the vision models, under its older and its present prefix.
 QWEN2_VL_KEYS = (("$model.language_model.", "model."), ("$model.visual.", "visual."))
-QWEN2_VL = replace(QWEN2, name="Qwen2VLForConditionalGeneration", keymap=QWEN2_VL_KEYS, vision="Qwen2-VL")
-QWEN2_5_VL = replace(QWEN2, name="Qwen2_5_VLForConditionalGeneration", keymap=QWEN2_VL_KEYS, vision="Qwen2.5-VL")
+QWEN2_VL_DEFAULTS = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 32768,
+}
+QWEN2_VL = replace(
+    QWEN2, name="Qwen2VLForConditionalGeneration", defaults=QWEN2_VL_DEFAULTS, keymap=QWEN2_VL_KEYS, vision="Qwen2-VL"
+)
+QWEN2_5_VL = replace(QWEN2_VL, name="Qwen2_5_VLForConditionalGeneration", vision="Qwen2.5-VL")

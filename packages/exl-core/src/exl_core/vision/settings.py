@@ -63,7 +63,7 @@ def read_settings(folder: Path, architecture: str, norm_eps: float) -> PixtralSe
     mistral3 = architecture == "Mistral3ForConditionalGeneration"
     rope = vision.section("rope_parameters")
     layers = vision.integer("num_hidden_layers", default=24, minimum=1, maximum=4096)
-    if read.string("vision_feature_select_strategy", default="full") != "full":
+    if read.string("vision_feature_select_strategy", default="full" if mistral3 else "default") != "full":
         raise UnsupportedError(f"{file}: vision_feature_select_strategy other than full: Pixtral has no class token")
     heads = vision.integer("num_attention_heads", default=16, minimum=1)
     hidden = vision.integer("hidden_size", default=1024, minimum=4)
@@ -82,7 +82,7 @@ def read_settings(folder: Path, architecture: str, norm_eps: float) -> PixtralSe
         projector_bias=read.boolean("multimodal_projector_bias", default=not mistral3),
         projector_norm=mistral3,
         norm_eps=norm_eps,
-        layers_used=_layers_used(read, layers),
+        layers_used=_layers_used(read, layers, default=-1 if mistral3 else -2),
         preprocessing=_read_preprocessing(folder),
     )
 
@@ -94,9 +94,9 @@ def _activation(read: JsonReader, key: str) -> str:
     return name
 
 
-def _layers_used(read: JsonReader, layers: int) -> int:
+def _layers_used(read: JsonReader, layers: int, default: int) -> int:
     """`vision_feature_layer` counts the embedding as 0, or from the end as -1."""
-    index = read.integer("vision_feature_layer", default=-1)
+    index = read.integer("vision_feature_layer", default=default)
     used = index if index >= 0 else layers + 1 + index
     if not 0 <= used <= layers:
         raise ConfigError(f"{read.file}: vision_feature_layer is {index}, the tower has {layers} layers")
