@@ -3,7 +3,7 @@
 UV ?= uv
 CARGO_DIR := rust
 
-.PHONY: help sync format lint types layers lock test test-rust test-install test-cuda bench docs ci
+.PHONY: help sync format lint types layers lock test test-rust test-install test-cuda cuda-archs bench docs ci
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,6 +44,9 @@ test-install:  ## every package alone, in an environment that holds only it
 
 test-cuda:  ## on a machine with an NVIDIA GPU
 	$(UV) run --no-sync pytest -m cuda
+
+cuda-archs:  ## compile the kernels for every architecture of a release (no GPU needed; about 20 minutes on two cores)
+	cd $(CARGO_DIR) && EXL_CUDA_ARCHS=release cargo build --locked --package exl-cuda --target-dir target/archs
 
 bench:  ## CPU benchmarks, JSON lines
 	$(UV) run --no-sync python benchmarks/bench_cpu.py
