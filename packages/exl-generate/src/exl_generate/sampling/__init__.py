@@ -1,10 +1,12 @@
-"""Sampling: settings, one small function a transform, random numbers that belong to the request."""
+"""Sampling: settings, the sampler of a request over `exl_kernels.sampling`, random numbers that belong to the request;
+`transforms` has the definitions in float64."""
 
 from exl_generate.sampling.batch import Draw, sample_batch
 from exl_generate.sampling.hooks import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult
 from exl_generate.sampling.rng import RequestRandom
 from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample
 from exl_generate.sampling.settings import Settings
+from exl_generate.sampling.static import ExLlamaV2Sampler
 from exl_generate.sampling.vocabulary import Vocabulary
 
 __all__ = [
@@ -21,9 +23,3 @@ __all__ = [
     "Vocabulary",
     "sample_batch",
 ]
-
-
-class ExLlamaV2Sampler:
-    """Namespace under which exllamav2's users find the settings."""
-
-    Settings = Settings

@@ -27,7 +27,7 @@ from exl_generate.sampling.transforms import mirostat_update, skew
 from exl_generate.sampling.vocabulary import Vocabulary
 from exl_kernels import sampling as kernels
 
-__all__ = ["Constraint", "RequestSampler", "Sample", "sample_rows"]
+__all__ = ["Constraint", "RequestSampler", "Sample", "report", "sample_rows", "skewed", "why_none"]
 
 Ids = NDArray[np.int64]
 Probabilities = NDArray[np.float64]
@@ -98,7 +98,7 @@ class RequestSampler:
         return kernels.Row(
             self._plan,
             _tensor(logits),
-            uniform=self._uniform(position, attempt),
+            uniform=skewed(self.random.uniform(position, attempt), s.skew),
             negative=None if negative is None or s.cfg_scale is None else _tensor(negative),
             context=np.ascontiguousarray(context) if self._reads_context else None,
             mirostat=self._least_share(position) if s.mirostat else 0.0,
@@ -113,12 +113,12 @@ class RequestSampler:
         """The sample that the kernels made of `row`; remembers what later positions depend on. Raises
         `NoCandidatesError` if nothing could be chosen."""
         if isinstance(outcome, kernels.Failure):
-            raise NoCandidatesError(_why_none(row, outcome))
+            raise NoCandidatesError(why_none(row, outcome))
         if self.settings.mirostat:
             self._learn(position, outcome.probability)
         if not row.top_n:
             return Sample(outcome.token, outcome.probability, _NO_IDS, _NO_PROBABILITIES)
-        top_tokens, top_p = _report(outcome.top_tokens, outcome.top_probabilities, row.top_n, row.logits.shape[0])
+        top_tokens, top_p = report(outcome.top_tokens, outcome.top_probabilities, row.top_n, row.logits.shape[0])
         return Sample(outcome.token, outcome.probability, top_tokens, top_p)
 
     def sample(
@@ -143,14 +143,9 @@ class RequestSampler:
         row = self.row(logits, context, position, constraint)
         found = kernels.distribution(row)
         if found is None:
-            raise NoCandidatesError(_why_none(row, kernels.Failure(bool(row.logits.isnan().any()))))
+            raise NoCandidatesError(why_none(row, kernels.Failure(bool(row.logits.isnan().any()))))
         ids, weights = found
         return ids, weights / float(weights.sum())
-
-    def _uniform(self, position: int, attempt: int) -> float:
-        uniform = self.random.uniform(position, attempt)
-        # r^(exp(-skew)) of a number just below 1 rounds to 1
-        return uniform if self.settings.skew == 0 else min(skew(uniform, self.settings.skew), 1.0 - 2.0**-53)
 
     def _least_share(self, position: int) -> float:
         """Step 17: tokens whose surprise is at most mu bits have at least this probability."""
@@ -169,12 +164,17 @@ def sample_rows(rows: Sequence[kernels.Row]) -> list[kernels.Sampled | kernels.F
     return kernels.sample(rows)
 
 
+def skewed(uniform: float, amount: float) -> float:
+    """Step 22's number, below 1: r^(exp(-skew)) of a number just below 1 rounds to 1."""
+    return uniform if amount == 0 else min(skew(uniform, amount), 1.0 - 2.0**-53)
+
+
 def _tensor(logits: Logits) -> torch.Tensor:
     return logits if isinstance(logits, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(logits))
 
 
-def _report(ids: Sequence[int], p: Sequence[float], top_n: int, width: int) -> tuple[Ids, NDArray[np.float32]]:
-    """The first candidates; missing ones become the lowest unused ids with probability 0 (P-22)."""
+def report(ids: Sequence[int], p: Sequence[float], top_n: int, width: int) -> tuple[Ids, NDArray[np.float32]]:
+    """The `top_n` first candidates; missing ones become the lowest unused ids with probability 0 (P-22)."""
     tokens, probabilities = np.array(ids, dtype=np.int64), np.array(p, dtype=np.float32)
     missing = min(top_n, width) - len(tokens)
     if missing > 0:
@@ -184,7 +184,7 @@ def _report(ids: Sequence[int], p: Sequence[float], top_n: int, width: int) -> t
     return tokens, probabilities
 
 
-def _why_none(row: kernels.Row, failure: kernels.Failure) -> str:
+def why_none(row: kernels.Row, failure: kernels.Failure) -> str:
     if failure.not_finite:
         return "the logits hold NaN or infinity: the model's weights or its input are broken"
     parts = [

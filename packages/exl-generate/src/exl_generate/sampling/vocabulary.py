@@ -49,15 +49,25 @@ class Vocabulary:
     def dry_breakers(self) -> Mask:
         """Ids whose piece contains punctuation that ends a repeat, and all special ids (P-6)."""
         if self._dry_breakers is None:
-            self._dry_breakers = self.pack(self.containing(_BREAKERS) | self.special)
+            self._dry_breakers = self.pack(self.dry_breaker_ids)
         return self._dry_breakers
+
+    @property
+    def dry_breaker_ids(self) -> set[int]:
+        """The same as ids."""
+        return self.containing(_BREAKERS) | self.special
 
     @property
     def xtc_ignored(self) -> Mask:
         """Ids whose piece contains a newline, and all special ids (P-19)."""
         if self._xtc_ignored is None:
-            self._xtc_ignored = self.pack(self.containing("\n") | self.special)
+            self._xtc_ignored = self.pack(self.xtc_ignored_ids)
         return self._xtc_ignored
+
+    @property
+    def xtc_ignored_ids(self) -> set[int]:
+        """The same as ids."""
+        return self.containing("\n") | self.special
 
     @property
     def special(self) -> set[int]:
