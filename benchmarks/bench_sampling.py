@@ -20,7 +20,7 @@ import torch
 
 from exl_kernels import sampling, sampling_cuda
 from exl_kernels.reference import sampling as twin
-from exl_kernels.sampling import Failure, Plan, Row, pack_ids
+from exl_kernels.sampling import Failure, Plan, Row, Sampled, pack_ids
 
 PENALTIES = (1.025, 0.0, 0.0, -1, 0)
 
@@ -101,8 +101,9 @@ def host_us(rows: list[Row]) -> float:
     return sorted(taken)[30] * 1e6
 
 
-def check(got: object, want: object, what: str) -> None:
-    if isinstance(want, Failure) or got != want:
+def check(got: Sampled | Failure, want: Sampled | Failure, what: str) -> None:
+    same = isinstance(got, Sampled) and isinstance(want, Sampled)
+    if not (same and (got.token, got.probability) == (want.token, want.probability)):  # type: ignore[union-attr]
         raise SystemExit(f"{what}: sampled {got}, expected {want}")
 
 
