@@ -182,7 +182,7 @@ def test_static_sample_counts_every_constraint() -> None:
     assert int(draw(greedy, blocked_tokens=[best])[0]) != best
     with pytest.raises(NoCandidatesError):
         draw(Settings(token_bias=torch.full((12,), -math.inf)))
-    with pytest.raises(RequestError, match="pass a pair"):
+    with pytest.raises(RequestError, match="pass a positive and a negative one"):
         draw(Settings(cfg_scale=2.0))
     with pytest.raises(RequestError, match=r"\[0, 1\)"):
         draw(greedy, random=1.0)
