@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shutil
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core import ExLlamaV2Cache, ExLlamaV2Config, PagedParams
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams, errors
 from exl_core.loading.checkpoint import TensorReader
 from exl_core.modules import Linear, MoE
 from exl_core.rope import RopeTable
@@ -342,6 +343,43 @@ def test_fused_blocks_equal_the_steps(pair: tuple[Any, Any], ids: Tensor) -> Non
 
 
 # ------------------------------------------------------------------------------------------------------ quantized
+
+
+@pytest.mark.covers("core.md: loading")
+def test_layers_over_two_devices_give_the_same_bits(
+    pair: tuple[Any, Any], ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = pair[1]
+    monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
+    split = ExLlamaV2(whole.config)
+    half = len(split.modules) // 2
+    split._place(["cpu:0"] * half + ["cpu:1"] * (len(split.modules) - half))
+    for index in range(len(split.modules)):
+        split.load_module(index)
+    assert split.loaded
+    found, expected = (m.forward(ids, ExLlamaV2Cache(m, batch_size=2)) for m in (split, whole))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.covers("core.md: lora")
+def test_adapters_of_every_linear(pair: tuple[Any, Any], ids: Tensor, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    theirs, ours = copy.deepcopy(pair[0]), pair[1]
+    torch.manual_seed(3)
+    adapted = peft.get_peft_model(theirs, peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(str(tmp_path))
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    # Towers that see images have linears too, and experts stacked in one tensor are none: neither can be adapted here.
+    refused = "target_parameters" if saved.get("target_parameters") else "unsupported layer"
+    if saved.get("target_parameters") or hasattr(theirs.config, "vision_config"):
+        with pytest.raises((errors.AdapterError, errors.UnsupportedError), match=refused):
+            ExLlamaV2Lora.from_directory(ours, tmp_path)
+        return
+    lora = ExLlamaV2Lora.from_directory(ours, tmp_path)
+    assert_close(ours.forward(ids, loras=[lora]), expected_logits(adapted.eval(), ids))
 
 
 def quantized_tensors(linear: Linear, kind: str) -> dict[str, Tensor] | None:

@@ -201,6 +201,11 @@ class ExLlamaV2Lora:
         a, b = tensors.read(parts["A"]), tensors.read(parts["B"])
         bias = tensors.read(parts["B_bias"]) if "B_bias" in parts else None
         outputs = _outputs(slices)
+        if self._config.fan_in_fan_out and not all(part.linear.spec.transposed for part in slices):
+            raise AdapterError(
+                f"{self._config.file}: fan_in_fan_out is set, but {slices[0].linear.key} is no matrix that its model "
+                "stores transposed: the adapter was made for another architecture"
+            )
         self._check_rank(tensors.file, module, parts["A"], a, b)
         _check_shape(tensors.file, parts["A"], a, (a.shape[0], slices[0].linear.in_features))
         _check_shape(tensors.file, parts["B"], b, (outputs, a.shape[0]))

@@ -46,6 +46,7 @@ class AdapterConfig:
     r: int
     alpha: float
     use_rslora: bool = False
+    fan_in_fan_out: bool = False  # the model's own matrices are stored [in, out]; the adapter's are not
     target_modules: tuple[str, ...] | str | None = None
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
@@ -57,10 +58,6 @@ class AdapterConfig:
         kind = read.string("peft_type", default="LORA")
         if kind != "LORA":
             raise UnsupportedError(f"{file}: peft_type {kind!r} has no code here; only LORA adapters can be loaded")
-        if read.boolean("fan_in_fan_out", default=False):
-            raise AdapterError(
-                f"{file}: fan_in_fan_out is set: the adapter's matrices are transposed; convert it first"
-            )
         for key, meaning in UNBUILT.items():
             if data.get(key):
                 raise UnsupportedError(f"{file}: {key} is set ({meaning}), which this version has no code for")
@@ -79,6 +76,7 @@ class AdapterConfig:
             read.integer("r", minimum=1, maximum=MAX_RANK),
             read.number("lora_alpha"),
             read.boolean("use_rslora", default=False),
+            read.boolean("fan_in_fan_out", default=False),
             targets,
             {k: int(v) for k, v in _pattern(data, "rank_pattern", file).items()},
             _pattern(data, "alpha_pattern", file),
