@@ -19,6 +19,8 @@ from exl_core import (
 )
 from exl_core.modules import Attention
 
+pytestmark = pytest.mark.covers("core.md: forward", "core.md: attention")
+
 
 @pytest.fixture(scope="module")
 def model(lab: Any) -> ExLlamaV2:
