@@ -42,7 +42,7 @@ def test_alone_it_brings_numpy_and_nothing_of_torch(wheel: Path, tmp_path: Path)
 
 
 @pytest.mark.covers("filters.md: CAP-42", "filters.md: CAP-35")
-@pytest.mark.parametrize("extras", ["testing", "testing,grammar", "testing,grammar,enforcer"])
+@pytest.mark.parametrize("extras", ["testing", "testing,grammar"])
 def test_its_own_tests_pass(wheel: Path, tmp_path: Path, extras: str) -> None:
     """Tests of what is not installed are skipped here, and here only: the development environment has everything."""
     python = clean.environment(tmp_path / "env")
