@@ -38,7 +38,7 @@ def meant(generator: Any, one: ExLlamaV2DynamicJob, new: int) -> list[int]:
     return context[len(context) - new :]
 
 
-@pytest.mark.covers("generators.md: 57", "generators.md: 37")
+@pytest.mark.covers("generators.md: 57")
 def test_rows_stand_where_the_alias_stood() -> None:
     generator = make(cache_tokens=1024)
     one, other = picture(), picture(7, 8, 9)

@@ -225,6 +225,7 @@ def alone(ask: Ask) -> dict[str, Any]:
 @settings(max_examples=300, deadline=None)
 @given(shapes, st.lists(asks(), min_size=1, max_size=7), st.booleans())
 @pytest.mark.covers(
+    "generators.md: 37",
     "generators.md: 42",
     "generators.md: 43",
     "generators.md: 45",

@@ -68,7 +68,10 @@ class Turn:
         if self._guesses:
             self.job.adapt_drafts(len(self._guesses), self.job.accepted_draft_tokens - self._before)
         if not self.job.has_failed:
-            self.job.settle()
+            try:
+                self.job.settle()
+            except Exception as error:
+                self.fail(error)
 
     def fail(self, error: Exception) -> bool:
         self.results.append(self.job.fail(error))

@@ -41,8 +41,10 @@ class Draw:
             top_n=self.top_n,
         )
 
-    def take(self, row: Row, outcome: Sampled | Failure | Exception) -> Sample | Exception:
+    def take(self, row: Row | Exception, outcome: Sampled | Failure | Exception) -> Sample | Exception:
         """The sample that the kernels made of `row`, or what went wrong with it."""
+        if isinstance(row, Exception):
+            return row
         if isinstance(outcome, Exception):
             return outcome
         try:
@@ -56,13 +58,24 @@ def sample_batch(draws: Sequence[Draw]) -> list[Sample | Exception]:
     alone; if the call fails, rows are tried one by one, so that only those that fail by themselves do."""
     if not draws:
         return []
-    rows = [draw.row() for draw in draws]
+    rows = [_prepared(draw) for draw in draws]
+    good = [row for row in rows if not isinstance(row, Exception)]
     outcomes: Sequence[Sampled | Failure | Exception]
     try:
-        outcomes = sample_rows(rows)
+        outcomes = sample_rows(good) if good else []
     except Exception:
-        outcomes = [_alone(row) for row in rows]
-    return [draw.take(row, outcome) for draw, row, outcome in zip(draws, rows, outcomes, strict=True)]
+        outcomes = [_alone(row) for row in good]
+    left = iter(outcomes)
+    return [
+        draw.take(row, row if isinstance(row, Exception) else next(left)) for draw, row in zip(draws, rows, strict=True)
+    ]
+
+
+def _prepared(draw: Draw) -> Row | Exception:
+    try:
+        return draw.row()
+    except Exception as error:
+        return error
 
 
 def _alone(row: Row) -> Sampled | Failure | Exception:

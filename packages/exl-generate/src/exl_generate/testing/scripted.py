@@ -37,6 +37,7 @@ class ScriptedConfig:
     max_batch_size: int = 8
     pad_token_id: int = 0
     hidden_size: int = 8
+    mrope_section: list[int] | None = None
 
 
 class ScriptedCache:
