@@ -117,7 +117,8 @@ def reference(logits: np.ndarray, context: np.ndarray, s: Any, mu: float | None 
             alive = [v for v in p if v > 0]
             h = -sum(v * math.log(v) for v in alive)
             t = s.min_temp + (s.max_temp - s.min_temp) * (h / (math.log(len(alive)) or 1)) ** s.temp_exponent
-            p = np.power(p, 1 / t) / np.power(p, 1 / t).sum()
+            p = np.power(p / p.max(), 1 / max(t, 1e-300))  # nearly no entropy makes t nearly 0
+            p = p / p.sum()
         elif s.temperature_last and s.temperature != 1:
             p = np.power(p, 1 / s.temperature) / np.power(p, 1 / s.temperature).sum()
     if s.xtc_probability > 0:
