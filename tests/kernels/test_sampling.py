@@ -150,6 +150,11 @@ def test_a_row_is_left_as_it_was_and_fails_alone() -> None:
     assert sampling.sample([]) == []
 
 
+def test_ids_that_no_token_has_ban_nothing() -> None:
+    row = Row(Plan(size=8, greedy=True), torch.arange(8.0), banned=[-1, 2**40, 7], discouraged=[-5, 2**63 - 1, 6])
+    assert sampling.sample([row])[0] == Sampled(5, 1.0)
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [

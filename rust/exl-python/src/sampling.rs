@@ -128,8 +128,8 @@ pub type Request = (
     f64,
     f64,
     Option<PyBuffer<i32>>,
-    Vec<u32>,
-    Vec<u32>,
+    Vec<i64>,
+    Vec<i64>,
     Option<PyBuffer<i64>>,
     usize,
 );
@@ -162,10 +162,14 @@ impl Edits {
         plan: &SamplingPlan,
         context: &[i64],
         width: usize,
-        banned: &[u32],
-        rare: &[u32],
+        banned: &[i64],
+        rare: &[i64],
     ) -> Self {
-        let set = |ids: &[u32], value: f64| ids.iter().map(|&id| Edit::set(id, value)).collect();
+        // Ids that no token has ban nothing.
+        let set = |ids: &[i64], value: f64| {
+            let known = ids.iter().filter_map(|&id| u32::try_from(id).ok());
+            known.map(|id| Edit::set(id, value)).collect()
+        };
         let dry = plan.dry.as_ref().map(|d| {
             let dry = Dry {
                 multiplier: d.multiplier,
@@ -191,6 +195,9 @@ impl Edits {
     }
 }
 
+/// Tokens of context below which waking other threads costs more than it saves.
+const PARALLEL_FROM: usize = 8192;
+
 /// What `finish` makes of the edits of every request and the number of its ids, on the pool's threads.
 pub fn prepared<T: Send>(
     py: Python<'_>,
@@ -209,13 +216,21 @@ pub fn prepared<T: Send>(
         .zip(contexts)
         .map(|(r, context)| (r.0.get(), context, r.1.numel(), &r.7[..], &r.8[..]))
         .collect();
-    Ok(py.detach(|| {
-        pool::map(jobs.len(), &|i| {
-            let (plan, context, width, banned, rare) = jobs[i];
-            let edits = Edits::of(plan, context, width, banned, rare);
-            finish(edits, plan.size.min(width))
-        })
-    }))
+    let read = |plan: &SamplingPlan| plan.penalties.active() || plan.dry.is_some();
+    let tokens: usize = jobs
+        .iter()
+        .filter(|job| read(job.0))
+        .map(|job| job.1.len())
+        .sum();
+    let one = |i: usize| {
+        let (plan, context, width, banned, rare) = jobs[i];
+        let edits = Edits::of(plan, context, width, banned, rare);
+        finish(edits, plan.size.min(width))
+    };
+    if tokens < PARALLEL_FROM {
+        return Ok((0..jobs.len()).map(one).collect());
+    }
+    Ok(py.detach(|| pool::map(jobs.len(), &one)))
 }
 
 fn row<'a>(request: &'a Request, edits: &'a Edits) -> PyResult<Row<'a>> {
