@@ -23,8 +23,8 @@ TESTS = {
 TEST_NEEDS = {
     "exl-kernels": ["safetensors"],
     "exl-core": ["safetensors", "transformers>=5", "jinja2"],
-    "exl-generate": ["safetensors"],
-    "exl-compat": ["websockets>=14", "formatron>=0.5", "lm-format-enforcer>=0.11.3", "llguidance>=1.9,<2"],
+    "exl-generate": ["safetensors", "llguidance>=1.9,<2"],
+    "exl-compat": ["safetensors", "websockets>=14", "formatron>=0.5", "lm-format-enforcer>=0.11.3"],
 }
 pytestmark = [pytest.mark.install, pytest.mark.timeout(1800)]
 
