@@ -54,7 +54,10 @@ def _read_archive(file: Path) -> dict[str, Tensor]:
     """A PyTorch zip archive of tensors; the pickle inside may only build tensors and plain containers."""
     try:
         with zipfile.ZipFile(file) as archive:
-            packed = [m.filename for m in archive.infolist() if m.file_size > m.compress_size]
+            members = archive.infolist()
+        packed = [m.filename for m in members if m.file_size > m.compress_size]
+        if sum(m.file_size for m in members) > file.stat().st_size:
+            raise AdapterError(f"{file}: its parts claim more bytes than the file has")
         if packed:
             raise AdapterError(f"{file}: {packed[0][:80]!r} is compressed; PyTorch stores its archives plainly")
         found = torch.load(file, map_location="cpu", weights_only=True)

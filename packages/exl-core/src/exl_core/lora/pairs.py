@@ -20,6 +20,7 @@ class LoraPair:
     def __init__(
         self, a: Tensor, b: Tensor, bias: Tensor | None, scaling: float, device: torch.device, name: str
     ) -> None:
+        a, b = _for_device(a, device), _for_device(b, device)
         self.a = QuantMatrix.from_float(a, device=device, name=f"{name}.lora_A")
         self.b = QuantMatrix.from_float(b, bias, prescale=scaling, device=device, name=f"{name}.lora_B")
         self.rank = a.shape[0]
@@ -38,7 +39,9 @@ class EmbeddingPair:
 
     def __init__(self, a: Tensor, b: Tensor, scaling: float, device: torch.device, name: str) -> None:
         self.table = a.t().contiguous().to(device)
-        self.b = QuantMatrix.from_float(b, prescale=scaling, device=device, name=f"{name}.lora_embedding_B")
+        self.b = QuantMatrix.from_float(
+            _for_device(b, device), prescale=scaling, device=device, name=f"{name}.lora_embedding_B"
+        )
         self.rank = a.shape[0]
 
     @property
@@ -48,6 +51,15 @@ class EmbeddingPair:
     def forward(self, ids: Tensor) -> Tensor:
         """ids int64 [T] -> [T, hidden]."""
         return _in_blocks(self.b, self.table[ids].to(activation_dtype(self.table.device)))
+
+
+def _for_device(weight: Tensor, device: torch.device) -> Tensor:
+    """On a GPU, where activations are halves, bfloat16 as half unless that overflows: else it would be converted at
+    every step."""
+    if device.type == "cuda" and weight.dtype == torch.bfloat16:
+        half = weight.half()
+        return half if bool(torch.isfinite(half).all()) else weight
+    return weight
 
 
 def _in_blocks(matrix: QuantMatrix, x: Tensor) -> Tensor:

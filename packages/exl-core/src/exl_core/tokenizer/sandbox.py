@@ -76,6 +76,8 @@ class _Worker:
         self._process = None
 
     def _start(self) -> None:
+        if not sys.executable:
+            raise ChatTemplateError("chat templates need a Python interpreter to run in, and this program names none")
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
