@@ -116,12 +116,12 @@ def reference(logits: np.ndarray, context: np.ndarray, s: Any, mu: float | None 
     if len(p) > 1:
         if s.max_temp > s.min_temp:
             alive = [v for v in p if v > 0]
-            h = -sum(v * math.log(v) for v in alive)
+            h = max(0.0, -sum(v * math.log(v) for v in alive))  # rounding may leave it just below 0
             t = s.min_temp + (s.max_temp - s.min_temp) * (h / (math.log(len(alive)) or 1)) ** s.temp_exponent
-            p = np.power(p / p.max(), 1 / max(t, 1e-300))  # nearly no entropy makes t nearly 0
-            p = p / p.sum()
+            p = np.power(p / max(p), 1 / max(t, 1e-4))
         elif s.temperature_last and s.temperature != 1:
-            p = np.power(p, 1 / s.temperature) / np.power(p, 1 / s.temperature).sum()
+            p = np.power(p / max(p), 1 / s.temperature)
+        p = p / p.sum()
     if s.xtc_probability > 0:
         ignored = {0, 1, 2, 21} if s.xtc_ignore_tokens is None else s.xtc_ignore_tokens
         choice = [i for i, v in enumerate(p) if v >= s.xtc_threshold and order[i] not in ignored]
