@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from exl_filters import ExLlamaV2Filter
@@ -224,6 +224,16 @@ def alone(ask: Ask) -> dict[str, Any]:
 
 @settings(max_examples=300, deadline=None)
 @given(shapes, st.lists(asks(), min_size=1, max_size=7), st.booleans())
+# Gives way with held ids (a banned string's beginning) over several pages of a size that makes them nameless.
+@example(
+    Shape(page=2, chunk=2, batch=2),
+    [
+        Ask([3], 11, 0, "greedy", bans=["ab"], share=9),
+        Ask([3], 15, 1, "default", hooked=True),
+        Ask([3], 0, 0, "default", hooked=True),
+    ],
+    False,
+)
 @pytest.mark.covers(
     "generators.md: 37",
     "generators.md: 42",

@@ -241,6 +241,8 @@ class Sequence:
 
     def _copy_partial(self, k: int, copy: Callable[[int, int, int], None]) -> bool:
         """Reuse the head of a page that begins like the prompt's page `k` behind the same prefix."""
+        if k > len(self.labels):
+            return False  # after give_way with ids that may yet be taken back: the prefix has no name to look under
         size = self._pages.page_size
         ids = self.keys[k * size : min((k + 1) * size, self.prefill_end)]
         found = self._pages.partial(self._parent(k), ids)
