@@ -19,8 +19,6 @@ from exl_core import (
     errors,
 )
 
-pytestmark = pytest.mark.covers("core.md: caches")
-
 CLASSES = [ExLlamaV2Cache, ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8]
 # Bytes of one key and of one value element with their share of the scales (spec formats.md 5.1)
 ELEMENT_BYTES = {"fp16": (2, 2), "fp8": (1, 1), "q4": (0.5625, 0.5625), "q6": (1.0625, 0.5625), "q8": (1.0625, 1.0625)}
@@ -38,6 +36,7 @@ def filled(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any, ba
     return cache
 
 
+@pytest.mark.covers("core.md: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_fields_and_footprint(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2) -> None:
     cache = cache_class(model, batch_size=3, max_seq_len=40)
@@ -61,11 +60,13 @@ def test_fields_and_footprint(cache_class: type[ExLlamaV2CacheBase], model: ExLl
     assert (cache.wbits is None) == (cache.kind in ("fp16", "fp8"))
 
 
+@pytest.mark.covers("core.md: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_default_length_is_the_models(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2) -> None:
     assert cache_class(model).max_seq_len == 512
 
 
+@pytest.mark.covers("core.md: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_clone_keeps_class_content_and_length(
     cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any
@@ -81,6 +82,7 @@ def test_clone_keeps_class_content_and_length(
     assert torch.equal(model.forward(more, cache), model.forward(more, copy))
 
 
+@pytest.mark.covers("core.md: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_continuing_needs_the_same_content(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any) -> None:
     """Reset forgets: what follows is the run of a fresh cache."""
@@ -94,6 +96,7 @@ def test_continuing_needs_the_same_content(cache_class: type[ExLlamaV2CacheBase]
     assert not torch.equal(fresh, continued)
 
 
+@pytest.mark.covers("core.md: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_copy_states_broadcasts_to_rows(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any) -> None:
     source = filled(cache_class, model, lab, batch=1)
@@ -107,6 +110,7 @@ def test_copy_states_broadcasts_to_rows(cache_class: type[ExLlamaV2CacheBase], m
         assert not b[1, 19:].any()
 
 
+@pytest.mark.covers("core.md: caches")
 def test_copy_states_within_one_cache_overlapping(model: ExLlamaV2, lab: Any) -> None:
     cache = filled(ExLlamaV2Cache_Q4, model, lab, batch=1)
     before = [t.clone() for t in cache.all_tensors()]
@@ -115,6 +119,7 @@ def test_copy_states_within_one_cache_overlapping(model: ExLlamaV2, lab: Any) ->
         assert torch.equal(b[0, 3:13], a[0, 0:10])
 
 
+@pytest.mark.covers("core.md: caches")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -134,6 +139,7 @@ def test_copy_states_refuses(model: ExLlamaV2, lab: Any, arguments: tuple[int, .
         cache.copy_states(ExLlamaV2Cache_Q4(model, batch_size=2, max_seq_len=40), 0, 1, 0, 1, 0, 1, 0, 1)
 
 
+@pytest.mark.covers("core.md: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_get_and_store_kv_state(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any) -> None:
     cache = filled(cache_class, model, lab)
@@ -160,6 +166,7 @@ def test_get_and_store_kv_state(cache_class: type[ExLlamaV2CacheBase], model: Ex
     torch.testing.assert_close(v2[:, 20:22], torch.full_like(v2[:, 20:22], -0.75), atol=0.2, rtol=0)
 
 
+@pytest.mark.covers("core.md: caches")
 def test_get_kv_state_of_pages(model: ExLlamaV2, lab: Any) -> None:
     cache = ExLlamaV2Cache_Q8(model, max_seq_len=64)
     model.forward(lab.ids(1, 20), cache)
@@ -172,6 +179,7 @@ def test_get_kv_state_of_pages(model: ExLlamaV2, lab: Any) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.covers("core.md: caches")
 def test_lazy_and_order_of_construction(lab: Any) -> None:
     model = ExLlamaV2(ExLlamaV2Config(lab.write()))
     with pytest.raises(errors.ModelStateError, match="lazy=True"):
@@ -190,6 +198,7 @@ def test_lazy_and_order_of_construction(lab: Any) -> None:
     assert model.forward(lab.ids(1, 4), cache) is not None
 
 
+@pytest.mark.covers("core.md: caches")
 def test_load_autosplit_fills_a_lazy_cache(lab: Any) -> None:
     model = ExLlamaV2(ExLlamaV2Config(lab.write()))
     cache = ExLlamaV2Cache_Q4(model, lazy=True)
@@ -202,12 +211,14 @@ def test_load_autosplit_fills_a_lazy_cache(lab: Any) -> None:
         model.load_autosplit(cache)
 
 
+@pytest.mark.covers("core.md: caches")
 @pytest.mark.parametrize("arguments", [{"batch_size": 0}, {"max_seq_len": 0}, {"max_seq_len": -2}, {"batch_size": 1.5}])
 def test_bad_sizes(model: ExLlamaV2, arguments: dict[str, Any]) -> None:
     with pytest.raises(errors.CacheError, match=next(iter(arguments))):
         ExLlamaV2Cache(model, **arguments)
 
 
+@pytest.mark.covers("core.md: caches")
 def test_cache_of_another_model(model: ExLlamaV2, lab: Any) -> None:
     other = lab.load(lab.write(num_hidden_layers=1))
     with pytest.raises(errors.CacheError, match="another model"):
@@ -223,6 +234,7 @@ def test_more_than_the_machine_has(model: ExLlamaV2) -> None:
     assert cache.all_tensors() == []
 
 
+@pytest.mark.covers("core.md: caches")
 def test_copy_from(model: ExLlamaV2, lab: Any) -> None:
     cache = filled(ExLlamaV2Cache, model, lab)
     with pytest.raises(errors.CacheError, match="lazy"):
@@ -233,6 +245,7 @@ def test_copy_from(model: ExLlamaV2, lab: Any) -> None:
         ExLlamaV2Cache_Q4(model, 2, 40, copy_from=cache)
 
 
+@pytest.mark.covers("core.md: caches")
 @pytest.mark.parametrize("head_dim", [8, 24, 80, 96])
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_any_head_dim(cache_class: type[ExLlamaV2CacheBase], head_dim: int, lab: Any) -> None:

@@ -66,6 +66,7 @@ def test_a_split_model_gives_the_logits_of_one_device(
         assert torch.equal(ours, theirs) if other != "cpu" else torch.isfinite(ours).all()
 
 
+@pytest.mark.covers("core.md: tensor-parallel")
 def test_tensor_parallel_calls_on_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
     model = build(lab.write(kind="exl2", num_hidden_layers=4, **SIZES))

@@ -153,6 +153,7 @@ def test_refused_in_no_time_with_the_numbers(lab: Any, monkeypatch: pytest.Monke
     assert model.loaded
 
 
+@pytest.mark.covers("core.md: tensor-parallel")
 def test_tensor_parallel_calls_spread_whole_layers(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
     whole = build(lab)
     whole.load()
