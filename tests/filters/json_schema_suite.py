@@ -3,7 +3,7 @@
 The suite is third-party and not in this repository. The source distribution of `jsonschema` carries it; it is fetched
 by the package client, pinned by hash, and kept in pytest's cache.
 
-    python tests/filters/json_schema_suite.py [--backend xgrammar]    writes the baseline anew
+    python tests/filters/json_schema_suite.py [--backend xgrammar]    writes the baseline anew, unless it is worse
 
 Outcomes, one letter a test: `a` valid and accepted, `r` invalid and not accepted, `x` the schema is refused with
 `FilterCompileError`, `l` valid and not accepted (lost), `w` invalid and accepted (wrong).
@@ -158,6 +158,22 @@ def worse(before: str, now: str) -> bool:
     return len(before) != len(now) or any(RANK[b] < RANK[n] for b, n in zip(before, now, strict=True))
 
 
+def write_baseline(backend: str, found: dict[str, str], accept_worse: bool = False) -> None:
+    """Put `found` in the baseline's place; `SystemExit` where that is a step back and `accept_worse` is not said."""
+    file = baseline_file(backend)
+    before = read_baseline(backend) if file.exists() else {}
+    back = [name for name, letters in before.items() if worse(letters, found.get(name, ""))]
+    back += [name for name, letters in found.items() if name not in before and "w" in letters]
+    if back and not accept_worse:
+        raise SystemExit(
+            f"not written: {len(back)} groups are worse than in {file.name}, such as {back[:5]}; mend that, or say "
+            "--accept-worse"
+        )
+    head = f"# {backend}; suite of {PINNED.split()[0]}; letters: see json_schema_suite.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join([head, *(f"{name} {letters}" for name, letters in found.items())]) + "\n")
+
+
 def counts(found: dict[str, str]) -> dict[str, int]:
     letters = "".join(found.values())
     return {letter: letters.count(letter) for letter in RANK} | {"tests": len(letters)}
@@ -169,15 +185,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="llguidance")
     parser.add_argument("--suite", type=Path, help="folder with the suite, or where to fetch it to")
+    parser.add_argument("--accept-worse", action="store_true", help="write a baseline that is worse than the present")
     args = parser.parse_args()
     folder = args.suite or Path(".pytest_cache") / "d" / "json-schema-suite"
     folder.mkdir(parents=True, exist_ok=True)
     found = {group.name: outcomes(group, args.backend) for group in groups(suite(folder))}
     print(json.dumps(counts(found)))
-    file = baseline_file(args.backend)
-    file.parent.mkdir(exist_ok=True)
-    head = f"# {args.backend}; suite of {PINNED.split()[0]}; letters: see json_schema_suite.py"
-    file.write_text("\n".join([head, *(f"{name} {letters}" for name, letters in found.items())]) + "\n")
+    write_baseline(args.backend, found, args.accept_worse)
 
 
 if __name__ == "__main__":

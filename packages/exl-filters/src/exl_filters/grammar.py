@@ -10,7 +10,7 @@ from exl_filters import bits
 from exl_filters.base import Allowed, ExLlamaV2Filter
 from exl_filters.bits import Words
 from exl_filters.context import FilterContext
-from exl_filters.errors import FilterCompileError, FilterRejected, FilterUsageError
+from exl_filters.errors import FilterCompileError, FilterFailed, FilterRejected, FilterUsageError
 from exl_filters.grammar_source import grammar_text, plain_source, the_one_source
 from exl_filters.llg import Matcher, compile_matcher
 from exl_filters.masking import masked
@@ -131,6 +131,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self._keep = bits.from_ids(self.vocabulary.defined, self.vocabulary.size)
         self._all_defined = bool((self._keep == -1).all())
         self.begin("")
+        self._refuse_empty()
 
     # Contract.
 
@@ -269,6 +270,18 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         return {"type": "grammar", **self._source, **self._options}
 
     # Inside.
+
+    def _refuse_empty(self) -> None:
+        """Raise `FilterCompileError` for a grammar of no text, rather than fail at the first token."""
+        if self._matcher.accepting:
+            return
+        words = bits.empty(self.vocabulary.size)
+        try:
+            self.fill_bitmask(words)
+        except FilterFailed as error:
+            raise FilterCompileError(f"{self.describe()}: nothing can begin it: {error}") from error
+        if bits.is_empty(words):
+            raise FilterCompileError(f"{self.describe()}: no token of the vocabulary can begin it")
 
     def _changed(self) -> None:
         self._prepared = self._healing = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from exl_filters.errors import FilterCompileError
 from exl_filters.llg import caught, llguidance
+from exl_filters.schema_checks import allowed_escapes, check_schema
 
 __all__ = ["BOUNDED_WHITESPACE", "grammar_text", "plain_source", "the_one_source"]
 
@@ -85,10 +86,9 @@ def _schema(value: Any) -> dict[str, Any]:
 
 
 def _with_whitespace(schema: dict[str, Any], whitespace: str) -> dict[str, Any]:
-    """The schema with llguidance's options in it."""
-    options = {**_whitespace(whitespace), **schema.get("x-guidance", {})}
-    # Never lenient: a keyword that cannot be enforced is an error, whatever the schema's author asks llguidance for.
-    options["lenient"] = False
+    """The schema with llguidance's options in it; the schema's author has no say in them."""
+    check_schema(schema)
+    options = {**_whitespace(whitespace), "json_allowed_escapes": allowed_escapes(schema), "lenient": False}
     return {**schema, "x-guidance": options}
 
 

@@ -193,10 +193,13 @@ def compile_matcher(grammar: str, vocabulary: Vocabulary, limits: Mapping[str, i
     if len(grammar) > MAX_SOURCE:
         raise FilterCompileError(f"the grammar has {len(grammar)} characters; the limit is {MAX_SOURCE}")
     tokenizer, width = tokenizer_for(vocabulary)
+    for name, limit in (limits or {}).items():
+        if not isinstance(limit, int) or limit < 0:
+            raise FilterCompileError(f"limits: {name} is {limit!r}; it must be an integer of 0 or more")
     options: dict[str, Any] = {"verbose_errors": False, **(limits or {})}
     try:
         parser_limits = module.LLParserLimits(**options)
-    except TypeError as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise FilterCompileError(f"limits: {error}") from error
     raw = caught(lambda: module.LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits))
     if raw.is_error():

@@ -170,6 +170,7 @@ def refuse_unenforced(schema: Any) -> None:
         if unknown:
             raise FilterCompileError(f"xgrammar back end: {at} has {sorted(unknown)}, which would not be enforced")
         _refuse_combinations(at, sub)
+        _refuse_names(at, sub)
 
 
 def _refuse_combinations(at: str, sub: dict[str, Any]) -> None:
@@ -185,6 +186,23 @@ def _refuse_combinations(at: str, sub: dict[str, Any]) -> None:
         raise FilterCompileError(f"xgrammar back end: {at} must have one type")
     if isinstance(sub.get("items"), list):
         raise FilterCompileError(f"xgrammar back end: {at} has a list of items")
+
+
+def _refuse_names(at: str, sub: dict[str, Any]) -> None:
+    """Names that xgrammar drops, and names that escapes would get around."""
+    properties, required = sub.get("properties", {}), sub.get("required", [])
+    if isinstance(required, list) and isinstance(properties, dict):
+        dropped = [name for name in required if name not in properties]
+        if dropped:
+            raise FilterCompileError(
+                f"xgrammar back end: {at} requires {dropped!r:.60}, not under properties, which would not be enforced; "
+                "put each under properties"
+            )
+    if properties and sub.get("additionalProperties", True) is not False:
+        raise FilterCompileError(
+            f"xgrammar back end: {at} has properties in an open object, where a name written with escapes would not be "
+            "held to its schema; set additionalProperties to false"
+        )
 
 
 def subschemas(schema: Any, at: str) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,114 @@
+"""What llguidance would enforce in part, or at too high a price, found in a schema before it is compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from exl_filters.errors import FilterCompileError
+
+__all__ = ["allowed_escapes", "check_schema"]
+
+# Keywords whose value is data, and those whose value has names of the author's choice for keys.
+DATA = frozenset({"const", "enum", "default", "examples"})
+NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+# A divisor is a state machine of as many states: 99,991 compile in half a second, 999,983 in 22 s and 400 MB.
+LARGEST_DIVISOR = 100_000
+# What is written with these has no other spelling with them.
+ESCAPES = 'nrbtf\\"'
+
+
+def check_schema(schema: Any) -> None:
+    """Raise `FilterCompileError` for llguidance's own options and for what it would not enforce.
+
+    minProperties: members are counted, and a name may come twice. Names that are required come once each, so one
+    member more than those can be told apart.
+    """
+    divisors: list[int] = []
+    merged = False
+    for at, sub in schemas_in(schema, "#"):
+        if "x-guidance" in sub:
+            raise FilterCompileError(
+                f"{at} has x-guidance = {sub['x-guidance']!r:.60}, which would change the output's form; leave it out "
+                "(white space: the filter's argument `whitespace`)"
+            )
+        _check_least_members(at, sub)
+        merged = merged or "allOf" in sub or "$ref" in sub
+        divisors.append(_divisor(sub))
+    # Divisors that apply to one number become their least common multiple.
+    largest = math.lcm(*divisors) if merged else max(divisors, default=1)
+    if largest > LARGEST_DIVISOR:
+        raise FilterCompileError(
+            f"multipleOf: {largest} (without factors 2 and 5; together where allOf or $ref may join them) is above the "
+            f"limit of {LARGEST_DIVISOR}; leave it out and check the number afterwards"
+        )
+
+
+def allowed_escapes(schema: Any) -> str:
+    r"""The escapes for strings, as llguidance's `json_allowed_escapes`.
+
+    Without \u: with it, a member `{"\u0061": ...}` of an open object would pass for one that `properties` does not
+    name. A schema without names may have it, which strings with control characters need.
+    """
+    found = list(schemas_in(schema, "#"))
+    if not any(sub.get("properties") or sub.get("patternProperties") for _, sub in found):
+        return ESCAPES + "u"
+    for at, sub in found:
+        for keyword in ("const", "enum"):
+            if keyword in sub and _needs_u(sub[keyword]):
+                raise FilterCompileError(
+                    rf"{at}/{keyword}: {sub[keyword]!r:.60} has control characters, written \u00XX; beside properties "
+                    "that escape is kept out, for names could be written with it; leave these characters out"
+                )
+    return ESCAPES
+
+
+def schemas_in(schema: Any, at: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All objects in a schema that may be read as schemas, with their places; unknown keywords are looked into."""
+    if isinstance(schema, list):
+        for index, value in enumerate(schema):
+            yield from schemas_in(value, f"{at}/{index}")
+    if not isinstance(schema, dict):
+        return
+    yield at, schema
+    for name, value in schema.items():
+        if name in NAMED and isinstance(value, dict):
+            for key, sub in value.items():
+                yield from schemas_in(sub, f"{at}/{name}/{key}")
+        elif name not in DATA and name != "x-guidance":
+            yield from schemas_in(value, f"{at}/{name}")
+
+
+def _check_least_members(at: str, sub: dict[str, Any]) -> None:
+    least, required = sub.get("minProperties"), sub.get("required")
+    if not isinstance(least, int | float):
+        return
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    if least > len(names) + 1:
+        raise FilterCompileError(
+            f"{at} has minProperties {least}, which cannot be enforced above {len(names) + 1} here: a name could come "
+            "twice; name the members under required"
+        )
+
+
+def _divisor(sub: dict[str, Any]) -> int:
+    """The part of `multipleOf` that costs states: its digits without factors 2 and 5."""
+    value = sub.get("multipleOf", 1)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return 1
+    number = abs(Fraction(str(value)).numerator)
+    for factor in (2, 5):
+        while number and number % factor == 0:
+            number //= factor
+    return number or 1
+
+
+def _needs_u(value: Any) -> bool:
+    r"""Whether a string in the value has a character that llguidance writes as \u00XX only."""
+    if isinstance(value, dict):
+        return any(_needs_u(member) for member in value.values())
+    if isinstance(value, list):
+        return any(_needs_u(item) for item in value)
+    return isinstance(value, str) and any(c == "\x7f" or (c < " " and c not in "\n\r\b\t\f") for c in value)
