@@ -17,6 +17,7 @@ from exl_filters.base import Allowed, ExLlamaV2Filter, overrides
 from exl_filters.bits import Words
 from exl_filters.copying import copy_state
 from exl_filters.errors import FilterError, FilterFailed, FilterRejected, FilterUsageError
+from exl_filters.foreign_answers import token_ids
 from exl_filters.tokens import FedToken, as_prefix, as_token
 
 __all__ = ["ForeignFilter", "as_filter"]
@@ -96,7 +97,10 @@ class ForeignFilter(ExLlamaV2Filter):
                 self._ask_inner()
             self._call(self.inner.feed, FedToken(part))
             self._answer = None
-        self._prefix, self._answer = b"", None
+        if self._prefix:
+            # What a token that is a mere beginning of it leaves is still to be regenerated.
+            self._prefix = self._prefix[len(self._vocabulary().bytes_of(token)) :]
+        self._answer = None
         self._ended = token in ends
 
     def ended(self) -> bool:
@@ -159,19 +163,9 @@ class ForeignFilter(ExLlamaV2Filter):
         allowed, ends = answer
         if allowed is None:
             return None, frozenset()
-        ids = self._sorted(allowed)
-        return ids, frozenset(int(e) for e in ends or () if _contains(ids, int(e)))
-
-    def _sorted(self, allowed: Any) -> npt.NDArray[np.int64]:
-        try:
-            ids = np.asarray(list(allowed) if not isinstance(allowed, np.ndarray) else allowed, dtype=np.int64).reshape(
-                -1
-            )
-        except (TypeError, ValueError, OverflowError) as error:
-            raise FilterFailed(f"{self.describe()}.next() allowed {allowed!r:.60}, which are no token ids") from error
-        ids = np.unique(ids)
-        ids = ids[ids >= 0]
-        return ids[ids < self.context.vocab_size] if self.context is not None else ids
+        ids = token_ids(allowed, self.context, f"{self.describe()}.next() allowed")
+        ended = token_ids(() if ends is None else ends, self.context, f"{self.describe()}.next() listed as end tokens")
+        return ids, frozenset(ended[np.isin(ended, ids)].tolist())
 
     def _ask_mask(self) -> npt.NDArray[np.int64]:
         """Ids of a filter that can only mask: what stays finite in a row of zeros."""
@@ -182,8 +176,13 @@ class ForeignFilter(ExLlamaV2Filter):
             zeros = torch.from_numpy(zeros)
         if self._call(self.inner.prepare_logit_mask) is not True:
             raise FilterFailed(f"{self.describe()}.prepare_logit_mask() did not return True")
-        masked = self._call(self.inner.mask_logits, zeros)
-        return np.flatnonzero(np.isfinite(np.asarray(masked).reshape(-1))[: self.context.vocab_size]).astype(np.int64)
+        row = np.asarray(self._call(self.inner.mask_logits, zeros)).reshape(-1)
+        if row.dtype.kind != "f" or len(row) != self.context.logits_width:
+            raise FilterFailed(
+                f"{self.describe()}.mask_logits() returned {len(row)} values of {row.dtype}; it must return the "
+                f"{self.context.logits_width} float logits it was given, excluded ones at -inf"
+            )
+        return np.flatnonzero(np.isfinite(row)[: self.context.vocab_size]).astype(np.int64)
 
     def _with_stops(
         self, ids: npt.NDArray[np.int64] | None, ends: frozenset[int]
@@ -204,7 +203,10 @@ class ForeignFilter(ExLlamaV2Filter):
     def _with_prefix(
         self, ids: npt.NDArray[np.int64] | None, ends: frozenset[int]
     ) -> tuple[npt.NDArray[np.int64] | None, frozenset[int]]:
-        """Spec FC-34: tokens that start with the text to be regenerated and whose surplus, as one token, is allowed."""
+        """Spec FC-34: tokens that start with the text to be regenerated and whose surplus, as one token, is allowed.
+
+        Where there is none, tokens that are beginnings of that text, as with native filters.
+        """
         if not self._prefix:
             return ids, ends
         allowed, ended = [], []
@@ -214,6 +216,8 @@ class ForeignFilter(ExLlamaV2Filter):
                 allowed.append(token)
             if surplus and any(part in ends for part in parts):
                 ended.append(token)
+        if not allowed:
+            allowed = [t for n in range(1, len(self._prefix)) for t in self._vocabulary().ids_of(self._prefix[:n])]
         return np.array(sorted(allowed), dtype=np.int64), frozenset(ended)
 
     def _healed(self, token: int) -> tuple[int, ...]:
