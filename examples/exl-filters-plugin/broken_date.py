@@ -1,9 +1,12 @@
 """The filter of this plugin with a fault put in, to see what the law kit says of it:
 
 exl-filters check broken_date:make
+
+Its language is that of the good filter: what is told of it is the fault's doing.
 """
 
 from exl_filters_iso_date import IsoDateFilter
+from exl_filters_iso_date.oracle import dates
 
 
 class BrokenDateFilter(IsoDateFilter):
@@ -18,4 +21,4 @@ def make(vocab):
     return BrokenDateFilter(None, vocab)
 
 
-make.language = ["2024-02-29", "1999-12-31"]
+make.language = dates

@@ -1,5 +1,6 @@
 """The example plugin: built, installed, found by name, its own tests run, and checked by the command line."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -46,35 +47,47 @@ def test_the_command_line_lists_and_checks_it(installed, tmp_path):
     copy, env = installed
     listed = run(sys.executable, "-m", "exl_filters", "list", cwd=tmp_path, env=env)
     assert "exl_filters_iso_date:IsoDateFilter" in listed.stdout
-    options = ("--profile", "quick", "--examples", "4")
+    options = ("--profile", "quick", "--examples", "4", "--json")
     good = run(sys.executable, "-m", "exl_filters", "check", "iso-date", *options, cwd=tmp_path, env=env)
     assert good.returncode == 0, good.stdout
+    # Its oracle comes by the entry point: the laws that need one have run.
+    assert {f"LAW-{n}" for n in range(21, 28)} <= laws(good, "holds")
     source = (copy / "src" / "exl_filters_iso_date" / "__init__.py").read_text(encoding="utf-8")
     broken = source.replace("return text + raw[len(pending) :], pending[len(raw) :]", 'return text, b""')
     assert broken != source
-    (tmp_path / "broken_date.py").write_text(
-        broken + "\n\ndef make(vocab):\n    return IsoDateFilter(None, vocab)\n\nmake.language = ['2024-02-29']\n",
-        encoding="utf-8",
-    )
+    broken += "\n\ndef make(vocab):\n    return IsoDateFilter(None, vocab)\n"
+    broken += "\n\nfrom exl_filters_iso_date.oracle import dates\n\nmake.language = dates\n"
+    (tmp_path / "broken_date.py").write_text(broken, encoding="utf-8")
     bad = run(sys.executable, "-m", "exl_filters", "check", "broken_date:make", "--laws", "22", cwd=tmp_path, env=env)
     assert bad.returncode == 1
     assert "LAW-22 only what keeps the text in the language is allowed: broken" in bad.stdout
 
 
-def test_the_broken_copy_in_the_folder_is_caught(installed):
+def test_the_good_filter_and_the_broken_copy_are_told_apart_by_the_same_language(installed):
     copy, env = installed
-    good = run(
-        sys.executable,
-        "-m",
-        "exl_filters",
-        "check",
-        "exl_filters_iso_date:IsoDateFilter",
-        "--laws",
-        "5",
-        cwd=copy,
-        env=env,
-    )
+    common = ("--language", "exl_filters_iso_date.oracle:dates", "--laws", "21,22,23,24,25,26,27", "--profile", "quick")
+
+    def check(target, *options):
+        return run(sys.executable, "-m", "exl_filters", "check", target, *common, *options, cwd=copy, env=env)
+
+    good = check("exl_filters_iso_date:IsoDateFilter", "--json")
     assert good.returncode == 0, good.stdout
+    assert laws(good, "holds") == {f"LAW-{n}" for n in range(21, 28)}
+    bad = check("broken_date:make")
+    assert bad.returncode == 1
+    assert "LAW-22 only what keeps the text in the language is allowed: broken" in bad.stdout
+    assert "leaves dates" in bad.stdout
+
+
+def test_the_broken_copy_brings_its_language(installed):
+    copy, env = installed
     bad = run(sys.executable, "-m", "exl_filters", "check", "broken_date:make", "--laws", "22", cwd=copy, env=env)
     assert bad.returncode == 1
     assert "LAW-22" in bad.stdout
+    assert "leaves dates" in bad.stdout
+
+
+def laws(done, status):
+    """The laws of this status in the JSON lines of a check."""
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {row["law"] for row in rows if row["status"] == status}

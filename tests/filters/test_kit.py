@@ -171,7 +171,64 @@ def test_command_line(module, capsys):
     assert main(["check", "select", "--params", '{"options": ["a"]}', "--language", '["a"]', "--laws", "1,22"]) == 0
     for bad in ("nowhere:make", f"{module}:nothing", "unknown", f"{module}:GOOD"):
         assert main(["check", bad]) == 2
-    assert main(["check", "select", "--laws", "1"]) == 1  # no options: no filter can be made
+
+
+NO_FILTERS = """
+from exl_filters import ExLlamaV2SelectFilter
+def boom(vocab):
+    raise RuntimeError("factory boom")
+def none(vocab):
+    return None
+def other(vocab):
+    return object()
+def leaves(vocab):
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "cause"),
+    [
+        ("select", "missing a required argument: 'options'"),
+        ("grammar", "grammar"),
+        ("exl_filters:ExLlamaV2PrefixFilter", "missing a required argument"),
+        ("no_filters:boom", "the factory raised RuntimeError: factory boom"),
+        ("no_filters:none", "the factory returned None, which has no begin, feed, next"),
+        ("no_filters:other", "which has no begin, feed, next"),
+        ("no_filters:leaves", "the factory raised SystemExit"),
+    ],
+)
+def test_a_factory_that_gives_no_filter_is_a_bad_call_and_no_broken_law(target, cause, tmp_path, monkeypatch, capsys):
+    (tmp_path / "no_filters.py").write_text(NO_FILTERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert main(["check", target]) == 2
+    finally:
+        sys.modules.pop("no_filters", None)
+    told = capsys.readouterr()
+    assert cause in told.err
+    assert "LAW" not in told.out + told.err
+    assert "broken" not in told.out
+
+
+def test_the_language_of_the_command_line(module, tmp_path, capsys):
+    (tmp_path / "my_oracle.py").write_text("import re\ndef both():\n    return re.compile('yes|no')\nyes = ['yes']\n")
+    try:
+        for language, status in (
+            ("my_oracle:both", 0),
+            ("my_oracle:yes", 1),
+            ('["yes", "no"]', 0),
+            ('["yes"]', 1),
+            ("my_oracle:neither", 2),
+            ("nowhere:both", 2),
+            ("[", 2),
+            ("3", 2),
+        ):
+            options = ("--language", language, "--laws", "22,24", "--profile", "quick")
+            assert main(["check", f"{module}:make", *options]) == status, language
+    finally:
+        sys.modules.pop("my_oracle", None)
+    assert "--language takes JSON or MODULE:NAME" in capsys.readouterr().err
 
 
 @pytest.mark.covers("filters.md: CAP-34")

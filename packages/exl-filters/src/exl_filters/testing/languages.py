@@ -104,9 +104,11 @@ def anything() -> Language:
 
 
 def as_language(given: Any) -> Language | None:
-    """A `Language`, a list of strings (finite), a compiled pattern, or None."""
+    """A `Language`, a list of strings (finite), a compiled pattern, a function that gives one of these, or None."""
     if given is None or isinstance(given, Language):
         return given
+    if callable(given):
+        return as_language(given())
     if isinstance(given, re.Pattern):
         return regex(given)
     if isinstance(given, Iterable) and not isinstance(given, str | bytes):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from exl_filters.errors import FilterError
 from exl_filters.testing.runner import Outcome, Subject, read_xfail, select_laws
 from exl_filters.testing.targets import targets
 
@@ -55,6 +56,10 @@ def items_for(session: pytest.Session, target: str) -> Iterator[LawItem]:
             examples=option("--filter-examples"),
             seed=option("--filter-seed"),
         )
+        try:
+            subject.require_filter()
+        except FilterError as error:
+            raise pytest.UsageError(f"--filter-contract {name}: {error}") from error
         wanted = option("--filter-laws")
         for law in select_laws(wanted.split(",") if wanted else None):
             if not subject.not_applicable(law):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from exl_filters.base import ExLlamaV2Filter
 from exl_filters.context import FilterContext
-from exl_filters.errors import FilterUsageError
+from exl_filters.errors import FilterError, FilterUsageError
 from exl_filters.testing.case import Broken, Case, Factory
 from exl_filters.testing.languages import Language, as_language
 from exl_filters.testing.laws import LAWS, Law, applicable
@@ -110,6 +110,22 @@ class Subject:
         language = as_language(language if language is not None else getattr(factory, "language", None))
         claims = frozenset(capabilities) | frozenset(getattr(factory, "capabilities", ()))
         return cls(factory, language, claims, **options)
+
+    def require_filter(self) -> None:
+        """Make one filter before any law runs. Raises `FilterUsageError` with the cause when the factory gives none: a
+        call that cannot be carried out is not a broken law.
+        """
+        try:
+            made = self.factory(self.vocabulary or standard_vocabulary(self.language))
+        except FilterError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise FilterUsageError(f"no filter can be made: {_own_failure(error, 'factory')}") from error
+        missing = [name for name in ("begin", "feed", "next") if not callable(getattr(made, name, None))]
+        if missing:
+            raise FilterUsageError(
+                f"no filter can be made: the factory returned {made!r:.60}, which has no {', '.join(missing)}"
+            )
 
     def sample(self) -> Any:
         """One filter, to see what it overrides."""
@@ -210,12 +226,14 @@ def check_filter(
 
     shrink: look for the smallest counterexample, not the first.
     xfail: law numbers with reasons, or a file of them; strict: a listed law that holds is a failure. With
-    `raise_on_failure` an `AssertionError` carries the report.
+    `raise_on_failure` an `AssertionError` carries the report. Raises a `FilterError` with the cause, before any law
+    runs, when the factory raises or returns no filter.
     """
     options = {"profile": profile, "examples": examples, "seed": seed, "vocabulary": vocabulary, "shrink": shrink}
     subject = Subject.of(factory, language=language, capabilities=capabilities, **options)
-    known = read_xfail(xfail)
-    report = Report([subject.outcome(law, known) for law in select_laws(laws)])
+    known, chosen = read_xfail(xfail), select_laws(laws)
+    subject.require_filter()
+    report = Report([subject.outcome(law, known) for law in chosen])
     if raise_on_failure and not report.ok:
         raise AssertionError(str(report))
     return report
@@ -276,9 +294,9 @@ def read_xfail(given: Mapping[str, str] | str | os.PathLike[str] | None) -> dict
     return entries
 
 
-def _own_failure(error: Exception) -> str:
+def _own_failure(error: BaseException, whose: str = "filter") -> str:
     """An exception of the filter's, with the lines it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     outside = [f for f in frames if "hypothesis" not in f.filename and f"testing{os.sep}" not in f.filename]
     where = f" at {Path(outside[-1].filename).name}:{outside[-1].lineno} {outside[-1].line}" if outside else ""
-    return f"the filter raised {type(error).__name__}: {error}{where}"
+    return f"the {whose} raised {type(error).__name__}: {error}{where}"

@@ -11,7 +11,7 @@ from typing import Any
 from exl_filters import registry
 from exl_filters.errors import FilterUsageError, PluginError
 
-__all__ = ["LANGUAGES", "targets"]
+__all__ = ["LANGUAGES", "imported", "targets"]
 
 LANGUAGES = "exl_filters.languages"
 """Entry-point group of oracles: a filter's name -> `Language`, list of texts, pattern, or a function that gives one."""
@@ -27,7 +27,10 @@ def targets(target: str, params: Mapping[str, Any] | None = None) -> Iterator[tu
             if registry.info(name).dist != "exl-filters":
                 yield name, _made(registry.get(name), name, params or {})
     elif ":" in target and not _is_registered(target):
-        yield target, _imported(target)
+        found = imported(target)
+        if not callable(found):
+            raise FilterUsageError(f"{target} is a {type(found).__name__}, not a factory that takes a vocabulary")
+        yield target, _made(found, target, {}) if registry.takes_model(found) else found
     else:
         yield target, _made(registry.get(target), target, params or {})
 
@@ -36,7 +39,8 @@ def _is_registered(name: str) -> bool:
     return name in registry.names()
 
 
-def _imported(target: str) -> Any:
+def imported(target: str) -> Any:
+    """What `module:name` stands for. Raises `FilterUsageError` for a module or name that is not there."""
     module_name, _, attribute = target.partition(":")
     # As `python -m` does: the author's project is usually the current directory.
     if "" not in sys.path:
@@ -49,9 +53,7 @@ def _imported(target: str) -> Any:
         if not hasattr(found, part):
             raise FilterUsageError(f"{target}: {module_name} has no {attribute}")
         found = getattr(found, part)
-    if not callable(found):
-        raise FilterUsageError(f"{target} is a {type(found).__name__}, not a factory that takes a vocabulary")
-    return _made(found, target, {}) if registry.takes_model(found) else found
+    return found
 
 
 def _made(factory: Any, name: str, params: Mapping[str, Any]) -> Any:

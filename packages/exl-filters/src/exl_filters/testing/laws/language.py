@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from exl_filters.base import overrides
 from exl_filters.testing.case import Case
 from exl_filters.testing.languages import Language
 from exl_filters.testing.laws.law import law
@@ -96,6 +97,9 @@ def stop_only_when_whole(case: Case) -> None:
     allowed, ends = case.next(f)
     if allowed is None:
         return
+    complete = getattr(f, "is_complete", None)
+    if callable(complete) and language.whole(text) is False:
+        case.expect(not complete(), f"is_complete() is true after {text!r}, not whole in {language.name}")
     if allowed & case.stops:
         case.expect(
             language.whole(text) is not False, f"a stop token is allowed after {text!r}, not whole in {language.name}"
@@ -123,6 +127,8 @@ def whole_may_stop(case: Case) -> None:
             return
         case.feed(f, token)
         path.append(token)
+        if token in ends and overrides(f, "ended"):
+            case.expect(_ended(case, f), f"the end token {case.show_id(token)} was fed and ended() is false")
         if token in ends or _ended(case, f):
             return
 

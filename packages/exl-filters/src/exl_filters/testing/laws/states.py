@@ -145,17 +145,20 @@ def terminal_feeds(case: Case) -> None:
 @law(31, "rewind(n) undoes n feeds, also across the end", needs=["rewind"])
 def rewind(case: Case) -> None:
     f = case.make()
-    trace, path = [case.next(f)], case.walk(f, 6)
+    path = case.walk(f, 6)
     again = case.make()
+    trace, claims = [case.next(again)], [_claims(again)]
     for token in path:
         case.feed(again, token)
         trace.append(case.next(again))
+        claims.append(_claims(again))
     extra = case.draw(st.integers(0, 2)) if _over(case, f, path) else 0
     for _ in range(extra):
         case.feed(f, min(case.stops, default=-1))
     n = case.draw(st.integers(0, len(path)))
     _rewind(case, f, n + extra)
     case.equal(case.next(f), trace[len(path) - n], f"after rewind({n + extra})")
+    case.equal(_claims(f), claims[len(path) - n], f"ended() and is_complete() after rewind({n + extra})")
     for token in path[len(path) - n :]:
         case.feed(f, token)
     case.equal(case.next(f), trace[-1], "after feeding the rewound tokens again")
@@ -165,6 +168,12 @@ def rewind(case: Case) -> None:
         case.equal(case.next(f), trace[-1], "a refused rewind changed the state")
     else:
         case.expect(False, f"rewind({len(path) + 1}) after {len(path)} tokens was accepted")
+
+
+def _claims(f: Any) -> list[bool | None]:
+    """What the filter says of its own end; None where it has no such method."""
+    asked = (getattr(f, name, None) for name in ("ended", "is_complete"))
+    return [bool(ask()) if callable(ask) else None for ask in asked]
 
 
 def _rewind(case: Case, f: Any, n: int) -> None:

@@ -125,6 +125,34 @@ class RewindsNotEnd(Plain):
         self.done_at = over
 
 
+@mutants(31, "ended() stays true when rewound across the end")
+class EndedSticks(Plain):
+    was_over = False
+
+    def begin(self, prefix_str: Any = "") -> None:
+        super().begin(prefix_str)
+        self.was_over = False
+
+    def feed(self, token: Any) -> None:
+        super().feed(token)
+        self.was_over = self.was_over or self.done
+
+    def ended(self) -> bool:
+        return self.was_over
+
+
+@mutants(25, "is_complete() is always true")
+class AlwaysComplete(Plain):
+    def is_complete(self) -> bool:
+        return True
+
+
+@mutants(26, "ended() is always false")
+class NeverEnded(Plain):
+    def ended(self) -> bool:
+        return False
+
+
 @mutants(32, "ignores the text to be regenerated")
 class IgnoresPrefix(Plain):
     def begin(self, prefix_str: Any = "") -> None:
