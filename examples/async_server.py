@@ -13,7 +13,7 @@ from exl_generate.bundled import default_model_dir
 
 
 async def answer(generator, tokenizer, prompt, patience):
-    """One request. Leaving the loop early cancels the job: its pages are free for others at once."""
+    """One request. A client that hangs up has its job cancelled: its pages are free for others at once."""
     ids = tokenizer.encode(prompt, add_bos=True)
     job = ExLlamaV2DynamicJobAsync(generator, ids, 40, stop_conditions=[tokenizer.eos_token_id], max_rq_tokens=16)
     text, reason = "", "client hung up"
@@ -22,6 +22,7 @@ async def answer(generator, tokenizer, prompt, patience):
         if result["eos"]:
             reason = result["eos_reason"]
         elif len(text) > patience:
+            await job.cancel()
             break
     return f"{reason:14} {prompt}{text[:40]!r}"
 

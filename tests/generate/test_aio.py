@@ -28,8 +28,8 @@ def make(**kw: Any) -> ExLlamaV2DynamicGeneratorAsync:
     return ExLlamaV2DynamicGeneratorAsync(model, cache, TOKENIZER, page_size=16, **kw)
 
 
-def job(generator: ExLlamaV2DynamicGeneratorAsync, text: str, new: int = 12) -> ExLlamaV2DynamicJobAsync:
-    return ExLlamaV2DynamicJobAsync(generator, TOKENIZER.encode(text), new, gen_settings=GREEDY)
+def job(generator: ExLlamaV2DynamicGeneratorAsync, text: str, new: int = 12, **kw: Any) -> ExLlamaV2DynamicJobAsync:
+    return ExLlamaV2DynamicJobAsync(generator, TOKENIZER.encode(text), new, **{"gen_settings": GREEDY, **kw})
 
 
 async def read(one: ExLlamaV2DynamicJobAsync) -> str:
@@ -87,6 +87,64 @@ def test_leaving_the_loop_cancels_the_job() -> None:
             assert one.cancelled
             assert generator.generator.num_remaining_jobs() == 0
             check_pages(generator.generator)
+
+    play(main())
+
+
+@pytest.mark.covers("generators.md: 62")
+@pytest.mark.parametrize("how", ["break", "return", "raise", "close unbegun", "task"])
+def test_a_job_that_nobody_reads_any_more_is_cancelled(how: str) -> None:
+    """Clients hang up in every way, also before their first token."""
+
+    async def client(generator: ExLlamaV2DynamicGeneratorAsync) -> None:
+        one = job(generator, "abc", 240)
+        if how == "close unbegun":
+            await one.__aiter__().aclose()  # type: ignore[attr-defined]
+            return
+        async for result in one:
+            if "text" in result:
+                if how == "break":
+                    break
+                if how == "return":
+                    return
+                if how == "raise":
+                    raise ZeroDivisionError
+
+    async def main() -> None:
+        async with make() as generator:
+            task = asyncio.create_task(client(generator))
+            if how == "task":
+                await asyncio.sleep(0.02)
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            del task
+            async with asyncio.timeout(5):
+                while generator.generator.num_remaining_jobs():
+                    await asyncio.sleep(0.01)
+            check_pages(generator.generator)
+            assert (await collect(job(generator, "abc", 3)))[-1]["new_tokens"] == 3
+
+    play(main())
+
+
+@pytest.mark.covers("generators.md: 61")
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+def test_no_exception_of_user_code_ends_the_engine(error: type[BaseException]) -> None:
+    """A hook that raises what is no Exception fails its own job; the others go on, and new ones are served."""
+
+    def hook(result: Any) -> None:
+        raise error("from a hook")
+
+    async def main() -> None:
+        async with make() as generator:
+            settings = ExLlamaV2Sampler.Settings()
+            settings.post_sampling_hooks = [hook]
+            other = asyncio.create_task(collect(job(generator, "abc", 30)))
+            broken = asyncio.create_task(collect(job(generator, "ab", 30, gen_settings=settings)))
+            async with asyncio.timeout(10):
+                assert (await broken)[-1]["eos_reason"] == "error"
+                assert (await other)[-1]["new_tokens"] == 30
+                assert (await collect(job(generator, "abc", 3)))[-1]["new_tokens"] == 3
 
     play(main())
 

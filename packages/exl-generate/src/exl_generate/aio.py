@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import threading
+import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
@@ -30,7 +31,8 @@ class ExLlamaV2DynamicGeneratorAsync:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.generator = ExLlamaV2DynamicGenerator(*args, **kwargs)
-        self._jobs: dict[ExLlamaV2DynamicJob, ExLlamaV2DynamicJobAsync] = {}
+        # Weakly held: a job that nobody can read any more is cancelled.
+        self._jobs: dict[ExLlamaV2DynamicJob, weakref.ref[ExLlamaV2DynamicJobAsync]] = {}
         self._cancels: deque[ExLlamaV2DynamicJob] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -42,11 +44,12 @@ class ExLlamaV2DynamicGeneratorAsync:
         with self._wake:
             if self._closing:
                 raise JobStateError("the generator has been closed; make a new one")
-            self._jobs[job.job] = job
+            inner = job.job
+            self._jobs[inner] = weakref.ref(job, lambda _: self._cancel_inner(inner))
             try:
-                self.generator.enqueue(job.job)
+                self.generator.enqueue(inner)
             except BaseException:
-                del self._jobs[job.job]
+                del self._jobs[inner]
                 raise
             self._wake.notify()
 
@@ -57,8 +60,11 @@ class ExLlamaV2DynamicGeneratorAsync:
 
     def cancel_soon(self, job: ExLlamaV2DynamicJobAsync) -> None:
         """End a job at the next round, from any thread, without waiting."""
+        self._cancel_inner(job.job)
+
+    def _cancel_inner(self, job: ExLlamaV2DynamicJob) -> None:
         with self._wake:
-            self._cancels.append(job.job)
+            self._cancels.append(job)
             self._wake.notify()
 
     async def close(self) -> None:
@@ -81,7 +87,7 @@ class ExLlamaV2DynamicGeneratorAsync:
                     self.generator.cancel(self._cancels.popleft())
                 for result in self.generator.iterate():
                     self._deliver(result)
-            except Exception:
+            except BaseException:  # nothing that user code raises may end this thread: it is not the main one
                 log.exception("a round of the generator failed; its jobs go on with the next one")
         for job in list(self._jobs):
             self.generator.cancel(job)
@@ -95,18 +101,20 @@ class ExLlamaV2DynamicGeneratorAsync:
             return not self._closing
 
     def _deliver(self, result: Result) -> None:
-        job = self._jobs.get(result["job"])
-        if job is None:
+        held = self._jobs.get(result["job"])
+        if held is None:
             return
         if result["eos"]:
             del self._jobs[result["job"]]
-        job.put(result)
+        if (job := held()) is not None:
+            job.put(result)
 
 
 class ExLlamaV2DynamicJobAsync:
     """Arguments after `generator` as `ExLlamaV2DynamicJob`; enqueues itself. Iterate over it for its result dicts.
 
-    Leaving the loop early, by `break` or an exception, cancels the job.
+    A loop that was left by `break` may be taken up again. `cancel()`, closing the iterator (`aclose`), cancelling the
+    task that waits in it, or dropping the job (no reference left, as when the function that made it returns) ends it.
     """
 
     def __init__(self, generator: ExLlamaV2DynamicGeneratorAsync, *args: Any, **kwargs: Any) -> None:
@@ -116,13 +124,10 @@ class ExLlamaV2DynamicJobAsync:
         self._loop = asyncio.get_running_loop()
         self._results: asyncio.Queue[Result] = asyncio.Queue()
         self._ended = asyncio.Event()
-        self._stream: AsyncGenerator[Result, None] | None = None
         generator.enqueue(self)
 
     def __aiter__(self) -> AsyncIterator[Result]:
-        if self._stream is None:
-            self._stream = self._iterate()
-        return self._stream
+        return _Results(self)
 
     async def cancel(self) -> None:
         """End the job; whoever iterates over it gets its last result (`eos_reason` "cancelled"). Once is enough."""
@@ -133,24 +138,52 @@ class ExLlamaV2DynamicJobAsync:
         """Wait until the job's last result is there."""
         await self._ended.wait()
 
+    def abandon(self) -> None:
+        """End the job unless it has ended, without waiting."""
+        if not self._ended.is_set():
+            self.cancelled = True
+            self.generator.cancel_soon(self)
+
     def put(self, result: Result) -> None:
         """Hand a result to the job's event loop; called by the generator's thread."""
         with contextlib.suppress(RuntimeError):  # that loop has been closed: nobody is listening
             self._loop.call_soon_threadsafe(self._receive, result)
+
+    async def take(self) -> Result | None:
+        """The next result; None after the last."""
+        if self._ended.is_set() and self._results.empty():
+            return None
+        return await self._results.get()
 
     def _receive(self, result: Result) -> None:
         self._results.put_nowait(result)
         if result["eos"]:
             self._ended.set()
 
-    async def _iterate(self) -> AsyncGenerator[Result, None]:
+
+class _Results:
+    """Results of a job in order. Not an async generator: closing one that has not begun must cancel as well."""
+
+    def __init__(self, job: ExLlamaV2DynamicJobAsync) -> None:
+        self._job = job
+        self._closed = False
+
+    def __aiter__(self) -> AsyncIterator[Result]:
+        return self
+
+    async def __anext__(self) -> Result:
+        if self._closed:
+            raise StopAsyncIteration
         try:
-            while not (self._ended.is_set() and self._results.empty()):
-                result = await self._results.get()
-                yield result
-                if result["eos"]:
-                    return
-        finally:
-            if not self._ended.is_set():
-                self.cancelled = True
-                self.generator.cancel_soon(self)
+            result = await self._job.take()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if result is None:
+            raise StopAsyncIteration
+        return result
+
+    async def aclose(self) -> None:
+        """Stop iterating and end the job."""
+        self._closed = True
+        self._job.abandon()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.speculation import Drafter
+from exl_generate.errors import contained
 from exl_generate.sampling import Draw, Sample, sample_batch
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class Turn:
         try:
             self.job.commit()
             return self.job.ask(self.windows, at)
-        except Exception as error:
-            self.fail(error)
+        except BaseException as error:
+            self.fail(contained(error))
             return None
 
     def take(self, at: int, sample: Sample | Exception) -> bool:
@@ -58,8 +59,8 @@ class Turn:
         guess = self._guesses[at] if at < len(self._guesses) else None
         try:
             result, held = self.job.take(sample, guess, self.windows[0], at)
-        except Exception as error:
-            return self.fail(error)
+        except BaseException as error:
+            return self.fail(contained(error))
         self.results.append(result)
         return held and not self.job.is_finished
 
@@ -70,8 +71,8 @@ class Turn:
         if not self.job.has_failed:
             try:
                 self.job.settle()
-            except Exception as error:
-                self.fail(error)
+            except BaseException as error:
+                self.fail(contained(error))
 
     def fail(self, error: Exception) -> bool:
         self.results.append(self.job.fail(error))

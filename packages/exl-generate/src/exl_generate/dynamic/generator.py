@@ -149,7 +149,11 @@ class ExLlamaV2DynamicGenerator:
         return list(self._scheduler.active)
 
     def iterate(self) -> list[Result]:
-        """One round: start jobs, prefill, decode one step. Returns all results since the last call; [] if idle."""
+        """One round: start jobs, prefill, decode one step. Returns all results since the last call; [] if idle.
+
+        A KeyboardInterrupt inside a round reaches the caller, and that round's tokens of running jobs may be lost:
+        cancel them. Any other failure ends the job that it is of.
+        """
         with self._lock:
             self._engine.step()
             results, self._outbox = self._outbox, []

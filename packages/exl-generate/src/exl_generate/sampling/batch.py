@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from exl_generate.errors import contained
 from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample, sample_rows
 from exl_kernels.sampling import Failure, Row, Sampled
 
@@ -49,8 +50,8 @@ class Draw:
             return outcome
         try:
             return self.sampler.take(row, outcome, self.position)
-        except Exception as error:
-            return error
+        except BaseException as error:
+            return contained(error)
 
 
 def sample_batch(draws: Sequence[Draw]) -> list[Sample | Exception]:
@@ -74,8 +75,8 @@ def sample_batch(draws: Sequence[Draw]) -> list[Sample | Exception]:
 def _prepared(draw: Draw) -> Row | Exception:
     try:
         return draw.row()
-    except Exception as error:
-        return error
+    except BaseException as error:
+        return contained(error)
 
 
 def _alone(row: Row) -> Sampled | Failure | Exception:
