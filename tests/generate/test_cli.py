@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from exl_generate.cli import main
+from exl_generate.cli import chat, main
 
 MODEL = str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5")
 TEMPLATE = "{{ bos_token }}{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}# assistant:"
@@ -259,7 +259,7 @@ def test_chat_speaks_json_lines(exl, chat_model: str) -> None:  # type: ignore[n
 
 def test_an_interrupt_ends_the_text_not_the_accounting() -> None:
     """Ctrl-C in the middle: what was written stays, statistics follow, exit code 130."""
-    command = [sys.executable, "-m", "exl_generate", "generate", "Once upon a time", "-n", "1500", "--ban", "zzzz"]
+    command = [sys.executable, "-m", "exl_generate", "generate", "Once upon a time", "-n", "1000", "--ban", "zzzz"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     head = process.stdout.read(30)
@@ -269,3 +269,89 @@ def test_an_interrupt_ends_the_text_not_the_accounting() -> None:
     if "max_new_tokens" not in err:  # quick machines may be done first
         assert process.returncode == 130, err
         assert "ended by cancelled" in err
+
+
+# ---- what cannot be done is refused before it is begun ----
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("generate", "x", "-m", MODEL, "-n", "99999999"), "--max-tokens is 99999999"),
+        (("generate", "x", "-m", MODEL, "--json-schema", "/"), "is a folder"),
+        (("chat", "-m", MODEL, "-n", "99999999"), "--max-tokens is 99999999"),
+        (("chat", "-m", MODEL, "--history", "/nonexist/x.json"), "there is no folder /nonexist"),
+        (("chat", "-m", MODEL, "--history", "/"), "is a folder"),
+        (("bench", "-m", MODEL, "--batch", "100000"), "--batch 100000"),
+        (("bench", "-m", MODEL, "--batch", "2", "--batch", "257"), "--batch 257"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(exl, args: tuple[str, ...], message: str) -> None:  # type: ignore[no-untyped-def]
+    if "--json-schema" in args:
+        pytest.importorskip("llguidance", reason="the grammar extra of exl-filters is optional")
+    code, out, err = exl(*args, stdin="hello\n")
+    assert (code, out) == (1, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_batch_beyond_the_memory_is_refused(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("EXL_DEVICE", "cpu:0=0.3")
+    code, out, err = exl("bench", "-m", MODEL, "--batch", "200", "--prompt-tokens", "1900", "--json")
+    assert (code, out) == (1, "")
+    assert "--batch 200 needs a cache of 456800 tokens" in err
+    assert "largest cache that fits" in err
+
+
+@pytest.mark.parametrize("command", [("generate", "x"), ("chat",), ("info", MODEL, "--plan")])
+@pytest.mark.parametrize("tokens", ["0", "-300"])
+def test_cache_tokens_are_at_least_one(exl, command: tuple[str, ...], tokens: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = exl(*command, "--cache-tokens", tokens)
+    assert (code, out) == (1, "")
+    assert f"--cache-tokens is {tokens};" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("extra", [(), ("--json",)])
+def test_a_plan_that_does_not_fit_is_exit_code_1(exl, extra: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = exl("info", MODEL, "--plan", "--cache-tokens", "999999999999", *extra)
+    assert code == 1
+    assert out
+
+
+def test_without_a_number_the_context_is_the_limit(exl) -> None:  # type: ignore[no-untyped-def]
+    report = json.loads(exl("generate", "x = 1\n" * 480, "-m", MODEL, "--greedy", "--json")[1])
+    assert report["prompt_tokens"] > 2048 - 200
+    assert report["prompt_tokens"] + report["new_tokens"] <= 2048
+
+
+def test_a_history_that_cannot_be_written_is_told_and_shown(exl, chat_model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Even where it could be written at the start."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    common = ("chat", "-m", chat_model, "-n", "4", "--greedy", "--history", str(folder / "talk.json"))
+    answer = chat._exchange
+
+    def lose(*args: object) -> None:
+        answer(*args)  # type: ignore[arg-type]
+        folder.rmdir()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "_exchange", lose)
+        code, _, err = exl(*common, stdin="remember me\n")
+    assert code == 1
+    assert "cannot write the conversation" in err
+    assert '"content": "remember me"' in err
+
+
+@pytest.mark.parametrize("arguments", [["generate", "Once", "-n", "400"], ["info"], ["--help"]])
+def test_a_reader_that_goes_away_is_exit_code_141(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "exl_generate", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=120) == 141
+    assert err == b""

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import NoReturn
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line; errors made on purpose become one line on stderr and exit code 1, Ctrl-C exit code 130."""
+    """Run the command line; errors made on purpose become one line on stderr and exit code 1, Ctrl-C exit code 130, a
+    reader of the output that went away exit code 141."""
     from exl_generate.cli.app import app
 
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)
+        _reader_gone()
+    except SystemExit as stop:
+        # click turns the broken pipe of a command into exit code 1 before it gets here
+        if isinstance(stop.__context__, BrokenPipeError):
+            _reader_gone()
+        raise
     except Exception as error:
         code = getattr(error, "code", None)
         if not isinstance(code, str):
             raise
         print(f"exl: {error} [{code}]", file=sys.stderr)
         sys.exit(1)
+
+
+def _reader_gone() -> NoReturn:
+    """Exit code 141 (128 + SIGPIPE); what is still buffered goes nowhere, so that the interpreter's own flush at the
+    end does not complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    sys.exit(141)

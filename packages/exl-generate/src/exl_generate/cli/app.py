@@ -18,15 +18,36 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _positive(value: int | None) -> int | None:
+    if value is not None and value < 1:
+        from exl_generate.errors import RequestError
+
+        raise RequestError(f"--cache-tokens is {value}; a cache has at least 1 token: leave it out for what is needed")
+    return value
+
+
 CacheKind = Literal["fp16", "fp8", "q8", "q6", "q4"]
 Model = Annotated[
     Path | None, typer.Option("-m", "--model", help="Model folder. Default: the bundled model.", show_default=False)
 ]
 Cache = Annotated[CacheKind, typer.Option(help="Number format of the K/V cache.")]
 CacheTokens = Annotated[
-    int | None, typer.Option(help="Length of the K/V cache in tokens. Default: what is needed.", show_default=False)
+    int | None,
+    typer.Option(
+        callback=_positive, help="Length of the K/V cache in tokens. Default: what is needed.", show_default=False
+    ),
 ]
-MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", min=1, help="Most tokens to generate.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "-n",
+        "--max-tokens",
+        min=1,
+        help="Most tokens to generate. Default: 200, 400 in a chat, or what the context leaves.",
+        show_default=False,
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="Stop at this text; may be given more than once.")]
 Loras = Annotated[list[Path] | None, typer.Option("--lora", help="Folder of an adapter; may be given more than once.")]
@@ -39,7 +60,7 @@ def generate(
     settings: Any,
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     model: Model = None,
-    max_tokens: MaxTokens = 200,
+    max_tokens: MaxTokens = None,
     min_tokens: Annotated[int, typer.Option(min=0, help="No end-of-text token before this many.")] = 0,
     seed: Seed = None,
     stop: Stop = None,
@@ -104,7 +125,7 @@ def chat(
     settings: Any,
     model: Model = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
-    max_tokens: MaxTokens = 400,
+    max_tokens: MaxTokens = None,
     seed: Seed = None,
     stop: Stop = None,
     history: Annotated[
@@ -148,10 +169,11 @@ def info(
     cache_tokens: CacheTokens = None,
     json_: Json = False,
 ) -> None:
-    """Describe a model folder: shape, bits per weight of each kind of matrix, memory at several context lengths."""
+    """Describe a model folder: shape, bits per weight of each kind of matrix, memory at several context lengths. Exit
+    code 1 when the plan does not fit."""
     from exl_generate.cli import info as command
 
-    command.run(folder, json_, cache if plan else None, cache_tokens)
+    raise typer.Exit(command.run(folder, json_, cache if plan else None, cache_tokens))
 
 
 @app.command()

@@ -9,24 +9,32 @@ from typing import Any
 
 import torch
 
-from exl_generate.cli.models import Loaded, load
+from exl_core import ExLlamaV2Config
+from exl_core.loading.plan import plan
+from exl_generate.cli.models import Loaded, load, model_folder
 from exl_generate.cli.tables import show_table
-from exl_generate.dynamic import ExLlamaV2DynamicJob
-from exl_generate.errors import RequestError
+from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicJob
+from exl_generate.errors import CapacityError, RequestError
 from exl_generate.sampling import Settings
 from exl_kernels import threads
+from exl_kernels.kv import KVKind
 
 __all__ = ["measure", "run"]
 
+#: Positions of one sequence in a round, as the dynamic generator counts them by default.
+MAX_Q_SIZE = 8
+
 
 def run(
-    folder: Path | None, prompt_tokens: int, new_tokens: int, batches: list[int], cache: str, as_json: bool
+    folder: Path | None, prompt_tokens: int, new_tokens: int, batches: list[int], cache: KVKind, as_json: bool
 ) -> None:
     """One line per batch size: a JSON object each with `as_json`."""
-    loaded = load(folder)
-    longest = loaded.config.max_seq_len
+    config = ExLlamaV2Config(model_folder(folder))
+    longest = config.max_seq_len
     if prompt_tokens + new_tokens > longest:
         raise RequestError(f"prompt and new tokens are {prompt_tokens + new_tokens}, the model's limit is {longest}")
+    _check_batch(config, max(batches), prompt_tokens + new_tokens, cache)
+    loaded = load(folder)
     rows = [measure(loaded, prompt_tokens, new_tokens, batch, cache) for batch in batches]
     if as_json:
         for row in rows:
@@ -47,10 +55,26 @@ def run(
     )
 
 
+def _cache_tokens(batch: int, length: int) -> int:
+    """Sequences of `length` tokens each, and a page more for each."""
+    return batch * (length + PAGED_PAGE_SIZE)
+
+
+def _check_batch(config: ExLlamaV2Config, batch: int, length: int, cache: KVKind) -> None:
+    """Refuse more sequences than one round or this machine's memory holds, before anything is loaded."""
+    most = config.max_batch_size * config.max_input_len // MAX_Q_SIZE
+    if batch > most:
+        raise CapacityError(f"--batch {batch}: a round of this model has at most {most} sequences")
+    tokens = _cache_tokens(batch, length)
+    found = plan(config, cache=cache, cache_tokens=tokens)
+    if not found.fits:
+        raise CapacityError(f"--batch {batch} needs a cache of {tokens} tokens: {found.verdict()}")
+
+
 def measure(loaded: Loaded, prompt_tokens: int, new_tokens: int, batch: int, cache: str) -> dict[str, Any]:
     """Tokens per second over prompts that share nothing; everything is run once before, so that nothing is built on
     the clock."""
-    generator = loaded.generator(cache, batch * (prompt_tokens + new_tokens + 256), max_batch_size=batch)
+    generator = loaded.generator(cache, _cache_tokens(batch, prompt_tokens + new_tokens), max_batch_size=batch)
     for round_ in range(2):
         generator.reset_page_table()
         ids = torch.arange(batch * prompt_tokens).reshape(batch, prompt_tokens)

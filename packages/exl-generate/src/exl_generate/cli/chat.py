@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from exl_core.errors import ChatTemplateError
 from exl_generate.cli.interrupt import interruptible
 from exl_generate.cli.models import Loaded, load, special_ids
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
-from exl_generate.errors import RequestError
+from exl_generate.errors import CapacityError, RequestError
 from exl_generate.sampling import Settings
 
 __all__ = ["Conversation", "Options", "run"]
@@ -28,6 +29,9 @@ HELP = """/help            this list
 /system TEXT     set the system message and forget the conversation
 /quit            leave (also Ctrl-D); Ctrl-C interrupts an answer"""
 
+#: Tokens of an answer when nobody says how many.
+DEFAULT_TOKENS = 400
+
 #: End-of-turn markers of the common templates, for models whose EOS list misses them.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "</s>", "<|endoftext|>")
 
@@ -39,7 +43,7 @@ class Options:
     model: Path | None
     system: str | None
     settings: Settings
-    max_tokens: int
+    max_tokens: int | None
     seed: int | None
     stop: list[str]
     history: Path | None
@@ -71,6 +75,8 @@ class Conversation:
         self.system = system
         self.messages: list[dict[str, str]] = []
         self.dropped = 0
+        #: the last `keep` failed
+        self.unsaved = False
         #: the last result of the last answer
         self.last: dict[str, Any] = {}
         self._loras = list(loras)
@@ -134,6 +140,16 @@ class Conversation:
         """Write all messages to a JSON file."""
         file.write_text(json.dumps(self.whole(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
+    def keep(self, file: Path) -> bool:
+        """`save`, where a failure is told and remembered in `unsaved` and does not end the talk."""
+        try:
+            self.save(file)
+            self.unsaved = False
+        except OSError as error:
+            self.unsaved = True
+            print(f"cannot write the conversation to {file} ({error}); /save FILE writes it elsewhere", file=sys.stderr)
+        return not self.unsaved
+
     def whole(self) -> list[dict[str, str]]:
         """All messages, the system message first."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.messages
@@ -154,13 +170,18 @@ class Conversation:
 
 def run(options: Options, as_json: bool) -> None:
     """Read messages until the end of input; commands begin with a slash. With `as_json` each answer is one line."""
+    if options.history is not None:
+        _check_writable(options.history)
     loaded = load(options.model)
-    generator = loaded.generator(options.cache, options.cache_tokens or min(loaded.config.max_seq_len, 8192))
+    longest = loaded.config.max_seq_len
+    if options.max_tokens is not None and options.max_tokens >= longest:
+        raise CapacityError(f"--max-tokens is {options.max_tokens}; the model's limit is {longest}, prompt included")
+    generator = loaded.generator(options.cache, options.cache_tokens or min(longest, 8192))
     talk = Conversation(
         loaded,
         generator,
         options.settings,
-        options.max_tokens,
+        options.max_tokens or DEFAULT_TOKENS,
         options.system,
         options.seed,
         options.stop,
@@ -172,6 +193,27 @@ def run(options: Options, as_json: bool) -> None:
         import readline  # noqa: F401 - line editing for input()
     if sys.stdin.isatty():
         print(f"{Path(loaded.config.model_dir or '').name}: /help lists the commands.", file=sys.stderr)
+    try:
+        _talk(talk, options.history, as_json)
+    finally:
+        if talk.unsaved and options.history is not None and not talk.keep(options.history):
+            print(json.dumps(talk.whole(), indent=2, ensure_ascii=False), file=sys.stderr)
+    if talk.unsaved:
+        raise RequestError(f"{options.history}: the conversation could not be written there; it stands above")
+
+
+def _check_writable(file: Path) -> None:
+    """Refuse a history file that could not be written when the talk is over."""
+    if file.is_dir():
+        raise RequestError(f"--history {file} is a folder: name a file in it")
+    if not file.exists() and not file.parent.is_dir():
+        raise RequestError(f"--history {file}: there is no folder {file.parent}: make it first, or name another file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise RequestError(f"--history {file}: not writable: name a file that can be written")
+
+
+def _talk(talk: Conversation, history: Path | None, as_json: bool) -> None:
+    """Read and answer until the end of input or /quit."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -183,8 +225,8 @@ def run(options: Options, as_json: bool) -> None:
         message = _command(talk, line) if line.startswith("/") else line
         if message:
             _exchange(talk, message, as_json)
-            if options.history is not None:
-                talk.save(options.history)
+            if history is not None:
+                talk.keep(history)
 
 
 def _command(talk: Conversation, line: str) -> str | None:

@@ -12,10 +12,13 @@ from typing import Any
 from exl_generate.cli.interrupt import interruptible
 from exl_generate.cli.models import Loaded, load
 from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicJob
-from exl_generate.errors import RequestError
+from exl_generate.errors import CapacityError, RequestError
 from exl_generate.sampling import Settings
 
 __all__ = ["Options", "run"]
+
+#: Tokens to generate when nobody says how many.
+DEFAULT_TOKENS = 200
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Options:
 
     model: Path | None
     settings: Settings
-    max_tokens: int
+    max_tokens: int | None
     min_tokens: int
     seed: int | None
     stop: list[str]
@@ -57,7 +60,12 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
     room = loaded.config.max_seq_len - longest
     if room < 1:
         raise RequestError(f"the prompt has {longest} tokens, the model's limit is {loaded.config.max_seq_len}")
-    new = min(options.max_tokens, room)
+    if options.max_tokens is not None and options.max_tokens > room:
+        raise CapacityError(
+            f"the prompt has {longest} tokens and --max-tokens is {options.max_tokens}, together "
+            f"{longest + options.max_tokens}; the model's limit is {loaded.config.max_seq_len}: ask for at most {room}"
+        )
+    new = min(DEFAULT_TOKENS, room) if options.max_tokens is None else options.max_tokens
     tokens = options.cache_tokens or sum(_pages(row.shape[1] + new) for row in rows)
     generator = loaded.generator(options.cache, tokens, draft=options.draft, use_ngram_draft=options.ngram)
     job = ExLlamaV2DynamicJob(
@@ -108,13 +116,24 @@ def _filters(loaded: Loaded, options: Options) -> list[object]:
 
     found: list[object] = []
     if options.json_schema is not None:
-        file = Path(options.json_schema)
-        is_file = len(options.json_schema) < 4096 and file.is_file()
-        schema = file.read_text(encoding="utf-8") if is_file else options.json_schema
+        schema = _schema(options.json_schema)
         found.append(ExLlamaV2GrammarFilter(loaded.model, loaded.tokenizer, json_schema=schema))
     if options.regex is not None:
         found.append(ExLlamaV2GrammarFilter(loaded.model, loaded.tokenizer, regex=options.regex))
     return found
+
+
+def _schema(source: str) -> str:
+    """The text of a schema that was given as a file, or as itself."""
+    file = Path(source)
+    if len(source) >= 4096 or not (file.is_file() or file.is_dir()):
+        return source
+    if file.is_dir():
+        raise RequestError(f"--json-schema {source} is a folder: name a file, or write the schema itself")
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise RequestError(f"--json-schema {source}: cannot read it ({error})") from None
 
 
 def _write(text: str) -> None:

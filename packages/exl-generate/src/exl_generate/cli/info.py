@@ -20,16 +20,18 @@ CONTEXTS = (2048, 8192, 32768, 131072)
 KV_BYTES = {"fp16": 2.0, "fp8": 1.0, "q8": 1.0625, "q6": 0.8125, "q4": 0.5625}
 
 
-def run(folder: Path | None, as_json: bool, planned_cache: KVKind | None = None, tokens: int | None = None) -> None:
-    """`planned_cache`: also plan where the model would go with such a cache of `tokens` (default: its context)."""
+def run(folder: Path | None, as_json: bool, planned_cache: KVKind | None = None, tokens: int | None = None) -> int:
+    """`planned_cache`: also plan where the model would go with such a cache of `tokens` (default: its context).
+    Returns the exit code: 1 when that does not fit."""
     place = model_folder(folder)
     facts = describe(place)
     found = None if planned_cache is None else plan(ExLlamaV2Config(place), cache=planned_cache, cache_tokens=tokens)
+    code = 0 if found is None or found.fits else 1
     if found is not None:
         facts["plan"] = _plan_facts(found)
     if as_json:
         print(json.dumps(facts))
-        return
+        return code
     show_table("model", ["", ""], [[name, str(value)] for name, value in facts["model"].items()])
     show_table(
         "matrices",
@@ -53,6 +55,7 @@ def run(folder: Path | None, as_json: bool, planned_cache: KVKind | None = None,
     )
     if found is not None:
         print(found.table())
+    return code
 
 
 def _plan_facts(found: LoadPlan) -> dict[str, Any]:
