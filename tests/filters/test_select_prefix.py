@@ -102,7 +102,8 @@ def valid(raw):
 @given(st.data(), vocabularies(), st.lists(TEXTS, min_size=1, max_size=4), st.booleans())
 def test_prefix_allows_exactly_what_reaches_a_prefix(data, v, strings, overshoot):
     f = ExLlamaV2PrefixFilter(None, v, strings, overshoot=overshoot)
-    wanted = [s.encode() for s in strings]
+    # The shorter of two nested prefixes decides: the longer one is never what is arrived at.
+    wanted = [s.encode() for s in strings if not any(s != other and s.startswith(other) for other in strings)]
     for text in walk(data.draw, f, v):
         ids, ends, stop = allowed(f, v)
         assert not ends
