@@ -247,8 +247,7 @@ def test_distribution_equals_the_reference(fields: dict[str, Any], seed: int, co
     if differ.any():
         assert np.count_nonzero(differ) <= 1
         return
-    # An entropy near zero is a difference of nearly equal sums (known to about 1 % at 1e-6), and the temperature made of
-    # it moves the tail by that much: stated, and seen up to 5e-6.
+    # An entropy near zero is a difference of nearly equal sums; the temperature made of it moves the tail (seen: 5e-6).
     np.testing.assert_allclose(got, want, atol=2e-5 if sampler.settings.max_temp > 0 else 2e-6)
 
 
