@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from exl_filters import ExLlamaV2Filter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.bundled import draft_model_dir
 from exl_generate.testing import check_pages, streamed_text, streamed_tokens
+from exl_kernels.device import set_row_invariant
 
 CACHES = {"Q4": "Cache_Q4", "Q6": "Cache_Q6", "Q8": "Cache_Q8", "FP8": "Cache_8bit"}
 OTHERS = ["lora", "draft", "ngram", "filter", "bans", "cfg", "healing", "embeddings", "cancel", "probs"]
@@ -32,23 +34,29 @@ BANS = ["the", "and", "was"]
 Settings = ExLlamaV2Sampler.Settings
 
 
+#: the pairs whose parts meet on the device; what a pair does to the scheduling, the CPU's matrix shows
+ON_GPU = [pair for pair in PAIRS if {"draft", "ngram", "Q4"} & set(pair)]
+
+
 @cache
-def model_of(which: int) -> ExLlamaV2:
+def model_of(which: int, device: str) -> ExLlamaV2:
     """Two loads of the same folder: the second guesses for the first."""
-    model = ExLlamaV2(ExLlamaV2Config(str(draft_model_dir())))
-    model.load()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXL_DEVICE", device)
+        model = ExLlamaV2(ExLlamaV2Config(str(draft_model_dir())))
+        model.load()
     return model
 
 
 @cache
 def tokenizer() -> ExLlamaV2Tokenizer:
-    return ExLlamaV2Tokenizer(model_of(0).config)
+    return ExLlamaV2Tokenizer(ExLlamaV2Config(str(draft_model_dir())))
 
 
 @cache
-def adapter() -> ExLlamaV2Lora:
+def adapter(device: str) -> ExLlamaV2Lora:
     """A random adapter of rank 4 on three kinds of matrices."""
-    model, generator = model_of(0), torch.Generator().manual_seed(1)
+    model, generator = model_of(0, device), torch.Generator().manual_seed(1)
     config = model.config
     tensors = {}
     for layer, (name, wide) in itertools.product(
@@ -69,9 +77,10 @@ def adapter() -> ExLlamaV2Lora:
 
 
 @cache
-def picture() -> ExLlamaV2MMEmbedding:
-    rows = torch.randn(11, model_of(0).config.hidden_size, generator=torch.Generator().manual_seed(2))
-    return ExLlamaV2MMEmbedding(model_of(0), rows * 0.1)
+def picture(device: str) -> ExLlamaV2MMEmbedding:
+    model = model_of(0, device)
+    rows = torch.randn(11, model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    return ExLlamaV2MMEmbedding(model, rows * 0.1)
 
 
 class Even(ExLlamaV2Filter):
@@ -100,11 +109,12 @@ class Case:
     new: int
     text: str
     style: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
 
     def job(self, **kw: Any) -> ExLlamaV2DynamicJob:
         has = self.features.__contains__
-        pictures = [picture()] if has("embeddings") else []
-        text = self.text.replace(" ", f" {picture().text_alias} ", 1) if pictures else self.text
+        pictures = [picture(self.device)] if has("embeddings") else []
+        text = self.text.replace(" ", f" {pictures[0].text_alias} ", 1) if pictures else self.text
         rows = [tokenizer().encode(text, add_bos=True, embeddings=pictures)]
         if has("cfg"):
             rows.append(tokenizer().encode("No, not", add_bos=True))
@@ -119,7 +129,7 @@ class Case:
             filters=[Even()] if has("filter") else None,
             token_healing=has("healing"),
             banned_strings=BANS if has("bans") else None,
-            loras=[adapter()] if has("lora") else [],
+            loras=[adapter(self.device)] if has("lora") else [],
             embeddings=pictures,
             **kw,
         )
@@ -130,10 +140,11 @@ class Case:
         make = getattr(exl_core, f"ExLlamaV2{kind}")
         kw: dict[str, Any] = {}
         if not plain and "draft" in self.features:
-            kw = {"draft_model": model_of(1), "draft_cache": make(model_of(1), max_seq_len=768)}
+            other = model_of(1, self.device)
+            kw = {"draft_model": other, "draft_cache": make(other, max_seq_len=768)}
         if not plain and "ngram" in self.features:
             kw = {"use_ngram_draft": True}
-        main = model_of(0)
+        main = model_of(0, self.device)
         chunk = 512 if plain else 32
         store = make(main, max_seq_len=768)
         return ExLlamaV2DynamicGenerator(main, store, tokenizer(), page_size=16, max_chunk_size=chunk, **kw)
@@ -196,6 +207,29 @@ cases = st.builds(
 @settings(max_examples=4, deadline=None)
 @given(case=cases, cancel_at=st.integers(0, 8), share=st.sampled_from([None, 3]))
 def test_pair(pair: tuple[str, str], case: Case, cancel_at: int, share: int | None) -> None:
+    check_pair(pair, case, cancel_at, share)
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[None]:
+    """Products of many rows on the GPU to the bits of those of one: what makes chunks and cache hits invisible."""
+    set_row_invariant(True)
+    yield
+    set_row_invariant(False)
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize("pair", ON_GPU, ids=["+".join(pair) for pair in ON_GPU])
+@settings(max_examples=2, deadline=None)
+@given(case=cases, cancel_at=st.integers(0, 8), share=st.sampled_from([None, 3]))
+def test_pair_on_a_gpu(pair: tuple[str, str], case: Case, cancel_at: int, share: int | None) -> None:
+    case.device = "cuda:0"
+    check_pair(pair, case, cancel_at, share)
+
+
+def check_pair(pair: tuple[str, str], case: Case, cancel_at: int, share: int | None) -> None:
+    """Alone without guesses, then in company, cut into small chunks, resumed, and again from a warm cache."""
     case.features = frozenset(pair)
     mine = case.job()
     alone = said(play(case.generator(plain=True), [mine], [], 0)[mine])
@@ -203,7 +237,8 @@ def test_pair(pair: tuple[str, str], case: Case, cancel_at: int, share: int | No
     generator = case.generator(plain=False)
     plain = ExLlamaV2DynamicJob(tokenizer().encode(case.text, add_bos=True), 12, seed=1)
     twin, again = case.job(max_rq_tokens=share), case.job()
-    company = [plain, twin, ExLlamaV2DynamicJob(tokenizer().encode(case.text), 9, seed=2, loras=[adapter()]), again]
+    adapted = ExLlamaV2DynamicJob(tokenizer().encode(case.text), 9, seed=2, loras=[adapter(case.device)])
+    company = [plain, twin, adapted, again]
     results = play(generator, company, [again] if "cancel" in pair else [], cancel_at)
     assert said(results[twin]) == alone
     if "cancel" in pair:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import exl_core
+import exl_kernels.device
 import exl_kernels.threads
 from exl_core import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
@@ -24,22 +26,24 @@ Settings = ExLlamaV2Sampler.Settings
 
 
 @lru_cache(maxsize=6)
-def load(name: str, matmul: str) -> tuple[ExLlamaV2, ExLlamaV2Tokenizer]:
-    config = ExLlamaV2Config(str(DATA / name))
-    config.cpu_matmul = matmul
-    model = ExLlamaV2(config)
-    model.load()
+def load(name: str, matmul: str, device: str = "cpu") -> tuple[ExLlamaV2, ExLlamaV2Tokenizer]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXL_DEVICE", device)
+        config = ExLlamaV2Config(str(DATA / name))
+        config.cpu_matmul = matmul
+        model = ExLlamaV2(config)
+        model.load()
     return model, ExLlamaV2Tokenizer(config)
 
 
 def generator_for(
-    name: str, cache: str, chunk: int, matmul: str = "int8", draft: str = "none"
+    name: str, cache: str, chunk: int, matmul: str = "int8", draft: str = "none", device: str = "cpu"
 ) -> ExLlamaV2DynamicGenerator:
-    model, tokenizer = load(name, matmul)
+    model, tokenizer = load(name, matmul, device)
     kind = getattr(exl_core, cache)
     kw: dict[str, Any] = {"use_ngram_draft": True} if draft == "ngram" else {}
     if draft == "model":
-        other = load("pylib-4m-exl2-3.5", "int8")[0]
+        other = load("pylib-4m-exl2-3.5", "int8", device)[0]
         kw = {"draft_model": other, "draft_cache": kind(other, max_seq_len=1024)}
     return ExLlamaV2DynamicGenerator(
         model, kind(model, max_seq_len=1024), tokenizer, page_size=16, max_chunk_size=chunk, max_batch_size=6, **kw
@@ -114,3 +118,49 @@ def test_output_is_bitwise_the_same(
             assert play(generator_for(name, cache, 512, matmul), [(*ask[:4], 0)])[0] == got
     finally:
         exl_kernels.threads.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[None]:
+    """Products of many rows on the GPU to the bits of those of one: what makes chunks and cache hits invisible."""
+    exl_kernels.device.set_row_invariant(True)
+    yield
+    exl_kernels.device.set_row_invariant(False)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.usefixtures("strict")
+@settings(max_examples=6, deadline=None)
+@given(
+    st.sampled_from(["pylib-4m-exl2-4.5", "pylib-4m-exl2-3.5"]),
+    st.lists(requests, min_size=2, max_size=6),
+    st.sampled_from([16, 32, 64, 512]),
+    st.booleans(),
+    st.sampled_from(["none", "ngram", "model"]),
+)
+@pytest.mark.covers("generators.md: 49", "generators.md: 60")
+def test_output_is_bitwise_the_same_on_a_gpu(
+    cache: str, name: str, asks: list[tuple[int, int, str, int, int]], chunk: int, warm: bool, draft: str
+) -> None:
+    """Tokens and logits alone and in company, in any chunks, cold and warm, with any guesses; pages are checked."""
+    generator = generator_for(name, cache, chunk, draft=draft, device="cuda:0")
+    if warm:
+        play(generator, asks[::-1])
+    for ask, got in zip(asks, play(generator, asks), strict=True):
+        assert play(generator_for(name, cache, 512, device="cuda:0"), [(*ask[:4], 0)])[0] == got
+
+
+@pytest.mark.cuda
+@settings(max_examples=8, deadline=None)
+@given(st.lists(requests, min_size=2, max_size=6), st.sampled_from(["none", "ngram", "model"]))
+@pytest.mark.covers("generators.md: 60")
+def test_company_and_guesses_show_in_no_bit_without_strict_mode(
+    asks: list[tuple[int, int, str, int, int]], draft: str
+) -> None:
+    """As a generator runs by default: every prompt at once and of its own, steps of up to 64 rows."""
+    generator = generator_for("pylib-4m-exl2-4.5", "ExLlamaV2Cache", 512, draft=draft, device="cuda:0")
+    apart = [(n, new, style, start, start) for n, new, style, start, _ in {ask[3]: ask for ask in asks}.values()]
+    for ask, got in zip(apart, play(generator, apart), strict=True):
+        fresh = generator_for("pylib-4m-exl2-4.5", "ExLlamaV2Cache", 512, device="cuda:0")
+        assert play(fresh, [(*ask[:4], 0)])[0] == got
