@@ -78,7 +78,8 @@ def test_tensor_parallel_calls_on_two_gpus(lab: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", ["exl2", "float"])
 def test_planned_bytes_are_those_of_torch(lab: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    folder = lab.write(kind=kind, **{**SIZES, "hidden_size": 1024, "intermediate_size": 2816})
+    sizes = {**SIZES, "hidden_size": 1024, "intermediate_size": 2816, "max_position_embeddings": 4096}
+    folder = lab.write(kind=kind, **sizes)
     monkeypatch.setenv("EXL_DEVICE", "cuda:0")
     config = ExLlamaV2Config(folder)
     found = plan(config, cache="q4", cache_tokens=4096).devices[0]

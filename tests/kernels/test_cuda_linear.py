@@ -12,7 +12,7 @@ from exl_kernels.device import programmatic_launch, set_programmatic_launch, set
 from exl_kernels.errors import DTypeError, FormatError, ShapeError
 from exl_kernels.formats import exl2_dequantize, gptq_dequantize
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear_cuda import CudaQuantMatrix
+from exl_kernels.linear_cuda import CudaFloatMatrix, CudaQuantMatrix
 
 pytestmark = pytest.mark.cuda
 
@@ -286,11 +286,24 @@ def test_float_matrices() -> None:
     weight, bias = torch.randn(96, 256), torch.randn(96)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         made = QuantMatrix.from_float(weight.to(dtype), bias, prescale=0.5, device="cuda")
+        assert isinstance(made, CudaFloatMatrix)
         for x_dtype in (torch.float16, torch.bfloat16):
             x = torch.randn(3, 256, dtype=x_dtype, device="cuda")
             want = (x.double().cpu() @ weight.to(dtype).double().t() + bias.double()) * 0.5
             assert rms(made.matmul(x), want) < 6e-3
+            precise = made.matmul_precise(x)
+            assert precise.dtype == torch.float32
+            assert rms(precise, want) < (1e-3 if dtype == torch.float32 else 1e-6)  # float32 weights are kept as halves
         assert torch.equal(made.dequantize().cpu(), weight.to(dtype).t().half())
+
+
+def test_precise_products_of_a_row_do_not_depend_on_the_others() -> None:
+    made = QuantMatrix.from_float(torch.randn(60, 2048, dtype=torch.float16) * 0.05, device="cuda")
+    assert isinstance(made, CudaFloatMatrix)
+    x = torch.randn(700, 2048, dtype=torch.float16, device="cuda")
+    whole = made.matmul_precise(x)
+    for begin, end in ((0, 1), (5, 7), (10, 74), (100, 613)):
+        assert torch.equal(made.matmul_precise(x[begin:end]), whole[begin:end])
 
 
 def test_bad_operands() -> None:

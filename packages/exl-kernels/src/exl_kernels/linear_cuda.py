@@ -196,6 +196,18 @@ class CudaFloatMatrix(_CudaMatrix):
             product = (product if self._bias is None else product + self._bias) * self._prescale
         return out.copy_(product)
 
+    def matmul_precise(self, x: Tensor) -> Tensor:
+        """x [.., K] to float32 [.., N], summed in float64 and rounded once: for few columns that decide something.
+
+        Products of halves are multiples of 2^-48, so sums that stay below 32 are exact, in any order and for any number
+        of rows; larger ones may differ in the last bit where float64's rounding meets float32's.
+        """
+        self._output(x, None)
+        product = torch.nn.functional.linear(x.double(), self._weight.double())
+        if self._bias is not None:
+            product += self._bias
+        return (product * self._prescale).float()
+
     def dequantize(self) -> Tensor:
         """The transposed weight [K, N], rounded to float16."""
         return self._weight.t().to(torch.float16).contiguous()

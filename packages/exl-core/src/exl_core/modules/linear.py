@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear_cuda import CudaFloatMatrix
 
 from ..errors import ModelStateError
 from ..loading.checkpoint import TensorSource
@@ -82,6 +83,16 @@ class Linear:
             whole = torch.empty((*x.shape[:-1], matrix.out_features), dtype=out.dtype, device=out.device)
             out[..., : self.out_features] = matrix.matmul(x, out=whole)[..., : self.out_features]
         self._add_adapters(x, out[..., : self.out_features], loras)
+
+    def forward_precise(self, x: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+        """As `forward`, to float32 on a GPU too: for logits that choose experts, where half's rounding would decide.
+        float matrices are summed so that a row's result does not depend on the number of rows."""
+        matrix = self._matrix(loras)
+        if isinstance(matrix, CudaFloatMatrix):
+            y = matrix.matmul_precise(x)
+        else:
+            y = matrix.matmul(x, out=x.new_empty((*x.shape[:-1], matrix.out_features), dtype=torch.float32))
+        return self._add_adapters(x, y[..., : self.out_features].contiguous(), loras)
 
     def _matrix(self, loras: Sequence[ExLlamaV2Lora]) -> QuantMatrix:
         """The matrix that is multiplied by: the first replacement an adapter brings, else the model's own."""

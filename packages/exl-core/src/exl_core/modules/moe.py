@@ -39,8 +39,9 @@ class MoE(FeedForward):
     """inner(h) = sum over the chosen experts of p_e * down_e(act(gate_e(h)) * up_e(h)) [+ the shared expert's output].
 
     Probabilities are a softmax over all experts in float32, of which the `chosen` largest are kept and, if
-    `normalize`, divided by their sum (spec core.md 4.5). Each row's contributions are added from the likeliest expert
-    to the least, whatever rows are in the call, so that batching cannot change a bit.
+    `normalize`, divided by their sum (spec core.md 4.5). The router's logits are float32 on a GPU too, where all else
+    is half: rounding them would choose other experts wherever two are nearly as likely. Each row's contributions are
+    added from the likeliest expert to the least, whatever rows are in the call, so that batching cannot change a bit.
     """
 
     name = "MoEMLP"
@@ -91,7 +92,7 @@ class MoE(FeedForward):
 
     def route(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> tuple[Tensor, Tensor]:
         """(weights float32, expert numbers int64), both [T, chosen], likeliest first."""
-        probabilities = self.router.forward(h, loras).float().softmax(dim=-1)
+        probabilities = self.router.forward_precise(h, loras).softmax(dim=-1)
         weights, indices = probabilities.topk(self.chosen, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
 
@@ -118,4 +119,4 @@ class MoE(FeedForward):
         y = self.shared.inner(h, loras).float()
         if self.shared_gate is None:
             return y
-        return y * activate(self.shared_gate.forward(h, loras), "sigmoid").float()
+        return y * activate(self.shared_gate.forward_precise(h, loras), "sigmoid")

@@ -1,0 +1,65 @@
+"""pytest plugin: a few cases of every test function, as many as a time allows; for runs that are slow by nature.
+
+    EXL_SUBSET_SECONDS=70 python3 -m pytest -p subset_plugin -m cuda tests/kernels
+
+Every function's first case runs, whatever it takes, then every function's second one, and so on until the time is
+up. Cases of one function come in a fixed mixed order, so that the first few differ in more than their last parameter.
+What was left out is counted at the end: it is neither passed nor skipped. EXL_SUBSET_NO_CAPTURE=1 leaves out
+functions that capture CUDA graphs (which need torch's caching allocator).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import time
+from collections import defaultdict
+
+import pytest
+
+
+class Subset:
+    """The order of the cases, and when it is enough."""
+
+    def __init__(self, seconds: float, capture: bool) -> None:
+        self.seconds = seconds
+        self.capture = capture
+        self.began = time.monotonic()
+        self.functions: dict[str, list[pytest.Item]] = defaultdict(list)
+        self.round_of: dict[str, int] = {}
+        self.run: dict[str, int] = defaultdict(int)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if item.get_closest_marker("cuda") is None:
+                continue
+            if self.capture or "CUDAGraph" not in inspect.getsource(getattr(item, "function", type(item))):
+                self.functions[item.nodeid.split("[")[0]].append(item)
+        for name, cases in self.functions.items():
+            random.Random(name).shuffle(cases)
+            self.round_of.update({item.nodeid: i for i, item in enumerate(cases)})
+        items[:] = sorted(
+            (item for cases in self.functions.values() for item in cases), key=lambda item: self.round_of[item.nodeid]
+        )
+        self.began = time.monotonic()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        if self.round_of[item.nodeid] and time.monotonic() - self.began > self.seconds:
+            return True  # left out
+        self.run[item.nodeid.split("[")[0]] += 1
+        return None
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        cases = sum(len(found) for found in self.functions.values())
+        terminalreporter.write_line(
+            f"subset: {sum(self.run.values())} of {cases} cases, {len(self.run)} of {len(self.functions)} functions, "
+            f"{time.monotonic() - self.began:.0f} s"
+        )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seconds = float(os.environ.get("EXL_SUBSET_SECONDS", "60"))
+    capture = os.environ.get("EXL_SUBSET_NO_CAPTURE", "0") != "1"
+    config.pluginmanager.register(Subset(seconds, capture), "exl-subset")
