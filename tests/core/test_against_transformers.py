@@ -14,7 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams, errors
+from exl_core import (
+    ExLlamaV2,
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_TP,
+    ExLlamaV2Config,
+    ExLlamaV2Lora,
+    PagedParams,
+    errors,
+)
 from exl_core.loading.checkpoint import TensorReader
 from exl_core.modules import Linear, MoE
 from exl_core.rope import RopeTable
@@ -361,8 +369,29 @@ def test_layers_over_two_devices_give_the_same_bits(
     assert torch.equal(found, expected)
 
 
+def cut_over_devices(whole: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
+    """The same model over three logical CPUs, unequal shares."""
+    monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1,cpu:2")
+    model = ExLlamaV2(whole.config)
+    model.load_tp([3.0, 8.0, 5.0])
+    return model
+
+
+@pytest.mark.covers("core.md: tensor-parallel")
+def test_matrices_over_three_devices_give_the_same_bits(
+    pair: tuple[Any, Any], ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = pair[1]
+    cut = cut_over_devices(whole, monkeypatch)
+    cache, twin = ExLlamaV2Cache_TP(cut, batch_size=2, max_seq_len=64), ExLlamaV2Cache(whole, 2, 64)
+    for begin, end in ((0, 17), (17, 18), (18, TOKENS)):
+        assert torch.equal(cut.forward(ids[:, begin:end], cache), whole.forward(ids[:, begin:end], twin))
+
+
 @pytest.mark.covers("core.md: lora")
-def test_adapters_of_every_linear(pair: tuple[Any, Any], ids: Tensor, tmp_path: Path) -> None:
+def test_adapters_of_every_linear(
+    pair: tuple[Any, Any], ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peft = pytest.importorskip("peft")
     theirs, ours = copy.deepcopy(pair[0]), pair[1]
     torch.manual_seed(3)
@@ -379,7 +408,10 @@ def test_adapters_of_every_linear(pair: tuple[Any, Any], ids: Tensor, tmp_path: 
             ExLlamaV2Lora.from_directory(ours, tmp_path)
         return
     lora = ExLlamaV2Lora.from_directory(ours, tmp_path)
-    assert_close(ours.forward(ids, loras=[lora]), expected_logits(adapted.eval(), ids))
+    found = ours.forward(ids, loras=[lora])
+    assert_close(found, expected_logits(adapted.eval(), ids))
+    cut = cut_over_devices(ours, monkeypatch)
+    assert torch.equal(cut.forward(ids, loras=[ExLlamaV2Lora.from_directory(cut, tmp_path)]), found)
 
 
 def quantized_tensors(linear: Linear, kind: str) -> dict[str, Tensor] | None:

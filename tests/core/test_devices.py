@@ -14,7 +14,6 @@ from exl_core import (
     ExLlamaV2Cache_Q4,
     ExLlamaV2Cache_Q6,
     ExLlamaV2Cache_Q8,
-    ExLlamaV2Cache_TP,
     ExLlamaV2CacheBase,
     ExLlamaV2Config,
     PagedParams,
@@ -151,31 +150,6 @@ def test_refused_in_no_time_with_the_numbers(lab: Any, monkeypatch: pytest.Monke
     monkeypatch.delenv("EXL_DEVICE")
     model.load()
     assert model.loaded
-
-
-@pytest.mark.covers("core.md: tensor-parallel")
-def test_tensor_parallel_calls_spread_whole_layers(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
-    whole = build(lab)
-    whole.load()
-    monkeypatch.setenv("EXL_DEVICE", "cpu:0=1,cpu:1=1")
-    for arguments in ({}, {"expect_cache_tokens": 256, "expect_cache_base": ExLlamaV2Cache_Q4}):
-        model = build(lab)
-        model.load_tp(**arguments)
-        counts = [model.placement.names.count(n) for n in ("cpu:0", "cpu:1")]
-        assert min(counts) >= 3
-        for base in (ExLlamaV2Cache, ExLlamaV2Cache_Q6):
-            cache = ExLlamaV2Cache_TP(model, base, batch_size=2, max_seq_len=64)
-            plain = base(whole, batch_size=2, max_seq_len=64)
-            assert torch.equal(model.forward(ids, cache), whole.forward(ids, plain))
-            assert cache.caches == [cache]
-            again = cache.clone()
-            assert (again.kind, again.wbits, again.current_seq_len) == (plain.kind, plain.wbits, 24)
-            assert all(torch.equal(a, b) for a, b in zip(again.all_tensors(), plain.all_tensors(), strict=True))
-    for bad in (ExLlamaV2Cache_TP, "fp16", None):
-        with pytest.raises(errors.CacheError, match="base"):
-            ExLlamaV2Cache_TP(model, bad)
-    listed = list(build(lab).load_tp_gen(callback_gen=lambda i, n: iter([i])))
-    assert listed == list(range(len(whole.modules) + 1))
 
 
 # ----------------------------------------------------------------------------------------------------------------- maps

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl_core import (
+    ExLlamaV2,
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_TP,
+    ExLlamaV2Config,
+    ExLlamaV2Tokenizer,
+)
 from exl_filters import ExLlamaV2SelectFilter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.bundled import default_model_dir, draft_model_dir
@@ -68,6 +75,25 @@ def test_select_filter(generator: ExLlamaV2DynamicGenerator) -> None:
     texts = generator.generate(prompts, 20, seed=1, gen_settings=flat, filters=[filters] * 6, completion_only=True)
     assert set(texts) <= set(options)
     assert len(set(texts)) > 1
+
+
+@pytest.mark.covers("core.md: tensor-parallel")
+@pytest.mark.parametrize("base", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
+def test_a_model_cut_over_devices_says_the_same(monkeypatch: pytest.MonkeyPatch, base: Any) -> None:
+    """Several prompts with a common beginning, pages shared and copied, over three logical devices and over one."""
+    prompts = [f"import os\n\ndef f{i}(" for i in (1, 12, 123)]
+    texts = []
+    for shares in (None, [3.0, 8.0, 5.0]):
+        monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1,cpu:2")
+        model = ExLlamaV2(ExLlamaV2Config(str(DATA / "pylib-4m-exl2-3.5")))
+        model.load() if shares is None else model.load_tp(shares)
+        cache = base(model, max_seq_len=1024) if shares is None else ExLlamaV2Cache_TP(model, base, max_seq_len=1024)
+        generator = ExLlamaV2DynamicGenerator(model, cache, ExLlamaV2Tokenizer(model.config))
+        once = generator.generate(prompts, 24, seed=7)
+        texts.append((once, generator.generate(prompts[1], 40, seed=7)))
+        if shares is not None:
+            assert model.tp_context is not None
+    assert texts[0] == texts[1]
 
 
 def test_many_prompts_in_a_small_cache(generator: ExLlamaV2DynamicGenerator) -> None:

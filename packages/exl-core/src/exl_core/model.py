@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from threading import Event
 from typing import Any
@@ -29,17 +28,18 @@ from .inputs import (
 )
 from .loading.checkpoint import Checkpoint, TensorReader
 from .loading.loader import Callback, CallbackGen, check_callbacks, load_modules, progress_bar
+from .loading.parallel_plan import plan_parallel
 from .loading.plan import LoadPlan, check_split, plan_modules
 from .loading.sizes import CacheSize
 from .lora import ExLlamaV2Lora
 from .modules import Attention, Linear, Module, build_modules
+from .parallel import TensorParallel
+from .parallel.cutting import cut_modules, mend_modules
 from .placement import Placement
 from .rope import RopeTable
 from .step import build_step
 
 __all__ = ["ExLlamaV2"]
-
-log = logging.getLogger(__name__)
 
 
 class ExLlamaV2:
@@ -65,7 +65,7 @@ class ExLlamaV2:
         self.placement = Placement(["cpu"] * len(self.modules))
         self.cache_map: dict[int, str] = {}  # layer index -> device of its cache
         self.device_context: dict[str, Any] = {}
-        self.tp_context: None = None
+        self.tp_context: TensorParallel | None = None  # where load_tp cut the matrices
         self.loaded = False
         self.decode = DecodeGraphs(self)  # captured steps on a GPU; `decode.reason` says why there are none
         self.load_count = 0  # how often weights were loaded: adapters belong to one load
@@ -156,12 +156,13 @@ class ExLlamaV2:
         expect_cache_tokens: int = 0,
         expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
     ) -> None:
-        """Load all weights over all devices, whole layers on each, in equal shares of their free memory.
+        """Load all weights, every matrix cut over all devices by its outputs, in proportion to their free memory.
 
-        The original cuts every matrix over the devices. Here the result is the same and the memory is shared just so,
-        but the devices work one after the other: it makes room, not speed. gpu_split: GiB a device, as in `load`.
-        expect_cache_tokens (default max_seq_len * max_batch_size) and expect_cache_base size the cache to come, an
-        `ExLlamaV2Cache_TP` or any other.
+        Each output is computed whole on one device and gathered on the first, so that results are those of one device
+        (to the bit on the CPU). Key/value heads are not cut, experts of a mixture neither: each is on one device. The
+        cache must be an `ExLlamaV2Cache_TP`. gpu_split: GiB a device for weights and fixed buffers instead of the free
+        memory; the proportions count. expect_cache_tokens (default max_seq_len * max_batch_size) and
+        expect_cache_base size the cache to come. With one device this is `load`.
         """
         check_callbacks(callback, progress)
         report = progress_bar() if progress else callback
@@ -178,13 +179,21 @@ class ExLlamaV2:
     ) -> Iterator[Any]:
         """As `load_tp`, as a generator that must be exhausted."""
         places = devices()
-        log.info("load_tp: layers are spread over %s; matrices are not cut", ", ".join(d.name for d in places))
         if gpu_split is not None:
-            yield from self.load_gen(gpu_split, callback=callback, callback_gen=callback_gen)
-            return
+            places = places[: len(check_split(gpu_split, len(places)))]
         tokens = expect_cache_tokens or self.config.max_seq_len * self.config.max_batch_size
         size = CacheSize((expect_cache_base or ExLlamaV2Cache).kind, tokens)
-        yield from self._load(callback, callback_gen, self._plan(places, size, None, None, even=True))
+        if len(places) == 1 or self.loaded:
+            yield from self._load(callback, callback_gen, self._plan(places, size, gpu_split, None))
+            return
+        self.config.check_for_load()
+        self._checkpoint()
+        found, shares = plan_parallel(self.config, self.modules, places, size, gpu_split)
+        names = [place.name for place in places]
+        heads, float_residual = self.config.num_key_value_heads, self.config.arch.float_residual
+        self.tp_context = TensorParallel(names, shares, heads, float_residual=float_residual)
+        cut_modules(self.modules, self.tp_context)
+        yield from self._load(callback, callback_gen, found)
 
     def set_device_map(self, allocation: Sequence[float], embed_cpu: bool = True) -> list[float]:
         """Decide the device of every module from GiB a device (weights and fixed buffers), without loading any.
@@ -202,9 +211,10 @@ class ExLlamaV2:
 
     def set_cache_map(self) -> None:
         """Decide the device of every layer's keys and values: beside the layer."""
-        self.cache_map = {
-            m.layer_idx: self.placement.names[i] for i, m in enumerate(self.modules) if isinstance(m, Attention)
-        }
+        layers = [(i, m.layer_idx) for i, m in enumerate(self.modules) if isinstance(m, Attention)]
+        names, context = self.placement.names, self.tp_context
+        first = None if context is None else context.names[context.heads[0][0]]
+        self.cache_map = {layer: first or names[i] for i, layer in layers}
 
     def load_module(self, index: int) -> None:
         """Load one of `modules` alone, where `load(lazy=True)` or `set_device_map` decided it goes.
@@ -246,13 +256,11 @@ class ExLlamaV2:
         gpu_split: Sequence[float] | None,
         reserve: int | Sequence[int] | None,
         last_id_only: bool = True,
-        *,
-        even: bool = False,
     ) -> LoadPlan:
         self.config.check_for_load()
         self._checkpoint()
         modules = self.modules
-        return plan_modules(self.config, modules, places, cache, gpu_split, reserve, last_id_only, even=even)
+        return plan_modules(self.config, modules, places, cache, gpu_split, reserve, last_id_only)
 
     def _place(self, names: Sequence[str]) -> None:
         self.placement = Placement(list(names), self.config.arch.float_residual)
@@ -292,9 +300,13 @@ class ExLlamaV2:
         self.decode.clear()
         for module in self.modules:
             module.unload()
+        if self.tp_context is not None:
+            mend_modules(self.modules)
         self.cache_map = {}
         self.loaded = False
-        if self.device is not None and any(name.startswith("cuda") for name in self.placement.names):
+        names = [*self.placement.names, *(self.tp_context.names if self.tp_context is not None else ())]
+        self.tp_context = None
+        if self.device is not None and any(name.startswith("cuda") for name in names):
             self.rope, self.rope_alt = self._rope_tables()  # copies on GPUs go too
             torch.cuda.empty_cache()
         self.device = None
@@ -308,6 +320,8 @@ class ExLlamaV2:
 
     def get_cache_devices(self) -> list[str]:
         """Devices that hold a part of the cache."""
+        if self.tp_context is not None:
+            return sorted(self.tp_context.names[shard] for shard, _, _ in self.tp_context.heads)
         return sorted(set(self.cache_map.values()))
 
     def is_quant(self) -> bool:
@@ -489,6 +503,7 @@ class ExLlamaV2:
         first = build_step(
             *(self.config, self.rope, cache, params, batch, q_len, abort_event, device, loras, embeddings),
             self.rope_alt,
+            self.tp_context,
         )
         step = first
         result: dict[str, Any] = {}

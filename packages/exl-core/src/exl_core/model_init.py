@@ -20,7 +20,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-m", "--model_dir", type=str, help="folder of the model")
     add("-gs", "--gpu_split", type=str, help='"auto", or GB a device for weights, with commas between: 20,7.5')
-    add("-tp", "--tensor_parallel", action="store_true", help="spread the model over all devices")
+    add("-tp", "--tensor_parallel", action="store_true", help="cut every matrix over all devices")
     add("-l", "--length", type=int, help="maximum sequence length")
     add("-rs", "--rope_scale", type=float, help="linear RoPE scaling factor")
     add("-ra", "--rope_alpha", type=float, help="NTK RoPE alpha")

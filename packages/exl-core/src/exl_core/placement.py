@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from torch import Tensor
 from exl_kernels.kv import KVPages
 
 from .device import activation_dtype, torch_device
-from .modules import Step
+from .parallel.transfer import send
+
+if TYPE_CHECKING:
+    from .modules import Step
 
 __all__ = ["Placement"]
 
@@ -45,13 +48,14 @@ class Placement:
         dtype = x.dtype
         if x.device.type != device.type and dtype in (torch.float16, torch.float32):
             dtype = torch.float32 if self.float_residual else activation_dtype(device)
-        return x.to(device, dtype, copy=True)
+        moved = send(x, device, dtype)
+        return moved.clone() if moved is x else moved
 
     def step_on(self, step: Step, device: torch.device) -> Step:
         """The same step with its tensors on `device`. Tables that do not change from step to step are kept there."""
         if step.rows.device == device:
             return step
-        changes: dict[str, Any] = {"_tokens": {}}
+        changes: dict[str, Any] = {"_tokens": {}, "elsewhere": {}}
         for f in fields(step):
             value = getattr(step, f.name)
             if _is_tensors(value):
@@ -90,4 +94,4 @@ def _is_tensors(value: object) -> bool:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else tuple(v.to(device) for v in value)
+    return send(value, device) if isinstance(value, Tensor) else tuple(send(v, device) for v in value)

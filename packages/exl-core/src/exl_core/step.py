@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .config import ExLlamaV2Config
     from .embeddings import ExLlamaV2MMEmbedding
     from .lora import ExLlamaV2Lora
+    from .parallel import TensorParallel
 
 __all__ = ["build_step"]
 
@@ -39,6 +40,7 @@ def build_step(
     loras: tuple[ExLlamaV2Lora, ...] = (),
     embeddings: tuple[ExLlamaV2MMEmbedding, ...] = (),
     rope_alt: RopeTable | None = None,
+    parallel: TensorParallel | None = None,
 ) -> Step:
     """The step with its tensors on `device`.
 
@@ -51,6 +53,7 @@ def build_step(
     else:
         layout = _contiguous_layout(config, cache, params, batch, q_len, device)
     positions, block_table, page_size, pages = layout
+    shards = () if parallel is None else parallel.pages(cache, page_size, (batch, config.head_dim))
     last = int(positions.max())
     if last >= config.max_seq_len:
         raise SequenceTooLongError(
@@ -82,8 +85,21 @@ def build_step(
         abort_event=abort_event,
         loras=loras,
         embeddings=embeddings,
+        shards=shards,
         alt=None if rope_alt is None else rope_alt.upto(highest + 1, device),
     )
+
+
+def _scratch(pages: int, page_size: int, heads: int, head_dim: int, device: torch.device) -> Callable[[int], KVPages]:
+    """One layer's pages that every layer overwrites, made when the first asks."""
+    made: list[KVPages] = []
+
+    def of_layer(layer: int) -> KVPages:
+        if not made:
+            made.append(KVPages.allocate("fp16", pages, page_size, heads, head_dim, device))
+        return made[0]
+
+    return of_layer
 
 
 Layout = tuple[Tensor, Tensor, int, Callable[[int], KVPages]]
@@ -102,8 +118,8 @@ def _contiguous_layout(
     positions = (past + torch.arange(q_len)).expand(batch, q_len)
     block_table = torch.arange(batch, dtype=torch.int32)[:, None]
     if cache is None:
-        scratch = KVPages.allocate("fp16", batch, q_len, config.num_key_value_heads, config.head_dim, device)
-        return positions, block_table, q_len, lambda layer: scratch
+        sizes = (batch, q_len, config.num_key_value_heads, config.head_dim)
+        return positions, block_table, q_len, _scratch(*sizes, device)
     if batch > cache.batch_size:
         raise InputError(f"batch of {batch} for a cache of batch_size {cache.batch_size}")
     if past + q_len > cache.max_seq_len:

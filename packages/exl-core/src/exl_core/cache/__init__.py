@@ -7,8 +7,8 @@ from .classes import (
     ExLlamaV2Cache_Q4,
     ExLlamaV2Cache_Q6,
     ExLlamaV2Cache_Q8,
-    ExLlamaV2Cache_TP,
 )
+from .parallel import ExLlamaV2Cache_TP
 
 __all__ = [
     "ExLlamaV2Cache",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
@@ -83,6 +84,12 @@ class ExLlamaV2CacheBase:
 
     def update_cache_tensors(self) -> None:
         """Give every layer of `model.cache_map` zeroed tensors on its device, unless it has them there already."""
+        context = self.model.tp_context
+        if context is not None and len(context.heads) > 1 and self.fixed_device is None:
+            raise CacheError(
+                f"the matrices of this model are cut over {', '.join(context.names)}, and its heads with them: use "
+                f"ExLlamaV2Cache_TP(model, base={type(self).__name__})"
+            )
         for layer, device in self.model.cache_map.items():
             device = _name_of(self.fixed_device) if self.fixed_device is not None else device
             pages = self._layers[layer]
@@ -116,6 +123,14 @@ class ExLlamaV2CacheBase:
             raise CacheError(
                 f"the cache has (layers, heads, head_dim) {mine}, the model {theirs}: it is another model's"
             )
+
+    def shards(self) -> Sequence[ExLlamaV2CacheBase]:
+        """The caches that hold the heads, in their order: this one, unless heads are cut over devices."""
+        return (self,)
+
+    def device_of(self, layer_idx: int) -> torch.device:
+        """torch's device of a layer's tensors. Raises ModelStateError while a lazy cache has none."""
+        return self._storage(layer_idx).device
 
     def pages(self, layer_idx: int, page_size: int) -> KVPages:
         """Layer `layer_idx` as pages of `page_size` tokens: the same memory, [batch * max_seq_len / page_size, ...]."""
@@ -212,7 +227,10 @@ class ExLlamaV2CacheBase:
                     f"copy_states: columns {column}..{column + from_columns}, rows {row}..{row + rows} are outside a "
                     f"cache of {cache.batch_size} rows of {cache.max_seq_len} tokens"
                 )
-        for source, destination in zip(self.all_tensors(), target.all_tensors(), strict=True):
+        mine, theirs = self.all_tensors(), target.all_tensors()
+        if [t.shape[2:] for t in mine] != [t.shape[2:] for t in theirs]:
+            raise CacheError("copy_states: the layers, heads or head_dim of the two caches differ")
+        for source, destination in zip(mine, theirs, strict=True):
             part = source[from_row : from_row + 1, from_column : from_column + from_columns]
             part = part.clone() if source is destination else part
             destination[to_row : to_row + to_rows, to_column : to_column + to_columns].copy_(

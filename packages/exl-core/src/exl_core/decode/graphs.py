@@ -144,7 +144,7 @@ class DecodeGraphs:
             self._checked, self._interventions = True, Intervention.made
             self._refused = _refusal(model)
             # torch's products of float matrices may change with the number of rows: no padding there.
-            self._exact_batch = any(linear.quant.format == "float" for linear in model._linears())
+            self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model._linears())
         self.reason = self._refused
         return self._refused is None
 
@@ -249,6 +249,8 @@ def _refusal(model: ExLlamaV2) -> str | None:
         return f"{GRAPHS_VARIABLE}=0 asks for eager launches"
     if model.config.no_graphs:
         return "config.no_graphs asks for eager launches"
+    if model.tp_context is not None:
+        return "the matrices are cut over several devices"
     if model.placement.several:
         return "the model lies on several devices"
     if any(isinstance(module, Intervention) for module in model.modules):

@@ -91,6 +91,7 @@ class TensorSource(Protocol):
     """What modules load from; tests may hand in tensors that come from no file."""
 
     def has(self, name: str) -> bool: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
     def read(self, name: str) -> Tensor: ...
     def read_group(self, names: Collection[str]) -> dict[str, Tensor]: ...
     def describe(self, name: str) -> str: ...
@@ -115,6 +116,10 @@ class TensorReader:
 
     def has(self, name: str) -> bool:
         return name in self.checkpoint.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor that is there. Raises MissingTensorError."""
+        return tuple(self.checkpoint.entry(name).shape)
 
     def describe(self, name: str) -> str:
         """`file: tensor`, for error messages."""

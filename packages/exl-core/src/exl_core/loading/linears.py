@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -14,15 +16,15 @@ from exl_kernels.linear import QuantMatrix
 from ..errors import FormatError, MissingTensorError
 from .checkpoint import TensorSource
 
-__all__ = ["LinearOptions", "LinearSpec", "Ranges", "load_linear", "require_finite_float", "take_rows"]
+__all__ = ["LinearOptions", "LinearSpec", "Ranges", "load_columns", "load_linear", "require_finite_float", "take_rows"]
 
 WEIGHT_TENSORS = ("q_weight", "qweight", "weight")
 EXL2_TENSORS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 GPTQ_TENSORS = ("qweight", "qzeros", "scales")
 COLUMN_PADDING = 32  # quantized files pad out_features to a multiple of this
-# Tensors of a fused matrix that are cut along their last dimension, and how many columns share one of their elements.
-EXL2_COLUMNS = {"q_weight": 1, "q_scale": 8}
-GPTQ_COLUMNS = {"qweight": 1, "qzeros": 8, "scales": 1}
+BLOCK = 32  # columns at whose multiples every quantized format and width can be cut
+# Tensors of a matrix that are cut along their last dimension, and how many of its columns an element holds.
+EXL2_COLUMNS = {"q_weight": Fraction(1), "q_scale": Fraction(8)}
 
 
 Ranges = tuple[tuple[int, int], ...]  # [begin, end) each
@@ -66,19 +68,72 @@ class LinearOptions:
 def load_linear(source: TensorSource, spec: LinearSpec, options: LinearOptions) -> QuantMatrix:
     """Read, check and repack one matrix. Raises FormatError and MissingTensorError naming file and tensor."""
     key, rows = _stored_key(source, spec)
+    matrix = _load(source, spec, key, rows, options)
+    _check_size(spec, matrix, matrix.out_features)
+    return matrix
+
+
+def load_columns(
+    source: TensorSource, spec: LinearSpec, options: LinearOptions, begin: int, end: int
+) -> tuple[QuantMatrix, Ranges, int]:
+    """The outputs [begin, end) of a matrix, as a matrix; which columns of that they are, in order; and how many outputs
+    the files hold.
+
+    Quantized columns are cut at multiples of BLOCK around what was asked for, hence the second result. The sums are
+    those of the whole matrix. Raises as `load_linear`.
+    """
+    key, rows = _stored_key(source, spec)
+    wanted = _part_of(rows or ((0, spec.out_features),), begin, end)
+    stored = _stored_columns(source, spec, key)
+    read = wanted
+    if not source.has(f"{key}.weight"):
+        read = tuple((b // BLOCK * BLOCK, min(-(-e // BLOCK) * BLOCK, max(stored, e))) for b, e in wanted)
+    matrix = _load(source, spec, key, read, options)
+    stored = stored if rows is None else spec.out_features
+    _check_size(spec, matrix, stored)
+    kept, offset = [], 0
+    for (b, e), (first, last) in zip(wanted, read, strict=True):
+        kept.append((offset + b - first, offset + e - first))
+        offset += last - first
+    return matrix, tuple(kept), stored
+
+
+def _part_of(rows: Ranges, begin: int, end: int) -> Ranges:
+    """The rows that outputs [begin, end) have among `rows`, which are all outputs in order."""
+    found, offset = [], 0
+    for first, last in rows:
+        low, high = max(begin - offset, 0), min(end - offset, last - first)
+        if low < high:
+            found.append((first + low, first + high))
+        offset += last - first
+    return tuple(found)
+
+
+def _stored_columns(source: TensorSource, spec: LinearSpec, key: str) -> int:
+    """Outputs of a matrix in the files; of a quantized one with its padding. 0 where the tensor is no matrix."""
+    name = next(f"{key}.{suffix}" for suffix in WEIGHT_TENSORS if source.has(f"{key}.{suffix}"))
+    shape = source.shape(name)
+    if len(shape) != 2:
+        return 0
+    return shape[0 if name.endswith(".weight") and not spec.transposed else 1]
+
+
+def _load(source: TensorSource, spec: LinearSpec, key: str, rows: Ranges | None, options: LinearOptions) -> QuantMatrix:
+    """The matrix under `key`, or `rows` of its outputs."""
     if source.has(f"{key}.q_weight"):
-        matrix = _load_exl2(source, spec, key, rows, options)
-    elif source.has(f"{key}.qweight"):
-        matrix = _load_gptq(source, spec, key, rows, options)
-    else:
-        matrix = _load_float(source, spec, key, rows, options)
+        return _load_exl2(source, spec, key, rows, options)
+    if source.has(f"{key}.qweight"):
+        return _load_gptq(source, spec, key, rows, options)
+    return _load_float(source, spec, key, rows, options)
+
+
+def _check_size(spec: LinearSpec, matrix: QuantMatrix, out_features: int) -> None:
     most = sys.maxsize if spec.wider else -(-spec.out_features // COLUMN_PADDING) * COLUMN_PADDING
-    if matrix.in_features != spec.in_features or not spec.out_features <= matrix.out_features <= most:
+    if matrix.in_features != spec.in_features or not spec.out_features <= out_features <= most:
         raise FormatError(
-            f"{matrix.name}: {matrix.in_features} x {matrix.out_features} (in x out) in the file, "
+            f"{matrix.name}: {matrix.in_features} x {out_features} (in x out) in the file, "
             f"config.json needs {spec.in_features} x {spec.out_features}"
         )
-    return matrix
 
 
 def _stored_key(source: TensorSource, spec: LinearSpec) -> tuple[str, Ranges | None]:
@@ -123,7 +178,8 @@ def _load_gptq(
     source: TensorSource, spec: LinearSpec, key: str, rows: Ranges | None, options: LinearOptions
 ) -> QuantMatrix:
     tensors = _read_parts(source, key, GPTQ_TENSORS, ("g_idx", "bias"))
-    tensors = _take_columns(tensors, rows, GPTQ_COLUMNS, source.describe(f"{key}.qweight"))
+    columns = {"qweight": Fraction(1), "qzeros": Fraction(32, max(options.gptq_bits, 1)), "scales": Fraction(1)}
+    tensors = _take_columns(tensors, rows, columns, source.describe(f"{key}.qweight"))
     _settle_bias(source, spec, key, tensors)
     return QuantMatrix.from_gptq(
         tensors,
@@ -186,17 +242,22 @@ def require_finite_float(tensor: Tensor, name: str) -> None:
 
 
 def _take_columns(
-    tensors: dict[str, Tensor], rows: Ranges | None, shared: dict[str, int], name: str
+    tensors: dict[str, Tensor], rows: Ranges | None, per_element: Mapping[str, Fraction], name: str
 ) -> dict[str, Tensor]:
-    """Columns of a fused quantized matrix (spec formats.md 2.8: any multiple of 8 columns)."""
+    """Columns of a quantized matrix, where none of their elements is cut (spec formats.md 2.8: multiples of 8)."""
     if rows is None:
         return tensors
-    if any(bound % 8 for bounds in rows for bound in bounds):
-        raise FormatError(f"{name}: fused quantized matrices split only at multiples of 8 columns, not {list(rows)}")
+    multiple = max(share.numerator for share in per_element.values())
+    if any(bound % multiple for bounds in rows for bound in bounds):
+        raise FormatError(
+            f"{name}: a quantized matrix of these widths is cut at multiples of {multiple} columns, not {list(rows)}"
+        )
     cut = dict(tensors)
-    for part, per_element in shared.items():
-        _check_rows(rows, cut[part].shape[-1] * per_element, name)
-        slices = [cut[part][:, begin // per_element : end // per_element] for begin, end in rows]
+    for part, share in per_element.items():
+        if cut[part].dim() != 2:
+            raise FormatError(f"{name}: {part} has shape {list(cut[part].shape)}; expected two dimensions")
+        _check_rows(rows, int(cut[part].shape[1] * share), name)
+        slices = [cut[part][:, int(begin / share) : int(end / share)] for begin, end in rows]
         cut[part] = torch.cat(slices, dim=1).contiguous()
     if "bias" in cut:
         cut["bias"] = take_rows(cut["bias"], rows)

@@ -149,14 +149,11 @@ def plan_modules(
     *,
     loras: int = 0,
     draft: int = 0,
-    even: bool = False,
 ) -> LoadPlan:
-    """As `plan`, for modules that exist already. `even`: fill every device to the same part of its budget."""
-    budgets = _budgets(places, gpu_split, reserve)
+    """As `plan`, for modules that exist already."""
+    budgets = budgets_of(places, gpu_split, reserve)
     planner = _planner(config, modules, places, last_id_only)
     planner.split, planner.loras, planner.draft = gpu_split is not None, loras, draft
-    if even:
-        budgets = planner.evened(budgets, cache)
     found, fits, assignment = planner.place(budgets, cache)
     most = None
     if cache is not None and gpu_split is None and all(d.free is not None for d in budgets):
@@ -224,18 +221,6 @@ class _Planner:
                 high = middle - 1
         return low * PAGE
 
-    def evened(self, budgets: list[DevicePlan], cache: CacheSize | None) -> list[DevicePlan]:
-        """The budgets cut to the smallest common part with which everything still fits."""
-
-        def cut(part: float) -> list[DevicePlan]:
-            return [replace(d, free=int((d.budget or 0) * part), reserve=0) for d in budgets]
-
-        low, high = 0.0, 1.0
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.place(cut(middle), cache)[1] else (middle, high)
-        return budgets if any(d.budget is None for d in budgets) else cut(high)
-
     def _opened(self, d: DevicePlan, *, first: bool) -> DevicePlan:
         tables = rope_bytes(self.config) + state_bytes(self.config, "cuda" if d.device.is_cuda else "cpu", self.rows)
         return replace(d, tables=tables, draft=self.draft if first else 0, modules=[])
@@ -244,9 +229,10 @@ class _Planner:
         return self.sizes["cuda" if d.device.is_cuda else "cpu"]
 
 
-def _budgets(
+def budgets_of(
     places: Sequence[Device], gpu_split: Sequence[float] | None, reserve: int | Sequence[int] | None
 ) -> list[DevicePlan]:
+    """The devices with what may be used of each. Raises InputError for splits and reserves that are none."""
     if gpu_split is not None:
         split = check_split(gpu_split, len(places))
         return [DevicePlan(place, int(gb * GIB), 0) for place, gb in zip(places[: len(split)], split, strict=True)]

@@ -21,6 +21,7 @@ __all__ = [
     "CacheSize",
     "ModuleSize",
     "cache_layer_bytes",
+    "linear_bytes",
     "module_sizes",
     "module_tensors",
     "rope_bytes",
@@ -107,10 +108,11 @@ def _own_weights(module: Module, checkpoint: Checkpoint, kind: str, claimed: set
         name = f"{module.key}.weight"
         claimed.add(name)
         return checkpoint.entry(name).nbytes if name in checkpoint.tensors else 0
-    return sum(_linear_bytes(linear, checkpoint, kind, claimed) for linear in module.submodules())
+    return sum(linear_bytes(linear, checkpoint, kind, claimed) for linear in module.submodules())
 
 
-def _linear_bytes(linear: Linear, checkpoint: Checkpoint, kind: str, claimed: set[str]) -> int:
+def linear_bytes(linear: Linear, checkpoint: Checkpoint, kind: str, claimed: set[str]) -> int:
+    """Bytes of one loaded matrix on a kind of device; the names of its tensors are added to `claimed`."""
     spec, tensors = linear.spec, checkpoint.tensors
     bias = 4 * linear.out_features if spec.bias else 0
     for key in (spec.key, spec.fused_key, spec.alternate_key):

@@ -254,7 +254,7 @@ class ExLlamaV2Lora:
         if weight.dim() == 2 and part.rows is not None:
             weight = take_rows(weight, part.rows).contiguous()
         rows = linear.out_features
-        if weight.dim() == 2 and linear.spec.wider and rows <= weight.shape[0] <= linear.quant.out_features:
+        if weight.dim() == 2 and linear.spec.wider and rows <= weight.shape[0] <= linear.stored_features:
             rows = weight.shape[0]
         _check_shape(tensors.file, name, weight, (rows, linear.in_features))
         if linear.spec.bias:

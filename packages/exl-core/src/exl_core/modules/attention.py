@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,11 @@ from .linear import Linear
 from .mlp import FeedForward
 from .module import Module, Step
 from .norm import Norm, fused_norm
+
+if TYPE_CHECKING:
+    from exl_kernels.kv import KVPages
+
+    from ..parallel.heads import HeadCut
 
 __all__ = ["Attention", "ParallelDecoder"]
 
@@ -69,6 +75,7 @@ class Attention(Module):
         self.rope: LayerRope = rope
         self.clip = clip
         self.block: AttentionBlock | None = None
+        self.cut: HeadCut | None = None  # where the heads are, if on several devices
 
     def submodules(self) -> Iterator[Linear]:
         yield from (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
@@ -88,6 +95,8 @@ class Attention(Module):
 
     def unload(self) -> None:
         self.block = None
+        if self.cut is not None:
+            self.cut.reset()
         for part in self._parts():
             part.unload()
 
@@ -129,10 +138,15 @@ class Attention(Module):
 
     def attend(self, h: Tensor, step: Step) -> Tensor:
         """o_proj of the attention over a normalised hidden state h [T, hidden]: no norms around it, no residual."""
-        q, k, v = self._project(h, step)
-        pages = step.pages(self.layer_idx)
+        if self.cut is not None:
+            return self.cut.attend(self, h, step)
+        mixed = self.mix(*self.project(h, step), step.pages(self.layer_idx), step)
+        return self.o_proj.forward(mixed.view(h.shape[0], -1), step.loras)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, pages: KVPages, step: Step) -> Tensor:
+        """k and v stored, then attention of q over the pages: [T, heads, head_dim]."""
         store_kv(pages, k, v, step.slots)
-        mixed = paged_attention(
+        return paged_attention(
             q,
             pages,
             step.block_table,
@@ -144,30 +158,35 @@ class Attention(Module):
             key_mask=step.key_mask,
             max_keys=step.max_keys,
         )
-        return self.o_proj.forward(mixed.view(h.shape[0], -1), step.loras)
 
-    def _project(self, h: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, h: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """Normalised and rotated q and k, and v, each [T, heads, head_dim]."""
         q = self.q_proj.forward(h, step.loras)
         k = self.k_proj.forward(h, step.loras)
         v = self.v_proj.forward(h, step.loras)
+        return self.rotated(q, k, v, step, self.q_norm, self.k_norm)
+
+    def rotated(
+        self, q: Tensor, k: Tensor, v: Tensor, step: Step, q_norm: Norm | None, k_norm: Norm | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Projections [T, heads * head_dim] of any heads: clamped, q and k normalised and rotated, [T, heads, head_dim]
+        each. Works in place."""
         if self.clip:
             for t in (q, k, v):
                 t.clamp_(-self.clip, self.clip)
-        q = self._heads(q, self.num_attention_heads, self.q_norm)
-        k = self._heads(k, self.num_key_value_heads, self.k_norm)
+        q, k = self._heads(q, q_norm), self._heads(k, k_norm)
         if self.rope != "none":
             cos, sin = step.table(self.rope)
             apply_rope(q, cos, sin, step.rope_positions, interleaved=self.interleaved)
             apply_rope(k, cos, sin, step.rope_positions, interleaved=self.interleaved)
-        return q, k, v.view(h.shape[0], self.num_key_value_heads, self.head_dim)
+        return q, k, v.view(v.shape[0], -1, self.head_dim)
 
-    def _heads(self, t: Tensor, heads: int, norm: Norm | None) -> Tensor:
+    def _heads(self, t: Tensor, norm: Norm | None) -> Tensor:
         """[T, heads * head_dim] normalised, as [T, heads, head_dim]."""
         if norm is not None and norm.shapes[0] == (t.shape[1],):
             t = norm.apply(t, out=t)
             norm = None
-        t = t.view(t.shape[0], heads, self.head_dim)
+        t = t.view(t.shape[0], -1, self.head_dim)
         return t if norm is None else norm.apply(t, out=t)
 
 

@@ -15,9 +15,12 @@ from exl_kernels.linear_cuda import CudaFloatMatrix
 from ..errors import ModelStateError
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import LinearOptions, LinearSpec, load_linear
+from ..parallel.matrix import SplitMatrix, load_split
 
 if TYPE_CHECKING:
     from ..lora import ExLlamaV2Lora
+    from ..parallel import TensorParallel
+    from ..parallel.shares import Bounds
 
 __all__ = ["Linear"]
 
@@ -31,35 +34,57 @@ class Linear:
         self.key = spec.key
         self.in_features = spec.in_features
         self.out_features = spec.out_features
-        self.matrix: QuantMatrix | None = None
+        self.matrix: QuantMatrix | SplitMatrix | None = None
+        self.cut: tuple[TensorParallel, Bounds] | None = None  # which outputs go to which device; None = all to one
+        self.place: torch.device | None = None  # another device than the module's
 
     def load(self, source: TensorSource, device: torch.device) -> None:
-        self.matrix = load_linear(source, self.spec, replace(self.options, device=str(device)))
+        if self.cut is not None:
+            self.matrix = load_split(source, self.spec, self.options, *self.cut)
+        else:
+            options = replace(self.options, device=str(self.place or device))
+            self.matrix = load_linear(source, self.spec, options)
 
     def unload(self) -> None:
         self.matrix = None
 
     def is_quant(self) -> bool:
         """Whether the loaded matrix is EXL2 or GPTQ."""
-        return self.quant.format != "float"
+        return self.loaded_matrix.format != "float"
 
     @property
-    def quant(self) -> QuantMatrix:
-        """The loaded matrix. Raises ModelStateError before load()."""
+    def loaded_matrix(self) -> QuantMatrix | SplitMatrix:
+        """The loaded matrix, cut over devices or not. Raises ModelStateError before load()."""
         if self.matrix is None:
             raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
         return self.matrix
 
+    @property
+    def quant(self) -> QuantMatrix:
+        """The loaded matrix in one piece. Raises ModelStateError before load(), and where it is cut over devices."""
+        matrix = self.loaded_matrix
+        if isinstance(matrix, SplitMatrix):
+            raise ModelStateError(f"{self.key} is cut over several devices: there is no one matrix of it")
+        return matrix
+
     def fusable(self) -> bool:
-        """Whether the matrix can be part of a fused block: on the CPU, without padding columns."""
+        """Whether the matrix can be part of a fused block: on the CPU, in one piece, without padding columns."""
+        if isinstance(self.matrix, SplitMatrix):
+            return False
         return self.quant.device.type == "cpu" and self.quant.out_features == self.out_features
+
+    @property
+    def stored_features(self) -> int:
+        """Outputs in the files: heads may have more than the vocabulary, quantized matrices are padded."""
+        matrix = self.loaded_matrix
+        return matrix.stored_features if isinstance(matrix, SplitMatrix) else matrix.out_features
 
     def weight_bytes(self) -> int:
         return 0 if self.matrix is None else self.matrix.nbytes
 
     def get_weight_tensor_dq(self) -> Tensor:
         """W float16 [in, out] as the file encodes it, rows in the model's (unpermuted) order, padding columns cut."""
-        return self.quant.dequantize()[:, : self.out_features].contiguous()
+        return self.loaded_matrix.dequantize()[:, : self.out_features].contiguous()
 
     def adapted(self, loras: Sequence[ExLlamaV2Lora]) -> bool:
         """Whether any of `loras` changes this matrix: fused blocks, which know of none, must then step aside."""
@@ -94,13 +119,13 @@ class Linear:
             y = matrix.matmul(x, out=x.new_empty((*x.shape[:-1], matrix.out_features), dtype=torch.float32))
         return self._add_adapters(x, y[..., : self.out_features].contiguous(), loras)
 
-    def _matrix(self, loras: Sequence[ExLlamaV2Lora]) -> QuantMatrix:
+    def _matrix(self, loras: Sequence[ExLlamaV2Lora]) -> QuantMatrix | SplitMatrix:
         """The matrix that is multiplied by: the first replacement an adapter brings, else the model's own."""
         for lora in loras:
             replacement = lora.replacements.get(self.key)
             if replacement is not None:
                 return replacement
-        return self.quant
+        return self.loaded_matrix
 
     def _add_adapters(self, x: Tensor, y: Tensor, loras: Sequence[ExLlamaV2Lora]) -> Tensor:
         for lora in loras:
@@ -111,4 +136,9 @@ class Linear:
 
     @property
     def device(self) -> torch.device:
-        return self.quant.device
+        """Where x is taken and y is given."""
+        return self.loaded_matrix.device
+
+    def parts_for(self, loras: Sequence[ExLlamaV2Lora]) -> SplitMatrix | None:
+        """The matrix, if it is cut over devices and no adapter changes it: results may stay where they are."""
+        return self.matrix if isinstance(self.matrix, SplitMatrix) and not self.adapted(loras) else None

@@ -15,6 +15,7 @@ from exl_kernels.block import MlpBlock
 
 from ..architectures.base import Activation
 from ..loading.checkpoint import TensorSource
+from ..parallel.matrix import Part, over_parts
 from .linear import Linear
 from .module import Module, Step
 from .norm import Norm, fused_norm
@@ -110,9 +111,16 @@ class GatedMLP(FeedForward):
         return MlpBlock(norm, self.gate_proj.quant, matrices, self.activation, post=post)
 
     def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
-        gate = self.gate_proj.forward(h, loras)
-        gated_activation(gate, self.up_proj.forward(h, loras), self.activation, out=gate)
-        return self.down_proj.forward(gate, loras)
+        gate, up = self.gate_proj.parts_for(loras), self.up_proj.parts_for(loras)
+        if gate is not None and up is not None:
+            return self.down_proj.forward(over_parts(h, (gate, up), self._gated), loras)
+        y = self.gate_proj.forward(h, loras)
+        gated_activation(y, self.up_proj.forward(h, loras), self.activation, out=y)
+        return self.down_proj.forward(y, loras)
+
+    def _gated(self, h: Tensor, parts: Sequence[Part]) -> Tensor:
+        y = parts[0].matmul(h)
+        return gated_activation(y, parts[1].matmul(h), self.activation, out=y)
 
 
 class PlainMLP(FeedForward):
@@ -142,5 +150,12 @@ class PlainMLP(FeedForward):
         return MlpBlock(fused_norm(self.norm), None, matrices, self.activation, post=fused_norm(self.post))
 
     def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+        whole = self.up_proj.parts_for(loras)
+        if whole is not None:
+            return self.down_proj.forward(over_parts(h, (whole,), self._activated), loras)
         up = self.up_proj.forward(h, loras)
         return self.down_proj.forward(activate(up, self.activation, out=up), loras)
+
+    def _activated(self, h: Tensor, parts: Sequence[Part]) -> Tensor:
+        up = parts[0].matmul(h)
+        return activate(up, self.activation, out=up)

@@ -49,6 +49,8 @@ class Step:
     loras: tuple[ExLlamaV2Lora, ...] = ()  # the adapters of every row: linears take them
     embeddings: tuple[ExLlamaV2MMEmbedding, ...] = ()  # rows that ids from EMBEDDING_INDEX on stand for
     alt: tuple[Tensor, Tensor] | None = None  # cos and sin of a second table, where the family has one
+    shards: tuple[Callable[[int], KVPages], ...] = ()  # instead of `pages` where heads are cut over devices
+    elsewhere: dict[torch.device, Step] = field(default_factory=dict, repr=False)  # the same step on other devices
     _tokens: dict[tuple[bool, LayerRope], Tokens] = field(default_factory=dict, repr=False)
 
     def table(self, rope: LayerRope) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
 
 from ..architectures.base import Activation
+from ..parallel.transfer import send
 from .linear import Linear
 from .mlp import FeedForward, GatedMLP
 from .norm import Norm
@@ -105,7 +106,8 @@ class MoE(FeedForward):
         for expert, count in zip(self.experts, counts, strict=True):
             if count:
                 places = order[begin : begin + count]
-                out.view(-1, out.shape[-1])[places] = self._run(expert, h[places // self.chosen], loras).float()
+                x = send(h[places // self.chosen], expert.gate.device)
+                out.view(-1, out.shape[-1])[places] = send(self._run(expert, x, loras), out.device).float()
                 begin += count
         return out
 

@@ -1,0 +1,159 @@
+"""The cache of a model whose heads are cut over devices: one ordinary cache for the heads of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from exl_kernels.kv import KVPages
+
+from ..device import torch_device
+from ..errors import CacheError, InputError
+from .base import ExLlamaV2CacheBase
+from .classes import ExLlamaV2Cache
+
+if TYPE_CHECKING:
+    from ..model import ExLlamaV2
+
+__all__ = ["ExLlamaV2Cache_TP"]
+
+
+class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
+    """Keys and values of a model loaded with `load_tp`, stored as `base` stores them (spec core.md 8).
+
+    `caches` has one cache of class `base` for every device with heads, in the order of the heads. What an ordinary
+    cache gives as one tensor (`key_states` and the like, `get_kv_state`), this one gives as a list of one for each of
+    them; everything else is as with `base`. For a model on one device there is one cache. Needs a loaded model: there
+    is no lazy mode.
+    """
+
+    kind = "fp16"
+
+    def __init__(
+        self,
+        model: ExLlamaV2,
+        base: type[ExLlamaV2CacheBase] = ExLlamaV2Cache,
+        batch_size: int = 1,
+        max_seq_len: int = -1,
+        *,
+        copy_from: ExLlamaV2CacheBase | None = None,
+    ) -> None:
+        if not (isinstance(base, type) and issubclass(base, ExLlamaV2CacheBase)) or issubclass(base, ExLlamaV2Cache_TP):
+            raise CacheError(f"base is {base!r}, must be one of the other cache classes")
+        self.base = base
+        for name in ("kind", "wbits", "weights_per_element_k", "weights_per_element_v", "dtype", "has_scales"):
+            setattr(self, name, getattr(base, name))
+        self.caches: list[ExLlamaV2CacheBase] = []
+        super().__init__(model, batch_size, max_seq_len, copy_from=copy_from)
+
+    def create_state_tensors(self, copy_from: ExLlamaV2CacheBase | None, lazy: bool = False) -> None:
+        if lazy:
+            raise CacheError("an ExLlamaV2Cache_TP has no lazy mode: make it after load_tp")
+        context = self.model.tp_context
+        places: list[tuple[int | None, str | None]] = [(None, None)]
+        if context is not None:
+            places = [(end - begin, context.names[shard]) for shard, begin, end in context.heads]
+        sources: Sequence[ExLlamaV2CacheBase | None] = [None] * len(places)
+        if copy_from is not None:
+            sources = copy_from.shards()
+            if len(sources) != len(places):
+                raise CacheError(f"copy_from: its heads are on {len(sources)} devices, the model's on {len(places)}")
+            self.current_seq_len = copy_from.current_seq_len
+        self.caches = [
+            self.base(
+                self.model,
+                self.batch_size,
+                self.max_seq_len,
+                copy_from=source,
+                num_key_value_heads=heads,
+                fixed_device=device,
+            )
+            for (heads, device), source in zip(places, sources, strict=True)
+        ]
+
+    def update_cache_tensors(self) -> None:
+        """As `base`, of every cache."""
+        for cache in self.caches:
+            cache.update_cache_tensors()
+
+    def shards(self) -> Sequence[ExLlamaV2CacheBase]:
+        return tuple(self.caches)
+
+    def device_of(self, layer_idx: int) -> torch.device:
+        return self.caches[0].device_of(layer_idx)
+
+    def pages(self, layer_idx: int, page_size: int) -> KVPages:
+        """Of a model on one device. Raises CacheError where there are several caches: `shards` has them."""
+        if len(self.caches) != 1:
+            raise CacheError(
+                "this cache was made for a model cut over devices by load_tp: make a new one for this model"
+            )
+        return self.caches[0].pages(layer_idx, page_size)
+
+    # ------------------------------------------------------------------------------------------------ one of each cache
+
+    @property
+    def key_states(self) -> list[Any]:
+        """Stored keys of each layer: a list, a tensor for each of `caches`."""
+        return self._by_layer(lambda cache: cache.key_states)
+
+    @property
+    def value_states(self) -> list[Any]:
+        """Stored values of each layer, likewise."""
+        return self._by_layer(lambda cache: cache.value_states)
+
+    @property
+    def key_scales(self) -> list[Any]:
+        """Scales of the keys of each layer, likewise; lists of None for formats without."""
+        return self._by_layer(lambda cache: cache.key_scales)
+
+    @property
+    def value_scales(self) -> list[Any]:
+        """Scales of the values of each layer, likewise."""
+        return self._by_layer(lambda cache: cache.value_scales)
+
+    def _by_layer(self, column: Callable[[ExLlamaV2CacheBase], list[Tensor | None]]) -> list[Any]:
+        return [list(parts) for parts in zip(*(column(cache) for cache in self.caches), strict=True)]
+
+    def all_tensors(self) -> list[Tensor]:
+        """Every storage tensor, cache after cache."""
+        return [tensor for cache in self.caches for tensor in cache.all_tensors()]
+
+    def footprint(self) -> list[int]:
+        """Bytes on each device, as `base` counts them, over all caches."""
+        held = [cache.footprint() for cache in self.caches]
+        return [sum(part[i] for part in held if i < len(part)) for i in range(max(map(len, held)))]
+
+    def get_kv_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As `base`, with a list of keys and a list of values, one of each cache."""
+        pairs = [cache.get_kv_state(*args, **kwargs) for cache in self.caches]
+        return [keys for keys, _ in pairs], [values for _, values in pairs]
+
+    def store_kv_state(self, *args: Any, **kwargs: Any) -> None:
+        """As `base`, from the pairs that `get_kv_state` gave."""
+        for cache in self.caches:
+            cache.store_kv_state(*args, **kwargs)
+
+    def touch_device(self, device: str | torch.device) -> None:
+        """Create the pair of half tensors of the caches on that device. Raises InputError if there are none."""
+        wanted = torch_device(device)
+        found = [cache for cache in self.caches if cache.device_of(0) == wanted]
+        if not found:
+            raise InputError(f"touch_device: no part of this cache is on {device}")
+        for cache in found:
+            cache.touch_device(device)
+
+    @property
+    def temp_tensors(self) -> dict[str, Any]:
+        """device -> list of the pairs there that `get_kv_state` decodes into."""
+        found: dict[str, Any] = {}
+        for cache in self.caches:
+            for device, pair in cache.temp_tensors.items():
+                found.setdefault(device, []).append(pair)
+        return found
+
+    def clone(self) -> Self:
+        return type(self)(self.model, self.base, self.batch_size, self.max_seq_len, copy_from=self)

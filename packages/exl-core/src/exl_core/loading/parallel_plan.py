@@ -1,0 +1,150 @@
+"""Shares of the devices for matrices cut over them, and what each will take, before anything is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..device import Device
+from ..errors import DeviceError
+from ..modules import Attention, GatedMLP, Head, Linear, Module, MoE, ParallelDecoder, PlainMLP
+from ..parallel.shares import Shares
+from .plan import MOST_TOKENS, PAGE, DevicePlan, LoadPlan, budgets_of
+from .sizes import CacheSize, cache_layer_bytes, linear_bytes, module_sizes, rope_bytes, state_bytes
+
+if TYPE_CHECKING:
+    from ..config import ExLlamaV2Config
+
+__all__ = ["plan_parallel"]
+
+
+def plan_parallel(
+    config: ExLlamaV2Config,
+    modules: Sequence[Module],
+    places: Sequence[Device],
+    cache: CacheSize,
+    gpu_split: Sequence[float] | None,
+) -> tuple[LoadPlan, Shares]:
+    """Heads, features and experts in proportion to the devices' budgets: free memory, or gpu_split, GiB a device for
+    weights and fixed buffers. Raises DeviceError with the numbers where that does not fit, and for a mixture of GPUs
+    and CPUs, whose arithmetic differs."""
+    if len({place.is_cuda for place in places}) > 1:
+        names = ", ".join(place.name for place in places)
+        raise DeviceError(f"load_tp: {names} are of two kinds: use GPUs or CPUs alone, or split by layers with load")
+    planner = _Planner.of(config, modules, places)
+    budgets = budgets_of(places, gpu_split, None)
+    planner.split = gpu_split is not None
+    found, shares = planner.place(budgets, cache)
+    fits = all(d.fits() for d in found)
+    most = None
+    if not planner.split and all(d.free is not None for d in budgets):
+        most = planner.most_tokens(budgets, cache)
+    problem = "does not fit (MiB): take a shorter or quantized cache, a smaller config.max_input_len, or more devices"
+    homes = [budgets[0].device.name] * len(modules)
+    plan = LoadPlan(found, homes, cache, fits, most, "" if fits else problem, planner.embedding)
+    if not fits:
+        raise DeviceError(f"Insufficient space in device allocation: {plan.table()}")
+    return plan, shares
+
+
+@dataclass
+class _Planner:
+    """Sums over the model: bytes that go by heads, matrices that go by features, experts, and what stays whole."""
+
+    config: ExLlamaV2Config
+    by_heads: int  # bytes of q, k and v
+    by_features: dict[int, int]  # outputs of a matrix -> bytes of all matrices with so many
+    experts: dict[int, int]  # experts of a layer -> bytes of all layers with so many
+    home: int  # bytes on the first device
+    scratch: int
+    embedding: int
+    modules: int
+    rows: int
+    kind: str
+    split: bool = False
+
+    @classmethod
+    def of(cls, config: ExLlamaV2Config, modules: Sequence[Module], places: Sequence[Device]) -> _Planner:
+        kind = "cuda" if any(d.is_cuda for d in places) else "cpu"
+        rows = config.max_input_len * config.max_batch_size
+        sizes = module_sizes(config, modules, kind, rows, config.max_batch_size)
+        made = cls(
+            *(config, 0, {}, {}, sum(s.weights for s in sizes), max(s.scratch for s in sizes), sizes[0].weights),
+            *(len(modules), rows, kind),
+        )
+        for module in modules:
+            made._count(module)
+        return made
+
+    def _count(self, module: Module) -> None:
+        if isinstance(module, Attention):
+            for linear in (module.q_proj, module.k_proj, module.v_proj):
+                self.by_heads += self._taken(linear)
+            self._feature(module.o_proj)
+        if isinstance(module, ParallelDecoder):
+            self._count(module.mlp)
+        elif isinstance(module, (GatedMLP, PlainMLP, Head)):
+            for linear in module.submodules():
+                self._feature(linear)
+        elif isinstance(module, MoE):
+            count = len(module.experts)
+            held = sum(self._taken(linear) for expert in module.experts for linear in expert)
+            self.experts[count] = self.experts.get(count, 0) + held
+            if module.shared is not None:
+                self._count(module.shared)
+
+    def _feature(self, linear: Linear) -> None:
+        width = linear.out_features
+        self.by_features[width] = self.by_features.get(width, 0) + self._taken(linear)
+
+    def _taken(self, linear: Linear) -> int:
+        """Bytes of a matrix, taken from what stays on the first device."""
+        assert self.config.checkpoint is not None
+        held = linear_bytes(linear, self.config.checkpoint, self.kind, set())
+        self.home -= held
+        return held
+
+    def place(self, budgets: Sequence[DevicePlan], cache: CacheSize) -> tuple[list[DevicePlan], Shares]:
+        """What every device takes with shares in proportion to its budget."""
+        tables = rope_bytes(self.config) + state_bytes(self.config, self.kind, self.rows)
+        cached = self.config.num_hidden_layers * cache_layer_bytes(self.config, cache)
+        plans = [
+            replace(
+                d, tables=tables, scratch=self.scratch, weights=0 if i else self.home, modules=[*range(self.modules)]
+            )
+            for i, d in enumerate(budgets)
+        ]
+        room = [1.0 if d.budget is None else float(max(d.budget - d.used, 0)) for d in plans]
+        if any(d.budget is None for d in plans) or not sum(room):
+            room = [1.0] * len(plans)
+        wanted = [part / sum(room) for part in room]
+        beside = 0 if self.split else cached
+        rest = sum(self.by_features.values()) + sum(self.experts.values())
+        count = self.config.num_key_value_heads
+        heads = [0.0] * len(plans)
+        for shard, begin, end in Shares(tuple(wanted), tuple(wanted)).kv_heads(count):
+            heads[shard] = (end - begin) / count
+        total = self.by_heads + beside + rest
+        left = [max(wanted[i] * total - heads[i] * (self.by_heads + beside), 0.0) for i in range(len(plans))]
+        shares = Shares(tuple(wanted), tuple(part / sum(left) for part in left) if sum(left) else tuple(wanted))
+        for i, d in enumerate(plans):
+            d.weights += math.ceil(self.by_heads * heads[i])
+            d.cache = 0 if self.split else math.ceil(cached * heads[i])
+        for width, held in self.by_features.items():
+            for shard, begin, end in shares.features(width):
+                plans[shard].weights += math.ceil(held * (end - begin) / width)
+        for number, held in self.experts.items():
+            for shard in shares.experts(number):
+                plans[shard].weights += held // number
+        return plans, shares
+
+    def most_tokens(self, budgets: Sequence[DevicePlan], cache: CacheSize) -> int:
+        """The largest cache, in whole pages, with which `place` fits."""
+        low, high = 0, MOST_TOKENS // PAGE
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = all(d.fits() for d in self.place(budgets, replace(cache, tokens=middle * PAGE))[0])
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * PAGE

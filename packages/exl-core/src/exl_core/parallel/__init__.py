@@ -1,0 +1,8 @@
+"""Matrices cut over several devices by their outputs (spec core.md 10)."""
+
+from .context import TensorParallel
+from .matrix import Part, SplitMatrix, load_split, over_parts
+from .shares import Shares
+from .transfer import send
+
+__all__ = ["Part", "Shares", "SplitMatrix", "TensorParallel", "load_split", "over_parts", "send"]

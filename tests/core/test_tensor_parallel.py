@@ -1,0 +1,313 @@
+"""Matrices cut over logical CPUs: the bits of one device, for every format, share and cache (spec core.md 10)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core import (
+    ExLlamaV2,
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_8bit,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_Q6,
+    ExLlamaV2Cache_Q8,
+    ExLlamaV2Cache_TP,
+    ExLlamaV2CacheBase,
+    ExLlamaV2Config,
+    PagedParams,
+    errors,
+)
+from exl_core.device import devices
+from exl_core.loading.parallel_plan import plan_parallel
+from exl_core.loading.sizes import CacheSize
+from exl_core.parallel import Shares, SplitMatrix
+
+pytestmark = pytest.mark.covers("core.md: tensor-parallel")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 160,
+    "intermediate_size": 224,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 24,
+    "vocab_size": 130,
+}
+
+
+def build(folder: Any, **fields: Any) -> ExLlamaV2:
+    config = ExLlamaV2Config(folder)
+    for name, value in {"cpu_matmul": "int8", "max_input_len": 48, **fields}.items():
+        setattr(config, name, value)
+    return ExLlamaV2(config)
+
+
+def spread(monkeypatch: pytest.MonkeyPatch, folder: Any, shares: list[float], **fields: Any) -> ExLlamaV2:
+    """The model of `folder` over as many logical CPUs as there are `shares`, in these proportions."""
+    monkeypatch.setenv("EXL_DEVICE", ",".join(f"cpu:{i}" for i in range(len(shares))))
+    model = build(folder, **fields)
+    model.load_tp(shares)
+    assert model.tp_context is not None
+    return model
+
+
+@pytest.fixture
+def ids(lab: Any) -> Tensor:
+    return lab.ids(2, 24)
+
+
+EVEN2, EVEN3, UNEVEN = [8.0, 8.0], [8.0, 8.0, 8.0], [4.0, 14.0, 2.0]
+
+
+@pytest.mark.parametrize("shares", [EVEN2, EVEN3, UNEVEN], ids=["two", "three", "uneven"])
+@pytest.mark.parametrize("kind", ["float", "exl2", "gptq-act-order"])
+@pytest.mark.parametrize("mode", ["int8", "exact"])
+def test_cut_matrices_give_the_bits_of_one_device(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor, kind: str, shares: list[float], mode: str
+) -> None:
+    """Heads of 24 columns lie across the blocks of quantized formats, four of them over three devices."""
+    folder = lab.write(kind=kind, **SIZES)
+    whole = build(folder, cpu_matmul=mode)
+    whole.load()
+    model = spread(monkeypatch, folder, shares, cpu_matmul=mode)
+    context = model.tp_context
+    assert context is not None
+    linears = [linear for m in model.modules for linear in m.submodules()]
+    assert all(isinstance(linear.matrix, SplitMatrix) for linear in linears)
+    for linear in linears:
+        assert isinstance(linear.matrix, SplitMatrix)
+        assert linear.matrix.parts[0].begin == 0
+        assert linear.matrix.parts[-1].end == linear.out_features
+        twin = whole.modules_dict[linear.key]
+        assert torch.equal(linear.get_weight_tensor_dq(), twin.get_weight_tensor_dq())
+        assert linear.is_quant() == twin.is_quant()
+    assert len(model.modules[1].q_proj.matrix.parts) == min(len(shares), len(context.heads))
+    cache, twin = ExLlamaV2Cache_TP(model, batch_size=2), ExLlamaV2Cache(whole, batch_size=2)
+    for begin, end in ((0, 9), (9, 10), (10, 24)):
+        found = model.forward(ids[:, begin:end], cache)
+        assert torch.equal(found, whole.forward(ids[:, begin:end], twin))
+    assert torch.equal(model.forward(ids[:, :12]), whole.forward(ids[:, :12]))  # without a cache
+    assert [c.num_key_value_heads for c in cache.caches] == [end - begin for _, begin, end in context.heads]
+    for layer in range(2):
+        keys = torch.cat([part[:, :24] for part in cache.key_states[layer]], dim=2)
+        assert torch.equal(keys, twin.key_states[layer][:, :24])
+    assert model.get_cache_devices() == [f"cpu:{shard}" for shard, _, _ in context.heads]
+    model.unload()
+    assert model.tp_context is None
+    assert model.weight_bytes() == 0
+    monkeypatch.delenv("EXL_DEVICE")
+    model.load()
+    assert torch.equal(model.forward(ids), whole.forward(ids))
+
+
+@pytest.mark.parametrize("base", [ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8])
+def test_every_cache_and_its_methods(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor, base: type[ExLlamaV2CacheBase]
+) -> None:
+    folder = lab.write(**{**SIZES, "head_dim": 32})
+    whole = build(folder)
+    whole.load()
+    model = spread(monkeypatch, folder, EVEN2)
+    cache, twin = ExLlamaV2Cache_TP(model, base, batch_size=2, max_seq_len=64), base(whole, 2, 64)
+    assert torch.equal(model.forward(ids, cache), whole.forward(ids, twin))
+    assert (cache.kind, cache.wbits, cache.has_scales, cache.current_seq_len) == (
+        twin.kind,
+        twin.wbits,
+        twin.has_scales,
+        24,
+    )
+    assert cache.max_seq_len == 64
+    assert sum(cache.footprint()) == sum(twin.footprint()) == sum(t.nbytes for t in cache.all_tensors())
+    assert len([part for part in cache.footprint() if part]) == 2
+    found, expected = cache.get_kv_state(0, 2, 0, 24), twin.get_kv_state(0, 2, 0, 24)
+    for parts, tensor in zip(found, expected, strict=True):
+        assert torch.equal(torch.cat(parts, dim=2), tensor)
+    before = [t.clone() for t in cache.all_tensors()]
+    cache.store_kv_state(0, 2, 0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, cache.all_tensors(), strict=True))
+    assert len(cache.temp_tensors) >= 1
+    copied = cache.clone()
+    assert type(copied) is ExLlamaV2Cache_TP
+    assert copied.base is base
+    assert copied.current_seq_len == 24
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(copied.all_tensors(), cache.all_tensors(), strict=True))
+    again = ExLlamaV2Cache_TP(model, base, batch_size=2, max_seq_len=64)
+    cache.copy_states(again, 0, 24, 0, 24, 0, 1, 0, 2)
+    twin_again = base(whole, 2, 64)
+    twin.copy_states(twin_again, 0, 24, 0, 24, 0, 1, 0, 2)
+    cache.roll_left()
+    twin.roll_left()
+    for ours, theirs in ((again, twin_again), (cache, twin)):
+        ours.current_seq_len = theirs.current_seq_len = 23
+        assert torch.equal(model.forward(ids[:, :3], ours), whole.forward(ids[:, :3], theirs))
+    copied.reset()
+    assert copied.current_seq_len == 0
+
+
+def test_pages(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+    folder = lab.write(kind="exl2", **SIZES)
+    whole = build(folder)
+    whole.load()
+    model = spread(monkeypatch, folder, UNEVEN)
+    cache, twin = (
+        ExLlamaV2Cache_TP(model, ExLlamaV2Cache_Q6, max_seq_len=128),
+        ExLlamaV2Cache_Q6(whole, max_seq_len=128),
+    )
+    table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+    for begin, end in ((0, 15), (15, 16), (16, 24)):
+        past = torch.full((2,), begin, dtype=torch.int32)
+        found, expected = (
+            m.forward_chunk(
+                ids[:, begin:end],
+                c,
+                attn_params=PagedParams(2, table, past, begin, page_size=32),
+                return_last_state=True,
+                extract_state_indices=range(len(m.modules)),
+            )
+            for m, c in ((model, cache), (whole, twin))
+        )
+        assert torch.equal(found["logits"], expected["logits"])
+        assert torch.equal(found["last_state"], expected["last_state"])
+        assert all(torch.equal(found["states"][i], state) for i, state in expected["states"].items())
+
+
+def test_more_devices_than_heads(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+    """One key/value head: attention is on one device, the others take more of the rest."""
+    folder = lab.write(**{**SIZES, "num_key_value_heads": 1})
+    whole = build(folder)
+    whole.load()
+    model = spread(monkeypatch, folder, EVEN3)
+    assert model.tp_context is not None
+    ((shard, _, _),) = model.tp_context.heads
+    widths = {part.shard: part.width for part in model.modules_dict["model.layers.0.mlp.up_proj"].matrix.parts}
+    assert widths.get(shard, 0) < max(widths.values())
+    for cls in (ExLlamaV2Cache, ExLlamaV2Cache_Q4):
+        expected = whole.forward(ids, cls(whole, batch_size=2))
+        assert torch.equal(model.forward(ids, ExLlamaV2Cache_TP(model, cls, batch_size=2)), expected)
+        assert torch.equal(model.forward(ids, cls(model, batch_size=2)), expected)  # nothing of it is cut
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_gptq_of_other_widths(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor, bits: int) -> None:
+    from exl_kernels import formats
+
+    config = {**lab.config, **SIZES, "quantization_config": {"bits": bits, "group_size": 32, "quant_method": "gptq"}}
+    tensors = {}
+    for name, tensor in lab.random_tensors(config).items():
+        if name.endswith("_proj.weight") and tensor.shape[0] % 32 == 0:
+            made = formats.gptq_quantize(tensor, bits=bits, group_size=32)
+            tensors |= {name.replace("weight", part): t for part, t in made.items()}
+        else:
+            tensors[name] = tensor
+    folder = lab.write_model(lab.folder / f"gptq-{bits}", config, tensors)
+    whole = build(folder)
+    whole.load()
+    assert whole.is_quant()
+    assert torch.equal(spread(monkeypatch, folder, UNEVEN).forward(ids), whole.forward(ids))
+
+
+def test_wrong_caches_are_refused(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+    folder = lab.write(**SIZES)
+    whole = build(folder)
+    whole.load()
+    model = spread(monkeypatch, folder, EVEN2)
+    with pytest.raises(errors.CacheError, match=r"ExLlamaV2Cache_TP\(model, base=ExLlamaV2Cache_Q4\)"):
+        ExLlamaV2Cache_Q4(model)
+    with pytest.raises(errors.CacheError, match="cut over cpu:0, cpu:1"):
+        model.forward(ids, ExLlamaV2Cache(whole, batch_size=2))
+    cache = ExLlamaV2Cache_TP(model, batch_size=2)
+    with pytest.raises(errors.CacheError, match="cut over devices"):
+        whole.forward(ids, cache)
+    with pytest.raises(errors.CacheError, match="copy_from"):
+        ExLlamaV2Cache_TP(whole, batch_size=2, copy_from=cache)
+    with pytest.raises(errors.CacheError, match="differ"):
+        cache.copy_states(ExLlamaV2Cache(whole, batch_size=2), 0, 1, 0, 1, 0, 1, 0, 1)
+    with pytest.raises(errors.ModelStateError, match="load the model"):
+        ExLlamaV2Cache_TP(build(folder))
+    for bad in (ExLlamaV2Cache_TP, "fp16", None):
+        with pytest.raises(errors.CacheError, match="base"):
+            ExLlamaV2Cache_TP(model, bad)
+    model.unload()
+    model.load_tp([2.0, 20.0])
+    with pytest.raises(errors.CacheError, match="made after load_tp"):
+        model.forward(ids, cache)
+
+
+def test_one_device_is_an_ordinary_load(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+    monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
+    model = build(lab.write(**SIZES))
+    model.load_tp([8.0])
+    assert model.tp_context is None
+    cache = ExLlamaV2Cache_TP(model, ExLlamaV2Cache_Q8, batch_size=2)
+    assert len(cache.caches) == 1
+    expected = model.forward(ids, ExLlamaV2Cache_Q8(model, batch_size=2))
+    assert torch.equal(model.forward(ids, cache), expected)
+
+
+def test_planned_bytes_and_refusal(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the plan says of each device is what lies there; what does not fit is refused before anything is read."""
+    sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "vocab_size": 2000}
+    folder = lab.write(kind="exl2", **sizes)
+    monkeypatch.setenv("EXL_DEVICE", "cpu:0=0.5,cpu:1=0.3")
+    model = build(folder, max_input_len=256)
+    size = CacheSize("q4", 2048)
+    found, shares = plan_parallel(model.config, model.modules, devices(), size, None)
+    model.load_tp(expect_cache_tokens=2048, expect_cache_base=ExLlamaV2Cache_Q4)
+    assert model.tp_context is not None
+    assert model.tp_context.shares == shares
+    assert sum(d.weights for d in found.devices) == pytest.approx(model.weight_bytes(), rel=0.02)
+    held = [0, 0]
+    for linear in (linear for m in model.modules for linear in m.submodules()):
+        for part in linear.matrix.parts:
+            held[part.shard] += part.matrix.nbytes
+    assert found.devices[1].weights == pytest.approx(held[1], rel=0.05)
+    cache = ExLlamaV2Cache_TP(model, ExLlamaV2Cache_Q4, max_seq_len=2048)
+    assert [d.cache for d in found.devices] == cache.footprint()
+    assert found.max_cache_tokens is not None
+    model.unload()
+    tight = plan_parallel(model.config, model.modules, devices(), CacheSize("q4", found.max_cache_tokens), None)[0]
+    assert tight.fits
+    with pytest.raises(errors.DeviceError, match=r"(?s)Insufficient space.*cpu:0.*cpu:1.*largest cache that fits"):
+        model.load_tp(expect_cache_tokens=found.max_cache_tokens + 256, expect_cache_base=ExLlamaV2Cache_Q4)
+    with pytest.raises(errors.DeviceError, match="Insufficient space"):
+        model.load_tp([0.0001, 0.0001])
+    assert model.tp_context is None
+    assert all(linear.cut is None for m in model.modules for linear in m.submodules())
+    listed = list(model.load_tp_gen([1.0, 1.0], callback_gen=lambda i, n: iter([i])))
+    assert listed == list(range(len(model.modules) + 1))
+
+
+def test_a_failing_load_leaves_nothing(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+    monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
+    model = build(lab.write(**SIZES))
+    steps = model.load_tp_gen([1.0, 1.0], callback_gen=lambda i, n: iter([i]))
+    for _ in range(4):
+        next(steps)
+    steps.close()
+    assert model.tp_context is None
+    assert not model.loaded
+    assert model.weight_bytes() == 0
+    model.load_tp([1.0, 1.0])
+    assert torch.isfinite(model.forward(ids)).all()
+
+
+def test_shares_are_whole_and_complete() -> None:
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(300):
+        count = int(torch.randint(1, 6, (1,), generator=generator))
+        weights = torch.rand(count, generator=generator) ** 3
+        weights /= weights.sum()
+        shares = Shares(tuple(weights.tolist()), tuple(weights.flip(0).tolist()))
+        total = int(torch.randint(1, 300, (1,), generator=generator))
+        for bounds in (shares.kv_heads(total), shares.features(total)):
+            assert bounds[0][1] == 0
+            assert bounds[-1][2] == total
+            assert all(a[2] == b[1] and a[0] < b[0] for a, b in pairwise(bounds))
+            assert all(begin < end for _, begin, end in bounds)
+        assert all(begin % 32 == 0 for _, begin, _ in shares.features(total))
+        assert len(shares.experts(total)) == total
+        assert sorted(shares.experts(total)) == shares.experts(total)
