@@ -30,6 +30,10 @@ TAIL = f"""
 a request's tokens do not depend on how it is cut or shared. transformers decides by the length of each call; set
 `max_seq_len` to the longest context you mean to use.
 
+Image towers (`ExLlamaV2VisionTower`): rows and prepared pixels are compared with transformers' in
+`tests/core/test_vision.py` and `tests/core/test_vision_towers.py`, logits behind images in
+`tests/core/test_vision_logits.py`. Videos: Qwen's towers.
+
 Where a cell says "by file", config.json decides (`attention_bias`, `use_qk_norm`, `sliding_window`, `layer_types` and
 so on).
 """
@@ -62,6 +66,8 @@ def positions(a: Architecture) -> str:
     words = ["RoPE" + (" in neighbouring pairs" if a.rope_style == "gptj" else "")]
     if a.rope_theta_alt is not None:
         words.append("a second base for sliding layers")
+    elif a.mrope_section is not None:
+        words.append("three axes for images")
     elif a.layer_rope is not main_rope:
         words.append("none on some layers")
     return "; ".join(words)
@@ -82,8 +88,8 @@ def around(a: Architecture) -> str:
         ("head tied unless the file says otherwise", a.tied_head),
         ("unit rows by file", a.norm_head),
         ("fused matrices of its own", a.fused != LLAMA_FUSED),
-        (f"{a.vision} tower", a.vision == "Pixtral"),
-        (f"language part; {a.vision} tower not built", a.vision not in (None, "Pixtral")),
+        (f"{a.vision} tower", a.vision is not None),
+        ("images see themselves", a.pictures_see_themselves),
     ]
     return "; ".join(word for word, on in words if on)
 

@@ -13,8 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from exl_core import ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2MMEmbedding, ExLlamaV2VisionTower, errors
+from exl_core import ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2VisionTower, errors
+from exl_core.architectures import SUPPORTED
 from exl_core.vision.preprocess import output_size, preprocess
+from exl_core.vision.tower import BUILT_TOWERS
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.covers("core.md: multimodal")
@@ -169,23 +171,8 @@ def test_refusals(pair: Any, lab: Any, tmp_path: Path) -> None:
         other.process(torch.zeros(3, 8, 8))
 
 
-@pytest.mark.parametrize(
-    ("name", "tower"), [("Gemma3ForConditionalGeneration", "SigLIP"), ("Qwen2VLForConditionalGeneration", "Qwen2-VL")]
-)
-def test_towers_that_are_not_built_are_refused_by_name(name: str, tower: str, tmp_path: Path) -> None:
-    text = {**TEXT, "model_type": "text", "rms_norm_eps": 1e-6}
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "text_config": text}))
-    config = ExLlamaV2Config()
-    config.model_dir = str(tmp_path)
-    config.prepare(no_tensors=True)
-    with pytest.raises(errors.UnsupportedError, match=tower):
-        ExLlamaV2VisionTower(config)
-
-
-def test_rows_on_a_grid_need_positions_that_are_not_built() -> None:
-    config = SimpleNamespace(hidden_size=8, mrope_section=[1, 1, 2], architecture="Qwen2VLForConditionalGeneration")
-    with pytest.raises(errors.UnsupportedError, match="three axes"):
-        ExLlamaV2MMEmbedding(SimpleNamespace(config=config), torch.zeros(4, 8), thw_grid=(1, 2, 2))  # type: ignore[arg-type]
+def test_every_family_with_images_has_a_tower() -> None:
+    assert {a.vision for a in SUPPORTED.values() if a.vision} == set(BUILT_TOWERS)
 
 
 BROKEN: list[tuple[str, dict[str, Any], type[Exception]]] = [

@@ -19,6 +19,8 @@ class AttentionParams:
 
     input_mask: additive [batch, past_len + seq_len], 0 = attend, -inf (or very negative) = ignore that key.
     position_offsets: int [batch, 1] or [batch], added to the positions of RoPE, usually -(left padding).
+    rope_offsets: int [batch, 1] or [batch], added as well: how far positions are from places in the cache behind the
+    images before the chunk (or, if it begins inside an image, before that one). Without it the cache's own count holds.
     """
 
     batch_size: int = 1
@@ -34,7 +36,7 @@ class AttentionParams:
     def __post_init__(self) -> None:
         if isinstance(self.past_len, (list, tuple)):
             raise UnsupportedError("a list of past lengths (one cache a sequence) is not supported; use PagedParams")
-        _refuse_unbuilt(self.alt_rope_embed, self.rope_offsets)
+        _check_rope(self.alt_rope_embed, self.rope_offsets, self.batch_size)
         if self.non_causal_attn:
             raise UnsupportedError("bidirectional attention is not built in this version")
 
@@ -50,6 +52,7 @@ class PagedParams:
     block_index: int32 [batch, max_pages], page numbers in logical order. cache_seqlens: int32 [batch], tokens already
     stored for each sequence; the q_len new ones of row b go to logical positions cache_seqlens[b] onwards.
     max_cache_seqlen: the largest of them (informative). q_len, equal for all rows, must match the ids.
+    rope_offsets: int [batch] or [batch, 1], added to the positions of RoPE, as in `AttentionParams`; None means 0.
     """
 
     batch_size: int
@@ -62,7 +65,7 @@ class PagedParams:
     rope_offsets: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _refuse_unbuilt(self.alt_rope_embed, self.rope_offsets)
+        _check_rope(self.alt_rope_embed, self.rope_offsets, self.batch_size)
         for name, tensor, dims in (("block_index", self.block_index, 2), ("cache_seqlens", self.cache_seqlens, 1)):
             if tensor.dim() != dims or tensor.shape[0] != self.batch_size:
                 raise InputError(
@@ -75,6 +78,15 @@ class PagedParams:
             raise InputError(f"PagedParams: page_size is {self.page_size}, must be at least 1")
 
 
-def _refuse_unbuilt(alt_rope_embed: Any, rope_offsets: Tensor | None) -> None:
-    if alt_rope_embed is not None or rope_offsets is not None:
-        raise UnsupportedError("alt_rope_embed and rope_offsets (multimodal positions) are not built in this version")
+def _check_rope(alt_rope_embed: Any, offsets: Tensor | None, batch: int) -> None:
+    if alt_rope_embed is not None:
+        raise UnsupportedError(
+            "alt_rope_embed is not built in this version: positions of images come from their embeddings, others from "
+            "rope_offsets"
+        )
+    if offsets is None:
+        return
+    if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64):
+        raise InputError("rope_offsets must be an int32 tensor [batch, 1]")
+    if tuple(offsets.shape) not in ((batch,), (batch, 1)):
+        raise InputError(f"rope_offsets has shape {list(offsets.shape)}, expected [batch = {batch}, 1]")

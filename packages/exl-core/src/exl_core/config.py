@@ -134,6 +134,7 @@ class ExLlamaV2Config:
     su_rope_attention_factor: float | None = None
     dynamic_rope_factor: float | None = None
     mrope_section: list[int] | None = None
+    vision_spatial_merge_size: int = 1  # patches of a side that make one row of an image on a grid
     quant_method: str | None = None  # quantization_config.quant_method: informative, the tensors decide
     gptq_bits: int = 4
     gptq_group_size: int | None = None
@@ -382,6 +383,11 @@ class ExLlamaV2Config:
             minimum=1,
         )
         self.max_seq_len = self.original_max_seq_len = self.max_position_embeddings
+        self.vision_spatial_merge_size = self.arch.grid_merge
+        if self.arch.mrope_section is not None:
+            self.vision_spatial_merge_size = read.integer(
+                "vision_config->spatial_merge_size", default=self.arch.grid_merge, minimum=1, maximum=64
+            )
         self.layer_windows = self.arch.windows(read, self.num_hidden_layers)
         if self.arch.positions == "rope":
             self.layer_rope = self.arch.layer_rope(read, self.layer_windows)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .errors import InputError, TokenIdError, UnsupportedError
+from .axes import grid_axes
+from .errors import InputError, TokenIdError
 
 if TYPE_CHECKING:
     from .model import ExLlamaV2
@@ -37,7 +38,10 @@ class ExLlamaV2MMEmbedding:
     text that `tokenizer.encode(..., embeddings=[...])` turns into ids, and pass the object as `indexed_embeddings`.
 
     The rows enter the first layer as they are (no scaling or normalisation). pre_tokens, post_tokens: how many rows at
-    either end frame the rest. metadata: free for callers ("original_size", "preprocessed_size", "patches_size").
+    either end frame the rest. thw_grid: patches in time, height and width, of which the rows inside the frame are those
+    merged (`config.vision_spatial_merge_size` a side). In models with positions on three axes it places them, in models
+    whose pictures are not causal it says that they see each other; other models only keep it. time_step: positions from
+    one patch of time to the next. metadata: free for callers ("original_size", "preprocessed_size", "patches_size").
     Raises InputError for rows that do not fit the model.
     """
 
@@ -49,6 +53,8 @@ class ExLlamaV2MMEmbedding:
         thw_grid: tuple[int, int, int] | None = None,
         pre_tokens: int = 0,
         post_tokens: int = 0,
+        *,
+        time_step: float = 1.0,
     ) -> None:
         hidden = model.config.hidden_size
         if not isinstance(embeddings, Tensor) or embeddings.dim() != 2 or embeddings.shape[1] != hidden:
@@ -57,11 +63,6 @@ class ExLlamaV2MMEmbedding:
         if not embeddings.is_floating_point() or not embeddings.shape[0]:
             raise InputError(
                 f"embeddings: {list(embeddings.shape)} of {embeddings.dtype}, must be floats, one row at least"
-            )
-        if model.config.mrope_section is not None and thw_grid is not None:
-            raise UnsupportedError(
-                f"{model.config.architecture}: rows that lie on a grid {thw_grid} need positions on three axes, which "
-                "are not built in this version"
             )
         if not torch.isfinite(embeddings).all():
             raise InputError("embeddings hold NaN or infinity")
@@ -77,7 +78,19 @@ class ExLlamaV2MMEmbedding:
         self.thw_grid = thw_grid
         self.pre_tokens = pre_tokens
         self.post_tokens = post_tokens
+        self.time_step = time_step
         self.metadata: dict[str, Any] = {}
+        self.grid = self._merged_grid()
+        config = model.config
+        on_axes = self.grid is not None and config.mrope_section is not None
+        self.axes = grid_axes(self.grid, time_step) if on_axes and self.grid is not None else None
+        """int64 [3, rows inside the frame]: their places on the axes, in models that have three."""
+        self.sees_itself = self.grid is not None and config.arch.pictures_see_themselves
+        """Whether the rows inside the frame attend to each other in both directions."""
+        self.positions_taken = self.length
+        """Positions from the first row to what follows the last one: fewer than rows where they lie on axes."""
+        if self.axes is not None:
+            self.positions_taken = pre_tokens + int(self.axes.max()) + 1 + post_tokens
 
     def get_ids(self) -> list[int]:
         """The ids of all rows, in order."""
@@ -94,6 +107,26 @@ class ExLlamaV2MMEmbedding:
     def get_size_in_bytes(self) -> int:
         """Bytes of the rows."""
         return self.embeddings.nbytes
+
+    def _merged_grid(self) -> tuple[int, int, int] | None:
+        """Rows inside the frame in time, height and width, where the model asks.
+
+        Raises InputError where there are not as many.
+        """
+        config = self.model.config
+        if self.thw_grid is None or (config.mrope_section is None and not config.arch.pictures_see_themselves):
+            return None
+        merge = config.vision_spatial_merge_size
+        grid = tuple(self.thw_grid)
+        if len(grid) != 3 or not all(isinstance(n, int) and n > 0 for n in grid) or grid[1] % merge or grid[2] % merge:
+            raise InputError(f"thw_grid is {grid}, must be patches in time, height and width, multiples of {merge}")
+        t, h, w = grid[0], grid[1] // merge, grid[2] // merge
+        inside = self.length - self.pre_tokens - self.post_tokens
+        if t * h * w != inside:
+            raise InputError(f"thw_grid {grid} makes {t} x {h} x {w} rows, {inside} stand inside the frame")
+        if not 0 <= self.time_step < 1 << 20:
+            raise InputError(f"time_step is {self.time_step}, must be from 0 to {1 << 20}")
+        return t, h, w
 
     def select(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(bool [T]: which of `ids` [T] are rows of this object; those rows float32 [n, hidden], on their device)."""

@@ -157,6 +157,7 @@ def contiguous_params(
         past if params.past_len is None else params.past_len,
         params.input_mask if input_mask is None else input_mask,
         params.position_offsets if position_offsets is None else position_offsets,
+        rope_offsets=params.rope_offsets,
     )
 
 

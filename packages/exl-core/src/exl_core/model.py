@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .attn_params import AttentionParams, PagedParams
+from .axes import chunk_end
 from .cache import ExLlamaV2Cache, ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
 from .decode import DecodeGraphs
@@ -383,6 +384,8 @@ class ExLlamaV2:
         begin = 0
         while begin < q_len:
             end = begin + chunk_size(self.config, batch, past + begin, q_len - begin, cache is not None)
+            if end < q_len and any(e.sees_itself for e in embeddings):
+                end = chunk_end([row.numpy() for row in ids], begin, end, embeddings)
             skip_head = preprocess_only or (last_id_only and end < q_len)
             result = self._run(
                 ids[:, begin:end],
@@ -504,6 +507,7 @@ class ExLlamaV2:
             *(self.config, self.rope, cache, params, batch, q_len, abort_event, device, loras, embeddings),
             self.rope_alt,
             self.tp_context,
+            ids,
         )
         step = first
         result: dict[str, Any] = {}

@@ -41,6 +41,7 @@ def read_rope(config: ExLlamaV2Config, read: JsonReader) -> None:
     block = read.section("rope_parameters", text=True) or read.section("rope_scaling", text=True)
     if block is not None and block.data and all(isinstance(v, dict) for v in block.data.values()):
         block = _blocks_per_layer_type(config, block)
+    config.mrope_section = None if arch.mrope_section is None else list(arch.mrope_section)
     if block is None:
         return
     config.rotary_embedding_base = block.number("rope_theta", default=theta)
@@ -84,7 +85,7 @@ def _rope_type(block: JsonReader) -> str:
 
 def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -> None:
     kind = _rope_type(block)
-    config.mrope_section = _mrope_section(block)
+    config.mrope_section = _mrope_section(block) or config.mrope_section
     if kind in ("default", "mrope"):
         return
     if kind == "linear":
@@ -133,6 +134,8 @@ def _mrope_section(block: JsonReader) -> list[int] | None:
     section: list[Any] | None = block.listing("mrope_section", default=None)
     if section is not None and not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in section):
         raise ConfigTypeError(f"{block.file}: mrope_section must be a list of numbers of frequencies, not {section!r}")
+    if block.boolean("mrope_interleaved", default=False):
+        raise UnsupportedError(f"{block.file}: mrope_interleaved is not built in this version")
     return section
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from exl_kernels.kv import KVPages
 
 from .attn_params import AttentionParams, PagedParams
+from .axes import gather_axes, positions_on_axes, runs_of
 from .errors import InputError, SequenceTooLongError
 from .modules import Step
 from .rope import RopeTable
@@ -41,8 +42,9 @@ def build_step(
     embeddings: tuple[ExLlamaV2MMEmbedding, ...] = (),
     rope_alt: RopeTable | None = None,
     parallel: TensorParallel | None = None,
+    ids: Tensor | None = None,
 ) -> Step:
-    """The step with its tensors on `device`.
+    """The step with its tensors on `device`. ids: int64 [batch, q_len] on the CPU, needed where there are embeddings.
 
     Raises SequenceTooLongError or InputError when the tokens do not fit the cache, the model or the parameters.
     """
@@ -63,17 +65,26 @@ def build_step(
     rows = torch.arange(batch, dtype=torch.int32).repeat_interleave(q_len)
     flat = positions.reshape(-1)
     page_of = block_table[rows.long(), flat // page_size].long()
-    rope_positions = _rope_positions(params, positions, batch)
+    visible, pictures = _pictures(positions, ids, embeddings)
+    rope_positions = _rope_positions(config, cache, params, positions, ids, embeddings)
     highest = int(rope_positions.max())
     if highest >= config.max_seq_len:
-        raise SequenceTooLongError(f"position_offsets lead to position {highest}, max_seq_len is {config.max_seq_len}")
-    cos, sin = rope.upto(highest + 1, device)
+        raise SequenceTooLongError(
+            f"position_offsets or rope_offsets lead to position {highest}, max_seq_len is {config.max_seq_len}"
+        )
+    if rope_positions.dim() == 2:  # on three axes: a table of their own, one row a token
+        assert config.mrope_section is not None
+        tables = gather_axes(*rope.upto(highest + 1), rope_positions, config.mrope_section)
+        cos, sin = (table.to(device) for table in tables)
+        rope_positions = torch.arange(batch * q_len)
+    else:
+        cos, sin = rope.upto(highest + 1, device)
     key_mask = _key_mask(params, batch, last + 1)
     return Step(
         batch_size=batch,
         q_len=q_len,
         rows=rows.to(device),
-        positions=flat.to(device, torch.int32),
+        positions=visible.reshape(-1).to(device, torch.int32),
         slots=(page_of * page_size + flat % page_size).to(device),
         block_table=block_table.to(device),
         rope_positions=rope_positions.to(device),
@@ -87,6 +98,7 @@ def build_step(
         embeddings=embeddings,
         shards=shards,
         alt=None if rope_alt is None else rope_alt.upto(highest + 1, device),
+        pictures=None if pictures is None else (pictures[0].to(device), pictures[1].to(device)),
     )
 
 
@@ -162,14 +174,82 @@ def _check_page_numbers(table: Tensor, lengths: Tensor, page_size: int, num_page
         raise InputError(f"block_index names page {int(table[bad][0])}; the cache has pages 0 to {num_pages - 1}")
 
 
-def _rope_positions(params: AttentionParams | PagedParams, positions: Tensor, batch: int) -> Tensor:
-    """Row of the RoPE table for each token: max(0, past + offset + j) (spec core.md 5.2)."""
-    if isinstance(params, PagedParams) or params.position_offsets is None:
+def _rope_positions(
+    config: ExLlamaV2Config,
+    cache: ExLlamaV2CacheBase | None,
+    params: AttentionParams | PagedParams,
+    positions: Tensor,
+    ids: Tensor | None,
+    embeddings: tuple[ExLlamaV2MMEmbedding, ...],
+) -> Tensor:
+    """Row of the RoPE table for each token: int64 [T], max(0, past + offset + j) (spec core.md 5.2); or [3, T], one
+    for each axis, where the chunk holds pictures on three axes (5.5)."""
+    batch = positions.shape[0]
+    shifted = params.rope_offsets is not None or getattr(params, "position_offsets", None) is not None
+    if config.mrope_section is None and not shifted:
         return positions.reshape(-1).contiguous()
-    offsets = params.position_offsets.reshape(-1).to(torch.int64)
-    if offsets.shape[0] not in (1, batch):
-        raise InputError(f"position_offsets has {offsets.shape[0]} entries for a batch of {batch}")
-    return (positions + offsets[:, None]).clamp(min=0).reshape(-1).contiguous()
+    shifts = _per_row("position_offsets", getattr(params, "position_offsets", None), batch)
+    offsets = _per_row("rope_offsets", params.rope_offsets, batch)
+    remembered = None
+    if not isinstance(params, PagedParams) and config.mrope_section is not None:
+        remembered = getattr(cache, "rope_offsets", None)
+    first = positions[:, 0].tolist()
+    if remembered is not None and params.rope_offsets is None:
+        offsets = torch.tensor([remembered.at(row, place) for row, place in enumerate(first)])
+    own: dict[int, Tensor] = {}
+    for row in range(batch):
+        marks: list[tuple[int, int]] = []
+        if embeddings and ids is not None:
+            axes, marks = positions_on_axes(ids[row].numpy(), embeddings, first[row], int(offsets[row]))
+            if axes is not None:
+                own[row] = torch.from_numpy(axes) + shifts[row]
+        if remembered is not None:
+            # Also right if the pass is aborted: what is written behind current_seq_len is forgotten by the next one.
+            remembered.write(row, first[row], marks)
+    plain = positions + (offsets + shifts)[:, None]
+    if not own:
+        return plain.clamp(min=0).reshape(-1).contiguous()
+    found = plain.expand(3, -1, -1).clone()
+    for row, placed in own.items():
+        found[:, row] = placed
+    return found.clamp(min=0).reshape(3, -1)
+
+
+def _per_row(name: str, offsets: Tensor | None, batch: int) -> Tensor:
+    """int64 [batch]."""
+    if offsets is None:
+        return torch.zeros(batch, dtype=torch.int64)
+    found = offsets.reshape(-1).to("cpu", torch.int64)
+    if found.shape[0] not in (1, batch):
+        raise InputError(f"{name} has {found.shape[0]} entries for a batch of {batch}")
+    return found.expand(batch)
+
+
+def _pictures(
+    positions: Tensor, ids: Tensor | None, embeddings: tuple[ExLlamaV2MMEmbedding, ...]
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """(last visible place of each token [B, q], `Step.pictures`). Raises InputError where a chunk ends inside a picture
+    that sees itself: its first rows would need the last ones."""
+    tokens: list[Tensor] = []
+    if ids is None or not any(e.sees_itself for e in embeddings):
+        return positions, None
+    visible = positions.clone()
+    q_len = positions.shape[1]
+    for row, place in enumerate(positions):
+        for run in runs_of(ids[row].numpy(), embeddings):
+            if not run.embedding.sees_itself:
+                continue
+            if not run.complete:
+                raise InputError(
+                    f"{run.embedding.text_alias}: the chunk ends at row {run.first + run.end - run.start} of the "
+                    "picture, whose rows see each other: let chunks end outside of pictures"
+                )
+            visible[row, run.start : run.end] = place[run.end - 1]
+            tokens.append(torch.arange(run.start, run.end) + row * q_len)
+    if not tokens:
+        return positions, None
+    numbers = torch.cat(tokens)
+    return visible, (numbers, positions.reshape(-1)[numbers].to(torch.int32))
 
 
 def _key_mask(params: AttentionParams | PagedParams, batch: int, total: int) -> Tensor | None:

@@ -141,7 +141,10 @@ class Architecture:
     keymap: tuple[tuple[str, str], ...] = ()  # applied in order to tensor names; `$` anchors at the start
     # Multimodal models: what the file must say about its vision part, and what is not built of it.
     text_model_types: tuple[str, ...] = ()  # of text_config; empty: any
-    vision: str | None = None  # name of the tower, for messages
+    vision: str | None = None  # name of the tower
+    grid_merge: int = 1  # patches of a side that make one row of an image, unless `vision_config` says otherwise
+    mrope_section: tuple[int, int, int] | None = None  # frequencies by time, height and width, where the file has none
+    pictures_see_themselves: bool = False  # the rows of one image attend to each other in both directions
 
     def layer_keys(self, sparse: bool, head_norms: bool) -> list[str]:
         """Keys below a layer of the modules it must find in the files, without tensor suffix; `{}` is an expert."""

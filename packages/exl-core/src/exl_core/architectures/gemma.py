@@ -83,7 +83,9 @@ GEMMA3_MULTIMODAL = replace(
         ("$model.language_model.", "model."),
         ("$model.vision_tower.", "vision_tower."),
         ("$model.multi_modal_projector.", "multi_modal_projector."),
+        ("$vision_tower.vision_model.", "vision_tower."),
         ("mm_input_projection_weight", "mm_input_projection.weight"),
     ),
     vision="SigLIP",
+    pictures_see_themselves=True,
 )

@@ -80,6 +80,12 @@ QWEN2_VL_DEFAULTS = {
     "max_position_embeddings": 32768,
 }
 QWEN2_VL = replace(
-    QWEN2, name="Qwen2VLForConditionalGeneration", defaults=QWEN2_VL_DEFAULTS, keymap=QWEN2_VL_KEYS, vision="Qwen2-VL"
+    QWEN2,
+    name="Qwen2VLForConditionalGeneration",
+    defaults=QWEN2_VL_DEFAULTS,
+    keymap=QWEN2_VL_KEYS,
+    vision="Qwen2-VL",
+    grid_merge=2,
+    mrope_section=(16, 24, 24),
 )
 QWEN2_5_VL = replace(QWEN2_VL, name="Qwen2_5_VLForConditionalGeneration", vision="Qwen2.5-VL")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from exl_kernels.kv import KVKind, KVPages, load_kv, store_kv
 
+from ..axes import RopeOffsets
 from ..device import torch_device
 from ..errors import CacheError, DeviceError, InputError, ModelStateError
 
@@ -60,6 +61,7 @@ class ExLlamaV2CacheBase:
         self._places = ["cpu"] * self.num_hidden_layers  # device of each layer, by the name in the model's cache_map
         self._views: dict[tuple[int, int], KVPages] = {}
         self._temp: dict[str, tuple[Tensor, Tensor]] = {}  # by device: what get_kv_state decodes into
+        self.rope_offsets = RopeOffsets(batch_size)  # of images in it, in contiguous use
         self.create_state_tensors(copy_from, lazy)
 
     # ------------------------------------------------------------------------------------------------------- storage
@@ -73,6 +75,7 @@ class ExLlamaV2CacheBase:
             self._layers = [_clone_pages(p) for p in copy_from._layers]
             self._places = list(copy_from._places)
             self.current_seq_len = copy_from.current_seq_len
+            self.rope_offsets = copy_from.rope_offsets.copy()
         elif not lazy:
             if not self.model.loaded:
                 raise ModelStateError(
@@ -180,6 +183,7 @@ class ExLlamaV2CacheBase:
     def reset(self) -> None:
         """Forget the content: the next forward starts at position 0."""
         self.current_seq_len = 0
+        self.rope_offsets.clear()
 
     def roll_left(self) -> None:
         """Drop the oldest token of every row: all others move one place to the left, as they are stored.
@@ -189,6 +193,7 @@ class ExLlamaV2CacheBase:
         for tensor in self.all_tensors():
             tensor.copy_(tensor.roll(-1, dims=1))
         self.current_seq_len = max(self.current_seq_len - 1, 0)
+        self.rope_offsets.roll_left()
 
     def clone(self) -> Self:
         """A new cache of the same class with copies of all tensors and the same length."""
@@ -236,6 +241,10 @@ class ExLlamaV2CacheBase:
             destination[to_row : to_row + to_rows, to_column : to_column + to_columns].copy_(
                 part.expand(to_rows, -1, -1, -1)
             )
+        if from_column == to_column:
+            marks = self.rope_offsets.within(from_row, from_column, from_columns)
+            for row in range(to_row, to_row + to_rows):
+                target.rope_offsets.write(row, to_column, marks)
 
     def get_kv_state(
         self,

@@ -106,12 +106,15 @@ class DecodeGraphs:
             or tokens is None
         ):
             return None
+        offsets = None if params.rope_offsets is None else _offsets(params.rope_offsets, past)
+        if params.rope_offsets is not None and offsets is None:
+            return None
         longest = int(past.max()) + q_len
         if longest > min(table.shape[1] * size, model.config.max_seq_len):
             return None
         captured = self._captured(model, cache, self._bucket(batch, q_len, longest, size, places))
         if captured is None or not captured.inputs.send(
-            tokens, past, table, (model.config.vocab_size, model.config.max_seq_len, places)
+            tokens, past, table, (model.config.vocab_size, model.config.max_seq_len, places), offsets
         ):
             return None
         captured.graph.replay()
@@ -268,6 +271,13 @@ def _on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
     if not tensor.is_cpu:
         return None
     return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
+
+
+def _offsets(offsets: Tensor, past: Tensor) -> Tensor | None:
+    """int64 [batch], to be added to rope positions; None where that leads out of the tables of a captured step."""
+    found = offsets.reshape(-1).to("cpu", torch.int64)
+    inside = found.shape == past.shape and int(found.max()) <= 0 and int((past + found).min()) >= 0
+    return found if inside else None
 
 
 def _place(cache: ExLlamaV2CacheBase, page_size: int) -> tuple[int, ...]:

@@ -51,14 +51,26 @@ class StepInputs:
         self._stages = [(StepStage(sizes), torch.cuda.Event()) for _ in range(STAGES)]  # type: ignore[no-untyped-call]
         self._next = 0
 
-    def send(self, ids: Tensor, past: Tensor, table: Tensor, limits: tuple[int, int, int]) -> bool:
+    def send(
+        self,
+        ids: Tensor,
+        past: Tensor,
+        table: Tensor,
+        limits: tuple[int, int, int],
+        offsets: Tensor | None = None,
+    ) -> bool:
         """Queues the copy of a step: int64 ids [b, q], int32 tokens already stored [b], int32 page numbers [b, n], all
-        on the CPU. False, and nothing is queued, when anything is wrong or larger than the bucket or the limits (ids,
-        positions, pages)."""
+        on the CPU. offsets: int64 [b], added to the rope positions of each row, which must stay from 0 to their place
+        (behind images positions are not places). False, and nothing is queued, when anything is wrong or larger than
+        the bucket or the limits (ids, positions, pages)."""
         stage, sent = self._stages[self._next]
         sent.synchronize()  # its last copy has been made
         if not stage.fill(ids, past, table, limits):
             return False
+        if offsets is not None:
+            t, rows = self.bucket.tokens, ids.numel()
+            rope = stage.pinned[16 * t : 24 * t].view(torch.int64)
+            rope[:rows] += offsets.repeat_interleave(ids.shape[1])
         self._next = (self._next + 1) % STAGES
         self._device.copy_(stage.pinned, non_blocking=True)
         sent.record(torch.cuda.current_stream(self._device.device))

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Attention", "ParallelDecoder"]
 
+PICTURE_TOKENS = 64  # tokens of pictures in one call, each with a mask over all keys
+
 
 class Attention(Module):
     """x + post(o_proj(attention(rope(q), rope(k), v))) with q, k, v from norm(x) (spec core.md 1.3, 6).
@@ -125,7 +127,9 @@ class Attention(Module):
         )
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        if self.block is not None and not any(linear.adapted(step.loras) for linear in self.submodules()):
+        fusable = self.block is not None and not (self.window and step.pictures is not None)
+        if fusable and not any(linear.adapted(step.loras) for linear in self.submodules()):
+            assert self.block is not None
             return self.block.forward(x, step.tokens(self.interleaved, self.rope), step.pages(self.layer_idx))
         return self.forward_unfused(x, step)
 
@@ -146,7 +150,7 @@ class Attention(Module):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, pages: KVPages, step: Step) -> Tensor:
         """k and v stored, then attention of q over the pages: [T, heads, head_dim]."""
         store_kv(pages, k, v, step.slots)
-        return paged_attention(
+        mixed = paged_attention(
             q,
             pages,
             step.block_table,
@@ -158,6 +162,34 @@ class Attention(Module):
             key_mask=step.key_mask,
             max_keys=step.max_keys,
         )
+        if self.window and step.pictures is not None:
+            self._mix_in_pictures(q, mixed, pages, step)
+        return mixed
+
+    def _mix_in_pictures(self, q: Tensor, mixed: Tensor, pages: KVPages, step: Step) -> None:
+        """Writes the rows of `mixed` for tokens of pictures: a window back from their own place, to the picture's end.
+
+        The kernel counts a window from the last visible place, so each of these tokens has a mask of its own.
+        """
+        assert step.pictures is not None
+        keys = torch.arange(step.max_keys or 0, device=q.device)
+        for tokens, own in zip(*(torch.split(t, PICTURE_TOKENS) for t in step.pictures), strict=True):
+            rows = step.rows[tokens].long()
+            mask = torch.zeros((len(tokens), len(keys)), device=q.device)
+            if step.key_mask is not None:
+                mask += step.key_mask[rows, : len(keys)]
+            mask.masked_fill_(keys[None] <= own[:, None] - self.window, -torch.inf)
+            mixed[tokens] = paged_attention(
+                q[tokens],
+                pages,
+                step.block_table[rows],
+                torch.arange(len(tokens), dtype=torch.int32, device=q.device),
+                step.positions[tokens],
+                scale=self.scale,
+                softcap=self.softcap,
+                key_mask=mask,
+                max_keys=step.max_keys,
+            )
 
     def project(self, h: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """Normalised and rotated q and k, and v, each [T, heads, head_dim]."""

@@ -36,7 +36,7 @@ class Step:
     batch_size: int
     q_len: int
     rows: Tensor  # int32 [T], row of block_table
-    positions: Tensor  # int32 [T], place in the sequence: what is visible
+    positions: Tensor  # int32 [T], last place that is visible: the token's own, in a picture that sees itself its last
     slots: Tensor  # int64 [T], place in the cache
     block_table: Tensor  # int32 [B, max_pages]
     rope_positions: Tensor  # int64 [T], position that is rotated by
@@ -51,6 +51,8 @@ class Step:
     alt: tuple[Tensor, Tensor] | None = None  # cos and sin of a second table, where the family has one
     shards: tuple[Callable[[int], KVPages], ...] = ()  # instead of `pages` where heads are cut over devices
     elsewhere: dict[torch.device, Step] = field(default_factory=dict, repr=False)  # the same step on other devices
+    # Of tokens in pictures that see themselves: their numbers int64 [n], their own places int32 [n].
+    pictures: tuple[Tensor, Tensor] | None = None
     _tokens: dict[tuple[bool, LayerRope], Tokens] = field(default_factory=dict, repr=False)
 
     def table(self, rope: LayerRope) -> tuple[Tensor, Tensor]:

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import FormatError, ModelStateError
-from ..loading.checkpoint import TensorSource
-from ..loading.linears import require_finite_float
+from ..errors import InputError
+from .encoder import Encoder, Framed, Grid, Picture, rms_norm, rotate
+from .preprocess import preprocess
+from .reading import ACTIVATIONS
 from .settings import PixtralSettings
 
 __all__ = ["PixtralEncoder"]
 
 EPS = 1e-5  # of every norm in the tower
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": functional.gelu, "silu": functional.silu}
 
 
-class PixtralEncoder:
+class PixtralEncoder(Encoder):
     """pixels [3, H, W] -> rows [H / step * W / step, hidden size of the language model], step = patch * merge size.
 
     Every patch sees every other; positions are rotations by row (even frequencies) and column (odd ones).
     """
 
+    pieces = ("[IMG_BREAK]", "[IMG_END]")
+
     def __init__(self, settings: PixtralSettings, text_hidden_size: int) -> None:
+        super().__init__(text_hidden_size)
         self.settings = settings
-        self.text_hidden_size = text_hidden_size
-        self._weights: dict[str, Tensor] | None = None
+        self.merge = settings.merge_size
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor and its shape."""
         s, text = self.settings, self.text_hidden_size
         h, inner = s.hidden_size, s.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {
@@ -54,46 +55,41 @@ class PixtralEncoder:
             shapes |= {f"{p}{m}_norm.weight": (h,) for m in ("attention", "ffn")}
         return shapes
 
-    def load(self, source: TensorSource, device: torch.device) -> None:
-        """Raises MissingTensorError, FormatError."""
-        weights = {}
-        for name, shape in self.shapes().items():
-            tensor = source.read(name)
-            if tuple(tensor.shape) != shape:
-                raise FormatError(f"{source.describe(name)}: shape {list(tensor.shape)}, expected {list(shape)}")
-            require_finite_float(tensor, source.describe(name))
-            weights[name] = tensor.to(device, torch.float32)
-        self._weights = weights
+    def prepare(self, image: Any) -> Picture:
+        pixels = preprocess(image, self.settings)
+        return Picture(pixels, self._grid(pixels), (pixels.shape[2], pixels.shape[1]))
 
-    def unload(self) -> None:
-        self._weights = None
+    def check(self, pixels: Tensor, grid: Grid | None) -> Grid:
+        step, t = self.settings.patch_size * self.merge, pixels
+        if t.dim() != 3 or t.shape[0] != 3 or t.shape[1] % step or t.shape[2] % step or not t.numel():
+            raise InputError(f"pixels are {list(t.shape)}, must be [3, height, width], sides multiples of {step}")
+        own = self._grid(pixels)
+        if grid is not None and tuple(grid) != own:
+            raise InputError(f"thw_grid is {grid}, pixels of {list(t.shape)} make {own}")
+        return own
 
-    @property
-    def loaded(self) -> bool:
-        return self._weights is not None
+    def frame(self, rows: Tensor, grid: Grid, ends: Tensor) -> Framed:
+        """After each row of patches a break, after the last the end."""
+        down, across = self.side(grid)
+        breaks = ends[[0] * (down - 1) + [1]][:, None]
+        return Framed(torch.cat([rows.view(down, across, -1), breaks], dim=1).flatten(0, 1))
 
-    def weight_bytes(self) -> int:
-        return sum(t.nbytes for t in (self._weights or {}).values())
-
-    def _w(self, name: str) -> Tensor:
-        if self._weights is None:
-            raise ModelStateError("the vision tower is not loaded: call load() first")
-        return self._weights[name]
+    def _grid(self, pixels: Tensor) -> Grid:
+        return 1, pixels.shape[1] // self.settings.patch_size, pixels.shape[2] // self.settings.patch_size
 
     @torch.no_grad()
-    def forward(self, pixels: Tensor) -> Tensor:
-        """float32 [rows, hidden size of the language model]; pixels on any device."""
+    def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
         s = self.settings
         weight = self._w(f"{TOWER}.patch_conv.weight")
-        patches = functional.conv2d(pixels.to(weight.device)[None], weight, stride=s.patch_size)[0]
-        grid = (patches.shape[1], patches.shape[2])
-        x = _rms(patches.flatten(1).T, self._w(f"{TOWER}.ln_pre.weight"), EPS)
-        cos, sin = self._rotation(grid, x.device)
+        patches = functional.conv2d(pixels.to(weight.device, torch.float32)[None], weight, stride=s.patch_size)[0]
+        place = grid[1], grid[2]
+        x = rms_norm(patches.flatten(1).T, self._w(f"{TOWER}.ln_pre.weight"), EPS)
+        cos, sin = self._rotation(place, x.device)
         for i in range(s.layers_used):
             p = f"{TOWER}.transformer.layers.{i}."
-            x = x + self._attention(_rms(x, self._w(f"{p}attention_norm.weight"), EPS), p + "attention.", cos, sin)
-            x = x + self._feed_forward(_rms(x, self._w(f"{p}ffn_norm.weight"), EPS), p + "feed_forward.")
-        return self._project(x, grid)
+            x = x + self._attention(rms_norm(x, self._w(f"{p}attention_norm.weight"), EPS), p + "attention.", cos, sin)
+            x = x + self._feed_forward(rms_norm(x, self._w(f"{p}ffn_norm.weight"), EPS), p + "feed_forward.")
+        return self._project(x, place)
 
     def _rotation(self, grid: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
         d = self.settings.head_dim
@@ -106,7 +102,7 @@ class PixtralEncoder:
     def _attention(self, h: Tensor, p: str, cos: Tensor, sin: Tensor) -> Tensor:
         heads, d = self.settings.num_heads, self.settings.head_dim
         q, k, v = ((h @ self._w(f"{p}{m}_proj.weight").T).view(-1, heads, d).transpose(0, 1) for m in "qkv")
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
         return mixed.transpose(0, 1).reshape(h.shape) @ self._w(f"{p}o_proj.weight").T
 
@@ -117,7 +113,7 @@ class PixtralEncoder:
     def _project(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         s = self.settings
         if s.projector_norm:
-            x = _rms(x, self._w(f"{PROJECTOR}.norm.weight"), s.norm_eps)
+            x = rms_norm(x, self._w(f"{PROJECTOR}.norm.weight"), s.norm_eps)
             m, (rows, columns) = s.merge_size, grid
             # [channel, row in block, column in block] of each block, as unfold lays them out
             blocks = x.view(rows // m, m, columns // m, m, -1).permute(0, 2, 4, 1, 3)
@@ -128,12 +124,3 @@ class PixtralEncoder:
             x = functional.linear(x, self._w(f"{PROJECTOR}.linear_{i}.weight"), bias)
             x = x if act is None else act(x)
         return x
-
-
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -22,6 +22,7 @@ from exl_generate.dynamic.request import (
     count_of,
     embeddings_of,
     keys_of,
+    pictures_of,
     sequences_of,
     stop_conditions_of,
     strings_of,
@@ -135,7 +136,10 @@ class ExLlamaV2DynamicJob:
         #: the last id of the prompt, which the first sampled token replaces and must begin with; None = no healing
         self.healed_id = int(rows[0][-1]) if heal else None
         kept = [row[:-1] if heal else row for row in rows]
-        self.sequences = [Sequence(row, self.embeddings, keys_of(row, self.embeddings)) for row in kept]
+        self.sequences = [
+            Sequence(row, self.embeddings, keys_of(row, self.embeddings), pictures_of(row, self.embeddings))
+            for row in kept
+        ]
 
         self.serial_number: int | None = None
         #: tokens generated so far, a healed one not counted

@@ -12,10 +12,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from exl_generate.dynamic.sequence import EMBEDDING_INDEX
+from exl_core.axes import marks_of, runs_of
+from exl_core.errors import InputError
+from exl_generate.dynamic.sequence import EMBEDDING_INDEX, NO_PICTURES, Pictures
 from exl_generate.errors import RequestError
 
-__all__ = ["adapters_of", "count_of", "embeddings_of", "keys_of", "sequences_of", "stop_conditions_of", "strings_of"]
+__all__ = [
+    "adapters_of",
+    "count_of",
+    "embeddings_of",
+    "keys_of",
+    "pictures_of",
+    "sequences_of",
+    "stop_conditions_of",
+    "strings_of",
+]
 
 
 def count_of(name: str, value: object) -> int:
@@ -127,12 +138,32 @@ def keys_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> NDArray[np.i
     return keys
 
 
+def pictures_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> Pictures:
+    """Positions behind images, and images that must stay whole. Raises `RequestError` for a part of an image."""
+    if not any(getattr(one, "grid", None) is not None for one in embeddings):
+        return NO_PICTURES
+    try:
+        runs = runs_of(ids, embeddings)
+    except InputError as error:
+        raise RequestError(str(error)) from error
+    for run in runs:
+        if run.first or not run.complete:
+            raise RequestError(
+                f"input_ids holds a part of the image {run.embedding.text_alias}; all rows must be there"
+            )
+    whole = tuple((run.start, run.end) for run in runs if run.embedding.sees_itself)
+    if whole and whole[-1][1] == len(ids):
+        raise RequestError("input_ids ends in a row of an image whose rows see each other; let a token follow it")
+    return Pictures(tuple(marks_of(ids, embeddings)), whole)
+
+
 def _content(embedding: Any) -> np.int64:
     """63 bits of everything about an embedding that decides what K/V its rows get."""
     digest = hashlib.blake2b(digest_size=8, person=b"exl-embedding")
     rows = embedding.embeddings.detach().to("cpu", torch.float32).contiguous()
     grid = getattr(embedding, "thw_grid", None)
     frame = (getattr(embedding, "pre_tokens", 0), getattr(embedding, "post_tokens", 0))
-    digest.update(repr((tuple(rows.shape), None if grid is None else tuple(grid), frame)).encode())
+    step = float(getattr(embedding, "time_step", 1.0))
+    digest.update(repr((tuple(rows.shape), None if grid is None else tuple(grid), frame, step)).encode())
     digest.update(rows.numpy().tobytes())
     return np.int64(int.from_bytes(digest.digest(), "little") >> 1)

@@ -125,6 +125,7 @@ class Runner:
             max_cache_seqlen=max(positions),
             page_size=self._page_size,
             q_len=ids.shape[1],
+            rope_offsets=None if self._draft else _offsets(sequences, positions),
         )
         extra: dict[str, Any] = {}
         if self._draft:
@@ -140,3 +141,11 @@ class Runner:
             return self._model.forward_chunk(
                 torch.from_numpy(ids), cache=self._cache, attn_params=params, preprocess_only=preprocess_only, **extra
             )
+
+
+def _offsets(sequences: list[Sequence], places: list[int]) -> torch.Tensor | None:
+    """int32 [B]: how far positions are from places, behind images; None where they are the same."""
+    if not any(sequence.pictures.offsets for sequence in sequences):
+        return None
+    pairs = zip(sequences, places, strict=True)
+    return torch.tensor([sequence.pictures.offset_at(place) for sequence, place in pairs], dtype=torch.int32)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,30 @@ from numpy.typing import NDArray
 
 from exl_generate.dynamic.pages import Page, PageTable, page_hash
 
-__all__ = ["EMBEDDING_INDEX", "Sequence"]
+__all__ = ["EMBEDDING_INDEX", "NO_PICTURES", "Pictures", "Sequence"]
 
 Ids = NDArray[np.int64]
 
 #: Ids from here on are rows of embeddings (spec/generators.md 3.18).
 EMBEDDING_INDEX = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What images in the prompt change besides their rows."""
+
+    #: (place, offset of positions from there on): behind images on three axes
+    offsets: tuple[tuple[int, int], ...] = ()
+    #: (first, last + 1) of images whose rows see each other: no chunk of the prompt ends inside one
+    whole: tuple[tuple[int, int], ...] = ()
+
+    def offset_at(self, place: int) -> int:
+        """How far the position of the token at `place` is from it (inside an image: of its first one)."""
+        found = bisect_right(self.offsets, place, key=lambda mark: mark[0])
+        return self.offsets[found - 1][1] if found else 0
+
+
+NO_PICTURES = Pictures()
 
 
 class Sequence:
@@ -27,9 +47,16 @@ class Sequence:
     content, so that the same image is found again under other ids.
     """
 
-    def __init__(self, input_ids: Ids, embeddings: SequenceOf[Any] = (), keys: Ids | None = None) -> None:
+    def __init__(
+        self,
+        input_ids: Ids,
+        embeddings: SequenceOf[Any] = (),
+        keys: Ids | None = None,
+        pictures: Pictures = NO_PICTURES,
+    ) -> None:
         self.prompt_length = len(input_ids)
         self.embeddings = tuple(embeddings)
+        self.pictures = pictures
         #: adapters that are active for this sequence; set when the job is queued
         self.loras: tuple[Any, ...] = ()
         self._buffer = np.array(input_ids, dtype=np.int64)
@@ -165,13 +192,17 @@ class Sequence:
 
     def next_chunk(self, budget: int) -> tuple[int, int]:
         """Bounds of the next prompt ids to compute: at most `budget`, to a page boundary where that is not the whole
-        rest."""
+        rest, and more than that where an image that must stay whole takes more."""
         start = self.kv_position
         end = start + budget
         size = self._pages.page_size
         if end < self.prefill_end and end // size * size > start:
             end = end // size * size
-        return start, min(end, self.prefill_end)
+        end = min(end, self.prefill_end)
+        for first, last in self.pictures.whole:
+            if first < end < last:
+                end = first if first > start else last
+        return start, end
 
     def provide(self, end: int) -> None:
         """Take pages until ids up to `end` (exclusive) have a place."""

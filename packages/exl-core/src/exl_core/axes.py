@@ -1,0 +1,192 @@
+"""Where the rows of an image stand: positions on three axes, and rows that see each other (spec core.md 5.5, 12).
+
+A text token has one position on all axes. The rows of an image that lies on a grid share the position where the image
+begins, moved by their place in time, height and width; behind it positions go on after the largest one used. So from
+there on positions differ from places in the cache by an offset, which is a function of the ids before.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from .embeddings import ExLlamaV2MMEmbedding
+
+__all__ = [
+    "RopeOffsets",
+    "Run",
+    "chunk_end",
+    "gather_axes",
+    "grid_axes",
+    "marks_of",
+    "positions_on_axes",
+    "runs_of",
+]
+
+Ids = NDArray[np.int64]
+Mark = tuple[int, int]
+"""(place in the sequence, offset of positions from there on)."""
+
+
+def grid_axes(grid: tuple[int, int, int], time_step: float) -> Ids:
+    """int64 [3, T * H * W]: (t, h, w) of each row of a picture, from where it begins.
+
+    A step in time is `time_step` positions, rounded down where it falls between two.
+    """
+    t, h, w = np.indices(grid).reshape(3, -1)
+    return np.stack([(t * time_step).astype(np.int64), h, w]).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Run:
+    """ids[start:end] are the rows from `first` on of the picture inside an embedding (without framing rows)."""
+
+    embedding: ExLlamaV2MMEmbedding
+    start: int
+    end: int
+    first: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether its last row is the picture's last."""
+        low, high = self.embedding.get_vision_token_range()
+        return self.first + self.end - self.start == high - low
+
+
+def runs_of(ids: Ids, embeddings: Sequence[Any]) -> list[Run]:
+    """The pictures on a grid among `ids` [n], in order. The first may begin, the last may end inside one.
+
+    Raises InputError for a picture of which rows are missing between others.
+    """
+    found: list[Run] = []
+    for embedding in embeddings:
+        if getattr(embedding, "grid", None) is None:
+            continue
+        low, high = embedding.get_vision_token_range()
+        places = np.flatnonzero((ids >= low) & (ids < high))
+        if not len(places):
+            continue
+        rows = ids[places] - low
+        breaks = np.flatnonzero((np.diff(places) != 1) | (np.diff(rows) != 1)) + 1
+        for part, first in zip(np.split(places, breaks), rows[[0, *breaks]], strict=True):
+            found.append(Run(embedding, int(part[0]), int(part[-1]) + 1, int(first)))
+    found.sort(key=lambda run: run.start)
+    for run in found:
+        if (run.first and run.start) or not (run.complete or run.end == len(ids)):
+            raise InputError(
+                f"{run.embedding.text_alias}: rows {run.first} to {run.first + run.end - run.start - 1} of a picture "
+                "stand alone in the ids; all of its rows must follow each other"
+            )
+    return found
+
+
+def marks_of(ids: Ids, embeddings: Sequence[Any], first: int = 0, offset: int = 0) -> list[Mark]:
+    """Where offsets change: behind each picture with positions on three axes. ids stand at places `first` on, behind
+    which (or, if they begin inside a picture, before which) the offset is `offset`."""
+    marks = []
+    for run in runs_of(ids, embeddings):
+        if run.embedding.axes is not None and run.complete:
+            offset += run.embedding.positions_taken - run.embedding.length
+            marks.append((first + run.end, offset))
+    return marks
+
+
+def positions_on_axes(
+    ids: Ids, embeddings: Sequence[Any], first: int, offset: int
+) -> tuple[NDArray[np.int64] | None, list[Mark]]:
+    """(positions int64 [3, n] of ids at places `first` on, where offsets change), None where all axes agree and the
+    offset holds for all ids."""
+    runs = [run for run in runs_of(ids, embeddings) if run.embedding.axes is not None]
+    if not runs:
+        return None, []
+    places = np.arange(first, first + len(ids), dtype=np.int64)
+    positions = np.tile(places + offset, (3, 1))
+    marks: list[Mark] = []
+    for run in runs:
+        begin = first + run.start - run.first + offset
+        axes = run.embedding.axes
+        assert axes is not None
+        positions[:, run.start : run.end] = begin + axes[:, run.first : run.first + run.end - run.start]
+        if run.complete:
+            offset += run.embedding.positions_taken - run.embedding.length
+            positions[:, run.end :] = places[run.end :] + offset
+            marks.append((first + run.end, offset))
+    return positions, marks
+
+
+def gather_axes(cos: Tensor, sin: Tensor, positions: Tensor, section: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """One row of cos and sin for each token: the first section[0] frequencies from the table row of its position in
+    time, the next by height, the last by width. positions int64 [3, T]; cos, sin float32 [S, R / 2].
+
+    Raises ConfigError where the sections do not make up the frequencies.
+    """
+    if len(section) != 3 or sum(section) != cos.shape[1]:
+        raise ConfigError(
+            f"mrope_section is {list(section)}: three axes must share the {cos.shape[1]} frequencies of a head"
+        )
+    axis = torch.repeat_interleave(torch.arange(3), torch.tensor(list(section)))
+    rows = positions[axis].T  # [T, R / 2]
+    return cos.gather(0, rows), sin.gather(0, rows)
+
+
+def chunk_end(rows: Sequence[Ids], begin: int, end: int, embeddings: Sequence[Any]) -> int:
+    """`end`, moved so that no picture whose rows see each other is cut: back to the picture's first row, or to behind
+    its last one if there is nothing before it."""
+    spans = [(run.start, run.end) for ids in rows for run in runs_of(ids, embeddings) if run.embedding.sees_itself]
+    cut = end
+    while any(a < cut < b for a, b in spans):
+        cut = min(a for a, b in spans if a < cut < b)
+    if cut > begin:
+        return cut
+    while any(a < end < b for a, b in spans):
+        end = max(b for a, b in spans if a < end < b)
+    return end
+
+
+class RopeOffsets:
+    """What a contiguous cache remembers of the pictures in it: for each row, where its offsets change.
+
+    So a caller who goes on token by token, or sets `current_seq_len` back over a picture, need not know of it.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._marks: list[list[Mark]] = [[] for _ in range(rows)]
+
+    def at(self, row: int, place: int) -> int:
+        """The offset of the token at `place`, or, inside a picture, the one before it."""
+        marks = self._marks[row]
+        found = bisect_right(marks, place, key=lambda mark: mark[0])
+        return marks[found - 1][1] if found else 0
+
+    def write(self, row: int, place: int, marks: Sequence[Mark]) -> None:
+        """Tokens from `place` on were replaced by others, behind which these offsets hold."""
+        kept = self._marks[row]
+        del kept[bisect_right(kept, place, key=lambda mark: mark[0]) :]
+        kept.extend(marks)
+
+    def within(self, row: int, place: int, count: int) -> list[Mark]:
+        """Those of `count` tokens from `place` on."""
+        return [mark for mark in self._marks[row] if place < mark[0] <= place + count]
+
+    def roll_left(self) -> None:
+        """The oldest token of each row is gone; offsets hold where they held."""
+        self._marks = [[(max(place - 1, 0), offset) for place, offset in marks] for marks in self._marks]
+
+    def clear(self) -> None:
+        for marks in self._marks:
+            marks.clear()
+
+    def copy(self) -> RopeOffsets:
+        made = RopeOffsets(0)
+        made._marks = [list(marks) for marks in self._marks]
+        return made

@@ -1,0 +1,137 @@
+"""What all image encoders share: their weights, the picture they are given, their attention."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..errors import FormatError, ModelStateError, UnsupportedError
+from ..loading.checkpoint import TensorSource
+from ..loading.linears import require_finite_float
+
+__all__ = ["Encoder", "Framed", "Grid", "Picture", "rms_norm", "rotate"]
+
+Grid = tuple[int, int, int]
+"""Patches in time, height and width, before any merging."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image (or video) ready for a tower."""
+
+    pixels: Tensor  # float32: [3, H, W], or patches [T * H * W, numbers of a patch], as the tower takes it
+    grid: Grid
+    size: tuple[int, int]  # width, height of the resized image
+
+
+@dataclass(frozen=True)
+class Framed:
+    """Rows [n, hidden] as they enter the language model: those of the tower between framing tokens' embeddings."""
+
+    rows: Tensor
+    pre_tokens: int = 0
+    post_tokens: int = 0
+
+
+class Encoder(ABC):
+    """From a picture to rows of the language model's hidden size, in float32.
+
+    Weights are held by the name they have in the files (after the architecture's key map).
+    """
+
+    pieces: ClassVar[tuple[str, str]]  # the two tokens whose embeddings frame an image
+    merge: int  # patches of a side that become one row of the output
+
+    def __init__(self, text_hidden_size: int) -> None:
+        self.text_hidden_size = text_hidden_size
+        self._weights: dict[str, Tensor] | None = None
+
+    @abstractmethod
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor and its shape."""
+
+    @abstractmethod
+    def prepare(self, image: Any) -> Picture:
+        """A PIL image as the published processor would hand it to the tower. Raises InputError."""
+
+    def prepare_video(self, frames: Sequence[Any]) -> Picture:
+        """PIL images of one size, one after the other. Raises UnsupportedError where the tower takes images only."""
+        raise UnsupportedError(f"{type(self).__name__} takes images only, no video")
+
+    @abstractmethod
+    def check(self, pixels: Tensor, grid: Grid | None) -> Grid:
+        """The grid of `pixels`, if they are what the tower takes. Raises InputError."""
+
+    @abstractmethod
+    def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """float32 [rows, hidden size of the language model]; pixels as checked, on any device."""
+
+    @abstractmethod
+    def frame(self, rows: Tensor, grid: Grid, ends: Tensor) -> Framed:
+        """ends: embeddings [2, hidden] of `pieces`."""
+
+    def time_step(self, fps: float) -> float:
+        """Positions from one patch of time to the next, of a video of `fps` frames a second."""
+        return 1.0
+
+    def told_grid(self, grid: Grid) -> Grid | None:
+        """What the language model is told of where the rows lie (`ExLlamaV2MMEmbedding.thw_grid`)."""
+        return None
+
+    def side(self, grid: Grid) -> tuple[int, int]:
+        """(rows, columns) of the output of one image or frame."""
+        return grid[1] // self.merge, grid[2] // self.merge
+
+    # ------------------------------------------------------------------------------------------------------- weights
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        """Raises MissingTensorError, FormatError."""
+        weights = {}
+        for name, shape in self.shapes().items():
+            tensor = source.read(name)
+            if tuple(tensor.shape) != shape:
+                raise FormatError(f"{source.describe(name)}: shape {list(tensor.shape)}, expected {list(shape)}")
+            require_finite_float(tensor, source.describe(name))
+            weights[name] = tensor.to(device, torch.float32)
+        self._weights = weights
+
+    def unload(self) -> None:
+        self._weights = None
+
+    @property
+    def loaded(self) -> bool:
+        return self._weights is not None
+
+    def weight_bytes(self) -> int:
+        return sum(t.nbytes for t in (self._weights or {}).values())
+
+    # ------------------------------------------------------------------------------------------------------ operators
+
+    def _w(self, name: str) -> Tensor:
+        if self._weights is None:
+            raise ModelStateError("the vision tower is not loaded: call load() first")
+        return self._weights[name]
+
+    def _linear(self, x: Tensor, key: str) -> Tensor:
+        """x W^T, plus the bias where the file has one."""
+        bias = f"{key}.bias"
+        return functional.linear(x, self._w(f"{key}.weight"), self._weights.get(bias) if self._weights else None)
+
+    def _layer_norm(self, x: Tensor, key: str, eps: float) -> Tensor:
+        return functional.layer_norm(x, x.shape[-1:], self._w(f"{key}.weight"), self._w(f"{key}.bias"), eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs (i, i + half) of the last dimension turned by the angles whose cos and sin are given, broadcast."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

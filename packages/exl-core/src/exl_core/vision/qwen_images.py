@@ -1,0 +1,82 @@
+"""From images to the patches of Qwen's towers, as the published processor cuts them (spec core.md 12.3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .encoder import Grid, Picture
+from .images import as_rgb, pixels_of
+from .qwen_settings import PixelRange, QwenSettings
+
+__all__ = ["MAX_FRAMES", "output_size", "patches_of", "prepare", "prepare_video"]
+
+MAX_FRAMES = 4096
+
+
+def output_size(height: int, width: int, step: int, limits: PixelRange) -> tuple[int, int]:
+    """(height, width) after resizing: whole merged patches, as many pixels as `limits` allow, the aspect kept.
+
+    Python's rounding (half to even), as the published processor has it.
+    """
+    rows, columns = round(height / step) * step, round(width / step) * step
+    if rows * columns > limits.most:
+        shrink = math.sqrt(height * width / limits.most)
+        rows = max(step, math.floor(height / shrink / step) * step)
+        columns = max(step, math.floor(width / shrink / step) * step)
+    elif rows * columns < limits.least:
+        grow = math.sqrt(limits.least / (height * width))
+        rows, columns = math.ceil(height * grow / step) * step, math.ceil(width * grow / step) * step
+    return rows, columns
+
+
+def prepare(image: Any, settings: QwenSettings) -> Picture:
+    """One image: the same picture in every place of a patch's time."""
+    rgb = as_rgb(image)
+    frame = _resized(rgb, settings, settings.image_pixels)
+    return _picture(frame[None].expand(settings.temporal_patch, -1, -1, -1), settings)
+
+
+def prepare_video(frames: Sequence[Any], settings: QwenSettings) -> Picture:
+    """Images of one size; the last is repeated until the frames fill whole patches of time."""
+    if not isinstance(frames, (list, tuple)) or not frames:
+        raise InputError("a video is a list of PIL images, one at least")
+    if len(frames) > MAX_FRAMES:
+        raise InputError(f"video of {len(frames)} frames: at most {MAX_FRAMES} are taken; sample fewer")
+    sizes = {image.size for image in frames if hasattr(image, "size")}
+    if len(sizes) > 1:
+        raise InputError(f"frames of different sizes: {sorted(sizes)[:4]}; resize them to one")
+    done = [_resized(as_rgb(image), settings, settings.video_pixels) for image in frames]
+    if len({tuple(f.shape) for f in done}) > 1:
+        raise InputError("frames that are turned differently: make all of one size first")
+    done += [done[-1]] * (-len(done) % settings.temporal_patch)
+    return _picture(torch.stack(done), settings)
+
+
+def patches_of(frames: Tensor, settings: QwenSettings) -> tuple[Tensor, Grid]:
+    """frames float32 [F, 3, H, W], whole patches -> (patches [T * H / p * W / p, 3 * t * p * p], their grid).
+
+    The patches of a block that is merged into one row stand together.
+    """
+    p, m, t = settings.patch_size, settings.merge_size, settings.temporal_patch
+    count, channels, height, width = frames.shape
+    grid = count // t, height // p, width // p
+    cut = frames.reshape(grid[0], t, channels, grid[1] // m, m, p, grid[2] // m, m, p)
+    ordered = cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return ordered.reshape(math.prod(grid), channels * t * p * p), grid
+
+
+def _resized(rgb: Any, settings: QwenSettings, limits: PixelRange) -> Tensor:
+    width, height = rgb.size
+    rows, columns = output_size(height, width, settings.patch_size * settings.merge_size, limits)
+    return pixels_of(rgb, rows, columns, settings.preprocessing)
+
+
+def _picture(frames: Tensor, settings: QwenSettings) -> Picture:
+    patches, grid = patches_of(frames, settings)
+    return Picture(patches, grid, (frames.shape[3], frames.shape[2]))
