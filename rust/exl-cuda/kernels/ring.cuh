@@ -249,7 +249,7 @@ DEVICE void fill_shared(const Task& p, uint8_t* memory) {
   if (padded) bar<4>(THREADS);
   pdl_wait();
   const T* x = static_cast<const T*>(p.x) + (size_t)mine * k;
-  row.load(x, 0);
+  if (mine < p.m) row.load(x, 0);  // of a single row the second team has none
   constants.store(p, memory);
   const int batches = SCALED || p.norm ? 1 : (eights + BATCH * team - 1) / (BATCH * team);
 #pragma unroll 1
