@@ -114,5 +114,15 @@ class Pages(RuleBasedStateMachine):
                     assert "poisoned" in str(result["exception"]) or "no token is left" in str(result["exception"])
 
 
+class PagesWithStepsAhead(Pages):
+    """The same where each step is queued before the last one's text is made, as on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator._engine._runner.asynchronous = True
+
+
+TestPagesWithStepsAhead = PagesWithStepsAhead.TestCase
+TestPagesWithStepsAhead.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestPages = Pages.TestCase
 TestPages.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event
 from typing import Any
 
@@ -462,8 +462,37 @@ class ExLlamaV2:
         )
         return {"aborted": True} if result is None else result
 
+    def prepare_step(
+        self, q_len: int, cache: ExLlamaV2CacheBase, attn_params: PagedParams
+    ) -> Callable[[Tensor], Tensor | None] | None:
+        """A paged step of `q_len` tokens a row whose ids are not known yet: everything but them is prepared, so that
+        little is left to do when they come. None where `forward_chunk` would not launch a captured graph.
+
+        What is returned takes int64 ids [batch, q_len] on the CPU, queues the step and returns its logits as
+        `forward_chunk` does, or None, with nothing queued, for ids that it would refuse. It is to be called once,
+        before any other pass of this model, or not at all.
+        """
+        if not self._graphs_possible:
+            return None
+        with out_of_memory_as_error("prepare a decode step"):
+            prepared = self.decode.prepare(q_len, cache, attn_params)
+        if prepared is None:
+            return None
+
+        def run(ids: Tensor) -> Tensor | None:
+            with out_of_memory_as_error("run a decode step"):
+                logits = prepared.run(ids)
+            cache.current_seq_len = self.decode.longest
+            return logits
+
+        return run
+
+    @property
+    def _graphs_possible(self) -> bool:
+        return self.loaded and self.device is not None and self.device.type == "cuda"
+
     def _graph_step(self, ids: Tensor, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> Tensor | None:
-        if not self.loaded or self.device is None or self.device.type != "cuda":
+        if not self._graphs_possible:
             return None
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
             return None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
     from ..model import ExLlamaV2
 
-__all__ = ["GRAPHS_VARIABLE", "DecodeGraphs"]
+__all__ = ["GRAPHS_VARIABLE", "DecodeGraphs", "PreparedStep"]
 
 GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
 
@@ -58,6 +58,38 @@ class _Graph:
     inputs: StepInputs
     logits: Tensor  # float32 [tokens, padded vocabulary]
     kept: tuple[Tensor, ...]  # rope tables, counters of attention
+
+
+class PreparedStep:
+    """A captured step that waits for its ids. To be run before anything else of its model is, or not at all."""
+
+    __slots__ = ("_captured", "_limits", "_longest", "_offsets", "_owner", "_past", "_table")
+
+    def __init__(
+        self,
+        owner: DecodeGraphs,
+        captured: _Graph,
+        past: Tensor,
+        table: Tensor,
+        limits: tuple[int, int, int],
+        offsets: Tensor | None,
+        longest: int,
+    ) -> None:
+        self._owner, self._captured, self._past, self._table = owner, captured, past, table
+        self._limits, self._offsets, self._longest = limits, offsets, longest
+
+    def run(self, ids: Tensor) -> Tensor | None:
+        """Queues the step of int64 ids [B, q] on the CPU; its logits float32 [B, q, padded vocabulary], in memory that
+        the model's next step overwrites. None, and nothing is queued, if the ids are not right."""
+        tokens = _on_cpu(ids, torch.int64)
+        if tokens is None or not self._captured.inputs.send(
+            tokens, self._past, self._table, self._limits, self._offsets
+        ):
+            return None
+        self._captured.graph.replay()
+        self._owner.longest = self._longest
+        batch, q_len = ids.shape
+        return self._captured.logits[: batch * q_len].view(batch, q_len, -1)
 
 
 class DecodeGraphs:
@@ -90,21 +122,20 @@ class DecodeGraphs:
         way has the checks that say what is wrong.
         """
         batch, q_len = ids.shape
+        prepared = None if params.batch_size != batch else self.prepare(q_len, cache, params)
+        return None if prepared is None else prepared.run(ids)
+
+    def prepare(self, q_len: int, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> PreparedStep | None:
+        """All of a step of `q_len` tokens a row that can be done before its ids are known; None as for `step`."""
+        batch = params.batch_size
         if q_len > MAX_Q_LEN or batch * q_len > MAX_TOKENS or cache is None:
             return None
         model = self._model()
-        if model is None or not self._usable(model) or cache.batch_size != 1 or params.batch_size != batch:
+        if model is None or not self._usable(model) or cache.batch_size != 1:
             return None
         size, places = params.page_size, cache.max_seq_len // params.page_size
         past, table = _on_cpu(params.cache_seqlens, torch.int32), _on_cpu(params.block_index, torch.int32)
-        tokens = _on_cpu(ids, torch.int64)
-        if (
-            params.q_len not in (0, q_len)
-            or cache.max_seq_len % size
-            or past is None
-            or table is None
-            or tokens is None
-        ):
+        if params.q_len not in (0, q_len) or cache.max_seq_len % size or past is None or table is None:
             return None
         offsets = None if params.rope_offsets is None else _offsets(params.rope_offsets, past)
         if params.rope_offsets is not None and offsets is None:
@@ -113,13 +144,10 @@ class DecodeGraphs:
         if longest > min(table.shape[1] * size, model.config.max_seq_len):
             return None
         captured = self._captured(model, cache, self._bucket(batch, q_len, longest, size, places))
-        if captured is None or not captured.inputs.send(
-            tokens, past, table, (model.config.vocab_size, model.config.max_seq_len, places), offsets
-        ):
+        if captured is None:
             return None
-        captured.graph.replay()
-        self.longest = longest
-        return captured.logits[: batch * q_len].view(batch, q_len, -1)
+        limits = (model.config.vocab_size, model.config.max_seq_len, places)
+        return PreparedStep(self, captured, past, table, limits, offsets, longest)
 
     def clear(self) -> None:
         """Forget every captured step and give its memory back."""

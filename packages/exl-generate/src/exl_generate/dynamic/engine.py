@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from exl_generate.dynamic.ahead import Ahead, can_run_ahead
 from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.speculation import Drafter
@@ -81,7 +82,8 @@ class Turn:
 
 class Engine:
     """Moves every running job one step on. `deliver` gets all results, those of a job together, jobs in the order they
-    started. `pool` runs filters while the model runs."""
+    started. `pool` runs filters while the model runs. A model on a GPU begins the next step before the host has made
+    text of the last (`ahead.py`)."""
 
     def __init__(
         self,
@@ -98,15 +100,19 @@ class Engine:
         self._max_chunk_size = max_chunk_size
         self._deliver = deliver
         self._pool = pool
+        #: the step that was queued at the end of the last round
+        self._ahead: Ahead | None = None
 
     def step(self) -> None:
         """Schedule, run, sample, settle."""
+        ahead, self._ahead = self._ahead, None
         for job in self._scheduler.admit():
             self._deliver(job.start())
         self._prefill()
         turns = self._turns()
         if turns:
-            self._runner.decode([window for turn in turns for window in turn.windows])
+            windows = [window for turn in turns for window in turn.windows]
+            self._runner.decode(windows if ahead is None else ahead.serve(windows))
             self._sample(turns)
             for turn in turns:
                 turn.settle()
@@ -169,9 +175,36 @@ class Engine:
     def _sample(self, turns: list[Turn]) -> None:
         """Turn logits into accepted tokens, one position of all windows after the other, while the guesses hold."""
         live = [turn for turn in turns if turn.begin()]
+        foreseen = self._foresee(live)
         at = 0
         while live:
             asked = [(turn, draw) for turn in live if (draw := turn.ask(at)) is not None]
             samples = sample_batch([draw for _, draw in asked])
+            if foreseen:
+                self._run_ahead(foreseen, {turn: sample for (turn, _), sample in zip(asked, samples, strict=True)})
             live = [turn for (turn, _), sample in zip(asked, samples, strict=True) if turn.take(at, sample)]
             at += 1
+
+    def _foresee(self, turns: list[Turn]) -> list[Turn]:
+        """Prepares the next step of those turns whose job goes on as far as can be known; the GPU is busy meanwhile."""
+        if not self._runner.asynchronous or self._drafter.most:
+            return []
+        found = [turn for turn in turns if can_run_ahead(turn.job)]
+        if found:
+            try:
+                self._ahead = Ahead(self._runner, [turn.job.sequence for turn in found])
+            except Exception:  # the next round computes the step itself, and says what is wrong with it
+                return []
+        return found
+
+    def _run_ahead(self, foreseen: list[Turn], samples: dict[Turn, Sample | Exception]) -> None:
+        """Queues the prepared step, unless no job needs it. A job that a stop token ends has its row for nothing."""
+        assert self._ahead is not None
+        drawn = [samples.get(turn) for turn in foreseen]
+        tokens = [sample.token if isinstance(sample, Sample) else 0 for sample in drawn]
+        if any(
+            isinstance(sample, Sample) and sample.token not in turn.job.stop_tokens
+            for turn, sample in zip(foreseen, drawn, strict=True)
+        ):
+            self._ahead.launch(tokens)
+        foreseen.clear()

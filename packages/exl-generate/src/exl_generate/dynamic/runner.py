@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,8 @@ class Runner:
         self._cache = cache
         self._page_size = page_size
         self._draft = draft
+        #: whether a pass is only queued when it returns: the model is on a GPU
+        self.asynchronous = getattr(getattr(model, "device", None), "type", "cpu") == "cuda"
 
     def copy_page_head(self, source: int, target: int, tokens: int) -> None:
         """Copy the K/V of the first `tokens` tokens of a page to another page."""
@@ -76,7 +79,7 @@ class Runner:
             groups[window.kind].append(window)
         for group in groups.values():
             try:
-                self._evaluate(group, keep=len(groups) > 1)
+                self._evaluate(group, keep=self.asynchronous or len(groups) > 1)
             except Exception:
                 for window in group:
                     self._evaluate_alone(window)
@@ -88,7 +91,7 @@ class Runner:
             window.error = error
 
     def _evaluate(self, group: list[Window], keep: bool) -> None:
-        """`keep`: the model will run again before these logits are read, and may overwrite them."""
+        """`keep`: the model may run again before these logits are read, and overwrite them."""
         _, _, embeddings, wants_state = group[0].kind
         for window in group:
             window.sequence.provide(window.sequence.kv_position + len(window.ids))
@@ -115,18 +118,7 @@ class Runner:
     ) -> dict[str, Any]:
         """One pass over int64 `ids` [B, q], row b at places positions[b].. of sequences[b], which have the same
         adapters."""
-        table = np.zeros((len(sequences), max(len(sequence.block) for sequence in sequences)), dtype=np.int32)
-        for row, sequence in zip(table, sequences, strict=True):
-            row[: len(sequence.block)] = sequence.block
-        params = PagedParams(
-            batch_size=len(sequences),
-            block_index=torch.from_numpy(table),
-            cache_seqlens=torch.tensor(positions, dtype=torch.int32),
-            max_cache_seqlen=max(positions),
-            page_size=self._page_size,
-            q_len=ids.shape[1],
-            rope_offsets=None if self._draft else _offsets(sequences, positions),
-        )
+        params = self._params(sequences, positions, ids.shape[1])
         extra: dict[str, Any] = {}
         if self._draft:
             ids = np.where(ids < EMBEDDING_INDEX, ids, 0)
@@ -141,6 +133,39 @@ class Runner:
             return self._model.forward_chunk(
                 torch.from_numpy(ids), cache=self._cache, attn_params=params, preprocess_only=preprocess_only, **extra
             )
+
+    def prepare(self, sequences: list[Sequence], positions: list[int]) -> Callable[[list[int]], torch.Tensor]:
+        """A pass over one token of each sequence at places `positions`, for sequences without adapters and embeddings
+        there, that only waits for its tokens. To be called once, before the next pass; returns logits [B, 1, Vp] that
+        stay."""
+        params = self._params(sequences, positions, 1)
+        make = getattr(self._model, "prepare_step", None)
+        prepared = None if make is None else make(1, self._cache, params)
+
+        def run(tokens: list[int]) -> torch.Tensor:
+            ids = torch.tensor(tokens, dtype=torch.int64).unsqueeze(1)
+            logits: torch.Tensor | None = None if prepared is None else prepared(ids)
+            if logits is None:
+                with torch.inference_mode():
+                    logits = self._model.forward_chunk(ids, cache=self._cache, attn_params=params)["logits"]
+            assert logits is not None
+            return logits.float().clone()
+
+        return run
+
+    def _params(self, sequences: list[Sequence], positions: list[int], q_len: int) -> PagedParams:
+        table = np.zeros((len(sequences), max(len(sequence.block) for sequence in sequences)), dtype=np.int32)
+        for row, sequence in zip(table, sequences, strict=True):
+            row[: len(sequence.block)] = sequence.block
+        return PagedParams(
+            batch_size=len(sequences),
+            block_index=torch.from_numpy(table),
+            cache_seqlens=torch.tensor(positions, dtype=torch.int32),
+            max_cache_seqlen=max(positions),
+            page_size=self._page_size,
+            q_len=q_len,
+            rope_offsets=None if self._draft else _offsets(sequences, positions),
+        )
 
 
 def _offsets(sequences: list[Sequence], places: list[int]) -> torch.Tensor | None:

@@ -91,6 +91,11 @@ class Sequence:
         return self._keys[: self._length]
 
     @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self._pages.page_size
+
+    @property
     def prefilled(self) -> bool:
         return self.kv_position >= self.prefill_end
 
