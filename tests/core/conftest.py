@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
+from exl_core.convert import quantize_model
+from exl_core.loading.checkpoint import TensorReader
+from exl_core.modules import Linear, MoE
 from exl_kernels import formats
 from exl_kernels.safetensors_file import write_safetensors
 
@@ -119,6 +123,79 @@ def load(folder: Path, **fields: Any) -> ExLlamaV2:
     return model
 
 
+def dequantized_tensors(linear: Linear) -> dict[str, Tensor]:
+    """The matrix as its codes stand for, in the orientation of the family's files."""
+    weight = linear.get_weight_tensor_dq()
+    return {"weight": (weight if linear.spec.transposed else weight.T).contiguous()} | bias_of(linear)
+
+
+def bias_of(linear: Linear) -> dict[str, Tensor]:
+    if not linear.spec.bias:
+        return {}
+    return {"bias": (linear.forward(torch.zeros(1, linear.in_features))[0] / linear.spec.prescale).half()}
+
+
+def rewrite(model: Any, folder: Path, parts: dict[str, dict[str, Tensor]]) -> Path:
+    """The model's files with its linears replaced by `parts`, key -> suffix -> tensor, and all names mapped."""
+    checkpoint = model.config.checkpoint
+    reader = TensorReader(checkpoint)
+    linears = {linear.key: linear for m in model.modules for linear in m.submodules()}
+    gone = set(parts) | {linears[key].spec.fused_key for key in parts}
+    tensors = {
+        name: reader.read(name)
+        for name in checkpoint.tensors
+        if name not in gone and name.rpartition(".")[0] not in gone
+    }
+    tensors |= {f"{key}.{suffix}": t for key, part in parts.items() for suffix, t in part.items()}
+    folder.mkdir()
+    shutil.copy(Path(model.config.model_dir) / "config.json", folder)
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder
+
+
+def is_router(module: Any, linear: Linear) -> bool:
+    return isinstance(module, MoE) and linear in (module.router, module.shared_gate)
+
+
+def dequantized_twin(model: ExLlamaV2, folder: Path) -> Path:
+    """The model's files with every quantized matrix as the float one it stands for."""
+    linears = [q for m in model.modules for q in m.submodules() if q.is_quant() and not q.spec.unit_rows]
+    return rewrite(model, folder, {q.key: dequantized_tensors(q) for q in linears})
+
+
+def check_written(model: ExLlamaV2, ids: Tensor, kind: str, folder: Path) -> None:
+    """Our quantizer's folder of `model`'s: what is quantized, close to what it was, and run as its dequantized twin."""
+    columns = 1 if kind == "exl2" else 32
+    bits = 5.5 if kind == "exl2" else 4
+    report = quantize_model(
+        str(model.config.model_dir), folder / "written", bits=bits, format=kind, group_size=32, fast=True
+    )
+    written = load(folder / "written")
+    found = {linear.key: linear for m in written.modules for linear in m.submodules()}
+    assert {key for key, linear in found.items() if linear.is_quant()} == set(report.plans)
+    head = model.modules[-1].linear.key
+    assert (head in report.plans) == (kind == "exl2")
+    for module in model.modules[:-1]:
+        slot = [linear for linear in module.submodules() if not is_router(module, linear)]
+        held = [linear.in_features % 32 == 0 and linear.out_features % columns == 0 for linear in slot]
+        assert [linear.key in report.plans for linear in slot] == held or not all(held)
+    assert len(report.plans) >= 2 * model.config.num_hidden_layers
+    for key in report.plans:
+        weight, before = (q.get_weight_tensor_dq().float() for q in (found[key], linear_of(model, key)))
+        assert float((weight - before).norm() / before.norm()) < 0.15, key
+    ours = written.forward(ids)
+    twin = load(dequantized_twin(written, folder / "twin"))
+    expected = twin.forward(ids)
+    columns = model.config.vocab_size
+    error = float((ours - expected)[..., :columns].abs().max() / expected[..., :columns].abs().max())
+    assert error < 2e-3
+
+
+def linear_of(model: ExLlamaV2, key: str) -> Linear:
+    """A matrix by its key."""
+    return next(linear for m in model.modules for linear in m.submodules() if linear.key == key)
+
+
 class Lab:
     """What tests reach these helpers through."""
 
@@ -127,6 +204,12 @@ class Lab:
     quantize = staticmethod(quantize)
     write_model = staticmethod(write_model)
     load = staticmethod(load)
+    bias_of = staticmethod(bias_of)
+    check_written = staticmethod(check_written)
+    dequantized_tensors = staticmethod(dequantized_tensors)
+    dequantized_twin = staticmethod(dequantized_twin)
+    is_router = staticmethod(is_router)
+    rewrite = staticmethod(rewrite)
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,9 @@ from exl_core import (
     PagedParams,
     errors,
 )
-from exl_core.loading.checkpoint import TensorReader
-from exl_core.modules import Linear, MoE
+from exl_core.modules import Linear
 from exl_core.rope import RopeTable
 from exl_kernels import formats
-from exl_kernels.safetensors_file import write_safetensors
 
 transformers = pytest.importorskip("transformers")
 
@@ -414,7 +411,7 @@ def test_adapters_of_every_linear(
     assert torch.equal(cut.forward(ids, loras=[ExLlamaV2Lora.from_directory(cut, tmp_path)]), found)
 
 
-def quantized_tensors(linear: Linear, kind: str) -> dict[str, Tensor] | None:
+def quantized_tensors(linear: Linear, kind: str, lab: Any) -> dict[str, Tensor] | None:
     """The matrix in EXL2 or GPTQ, its bias included; None where the format cannot hold its size."""
     if linear.in_features % 32 or linear.out_features % 32:
         return None
@@ -424,52 +421,21 @@ def quantized_tensors(linear: Linear, kind: str) -> dict[str, Tensor] | None:
         tensors = formats.exl2_quantize(weight, "0.3:6b_32g/0.7:4b_32g", perm=perm, fast=True)
     else:
         tensors = formats.gptq_quantize(weight, bits=4, group_size=32, perm=perm)
-    return tensors | bias_of(linear)
-
-
-def dequantized_tensors(linear: Linear) -> dict[str, Tensor]:
-    """The matrix as its codes stand for, in the orientation of the family's files."""
-    weight = linear.get_weight_tensor_dq()
-    return {"weight": (weight if linear.spec.transposed else weight.T).contiguous()} | bias_of(linear)
-
-
-def bias_of(linear: Linear) -> dict[str, Tensor]:
-    if not linear.spec.bias:
-        return {}
-    return {"bias": (linear.forward(torch.zeros(1, linear.in_features))[0] / linear.spec.prescale).half()}
-
-
-def rewrite(model: Any, folder: Path, parts: dict[str, dict[str, Tensor]]) -> Path:
-    """The model's files with its linears replaced by `parts`, key -> suffix -> tensor, and all names mapped."""
-    checkpoint = model.config.checkpoint
-    reader = TensorReader(checkpoint)
-    linears = {linear.key: linear for m in model.modules for linear in m.submodules()}
-    gone = set(parts) | {linears[key].spec.fused_key for key in parts}
-    tensors = {
-        name: reader.read(name)
-        for name in checkpoint.tensors
-        if name not in gone and name.rpartition(".")[0] not in gone
-    }
-    tensors |= {f"{key}.{suffix}": t for key, part in parts.items() for suffix, t in part.items()}
-    folder.mkdir()
-    shutil.copy(Path(model.config.model_dir) / "config.json", folder)
-    write_safetensors(folder / "model.safetensors", tensors)
-    return folder
+    return tensors | lab.bias_of(linear)
 
 
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])
 def test_quantized_equals_dequantized(pair: tuple[Any, Any], ids: Tensor, kind: str, tmp_path: Path, lab: Any) -> None:
     _, ours = pair
-    linears = [linear for m in ours.modules for linear in m.submodules() if not is_router(m, linear)]
+    linears = [linear for m in ours.modules for linear in m.submodules() if not lab.is_router(m, linear)]
     parts: dict[str, dict[str, Tensor]] = {}
     for linear in linears:
-        made = quantized_tensors(linear, kind)
-        parts[linear.key] = dequantized_tensors(linear) if made is None else made
-    quantized = lab.load(rewrite(ours, tmp_path / "quantized", parts))
+        made = quantized_tensors(linear, kind, lab)
+        parts[linear.key] = lab.dequantized_tensors(linear) if made is None else made
+    quantized = lab.load(lab.rewrite(ours, tmp_path / "quantized", parts))
     found = [q for m in quantized.modules for q in m.submodules() if q.is_quant()]
     assert len(found) >= 4 * ours.config.num_hidden_layers
-    plain = {q.key: dequantized_tensors(q) for m in quantized.modules for q in m.submodules() if not is_router(m, q)}
-    dequantized = lab.load(rewrite(ours, tmp_path / "dequantized", plain))
+    dequantized = lab.load(lab.dequantized_twin(quantized, tmp_path / "dequantized"))
     assert not dequantized.is_quant()
     assert_close(quantized.forward(ids), dequantized.forward(ids))
     cache = ExLlamaV2Cache(quantized, batch_size=2, max_seq_len=64)
@@ -477,8 +443,9 @@ def test_quantized_equals_dequantized(pair: tuple[Any, Any], ids: Tensor, kind: 
     assert torch.equal(torch.cat(chunks, dim=1), quantized.forward(ids))
 
 
-def is_router(module: Any, linear: Linear) -> bool:
-    return isinstance(module, MoE) and linear in (module.router, module.shared_gate)
+@pytest.mark.parametrize("kind", ["exl2", "gptq"])
+def test_folder_of_our_quantizer(pair: tuple[Any, Any], ids: Tensor, kind: str, tmp_path: Path, lab: Any) -> None:
+    lab.check_written(pair[1], ids, kind, tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------------- RoPE

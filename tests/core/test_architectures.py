@@ -195,6 +195,8 @@ def test_families_that_transformers_does_not_have(name: str, lab: Any, tmp_path:
     for found in (model.forward(ids), chunks):
         error = (found[0, :, :VOCAB] - expected).abs().max() / expected.abs().max()
         assert float(error) < 2e-3
+    for kind in ("exl2", "gptq"):
+        lab.check_written(model, ids, kind, tmp_path / kind)
 
 
 def test_every_architecture_has_a_comparison() -> None:

@@ -1,58 +1,41 @@
-"""A float model folder in, an EXL2 folder out, by round to nearest: no data, no calibration (formats.md 2.8 to 2.11).
+"""A float model folder in, an EXL2 or GPTQ folder out, by round to nearest: no data, no calibration (formats.md 2.8 to
+2.11, 3).
 
-Quantized: the attention and MLP projections of every layer, each expert's three matrices, and the head, which a model
-with tied embeddings gets of its own. Embeddings, norms, routers and biases become F16; vision towers and projectors
-stay as they are.
+Quantized: the attention and MLP projections of every layer, each expert's matrices, and for EXL2 the head, which a
+model with tied embeddings gets of its own. Embeddings, norms, routers and biases become F16; vision towers and
+projectors stay as they are. Which tensors those are is said by a layout (`quantize_layout`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from . import _native
 from .errors import FormatError, UnsupportedError
-from .formats import exl2_quantize, importance_order
-from .quantize_plans import ATTENTION_ROLES, HEAD_PLANS, Matrix, Slot, allocate
-from .safetensors_file import TensorEntry, read_safetensors_folder, read_tensor, write_safetensors
+from .formats import exl2_quantize, gptq_quantize, importance_order
+from .quantize_layout import FOREIGN, FolderMatrix, FolderSource, layout_by_names
+from .quantize_plans import HEAD_PLANS, Matrix, Slot, allocate
+from .safetensors_file import read_safetensors_folder, write_safetensors
 
 __all__ = ["QuantizeReport", "quantize_folder"]
 
 Progress = Callable[[int, int, str], None]
-
-_ROLES = {
-    "q_proj": "q",
-    "k_proj": "k",
-    "v_proj": "v",
-    "o_proj": "o",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-    "fc1": "up",
-    "fc2": "down",
-    "w1": "gate",
-    "w3": "up",
-    "w2": "down",
-}
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_LAYER = re.compile(r"^(?P<block>(?:.*\.)?layers\.\d+)\.(?P<module>.+)\.weight$")
-_FOREIGN = re.compile(r"(^|\.)(vision|visual|multi_modal|audio)")
-_EMBEDDING = re.compile(r"^(?P<prefix>.*?)(?:model\.)?(?:language_model\.)?embed_tokens\.weight$")
 _LEFT_BEHIND = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".partial")
+_GPTQ_BITS = (2, 3, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeReport:
-    """What was written: the plan of each matrix and the bits it took."""
+    """What was written: the plan of each matrix ("4b_128g" for GPTQ) and the bits it took."""
 
     plans: dict[str, str]
     bits_per_weight: float
@@ -61,83 +44,91 @@ class QuantizeReport:
     nbytes: int
 
 
-@dataclass(slots=True)
-class _Source:
-    """The float tensors of the folder, fused matrices seen as the split ones they become."""
-
-    entries: dict[str, TensorEntry]
-    rows: dict[str, tuple[str, int, int]] = field(default_factory=dict)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        if key in self.rows:
-            fused, begin, end = self.rows[key]
-            return (end - begin, *self.entries[fused].shape[1:])
-        return self.entries[key].shape
-
-    def read(self, key: str) -> Tensor:
-        if key in self.rows:
-            fused, begin, end = self.rows[key]
-            return read_tensor(self.entries[fused])[begin:end].clone()
-        return read_tensor(self.entries[key])
-
-    def names(self) -> Iterator[str]:
-        fused = {name for name, _, _ in self.rows.values()}
-        yield from (key for key in self.entries if key not in fused)
-        yield from self.rows
-
-
 def quantize_folder(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
     bits: float = 4.0,
-    head_bits: int = 6,
+    head_bits: int | None = None,
     fast: bool = False,
     reorder: bool = True,
     shard_bytes: int = 4 << 30,
     progress: Progress | None = None,
+    format: Literal["exl2", "gptq"] = "exl2",
+    group_size: int = 128,
+    layout: Sequence[FolderMatrix] | None = None,
 ) -> QuantizeReport:
     """Quantize the Hugging Face folder `source` into the new or empty folder `target`.
 
-    bits: average over the layers' matrices, everything stored counted, between about 2.2 and 8.1. head_bits: 2, 3, 4,
-    5, 6 or 8, or 16 for a float head. fast: skip the search for each group's best scale. reorder: sort input features
-    by weight norm, so that the widest codes go to the largest. shard_bytes: start another file beyond this size.
-    progress(done, total, key) is called after each matrix.
+    bits: for EXL2 the average over the layers' matrices, everything stored counted, between about 2.2 and 8.1; for GPTQ
+    2, 3, 4 or 8 in groups of group_size rows (-1: one group). head_bits: 2, 3, 4, 5, 6 (the default) or 8, or 16 for a
+    float head, which is what GPTQ has. fast: skip the search for each group's best scale (EXL2). reorder: sort input
+    features by weight norm, so that the widest codes, or groups of their own, go to the largest. shard_bytes: start
+    another file beyond this size. progress(done, total, key) is called after each matrix. layout: the matrices, if
+    they have other names than llama-like models give them (`exl_core.convert` knows them).
 
     Raises FormatError (broken or already quantized source, target not empty, bits out of reach, NaN in weights) and
     UnsupportedError (no known projections). On an error the target's files are removed again.
     """
     source, target = Path(source), Path(target)
-    if not 1.0 <= bits <= 9.0:
-        raise FormatError(f"bits {bits}; expected an average between about 2.2 and 8.1 bits per weight")
-    if head_bits != 16 and head_bits not in HEAD_PLANS:
-        raise FormatError(f"head_bits {head_bits}; expected one of {', '.join(map(str, HEAD_PLANS))} or 16")
+    head_bits = _check_options(format, bits, head_bits)
     config = _read_config(source)
-    tensors = _split_fused(read_safetensors_folder(source), config)
-    slots = _find_slots(tensors)
-    plans = allocate(slots, bits)
-    head_key, head_source = _find_head(tensors)
-    if head_bits != 16 and tensors.shape(head_source)[1] % 32 == 0:
-        plans[head_key] = HEAD_PLANS[head_bits]
+    tensors = FolderSource(read_safetensors_folder(source))
+    matrices = _check_layout(tensors, layout_by_names(tensors, config) if layout is None else layout)
+    slots = _slots(matrices, 32 if format == "gptq" else 1)
+    heads = [m for m in matrices if not m.slot]
+    plans = allocate(slots, bits) if format == "exl2" else _gptq_plans(slots, int(bits), group_size)
+    plans |= {m.key: HEAD_PLANS[head_bits] for m in heads if head_bits != 16 and m.in_features % 32 == 0}
     if target.exists() and any(target.iterdir()):
         raise FormatError(f"{target}: the target folder must be new or empty")
-    writer = _Writer(target, shard_bytes, fast, reorder)
+
+    def quantize(weight: Tensor, key: str) -> dict[str, Tensor]:
+        perm = importance_order(weight) if reorder else None
+        if format == "gptq":
+            return gptq_quantize(weight, bits=int(bits), group_size=group_size, perm=perm, name=key)
+        return exl2_quantize(weight, plans[key], perm=perm, fast=fast, name=key)
+
+    writer = _Writer(target, shard_bytes, format)
     try:
-        writer.write(tensors, plans, {head_key: head_source}, progress)
-        writer.finish(source, config, bits, head_bits)
+        writer.write(tensors, matrices, plans, quantize, progress)
+        exl2 = {"head_bits": head_bits, "calibration": {"rows": 0, "length": 0, "dataset": "(none: round to nearest)"}}
+        gptq = {"group_size": group_size, "desc_act": reorder, "sym": False, "checkpoint_format": "gptq"}
+        block = {"quant_method": format, "version": _native.__version__, "bits": float(bits)} | exl2
+        if format == "gptq":
+            block = {"quant_method": format, "bits": int(bits)} | gptq
+        writer.finish(source, config | {"quantization_config": block})
     except BaseException:
         writer.discard()
         raise
     weights = sum(m.weights for slot in slots for m in slot.matrices)
-    head = tensors.shape(head_source)
     body = sum(writer.stored_bits[m.key] for slot in slots for m in slot.matrices)
+    in_head = sum(m.in_features * m.out_features for m in heads)
+    head = sum(writer.stored_bits.get(m.key, 16 * m.in_features * m.out_features) for m in heads)
     return QuantizeReport(
         plans,
         body / weights,
-        writer.stored_bits.get(head_key, 16 * head[0] * head[1]) / (head[0] * head[1]),
+        head / max(in_head, 1),
         tuple(writer.files),
         sum(file.stat().st_size for file in writer.files),
     )
+
+
+def _check_options(format: str, bits: float, head_bits: int | None) -> int:
+    """head_bits with its default. Raises FormatError for what the format does not have."""
+    if format == "gptq":
+        if bits not in _GPTQ_BITS or head_bits not in (None, 16):
+            raise FormatError(
+                f"bits {bits}, head_bits {head_bits}: GPTQ has {', '.join(map(str, _GPTQ_BITS))} bits and a float head"
+            )
+        return 16
+    if format != "exl2":
+        raise UnsupportedError(f'format={format!r}; use "exl2" or "gptq"')
+    if not 1.0 <= bits <= 9.0:
+        raise FormatError(f"bits {bits}; expected an average between about 2.2 and 8.1 bits per weight")
+    head_bits = 6 if head_bits is None else head_bits
+    if head_bits != 16 and head_bits not in HEAD_PLANS:
+        raise FormatError(f"head_bits {head_bits}; expected one of {', '.join(map(str, HEAD_PLANS))} or 16")
+    return head_bits
 
 
 def _read_config(source: Path) -> dict[str, Any]:
@@ -153,121 +144,88 @@ def _read_config(source: Path) -> dict[str, Any]:
     return config
 
 
-def _split_fused(entries: dict[str, TensorEntry], config: Mapping[str, Any]) -> _Source:
-    """Rows of `qkv_proj` and `gate_up_proj` under the names of the split projections (2.9.2)."""
-    source = _Source(entries)
-    for key, entry in entries.items():
-        head, _, tail = key.rpartition(".")
-        parent, _, module = head.rpartition(".")
-        if module not in _FUSED or _FOREIGN.search(key):
-            continue
-        rows = _fused_rows(module, entry, config)
-        begin = 0
-        for part, count in zip(_FUSED[module], rows, strict=True):
-            source.rows[f"{parent}.{part}.{tail}"] = (key, begin, begin + count)
-            begin += count
-    return source
+def _check_layout(source: FolderSource, layout: Iterable[FolderMatrix]) -> list[FolderMatrix]:
+    matrices = list(layout)
+    for matrix in matrices:
+        for name in (matrix.tensor, matrix.bias):
+            if name is not None and name not in source.entries:
+                raise FormatError(f"{matrix.key}: the files hold no tensor {name}")
+    if len({m.key for m in matrices}) < len(matrices):
+        raise FormatError("the layout names a matrix twice")
+    return matrices
 
 
-def _fused_rows(module: str, entry: TensorEntry, config: Mapping[str, Any]) -> tuple[int, ...]:
-    total = entry.shape[0] if entry.shape else 0
-    if module == "gate_up_proj":
-        rows: tuple[int, ...] = (total // 2, total // 2)
-    else:
-        try:
-            heads = int(config["num_attention_heads"])
-            kv_heads = int(config.get("num_key_value_heads") or heads)
-            head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise FormatError(f"{entry.path}: {entry.name} cannot be split: config.json: {error!r}") from error
-        rows = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-    if sum(rows) != total:
-        raise FormatError(f"{entry.path}: {entry.name} has {total} rows, config.json asks for {sum(rows)}")
-    return rows
-
-
-def _find_slots(source: _Source) -> list[Slot]:
-    """Attention and MLP of every layer, in layer order; a slot that EXL2 cannot hold whole stays float (1.5)."""
-    # Keys cut at their numbers, so that layer 10 follows layer 9; texts and numbers alternate, so they compare.
-    found: dict[tuple[tuple[Any, ...], bool], list[Matrix]] = {}
-    for key in source.names():
-        match = _LAYER.match(key)
-        role = _ROLES.get(match["module"].rpartition(".")[2]) if match else None
-        if match is None or role is None or _FOREIGN.search(key):
-            continue
-        shape = source.shape(key)
-        if len(shape) != 2 or 0 in shape:
-            raise FormatError(f"{key} has shape {list(shape)}; a linear weight is [out_features, in_features]")
-        order = tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", match["block"]))
-        slot = found.setdefault((order, role not in ATTENTION_ROLES), [])
-        slot.append(Matrix(key.removesuffix(".weight"), role, shape[1], shape[0]))
+def _slots(matrices: Iterable[FolderMatrix], columns: int) -> list[Slot]:
+    """Attention and MLP of every layer, in their order; one that the format cannot hold whole stays float (1.5)."""
+    found: dict[str, list[FolderMatrix]] = {}
+    for matrix in matrices:
+        if matrix.slot:
+            found.setdefault(matrix.slot, []).append(matrix)
     slots = [
-        Slot("".join(map(str, order)) + (".mlp" if is_mlp else ".self_attn"), tuple(sorted(ms, key=lambda m: m.key)))
-        for (order, is_mlp), ms in sorted(found.items(), key=lambda item: item[0])
-        if all(m.in_features % 32 == 0 for m in ms)
+        Slot(name, tuple(Matrix(m.key, m.role, m.in_features, m.out_features) for m in members))
+        for name, members in found.items()
+        if all(m.in_features % 32 == 0 and m.out_features % columns == 0 for m in members)
     ]
     if not slots:
-        raise UnsupportedError(
-            "no matrices to quantize: expected layers.N with q_proj, k_proj, v_proj, o_proj and gate_proj, up_proj, "
-            "down_proj (or fc1 and fc2, or w1, w2 and w3)"
-        )
+        raise UnsupportedError("no matrices to quantize: none has sizes in multiples of 32, which the format needs")
     return slots
 
 
-def _find_head(source: _Source) -> tuple[str, str]:
-    """Key the head is written under and the tensor it is made from: its own, or the tied embedding (2.9.4)."""
-    heads = [key for key in source.entries if key.endswith("lm_head.weight")]
-    if heads:
-        return heads[0].removesuffix(".weight"), heads[0]
-    for key in source.entries:
-        match = _EMBEDDING.match(key)
-        if match:
-            return f"{match['prefix']}lm_head", key
-    raise UnsupportedError("no lm_head.weight and no embed_tokens.weight: this layout is not known")
+def _gptq_plans(slots: Iterable[Slot], bits: int, group_size: int) -> dict[str, str]:
+    return {m.key: f"{bits}b_{group_size}g" for slot in slots for m in slot.matrices}
 
 
 class _Writer:
     """Collects quantized tensors and writes them in shards."""
 
-    def __init__(self, target: Path, shard_bytes: int, fast: bool, reorder: bool) -> None:
+    def __init__(self, target: Path, shard_bytes: int, method: str) -> None:
         self.target = target
         self.files: list[Path] = []
         self.stored_bits: dict[str, int] = {}
         self._made_target = not target.exists()
         self._shard_bytes = shard_bytes
-        self._fast, self._reorder = fast, reorder
+        self._method = method
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
         target.mkdir(parents=True, exist_ok=True)
 
     def write(
-        self, source: _Source, plans: Mapping[str, str], heads: Mapping[str, str], progress: Progress | None
+        self,
+        source: FolderSource,
+        matrices: Sequence[FolderMatrix],
+        plans: Mapping[str, str],
+        quantize: Callable[[Tensor, str], dict[str, Tensor]],
+        progress: Progress | None,
     ) -> None:
-        jobs = {key: f"{key}.weight" for key in plans} | {key: at for key, at in heads.items() if key in plans}
-        for done, (key, tensor_key) in enumerate(jobs.items(), 1):
-            self._quantize(key, source.read(tensor_key), plans[key])
+        jobs = [m for m in matrices if m.key in plans]
+        used = {m.tensor for m in jobs if not m.kept}
+        left = next((m for m in matrices if m.key not in plans and m.tensor in used), None)
+        if left is not None:
+            raise FormatError(f"{left.key}: {left.tensor} is quantized in part; its parts belong in one slot")
+        for done, matrix in enumerate(jobs, 1):
+            self._quantize(matrix, source.weight(matrix), quantize)
             if progress is not None:
-                progress(done, len(jobs), key)
-        quantized = {f"{key}.weight" for key in jobs}
-        for key in source.names():
-            if key in quantized:
-                continue
-            tensor = source.read(key)
-            if not _FOREIGN.search(key):
-                tensor = _half(tensor, key)
-            module = key.removesuffix(".bias")
-            if key != module and module in jobs:
-                tensor = torch.nn.functional.pad(tensor, (0, -tensor.shape[0] % 32))
-            self._add({key: tensor})
+                progress(done, len(jobs), matrix.key)
+        for matrix in jobs:
+            bias = source.bias(matrix)
+            if bias is not None and matrix.bias is not None:
+                used.add(matrix.bias)
+                padded = torch.nn.functional.pad(_half(bias, matrix.bias), (0, -bias.shape[0] % 32))
+                self._add({f"{matrix.key}.bias": padded})
+        for name in source:
+            if name not in used:
+                tensor = source.read(name)
+                self._add({name: tensor if FOREIGN.search(name) else _half(tensor, name)})
 
-    def _quantize(self, key: str, weight: Tensor, plan: str) -> None:
+    def _quantize(
+        self, matrix: FolderMatrix, weight: Tensor, quantize: Callable[[Tensor, str], dict[str, Tensor]]
+    ) -> None:
         if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             weight = weight.float()
-        perm = importance_order(weight) if self._reorder else None
-        parts = exl2_quantize(weight, plan, perm=perm, fast=self._fast, name=key)
-        self.stored_bits[key] = 8 * sum(tensor.nbytes for tensor in parts.values())
-        self._add({f"{key}.{part}": tensor for part, tensor in parts.items()})
+        parts = quantize(weight, matrix.key)
+        self.stored_bits[matrix.key] = 8 * sum(tensor.nbytes for tensor in parts.values())
+        self._add({f"{matrix.key}.{part}": tensor for part, tensor in parts.items()})
 
     def _add(self, tensors: dict[str, Tensor]) -> None:
         size = sum(tensor.nbytes for tensor in tensors.values())
@@ -279,11 +237,11 @@ class _Writer:
     def _flush(self) -> None:
         path = self.target / f"output_temp_{len(self.files) + 1}.safetensors"
         self.files.append(path)
-        write_safetensors(path, self._pending, {"format": "pt", "quant_method": "exl2", "writer": "exl_kernels"})
+        write_safetensors(path, self._pending, {"format": "pt", "quant_method": self._method, "writer": "exl_kernels"})
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
-    def finish(self, source: Path, config: dict[str, Any], bits: float, head_bits: int) -> None:
+    def finish(self, source: Path, config: dict[str, Any]) -> None:
         """Final names, index, config and the other files of the folder (2.11)."""
         if self._pending:
             self._flush()
@@ -297,14 +255,7 @@ class _Writer:
         for file in sorted(source.iterdir()):
             if file.is_file() and file.name != "config.json" and not file.name.endswith(_LEFT_BEHIND):
                 shutil.copyfile(file, self.target / file.name)
-        block = {
-            "quant_method": "exl2",
-            "version": _native.__version__,
-            "bits": float(bits),
-            "head_bits": head_bits,
-            "calibration": {"rows": 0, "length": 0, "dataset": "(none: round to nearest)"},
-        }
-        _write_json(self.target / "config.json", config | {"quantization_config": block})
+        _write_json(self.target / "config.json", config)
 
     def discard(self) -> None:
         """Remove what was written."""

@@ -16,7 +16,16 @@ from exl_kernels.linear import QuantMatrix
 from ..errors import FormatError, MissingTensorError
 from .checkpoint import TensorSource
 
-__all__ = ["LinearOptions", "LinearSpec", "Ranges", "load_columns", "load_linear", "require_finite_float", "take_rows"]
+__all__ = [
+    "LinearOptions",
+    "LinearSpec",
+    "Ranges",
+    "load_columns",
+    "load_linear",
+    "require_finite_float",
+    "stored_key",
+    "take_rows",
+]
 
 WEIGHT_TENSORS = ("q_weight", "qweight", "weight")
 EXL2_TENSORS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
@@ -67,7 +76,7 @@ class LinearOptions:
 
 def load_linear(source: TensorSource, spec: LinearSpec, options: LinearOptions) -> QuantMatrix:
     """Read, check and repack one matrix. Raises FormatError and MissingTensorError naming file and tensor."""
-    key, rows = _stored_key(source, spec)
+    key, rows = stored_key(source, spec)
     matrix = _load(source, spec, key, rows, options)
     _check_size(spec, matrix, matrix.out_features)
     return matrix
@@ -82,7 +91,7 @@ def load_columns(
     Quantized columns are cut at multiples of BLOCK around what was asked for, hence the second result. The sums are
     those of the whole matrix. Raises as `load_linear`.
     """
-    key, rows = _stored_key(source, spec)
+    key, rows = stored_key(source, spec)
     wanted = _part_of(rows or ((0, spec.out_features),), begin, end)
     stored = _stored_columns(source, spec, key)
     read = wanted
@@ -136,7 +145,7 @@ def _check_size(spec: LinearSpec, matrix: QuantMatrix, out_features: int) -> Non
         )
 
 
-def _stored_key(source: TensorSource, spec: LinearSpec) -> tuple[str, Ranges | None]:
+def stored_key(source: TensorSource, spec: LinearSpec) -> tuple[str, Ranges | None]:
     """Where the files keep this matrix: its own key, a fused one (with the rows to take), or the alternate."""
 
     def stored(key: str) -> bool:

@@ -1,0 +1,5 @@
+"""Quantized folders from float ones, for every architecture: `python -m exl_core.convert SRC DST`."""
+
+from .quantize import folder_layout, quantize_model
+
+__all__ = ["folder_layout", "quantize_model"]

@@ -1,0 +1,105 @@
+"""The layout of a float folder by the tables that load it, for `exl_kernels.quantize_folder` to quantize."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from exl_kernels.quantize_folder import QuantizeReport, quantize_folder
+from exl_kernels.quantize_layout import FolderMatrix
+
+from ..config import ExLlamaV2Config
+from ..errors import ModelStateError
+from ..loading.checkpoint import Checkpoint, TensorReader
+from ..loading.linears import stored_key
+from ..modules import (
+    Attention,
+    FeedForward,
+    GatedMLP,
+    Head,
+    Linear,
+    Module,
+    MoE,
+    ParallelDecoder,
+    PlainMLP,
+    build_modules,
+)
+
+__all__ = ["folder_layout", "quantize_model"]
+
+
+def quantize_model(source: str | os.PathLike[str], target: str | os.PathLike[str], **options: Any) -> QuantizeReport:
+    """As `exl_kernels.quantize_folder.quantize_folder` (its options, its errors), for every architecture that loads.
+
+    Quantized are the projections of attention, MLP and experts, and for EXL2 the head; routers stay float. Matrices
+    that the files keep fused, stacked or transposed are written split, under the names that this package's own tables
+    give them, and load with the same config.json. Raises ConfigError for a folder that would not load.
+    """
+    return quantize_folder(source, target, layout=folder_layout(ExLlamaV2Config(source)), **options)
+
+
+def folder_layout(config: ExLlamaV2Config) -> list[FolderMatrix]:
+    """Every matrix of the model that can be quantized, layer by layer, the head last.
+
+    Raises MissingTensorError for a folder that lacks one, ModelStateError for a config prepared without tensors.
+    """
+    if config.checkpoint is None:
+        raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() first")
+    reader = TensorReader(config.checkpoint)
+    return [
+        _matrix(linear, slot, role, reader, config.checkpoint)
+        for module in build_modules(config)
+        for linear, slot, role in _linears(module)
+    ]
+
+
+def _linears(module: Module) -> Iterator[tuple[Linear, str, str]]:
+    """(matrix, slot, role) of what a module holds, routers left out."""
+    if isinstance(module, Attention):
+        for linear, role in zip((module.q_proj, module.k_proj, module.v_proj, module.o_proj), "qkvo", strict=True):
+            yield linear, f"{module.key}.self_attn", role
+    if isinstance(module, ParallelDecoder):
+        yield from _linears(module.mlp)
+    elif isinstance(module, FeedForward):
+        for linear, role in _feed_forward(module):
+            yield linear, f"{module.key}.mlp", role
+    elif isinstance(module, Head):
+        yield module.linear, "", "head"
+
+
+def _feed_forward(module: FeedForward) -> Iterator[tuple[Linear, str]]:
+    if isinstance(module, MoE):
+        for role in ("gate", "up", "down"):  # as a file stacks them: each tensor is read once
+            yield from ((getattr(expert, role), role) for expert in module.experts)
+        if module.shared is not None:
+            yield from _feed_forward(module.shared)
+    elif isinstance(module, GatedMLP):
+        yield from zip((module.gate_proj, module.up_proj, module.down_proj), ("gate", "up", "down"), strict=True)
+    elif isinstance(module, PlainMLP):
+        yield from zip((module.up_proj, module.down_proj), ("up", "down"), strict=True)
+
+
+def _matrix(linear: Linear, slot: str, role: str, reader: TensorReader, checkpoint: Checkpoint) -> FolderMatrix:
+    spec = linear.spec
+    key, rows = stored_key(reader, spec)
+    name = f"{key}.weight" if reader.has(f"{key}.weight") else key
+    tied = key == spec.alternate_key
+    bias = f"{key}.bias" if reader.has(f"{key}.bias") and not tied else None
+    out_features = spec.out_features
+    if spec.wider and rows is None:  # heads keep the rows that pad the vocabulary
+        out_features = max(out_features, (*reader.shape(name), 0)[0])
+    return FolderMatrix(
+        spec.key,
+        slot,
+        role,
+        checkpoint.entry(name).name,
+        spec.in_features,
+        out_features,
+        rows,
+        None if bias is None else checkpoint.entry(bias).name,
+        transposed=spec.transposed and not tied,
+        rows_are_inputs=rows is not None and spec.fused_transposed,
+        unit_rows=spec.unit_rows,
+        kept=tied,
+    )

@@ -1,0 +1,88 @@
+"""The quantizer for every architecture at its door: the command, routers and towers left alone, refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exl_core import ExLlamaV2Config, errors
+from exl_core.convert import folder_layout, quantize_model
+from exl_kernels.errors import FormatError, UnsupportedError
+from exl_kernels.quantize_folder import quantize_folder
+from exl_kernels.quantize_layout import FolderMatrix
+from exl_kernels.safetensors_file import read_safetensors_folder, read_tensor
+
+pytestmark = pytest.mark.covers("core.md: architectures")
+
+
+def test_the_command(lab: Any, tmp_path: Path) -> None:
+    source = lab.write(hidden_size=64, tie_word_embeddings=True)
+    command = [sys.executable, "-m", "exl_core.convert", str(source), str(tmp_path / "out"), "--fast"]
+    done = subprocess.run(
+        [*command, "--bits", "4", "--format", "gptq", "--group-size", "32"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4.000 bits" not in done.stdout  # scales and zeros count
+    assert "bits per weight" in done.stdout
+    block = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (block["quant_method"], block["bits"], block["group_size"], block["desc_act"]) == ("gptq", 4, 32, True)
+    assert lab.load(tmp_path / "out").is_quant()
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 1
+    assert "must be new or empty" in again.stderr
+
+
+def test_the_layout_of_llama_names_is_the_one_by_names(lab: Any, tmp_path: Path) -> None:
+    """What exl_kernels finds alone and what the architecture's tables say give the same files."""
+    source = lab.write(attention_bias=True)
+    quantize_model(source, tmp_path / "tables", bits=5, fast=True)
+    quantize_folder(source, tmp_path / "names", bits=5, fast=True)
+    first, second = (read_safetensors_folder(tmp_path / name) for name in ("tables", "names"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(read_tensor(first[name]), read_tensor(second[name])) for name in first)
+
+
+def test_padded_vocabularies_keep_their_rows(lab: Any, tmp_path: Path) -> None:
+    config = {**lab.config, "vocab_size": 90}
+    tensors = lab.random_tensors({**config, "vocab_size": 128})
+    source = lab.write_model(tmp_path / "padded", config, tensors)
+    quantize_model(source, tmp_path / "out", bits=6, fast=True)
+    assert read_safetensors_folder(tmp_path / "out")["lm_head.q_weight"].shape[1] == 128
+    lab.load(tmp_path / "out")
+
+
+def test_what_is_refused_leaves_nothing(lab: Any, tmp_path: Path) -> None:
+    source = lab.write()
+    quantized = lab.write(kind="exl2")
+    layout = folder_layout(ExLlamaV2Config(source))
+    wrong = FolderMatrix("model.layers.0.self_attn.q_proj", "0", "q", "model.norm.weight", 64, 64)
+    lost = FolderMatrix("model.layers.0.self_attn.q_proj", "0", "q", "nowhere", 64, 64)
+    part = [layout[0], FolderMatrix("x", "1", "o", layout[0].tensor, 60, 64), layout[-1]]
+    for options, kind, words in (
+        ({"format": "gptq", "bits": 4.5}, FormatError, "GPTQ has 2, 3, 4, 8 bits"),
+        ({"format": "gptq", "head_bits": 6}, FormatError, "float head"),
+        ({"format": "awq"}, UnsupportedError, "exl2"),
+        ({"format": "gptq", "group_size": 0}, FormatError, "group size"),
+        ({"layout": [wrong]}, FormatError, "model.norm.weight has shape"),
+        ({"layout": [lost]}, FormatError, "no tensor nowhere"),
+        ({"layout": [layout[0], layout[0]]}, FormatError, "twice"),
+        ({"layout": part}, FormatError, "quantized in part"),
+        ({"layout": []}, UnsupportedError, "no matrices"),
+    ):
+        with pytest.raises(kind, match=words):
+            quantize_folder(source, tmp_path / "x", **options)
+        assert not (tmp_path / "x").exists()
+    with pytest.raises((errors.FormatError, errors.MissingTensorError)):
+        quantize_model(quantized, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    config = ExLlamaV2Config()
+    config.model_dir = str(source)
+    config.prepare(no_tensors=True)
+    with pytest.raises(errors.ModelStateError, match="no_tensors"):
+        folder_layout(config)
