@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from exl_filters.base import ExLlamaV2Filter
 from exl_filters.combine import AllOf, AnyOf, TriggeredFilter
-from exl_filters.compiling import compile_in_background, compile_within
+from exl_filters.compiling import CompileBudget, compile_in_background, compile_within
 from exl_filters.context import FilterContext
 from exl_filters.errors import (
     AmbiguousPlugin,
@@ -48,6 +48,7 @@ __all__ = [
     "AnyOf",
     "BanFilter",
     "Choice",
+    "CompileBudget",
     "Diagnosis",
     "ExLlamaV2Filter",
     "ExLlamaV2GrammarFilter",

@@ -9,12 +9,15 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from exl_filters import bits
 from exl_filters.base import Allowed, ExLlamaV2Filter
 from exl_filters.bits import Words
+from exl_filters.compiling import CompileBudget
 from exl_filters.context import FilterContext
 from exl_filters.errors import FilterCompileError, FilterFailed, FilterRejected, FilterUsageError
 from exl_filters.grammar_source import grammar_text, plain_source, the_one_source
-from exl_filters.llg import Matcher, compile_matcher
+from exl_filters.llg import Matcher, compile_matcher, llguidance
 from exl_filters.masking import masked
+from exl_filters.plain import is_plain
 from exl_filters.tokens import as_prefix, as_token
+from exl_filters.trial import convert_ebnf
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
 from exl_filters.xgr import XgrammarMatcher, compile_xgrammar
 
@@ -63,7 +66,8 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
     `feed` takes the others all the same. leading_space: one space
     may come first. limits: llguidance's parser limits by name, such as `max_grammar_size` or `step_max_items`. backend:
     "xgrammar" (extra `xgrammar`) is quicker where a grammar is used again and again, slower to compile, and takes fewer
-    schemas; it never forces a tokenization.
+    schemas; it never forces a tokenization. budget: what compiling may take, 10 s and 1 GB; what is not small and plain
+    is tried in a process of its own first, which is killed beyond that.
 
     Raises `FilterCompileError` at construction, `MissingExtra` without llguidance.
     """
@@ -88,10 +92,13 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         leading_space: bool = False,
         limits: Mapping[str, int] | None = None,
         backend: Literal["llguidance", "xgrammar"] = "llguidance",
+        budget: CompileBudget | None = None,
     ) -> None:
         super().__init__(model, tokenizer)
         if on_complete not in ("end", "eos"):
             raise FilterCompileError(f'on_complete is "end" or "eos"; got {on_complete!r}')
+        if not isinstance(budget, CompileBudget | None):
+            raise FilterUsageError(f"budget must be a CompileBudget; got {budget!r:.60}")
         sources = {
             "json_schema": json_schema,
             "regex": regex,
@@ -103,7 +110,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         }
         if backend not in ("llguidance", "xgrammar"):
             raise FilterCompileError(f'backend is "llguidance" or "xgrammar"; got {backend!r}')
-        self._options = {
+        self._options: dict[str, Any] = {
             "whitespace": whitespace,
             "on_complete": on_complete,
             "no_forcing": no_forcing,
@@ -122,8 +129,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
                 raise FilterCompileError("the xgrammar back end takes no leading_space")
             compiled: AnyMatcher = compile_xgrammar(plain_source(self._source), self.vocabulary, whitespace, limits)
         else:
-            text = grammar_text(self._source, whitespace=whitespace, no_forcing=no_forcing, leading_space=leading_space)
-            compiled = compile_matcher(text, self.vocabulary, limits)
+            compiled = self._compiled(budget if budget is not None else CompileBudget())
         self._template = _Template(compiled)
         self._stops = self.vocabulary.stop_ids
         self._prepared: Words | None = None
@@ -270,6 +276,20 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         return {"type": "grammar", **self._source, **self._options}
 
     # Inside.
+
+    def _compiled(self, budget: CompileBudget) -> Matcher:
+        """The grammar compiled by llguidance, within the budget."""
+        llguidance()
+        options, source = self._options, plain_source(self._source)
+        plain = budget.trust or is_plain(source, options["whitespace"], options["limits"])
+        text = grammar_text(
+            source,
+            whitespace=options["whitespace"],
+            no_forcing=options["no_forcing"],
+            leading_space=options["leading_space"],
+            convert_ebnf=None if plain else lambda text: convert_ebnf(text, budget),
+        )
+        return compile_matcher(text, self.vocabulary, options["limits"], trial=None if plain else budget)
 
     def _refuse_empty(self) -> None:
         """Raise `FilterCompileError` for a grammar of no text, rather than fail at the first token."""

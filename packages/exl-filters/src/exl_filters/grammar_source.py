@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from exl_filters.errors import FilterCompileError
@@ -17,6 +17,13 @@ BOUNDED_WHITESPACE = r"[ ]|\n[ \t]{0,20}"
 """At most one space, or a newline and indentation, at each place where JSON allows whitespace. Unbounded whitespace is
 what models
 run away into (spec FG-8); this still takes compact, single-spaced and indented JSON."""
+
+
+# Source text of grammars and schemas. The largest schema of JSONSchemaBench is about 0.5 MB.
+MAX_SOURCE = 1_000_000
+# llguidance takes JSON nested 127 deep.
+MAX_DEPTH = 120
+MAX_WHITESPACE = 1000
 
 
 def the_one_source(sources: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,19 +42,31 @@ def plain_source(source: Mapping[str, Any]) -> dict[str, Any]:
     return {kind: _options(value) if kind == "choice" else _string(kind, value)}
 
 
-def grammar_text(source: Mapping[str, Any], *, whitespace: str, no_forcing: bool, leading_space: bool) -> str:
-    """llguidance's grammar for the one entry of `source`; `FilterCompileError` when it is not of its kind."""
+def grammar_text(
+    source: Mapping[str, Any],
+    *,
+    whitespace: str,
+    no_forcing: bool,
+    leading_space: bool,
+    convert_ebnf: Callable[[str], str] | None = None,
+) -> str:
+    """llguidance's grammar for the one entry of `source`, as `plain_source` gives it.
+
+    convert_ebnf: what makes Lark of llama.cpp's EBNF; default: llguidance's converter, here and now.
+    """
     ((kind, value),) = source.items()
     if kind == "llg":
-        return _string(kind, value)
+        return str(value)
     if kind == "json_schema":
-        body = f"%json {json.dumps(_with_whitespace(_schema(value), whitespace))}"
+        body = f"%json {json.dumps(_with_whitespace(value, whitespace))}"
     elif kind == "regex":
-        body = f"/{_slashes_escaped(_string(kind, value))}/"
+        body = f"/{_slashes_escaped(value)}/"
     elif kind == "choice":
-        body = " | ".join(json.dumps(option) for option in _options(value))
+        body = " | ".join(json.dumps(option) for option in value)
     else:
-        return str(_lark(kind, _string(kind, value), no_forcing, leading_space))
+        if kind in ("gbnf", "ebnf"):
+            value = (convert_ebnf or _converted)(value)
+        return str(_lark(kind, value, no_forcing, leading_space))
     space = '" "? ' if leading_space else ""
     lark = f"{_options_line(no_forcing)}start: {space}({body})\n" if kind == "choice" else ""
     if kind == "regex":
@@ -63,7 +82,28 @@ def _options_line(no_forcing: bool) -> str:
 def _string(kind: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise FilterCompileError(f"{kind} must be a non-empty string; got {value!r:.60}")
-    return value
+    return _of_size(kind, value)
+
+
+def _of_size(kind: str, text: str) -> str:
+    if len(text) > MAX_SOURCE:
+        raise FilterCompileError(f"{kind} has {len(text)} characters; the limit is {MAX_SOURCE}: make it smaller")
+    return text
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise FilterCompileError(f"json_schema is nested more than {MAX_DEPTH} deep: use $defs and $ref")
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
 
 
 def _schema(value: Any) -> dict[str, Any]:
@@ -71,7 +111,10 @@ def _schema(value: Any) -> dict[str, Any]:
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     try:
-        schema = json.loads(value) if isinstance(value, str) else json.loads(json.dumps(value))
+        text = value if isinstance(value, str) else json.dumps(value)
+        schema = json.loads(_of_size("json_schema", text))
+    except FilterCompileError:
+        raise
     except (TypeError, ValueError, RecursionError) as error:
         raise FilterCompileError(f"json_schema is no JSON: {error}") from error
     if isinstance(schema, dict) and isinstance(schema.get("schema"), dict | bool) and "name" in schema:
@@ -82,6 +125,7 @@ def _schema(value: Any) -> dict[str, Any]:
         raise FilterCompileError("the schema false allows nothing")
     if not isinstance(schema, dict):
         raise FilterCompileError(f"json_schema must be an object or a boolean; got {schema!r:.60}")
+    _check_depth(schema)
     return schema
 
 
@@ -99,9 +143,11 @@ def _whitespace(rule: str) -> dict[str, Any]:
         return {"whitespace_flexible": False}
     if rule == "any":
         return {"whitespace_flexible": True}
+    if len(rule) > MAX_WHITESPACE:
+        raise FilterCompileError(f"whitespace has {len(rule)} characters; the limit is {MAX_WHITESPACE}")
     try:
         re.compile(rule)
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise FilterCompileError(
             f'whitespace is "bounded", "compact", "any" or a pattern; {rule!r}: {error}'
         ) from error
@@ -113,6 +159,7 @@ def _options(value: Any) -> list[str]:
         raise FilterCompileError(f"choice must be a list of at least one string; got {value!r:.60}")
     if not all(isinstance(option, str) for option in value):
         raise FilterCompileError(f"choice must hold strings; got {value!r:.60}")
+    _of_size("choice", "".join(value))
     return list(dict.fromkeys(value))
 
 
@@ -122,16 +169,19 @@ def _slashes_escaped(pattern: str) -> str:
     return escaped.replace("\n", r"\n").replace("\r", r"\r")
 
 
+def _converted(text: str) -> str:
+    llguidance()
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    return str(caught(lambda: any_to_lark(text)))
+
+
 def _lark(kind: str, text: str, no_forcing: bool, leading_space: bool) -> Any:
     module = llguidance()
     if leading_space:
         raise FilterCompileError(
             f"leading_space goes with json_schema, regex and choice; write it into the {kind} grammar"
         )
-    if kind in ("gbnf", "ebnf"):
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        text = caught(lambda: any_to_lark(text))
     return module.LLMatcher.grammar_from_lark(_with_no_forcing(text) if no_forcing else text)
 
 

@@ -12,15 +12,13 @@ from typing import Any
 
 from exl_filters import bits
 from exl_filters.bits import Words
+from exl_filters.compiling import CompileBudget
 from exl_filters.errors import FilterCompileError, FilterFailed, MissingExtra
 from exl_filters.vocabulary import Vocabulary
 
 __all__ = ["Matcher", "compile_matcher", "llguidance", "tokenizer_for"]
 
 _lock = threading.Lock()
-# Source text of grammars and schemas. The largest schema of JSONSchemaBench is about 0.5 MB; 4 MB compile within
-# seconds.
-MAX_SOURCE = 4_000_000
 
 
 def llguidance() -> Any:
@@ -184,15 +182,19 @@ class Matcher:
             raise FilterFailed(f"llguidance: {self.raw.get_error()}")
 
 
-def compile_matcher(grammar: str, vocabulary: Vocabulary, limits: Mapping[str, int] | None = None) -> Matcher:
+def compile_matcher(
+    grammar: str,
+    vocabulary: Vocabulary,
+    limits: Mapping[str, int] | None = None,
+    *,
+    trial: CompileBudget | None = None,
+) -> Matcher:
     """A matcher at the start of `grammar` (llguidance's serialized form).
 
-    Raises `FilterCompileError` with llguidance's reason and position, also when a limit is exceeded.
+    trial: the budget within which another process must have compiled it first; None: compile it here at once. Raises
+    `FilterCompileError` with llguidance's reason and position, also when a limit is exceeded.
     """
     module = llguidance()
-    if len(grammar) > MAX_SOURCE:
-        raise FilterCompileError(f"the grammar has {len(grammar)} characters; the limit is {MAX_SOURCE}")
-    tokenizer, width = tokenizer_for(vocabulary)
     for name, limit in (limits or {}).items():
         if not isinstance(limit, int) or limit < 0:
             raise FilterCompileError(f"limits: {name} is {limit!r}; it must be an integer of 0 or more")
@@ -201,6 +203,11 @@ def compile_matcher(grammar: str, vocabulary: Vocabulary, limits: Mapping[str, i
         parser_limits = module.LLParserLimits(**options)
     except (TypeError, ValueError, OverflowError) as error:
         raise FilterCompileError(f"limits: {error}") from error
+    if trial is not None:
+        from exl_filters.trial import try_grammar
+
+        try_grammar(grammar, options, trial, **_control_tokens(grammar, vocabulary))
+    tokenizer, width = tokenizer_for(vocabulary)
     raw = caught(lambda: module.LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits))
     if raw.is_error():
         raise FilterCompileError(str(raw.get_error()).strip())
@@ -208,6 +215,14 @@ def compile_matcher(grammar: str, vocabulary: Vocabulary, limits: Mapping[str, i
     if warnings:
         raise FilterCompileError("cannot be enforced: " + "; ".join(str(w) for w in warnings))
     return Matcher(raw, width)
+
+
+def _control_tokens(grammar: str, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Size and control tokens of the vocabulary, where the grammar may name them: `<|name|>`, `<[id]>`."""
+    texts = {i: vocabulary.special_texts.get(i, "") for i in sorted(vocabulary.special_ids)} if "<" in grammar else {}
+    if "<[" in grammar:
+        return {"width": vocabulary.size, "control": texts}
+    return {"width": 0, "control": dict(enumerate(texts.values()))}
 
 
 def caught(work: Callable[[], Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from exl_filters.errors import FilterCompileError
 
-__all__ = ["allowed_escapes", "check_schema"]
+__all__ = ["allowed_escapes", "check_schema", "divisor_of", "schemas_in"]
 
 # Keywords whose value is data, and those whose value has names of the author's choice for keys.
 DATA = frozenset({"const", "enum", "default", "examples"})
@@ -36,7 +36,7 @@ def check_schema(schema: Any) -> None:
             )
         _check_least_members(at, sub)
         merged = merged or "allOf" in sub or "$ref" in sub
-        divisors.append(_divisor(sub))
+        divisors.append(divisor_of(sub))
     # Divisors that apply to one number become their least common multiple.
     largest = math.lcm(*divisors) if merged else max(divisors, default=1)
     if largest > LARGEST_DIVISOR:
@@ -93,7 +93,7 @@ def _check_least_members(at: str, sub: dict[str, Any]) -> None:
         )
 
 
-def _divisor(sub: dict[str, Any]) -> int:
+def divisor_of(sub: dict[str, Any]) -> int:
     """The part of `multipleOf` that costs states: its digits without factors 2 and 5."""
     value = sub.get("multipleOf", 1)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -1,0 +1,62 @@
+"""Which grammars are small and plain enough to be compiled at once, without a trial (see `trial.py`).
+
+What is let through here takes less than about a second and 150 MB whatever is in it: the size is small, so that chains
+of references are short, and nothing intersects patterns, which is what grows without bound.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from exl_filters.schema_checks import divisor_of, schemas_in
+
+__all__ = ["is_plain"]
+
+MOST_CHARACTERS = 8192
+MOST_DIVISORS = 2000
+MOST_PATTERNS = 64
+WHITESPACE_CHARACTERS = 64
+ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id"}
+)
+# Keywords that describe one value; side by side they are intersected two or three at a time.
+SINGLE = frozenset(
+    {
+        "type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems",
+        "enum", "const", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
+        "exclusiveMaximum", "multipleOf", "minProperties", "$defs", "definitions",
+    }
+)  # fmt: skip
+# Keywords that bring other schemas in: plain where they stand alone.
+JOINING = frozenset({"$ref", "anyOf"})
+
+
+def is_plain(source: Mapping[str, Any], whitespace: str = "bounded", limits: Mapping[str, int] | None = None) -> bool:
+    """Whether the one entry of `source` may be compiled without a trial."""
+    ((kind, value),) = source.items()
+    if limits or len(whitespace) > WHITESPACE_CHARACTERS or kind == "llg":
+        return False
+    if kind == "choice":
+        return sum(len(option) for option in value) <= MOST_CHARACTERS
+    if kind == "json_schema":
+        return _plain_schema(value)
+    if len(value) > MOST_CHARACTERS:
+        return False
+    # Intersections, complements, other grammars inside: written with these in Lark. In a string they do no harm.
+    return kind == "regex" or not any(sign in value for sign in ("&", "~", "%json", "%regex", "@"))
+
+
+def _plain_schema(schema: dict[str, Any]) -> bool:
+    if len(json.dumps(schema)) > MOST_CHARACTERS:
+        return False
+    divisors = patterns = 0
+    for _, sub in schemas_in(schema, ""):
+        said = sub.keys() - ANNOTATIONS
+        if not said <= SINGLE | JOINING or (said & JOINING and len(said - {"$defs", "definitions"}) > 1):
+            return False
+        patterns += "pattern" in said or "format" in said
+        if "multipleOf" in said:
+            divisors += divisor_of(sub)
+    return divisors <= MOST_DIVISORS and patterns <= MOST_PATTERNS

@@ -1,0 +1,225 @@
+"""Trying a grammar in a process that can be killed, before it is compiled here.
+
+llguidance counts its work ("fuel"), but a single step of it may be exponential: a terminal that is the intersection of
+20 patterns, or a schema of 1.2 kB with an `allOf` of 30, takes gigabytes and minutes whatever the fuel, and a chain of
+4000 references overflows the stack, which ends the whole process. Nothing inside a process can bound that. So whatever
+is not small and plain (`plain.py`) is compiled in a process of our own first, under limits of memory and time; what
+passes there is compiled here, at about the cost seen there. The process is started at the first need (about 0.2 s),
+used again, and costs a plain grammar nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from exl_filters import trial_worker
+from exl_filters.compiling import CompileBudget, Deadline, deadline
+from exl_filters.errors import FilterCompileError, FilterError
+from exl_filters.trial_worker import receive, send
+
+__all__ = ["convert_ebnf", "try_grammar"]
+
+# Processes at work at once, kept for the next grammar.
+MOST_WORKERS = 2
+REMEMBERED = 512
+START_SECONDS = 60.0
+_OUT_OF_TIME = -getattr(signal, "SIGXCPU", 1 << 16)
+
+
+def convert_ebnf(text: str, budget: CompileBudget) -> str:
+    """The Lark grammar for one in llama.cpp's EBNF, converted in the other process."""
+    return str(_ask({"ebnf": text}, budget)["lark"])
+
+
+def try_grammar(
+    grammar: str,
+    limits: Mapping[str, Any],
+    budget: CompileBudget,
+    width: int = 0,
+    control: Mapping[int, str] | None = None,
+) -> None:
+    """Return when llguidance compiles `grammar` within the budget.
+
+    width and control: the vocabulary's size and control tokens, where the grammar may name such. Raises
+    `FilterCompileError` with the reason when it does not compile, takes too long or too much, or ends the process.
+    """
+    request = {"grammar": grammar, "limits": dict(limits), "width": width, "control": dict(control or {})}
+    key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
+    with _lock:
+        taken = _passed.get(key)
+        if taken is not None:
+            _passed.move_to_end(key)
+    if taken is None:
+        start = time.monotonic()
+        reply = _ask(request, budget)
+        if reply["error"]:
+            raise FilterCompileError(reply["error"])
+        if reply["warnings"]:
+            raise FilterCompileError("cannot be enforced: " + "; ".join(reply["warnings"]))
+        taken = time.monotonic() - start
+        with _lock:
+            _passed[key] = taken
+            while len(_passed) > REMEMBERED:
+                _passed.popitem(last=False)
+    limit = deadline()
+    if limit is not None and limit.left() < taken:
+        raise limit.error()
+
+
+class _Worker:
+    """One process, asked by one thread at a time."""
+
+    def __init__(self) -> None:
+        import llguidance
+
+        libraries = str(Path(llguidance.__file__).parents[1])
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", trial_worker.__file__, libraries, str(_stack())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        if self._within(START_SECONDS, None) is None:
+            self.kill()
+            raise FilterError(f"no process for trying grammars can be started with {sys.executable}")
+
+    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """The answer, or None when there was none within the time or the process has died."""
+        return self._within(seconds, request)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _within(self, seconds: float, request: dict[str, Any] | None) -> dict[str, Any] | None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            if request is not None:
+                send(self.process.stdin, request)
+            return receive(self.process.stdout)
+        except OSError:
+            return None
+        finally:
+            timer.cancel()
+
+
+_lock = threading.Lock()
+_slots = threading.Semaphore(MOST_WORKERS)
+_idle: list[_Worker] = []
+_passed: OrderedDict[bytes, float] = OrderedDict()
+
+
+def _ask(request: dict[str, Any], budget: CompileBudget) -> dict[str, Any]:
+    """The worker's answer; `FilterCompileError` when the budget is used up or the worker died of the request."""
+    limit = deadline() or Deadline(None)
+    _await_turn(limit, budget)
+    try:
+        worker = _take()
+        seconds = min(budget.seconds, limit.left())
+        start = time.monotonic()
+        try:
+            with limit.killing(worker.process):
+                reply = worker.ask({**request, "megabytes": budget.megabytes, "seconds": seconds}, seconds)
+        except BaseException:
+            worker.kill()
+            raise
+        if reply is None:
+            worker.kill()
+            raise _cause(worker, budget, limit, time.monotonic() - start >= seconds)
+        with _lock:
+            _idle.append(worker)
+    finally:
+        _slots.release()
+    if "refused" in reply:
+        raise FilterCompileError(f"llguidance: {reply['refused']}")
+    return reply
+
+
+def _await_turn(limit: Deadline, budget: CompileBudget) -> None:
+    """Wait for one of the MOST_WORKERS places. Each of those who hold them has a budget, so the wait has an end too."""
+    longest = 10 * budget.seconds
+    if _slots.acquire(timeout=min(limit.left(), longest)):
+        return
+    if limit.over():
+        raise limit.error()
+    raise FilterCompileError(
+        f"not tried: {MOST_WORKERS} other grammars have been compiling for {longest:g} s; try again later"
+    )
+
+
+def _take() -> _Worker:
+    while True:
+        with _lock:
+            worker = _idle.pop() if _idle else None
+        if worker is None:
+            return _Worker()
+        if worker.process.poll() is None:
+            return worker
+        worker.kill()
+
+
+def _cause(worker: _Worker, budget: CompileBudget, limit: Deadline, late: bool) -> FilterCompileError:
+    """Why the worker gave no answer."""
+    if limit.over():
+        return limit.error()
+    if late or worker.process.returncode == _OUT_OF_TIME:
+        return FilterCompileError(
+            f"not compiled within {budget.seconds:g} s: simplify it (fewer patterns joined by allOf or &, fewer "
+            "members), or give a larger `budget`"
+        )
+    return FilterCompileError(
+        f"compiling it takes more than {budget.megabytes} MB, or more stack than there is (exit code "
+        f"{worker.process.returncode}): simplify it (fewer patterns joined by allOf or &, shorter chains of "
+        "references), or give a larger `budget`"
+    )
+
+
+def _stack() -> int:
+    """Stack for a trial, in bytes: half of what any thread here has, so that what passes there fits here."""
+    try:
+        import resource
+
+        own, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    except ImportError:
+        own = 2 << 20  # Windows
+    sizes = [8 << 20, *(size for size in (own, threading.stack_size()) if size > 0)]
+    return max(256 << 10, min(sizes) // 2 // 4096 * 4096)
+
+
+def _stop() -> None:
+    with _lock:
+        workers, _idle[:] = list(_idle), []
+    for worker in workers:
+        worker.kill()
+
+
+def _forget() -> None:
+    """In a forked child: the workers are the parent's."""
+    global _lock, _slots
+    _lock, _slots = threading.Lock(), threading.Semaphore(MOST_WORKERS)
+    _idle.clear()
+
+
+atexit.register(_stop)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,275 @@
+"""Compiling a grammar has an end: in time, in memory, and without ending the process, whatever the grammar."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from exl_filters import (
+    CompileBudget,
+    ExLlamaV2SelectFilter,
+    FilterCompileError,
+    FilterUsageError,
+    Vocabulary,
+    compile_in_background,
+    compile_within,
+    trial,
+)
+from exl_filters.plain import is_plain
+from exl_filters.testing import standard_vocabulary
+
+llguidance = pytest.importorskip("llguidance", reason="extra `grammar`")
+
+from exl_filters import ExLlamaV2GrammarFilter  # noqa: E402
+
+V = standard_vocabulary()
+SHORT = CompileBudget(seconds=3.0, megabytes=256)
+pytestmark = pytest.mark.covers("filters.md: CAP-17")
+
+
+def doubled(levels, form, leaf):
+    """A chain in which every definition names the next one twice."""
+    names = {f"d{i}": form({"$ref": f"#/$defs/d{i + 1}"}) for i in range(levels)}
+    return {"$ref": "#/$defs/d0", "$defs": {**names, f"d{levels}": leaf}}
+
+
+def joined(patterns):
+    return {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(5, 5 + patterns)]}
+
+
+def choices(count):
+    a, b = ("a", {"type": "string"}), ("b", {"type": "integer"})
+    sides = [
+        {"anyOf": [{"properties": {f"{n}{i}": s}, "required": [f"{n}{i}"]} for n, s in (a, b)]} for i in range(count)
+    ]
+    return {"type": "object", "allOf": sides}
+
+
+# What takes minutes, gigabytes or the whole stack without a budget (measured; docs/filters.md).
+ENDLESS = {
+    "allOf of 40 patterns": {"json_schema": joined(40)},
+    "Lark & of 40 patterns": {"lark": "start: X\nX: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(2, 42)) + "\n"},
+    "10,000 $refs in a chain": {
+        "json_schema": doubled(10_000, lambda ref: {"type": "array", "items": ref}, {"type": "null"})
+    },
+    "40,000 rules in a chain": {
+        "lark": "start: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(40_000)) + 'r40000: "z"\n'
+    },
+    "many divisors": {
+        "json_schema": {
+            "type": "object",
+            "properties": {f"p{i}": {"type": "integer", "multipleOf": 99_991 - 2 * i} for i in range(100)},
+        }
+    },
+    "EBNF of 40,000 rules": {
+        "ebnf": "root ::= r0\n" + "".join(f'r{i} ::= "a" r{i + 1}\n' for i in range(40_000)) + 'r40000 ::= "z"\n'
+    },
+    "choice of 100,000": {"choice": [f"w{i}" for i in range(100_000)]},
+    "10,000 optional properties": {
+        "json_schema": {
+            "type": "object",
+            "properties": {f"p{i}": {"type": "string"} for i in range(10_000)},
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_would_not_end_is_ended(name):
+    start = time.monotonic()
+    with pytest.raises(FilterCompileError, match=r"within 3 s|more than 256 MB"):
+        ExLlamaV2GrammarFilter(None, V, **ENDLESS[name], budget=SHORT)
+    assert time.monotonic() - start < 20
+    # The process is gone, or was not harmed; the next grammar is tried as if nothing had happened.
+    assert all(worker.process.poll() is None for worker in trial._idle)
+    assert ExLlamaV2GrammarFilter(None, V, json_schema=joined(1), budget=SHORT).next()[0]
+
+
+# Nasty to look at, cheap to llguidance, or refused by its own limits: in time, and never by a crash.
+NASTY = {
+    "huge repeat": {"regex": "(a|b){1,1000000000}"},
+    "nested repeats": {"regex": "(((a{1,1000}){1,1000}){1,1000}){1,1000}"},
+    "nested quantifiers": {"regex": "(" * 30 + "a" + "+)" * 30 + "b"},
+    "states": {"regex": "(a|b)*a(a|b){2000}"},
+    "deep groups": {"regex": "(" * 20_000 + "a" + ")" * 20_000},
+    "classes": {"regex": "".join(f"[a-z{chr(0x400 + i)}]?" for i in range(900))},
+    "optionals": {"regex": "a?" * 2000 + "a" * 2000},
+    "references, doubled": {"json_schema": doubled(30, lambda ref: {"allOf": [ref, ref]}, {"type": "integer"})},
+    "members, doubled": {
+        "json_schema": doubled(30, lambda ref: {"type": "object", "properties": {"a": ref, "b": ref}}, {"type": "null"})
+    },
+    "2^24 ways": {"json_schema": choices(24)},
+    "items": {"json_schema": {"type": "array", "minItems": 10**9, "items": {"type": "array", "minItems": 10**9}}},
+    "length": {"json_schema": {"type": "string", "minLength": 10_000, "maxLength": 10**9}},
+    "terminals, doubled": {
+        "lark": "start: R0\n" + "".join(f"R{i}: R{i + 1} R{i + 1}\n" for i in range(40)) + 'R40: "a"\n'
+    },
+    "rules, doubled": {
+        "ebnf": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(40)) + 'r40 ::= "a"\n'
+    },
+    "ambiguous": {"lark": 'start: e\ne: e e | "a" | e e e\n'},
+    "deep lark": {"lark": "start: " + "(" * 3000 + '"a"' + ")" * 3000 + "\n"},
+    "deep ebnf": {"ebnf": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000 + "\n"},
+}
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_what_looks_nasty_is_compiled_or_refused_in_time(name):
+    start = time.monotonic()
+    try:
+        f = ExLlamaV2GrammarFilter(None, V, **NASTY[name], budget=SHORT)
+    except FilterCompileError:
+        pass
+    else:
+        assert not f.ended()
+    assert time.monotonic() - start < 20
+
+
+def test_limits_at_the_door():
+    nested: object = {"type": "null"}
+    for _ in range(500):
+        nested = {"type": "array", "items": nested}
+    with pytest.raises(FilterCompileError, match="nested more than 120 deep"):
+        ExLlamaV2GrammarFilter(None, V, json_schema=nested)
+    for source in (
+        {"regex": "a" * 2_000_000},
+        {"json_schema": {"const": "a" * 2_000_000}},
+        {"choice": ["a" * 2_000_000]},
+    ):
+        with pytest.raises(FilterCompileError, match="the limit is 1000000"):
+            ExLlamaV2GrammarFilter(None, V, **source)
+    with pytest.raises(FilterUsageError, match="seconds above 0"):
+        CompileBudget(seconds=0)
+
+
+@pytest.mark.parametrize(
+    ("plain", "source"),
+    [
+        (True, {"regex": "(yes|no)+"}),
+        (True, {"choice": ["yes", "no"]}),
+        (True, {"lark": 'start: "a" b\nb: /x+/\n'}),
+        (True, {"json_schema": {"$ref": "#/$defs/a", "title": "t", "$defs": {"a": {"anyOf": [{"type": "null"}]}}}}),
+        (True, {"json_schema": {"type": "object", "properties": {"allOf": {"type": "string", "pattern": "a"}}}}),
+        (False, {"regex": "a" * 10_000}),
+        (False, {"llg": '{"grammars": []}'}),
+        (False, {"lark": "start: X\nX: /a/ & /b/\n"}),
+        (False, {"lark": "start: %json {}\n"}),
+        (False, {"json_schema": joined(2)}),
+        (False, {"json_schema": {"properties": {"a": {"patternProperties": {"^a": {}}}}}}),
+        (False, {"json_schema": {"items": {"$ref": "#/$defs/a", "pattern": "a"}, "$defs": {"a": {"pattern": "b"}}}}),
+        (False, {"json_schema": {"type": "integer", "multipleOf": 9_999}}),
+        (False, {"json_schema": {"type": "object", "keywordOfTomorrow": {}}}),
+    ],
+)
+def test_what_is_compiled_at_once_and_what_is_tried(plain, source):
+    assert is_plain(source) is plain
+    assert not is_plain(source, limits={"step_max_items": 10_000})
+
+
+def test_plain_grammars_start_no_process():
+    code = (
+        "from exl_filters import ExLlamaV2GrammarFilter, trial\n"
+        "from exl_filters.testing import standard_vocabulary\n"
+        "ExLlamaV2GrammarFilter(None, standard_vocabulary(), json_schema={'type': 'object'})\n"
+        "assert not trial._idle\n"
+        "ExLlamaV2GrammarFilter(None, standard_vocabulary(), json_schema={'allOf': [{'type': 'object'}]})\n"
+        "assert len(trial._idle) == 1\n"
+        "print(trial._idle[0].process.pid)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    # At the end of the program the process is gone.
+    assert not os.path.exists(f"/proc/{int(run.stdout)}")
+
+
+def test_a_grammar_that_has_passed_is_not_tried_again():
+    source = {"json_schema": {"allOf": [{"type": "string", "maxLength": 7}]}}
+    ExLlamaV2GrammarFilter(None, V, **source)
+    idle, trial._idle[:] = list(trial._idle), []
+    try:
+        ExLlamaV2GrammarFilter(None, V, **source)
+        assert not trial._idle
+    finally:
+        trial._idle[:] = idle
+
+
+def test_a_grammar_may_name_control_tokens_where_it_is_tried():
+    vocab = Vocabulary(
+        [*(bytes([i]) for i in range(256)), None, None],
+        eos_token_id=256,
+        special_ids=[256, 257],
+        special_texts={256: "</s>", 257: "<|call|>"},
+    )
+    for lark in ("start: <|call|> X\nX: /a+/ & /a.*/\n", "start: <[257]> X\nX: /a+/ & /a.*/\n"):
+        assert not is_plain({"lark": lark})
+        f = ExLlamaV2GrammarFilter(None, vocab, lark=lark)
+        assert f.next()[0] == [257]
+    with pytest.raises(FilterCompileError, match="call"):
+        ExLlamaV2GrammarFilter(None, V, lark="start: <|call|> X\nX: /a+/ & /a.*/\n")
+
+
+def test_other_work_goes_on_and_the_thread_ends():
+    """A mask is computed many times while a grammar is on trial; the trial ends with the time allowed."""
+    other = ExLlamaV2SelectFilter(None, V, ["yes", "no"])
+    before = set(threading.enumerate())
+    failure: list[BaseException] = []
+
+    def compile_it() -> None:
+        try:
+            compile_within(1.5, ExLlamaV2GrammarFilter, None, V, **ENDLESS["Lark & of 40 patterns"])
+        except FilterCompileError as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=compile_it)
+    thread.start()
+    answers = 0
+    while thread.is_alive() and answers < 10**7:
+        assert other.next()[0]
+        answers += 1
+    thread.join()
+    assert answers > 200
+    assert "1.5 s" in str(failure[0])
+    for left in set(threading.enumerate()) - before:
+        left.join(5)
+        assert not left.is_alive(), f"{left.name} works on"
+
+
+def test_cancelling_ends_the_trial():
+    future = compile_in_background(ExLlamaV2GrammarFilter, None, V, **ENDLESS["Lark & of 40 patterns"])
+    worker = None
+    for _ in range(400):
+        worker = next((t for t in threading.enumerate() if t.name == "exl-filters-compile"), None)
+        if worker is not None and any(t.name.startswith("Thread-") for t in threading.enumerate()):
+            break
+        time.sleep(0.01)
+    assert worker is not None
+    assert future.cancel()
+    worker.join(5)
+    assert not worker.is_alive()
+    assert future.cancelled()
+
+
+def test_a_budget_is_not_part_of_the_spec():
+    """A client that names a filter by its data has no say in what compiling it may take."""
+    from exl_filters import FilterError, from_spec
+
+    f = ExLlamaV2GrammarFilter(None, V, json_schema=joined(1), budget=CompileBudget(seconds=100))
+    assert "budget" not in json.dumps(f.spec())
+    with pytest.raises(FilterError):
+        from_spec({"type": "grammar", "regex": "a", "budget": {"trust": True}}, V)
+
+
+def test_trust_compiles_at_once():
+    idle, trial._idle[:] = list(trial._idle), []
+    try:
+        source = {"json_schema": {"allOf": [{"type": "string", "maxLength": 11}]}}
+        assert ExLlamaV2GrammarFilter(None, V, **source, budget=CompileBudget(trust=True)).next()[0]
+        assert not trial._idle
+    finally:
+        trial._idle[:] = idle
