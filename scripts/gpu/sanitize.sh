@@ -13,7 +13,7 @@ source scripts/gpu/environment.sh
 tool=${1:?memcheck, racecheck, synccheck or initcheck}
 export EXL_SUBSET_SECONDS=${2:-70} PYTHONPATH="$PWD/scripts/gpu:$PYTHONPATH"
 paths=("${@:3}")
-options=(--tool "$tool" --error-exitcode 99 --print-limit 60 --num-callers-host 0 --destroy-on-device-error kernel)
+options=(--tool "$tool" --error-exitcode 99 --print-limit 30 --destroy-on-device-error kernel)
 for name in at6native cublas cutlass; do options+=(--kernel-name-exclude "kns=$name"); done
 case $tool in
   memcheck) export PYTORCH_NO_CUDA_MEMORY_CACHING=1 EXL_SUBSET_NO_CAPTURE=1 ;;
