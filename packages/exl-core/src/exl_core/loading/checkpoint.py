@@ -23,6 +23,8 @@ MODULE_SUFFIXES = ("q_weight", "qweight", "weight")  # EXL2, GPTQ, float: the or
 ALIGNMENT = 64
 USELESS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # tables that some exporters write beside the weights
 
+TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.")  # image encoders load by themselves
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -164,5 +166,6 @@ class TensorReader:
         self.bytes_read += entry.nbytes
 
     def unused(self) -> list[str]:
-        """Names of the files that nothing has read, less those that are known to be of no use."""
-        return sorted(n for n in self.checkpoint.tensors if n not in self.used and not n.endswith(USELESS))
+        """Names of the files that nothing has read, less those that are known to be of no use or of an image tower."""
+        left = (n for n in self.checkpoint.tensors if n not in self.used)
+        return sorted(n for n in left if not n.endswith(USELESS) and not n.startswith(TOWERS))
