@@ -452,3 +452,30 @@ def test_loading_and_dropping_many_times_holds_no_memory(lab: Any) -> None:
     size = sum(e.nbytes for e in read_safetensors_header(folder / "model.safetensors").entries.values())
     assert resident() - before < 4 * size  # thirty leaks would be thirty times the size
     assert open_files() == files
+
+
+def test_rows_of_embedding_and_head_against_vocab_size(lab: Any, tmp_path: Path) -> None:
+    """As transformers: other rows than vocab_size are refused; but for what pads it, whose logits no token gets."""
+    tensors = lab.random_tensors({**lab.config, "vocab_size": 96})
+    ids = lab.ids(1, 8)
+    for kind in ("float", "exl2"):
+        made = tensors if kind == "float" else lab.quantize(tensors, kind)
+        folder = tmp_path / kind
+        for vocab in (96, 90):
+            model = lab.load(lab.write_model(folder / f"{vocab}", {**lab.config, "vocab_size": vocab}, made))
+            logits = model.forward(ids)
+            assert logits.shape[-1] == 96
+            assert (logits[..., vocab:] == -65504).all()
+            assert torch.isfinite(logits).all()
+        for vocab in (97, 200):  # tokens without rows
+            path = lab.write_model(folder / f"{vocab}", {**lab.config, "vocab_size": vocab}, made)
+            with pytest.raises(errors.FormatError, match=rf"embed_tokens.*96 rows.*vocab_size is {vocab}"):
+                lab.load(path)
+    odd = lab.random_tensors({**lab.config, "vocab_size": 91})
+    many = lab.random_tensors({**lab.config, "vocab_size": 90 + 262})
+    for name, wrong, rows in (("odd", odd, 91), ("many", many, 352)):  # rows without tokens
+        for part in ("model.embed_tokens.weight", "lm_head.weight"):
+            mixed = {**lab.random_tensors(lab.config), part: wrong[part]}
+            path = lab.write_model(tmp_path / name / part, lab.config, mixed)
+            with pytest.raises(errors.FormatError, match=rf"{part}.*{rows} rows.*should be {rows}"):
+                lab.load(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +19,7 @@ __all__ = [
     "LinearOptions",
     "LinearSpec",
     "Ranges",
+    "check_vocabulary",
     "load_columns",
     "load_linear",
     "require_finite_float",
@@ -31,6 +31,7 @@ WEIGHT_TENSORS = ("q_weight", "qweight", "weight")
 EXL2_TENSORS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 GPTQ_TENSORS = ("qweight", "qzeros", "scales")
 COLUMN_PADDING = 32  # quantized files pad out_features to a multiple of this
+VOCABULARY_PADDING = 256  # rows that pad embeddings and heads, at most
 BLOCK = 32  # columns at whose multiples every quantized format and width can be cut
 # Tensors of a matrix that are cut along their last dimension, and how many of its columns an element holds.
 EXL2_COLUMNS = {"q_weight": Fraction(1), "q_scale": Fraction(8)}
@@ -54,7 +55,7 @@ class LinearSpec:
     out_features: int
     bias: bool = False
     prescale: float = 1.0
-    wider: bool = False  # heads: files may hold rows for more tokens than the vocabulary has
+    wider: bool = False  # heads: files may hold rows that pad the vocabulary
     alternate_key: str | None = None  # tied heads: the embedding's matrix (float only)
     fused_key: str | None = None  # where the files hold this matrix as rows of a larger one
     fused_rows: Ranges = ()  # those rows, in the order of this matrix's outputs
@@ -137,7 +138,10 @@ def _load(source: TensorSource, spec: LinearSpec, key: str, rows: Ranges | None,
 
 
 def _check_size(spec: LinearSpec, matrix: QuantMatrix, out_features: int) -> None:
-    most = sys.maxsize if spec.wider else -(-spec.out_features // COLUMN_PADDING) * COLUMN_PADDING
+    if spec.wider and matrix.in_features == spec.in_features:
+        check_vocabulary(out_features, spec.out_features, matrix.name)
+        return
+    most = -(-spec.out_features // COLUMN_PADDING) * COLUMN_PADDING
     if matrix.in_features != spec.in_features or not spec.out_features <= out_features <= most:
         raise FormatError(
             f"{matrix.name}: {matrix.in_features} x {out_features} (in x out) in the file, "
@@ -237,6 +241,19 @@ def _load_float(
         device=options.device,
         name=name,
     )
+
+
+def check_vocabulary(rows: int, vocab_size: int, name: str) -> None:
+    """FormatError unless an embedding or head of `rows` serves a vocabulary: exactly, or with rows that pad it.
+
+    transformers refuses every other number than vocab_size. Padding, which quantizers and trainers add, brings the rows
+    to a multiple of 8 that is at most VOCABULARY_PADDING away; other rows are tokens that config.json denies.
+    """
+    if rows != vocab_size and not (rows % 8 == 0 and 0 < rows - vocab_size <= VOCABULARY_PADDING):
+        raise FormatError(
+            f"{name}: {rows} rows, but config.json's vocab_size is {vocab_size}, which up to {VOCABULARY_PADDING} rows "
+            f"may pad to a multiple of 8: config.json is another model's, or its vocab_size should be {rows}"
+        )
 
 
 def require_finite_float(tensor: Tensor, name: str) -> None:

@@ -11,7 +11,7 @@ from ..device import activation_dtype
 from ..embeddings import EMBEDDING_INDEX
 from ..errors import FormatError, ModelStateError
 from ..loading.checkpoint import TensorSource
-from ..loading.linears import require_finite_float
+from ..loading.linears import check_vocabulary, require_finite_float
 from .module import Module, Step
 
 if TYPE_CHECKING:
@@ -42,10 +42,11 @@ class Embedding(Module):
     def load(self, source: TensorSource, device: torch.device) -> None:
         name = f"{self.key}.weight"
         weight = source.read(name)
-        if weight.dim() != 2 or weight.shape[0] < self.vocab_size or weight.shape[1] != self.hidden_size:
+        if weight.dim() != 2 or weight.shape[1] != self.hidden_size:
             raise FormatError(
                 f"{source.describe(name)}: shape {list(weight.shape)}, expected [{self.vocab_size}, {self.hidden_size}]"
             )
+        check_vocabulary(weight.shape[0], self.vocab_size, source.describe(name))
         require_finite_float(weight, source.describe(name))
         self.weight = weight.to(device)
 
