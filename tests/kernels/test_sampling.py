@@ -117,9 +117,36 @@ def test_long_rows_equal_the_twin(fields: dict[str, Any], spread: float) -> None
         assert same(sampling.sample([row])[0], twin.sample(row))
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 2**63 - 1),
+    st.sampled_from([2100, 5000, 9000]),
+    st.sampled_from(["as they are", "halves", "steps", "hardly apart", "far apart", "a crowd far below"]),
+    st.fixed_dictionaries({}, optional={name: st.floats(0.05, 0.999) for name in ("tfs", "typical", "top_p")}),
+)
+def test_wide_rows_without_top_k_equal_the_twin(seed: int, width: int, kind: str, fields: dict[str, float]) -> None:
+    """Where candidates are ranked by their distance alone: ties at the ends of what stays, any spread."""
+    rng = np.random.default_rng(seed)
+    plan = random_plan(rng, width)
+    row = random_row(rng, replace(plan, top_k=0, greedy=False, **fields), width)  # type: ignore[arg-type]
+    x = row.logits
+    changed = {
+        "as they are": x,
+        "halves": x.half().float(),
+        "steps": (2 * x).round() / 2,
+        "hardly apart": x * 1e-4 + 20,
+        "far apart": x * 1e6,
+        "a crowd far below": x.index_fill(0, torch.from_numpy(rng.permutation(width)[: width // 2]), -1e30),
+    }
+    row = replace(row, logits=changed[kind], only=None)
+    got, want = sampling.sample([row])[0], twin.sample(row)
+    assert same(got, want), (got, want)
+
+
 def test_every_instruction_set_and_thread_count_gives_the_same_tokens() -> None:
     rng = np.random.default_rng(3)
     rows = [random_row(rng, random_plan(rng, 3000), 3000) for _ in range(60)]
+    rows += [replace(row, plan=replace(row.plan, top_k=0, typical=0.7)) for row in rows[:20]]
     want = sampling.sample(rows)
     before_isa, before_threads = threads.isa(), threads.num_threads()
     try:

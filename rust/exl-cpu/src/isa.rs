@@ -3,9 +3,10 @@
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// Instruction sets with kernels of their own, weakest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Isa {
+    #[default]
     Scalar = 1,
     /// AVX2, FMA and F16C.
     Avx2 = 2,

@@ -1,8 +1,11 @@
 //! The candidates of a row, by ascending id, and the borders of their orders.
 
+use std::ops::RangeInclusive;
+
 use super::peaks::{BLOCK, finite, key, place};
 use super::weights::{self, Slope};
 use crate::isa::Isa;
+use crate::simd::{Kernel, Lanes, MAX_LANES, dispatch};
 
 /// Bins of a histogram over an order.
 const BINS: usize = 2048;
@@ -83,6 +86,42 @@ impl Candidates {
         }
     }
 
+    /// Takes every logit above -inf whose distance from the peak is within `distances`.
+    pub fn gather_within(
+        &mut self,
+        isa: Isa,
+        x: &[f32],
+        peak: f32,
+        distances: RangeInclusive<f32>,
+    ) {
+        self.id.resize(x.len() + MAX_LANES, 0);
+        self.x.resize(x.len() + MAX_LANES, 0.0);
+        let (id, to) = (&mut self.id, &mut self.x);
+        let count = dispatch(
+            isa,
+            Within {
+                x,
+                peak,
+                distances,
+                id,
+                to,
+            },
+        );
+        self.id.truncate(count);
+        self.x.truncate(count);
+    }
+
+    /// Keeps the candidates that `keep` wants by logit and id; weights are not there yet.
+    pub fn retain_by_logit(&mut self, keep: impl Fn(f32, u32) -> bool) {
+        let mut to = 0;
+        for i in 0..self.id.len() {
+            (self.id[to], self.x[to]) = (self.id[i], self.x[i]);
+            to += usize::from(keep(self.x[to], self.id[to]));
+        }
+        self.id.truncate(to);
+        self.x.truncate(to);
+    }
+
     /// Computes l, q and the total from the logits.
     pub fn weigh(&mut self, isa: Isa, slope: Slope) {
         self.l.resize(self.x.len(), 0.0);
@@ -106,13 +145,7 @@ impl Candidates {
         scratch.clear();
         scratch.extend(self.id.iter().zip(&self.x).map(|(&id, &x)| place(x, id)));
         let last = *scratch.select_nth_unstable(k - 1).1;
-        let mut to = 0;
-        for i in 0..self.id.len() {
-            (self.id[to], self.x[to]) = (self.id[i], self.x[i]);
-            to += usize::from(place(self.x[to], self.id[to]) <= last);
-        }
-        self.id.truncate(to);
-        self.x.truncate(to);
+        self.retain_by_logit(|x, id| place(x, id) <= last);
     }
 
     /// Keeps the candidates at the indices that `keep` wants.
@@ -238,6 +271,50 @@ impl Candidates {
             .into_iter()
             .map(|i| (self.id[i], self.q[i] as f64 / total))
             .collect()
+    }
+}
+
+struct Within<'a> {
+    x: &'a [f32],
+    peak: f32,
+    distances: RangeInclusive<f32>,
+    id: &'a mut [u32],
+    to: &'a mut [f32],
+}
+
+impl Kernel for Within<'_> {
+    type Output = usize;
+    #[inline(always)]
+    fn run<V: Lanes>(self) -> usize {
+        let (low, high) = (*self.distances.start(), *self.distances.end());
+        let peak = V::splat(self.peak);
+        // Numbers of lanes, carried through registers of floats.
+        let lanes: [f32; MAX_LANES] = std::array::from_fn(|i| f32::from_bits(i as u32));
+        // SAFETY: `MAX_LANES` floats.
+        let lanes = unsafe { V::load(lanes.as_ptr()) };
+        let mut count = 0;
+        let whole = self.x.len() / V::LANES * V::LANES;
+        for at in (0..whole).step_by(V::LANES) {
+            // SAFETY: `whole` is a multiple of `LANES`; both outputs have room for `MAX_LANES` more than `x` has.
+            let kept = unsafe {
+                let x = V::load(self.x.as_ptr().add(at));
+                let mask = peak.sub(x).within(low, high) & x.within(f32::MIN, f32::MAX);
+                x.store_chosen(mask, self.to.as_mut_ptr().add(count));
+                lanes.store_chosen(mask, self.id.as_mut_ptr().add(count).cast());
+                mask.count_ones() as usize
+            };
+            for id in &mut self.id[count..count + V::LANES] {
+                *id = id.wrapping_add(at as u32);
+            }
+            count += kept;
+        }
+        for at in whole..self.x.len() {
+            let x = self.x[at];
+            (self.id[count], self.to[count]) = (at as u32, x);
+            let distance = self.peak - x;
+            count += usize::from(x.is_finite() && low <= distance && distance <= high);
+        }
+        count
     }
 }
 

@@ -3,6 +3,7 @@
 use super::candidates::Candidates;
 use super::edits::contains;
 use super::peaks::{self, BLOCK, finite, key};
+use super::ranked::Ranked;
 use super::shape::shape;
 use super::weights::{self, Slope};
 use super::{Chain, Failure, Late, MAX_WIDTH, Row, Sampled, scalar};
@@ -22,7 +23,13 @@ pub struct Scratch {
     keys: Vec<i32>,
     places: Vec<u64>,
     candidates: Candidates,
+    ranked: Ranked,
 }
+
+/// Fewer candidates than this are listed and cut one after the other.
+const RANKED_FROM: usize = 2048;
+/// A share of the blocks (1 / FEW) up to which looking at them one by one is quicker than reading the whole row.
+const FEW: usize = 16;
 
 /// The cuts behind top-k, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -68,7 +75,7 @@ impl Chain {
 }
 
 /// Weight that a share of `total` asks for: at least 1, at most all.
-fn share(part: f64, total: u64) -> u64 {
+pub(super) fn share(part: f64, total: u64) -> u64 {
     ((part * total as f64).ceil() as u64).clamp(1, total.max(1))
 }
 
@@ -92,6 +99,7 @@ pub fn run(isa: Isa, row: &Row<'_>, scratch: &mut Scratch) -> Result<Sampled, Fa
         keys,
         places,
         candidates: c,
+        ranked,
     } = scratch;
     let view = look(isa, row, shaped, maxima)?;
     if row.chain.greedy {
@@ -116,7 +124,7 @@ pub fn run(isa: Isa, row: &Row<'_>, scratch: &mut Scratch) -> Result<Sampled, Fa
             top,
         });
     }
-    select(isa, row, &view, maxima, sums, keys, places, c);
+    select(isa, row, &view, maxima, sums, keys, places, c, ranked);
     let i = draw(c, &row.chain, row.uniform);
     Ok(Sampled {
         token: c.id[i],
@@ -141,12 +149,13 @@ pub fn distribution(
         keys,
         places,
         candidates: c,
+        ranked,
     } = scratch;
     let view = look(isa, row, shaped, maxima)?;
     if row.chain.greedy {
         return Ok(vec![(view.best as u32, 1)]);
     }
-    select(isa, row, &view, maxima, sums, keys, places, c);
+    select(isa, row, &view, maxima, sums, keys, places, c, ranked);
     Ok(c.id.iter().copied().zip(c.q.iter().copied()).collect())
 }
 
@@ -239,21 +248,42 @@ fn select(
     keys: &mut Vec<i32>,
     places: &mut Vec<u64>,
     c: &mut Candidates,
+    ranked: &mut Ranked,
 ) {
     let chain = &row.chain;
     let mut cuts = chain.cuts();
+    let needs_order = |cut: &Cut| matches!(cut, Cut::Tfs | Cut::Typical);
+    let mut whole = false;
     if chain.top_k > 0 && chain.top_k < view.x.len() {
         gather_top(view, maxima, chain.top_k, keys, places, c);
         c.weigh(isa, view.slope);
+    } else if stays_wide(isa, chain, cuts.first().copied(), view, maxima, keys) {
+        whole = cuts.len() > 1 || cuts.iter().any(needs_order);
+        if !whole {
+            ranked.list_share(isa, view.slope, view.x, chain.top_p, c);
+            c.weigh(isa, view.slope);
+            cuts.remove(0);
+        }
     } else {
         let first = cuts.first().copied();
         if gather_first(isa, chain, first, view, maxima, sums, keys, c) {
             cuts.remove(0);
         }
     }
-    for cut in cuts {
-        if c.len() > 1 {
-            apply(chain, cut, c);
+    if whole || (c.len() >= RANKED_FROM && cuts.iter().any(needs_order)) {
+        ranked.rank(isa, view.slope, if whole { view.x } else { &c.x });
+        for cut in cuts {
+            if ranked.len() > 1 {
+                apply_ranked(chain, cut, ranked);
+            }
+        }
+        ranked.list(whole.then_some(view.x), c);
+        c.weigh(isa, view.slope);
+    } else {
+        for cut in cuts {
+            if c.len() > 1 {
+                apply(isa, chain, cut, c);
+            }
         }
     }
     if c.len() > 1 {
@@ -261,6 +291,40 @@ fn select(
     }
     if chain.xtc_probability > 0.0 {
         xtc(chain, row.xtc_ignored, c);
+    }
+}
+
+/// Whether the first cut leaves so many candidates of a long row, or needs so many in order, that ranking all is quicker than listing
+/// them. A guess: results are the same either way.
+fn stays_wide(
+    isa: Isa,
+    chain: &Chain,
+    first: Option<Cut>,
+    view: &View<'_>,
+    maxima: &[i32],
+    keys: &mut Vec<i32>,
+) -> bool {
+    /// One block of so many is looked at.
+    const STRIDE: usize = 16;
+    if view.x.len() < RANKED_FROM {
+        return false;
+    }
+    match first {
+        Some(Cut::Tfs | Cut::Typical) => true,
+        Some(Cut::TopP) => {
+            let border = peaks::border(maxima, 48, keys);
+            let (mut high, mut low) = (0u64, 0u64);
+            for (b, block) in view.x.chunks(BLOCK).enumerate() {
+                if maxima[b] >= border {
+                    high += weights::sum(isa, view.slope, block);
+                } else if b % STRIDE == 0 && finite(maxima[b]) {
+                    low += weights::sum(isa, view.slope, block);
+                }
+            }
+            let all = high as f64 + STRIDE as f64 * low as f64;
+            4.0 * (high as f64) < chain.top_p * all
+        }
+        _ => false,
     }
 }
 
@@ -301,11 +365,20 @@ fn gather_first(
         c.keep_descending(border);
         return true;
     }
-    let weight = |v: f32| weights::fixed(weights::weight(view.slope.log_weight(v)));
-    let highest = weight(view.slope.peak);
-    let least = chain.least_weight(cut, total, highest).unwrap_or(0);
-    // A block's sum is no less than its largest weight.
-    c.gather(view.x, |b| sums[b] >= least, |v| weight(v) >= least);
+    let least = chain.least_weight(cut, total, view.slope.weight_at(0));
+    let least = least.unwrap_or(0);
+    c.clear();
+    if let Some(reach) = view.slope.reach(least) {
+        let near = |v: f32| (view.slope.peak - v).to_bits() <= reach;
+        // A block's sum is no less than its largest weight.
+        let blocks = sums.iter().filter(|&&sum| sum >= least).count();
+        if blocks > sums.len() / FEW {
+            let distances = 0.0..=f32::from_bits(reach);
+            c.gather_within(isa, view.x, view.slope.peak, distances);
+        } else {
+            c.gather(view.x, |b| sums[b] >= least, near);
+        }
+    }
     if c.len() == 0 {
         c.push(view.best, view.x[view.best]);
     }
@@ -313,7 +386,7 @@ fn gather_first(
     true
 }
 
-fn apply(chain: &Chain, cut: Cut, c: &mut Candidates) {
+fn apply(isa: Isa, chain: &Chain, cut: Cut, c: &mut Candidates) {
     let highest = c.q.iter().copied().max().unwrap_or(0);
     match cut {
         Cut::TopP => {
@@ -321,10 +394,22 @@ fn apply(chain: &Chain, cut: Cut, c: &mut Candidates) {
             c.keep_descending(border);
         }
         Cut::Tfs => tail_free(chain.tfs, c),
-        Cut::Typical => typical(chain.typical, c),
+        Cut::Typical => typical(isa, chain.typical, c),
         Cut::TopA | Cut::MinP | Cut::Mirostat => {
             let least = chain.least_weight(cut, c.total, highest).unwrap_or(0);
             c.keep_weight(least);
+        }
+    }
+}
+
+fn apply_ranked(chain: &Chain, cut: Cut, ranked: &mut Ranked) {
+    match cut {
+        Cut::TopP => ranked.keep_mass(share(chain.top_p, ranked.total())),
+        Cut::Tfs => ranked.keep_tail_free(chain.tfs),
+        Cut::Typical => ranked.keep_typical(share(chain.typical, ranked.total())),
+        Cut::TopA | Cut::MinP | Cut::Mirostat => {
+            let least = chain.least_weight(cut, ranked.total(), ranked.highest());
+            ranked.keep_weight(least.unwrap_or(0));
         }
     }
 }
@@ -360,8 +445,8 @@ fn tail_free(z: f64, c: &mut Candidates) {
 
 /// The smallest set by |surprise - entropy| that reaches a mass, the crossing token included. With surprise = ln Z - l and entropy =
 /// ln Z + E[-l], ln Z drops out.
-fn typical(mass: f64, c: &mut Candidates) {
-    let expected = expected_surprise(c);
+fn typical(isa: Isa, mass: f64, c: &mut Candidates) {
+    let expected = expected_surprise(isa, c);
     let away = move |c: &Candidates, i: usize| (-f64::from(c.l[i]) - expected).abs();
     let bin = move |c: &Candidates, i: usize| (away(c, i) * 64.0).min(2047.0) as usize;
     let order = move |c: &Candidates, i: usize| {
@@ -373,9 +458,8 @@ fn typical(mass: f64, c: &mut Candidates) {
 }
 
 /// E[-l] over the candidates.
-fn expected_surprise(c: &Candidates) -> f64 {
-    let sum: u64 = c.l.iter().map(|&l| weights::fixed_surprise(l)).sum();
-    sum as f64 / c.total as f64
+fn expected_surprise(isa: Isa, c: &Candidates) -> f64 {
+    weights::surprises(isa, &c.l) as f64 / c.total as f64
 }
 
 /// Step 18: dynamic temperature replaces the late one (P-16, P-17).
@@ -391,7 +475,7 @@ fn late(isa: Isa, chain: &Chain, c: &mut Candidates) {
             let alive = c.l.iter().filter(|&&l| l >= VANISHED).count();
             let most = scalar::ln(alive.max(1) as f64);
             let most = if most > 0.0 { most } else { 1.0 };
-            let entropy = scalar::ln(c.total as f64 / weights::ONE) + expected_surprise(c);
+            let entropy = scalar::ln(c.total as f64 / weights::ONE) + expected_surprise(isa, c);
             let share = (entropy / most).clamp(0.0, 1.0);
             let temperature = low + (high - low) * scalar::pow(share, exponent);
             c.reweigh(isa, (1.0 / temperature.max(COLDEST)) as f32);

@@ -16,6 +16,8 @@ mod candidates;
 mod chain;
 pub mod edits;
 mod peaks;
+mod radix;
+mod ranked;
 pub mod scalar;
 mod shape;
 pub mod weights;

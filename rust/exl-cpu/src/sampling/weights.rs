@@ -16,7 +16,7 @@ const LN2_LOW: f32 = -2.121_944_4e-4;
 const LOWEST: f32 = -31.0;
 
 /// How a logit becomes the logarithm of a weight.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Slope {
     pub peak: f32,
     pub scale: f32,
@@ -27,9 +27,39 @@ impl Slope {
     /// l of logit `x`: at most 0 for x up to the peak.
     #[inline(always)]
     pub fn log_weight(self, x: f32) -> f32 {
-        let d = x - self.peak;
-        let d = if self.smooth { -(d * d) } else { d };
-        d * self.scale
+        self.log_weight_at(self.peak - x)
+    }
+
+    /// l of the logit that lies `distance` below the peak.
+    #[inline(always)]
+    pub fn log_weight_at(self, distance: f32) -> f32 {
+        let d = if self.smooth {
+            distance * distance
+        } else {
+            distance
+        };
+        -d * self.scale
+    }
+
+    /// Weight of the logit that lies the distance with these bits below the peak.
+    #[inline(always)]
+    pub fn weight_at(self, distance: u32) -> u64 {
+        fixed(weight(self.log_weight_at(f32::from_bits(distance))))
+    }
+
+    /// Bits of the largest distance at which a logit has at least this weight; None if the peak has less.
+    pub fn reach(self, least: u64) -> Option<u32> {
+        // A weight never grows with the distance, and distances order as their bits.
+        let (mut low, mut high) = (0, f32::INFINITY.to_bits() + 1);
+        while low < high {
+            let half = low + (high - low) / 2;
+            if self.weight_at(half) >= least {
+                low = half + 1;
+            } else {
+                high = half;
+            }
+        }
+        low.checked_sub(1)
     }
 }
 
@@ -127,6 +157,61 @@ impl Kernel for Reweigh<'_> {
             self.l[i] = (self.l[i] - self.highest) * self.scale;
             q[i] = fixed(weight(self.l[i]));
         }
+    }
+}
+
+/// Sum of the terms of an entropy.
+pub fn surprises(isa: Isa, l: &[f32]) -> u64 {
+    dispatch(isa, Surprises { l })
+}
+
+struct Surprises<'a> {
+    l: &'a [f32],
+}
+
+impl Kernel for Surprises<'_> {
+    type Output = u64;
+    #[inline(always)]
+    fn run<V: Lanes>(self) -> u64 {
+        self.l.iter().map(|&l| fixed_surprise(l)).sum()
+    }
+}
+
+/// The same over distances from the peak as bits.
+pub fn surprises_at(isa: Isa, slope: Slope, distances: &[u32]) -> u64 {
+    dispatch(isa, SurprisesAt { slope, distances })
+}
+
+struct SurprisesAt<'a> {
+    slope: Slope,
+    distances: &'a [u32],
+}
+
+impl Kernel for SurprisesAt<'_> {
+    type Output = u64;
+    #[inline(always)]
+    fn run<V: Lanes>(self) -> u64 {
+        let term = |&d: &u32| fixed_surprise(self.slope.log_weight_at(f32::from_bits(d)));
+        self.distances.iter().map(term).sum()
+    }
+}
+
+/// Sum of q.
+pub fn sum(isa: Isa, slope: Slope, x: &[f32]) -> u64 {
+    dispatch(isa, Sum { slope, x })
+}
+
+struct Sum<'a> {
+    slope: Slope,
+    x: &'a [f32],
+}
+
+impl Kernel for Sum<'_> {
+    type Output = u64;
+    #[inline(always)]
+    fn run<V: Lanes>(self) -> u64 {
+        let weight = |&v: &f32| fixed(weight(self.slope.log_weight(v)));
+        self.x.iter().map(weight).sum()
     }
 }
 

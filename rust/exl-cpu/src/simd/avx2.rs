@@ -17,6 +17,24 @@ pub(crate) struct Avx2(__m256);
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
+/// For each mask its lanes, lowest first.
+static CHOSEN: [[u32; 8]; 256] = {
+    let mut table = [[0; 8]; 256];
+    let mut mask = 0;
+    while mask < 256 {
+        let (mut lane, mut at) = (0, 0);
+        while lane < 8 {
+            if mask >> lane & 1 == 1 {
+                table[mask][at] = lane as u32;
+                at += 1;
+            }
+            lane += 1;
+        }
+        mask += 1;
+    }
+    table
+};
+
 /// Finite values clamped to the range of half; infinities and NaN as they are.
 #[inline(always)]
 fn saturate(x: __m256) -> __m256 {
@@ -91,6 +109,14 @@ impl Lanes for Avx2 {
         })
     }
     #[inline(always)]
+    fn within(self, low: f32, high: f32) -> u32 {
+        unsafe {
+            let above = _mm256_cmp_ps::<_CMP_GE_OQ>(self.0, _mm256_set1_ps(low));
+            let below = _mm256_cmp_ps::<_CMP_LE_OQ>(self.0, _mm256_set1_ps(high));
+            _mm256_movemask_ps(_mm256_and_ps(above, below)) as u32
+        }
+    }
+    #[inline(always)]
     fn round_half(self) -> Self {
         Self(unsafe {
             _mm256_cvtph_ps(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(saturate(
@@ -138,6 +164,14 @@ impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn store(self, p: *mut f32) {
         unsafe { _mm256_storeu_ps(p, self.0) }
+    }
+    #[inline(always)]
+    unsafe fn store_chosen(self, mask: u32, p: *mut f32) {
+        unsafe {
+            let order = CHOSEN[mask as usize & 255].as_ptr();
+            let order = _mm256_loadu_si256(order.cast());
+            _mm256_storeu_ps(p, _mm256_permutevar8x32_ps(self.0, order));
+        }
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const u16) -> Self {

@@ -88,6 +88,14 @@ impl Lanes for Avx512 {
         })
     }
     #[inline(always)]
+    fn within(self, low: f32, high: f32) -> u32 {
+        unsafe {
+            let above = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(self.0, _mm512_set1_ps(low));
+            let both = _mm512_mask_cmp_ps_mask::<_CMP_LE_OQ>(above, self.0, _mm512_set1_ps(high));
+            u32::from(both)
+        }
+    }
+    #[inline(always)]
     fn round_half(self) -> Self {
         Self(unsafe { _mm512_cvtph_ps(_mm512_cvtps_ph::<NEAREST>(saturate(self.0))) })
     }
@@ -134,6 +142,10 @@ impl Lanes for Avx512 {
     #[inline(always)]
     unsafe fn store(self, p: *mut f32) {
         unsafe { _mm512_storeu_ps(p, self.0) }
+    }
+    #[inline(always)]
+    unsafe fn store_chosen(self, mask: u32, p: *mut f32) {
+        unsafe { _mm512_storeu_ps(p, _mm512_maskz_compress_ps(mask as u16, self.0)) }
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const u16) -> Self {

@@ -43,6 +43,8 @@ pub(crate) trait Lanes: Copy {
     fn exp2_int(self) -> Self;
     /// Lanes of self where `x >= limit` or NaN, else zero.
     fn zero_below(self, x: Self, limit: f32) -> Self;
+    /// A bit for each lane with `low <= x <= high`, the first lane's lowest.
+    fn within(self, low: f32, high: f32) -> u32;
     /// Rounded to half and back; finite values saturate at +-65504, infinities and NaN stay.
     fn round_half(self) -> Self;
     /// Lane i takes lane i ^ S; S is 2, 4 or 8 and below `LANES`.
@@ -58,6 +60,10 @@ pub(crate) trait Lanes: Copy {
     /// # Safety
     /// Room for `LANES` floats at `p`.
     unsafe fn store(self, p: *mut f32);
+    /// Stores the lanes of `mask` one behind the other; what stands behind them up to `LANES` floats is not kept.
+    /// # Safety
+    /// Room for `LANES` floats at `p`.
+    unsafe fn store_chosen(self, mask: u32, p: *mut f32);
     /// # Safety
     /// `LANES` halves at `p`.
     unsafe fn load_f16(p: *const u16) -> Self;

@@ -91,6 +91,11 @@ impl Lanes for Scalar {
         self.zip(x, |value, x| if x < limit { 0.0 } else { value })
     }
     #[inline(always)]
+    fn within(self, low: f32, high: f32) -> u32 {
+        let bit = |(i, &x): (usize, &f32)| u32::from(low <= x && x <= high) << i;
+        self.0.iter().enumerate().map(bit).sum()
+    }
+    #[inline(always)]
     fn round_half(self) -> Self {
         Self(self.0.map(|x| to_half(x).to_f32()))
     }
@@ -119,6 +124,17 @@ impl Lanes for Scalar {
     unsafe fn store(self, p: *mut f32) {
         // SAFETY: see `load`.
         unsafe { p.cast::<[f32; N]>().write_unaligned(self.0) }
+    }
+    #[inline(always)]
+    unsafe fn store_chosen(self, mask: u32, p: *mut f32) {
+        let mut to = p;
+        for (i, &x) in self.0.iter().enumerate() {
+            // SAFETY: at most `i` lanes stand before it.
+            unsafe {
+                *to = x;
+                to = to.add((mask >> i & 1) as usize);
+            }
+        }
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const u16) -> Self {

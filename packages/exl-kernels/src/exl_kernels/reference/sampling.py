@@ -252,7 +252,8 @@ def sample(row: Row) -> Sampled | Failure:
     target = min(int(row.uniform * float(total)), total - 1)
     chosen = walk[int(np.searchsorted(np.cumsum(q[walk]), np.uint64(target), side="right"))]
     top = order[: row.top_n]
-    return Sampled(int(ids[chosen]), int(q[chosen]) / total, ids[top].tolist(), [int(v) / total for v in q[top]])
+    whole = float(total)  # beyond 2^53 rounded before the division, as the kernels do
+    return Sampled(int(ids[chosen]), float(q[chosen]) / whole, ids[top].tolist(), [float(v) / whole for v in q[top]])
 
 
 # The kernels' own logarithm and exponential: sums and products only, so that every machine agrees.
