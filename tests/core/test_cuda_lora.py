@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams
+from exl_core.device import GIB, devices
+from exl_core.loading.plan import plan_modules
 from exl_kernels.safetensors_file import write_safetensors
 
 pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: lora")]
@@ -68,3 +70,21 @@ def test_logits_and_rows(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             alone = PagedParams(1, params.block_index[row : row + 1], params.cache_seqlens[row : row + 1], token)
             single = model.forward_chunk(step[row : row + 1], cache, attn_params=alone, loras=[lora])["logits"]
             assert torch.equal(single, together[row : row + 1])
+
+
+def test_an_adapter_over_two_gpus(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its matrices lie where the model's do: the logits of one GPU, to the bit."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU here: this test runs on a machine with two")
+    folder, adapted = lab.write(kind="exl2", num_hidden_layers=2, **SIZES), adapter(tmp_path / "adapter")
+    ids = lab.ids(2, 40, vocab=512)
+    found = []
+    for names, split in (("cuda:0", None), ("cuda:0,cuda:1", True)):
+        monkeypatch.setenv("EXL_DEVICE", names)
+        model = ExLlamaV2(ExLlamaV2Config(folder))
+        needed = plan_modules(model.config, model.modules, devices()[:1], None, [64.0], None, True).devices[0]
+        model.load([(needed.weights * 0.6 + needed.tables + needed.scratch) / GIB, 8.0] if split else None)
+        assert len(set(model.cache_map.values())) == (2 if split else 1)
+        lora = ExLlamaV2Lora.from_directory(model, adapted)
+        found.append(model.forward(ids, ExLlamaV2Cache(model, batch_size=2), loras=[lora]).cpu())
+    assert torch.equal(*found)

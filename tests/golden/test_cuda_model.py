@@ -111,10 +111,10 @@ def test_greedy_tokens(name: str, tokens: int, models: dict[str, ExLlamaV2], tex
 @pytest.mark.parametrize(
     ("cache_class", "limit"),
     [
-        (ExLlamaV2Cache_Q8, 0.002),
-        (ExLlamaV2Cache_Q6, 0.02),
-        (ExLlamaV2Cache_Q4, 0.15),
-        (ExLlamaV2Cache_8bit, 0.25),
+        (ExLlamaV2Cache_Q8, 0.0007),
+        (ExLlamaV2Cache_Q6, 0.010),
+        (ExLlamaV2Cache_Q4, 0.100),
+        (ExLlamaV2Cache_8bit, 0.230),
     ],
 )
 def test_cache_formats(

@@ -1,0 +1,171 @@
+"""The dynamic generator on a GPU: steps ahead, 64 jobs at once, sampling there and here, no memory, two GPUs."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exl_core import (
+    ExLlamaV2,
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_TP,
+    ExLlamaV2Config,
+    ExLlamaV2Tokenizer,
+)
+from exl_core.device import GIB, devices
+from exl_core.errors import DeviceError
+from exl_core.loading.plan import plan_modules
+from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.sampling import RequestSampler, Vocabulary
+from exl_generate.testing import check_pages, drain, streamed_tokens
+
+pytestmark = pytest.mark.cuda
+
+FOLDER = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
+TEXT = 'def main(argv):\n    """Read the file and return the number of lines in it, or raise."""\n    import os, sys\n'
+Settings = ExLlamaV2Sampler.Settings
+STYLES = [
+    Settings.greedy(),
+    Settings(),
+    Settings(temperature=0.9, top_k=0, top_p=0.95, token_repetition_penalty=1.0),
+    Settings(temperature=1.2, min_p=0.02, top_k=0, top_p=0, token_frequency_penalty=0.3, dry_multiplier=0.6),
+    Settings(temperature=1.0, top_k=30, xtc_probability=0.4, mirostat=True),
+    Settings(typical=0.9, top_k=0, top_p=0),  # left to the CPU by the kernels
+]
+
+
+@cache
+def tokenizer() -> ExLlamaV2Tokenizer:
+    return ExLlamaV2Tokenizer(ExLlamaV2Config(FOLDER))
+
+
+@cache
+def loaded(devices: str = "cuda:0", how: str = "whole") -> ExLlamaV2:
+    """The model on one GPU, its layers over two, or its matrices cut over two."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXL_DEVICE", devices)
+        model = ExLlamaV2(ExLlamaV2Config(FOLDER))
+        if how == "cut":
+            model.load_tp([6.0, 10.0])
+        elif how == "layers":
+            model.load(halves(model))
+        else:
+            model.load()
+    return model
+
+
+def halves(model: ExLlamaV2) -> list[float]:
+    """GiB that put about half of the modules on each of two devices."""
+    found = plan_modules(model.config, model.modules, devices()[:1], None, [64.0], None, True).devices[0]
+    return [(found.weights * 0.62 + found.tables + found.scratch) / GIB, 8.0]
+
+
+def ids(length: int, start: int = 0) -> torch.Tensor:
+    return tokenizer().encode(TEXT * 3)[:, start : start + length]
+
+
+def generator(model: ExLlamaV2 | None = None, ahead: bool = True, **kw: Any) -> ExLlamaV2DynamicGenerator:
+    model = model or loaded()
+    store = kw.pop("cache", None) or ExLlamaV2Cache(model, max_seq_len=kw.pop("tokens", 4096))
+    made = ExLlamaV2DynamicGenerator(model, store, tokenizer(), page_size=16, **kw)
+    assert made._engine._runner.asynchronous
+    made._engine._runner.asynchronous = ahead
+    return made
+
+
+def job(at: int, new: int = 20, **kw: Any) -> ExLlamaV2DynamicJob:
+    style = kw.pop("gen_settings", STYLES[at % len(STYLES)])
+    return ExLlamaV2DynamicJob(ids(5 + at % 40, at % 7), new, gen_settings=style, seed=at, **kw)
+
+
+def said(made: ExLlamaV2DynamicGenerator, jobs: list[ExLlamaV2DynamicJob]) -> list[tuple[list[int], str]]:
+    made.enqueue(jobs)
+    results = drain(made)
+    check_pages(made)
+    return [(streamed_tokens(results[one]), results[one][-1]["eos_reason"]) for one in jobs]
+
+
+def test_steps_ahead_change_nothing() -> None:
+    stops = {"stop_conditions": ["return", tokenizer().eos_token_id]}
+    found, expected = (
+        said(generator(ahead=ahead, max_batch_size=5), [job(at, 8 + at, **stops) for at in range(12)])
+        for ahead in (True, False)
+    )
+    assert found == expected
+    assert {reason for _, reason in found} >= {"stop_string", "max_new_tokens"}
+
+
+def test_sixty_four_at_once_say_what_each_says_alone() -> None:
+    """Logits to the bit, at any place of any batch."""
+    jobs = [job(at, 4 + at % 13, return_logits=True) for at in range(64)]
+    made = generator(max_batch_size=64, tokens=64 * 64)
+    made.enqueue(jobs)
+    together = drain(made)
+    assert made.model.decode.reason is None
+    for at in (0, 1, 17, 40, 63):
+        alone = job(at, 4 + at % 13, return_logits=True)
+        lonely = generator()
+        lonely.enqueue(alone)
+        results = drain(lonely)[alone]
+        mine = together[jobs[at]]
+        assert streamed_tokens(results) == streamed_tokens(mine)
+        logits = [torch.cat([r["logits"] for r in part if "logits" in r], 1) for part in (results, mine)]
+        assert torch.equal(*logits)
+
+
+def test_tokens_are_those_the_cpu_samples_from_the_same_logits() -> None:
+    vocabulary = Vocabulary.of(tokenizer())
+    for at, style in enumerate(STYLES):
+        one = job(at, 24, gen_settings=style, return_logits=True)
+        made = generator()
+        made.enqueue(one)
+        results = drain(made)[one]
+        logits = torch.cat([r["logits"] for r in results if "logits" in r], 1)[0]
+        tokens = streamed_tokens(results)
+        context = ids(5 + at % 40, at % 7)[0].numpy()
+        sampler = RequestSampler(style, vocabulary, at)
+        for place, token in enumerate(tokens):
+            so_far = torch.cat([torch.from_numpy(context), torch.tensor(tokens[:place], dtype=torch.int64)]).numpy()
+            assert sampler.sample(logits[place].cpu(), so_far, place).token == token, (at, place)
+
+
+def test_a_prompt_that_does_not_fit_into_memory_ends_its_own_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = generator(max_chunk_size=64)
+    running, asking = job(1, 30, gen_settings=Settings.greedy()), job(2, 30, gen_settings=Settings.greedy())
+    expected = said(generator(), [job(1, 30, gen_settings=Settings.greedy())])[0][0]
+    made.enqueue(running)
+    results = [made.iterate() for _ in range(4)]
+
+    def full(*args: Any, **kw: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("exl_core.model.build_step", full)
+        made.enqueue(asking)
+        results += [made.iterate() for _ in range(3)]
+    results.append([r for part in drain(made).values() for r in part])
+    mine = [r for part in results for r in part if r["job"] is running]
+    failed = [r for part in results for r in part if r["job"] is asking][-1]
+    assert streamed_tokens(mine) == expected
+    assert failed["eos_reason"] == "error"
+    assert isinstance(failed["exception"], DeviceError)
+    assert "not enough GPU memory" in str(failed["exception"])
+    check_pages(made)
+
+
+@pytest.mark.parametrize("how", ["layers", "cut"])
+@pytest.mark.parametrize("kind", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
+def test_a_model_over_two_gpus_says_what_it_says_on_one(how: str, kind: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU here: this test runs on a machine with two")
+    model = loaded("cuda:0,cuda:1", how)
+    assert how == "cut" or set(model.placement.names) == {"cuda:0", "cuda:1"}
+    store = ExLlamaV2Cache_TP(model, kind, max_seq_len=2048) if how == "cut" else kind(model, max_seq_len=2048)
+    found = said(generator(model, cache=store, max_batch_size=4), [job(at) for at in range(8)])
+    one = generator(cache=kind(loaded(), max_seq_len=2048), max_batch_size=4)
+    assert found == said(one, [job(at) for at in range(8)])
