@@ -7,7 +7,7 @@ computed with the CPU's.
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,10 @@ import torch
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
-from exl_core.modules import (
-    Attention,
-    Embedding,
-    FeedForward,
-    LayerNorm,
-    Module,
-    MoE,
-    Norm,
-    PositionEmbedding,
-    build_modules,
-)
-from exl_kernels.safetensors_file import write_safetensors
+from exl_core.modules import MoE
+
+sys.path.insert(0, str(Path(__file__).parent))
+from random_models import write_random_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -55,54 +47,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4ForCausalLM": {},
     "Starcoder2ForCausalLM": {},
 }
-
-
-def write_random_model(folder: Path, config: dict[str, Any]) -> Path:
-    """A model of any family, its tensors named and shaped as its modules ask for them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    prepared = ExLlamaV2Config()
-    prepared.model_dir = str(folder)
-    prepared.prepare(no_tensors=True)
-    generator = torch.Generator().manual_seed(11)
-
-    def normal(*shape: int, std: float) -> Tensor:
-        return (torch.randn(shape, generator=generator) * std).half()
-
-    tensors: dict[str, Tensor] = {}
-
-    def add_norm(norm: Norm | None) -> None:
-        if norm is None:
-            return
-        shape = norm.shapes[0]
-        tensors[f"{norm.key}.weight"] = normal(*shape, std=0.1) + (0 if prepared.arch.norm_offset else 1)
-        if isinstance(norm, LayerNorm) and norm.has_bias:
-            tensors[f"{norm.key}.bias"] = normal(*shape, std=0.1)
-
-    def add(module: Module) -> None:
-        if isinstance(module, Embedding):
-            tensors[f"{module.key}.weight"] = normal(module.vocab_size, module.hidden_size, std=0.5)
-        elif isinstance(module, PositionEmbedding):
-            tensors[f"{module.key}.weight"] = normal(module.positions, module.hidden_size, std=0.5)
-        elif isinstance(module, Norm):
-            add_norm(module)
-        elif isinstance(module, Attention):
-            for norm in (module.norm, module.post, module.q_norm, module.k_norm):
-                add_norm(norm)
-        elif isinstance(module, FeedForward):
-            add_norm(module.norm)
-            add_norm(module.post)
-        for linear in module.submodules():
-            rows, columns = linear.out_features, linear.in_features
-            weight = normal(rows, columns, std=columns**-0.5)
-            tensors[f"{linear.key}.weight"] = weight.T.contiguous() if linear.spec.transposed else weight
-            if linear.spec.bias:
-                tensors[f"{linear.key}.bias"] = normal(rows, std=0.1)
-
-    for module in build_modules(prepared):
-        add(module)
-    write_safetensors(folder / "model.safetensors", tensors)
-    return folder
 
 
 def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> ExLlamaV2:

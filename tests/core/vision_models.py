@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from PIL import Image
 from torch import Tensor
 
@@ -116,6 +115,8 @@ def randomize(model: Any, seed: int = 1) -> None:
 
 def write_model(family: str, folder: Path, **changes: Any) -> Any:
     """A random model of transformers, saved to `folder` with its processor's settings."""
+    import transformers
+
     fields, processor = FAMILIES[family]
     config = getattr(transformers, f"{family}Config")(**{**fields, "tie_word_embeddings": False, **changes})
     config._attn_implementation = "eager"

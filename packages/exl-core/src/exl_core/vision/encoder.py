@@ -15,7 +15,7 @@ from ..errors import FormatError, ModelStateError, UnsupportedError
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import require_finite_float
 
-__all__ = ["Encoder", "Framed", "Grid", "Picture", "rms_norm", "rotate"]
+__all__ = ["Encoder", "Framed", "Grid", "Picture", "cut_patches", "rms_norm", "rotate"]
 
 Grid = tuple[int, int, int]
 """Patches in time, height and width, before any merging."""
@@ -125,6 +125,13 @@ class Encoder(ABC):
 
     def _layer_norm(self, x: Tensor, key: str, eps: float) -> Tensor:
         return functional.layer_norm(x, x.shape[-1:], self._w(f"{key}.weight"), self._w(f"{key}.bias"), eps)
+
+
+def cut_patches(pixels: Tensor, size: int) -> Tensor:
+    """[3, H, W] -> [patches, 3 * size * size], row by row, as the weight of a convolution by patches is laid out."""
+    channels, height, width = pixels.shape
+    cut = pixels.reshape(channels, height // size, size, width // size, size)
+    return cut.permute(1, 3, 0, 2, 4).reshape(-1, channels * size * size)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InputError
-from .encoder import Encoder, Framed, Grid, Picture, rms_norm, rotate
+from .encoder import Encoder, Framed, Grid, Picture, cut_patches, rms_norm, rotate
 from .preprocess import preprocess
 from .reading import ACTIVATIONS
 from .settings import PixtralSettings
@@ -81,9 +81,9 @@ class PixtralEncoder(Encoder):
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
         s = self.settings
         weight = self._w(f"{TOWER}.patch_conv.weight")
-        patches = functional.conv2d(pixels.to(weight.device, torch.float32)[None], weight, stride=s.patch_size)[0]
+        patches = cut_patches(pixels.to(weight.device, torch.float32), s.patch_size)
         place = grid[1], grid[2]
-        x = rms_norm(patches.flatten(1).T, self._w(f"{TOWER}.ln_pre.weight"), EPS)
+        x = rms_norm(patches @ weight.flatten(1).T, self._w(f"{TOWER}.ln_pre.weight"), EPS)
         cos, sin = self._rotation(place, x.device)
         for i in range(s.layers_used):
             p = f"{TOWER}.transformer.layers.{i}."

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..loading.checkpoint import TensorSource
-from .encoder import Encoder, Framed, Grid, Picture, rms_norm
+from .encoder import Encoder, Framed, Grid, Picture, cut_patches, rms_norm
 from .images import as_rgb, pixels_of
 from .reading import (
     ACTIVATIONS,
@@ -158,10 +158,9 @@ class SiglipEncoder(Encoder):
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
         s, key = self.settings, f"{TOWER}.embeddings.patch_embedding"
         weight = self._w(f"{key}.weight")
-        patches = functional.conv2d(
-            pixels.to(weight.device, torch.float32)[None], weight, self._w(f"{key}.bias"), stride=s.patch_size
-        )
-        x = patches[0].flatten(1).T + self._w(f"{TOWER}.embeddings.position_embedding.weight")
+        patches = cut_patches(pixels.to(weight.device, torch.float32), s.patch_size)
+        x = functional.linear(patches, weight.flatten(1), self._w(f"{key}.bias"))
+        x = x + self._w(f"{TOWER}.embeddings.position_embedding.weight")
         act = ACTIVATIONS[s.activation]
         for i in range(s.num_layers):
             p = f"{TOWER}.encoder.layers.{i}."
