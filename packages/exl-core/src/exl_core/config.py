@@ -262,8 +262,8 @@ class ExLlamaV2Config:
                 )
 
     def _read_tokens(self, read: JsonReader, folder: Path) -> None:
-        self.bos_token_id = read.integer("bos_token_id", default=None)
-        self.pad_token_id = read.integer("pad_token_id", default=None)
+        self.bos_token_id = read.integer("bos_token_id", default=None, text=True)
+        self.pad_token_id = read.integer("pad_token_id", default=None, text=True)
         self.eos_token_ids = _id_list(read, "eos_token_id")
         self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
         self.generation_config = None
@@ -278,7 +278,9 @@ class ExLlamaV2Config:
             return read.integer(*keys, default=default, text=True, minimum=1, maximum=maximum)
 
         arch = self.arch
-        self.vocab_size = count("vocab_size", maximum=MAX_VOCAB)
+        # Of multimodal models the language part's own number counts: some files hold another one outside of it.
+        inside = ("text_config->vocab_size",) if arch.vision is not None else ()
+        self.vocab_size = count(*inside, "vocab_size", maximum=MAX_VOCAB)
         self.num_hidden_layers = count("num_hidden_layers", "n_layers", "n_layer", maximum=MAX_LAYERS)
         self.hidden_size = count("hidden_size", "d_model", "n_embd")
         inner = REQUIRED if arch.inner_multiple is None else arch.inner_multiple * self.hidden_size
@@ -459,7 +461,7 @@ class ExLlamaV2Config:
 
 def _id_list(read: JsonReader, key: str) -> list[int]:
     """A token id, or a list of them, as a list without repetitions."""
-    found = read.raw(key)
+    found = read.raw(key, text=True)
     if found is None:
         return []
     values = found[1] if isinstance(found[1], list) else [found[1]]

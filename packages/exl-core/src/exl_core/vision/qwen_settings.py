@@ -79,8 +79,7 @@ def read_qwen_settings(folder: Path, gated: bool) -> QwenSettings:
         raise ConfigError(f"{vision.file}: in_channels must be 3, the colours of an image")
     images = processor_file(folder, PROCESSORS)
     assert images is not None
-    for read, wanted in ((images, (patch, merge, temporal)),):
-        _same_cut(read, wanted)
+    _same_cut(images, (patch, merge, temporal))
     video = processor_file(folder, VIDEO_PROCESSORS, video=True)
     if video is not None:
         _same_cut(video, (patch, merge, temporal))
@@ -138,8 +137,10 @@ def _same_cut(read: JsonReader, wanted: tuple[int, int, int]) -> None:
 
 def _pixels(read: JsonReader, step: int, default: PixelRange) -> PixelRange:
     most_allowed = MAX_EDGE * MAX_EDGE
-    least = read.integer("min_pixels", "size->shortest_edge", default=default.least, minimum=1, maximum=most_allowed)
-    most = read.integer("max_pixels", "size->longest_edge", default=default.most, minimum=1, maximum=most_allowed)
+    keys = ("min_pixels", "size->min_pixels", "size->shortest_edge")
+    least = read.integer(*keys, default=default.least, minimum=1, maximum=most_allowed)
+    keys = ("max_pixels", "size->max_pixels", "size->longest_edge")
+    most = read.integer(*keys, default=default.most, minimum=1, maximum=most_allowed)
     if most < max(least, step * step):
         raise ConfigError(f"{read.file}: between {least} and {most} pixels there is no image of whole patches")
     return PixelRange(least, most)
