@@ -137,7 +137,7 @@ def test_more_or_fewer_rows_than_the_vocabulary(saved: tuple[str, Path], tmp_pat
     _, folder = saved
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["vocab_size"] = rows
-    with pytest.raises(errors.FormatError, match="embed_tokens.*90"):
+    with pytest.raises(errors.FormatError, match=r"embed_tokens.*90"):
         outputs(again(folder, tmp_path, config=config))
 
 
