@@ -20,14 +20,14 @@ extern "C" __global__ void __launch_bounds__(256) row_multipliers(const __nv_bfl
   if (threadIdx.x == 0) multipliers[blockIdx.x] = 1.f / row_factor(v);
 }
 
-// x [m, in_features] to the blocks of prepared.cuh; a block of threads writes one. FP16 rows get multipliers of one.
-template <int ENTRY, class T>
-DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* out, float* multipliers, int m) {
+// x [m, in_features] to the blocks of prepared.cuh, for wgmma where `columns` (N) is not zero; a block of threads writes eight rows of
+// a unit. FP16 rows get multipliers of one.
+template <class T>
+DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* out, float* multipliers, int m, int columns) {
   constexpr bool SCALED = !std::is_same<T, __half>::value;
   __shared__ uint4 block[256];
   const int u = blockIdx.x, n = blockIdx.y, tid = threadIdx.x, lane = tid % 32, token = 8 * n + (lane >> 2);
   const int first = u * UNIT_ROWS + tid / 32 * 32 + 8 * (lane & 3);
-  const uint32_t widths = a.units[u].y;
   pdl_trigger();
   union {
     uint4 word;
@@ -47,33 +47,27 @@ DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* o
     if constexpr (SCALED) v.v[e] = __float2half_rn(to_float(from) * factor);
     else v.v[e] = from;
   }
-  out += prepared_block<ENTRY>(u, n, gridDim.y);
-  reinterpret_cast<uint4*>(out)[tid] = block[tid] = v.word;
   if (!SCALED && u == 0 && token < m && tid < 32 && lane % 4 == 0) multipliers[token] = 1.f;
-  __syncthreads();
-  if (tid >= 32) return;
-  int chunks = 0;
-  for (int c = 0; c < 4; c++) chunks += (widths >> (4 * c) & 15) != 0;
-  struct {
-    const uint4* block;
-    int lane;
-    DEVICE uint4 get(int, int k) const { return block[k + lane]; }
-  } columns{block, lane};
-  sum_activations<ENTRY, 1>(columns, 2 * chunks, [&](int, int entry, float2 sums) {
-    if (lane < 4) reinterpret_cast<float2*>(out + 4096 + entry * 32)[lane] = sums;
-  });
-}
-#define PREPARE(ENTRY)                                                                                                            \
-  extern "C" __global__ void __launch_bounds__(256) prepare_##ENTRY##_f16(                                                        \
-      const __grid_constant__ Matrix a, const int* features, const __half* x, uint8_t* out, float* multipliers, int m) {          \
-    prepare<ENTRY>(a, features, x, out, multipliers, m);                                                                          \
-  }                                                                                                                               \
-  extern "C" __global__ void __launch_bounds__(256) prepare_##ENTRY##_bf16(                                                       \
-      const __grid_constant__ Matrix a, const int* features, const __nv_bfloat16* x, uint8_t* out, float* multipliers, int m) {   \
-    prepare<ENTRY>(a, features, x, out, multipliers, m);                                                                          \
+  if (columns == 0) {
+    reinterpret_cast<uint4*>(out + prepared_block(u, n, gridDim.y))[tid] = v.word;
+    return;
   }
-PREPARE(128)
-PREPARE(32)
+  block[tid] = v.word;
+  __syncthreads();
+  // Column c, values 8 h .. 8 h + 7 of K of instruction i: a pair of each of the four lanes of that column.
+  const int c = tid % 8, half = tid / 8 % 2, i = tid / 16, word = 2 * (i % 2) + half;
+  const uint32_t* from = reinterpret_cast<const uint32_t*>(block + i / 2 * 32 + 4 * c) + word;
+  out += (size_t)u * columns * 512 + (2 * i + half) * 16 * columns + (8 * n + c) * 16;
+  *reinterpret_cast<uint4*>(out) = make_uint4(from[0], from[4], from[8], from[12]);
+}
+extern "C" __global__ void __launch_bounds__(256) prepare_f16(
+    const __grid_constant__ Matrix a, const int* features, const __half* x, uint8_t* out, float* multipliers, int m, int columns) {
+  prepare(a, features, x, out, multipliers, m, columns);
+}
+extern "C" __global__ void __launch_bounds__(256) prepare_bf16(
+    const __grid_constant__ Matrix a, const int* features, const __nv_bfloat16* x, uint8_t* out, float* multipliers, int m, int columns) {
+  prepare(a, features, x, out, multipliers, m, columns);
+}
 
 // ---------------------------------------------------------------------------------------------------- dequantization
 constexpr int BLOCK_COLUMNS = 8 * TILE;

@@ -29,12 +29,12 @@ DEVICE void matmul(const Matrix& a, const uint8_t* x, const float* multipliers, 
       GlobalBytes weights[R];
 #pragma unroll
       for (int r = 0; r < R; r++) weights[r].at = tile[r] + unit.x;
-      PreparedColumns<ENTRY, NT> columns;
+      PreparedColumns<NT> columns;
 #pragma unroll
       for (int n = 0; n < NT; n++)
-        columns.block[n] = x + prepared_block<ENTRY>(u, min(first_row / 8 + n, column_tiles - 1), column_tiles);
+        columns.block[n] = x + prepared_block(u, min(first_row / 8 + n, column_tiles - 1), column_tiles);
       columns.lane = lane;
-      UnitProduct<KIND, ENTRY, NT, R, GlobalBytes, PreparedColumns<ENTRY, NT>> product{
+      UnitProduct<KIND, ENTRY, NT, R, GlobalBytes, PreparedColumns<NT>> product{
           weights, columns, a.maxima + u * (UNIT_ROWS / ENTRY), total, lane, {}};
       product.run(unit.y);
     }
@@ -59,9 +59,7 @@ DEVICE void matmul(const Matrix& a, const uint8_t* x, const float* multipliers, 
   for (int i = threadIdx.x; i < ROWS * COLUMNS; i += blockDim.x) {
     const int row = i % ROWS, token = first_row + i / ROWS, n = first_tile * TILE + row;
     if (token >= m || n >= a.out_features) continue;
-    float sum = parts[0][row][i / ROWS];
-#pragma unroll
-    for (int c = 1; c < 8; c++) sum += parts[c][row][i / ROWS];
+    const float sum = sum_pairs([&](int c) { return parts[c][row][i / ROWS]; });
     store_result(y, (size_t)token * a.out_features + n, y_kind, finish(sum, multipliers[token], a.bias ? a.bias[n] : 0.f, a.prescale));
   }
 }

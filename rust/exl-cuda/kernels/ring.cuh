@@ -40,12 +40,8 @@ struct Task {
 
 #if __CUDA_ARCH__ >= 900
 struct SharedColumns {
-  uint32_t at, sums;
+  uint32_t at;
   DEVICE uint4 get(int, int k) const { return SharedBytes{at}.get16(k * 2); }
-  DEVICE float2 sum(int, int entry) const {
-    const uint2 v = SharedBytes{sums}.get8(entry * RING_COLUMNS * 4);
-    return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
-  }
 };
 
 // Barriers of the ring and of the result buffers.
@@ -339,26 +335,10 @@ DEVICE void fill_by_size(const Task& p, uint8_t* memory) {
 
 template <int KIND, int ENTRY, bool MANY>
 DEVICE void multiply(const Task& p, uint8_t* memory, uint32_t base) {
-  constexpr int ENTRIES = UNIT_ROWS / ENTRY, COUNT = MANY ? MATRICES : 1;
+  constexpr int ENTRIES = UNIT_ROWS / ENTRY;
   const Barriers s(p, base);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, group = warp / 8, place = warp % 8;
   const uint32_t row = min(g, p.m - 1) * p.x_stride * 2 + t * 16;
-  // The sums of the activations of this warp's units; nobody else needs them.
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    if (MANY && (i >= p.count || p.part[i].order != i)) continue;
-    const uint2* units = reinterpret_cast<const uint2*>(memory + p.part[i].units_at);
-#pragma unroll 1
-    for (int u = warp; u < p.part[i].a.unit_count; u += CONSUMERS) {
-      const uint32_t widths = units[u].y;
-      const int slices = 2 * ((widths & 0xf) != 0) + 2 * ((widths & 0xf0) != 0) + 2 * ((widths & 0xf00) != 0) + 2 * ((widths & 0xf000) != 0);
-      float* sums = reinterpret_cast<float*>(memory + p.part[i].sums_at) + u * ENTRIES * RING_COLUMNS;
-      const SharedColumns x{base + p.part[i].x_at + row + u * UNIT_ROWS * 2, 0};
-      sum_activations<ENTRY, 1>(x, slices, [&](int, int entry, float2 v) {
-        if (g == 0) *reinterpret_cast<float2*>(sums + entry * RING_COLUMNS + 2 * t) = v;
-      });
-    }
-  }
   __syncwarp();
   Turn turn, result;
   int stood = 0, first = 0;  // stage of `turn` in the block's stream; first stage of the tile
@@ -367,7 +347,6 @@ DEVICE void multiply(const Task& p, uint8_t* memory, uint32_t base) {
     walk.find(p, matrix, tile);
     const int units = PICK(a.unit_count), stages = (units + 7) / 8;
     const uint32_t x = base + PICK(x_at) + row;
-    const uint32_t sums = base + PICK(sums_at) + 8 * t;
     const uint2* table = reinterpret_cast<const uint2*>(memory + PICK(units_at));
     const __half* maxima = reinterpret_cast<const __half*>(memory + PICK(maxima_at));
     Sums<1> total[1];
@@ -381,7 +360,7 @@ DEVICE void multiply(const Task& p, uint8_t* memory, uint32_t base) {
       barrier_wait(s.full + turn.slot * 8, turn.phase);
       if (u < units) {
         const SharedBytes weights[1] = {{base + turn.slot * p.stage_stride + unit.x}};
-        const SharedColumns columns{x + u * UNIT_ROWS * 2, sums + u * ENTRIES * RING_COLUMNS * 4};
+        const SharedColumns columns{x + u * UNIT_ROWS * 2};
         UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns> product{weights, columns, maxima + u * ENTRIES, total, lane, {}};
         product.run(unit.y);
       }
@@ -399,15 +378,6 @@ DEVICE void multiply(const Task& p, uint8_t* memory, uint32_t base) {
     if (lane == 0) barrier_arrive(s.ready + result.slot * 8);
     result.advance(RESULT_BUFFERS);
   }
-}
-
-DEVICE float rounded(float v, int kind) {
-  return kind == OUT_F16 ? __half2float(__float2half_rn(v)) : kind == OUT_BF16 ? __bfloat162float(__float2bfloat16_rn(v)) : v;
-}
-DEVICE float load_result(const void* y, size_t at, int kind) {
-  return kind == OUT_F16    ? __half2float(static_cast<const __half*>(y)[at])
-         : kind == OUT_BF16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(y)[at])
-                            : static_cast<const float*>(y)[at];
 }
 
 // What follows a product: bias and prescale, the gate's activation, the residual; each rounded where separate operators round.

@@ -6,7 +6,7 @@
 #pragma once
 #include "common.cuh"
 
-// Unit u of a tile adds into class u % 16; results are the sum over c < 8 of (class c + class c + 8).
+// Unit u of a tile adds into class u % 16; `sum_classes` has the order in which classes are added.
 constexpr int TILE = 16, UNIT_ROWS = 256, CLASSES = 16;
 enum { EXL2 = 0, GPTQ = 1 };
 
@@ -104,8 +104,7 @@ constexpr uint32_t magic(int p) { return static_cast<uint32_t>((25 - p) << 10) *
 
 // Field F = 4 J + R of a lane's words: register R of the A operand of matrix instruction J. R = upper + 2 * second, where upper
 // registers hold features g + 8 and second ones the next two rows. Its code stands at bit BIT of both halves of word WORD, and at bit
-// P after a shift that the fields of a word share. All upper fields of an instruction have one P, and all lower fields: a code left at
-// bit P of an otherwise empty half is the subnormal q * 2^(P-24), so that factor can wait until a group's sum is complete.
+// P after a shift that the fields of a word share.
 // The same table is `pieces` in src/layout/mod.rs.
 template <int B, int F>
 struct Field {
@@ -142,29 +141,11 @@ struct Field {
     }
     return v;
   }
-  // code * 2^(P - 24), in both halves.
-  DEVICE static uint32_t tiny(const uint32_t (&w)[B]) {
-    if constexpr (SPARE) return spare(w);
-    else if constexpr (B == 8 && UPPER) return __byte_perm(w[WORD], 0, 0x4341);
-    else return (w[WORD] >> SHIFT) & MASK;
-  }
   // 2^(10-P) + code, in both halves.
   DEVICE static uint32_t biased(const uint32_t (&w)[B]) {
     if constexpr (SPARE) return spare(w) | magic(P);
     else return and_or(w[WORD] >> SHIFT, MASK, magic(P));
   }
-};
-
-// Matrix instructions of one width add into one or two sets of sums, by their places P.
-template <int B>
-struct Sets {
-  static constexpr int COUNT = B == 2 || B == 3 || B == 5 ? 2 : 1;
-  static constexpr int of(int j) { return B == 2 ? j % 2 : B == 3 || B == 5 ? j == 3 : 0; }
-  static constexpr int place(int set, int upper) {
-    return B == 2 ? 4 * set + 2 * upper : B == 3 ? (set ? 6 : 3 * upper) : B == 4 ? 4 * upper : B == 5 ? (set ? 0 : 5 * upper) : 0;
-  }
-  // What a sum of the set is to be multiplied with: 2^(24 - P).
-  static constexpr float factor(int set, int upper) { return static_cast<float>(1 << (24 - place(set, upper))); }
 };
 
 // code - zero, exact, as two halves. EXL2's zero is a constant; GPTQ's is given as two equal halves.
@@ -195,7 +176,6 @@ struct UnitScales<EXL2, ENTRY, W> {
       codes = v.x | static_cast<uint64_t>(v.y) << 32;
     }
   }
-  DEVICE uint32_t zero_halves(int) const { return 0; }
   DEVICE uint2 zeros(int) const { return {0, 0}; }
   // h16((code + 1)^2 * maximum) of both features: two half roundings as the format demands; the square is exact.
   DEVICE uint32_t halves(int entry, __half maximum) const {
@@ -214,9 +194,8 @@ struct UnitScales<GPTQ, ENTRY, W> {
     scales = at;
     g = row;
   }
-  DEVICE uint32_t zero_halves(int entry) const { return scales.get4((entry * 8 + g) * 8 + 4); }
   DEVICE uint2 zeros(int entry) const {
-    const uint32_t z = zero_halves(entry);
+    const uint32_t z = scales.get4((entry * 8 + g) * 8 + 4);
     return {__byte_perm(z, z, 0x1010), __byte_perm(z, z, 0x3232)};
   }
   DEVICE uint32_t halves(int entry, __half) const { return scales.get4((entry * 8 + g) * 8); }
@@ -250,39 +229,10 @@ DEVICE void clear(Sums<NT>& s) {
   for (int n = 0; n < NT; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
 }
 
-// Sums of the activations of each entry of a unit, in columns 2 t and 2 t + 1: the same instructions in the same order as a product
-// with ones, whatever else is in the call. `put(n, entry, float2)` receives them; rows past `slices` * 32 are not read.
-template <int ENTRY, int NT, bool WHOLE, class X, class F>
-DEVICE void sum_some_activations(const X& x, int slices, F put) {
-  constexpr int SLICES = ENTRY / 32;
-  const uint32_t ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
-#pragma unroll
-  for (int n = 0; n < NT; n++) {
-    float sum[8 / SLICES][4];
-#pragma unroll
-    for (int s = 0; s < 8; s++) {
-      float(&to)[4] = sum[s / SLICES];
-      if (s % SLICES == 0) to[0] = to[1] = to[2] = to[3] = 0.f;
-      if (WHOLE || s < slices) {
-        const uint4 v = x.get(n, 32 * s);
-        mma(to, ones, v.x, v.y);
-        mma(to, ones, v.z, v.w);
-      }
-    }
-#pragma unroll
-    for (int e = 0; e < 8 / SLICES; e++) put(n, e, make_float2(sum[e][0], sum[e][1]));
-  }
-}
-template <int ENTRY, int NT, class X, class F>
-DEVICE void sum_activations(const X& x, int slices, F put) {
-  if (slices == 8) sum_some_activations<ENTRY, NT, true>(x, slices, put);
-  else sum_some_activations<ENTRY, NT, false>(x, slices, put);
-}
-
-// One unit of R row tiles. X gives the eight halves of activation column tile n at a row of the unit (`get`) and the sums of an entry's
-// activations in this lane's two columns (`sum`).
+// One unit of R row tiles. `x.get(n, k)` gives the eight halves of activation column tile n at row k of the unit.
 //
-// The sum over (code - zero) * x of an entry is taken as sum(code * x) - zero * sum(x), codes as the subnormals of `Field`.
+// An entry's products with the exact codes less their zeros are one chain of matrix instructions in the order of k; its sum times the
+// entry's scale is added to `total`, entries in order.
 template <int KIND, int ENTRY, int NT, int R, class W, class X>
 struct UnitProduct {
   const W (&weights)[R];
@@ -292,94 +242,75 @@ struct UnitProduct {
   const int lane;
   UnitScales<KIND, ENTRY, W> scales[R];
 
-  template <int B>
-  using SetSums = Sums<NT>[Sets<B>::COUNT];
-
-  template <int B>
-  DEVICE static void reset(SetSums<B> (&sums)[R]) {
+  DEVICE static void reset(Sums<NT> (&sums)[R]) {
 #pragma unroll
-    for (int r = 0; r < R; r++)
-#pragma unroll
-      for (int i = 0; i < Sets<B>::COUNT; i++) clear(sums[r][i]);
+    for (int r = 0; r < R; r++) clear(sums[r]);
   }
 
-  template <int B>
-  DEVICE void flush(int entry, const SetSums<B> (&sums)[R]) {
-    using S = Sets<B>;
+  DEVICE void flush(int entry, const Sums<NT> (&sums)[R]) {
     const __half maximum = KIND == EXL2 ? maxima[entry] : __half(0.f);
-    float2 scale[R], zero[R];
 #pragma unroll
     for (int r = 0; r < R; r++) {
-      scale[r] = to_float2(scales[r].halves(entry, maximum));
-      zero[r] = KIND == EXL2 ? make_float2(1 << (B - 1), 1 << (B - 1)) : to_float2(scales[r].zero_halves(entry));
-    }
+      const float2 scale = to_float2(scales[r].halves(entry, maximum));
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
-      const float2 all = x.sum(n, entry);
+      for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int r = 0; r < R; r++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int upper = i / 2;
-          const float z = upper ? zero[r].y : zero[r].x, c = -z * (i % 2 ? all.y : all.x);
-          float v = fmaf(sums[r][0][n][i], S::factor(0, upper), c);
-          if constexpr (S::COUNT == 2) v = fmaf(sums[r][1][n][i], S::factor(1, upper), v);
-          total[r][n][i] = fmaf(upper ? scale[r].y : scale[r].x, v, total[r][n][i]);
-        }
+        for (int i = 0; i < 4; i++) total[r][n][i] = fmaf(i / 2 ? scale.y : scale.x, sums[r][n][i], total[r][n][i]);
     }
   }
 
   template <int B, int J>
-  DEVICE static void instruction(const uint32_t (&w)[B], const uint4 (&xs)[NT], SetSums<B>& sums) {
-    const uint32_t a[4] = {Field<B, 4 * J>::tiny(w), Field<B, 4 * J + 1>::tiny(w), Field<B, 4 * J + 2>::tiny(w),
-                           Field<B, 4 * J + 3>::tiny(w)};
+  DEVICE static void instruction(const uint32_t (&w)[B], uint2 zeros, const uint4 (&xs)[NT], Sums<NT>& sums) {
+    const uint32_t a[4] = {centred<KIND, B, 4 * J>(w, zeros.x), centred<KIND, B, 4 * J + 1>(w, zeros.y),
+                           centred<KIND, B, 4 * J + 2>(w, zeros.x), centred<KIND, B, 4 * J + 3>(w, zeros.y)};
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-      if constexpr (J % 2 == 0) mma(sums[Sets<B>::of(J)][n], a, xs[n].x, xs[n].y);
-      else mma(sums[Sets<B>::of(J)][n], a, xs[n].z, xs[n].w);
+      if constexpr (J % 2 == 0) mma(sums[n], a, xs[n].x, xs[n].y);
+      else mma(sums[n], a, xs[n].z, xs[n].w);
     }
   }
 
   // 64 rows at row `64 c` of the unit, codes at byte `offset`.
   template <int B>
-  DEVICE void chunk(int c, uint32_t offset, SetSums<B> (&sums)[R]) {
+  DEVICE void chunk(int c, uint32_t offset, Sums<NT> (&sums)[R]) {
     uint32_t w[R][B];
 #pragma unroll
     for (int r = 0; r < R; r++) load_words<B>(w[r], weights[r] + offset, lane);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      if (ENTRY == 32) reset<B>(sums);
+      if (ENTRY == 32) reset(sums);
       uint4 xs[NT];
 #pragma unroll
       for (int n = 0; n < NT; n++) xs[n] = x.get(n, 64 * c + 32 * h);
 #pragma unroll
       for (int r = 0; r < R; r++) {
+        const uint2 zeros = scales[r].zeros((64 * c + 32 * h) / ENTRY);
         if (h == 0) {
-          instruction<B, 0>(w[r], xs, sums[r]);
-          instruction<B, 1>(w[r], xs, sums[r]);
+          instruction<B, 0>(w[r], zeros, xs, sums[r]);
+          instruction<B, 1>(w[r], zeros, xs, sums[r]);
         } else {
-          instruction<B, 2>(w[r], xs, sums[r]);
-          instruction<B, 3>(w[r], xs, sums[r]);
+          instruction<B, 2>(w[r], zeros, xs, sums[r]);
+          instruction<B, 3>(w[r], zeros, xs, sums[r]);
         }
       }
-      if (ENTRY == 32) flush<B>(2 * c + h, sums);
+      if (ENTRY == 32) flush(2 * c + h, sums);
     }
   }
 
   // Chunks 2 p and, if `both`, 2 p + 1: one entry of 128 rows.
   template <int B>
   DEVICE void pair(int p, uint32_t offset, bool both) {
-    SetSums<B> sums[R];
-    if (ENTRY == 128) reset<B>(sums);
+    Sums<NT> sums[R];
+    if (ENTRY == 128) reset(sums);
     chunk<B>(2 * p, offset, sums);
     if (both) chunk<B>(2 * p + 1, offset + 128 * B, sums);
-    if (ENTRY == 128) flush<B>(p, sums);
+    if (ENTRY == 128) flush(p, sums);
   }
 
   // Four chunks of one width: the usual unit.
   template <int B>
   DEVICE void uniform() {
-    constexpr int UNROLL = NT == 1 && B <= 4 ? 2 : 1;
+    constexpr int UNROLL = NT == 1 ? 2 : 1;
 #pragma unroll UNROLL
     for (int p = 0; p < 2; p++) pair<B>(p, 256 * B * p, true);
   }
@@ -390,7 +321,7 @@ struct UnitProduct {
     if constexpr (ENTRY == 128) {
       pair<B>(c / 2, offset, both);
     } else {
-      SetSums<B> sums[R];
+      Sums<NT> sums[R];
       chunk<B>(c, offset, sums);
     }
   }
@@ -405,6 +336,11 @@ struct UnitProduct {
       case 0x4444: return uniform<4>();
       case 0x3333: return uniform<3>();
       case 0x2222: return uniform<2>();
+      case 0x8888: return uniform<8>();
+    }
+    if constexpr (KIND == EXL2) {
+      if (widths == 0x5555) return uniform<5>();
+      if (widths == 0x6666) return uniform<6>();
     }
     constexpr int STEP = ENTRY == 128 ? 2 : 1;
     uint32_t offset = 0;
@@ -442,13 +378,25 @@ DEVICE void store_result(void* y, size_t at, int kind, float v) {
   else if (kind == OUT_BF16) static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(v);
   else static_cast<float*>(y)[at] = v;
 }
-// The classes' sums in their one order: `part(c)` is the sum of class c.
+DEVICE float rounded(float v, int kind) {
+  return kind == OUT_F16 ? __half2float(__float2half_rn(v)) : kind == OUT_BF16 ? __bfloat162float(__float2bfloat16_rn(v)) : v;
+}
+DEVICE float load_result(const void* y, size_t at, int kind) {
+  return kind == OUT_F16    ? __half2float(static_cast<const __half*>(y)[at])
+         : kind == OUT_BF16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(y)[at])
+                            : static_cast<const float*>(y)[at];
+}
+// The classes' sums in their one order, a tree that cuts K into equal parts: `part(c)` is the sum of class c.
+template <class F>
+DEVICE float sum_pairs(F pair) {
+  float quarter[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) quarter[j] = pair(j) + pair(j + 4);
+  return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
+}
 template <class F>
 DEVICE float sum_classes(F part) {
-  float sum = part(0) + part(8);
-#pragma unroll
-  for (int c = 1; c < 8; c++) sum += part(c) + part(c + 8);
-  return sum;
+  return sum_pairs([&](int c) { return part(c) + part(c + 8); });
 }
 // (sum / row factor + bias) * prescale.
 DEVICE float finish(float sum, float multiplier, float bias, float prescale) {

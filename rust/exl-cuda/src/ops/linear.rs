@@ -116,8 +116,7 @@ impl Matrix {
 
     /// Bytes of scratch memory that [`matmul`] needs for `m` rows.
     pub fn prepared_bytes(&self, m: usize) -> usize {
-        let block = 4096 + UNIT_ROWS / self.entry_rows * 32;
-        self.argument.unit_count as usize * m.div_ceil(8) * block
+        self.argument.unit_count as usize * m.div_ceil(8) * 16 * UNIT_ROWS
     }
 }
 
@@ -133,10 +132,7 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
         "ring_gptq" => ring_kernels("gptq"),
         "linear" => kinds()
             .map(|(kind, entry)| format!("dequantize_{kind}_{entry}"))
-            .chain([128, 32].into_iter().flat_map(|entry| {
-                ["f16", "bf16"].map(|suffix| format!("prepare_{entry}_{suffix}"))
-            }))
-            .chain(["row_multipliers".to_owned()])
+            .chain(["prepare_f16", "prepare_bf16", "row_multipliers"].map(str::to_owned))
             .collect(),
         _ => match file.strip_prefix("matmul_") {
             Some(rest) => [1, 2, 4]
@@ -166,16 +162,17 @@ pub struct Product {
     pub m: usize,
 }
 
-/// Activations into the order of `kernels/prepared.cuh`.
+/// Activations into the order of `kernels/prepared.cuh`: that of wgmma for so many `columns`, that of mma.sync for zero.
 ///
 /// # Safety
 /// As [`matmul`].
-unsafe fn prepare(
+pub(super) unsafe fn prepare(
     to: Target,
     matrix: &Matrix,
     op: &Product,
     prepared: usize,
     multipliers: usize,
+    columns: usize,
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
     let m = index32("rows", op.m)?;
@@ -202,10 +199,15 @@ unsafe fn prepare(
             });
         }
     };
-    let kernel = format!("prepare_{}_{suffix}", matrix.entry_rows);
+    let kernel = format!("prepare_{suffix}");
+    let columns_wanted = columns as i32;
     let launch = Launch {
         kernel: &kernel,
-        grid: [matrix.argument.unit_count as u32, (m as u32).div_ceil(8), 1],
+        grid: [
+            matrix.argument.unit_count as u32,
+            (op.m.max(columns) as u32).div_ceil(8),
+            1,
+        ],
         // Multipliers come from the launch before through ordinary loads.
         programmatic: to.programmatic && op.x_type == Half::F16,
         ..base
@@ -216,7 +218,8 @@ unsafe fn prepare(
         op.x,
         prepared,
         multipliers,
-        m
+        m,
+        columns_wanted
     ];
     // SAFETY: the order is that of `prepare`; validity is the caller's promise.
     unsafe { launch.run(device, &mut arguments) }
@@ -240,7 +243,7 @@ pub unsafe fn matmul(
     let device = Device::get(to.device)?;
     let m = index32("rows", op.m)?;
     // SAFETY: this function's contract.
-    unsafe { prepare(to, matrix, op, prepared, multipliers)? };
+    unsafe { prepare(to, matrix, op, prepared, multipliers, 0)? };
     // (column tiles of 8 rows, row tiles) of a block.
     let (columns, tiles) = match op.m {
         ..=8 => (1, 1),
@@ -341,6 +344,6 @@ pub(super) mod tests {
 
     #[test]
     fn scratch_memory_counts_whole_blocks() {
-        assert_eq!(matrix(16, 2064).prepared_bytes(9), 16 * 2 * (4096 + 64));
+        assert_eq!(matrix(16, 2064).prepared_bytes(9), 16 * 2 * 4096);
     }
 }
