@@ -11,6 +11,7 @@ import pytest
 
 from exl_filters import (
     FilterCompileError,
+    FilterContext,
     FilterFailed,
     FilterRejected,
     FilterStack,
@@ -379,3 +380,49 @@ def test_captures_leading_space_and_runaway_whitespace():
     for text, good in ((' {"a": 1}', True), ('{"a": 1}', True), ('  {"a": 1}', False), ('{  "a": 1}', False)):
         assert bool(takes(f, text)) == good, text
     assert takes(make(json_schema={"type": "object"}, whitespace="any"), '{     "a"   : 1}')
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"regex": "(a|ab|yes){1,3}"},
+        {"json_schema": {"type": ["integer", "boolean"]}},
+        {"choice": ["a", "abc"], "on_complete": "eos"},
+        {"lark": 'start: "a"* "b"?\n'},
+    ],
+)
+@pytest.mark.parametrize("stops", ["the one it knows", "another", "two"])
+def test_the_mask_taken_as_it_is_equals_the_mask_put_together(source, stops):
+    """With one stop id and a vocabulary without holes llguidance's own mask is used; the long way says the same."""
+    words = [*(bytes([i]) for i in range(256)), b"ab", b"yes", b'{"', b'":', None, None]
+    vocab = Vocabulary(words, eos_token_id=260, special_ids=[260, 261])
+    ids = {"the one it knows": [260], "another": [261], "two": [260, 261]}[stops]
+    quick = ExLlamaV2GrammarFilter(None, vocab, **source)
+    slow = quick.clone()
+    rng = random.Random(1)
+    for f in (quick, slow):
+        f.attach(FilterContext.make(vocab.size, ids, [260, 261]))
+    assert quick._verbatim is (stops == "the one it knows")
+    slow._verbatim = False
+    whole = 0
+    for _ in range(20):
+        quick.begin("")
+        slow.begin("")
+        for _ in range(12):
+            one, two = bits.full(vocab.size), bits.empty(vocab.size)
+            assert quick.fill_bitmask(one)
+            assert slow.fill_bitmask(two)
+            assert (one == two).all()
+            assert set(ids) <= set(bits.to_ids(one)) or not quick.is_complete()
+            whole += quick.is_complete()
+            token = rng.choice(quick.next()[0])
+            quick.feed(token)
+            slow.feed(token)
+            if quick.ended():
+                break
+    assert whole
+    for token in (-1, vocab.size, 10**6):
+        quick.begin("")
+        with pytest.raises(FilterRejected):
+            quick.feed(token)
+        assert quick.next()[0]

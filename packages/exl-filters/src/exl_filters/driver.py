@@ -27,6 +27,7 @@ class FilterDriver:
         self.failure: FilterError | None = None
         self._lists_ends = not overrides(filter_, "ended")
         self._words = bits.empty(context.vocab_size)
+        self._ragged = context.vocab_size % 32 != 0
         self._fresh = False
         self._has_opinion = False
         self._journal: list[int] = []
@@ -90,7 +91,8 @@ class FilterDriver:
                 self._has_opinion = bool(self.filter.fill_bitmask(self._words))
             except BaseException as error:
                 self._park("fill_bitmask", error)
-            bits.clear_from(self._words, self.context.vocab_size)
+            if self._ragged:
+                bits.clear_from(self._words, self.context.vocab_size)
             self._fresh = True
         return self._words if self._has_opinion else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from exl_filters import bits
 from exl_filters.base import Allowed, ExLlamaV2Filter
@@ -29,13 +29,8 @@ AnyMatcher = Matcher | XgrammarMatcher
 MAX_PROBED = 64
 
 
-class _Step(NamedTuple):
-    """One feed, for rewinding: tokens the matcher consumed, and the flags and pending prefix before it."""
-
-    consumed: int
-    done: bool
-    ended: bool
-    pending: bytes
+# Before each feed, for rewinding: tokens the matcher had consumed, done, ended, and the prefix still to come.
+_Step = tuple[int, bool, bool, bytes]
 
 
 class _Template:
@@ -131,11 +126,15 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         else:
             compiled = self._compiled(budget if budget is not None else CompileBudget())
         self._template = _Template(compiled)
-        self._stops = self.vocabulary.stop_ids
         self._prepared: Words | None = None
         self._healing: Words | None = None
         self._keep = bits.from_ids(self.vocabulary.defined, self.vocabulary.size)
         self._all_defined = bool((self._keep == -1).all())
+        # llguidance's mask is right as it is where every id stands for something and it knows the one stop id there is.
+        self._every_id = len(self.vocabulary.defined) == self.vocabulary.size
+        exact = self._every_id and isinstance(compiled, Matcher) and compiled.width == self.vocabulary.size
+        self._only_stop = frozenset({compiled.eos}) if exact and isinstance(compiled, Matcher) else None
+        self._set_stops(self.vocabulary.stop_ids)
         self.begin("")
         self._refuse_empty()
 
@@ -143,7 +142,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
 
     def attach(self, context: FilterContext) -> None:
         super().attach(context)
-        self._stops = context.stop_ids
+        self._set_stops(context.stop_ids)
         self._changed()
 
     def begin(self, prefix_str: Any = "") -> None:
@@ -154,6 +153,10 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self._changed()
 
     def fill_bitmask(self, words: Words) -> bool:
+        if self._verbatim and not self._done and not self._pending:
+            self._matcher.mask_into(words)
+            if not self._matcher.stopped:
+                return True
         whole = True
         if self._done:
             words[:] = 0
@@ -181,21 +184,19 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
 
     def feed(self, token: Any) -> None:
         token = as_token(token)
-        done, ended, pending, consumed = self._done, self._ended, self._pending, 0
-        if not done:
+        matcher = self._matcher
+        before = (matcher.consumed, self._done, self._ended, self._pending)
+        if not self._done:
             if token in self._stops:
                 if not self.is_complete():
                     raise FilterRejected(f"stop token {token}: {self.describe()} is not complete", token)
                 self._done = self._ended = True
             else:
-                matcher = self._matcher
-                before = matcher.consumed
                 self._consume(token)
-                consumed = matcher.consumed - before
                 if self._ends and not self._pending and matcher.stopped:
                     self._done = self._ended = True
             self._prepared = self._healing = None
-        self._steps.append(_Step(consumed, done, ended, pending))
+        self._steps.append(before)
 
     def is_complete(self) -> bool:
         return self._done or (not self._pending and self._matcher.accepting)
@@ -208,9 +209,8 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             raise FilterUsageError(f"rewind({n}) after {len(self._steps)} tokens")
         if n == 0:
             return
-        undone = self._steps[len(self._steps) - n :]
-        self._matcher.rollback(sum(step.consumed for step in undone))
-        self._done, self._ended, self._pending = undone[0].done, undone[0].ended, undone[0].pending
+        consumed, self._done, self._ended, self._pending = self._steps[len(self._steps) - n]
+        self._matcher.rollback(self._matcher.consumed - consumed)
         del self._steps[len(self._steps) - n :]
         self._changed()
 
@@ -277,6 +277,10 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
 
     # Inside.
 
+    def _set_stops(self, stops: frozenset[int]) -> None:
+        self._stops = stops
+        self._verbatim = stops == self._only_stop
+
     def _compiled(self, budget: CompileBudget) -> Matcher:
         """The grammar compiled by llguidance, within the budget."""
         llguidance()
@@ -308,7 +312,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
 
     def _may_be(self, token: int) -> bool:
         """Whether an id stands for something; the rest the matcher would take for its placeholder."""
-        return bits.test(self._keep, token)
+        return 0 <= token < self.vocabulary.size if self._every_id else bits.test(self._keep, token)
 
     def _canonical(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, all of the grammar, the masks would have allowed."""
@@ -321,11 +325,11 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         return len(tokens)
 
     def _consume(self, token: int) -> None:
-        raw = self.vocabulary.bytes_of(token)
         if not self._pending:
             if not self._may_be(token) or not self._matcher.consume([token]):
                 raise FilterRejected(f"token {token} is not allowed by {self.describe()}", token)
             return
+        raw = self.vocabulary.bytes_of(token)
         if not raw or not bits.test(self._healing_words(), token):
             raise FilterRejected(f"token {token} is not allowed by {self.describe()}", token)
         if len(raw) < len(self._pending):

@@ -107,8 +107,8 @@ def _same_bytes(built: Any, vocabulary: Vocabulary) -> bool:
 class Matcher:
     """One `LLMatcher`: masks into its own buffer, counts what it consumed, raises `FilterFailed` when it fails."""
 
-    def __init__(self, raw: Any, width: int) -> None:
-        self.raw, self.width = raw, width
+    def __init__(self, raw: Any, width: int, eos: int) -> None:
+        self.raw, self.width, self.eos = raw, width, eos
         self.consumed = 0
         # Where the last mask went, and what llguidance wrote to: that buffer, or one of its own width.
         self._target: Words | None = None
@@ -116,7 +116,7 @@ class Matcher:
         self._address = self._octets = 0
 
     def copy(self) -> Matcher:
-        new = Matcher(self.raw.deep_copy(), self.width)
+        new = Matcher(self.raw.deep_copy(), self.width, self.eos)
         new.consumed = self.consumed
         return new
 
@@ -133,7 +133,7 @@ class Matcher:
         self.raw.unsafe_compute_mask_ptr(self._address, self._octets)
         if self.raw.is_error():
             self.check()
-        if self._buffer is not None and self._buffer is not target:
+        if self._buffer is not target and self._buffer is not None:
             bits.copy_into(self._buffer, target)
 
     def consume(self, tokens: list[int]) -> bool:
@@ -214,7 +214,7 @@ def compile_matcher(
     warnings = raw.get_grammar_warnings()
     if warnings:
         raise FilterCompileError("cannot be enforced: " + "; ".join(str(w) for w in warnings))
-    return Matcher(raw, width)
+    return Matcher(raw, width, int(tokenizer.eos_token))
 
 
 def _control_tokens(grammar: str, vocabulary: Vocabulary) -> dict[str, Any]:
