@@ -120,6 +120,10 @@ def test_videos_are_refused(pair: Pair) -> None:
     for bad, match in (([], "one at least"), ([*frames, picture(20, 21)], "different sizes"), ("abc", "list of PIL")):
         with pytest.raises(errors.InputError, match=match):
             video(pair.ours, pair.tokenizer, bad)  # type: ignore[arg-type]
+    with pytest.raises(errors.InputError, match="patches, at most"):
+        video(pair.ours, pair.tokenizer, [picture(400, 400)] * 4096)
+    with pytest.raises(errors.InputError, match="4097 frames"):
+        video(pair.ours, pair.tokenizer, frames * 2048 + frames[:1])
     with pytest.raises(errors.InputError, match="fps"):
         video(pair.ours, pair.tokenizer, frames, fps=0.0)
 

@@ -127,6 +127,22 @@ def write_model(family: str, folder: Path, **changes: Any) -> Any:
     return theirs
 
 
+def write_tokenizer(folder: Path) -> None:
+    """One token a byte, and those that frame turns and images; ids up to 262."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|im_start|>", "<|im_end|>"])
+    made.save(str(folder / "tokenizer.json"))
+    turn = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    template = "{% for m in messages %}" + turn + "{% endfor %}<|im_start|>assistant\n"
+    about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+
+
 def make_pair(family: str, folder: Path) -> Pair:
     theirs = write_model(family, folder)
     config = ExLlamaV2Config(folder)

@@ -69,6 +69,30 @@ def test_lora_per_job() -> None:
     assert len({line.split(":")[1] for line in lines}) == 3
 
 
+@pytest.mark.covers("core.md: multimodal-other")
+def test_image_question(tmp_path: Path) -> None:
+    """On a random Qwen2-VL: its answers mean nothing, but the second question finds the image in the cache."""
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(ROOT / "tests" / "core"))
+    from vision_models import QWEN_TEXT, picture, write_model, write_tokenizer
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    text = {**QWEN_TEXT, "vocab_size": 288, "max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": 260}
+    write_model("Qwen2VL", folder, text_config=text)
+    write_tokenizer(folder)
+    picture(120, 70).save(tmp_path / "photo.png")
+    out = run("image_question.py", str(folder), str(tmp_path / "photo.png"), "What is it?", "What colour has it?")
+    lines = out.splitlines()
+    tokens, positions = (int(n) for n in re.findall(r"pixels are (\d+) tokens at (\d+) positions", lines[0])[0])
+    assert lines[0].startswith("120 x 70 ")
+    assert tokens > positions > 2
+    cached = [int(n) for n in re.findall(r"\((\d+) of \d+ prompt tokens were in the cache\)", out)]
+    assert len(cached) == 2
+    assert cached[0] == 0
+    assert cached[1] >= tokens
+
+
 def test_kernels_alone() -> None:
     out = run("kernels_alone.py", str(default_model_dir() / "output.safetensors"), "model.layers.0.mlp.down_proj")
     difference = float(out.rsplit(" ", 1)[-1])

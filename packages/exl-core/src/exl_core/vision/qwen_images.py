@@ -14,9 +14,11 @@ from .encoder import Grid, Picture
 from .images import as_rgb, pixels_of
 from .qwen_settings import PixelRange, QwenSettings
 
-__all__ = ["MAX_FRAMES", "output_size", "patches_of", "prepare", "prepare_video"]
+__all__ = ["MAX_FRAMES", "MAX_PATCHES", "output_size", "patches_of", "prepare", "prepare_video"]
 
 MAX_FRAMES = 4096
+MAX_PATCHES = 1 << 19
+"""Of a video: 131,072 tokens of the published models, 2.5 GB of numbers."""
 
 
 def output_size(height: int, width: int, step: int, limits: PixelRange) -> tuple[int, int]:
@@ -51,6 +53,7 @@ def prepare_video(frames: Sequence[Any], settings: QwenSettings) -> Picture:
     sizes = {image.size for image in frames if hasattr(image, "size")}
     if len(sizes) > 1:
         raise InputError(f"frames of different sizes: {sorted(sizes)[:4]}; resize them to one")
+    _check_patches(len(frames), next(iter(sizes), (0, 0)), settings)
     done = [_resized(as_rgb(image), settings, settings.video_pixels) for image in frames]
     if len({tuple(f.shape) for f in done}) > 1:
         raise InputError("frames that are turned differently: make all of one size first")
@@ -69,6 +72,21 @@ def patches_of(frames: Tensor, settings: QwenSettings) -> tuple[Tensor, Grid]:
     cut = frames.reshape(grid[0], t, channels, grid[1] // m, m, p, grid[2] // m, m, p)
     ordered = cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return ordered.reshape(math.prod(grid), channels * t * p * p), grid
+
+
+def _check_patches(frames: int, size: tuple[int, int], settings: QwenSettings) -> None:
+    """InputError for a video of more than `MAX_PATCHES`, before a frame of it is decoded."""
+    if min(size) < 1:
+        return  # as_rgb refuses it
+    step = settings.patch_size * settings.merge_size
+    rows, columns = output_size(size[1], size[0], step, settings.video_pixels)
+    times = -(-frames // settings.temporal_patch)
+    patches = times * (rows // settings.patch_size) * (columns // settings.patch_size)
+    if patches > MAX_PATCHES:
+        raise InputError(
+            f"video of {frames} frames of {size[0]} x {size[1]} pixels makes {patches} patches, at most {MAX_PATCHES} are "
+            "taken; sample fewer frames, or make them smaller"
+        )
 
 
 def _resized(rgb: Any, settings: QwenSettings, limits: PixelRange) -> Tensor:

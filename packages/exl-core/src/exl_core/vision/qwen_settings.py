@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, ConfigTypeError
 from ..json_reader import JsonReader
+from .images import MAX_PIXELS
 from .reading import (
     CLIP_MEAN,
     CLIP_STD,
@@ -136,11 +137,10 @@ def _same_cut(read: JsonReader, wanted: tuple[int, int, int]) -> None:
 
 
 def _pixels(read: JsonReader, step: int, default: PixelRange) -> PixelRange:
-    most_allowed = MAX_EDGE * MAX_EDGE
     keys = ("min_pixels", "size->min_pixels", "size->shortest_edge")
-    least = read.integer(*keys, default=default.least, minimum=1, maximum=most_allowed)
+    least = read.integer(*keys, default=default.least, minimum=1, maximum=MAX_PIXELS)
     keys = ("max_pixels", "size->max_pixels", "size->longest_edge")
-    most = read.integer(*keys, default=default.most, minimum=1, maximum=most_allowed)
+    most = read.integer(*keys, default=default.most, minimum=1, maximum=MAX_PIXELS)
     if most < max(least, step * step):
         raise ConfigError(f"{read.file}: between {least} and {most} pixels there is no image of whole patches")
     return PixelRange(least, most)
