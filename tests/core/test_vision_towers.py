@@ -110,7 +110,7 @@ def test_patches_hold_every_pixel_once(pair: Pair) -> None:
     assert torch.equal(patches.flatten().sort().values, frames.flatten())
 
 
-def test_videos_are_refused(pair: Pair) -> None:
+def test_videos_are_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     frames = [picture(20, 20)] * 2
     video = pair.tower.get_video_embeddings
     if not pair.qwen:
@@ -120,8 +120,9 @@ def test_videos_are_refused(pair: Pair) -> None:
     for bad, match in (([], "one at least"), ([*frames, picture(20, 21)], "different sizes"), ("abc", "list of PIL")):
         with pytest.raises(errors.InputError, match=match):
             video(pair.ours, pair.tokenizer, bad)  # type: ignore[arg-type]
-    with pytest.raises(errors.InputError, match="patches, at most"):
-        video(pair.ours, pair.tokenizer, [picture(400, 400)] * 4096)
+    monkeypatch.setattr("exl_core.vision.qwen_images.MAX_PATCHES", 1000)
+    with pytest.raises(errors.InputError, match="makes 1280 patches, at most 1000"):
+        video(pair.ours, pair.tokenizer, [picture(400, 400)] * 10)
     with pytest.raises(errors.InputError, match="4097 frames"):
         video(pair.ours, pair.tokenizer, frames * 2048 + frames[:1])
     with pytest.raises(errors.InputError, match="fps"):

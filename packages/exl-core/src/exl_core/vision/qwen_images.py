@@ -84,8 +84,8 @@ def _check_patches(frames: int, size: tuple[int, int], settings: QwenSettings) -
     patches = times * (rows // settings.patch_size) * (columns // settings.patch_size)
     if patches > MAX_PATCHES:
         raise InputError(
-            f"video of {frames} frames of {size[0]} x {size[1]} pixels makes {patches} patches, at most {MAX_PATCHES} are "
-            "taken; sample fewer frames, or make them smaller"
+            f"video of {frames} frames of {size[0]} x {size[1]} pixels makes {patches} patches, at most {MAX_PATCHES} "
+            "are taken; sample fewer frames, or make them smaller"
         )
 
 
