@@ -94,21 +94,23 @@ impl Candidates {
         peak: f32,
         distances: RangeInclusive<f32>,
     ) {
-        self.id.resize(x.len() + MAX_LANES, 0);
-        self.x.resize(x.len() + MAX_LANES, 0.0);
-        let (id, to) = (&mut self.id, &mut self.x);
-        let count = dispatch(
-            isa,
-            Within {
-                x,
-                peak,
-                distances,
-                id,
-                to,
-            },
-        );
-        self.id.truncate(count);
-        self.x.truncate(count);
+        self.clear();
+        self.id.reserve(x.len() + MAX_LANES);
+        self.x.reserve(x.len() + MAX_LANES);
+        let (id, to) = (self.id.as_mut_ptr(), self.x.as_mut_ptr());
+        let within = Within {
+            x,
+            peak,
+            distances,
+            id,
+            to,
+        };
+        let count = dispatch(isa, within);
+        // SAFETY: the kernel has written as many.
+        unsafe {
+            self.id.set_len(count);
+            self.x.set_len(count);
+        }
     }
 
     /// Keeps the candidates that `keep` wants by logit and id; weights are not there yet.
@@ -274,12 +276,13 @@ impl Candidates {
     }
 }
 
+/// `id` and `to` have room for `MAX_LANES` more elements than `x` has.
 struct Within<'a> {
     x: &'a [f32],
     peak: f32,
     distances: RangeInclusive<f32>,
-    id: &'a mut [u32],
-    to: &'a mut [f32],
+    id: *mut u32,
+    to: *mut f32,
 }
 
 impl Kernel for Within<'_> {
@@ -295,22 +298,25 @@ impl Kernel for Within<'_> {
         let mut count = 0;
         let whole = self.x.len() / V::LANES * V::LANES;
         for at in (0..whole).step_by(V::LANES) {
-            // SAFETY: `whole` is a multiple of `LANES`; both outputs have room for `MAX_LANES` more than `x` has.
-            let kept = unsafe {
+            // SAFETY: `whole` is a multiple of `LANES`; there is room for a vector behind `count`, all of which is written.
+            unsafe {
                 let x = V::load(self.x.as_ptr().add(at));
                 let mask = peak.sub(x).within(low, high) & x.within(f32::MIN, f32::MAX);
-                x.store_chosen(mask, self.to.as_mut_ptr().add(count));
-                lanes.store_chosen(mask, self.id.as_mut_ptr().add(count).cast());
-                mask.count_ones() as usize
-            };
-            for id in &mut self.id[count..count + V::LANES] {
-                *id = id.wrapping_add(at as u32);
+                x.store_chosen(mask, self.to.add(count));
+                lanes.store_chosen(mask, self.id.add(count).cast());
+                for id in std::slice::from_raw_parts_mut(self.id.add(count), V::LANES) {
+                    *id = id.wrapping_add(at as u32);
+                }
+                count += mask.count_ones() as usize;
             }
-            count += kept;
         }
         for at in whole..self.x.len() {
             let x = self.x[at];
-            (self.id[count], self.to[count]) = (at as u32, x);
+            // SAFETY: no more are written than there are logits.
+            unsafe {
+                self.id.add(count).write(at as u32);
+                self.to.add(count).write(x);
+            }
             let distance = self.peak - x;
             count += usize::from(x.is_finite() && low <= distance && distance <= high);
         }

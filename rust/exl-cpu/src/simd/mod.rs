@@ -60,7 +60,7 @@ pub(crate) trait Lanes: Copy {
     /// # Safety
     /// Room for `LANES` floats at `p`.
     unsafe fn store(self, p: *mut f32);
-    /// Stores the lanes of `mask` one behind the other; what stands behind them up to `LANES` floats is not kept.
+    /// Stores the lanes of `mask` one behind the other, and anything behind them up to `LANES` floats.
     /// # Safety
     /// Room for `LANES` floats at `p`.
     unsafe fn store_chosen(self, mask: u32, p: *mut f32);

@@ -127,14 +127,16 @@ impl Lanes for Scalar {
     }
     #[inline(always)]
     unsafe fn store_chosen(self, mask: u32, p: *mut f32) {
-        let mut to = p;
+        let mut chosen = [0.0; N];
+        let mut at = 0;
         for (i, &x) in self.0.iter().enumerate() {
-            // SAFETY: at most `i` lanes stand before it.
-            unsafe {
-                *to = x;
-                to = to.add((mask >> i & 1) as usize);
+            if mask >> i & 1 == 1 {
+                chosen[at] = x;
+                at += 1;
             }
         }
+        // SAFETY: the caller vouches for the room.
+        unsafe { p.cast::<[f32; N]>().write_unaligned(chosen) }
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const u16) -> Self {
