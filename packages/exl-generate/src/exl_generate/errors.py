@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from typing import ClassVar
 
 from exl_kernels.errors import ExlError
 
-__all__ = ["CapacityError", "JobStateError", "NoCandidatesError", "RequestError", "UserCodeError", "contained"]
+__all__ = ["CapacityError", "JobStateError", "NoCandidatesError", "RequestError", "UserCodeError"]
 
 
 class RequestError(ExlError, ValueError):
@@ -38,15 +37,3 @@ class UserCodeError(ExlError, RuntimeError):
     """A hook or filter raised what is no `Exception` (SystemExit, CancelledError, ...); that stands in `__cause__`."""
 
     code: ClassVar[str] = "user_code"
-
-
-def contained(error: BaseException) -> Exception:
-    """`error` as one that ends only its job. Ctrl-C goes on; it reaches the main thread alone, so that a
-    KeyboardInterrupt anywhere else is user code's."""
-    if isinstance(error, Exception):
-        return error
-    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-        raise error
-    wrapped = UserCodeError(f"a hook or filter raised {error!r}, which is no Exception; raise one instead")
-    wrapped.__cause__ = error
-    return wrapped

@@ -10,7 +10,7 @@ from exl_generate.dynamic.ahead import Ahead, can_run_ahead
 from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.speculation import Drafter
-from exl_generate.errors import contained
+from exl_generate.interrupts import contained
 from exl_generate.sampling import Draw, Sample, sample_batch
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.dynamic.speculation import Drafter, ModelDrafter, NgramDrafter
 from exl_generate.dynamic.workers import filter_pool
 from exl_generate.errors import JobStateError, RequestError
+from exl_generate.interrupts import Unbroken
 from exl_generate.sampling import Settings
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class ExLlamaV2DynamicGenerator:
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
         """End a job in whatever phase it is. Its last result (`eos_reason` "cancelled") comes with the next
         `iterate()`. A job that is unknown or finished is ignored."""
-        with self._lock:
+        with Unbroken(), self._lock:
             if job.serial_number is not None and not job.is_finished and self._owns(job):
                 self._deliver([job.cancelled()])
                 self._drop(job)
@@ -126,7 +127,7 @@ class ExLlamaV2DynamicGenerator:
     def clear_queue(self) -> None:
         """Drop every job, queued or running, without results. A `generate()` of another thread raises
         `JobStateError`."""
-        with self._lock:
+        with Unbroken(), self._lock:
             for job in [*self._scheduler.pending, *self._scheduler.active]:
                 self._drop(job)
             self._outbox.clear()
@@ -151,13 +152,13 @@ class ExLlamaV2DynamicGenerator:
     def iterate(self) -> list[Result]:
         """One round: start jobs, prefill, decode one step. Returns all results since the last call; [] if idle.
 
-        A KeyboardInterrupt inside a round reaches the caller, and that round's tokens of running jobs may be lost:
-        cancel them. Any other failure ends the job that it is of.
+        Ctrl-C inside a round reaches the caller when the round is over, and its results come with the next call. A
+        second one breaks in: it ends the job whose filter or hook it meets. Any other failure ends the job that it is
+        of.
         """
-        with self._lock:
+        with Unbroken(), self._lock:
             self._engine.step()
-            results, self._outbox = self._outbox, []
-            return results
+        return self._collect()
 
     def generate(
         self,
@@ -261,7 +262,7 @@ class ExLlamaV2DynamicGenerator:
 
     def _enqueue(self, jobs: list[ExLlamaV2DynamicJob], sink: list[Result] | None = None) -> list[int]:
         """Check and queue; does not wait for a round that is running in another thread."""
-        with self._submitting:
+        with Unbroken(), self._submitting:
             for job in jobs:
                 self._check(job)
             if len(set(jobs)) != len(jobs):
@@ -301,6 +302,18 @@ class ExLlamaV2DynamicGenerator:
             if len(bad):
                 raise RequestError(f"input_ids holds token id {int(bad[0])}; the vocabulary has ids 0 to {vocab - 1}")
 
+    def _collect(self) -> list[Result]:
+        """All that is in the outbox; if an interrupt comes between, it is there again."""
+        taken: list[Result] = []
+        try:
+            with self._lock:
+                taken, self._outbox = self._outbox, []
+            return taken
+        except BaseException:
+            with Unbroken(), self._lock:
+                self._outbox[:0] = taken
+            raise
+
     def _deliver(self, results: list[Result]) -> None:
         for result in results:
             self._sinks.get(result["job"], self._outbox).append(result)
@@ -328,14 +341,14 @@ class ExLlamaV2DynamicGenerator:
             while not all(job.is_finished for job in jobs):
                 if abort_event is not None and abort_event.is_set():
                     return False  # an event that is set when the last token is there already takes nothing away
-                with self._lock:
+                with Unbroken(), self._lock:
                     self._engine.step()
                     self._hand_over(sink, take)
             with self._lock:  # a round of another thread may have ended the last of them
                 self._hand_over(sink, take)
             return True
         finally:
-            with self._lock:
+            with Unbroken(), self._lock:
                 for job in jobs:
                     if not job.is_finished:
                         self._drop(job)

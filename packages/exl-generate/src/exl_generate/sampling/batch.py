@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from exl_generate.errors import contained
+from exl_generate.interrupts import contained
 from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample, sample_rows
 from exl_kernels.sampling import Failure, Row, Sampled
 

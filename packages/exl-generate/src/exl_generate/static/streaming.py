@@ -14,6 +14,7 @@ from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.dynamic.speculation import ModelDrafter, NgramDrafter
 from exl_generate.errors import CapacityError, JobStateError, RequestError
+from exl_generate.interrupts import Unbroken
 from exl_generate.sampling import Settings
 from exl_generate.static.base import ExLlamaV2BaseGenerator, eos_ids
 from exl_generate.static.rows import OneRow, page_size_of
@@ -175,11 +176,10 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         string taken back. `ban_tokens` are avoided in this call alone."""
         if self._job is None:
             raise JobStateError("no stream has begun; call begin_stream_ex first")
-        result = self._told(self._next(ban_tokens))
-        if self._healed_pending and not result["eos"]:
-            self._healed_pending = False
-            result = _joined(_without_first(result), self._told(self._next(ban_tokens)))
-        return result
+        told, count = self._told(self._look(0, ban_tokens)), 1
+        if self._healed_pending and not told["eos"]:
+            told, count = _joined(_without_first(told), self._told(self._look(1, ban_tokens))), 2
+        return self._hand_out(told, count)
 
     def stream(self, ban_tokens: Iterable[int] | None = None) -> tuple[Any, ...]:
         """Older form: (chunk, eos, chunk_token_ids), then probs and logits if they were asked for."""
@@ -236,8 +236,23 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self._results.clear()
         self._job = None
 
-    def _next(self, ban_tokens: Iterable[int] | None) -> Result:
-        """The next streaming result of the job."""
+    def _hand_out(self, told: Result, count: int) -> Result:
+        """`told`, for which `count` results of the job are used up; if an interrupt comes between, they are not."""
+        used: list[Result] = []
+        healed = self._healed_pending
+        try:
+            with Unbroken():
+                used.extend(self._results.popleft() for _ in range(count))
+                self._healed_pending = False
+            return told
+        except BaseException:
+            with Unbroken():
+                self._results.extendleft(reversed(used))
+                self._healed_pending = healed
+            raise
+
+    def _look(self, at: int, ban_tokens: Iterable[int] | None) -> Result:
+        """The job's result `at` places behind the last that was handed out; it stays in the line."""
         job, engine = self._job, self._engine
         assert job is not None
         assert engine is not None
@@ -247,24 +262,27 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
                 "ban_tokens does not go with drafting, which is ahead of the call; use banned_strings"
             )
         job.avoided = bans
-        if not self._results and job.is_finished:
+        if len(self._results) <= at and job.is_finished:
             raise JobStateError("the stream has ended; begin a new one")
-        while not self._results:
-            before = (job.new_tokens, job.drafted_tokens, job.accepted_draft_tokens)
-            self._pull(engine)
-            self.total_tokens += max(0, job.new_tokens - before[0])
-            self.total_draft_tokens += job.drafted_tokens - before[1]
-            self.accepted_draft_tokens += job.accepted_draft_tokens - before[2]
+        while len(self._results) <= at:
+            with Unbroken():
+                before = (job.new_tokens, job.drafted_tokens, job.accepted_draft_tokens)
+                self._pull(engine)
+                self.total_tokens += max(0, job.new_tokens - before[0])
+                self.total_draft_tokens += job.drafted_tokens - before[1]
+                self.accepted_draft_tokens += job.accepted_draft_tokens - before[2]
         ids = torch.from_numpy(job.sequence.ids.copy())
         pad = max(0, int(getattr(self.tokenizer, "pad_token_id", 0) or 0))
         self.sequence_ids = ids.masked_fill(ids >= EMBEDDING_INDEX, pad)[None]
-        result = self._results.popleft()
+        result = self._results[at]
         if "exception" in result:
+            self._results.clear()
             raise result["exception"]
         return result
 
     def _pull(self, engine: ExLlamaV2DynamicGenerator) -> None:
-        self._results.extend(result for result in engine.iterate() if result["stage"] == "streaming")
+        with Unbroken():
+            self._results.extend(result for result in engine.iterate() if result["stage"] == "streaming")
 
     def _told(self, result: Result) -> Result:
         """A job's result dict in the keys of this generator."""

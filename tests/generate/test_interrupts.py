@@ -1,0 +1,233 @@
+"""Ctrl-C at any line of a round: no token is lost or doubled, pages add up, and the caller gets its exception."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from exl_filters import ExLlamaV2Filter
+from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
+from exl_generate.testing import check_pages, streamed_text, streamed_tokens
+from exl_generate.testing.scripted import ScriptedCache, ScriptedConfig, ScriptedModel
+from exl_generate.testing.small import TOKENIZER, VOCAB, ids, job, make, speculate
+
+Settings = ExLlamaV2Sampler.Settings
+WIDE = Settings(temperature=1.5, top_k=0, top_p=0)
+
+
+@pytest.fixture(autouse=True)
+def default_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler was not put back"
+    signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def at_line(number: int, what: Callable[[], None]) -> Iterator[list[int]]:
+    """Calls `what` before the `number`-th line that runs inside the package; counts the lines."""
+    lines = [0]
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if "exl_generate" not in frame.f_code.co_filename or "testing" in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            lines[0] += 1
+            if lines[0] == number:
+                what()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+class Odd(ExLlamaV2Filter):
+    """Odd ids only."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+    def clone(self, c: Any = None) -> Odd:
+        return Odd()
+
+    def begin(self, prefix_str: Any = "") -> None: ...
+
+    def feed(self, token: Any) -> None: ...
+
+    def next(self) -> tuple[set[int], set[int]]:
+        return set(range(3, VOCAB, 2)), set()
+
+
+def jobs() -> list[ExLlamaV2DynamicJob]:
+    """Most of what a round does: guesses, bans, filters, pairs, healing, shares, prompts over several chunks."""
+    pair: Any = [ids("the fox"), ids("no")]
+    return [
+        job("abcabcabcabc", 9, gen_settings=WIDE, seed=1, banned_strings=["e", "ab"], return_probs=True),
+        job("the the the", 7, gen_settings=WIDE, seed=2, filters=[Odd()], return_logits=True),
+        ExLlamaV2DynamicJob(pair, 6, gen_settings=Settings(cfg_scale=1.5), seed=3),
+        job("x" * 40, 8, token_healing=True, max_rq_tokens=3, stop_conditions=["zz"]),
+    ]
+
+
+def play(generator: ExLlamaV2DynamicGenerator, number: int) -> tuple[list[Any], int, int]:
+    """What every job said, how often the caller was interrupted, and the lines that ran."""
+    asked, interrupts = jobs(), 0
+    results: dict[ExLlamaV2DynamicJob, list[dict[str, Any]]] = defaultdict(list)
+    generator.enqueue(asked)
+    with at_line(number, interrupt) as lines:
+        while any(not (results[one] and results[one][-1]["eos"]) for one in asked):
+            try:
+                for result in generator.iterate():
+                    results[result["job"]].append(result)
+                check_pages(generator)
+            except KeyboardInterrupt:
+                interrupts += 1
+    assert generator.page_table.unreferenced == generator.max_pages
+    said = [
+        (streamed_tokens(r), streamed_text(r), r[-1]["eos_reason"], [x.get("suppressed_text") for x in r], len(r))
+        for r in (results[one] for one in asked)
+    ]
+    return said, interrupts, lines[0]
+
+
+@pytest.mark.parametrize("how", ["plain", "ngram", "model"])
+@pytest.mark.covers("generators.md: 60", "generators.md: 61")
+def test_no_token_is_lost_or_doubled(how: str) -> None:
+    def new() -> ExLlamaV2DynamicGenerator:
+        return make() if how == "plain" else speculate(how)
+
+    want = play(new(), -1)[0]
+    _, none, lines = play(new(), -1)
+    assert none == 0
+    dice = random.Random(how)
+    for number in [*range(1, 12), *(dice.randrange(12, lines - 50) for _ in range(30))]:
+        said, interrupts, _ = play(new(), number)
+        assert (said, interrupts) == (want, 1), number
+
+
+def test_enqueue_is_all_or_nothing() -> None:
+    for number in range(1, 200, 7):
+        generator, asked = make(), jobs()
+        with at_line(number, interrupt), contextlib.suppress(KeyboardInterrupt):
+            generator.enqueue(asked)
+        assert generator.num_remaining_jobs() in (0, len(asked))
+        generator.clear_queue()
+        check_pages(generator)
+
+
+def test_a_stream_goes_on_where_it_was() -> None:
+    def stream(generator: ExLlamaV2StreamingGenerator) -> str:
+        generator.begin_stream_ex(ids("the fox and the"), WIDE, token_healing=True, seed=5)
+        text = ""
+        for _ in range(20):
+            while True:
+                try:
+                    result = generator.stream_ex()
+                    break
+                except KeyboardInterrupt:
+                    pass
+            text += result["chunk"]
+        return text
+
+    def new() -> ExLlamaV2StreamingGenerator:
+        model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128))
+        return ExLlamaV2StreamingGenerator(model, ScriptedCache(model, max_seq_len=128), TOKENIZER)
+
+    want = stream(new())
+    with at_line(-1, interrupt) as lines:
+        stream(new())
+    dice = random.Random(1)
+    for number in (dice.randrange(lines[0]) for _ in range(150)):
+        generator = new()
+        with at_line(number, interrupt):
+            try:
+                assert stream(generator) == want
+            except KeyboardInterrupt:  # it came into begin_stream_ex
+                assert generator.sequence_ids is None
+                continue
+
+
+def test_cancel_and_clear_are_done_when_they_are_left() -> None:
+    for number in range(1, 60):
+        generator = make()
+        asked = jobs()
+        generator.enqueue(asked)
+        for _ in range(3):
+            generator.iterate()
+        with at_line(number, interrupt), contextlib.suppress(KeyboardInterrupt):
+            generator.cancel(asked[0])
+            generator.clear_queue()
+        check_pages(generator)
+        generator.clear_queue()
+        check_pages(generator)
+        assert generator.page_table.unreferenced == generator.max_pages
+
+
+def test_a_second_one_leaves_a_filter_that_hangs_and_ends_its_job_alone() -> None:
+    class Hangs(Odd):
+        def clone(self, c: Any = None) -> Hangs:
+            return self
+
+        def next(self) -> tuple[set[int], set[int]]:
+            interrupt()
+            interrupt()
+            time.sleep(60)
+            raise AssertionError
+
+    generator = make(filter_background_eval=False)
+    hanging, other = job("abc", 5, filters=[Hangs()]), job("the", 5)
+    generator.enqueue([hanging, other])
+    results: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    interrupts = 0
+    while generator.num_remaining_jobs() or not results[other]:
+        try:
+            for result in generator.iterate():
+                results[result["job"]].append(result)
+        except KeyboardInterrupt:
+            interrupts += 1
+    for result in generator.iterate():
+        results[result["job"]].append(result)
+    assert interrupts == 1
+    assert results[hanging][-1]["eos_reason"] == "error"
+    assert len(streamed_tokens(results[other])) == 5
+    check_pages(generator)
+
+
+def test_a_handler_of_the_callers_own_is_called_behind_the_round() -> None:
+    seen: list[bool] = []
+    generator = make()
+    signal.signal(signal.SIGINT, lambda *_: seen.append(True))
+    try:
+        settings = Settings.greedy(post_sampling_hooks=[lambda _: interrupt()])
+        generator.enqueue(job("abc", 1, gen_settings=settings))
+        results = generator.iterate()
+        assert seen == [True]
+        assert results[-1]["eos"]
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_the_default_action_and_threads_are_left_alone() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        assert make().generate("abc", 2, gen_settings=Settings.greedy()) is not None
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
