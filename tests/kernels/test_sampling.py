@@ -274,6 +274,28 @@ def test_gpu_leaves_flat_rows_and_rare_transforms_to_the_cpu() -> None:
 
 
 @pytest.mark.cuda
+def test_tokens_are_on_the_gpu_before_anybody_waits() -> None:
+    logits = torch.randn(40, 3000, device="cuda") * 4
+    rows = [
+        Row(Plan(size=3000, top_k=20 + i, greedy=i % 5 == 0), logits[i], uniform=0.02 * i, top_n=i % 3)
+        for i in range(40)
+    ]
+    seen: list[torch.Tensor | None] = []
+    found = sampling.sample(rows, lambda tokens: seen.append(None if tokens is None else tokens.long().clone()))
+    (tokens,) = seen
+    assert tokens is not None
+    assert tokens.is_cuda
+    assert tokens.tolist() == [one.token for one in found if isinstance(one, Sampled)]
+    typical = Row(Plan(size=3000, typical=0.9), logits[0], uniform=0.3)  # left to the CPU
+    seen.clear()
+    assert sampling.sample([rows[1], typical], seen.append)[0] == found[1]
+    assert [tokens is None for tokens in seen] == [False, True]
+    seen.clear()
+    sampling.sample([rows[1], replace(rows[2], logits=rows[2].logits.cpu())], seen.append)
+    assert not seen
+
+
+@pytest.mark.cuda
 def test_gpu_reports_empty_and_broken_rows() -> None:
     plan, x = Plan(size=500), torch.randn(500)
     broken = x.clone()

@@ -469,8 +469,9 @@ class ExLlamaV2:
         little is left to do when they come. None where `forward_chunk` would not launch a captured graph.
 
         What is returned takes int64 ids [batch, q_len] on the CPU, queues the step and returns its logits as
-        `forward_chunk` does, or None, with nothing queued, for ids that it would refuse. It is to be called once,
-        before any other pass of this model, or not at all.
+        `forward_chunk` does, or None, with nothing queued, for ids that it would refuse. It also takes integers on the
+        model's GPU that the current stream has still to compute, cut to the vocabulary when they are there. It is to be
+        called before any other pass of this model, or not at all; a second call computes the step again.
         """
         if not self._graphs_possible:
             return None

@@ -11,7 +11,7 @@ probable one weighs nothing until a later temperature gives it weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,6 +143,9 @@ class Row:
         )
 
 
+Meanwhile = Callable[[Tensor | None], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """A token with its final probability, and the first candidates by falling probability, at most `top_n`."""
@@ -160,8 +163,13 @@ class Failure:
     not_finite: bool
 
 
-def sample(rows: Sequence[Row]) -> list[Sampled | Failure]:
+def sample(rows: Sequence[Row], meanwhile: Meanwhile | None = None) -> list[Sampled | Failure]:
     """One token a row. Rows may differ in width, settings and device.
+
+    `meanwhile`: called before the answers are waited for if all rows are on one GPU, with int32 [rows] tokens there,
+    in the order of the current stream; what it queues on the stream is not waited for. Called again with None if a row
+    is left to the CPU, so that one of them was not its token (a row without any has any number there). With rows
+    elsewhere it is not called.
 
     Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read
     back; a row whose transforms the GPU has no code for (typical, CFG, more than 2,048 candidates or 64 to report) is
@@ -174,7 +182,7 @@ def sample(rows: Sequence[Row]) -> list[Sampled | Failure]:
     try:
         on_cpu = [i for i, row in enumerate(rows) if not row.logits.is_cuda]
         if len(on_cpu) < len(rows):
-            on_cpu += _sample_on_gpus(rows, results)
+            on_cpu += _sample_on_gpus(rows, results, meanwhile)
         for i, answer in zip(on_cpu, _native.sample_rows([_on_cpu(rows[i]).request() for i in on_cpu]), strict=True):
             results[i] = answer
     except (AttributeError, TypeError, ValueError, BufferError):
@@ -184,7 +192,7 @@ def sample(rows: Sequence[Row]) -> list[Sampled | Failure]:
     return [_result(*answer) for answer in results]
 
 
-def _sample_on_gpus(rows: Sequence[Row], results: list[Any]) -> list[int]:
+def _sample_on_gpus(rows: Sequence[Row], results: list[Any], meanwhile: Meanwhile | None = None) -> list[int]:
     """Fills in the results of rows on GPUs; returns those that are left to the CPU."""
     devices: dict[torch.device, list[int]] = {}
     for i, row in enumerate(rows):
@@ -192,10 +200,13 @@ def _sample_on_gpus(rows: Sequence[Row], results: list[Any]) -> list[int]:
             devices.setdefault(row.logits.device, []).append(i)
     left = []
     for indices in devices.values():
-        for i, answer in zip(indices, sampling_cuda.answers([rows[i] for i in indices]), strict=True):
+        then = meanwhile if len(indices) == len(rows) else None
+        for i, answer in zip(indices, sampling_cuda.answers([rows[i] for i in indices], then), strict=True):
             results[i] = answer
             if answer[0] == _LEFT_TO_CPU:
                 left.append(i)
+        if left and then is not None:
+            then(None)
     return left
 
 

@@ -7,7 +7,7 @@ memory by the kernels. Buffers grow to the largest call and stay; one call at a 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,9 @@ __all__ = ["answers", "launch"]
 
 _SEGMENT = 2048
 _BLOCKS = 2048
+_ANSWER_BYTES = (
+    800  # as `Answer` of kernels/sampling.cu, which begins with its token; answers come first in the staging
+)
 _places: dict[torch.device, _Place] = {}
 _places_lock = threading.Lock()
 
@@ -33,6 +36,8 @@ class _Place:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.Lock()
+        self.sampled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.told = torch.empty(0, dtype=torch.uint8, device=device)
         self.grow(1 << 18)
         self.shaped = torch.empty(0, 0, device=device)
         self.maxima = torch.empty(0, _BLOCKS, dtype=torch.int32, device=device)
@@ -70,6 +75,16 @@ class _Place:
             len(rows), sums, self.staging, self.copy, self.shaped, self.maxima, self.sums, stream
         )
 
+    def tokens(self, count: int) -> Tensor:
+        """int32 [count] on the GPU, in stream order behind the last launch: its tokens. Where there is none it is any
+        number. Overwritten by the next call."""
+        size = count * _ANSWER_BYTES
+        if self.told.numel() < size:
+            self.told = torch.empty(2 * size, dtype=torch.uint8, device=self.device)
+        told = self.told[:size]
+        told.copy_(self.staging[:size], non_blocking=True)
+        return told.view(torch.int32).view(count, -1)[:, 0]
+
     def answers(self, count: int) -> list[tuple[int, float, Any]]:
         """What the last launch answered; its stream must have passed it."""
         found: list[tuple[int, float, Any]] = _native.cuda_sample_answers(self.staging, count)
@@ -105,11 +120,17 @@ def launch(rows: Sequence[Row]) -> _Place:
     return place
 
 
-def answers(rows: Sequence[Row]) -> list[tuple[int, float, Any]]:
+def answers(rows: Sequence[Row], meanwhile: Callable[[Tensor], None] | None = None) -> list[tuple[int, float, Any]]:
     """(token, probability, top) of rows on one GPU, as `_native.sample_rows` gives them; token -3: the row needs the
-    CPU."""
+    CPU. `meanwhile` is called once all is launched, with the tokens on the GPU as `tokens` gives them; what it queues
+    is not waited for."""
     place = _place(rows[0].logits.device)
     with place.lock:
         launch(rows)
-        torch.cuda.current_stream(place.device).synchronize()
+        if meanwhile is None:
+            torch.cuda.current_stream(place.device).synchronize()
+        else:
+            place.sampled.record(torch.cuda.current_stream(place.device))
+            meanwhile(place.tokens(len(rows)))
+            place.sampled.synchronize()
         return place.answers(len(rows))

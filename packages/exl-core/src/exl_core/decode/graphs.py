@@ -79,17 +79,19 @@ class PreparedStep:
         self._limits, self._offsets, self._longest = limits, offsets, longest
 
     def run(self, ids: Tensor) -> Tensor | None:
-        """Queues the step of int64 ids [B, q] on the CPU; its logits float32 [B, q, padded vocabulary], in memory that
-        the model's next step overwrites. None, and nothing is queued, if the ids are not right."""
-        tokens = _on_cpu(ids, torch.int64)
-        if tokens is None or not self._captured.inputs.send(
-            tokens, self._past, self._table, self._limits, self._offsets
-        ):
+        """Queues the step of ids [B, q], int64 on the CPU, or of any integers on the model's GPU in stream order; those
+        are cut to the vocabulary. Returns its logits float32 [B, q, padded vocabulary], in memory that the model's next
+        step overwrites. None, and nothing is queued, if the ids are not right."""
+        captured, there = self._captured, ids.is_cuda
+        tokens = torch.zeros(ids.shape, dtype=torch.int64) if there else _on_cpu(ids, torch.int64)
+        if tokens is None or not captured.inputs.send(tokens, self._past, self._table, self._limits, self._offsets):
             return None
-        self._captured.graph.replay()
-        self._owner.longest = self._longest
         batch, q_len = ids.shape
-        return self._captured.logits[: batch * q_len].view(batch, q_len, -1)
+        if there:
+            captured.inputs.ids[: batch * q_len].copy_(ids.reshape(-1)).clamp_(0, self._limits[0] - 1)
+        captured.graph.replay()
+        self._owner.longest = self._longest
+        return captured.logits[: batch * q_len].view(batch, q_len, -1)
 
 
 class DecodeGraphs:

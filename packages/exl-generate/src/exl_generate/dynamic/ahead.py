@@ -1,8 +1,10 @@
-"""The next step, queued on the GPU as soon as its tokens are sampled, while the host still makes text of them.
+"""The next step, queued on the GPU behind the sampling of its tokens, before the host has seen them.
 
-What a step needs beside its tokens (pages, positions, the captured graph) is prepared while the step before it runs. A
-step ahead decides nothing: the round after takes its logits for those windows that turn out to be what was computed,
-and computes the others itself. What a job that has ended left in its pages lies behind what is valid of them.
+What a step needs beside its tokens (pages, positions, the captured graph) is prepared while the step before it runs;
+its tokens go from the sampler to the model without leaving the GPU. Where the step is no captured graph, or some of the
+tokens are of no use to it, the host passes them on as soon as it has them. A step ahead decides nothing: the round
+after takes its logits for those windows that turn out to be what was computed, and computes the others itself. What a
+job that has ended left in its pages lies behind what is valid of them.
 """
 
 from __future__ import annotations
@@ -47,15 +49,27 @@ class Ahead:
         self._logits: torch.Tensor | None = None
         for sequence, position in zip(sequences, self._positions, strict=True):
             sequence.provide(position + 1)
-        self._run: Callable[[list[int]], torch.Tensor] = runner.prepare(sequences, self._positions)
+        self._run: Callable[[list[int] | torch.Tensor], torch.Tensor | None]
+        self._run = runner.prepare(sequences, self._positions)
         self._pages = [self._page(sequence, position) for sequence, position in self._places()]
 
-    def launch(self, tokens: list[int]) -> None:
-        """Queue the step for these tokens, one a sequence. If that fails, nothing has been foreseen: whoever computes
+    @property
+    def queued(self) -> bool:
+        """Whether the step is on its way."""
+        return self._logits is not None
+
+    def launch(self, tokens: list[int] | torch.Tensor | None) -> None:
+        """Queue the step for these tokens, one a sequence: a list, or int32 on the GPU, where they may still have to be
+        sampled; None takes back what was queued for others. If it fails, nothing has been foreseen: whoever computes
         the step again meets the failure."""
+        self._logits = None
+        if tokens is not None:
+            with contextlib.suppress(Exception):
+                self._logits = self._run(tokens)
+
+    def know(self, tokens: list[int]) -> None:
+        """What the tokens turned out to be."""
         self._tokens = tokens
-        with contextlib.suppress(Exception):
-            self._logits = self._run(tokens)
 
     def serve(self, windows: list[Window]) -> list[Window]:
         """Gives logits to the windows that were foreseen; returns the others."""

@@ -179,9 +179,14 @@ class Engine:
         at = 0
         while live:
             asked = [(turn, draw) for turn in live if (draw := turn.ask(at)) is not None]
-            samples = sample_batch([draw for _, draw in asked])
+            # Straight from the sampler where it answers for just those jobs.
+            straight = self._ahead is not None and [turn for turn, _ in asked] == foreseen
+            samples = sample_batch(
+                [draw for _, draw in asked], self._ahead.launch if straight and self._ahead is not None else None
+            )
             if foreseen:
                 self._run_ahead(foreseen, {turn: sample for (turn, _), sample in zip(asked, samples, strict=True)})
+                foreseen = []
             live = [turn for (turn, _), sample in zip(asked, samples, strict=True) if turn.take(at, sample)]
             at += 1
 
@@ -198,13 +203,14 @@ class Engine:
         return found
 
     def _run_ahead(self, foreseen: list[Turn], samples: dict[Turn, Sample | Exception]) -> None:
-        """Queues the prepared step, unless no job needs it. A job that a stop token ends has its row for nothing."""
+        """Tells the prepared step its tokens, and queues it if it is not, unless no job needs it. A job that a stop
+        token ends has its row for nothing."""
         assert self._ahead is not None
         drawn = [samples.get(turn) for turn in foreseen]
         tokens = [sample.token if isinstance(sample, Sample) else 0 for sample in drawn]
-        if any(
+        self._ahead.know(tokens)
+        if not self._ahead.queued and any(
             isinstance(sample, Sample) and sample.token not in turn.job.stop_tokens
             for turn, sample in zip(foreseen, drawn, strict=True)
         ):
             self._ahead.launch(tokens)
-        foreseen.clear()

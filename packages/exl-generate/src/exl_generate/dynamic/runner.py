@@ -134,22 +134,26 @@ class Runner:
                 torch.from_numpy(ids), cache=self._cache, attn_params=params, preprocess_only=preprocess_only, **extra
             )
 
-    def prepare(self, sequences: list[Sequence], positions: list[int]) -> Callable[[list[int]], torch.Tensor]:
+    def prepare(
+        self, sequences: list[Sequence], positions: list[int]
+    ) -> Callable[[list[int] | torch.Tensor], torch.Tensor | None]:
         """A pass over one token of each sequence at places `positions`, for sequences without adapters and embeddings
-        there, that only waits for its tokens. To be called once, before the next pass; returns logits [B, 1, Vp] that
-        stay."""
+        there, that only waits for its tokens. To be called before the next pass, and again if they were others; returns
+        logits [B, 1, Vp] that stay. Tokens that the GPU has still to sample (int32 [B]) are taken as they are where the
+        pass allows it: None where it does not."""
         params = self._params(sequences, positions, 1)
         make = getattr(self._model, "prepare_step", None)
         prepared = None if make is None else make(1, self._cache, params)
 
-        def run(tokens: list[int]) -> torch.Tensor:
-            ids = torch.tensor(tokens, dtype=torch.int64).unsqueeze(1)
-            logits: torch.Tensor | None = None if prepared is None else prepared(ids)
-            if logits is None:
+        def run(tokens: list[int] | torch.Tensor) -> torch.Tensor | None:
+            there = isinstance(tokens, torch.Tensor)
+            ids = tokens if isinstance(tokens, torch.Tensor) else torch.tensor(tokens, dtype=torch.int64)
+            logits: torch.Tensor | None = None if prepared is None else prepared(ids.unsqueeze(1))
+            if logits is None and not there:
                 with torch.inference_mode():
-                    logits = self._model.forward_chunk(ids, cache=self._cache, attn_params=params)["logits"]
-            assert logits is not None
-            return logits.float().clone()
+                    found = self._model.forward_chunk(ids.unsqueeze(1), cache=self._cache, attn_params=params)
+                logits = found["logits"]
+            return None if logits is None else logits.float().clone()
 
         return run
 

@@ -159,9 +159,11 @@ class RequestSampler:
         self._mu.append(mu)
 
 
-def sample_rows(rows: Sequence[kernels.Row]) -> list[kernels.Sampled | kernels.Failure]:
-    """All rows of a step in one native call."""
-    return kernels.sample(rows)
+def sample_rows(
+    rows: Sequence[kernels.Row], meanwhile: kernels.Meanwhile | None = None
+) -> list[kernels.Sampled | kernels.Failure]:
+    """All rows of a step in one native call; `meanwhile` as in `exl_kernels.sampling.sample`."""
+    return kernels.sample(rows, meanwhile)
 
 
 def skewed(uniform: float, amount: float) -> float:
