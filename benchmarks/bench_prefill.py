@@ -1,6 +1,6 @@
 """A prompt on a GPU: tokens a second, share of the half-precision product rate of this card, time to the first token.
 
-    python benchmarks/bench_prefill.py [--case SHAPE:BITS:CACHE:TOKENS ...]
+    python benchmarks/bench_prefill.py [--case SHAPE:BITS:CACHE:TOKENS ...] [--strict]
 
 Random weights of true shapes (gpu_model.py). The check of bench_step runs first; a failed one prints no speed. JSON
 lines of spec performance 7.3.
@@ -21,6 +21,7 @@ from gpu_timing import emit, environment
 
 from exl_core import ExLlamaV2
 from exl_core.modules import Embedding
+from exl_kernels.device import set_row_invariant
 
 DEFAULT = ["8b:4.0:fp16:2048"]
 
@@ -68,6 +69,9 @@ def measure(model: ExLlamaV2, kind: str, tokens: int, rate: float) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", help="SHAPE:BITS:CACHE:TOKENS, e.g. 8b:4.0:fp16:2048")
+    parser.add_argument(
+        "--strict", action="store_true", help="also with rows independent of their number, on a line more"
+    )
     args = parser.parse_args()
     if not check():
         sys.exit("the check failed: no speed is printed")
@@ -84,18 +88,20 @@ def main() -> None:
         found = measure(model, kind, int(tokens), rate)
         if (shape, bits, tokens) == ("8b", "4.0", "2048"):
             found |= PREFILL_BAR.keys(float(str(found["tok_s"])))
-        emit(
-            {
-                "bench": "prefill",
-                **about,
-                "model_shape": NAMES.get(shape, shape),
-                "bpw": bits,
-                "cache": kind,
-                "batch": 1,
-                "product_tflop_s": rate / 1e12,
-                **found,
-            }
-        )
+        line = {
+            "bench": "prefill",
+            **about,
+            "model_shape": NAMES.get(shape, shape),
+            "bpw": bits,
+            "cache": kind,
+            "batch": 1,
+            "product_tflop_s": rate / 1e12,
+        }
+        emit({**line, **found})
+        if args.strict:
+            set_row_invariant(True)
+            emit({**line, "strict": True, **measure(model, kind, int(tokens), rate)})
+            set_row_invariant(False)
 
 
 if __name__ == "__main__":

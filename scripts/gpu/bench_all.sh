@@ -24,7 +24,7 @@ else
   run step 60 "${step[@]}" --case 8b:4.0:fp16:256:1 --case tinyllama:4.0:fp16:256:1
   run batches 60 "${step[@]}" --steps 100 "${many[@]}" --case 8b:4.0:fp16:256:64
   run others 60 "${step[@]}" --steps 100 --case 8b:3.0:fp16:256:1 --case 8b:gptq4:fp16:256:1 --case 8b:4.0:fp16:16384:1 --case 8b:4.0:q4:16384:1
-  run prefill 30 python3 benchmarks/bench_prefill.py
+  run prefill 30 python3 benchmarks/bench_prefill.py --strict
   run serve 40 python3 benchmarks/bench_serve.py --requests 64
   run gemv 40 python3 benchmarks/bench_gemv.py --quick
   run attn 40 python3 benchmarks/bench_attn.py --quick

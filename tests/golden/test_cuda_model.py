@@ -23,6 +23,7 @@ from exl_core import (
     ExLlamaV2Tokenizer,
     PagedParams,
 )
+from exl_kernels.device import set_row_invariant
 from exl_kernels.safetensors_file import read_safetensors_header, read_tensor
 
 pytestmark = pytest.mark.cuda
@@ -171,3 +172,37 @@ def test_decode_step_has_the_same_bits_alone_and_in_a_batch(
     for row in range(3):
         assert torch.equal(step([row])[0], together[row])
     assert torch.equal(step([2, 0]), together[[2, 0]])
+
+
+CHUNKED = 1e-4
+"""KL divergence, at most, of a long prompt's logits in one piece from those in pieces, without strict mode
+(docs/performance.md says what strict mode costs)."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_in_pieces(name: str, models: dict[str, ExLlamaV2], texts: dict[str, Any]) -> None:
+    """More than 64 rows go through cuBLAS, whose sums know the number of rows: within a bound, and in strict mode (for
+    quantized models) to the bit."""
+    model = models[name]
+    text = texts["greedy_96_tokens"][GREEDY_KEY[name]]
+    ids = ExLlamaV2Tokenizer(model.config).encode(text * 6, add_bos=True)[:, :400]
+
+    def logits(*cuts: int) -> Tensor:
+        cache = ExLlamaV2Cache(model, max_seq_len=512)
+        ends = [0, *cuts, ids.shape[1]]
+        return torch.cat([model.forward(ids[:, a:b], cache) for a, b in zip(ends, ends[1:], strict=False)], 1)
+
+    whole = logits()
+    for cuts in ((100,), (65, 66, 300), (399,), (64, 128, 192, 256, 320)):
+        kl = kl_divergence(whole, logits(*cuts))
+        print(name, cuts, f"{kl:.1e}")
+        assert kl < CHUNKED
+    if name != "fp16":
+        set_row_invariant(True)
+        try:
+            strict = logits()
+            assert kl_divergence(whole, strict) < CHUNKED
+            for cuts in ((100,), (65, 66, 300), (399,)):
+                assert torch.equal(strict, logits(*cuts))
+        finally:
+            set_row_invariant(False)
