@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_prompts_in_pieces(name: str, models: dict[str, ExLlamaV2], texts: dict[
     def logits(*cuts: int) -> Tensor:
         cache = ExLlamaV2Cache(model, max_seq_len=512)
         ends = [0, *cuts, ids.shape[1]]
-        return torch.cat([model.forward(ids[:, a:b], cache) for a, b in zip(ends, ends[1:], strict=False)], 1)
+        return torch.cat([model.forward(ids[:, a:b], cache) for a, b in pairwise(ends)], 1)
 
     whole = logits()
     for cuts in ((100,), (65, 66, 300), (399,), (64, 128, 192, 256, 320)):
