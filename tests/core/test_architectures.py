@@ -394,6 +394,24 @@ def test_refusals(architecture: str, changes: dict[str, Any], error: Any, words:
         prepared(tmp_path, **{**BASE, "architectures": [architecture], **changes})
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.covers("core.md: rope")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_scaling": {**YARN, "beta_fast": -1}}, "beta_fast is -1"),
+        ({"rope_scaling": {**YARN, "beta_slow": -0.5}}, "beta_slow is -0.5"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "above 1 for yarn"),
+        ({"rope_scaling": {**YARN, "factor": 0}}, "factor is 0"),
+    ],
+)
+def test_rotations_that_are_none(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(errors.ConfigError, match=words):
+        prepared(tmp_path, **{**BASE, "architectures": ["LlamaForCausalLM"], **changes}).rope_settings()
+
+
 def test_more_experts_chosen_than_there_are(lab: Any, tmp_path: Path) -> None:
     tensors = with_experts(llama_tensors(lab, tie_word_embeddings=False), 3)
     config = {**BASE, "architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}

@@ -17,6 +17,7 @@ import torch
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, errors
 from exl_core.loading import checkpoint
 from exl_core.loading.sizes import module_tensors
+from exl_kernels.formats import gptq_dequantize, gptq_quantize
 from exl_kernels.safetensors_file import read_safetensors_header, write_safetensors
 
 
@@ -479,3 +480,40 @@ def test_rows_of_embedding_and_head_against_vocab_size(lab: Any, tmp_path: Path)
             path = lab.write_model(tmp_path / name / part, lab.config, mixed)
             with pytest.raises(errors.FormatError, match=rf"{part}.*{rows} rows.*should be {rows}"):
                 lab.load(path)
+
+
+@pytest.mark.parametrize("bits", [-1, 0, 5, 2**70])
+def test_gptq_widths_that_there_are_not(lab: Any, tmp_path: Path, bits: int) -> None:
+    config = {**lab.config, "quantization_config": {"quant_method": "gptq", "bits": bits, "group_size": 2**70}}
+    folder = lab.write_model(tmp_path / "model", config, lab.quantize(lab.random_tensors(lab.config), "gptq"))
+    with pytest.raises(errors.ExlError, match="bits"):
+        lab.load(folder)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("inner", [96, 80])
+def test_fused_gptq_matrices_are_split_at_any_width(lab: Any, tmp_path: Path, bits: int, inner: int) -> None:
+    """Gate and up in one matrix: the halves of that are the halves of its zeros, where no element holds both."""
+    config = {**lab.config, "intermediate_size": inner, "architectures": ["Phi3ForCausalLM"]}
+    config["quantization_config"] = {"quant_method": "gptq", "bits": bits, "group_size": 32}
+    tensors = lab.random_tensors({**config, "architectures": ["LlamaForCausalLM"]})
+    fused, plain = dict(tensors), dict(tensors)
+    for layer in range(2):
+        key = f"model.layers.{layer}.mlp"
+        both = torch.cat([fused.pop(f"{key}.{part}_proj.weight") for part in ("gate", "up")])
+        made = gptq_quantize(both, bits=bits, group_size=32)
+        fused |= {f"{key}.gate_up_proj.{part}": t for part, t in made.items()}
+        weight = gptq_dequantize(made, bits=bits).T
+        plain[f"{key}.gate_up_proj.weight"] = weight.contiguous()
+        for part in ("gate", "up"):
+            del plain[f"{key}.{part}_proj.weight"]
+    folder = lab.write_model(tmp_path / "fused", config, fused)
+    if (inner * bits) % 32:
+        with pytest.raises(errors.FormatError, match="cut at multiples"):
+            lab.load(folder)
+        return
+    ids = lab.ids(1, 12)
+    ours, twin = lab.load(folder), lab.load(lab.write_model(tmp_path / "plain", config, plain))
+    assert ours.is_quant()
+    found, expected = ours.forward(ids)[..., :90], twin.forward(ids)[..., :90]
+    assert float((found - expected).abs().max() / expected.abs().max()) < 2e-3

@@ -219,14 +219,16 @@ def _llama3_fields(c: ExLlamaV2Config, rotary_dim: int) -> dict[str, Any]:
 
 
 def _yarn_fields(c: ExLlamaV2Config, rotary_dim: int) -> dict[str, Any]:
+    if c.rotary_embedding_base <= 1:
+        raise ConfigError(f"rotary_embedding_base is {c.rotary_embedding_base}, must be above 1 for yarn")
     return {
         "factor": _positive("yarn_rope_factor", c.yarn_rope_factor),
         "original_max_positions": _positive(
             "yarn_rope_original_max_position_embeddings", c.yarn_rope_original_max_position_embeddings
         ),
         "attention_factor": c.yarn_rope_attention_factor,
-        "beta_fast": c.yarn_rope_beta_fast,
-        "beta_slow": c.yarn_rope_beta_slow,
+        "beta_fast": _positive("yarn_rope_beta_fast", c.yarn_rope_beta_fast),
+        "beta_slow": _positive("yarn_rope_beta_slow", c.yarn_rope_beta_slow),
         "mscale": c.yarn_rope_mscale,
         "mscale_all_dim": c.yarn_rope_mscale_all_dim,
         "truncate": c.yarn_rope_truncate,

@@ -114,8 +114,10 @@ class QuantMatrix:
         _check_options("from_gptq", compute, device, prescale)
         if zeros not in ("classic", "v2"):
             raise UnsupportedError(f'from_gptq: zeros={zeros!r}; use "classic" or "v2"')
-        if group_size is not None and group_size < 1:
-            group_size = None
+        if bits not in (2, 3, 4, 8):
+            raise FormatError(f"{name or 'matrix'}: GPTQ of {bits} bits; the format has 2, 3, 4 and 8")
+        if group_size is not None:
+            group_size = None if group_size < 1 else min(group_size, 2**31 - 1)
         qweight = _part(tensors, "qweight", torch.int32, name)
         qzeros = _part(tensors, "qzeros", torch.int32, name)
         scales = _float_part(tensors, "scales", name)
