@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config, ExLlamaV2VisionTower, errors
+from exl_core.vision.encoder import Encoder
+from exl_core.vision.qwen import QwenEncoder
+from exl_core.vision.qwen_settings import read_qwen_settings
+from exl_core.vision.siglip import SiglipEncoder, read_siglip_settings
+from exl_kernels.errors import ExlError
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -156,6 +163,8 @@ BROKEN: list[tuple[str, str, Json, type[Exception]]] = [
     ("Qwen2VL", "vision", {"embed_dim": 64}, errors.FormatError),
     ("Qwen2VL", "vision", {"depth": 1 << 40}, errors.ConfigError),
     ("Qwen2VL", "vision", {"in_channels": 4}, errors.ConfigError),
+    ("Qwen2VL", "vision", {"mlp_ratio": 1e308}, errors.ConfigError),
+    ("Qwen2VL", "vision", {"mlp_ratio": -1}, errors.ConfigError),
     ("Qwen2VL", "vision", {"hidden_act": "relu6"}, errors.UnsupportedError),
     ("Qwen2VL", "vision", {"spatial_merge_size": 4}, errors.ConfigError),
     ("Qwen2_5_VL", "vision", {"window_size": 3}, errors.ConfigError),
@@ -187,3 +196,36 @@ def test_broken_settings(saved: Any, where: str, changes: Json, error: Any, tmp_
     spot[where].update(changes)
     with pytest.raises(error):
         ExLlamaV2VisionTower(ExLlamaV2Config(again(saved[1], tmp_path, **parts))).load()
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 1 << 70),
+    st.floats(),
+    st.text(max_size=4),
+    st.lists(st.integers(-1, 9), max_size=4),
+    st.dictionaries(st.sampled_from(["height", "width", "longest_edge", "shortest_edge", "rope_theta"]), st.integers()),
+)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_values_give_settings_or_a_typed_error(family: str, tmp_path: Path, data: st.DataObject) -> None:
+    """And settings that are taken name tensors of sizes that can be."""
+    fields, processor = FAMILIES[family]
+    vision, images = {**fields["vision_config"]}, {**processor}
+    keys = [(vision, key) for key in vision] + [(images, key) for key in (*images, "image_mean", "resample")]
+    for part, key in data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=2)):
+        part[key] = data.draw(JUNK)
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "vision_config": vision}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(images))
+    try:
+        if family == "Gemma3":
+            made: Encoder = SiglipEncoder(read_siglip_settings(tmp_path), 64)
+        else:
+            made = QwenEncoder(read_qwen_settings(tmp_path, gated=family == "Qwen2_5_VL"), 64)
+    except ExlError:
+        return
+    assert all(min(shape) > 0 for shape in made.shapes().values())

@@ -70,7 +70,9 @@ class QwenSettings:
 def read_qwen_settings(folder: Path, gated: bool) -> QwenSettings:
     """Raises ConfigError and its kin, UnsupportedError for switches without code here."""
     _, vision = read_config(folder)
-    hidden = vision.integer("hidden_size" if gated else "embed_dim", default=3584 if gated else 1280, minimum=4)
+    hidden = vision.integer(
+        "hidden_size" if gated else "embed_dim", default=3584 if gated else 1280, minimum=4, maximum=MAX_WIDTH
+    )
     heads = vision.integer("num_heads", default=16, minimum=1, maximum=MAX_WIDTH)
     layers = vision.integer("depth", default=32, minimum=1, maximum=MAX_LAYERS)
     patch = vision.integer("patch_size", default=14, minimum=1, maximum=1024)
@@ -110,7 +112,10 @@ def read_qwen_settings(folder: Path, gated: bool) -> QwenSettings:
 def _intermediate(vision: JsonReader, hidden: int, gated: bool) -> int:
     if gated:
         return int(vision.integer("intermediate_size", default=3420, minimum=1, maximum=MAX_WIDTH))
-    return int(hidden * vision.number("mlp_ratio", default=4.0))
+    width = hidden * vision.number("mlp_ratio", default=4.0)
+    if not 1 <= width <= MAX_WIDTH:
+        raise ConfigError(f"{vision.file}: mlp_ratio makes an MLP of width {width}, must be from 1 to {MAX_WIDTH}")
+    return int(width)
 
 
 def _window(vision: JsonReader, step: int) -> int:
