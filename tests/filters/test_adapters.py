@@ -163,6 +163,18 @@ def test_vllm_requests_are_checked_and_a_failing_filter_ends_its_row():
     logits = processor.apply(np.zeros((1, WIDTH), np.float32))
     assert np.flatnonzero(np.isfinite(logits[0])).tolist() == [EOS]
     assert isinstance(processor.failures[0], FilterDeadEnd)
+    # One that cannot be made, beside one that can: the engine goes on, the row ends, and its failure moves with it.
+    good = {"type": "select", "options": OPTIONS}
+    for bad in ({"type": "select", "options": 5}, {"type": "no-such"}, {"type": "grammar", "regex": "("}, {"type": 3}):
+        processor.update_state(update(removed=[0], added=[(0, params(bad), [], []), (1, params(good), [], [])]))
+        assert list(processor.failures) == [0]
+        logits = processor.apply(np.zeros((2, WIDTH), np.float32))
+        assert np.flatnonzero(np.isfinite(logits[0])).tolist() == [EOS]
+        assert np.isfinite(logits[1]).sum() > 1
+        processor.update_state(update(moved=[(0, 1, SimpleNamespace(name="SWAP"))]))
+        assert list(processor.failures) == [1]
+        processor.update_state(update(removed=[0, 1]))
+        assert not processor.failures
 
 
 def test_rows_that_share_a_past_and_change_places():

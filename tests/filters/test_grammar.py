@@ -1,9 +1,11 @@
 """Grammar filters on llguidance: sources, whitespace, stop ids, rewind, healing, errors at construction."""
 
+import gc
 import json
 import random
 import re
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -426,3 +428,14 @@ def test_the_mask_taken_as_it_is_equals_the_mask_put_together(source, stops):
         with pytest.raises(FilterRejected):
             quick.feed(token)
         assert quick.next()[0]
+
+
+def test_a_vocabulary_goes_when_nobody_holds_it():
+    """llguidance's tables of a large vocabulary are 100 MB; a server that changes models must not keep them."""
+    vocab = Vocabulary([*(bytes([i]) for i in range(256)), None], eos_token_id=256, special_ids=[256])
+    f = ExLlamaV2GrammarFilter(None, vocab, json_schema={"type": "object"})
+    f.feed(f.next()[0][0])
+    gone = weakref.ref(vocab)
+    del f, vocab
+    gc.collect()
+    assert gone() is None

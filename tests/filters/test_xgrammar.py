@@ -1,6 +1,7 @@
 """xgrammar behind the grammar filter: the same laws, the same promise that nothing is enforced in part."""
 
 import json
+import random
 import re
 
 import numpy as np
@@ -8,8 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exl_filters import FilterCompileError, FilterRejected, FilterStack, MissingExtra, Vocabulary, apply_mask, bits
-from exl_filters.testing import check_machine, filter_laws, json_schema
+from exl_filters import (
+    CompileBudget,
+    FilterCompileError,
+    FilterRejected,
+    FilterStack,
+    MissingExtra,
+    Vocabulary,
+    apply_mask,
+    bits,
+)
+from exl_filters.testing import check_machine, filter_laws, json_schema, real_vocabulary
 
 pytest.importorskip("llguidance", reason="extra `grammar`")
 xgrammar = pytest.importorskip("xgrammar", reason="extra `xgrammar`")
@@ -168,3 +178,20 @@ def test_masks_do_not_depend_on_the_width_of_the_buffer():
         words = bits.full(size)
         assert f.fill_bitmask(words)
         assert bits.to_ids(words) == f.next()[0]
+
+
+def test_compiling_has_a_budget():
+    """xgrammar has no limits: 20,000 optional classes take it minutes."""
+    with pytest.raises(FilterCompileError, match=r"within 2 s|more than 512 MB"):
+        make(real_vocabulary("bpe"), regex="[a-z]?" * 20_000, budget=CompileBudget(2, 512))
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 100, "maxItems": 101}
+    elsewhere = ExLlamaV2GrammarFilter(None, BYTES, json_schema=schema, backend="xgrammar")
+    here = ExLlamaV2GrammarFilter(None, BYTES, json_schema=schema, backend="xgrammar", budget=CompileBudget(trust=True))
+    rng = random.Random(0)
+    for _ in range(40):
+        assert elsewhere.next() == here.next()
+        token = rng.choice(here.next()[0])
+        elsewhere.feed(token)
+        here.feed(token)
+    with pytest.raises(FilterCompileError, match="xgrammar"):
+        ExLlamaV2GrammarFilter(None, BYTES, ebnf="root ::= (" + "a" * 300, backend="xgrammar")

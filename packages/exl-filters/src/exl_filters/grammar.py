@@ -119,12 +119,14 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self.capabilities: tuple[str, ...] = ("canonical_only",) if forced else ()
         self.vocabulary: Vocabulary = vocabulary_of(tokenizer)
         self._source = the_one_source(sources)
+        budget = budget if budget is not None else CompileBudget()
         if backend == "xgrammar":
             if leading_space:
                 raise FilterCompileError("the xgrammar back end takes no leading_space")
-            compiled: AnyMatcher = compile_xgrammar(plain_source(self._source), self.vocabulary, whitespace, limits)
+            source = plain_source(self._source)
+            compiled: AnyMatcher = compile_xgrammar(source, self.vocabulary, whitespace, limits, budget)
         else:
-            compiled = self._compiled(budget if budget is not None else CompileBudget())
+            compiled = self._compiled(budget)
         self._template = _Template(compiled)
         self._prepared: Words | None = None
         self._healing: Words | None = None

@@ -48,14 +48,15 @@ class _Wrapper:
         self.special_token_ids = special
         self.eos_token_id = eos
         self.bos_token_id = vocabulary.bos_token_id
-        self._vocabulary = vocabulary
+        # Not the vocabulary, which holds the tokenizer made of this: the collector does not see through llguidance.
+        self._trie = vocabulary.trie
 
     def __call__(self, text: bytes | str) -> list[int]:
         raw = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         ids: list[int] = []
         position = 0
         while position < len(raw):
-            length, token = self._vocabulary.trie.longest(raw, position)
+            length, token = self._trie.longest(raw, position)
             if length == 0:
                 break
             ids.append(token)

@@ -5,13 +5,14 @@ llguidance counts its work ("fuel"), but a single step of it may be exponential:
 4000 references overflows the stack, which ends the whole process. Nothing inside a process can bound that. So whatever
 is not small and plain (`plain.py`) is compiled in a process of our own first, under limits of memory and time; what
 passes there is compiled here, at about the cost seen there. The process is started at the first need (about 0.2 s),
-used again, and costs a plain grammar nothing.
+used again, and costs a plain grammar nothing. xgrammar has no limits at all; what it compiled there is handed over.
 """
 
 from __future__ import annotations
 
 import atexit
 import hashlib
+import importlib.util
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from exl_filters.compiling import CompileBudget, Deadline, deadline
 from exl_filters.errors import FilterCompileError, FilterError
 from exl_filters.trial_worker import receive, send
 
-__all__ = ["convert_ebnf", "try_grammar"]
+__all__ = ["compile_elsewhere", "convert_ebnf", "try_grammar"]
 
 # Processes at work at once, kept for the next grammar.
 MOST_WORKERS = 2
@@ -78,15 +79,36 @@ def try_grammar(
         raise limit.error()
 
 
+def compile_elsewhere(
+    call: str,
+    text: str,
+    options: Mapping[str, Any],
+    vocabulary: str,
+    tokens: Callable[[], list[bytes]],
+    budget: CompileBudget,
+) -> str:
+    """What xgrammar's compiler makes of `text` by its method `call`, as xgrammar writes it out.
+
+    vocabulary: a key of `tokens()`, which are sent to a process that does not have them yet.
+    """
+    request = {"call": call, "text": text, "options": dict(options), "vocabulary": vocabulary}
+    reply = _ask(request, budget, "xgrammar")
+    if "unknown" in reply:
+        reply = _ask({**request, "tokens": [token.decode("latin-1") for token in tokens()]}, budget, "xgrammar")
+    return str(reply["compiled"])
+
+
 class _Worker:
     """One process, asked by one thread at a time."""
 
-    def __init__(self) -> None:
-        import llguidance
-
-        libraries = str(Path(llguidance.__file__).parents[1])
+    def __init__(self, library: str) -> None:
+        self.library = library
+        place = importlib.util.find_spec(library)
+        if place is None or place.origin is None:
+            raise FilterError(f"no process for trying grammars can be started: {library} is not found")
+        directory = str(Path(place.origin).parents[1])
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", trial_worker.__file__, libraries, str(_stack())],
+            [sys.executable, "-I", "-S", trial_worker.__file__, library, directory, str(_stack())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -129,12 +151,12 @@ _idle: list[_Worker] = []
 _passed: OrderedDict[bytes, float] = OrderedDict()
 
 
-def _ask(request: dict[str, Any], budget: CompileBudget) -> dict[str, Any]:
+def _ask(request: dict[str, Any], budget: CompileBudget, library: str = "llguidance") -> dict[str, Any]:
     """The worker's answer; `FilterCompileError` when the budget is used up or the worker died of the request."""
     limit = deadline() or Deadline(None)
     _await_turn(limit, budget)
     try:
-        worker = _take()
+        worker = _take(library)
         seconds = min(budget.seconds, limit.left())
         start = time.monotonic()
         try:
@@ -151,7 +173,7 @@ def _ask(request: dict[str, Any], budget: CompileBudget) -> dict[str, Any]:
     finally:
         _slots.release()
     if "refused" in reply:
-        raise FilterCompileError(f"llguidance: {reply['refused']}")
+        raise FilterCompileError(f"{library}: {reply['refused']}")
     return reply
 
 
@@ -167,12 +189,14 @@ def _await_turn(limit: Deadline, budget: CompileBudget) -> None:
     )
 
 
-def _take() -> _Worker:
+def _take(library: str) -> _Worker:
     while True:
         with _lock:
-            worker = _idle.pop() if _idle else None
+            worker = next((w for w in reversed(_idle) if w.library == library), None)
+            if worker is not None:
+                _idle.remove(worker)
         if worker is None:
-            return _Worker()
+            return _Worker(library)
         if worker.process.poll() is None:
             return worker
         worker.kill()

@@ -1,18 +1,22 @@
-"""The process in which grammars are tried: `python -I -S trial_worker.py DIRECTORY STACK`, spoken to in JSON frames.
+"""The process in which grammars are tried: `python -I -S trial_worker.py LIBRARY DIRECTORY STACK`, spoken to in JSON.
 
-Standard library and llguidance only: it starts quickly and brings nothing of its parent's along. The memory and CPU
-time it may take are set here, for each request, and hold when the parent is gone.
+The standard library and one other, llguidance or xgrammar, which lies in DIRECTORY: it brings nothing of its parent's
+along. The memory and CPU time it may take are set here, for each request, and hold when the parent is gone.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
 import sys
 import threading
 from typing import IO, Any
 
-HEADROOM = 256 << 20  # interpreter, libraries and stacks, in address space
+# Address space beside what is there at the start: arenas of threads, buffers.
+HEADROOM = 128 << 20
+# xgrammar's compilers by vocabulary.
+_compilers: dict[str, Any] = {}
 
 
 class _Bytes:
@@ -41,10 +45,13 @@ class _Bytes:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """`{"lark": text}` for an EBNF text; `{"error": reason, "warnings": [...]}` for a grammar; what raises:
-    `{"refused": reason}`.
+    """`{"lark": text}` for an EBNF text; `{"error": reason, "warnings": [...]}` for a grammar; for one of xgrammar's
+    `{"compiled": text}`, or `{"unknown": True}` where its vocabulary is not here yet; `{"refused": reason}` for what
+    raises.
     """
     try:
+        if "call" in request:
+            return compiled_by_xgrammar(request)
         if "ebnf" in request:
             from llguidance.gbnf_to_lark import any_to_lark
 
@@ -64,6 +71,22 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"refused": str(error)}
 
 
+def compiled_by_xgrammar(request: dict[str, Any]) -> dict[str, Any]:
+    """The grammar compiled and written out. tokens: the vocabulary as Latin-1, the stop token last."""
+    import xgrammar
+
+    key = request["vocabulary"]
+    if key not in _compilers and "tokens" not in request:
+        return {"unknown": True}
+    if key not in _compilers:
+        tokens = [token.encode("latin-1") for token in request["tokens"]]
+        info = xgrammar.TokenizerInfo(tokens, vocab_size=len(tokens), stop_token_ids=[len(tokens) - 1])
+        _compilers.clear()
+        _compilers[key] = xgrammar.GrammarCompiler(info, max_threads=2, cache_enabled=False)
+    compiled = getattr(_compilers[key], request["call"])(request["text"], **request["options"])
+    return {"compiled": compiled.serialize_json()}
+
+
 def restrict(megabytes: int, seconds: float) -> None:
     """Address space and CPU time of this process from here on, where the system knows such limits."""
     try:
@@ -72,7 +95,7 @@ def restrict(megabytes: int, seconds: float) -> None:
         return
     usage = resource.getrusage(resource.RUSAGE_SELF)
     for what, soft in (
-        (resource.RLIMIT_AS, (megabytes << 20) + HEADROOM),
+        (resource.RLIMIT_AS, (megabytes << 20) + _base),
         (resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + seconds) + 2),
     ):
         _, hard = resource.getrlimit(what)
@@ -86,6 +109,15 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     while (request := receive(requests)) is not None:
         restrict(request["megabytes"], request["seconds"])
         send(answers, answer(request))
+
+
+def address_space() -> int:
+    """Bytes of address space in use; a guess where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * 4096
+    except OSError:
+        return 1 << 30
 
 
 def send(stream: IO[bytes], message: dict[str, Any]) -> None:
@@ -105,13 +137,18 @@ def receive(stream: IO[bytes]) -> dict[str, Any] | None:
     return message
 
 
+_base = HEADROOM
+
 if __name__ == "__main__":
-    sys.path.insert(0, sys.argv[1])
-    import llguidance  # noqa: F401 - before the limits, and before anything is asked
+    library, directory, stack = sys.argv[1:]
+    sys.path.insert(0, directory)
+    # Before the limits, and before anything is asked.
+    importlib.import_module(library)
+    _base = HEADROOM + address_space()
 
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
-    threading.stack_size(int(sys.argv[2]))
+    threading.stack_size(int(stack))
     worker = threading.Thread(target=serve, args=(requests, answers))
     worker.start()
     worker.join()

@@ -8,6 +8,7 @@ these are kept out here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import threading
@@ -18,7 +19,9 @@ import numpy as np
 
 from exl_filters import bits
 from exl_filters.bits import Words
+from exl_filters.compiling import CompileBudget
 from exl_filters.errors import FilterCompileError, FilterFailed, MissingExtra
+from exl_filters.trial import compile_elsewhere
 from exl_filters.vocabulary import Vocabulary
 
 __all__ = ["XgrammarMatcher", "compile_xgrammar"]
@@ -36,6 +39,8 @@ ANNOTATIONS = frozenset(
 )
 # Most white space at one place: a line break and 20 columns, as the bounded rule of llguidance has it.
 MOST_WHITESPACE = 21
+# Characters of a grammar that is compiled at once.
+SMALL = 256
 
 
 class _Tables:
@@ -44,14 +49,26 @@ class _Tables:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.module = _module()
         self.vocabulary = vocabulary
-        tokens = [*(vocabulary.bytes_of(i) for i in range(vocabulary.size)), b""]
-        info = self.module.TokenizerInfo(tokens, vocab_size=len(tokens), stop_token_ids=[vocabulary.size])
-        self.compiler = self.module.GrammarCompiler(info, max_threads=2)
+        tokens = self.tokens()
+        self.key = hashlib.sha256(repr(tokens).encode()).hexdigest()
+        self.info = self.module.TokenizerInfo(tokens, vocab_size=len(tokens), stop_token_ids=[vocabulary.size])
+        self.compiler = self.module.GrammarCompiler(self.info, max_threads=2)
         surrogate = re.compile(b"\xed[\xa0-\xbf]")
         spelled = [i for i, raw in enumerate(tokens) if surrogate.search(raw)]
         continued = [i for i, raw in enumerate(tokens) if raw[:1] >= b"\xa0" and raw[:1] <= b"\xbf"]
         self.keep = ~bits.from_ids(spelled, vocabulary.size)
         self.keep_behind_ed = self.keep & ~bits.from_ids(continued, vocabulary.size)
+
+    def tokens(self) -> list[bytes]:
+        """The bytes of every id, and one id more for xgrammar to stop at."""
+        return [*(self.vocabulary.bytes_of(i) for i in range(self.vocabulary.size)), b""]
+
+    def compiled(self, call: str, text: str, options: Mapping[str, Any]) -> Any:
+        """The grammar compiled here, which nothing bounds."""
+        try:
+            return getattr(self.compiler, call)(text, **options)
+        except RuntimeError as error:
+            raise FilterCompileError(f"xgrammar: {error}") from error
 
     def kept(self, before: list[int]) -> Words:
         """The ids that spell no surrogate behind these tokens."""
@@ -131,32 +148,48 @@ class XgrammarMatcher:
 
 
 def compile_xgrammar(
-    source: Mapping[str, Any], vocabulary: Vocabulary, whitespace: str, limits: Mapping[str, int] | None
+    source: Mapping[str, Any],
+    vocabulary: Vocabulary,
+    whitespace: str,
+    limits: Mapping[str, int] | None,
+    budget: CompileBudget,
 ) -> XgrammarMatcher:
     """A matcher at the start of the one grammar in `source` (a name of `grammar_text`'s sources and its value).
 
-    Raises `FilterCompileError` for what xgrammar refuses or would not enforce, `MissingExtra` without it.
+    Compiled in another process, within the budget; what is very small, or trusted, here. Raises `FilterCompileError`
+    for what xgrammar refuses or would not enforce, `MissingExtra` without it.
     """
     if limits:
         raise FilterCompileError("limits are llguidance's; xgrammar takes none")
+    _module()
     ((kind, value),) = source.items()
+    options: dict[str, Any] = {}
+    if kind == "json_schema":
+        refuse_unenforced(value)
+        call, text = "compile_json_schema", json.dumps(value)
+        options = {"strict_mode": False, **_whitespace(whitespace)}
+    elif kind == "regex":
+        call, text = "compile_regex", value
+    elif kind in ("gbnf", "ebnf"):
+        call, text = "compile_grammar", value
+    elif kind == "choice":
+        call, text = "compile_grammar", "root ::= " + " | ".join(json.dumps(option) for option in value)
+    else:
+        raise FilterCompileError(f"the xgrammar back end takes json_schema, regex, ebnf and choice, not {kind}")
     tables = _tables(vocabulary)
-    compiler = tables.compiler
-    try:
-        if kind == "json_schema":
-            refuse_unenforced(value)
-            compiled = compiler.compile_json_schema(json.dumps(value), strict_mode=False, **_whitespace(whitespace))
-        elif kind == "regex":
-            compiled = compiler.compile_regex(value)
-        elif kind in ("gbnf", "ebnf"):
-            compiled = compiler.compile_grammar(value)
-        elif kind == "choice":
-            compiled = compiler.compile_grammar("root ::= " + " | ".join(json.dumps(option) for option in value))
-        else:
-            raise FilterCompileError(f"the xgrammar back end takes json_schema, regex, ebnf and choice, not {kind}")
-    except RuntimeError as error:
-        raise FilterCompileError(f"xgrammar: {error}") from error
+    if budget.trust or _is_small(kind, text):
+        compiled = tables.compiled(call, text, options)
+    else:
+        written = compile_elsewhere(call, text, options, tables.key, tables.tokens, budget)
+        compiled = tables.module.CompiledGrammar.deserialize_json(written, tables.info)
     return XgrammarMatcher(tables.module.GrammarMatcher(compiled), tables, [])
+
+
+def _is_small(kind: str, text: str) -> bool:
+    """Whether compiling cannot take long: few states, and no counted repeats, which are written out."""
+    if len(text) > SMALL or re.search(r"\d{3}", text) is not None:
+        return False
+    return kind in ("json_schema", "choice") or "{" not in text
 
 
 def refuse_unenforced(schema: Any) -> None:

@@ -9,10 +9,13 @@ speculative decoding.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
+from exl_filters import bits
 from exl_filters.adapters.rows import RowTracker
-from exl_filters.errors import FilterError, FilterUsageError
+from exl_filters.bits import Words
+from exl_filters.errors import FilterError, FilterFailed, FilterUsageError
 from exl_filters.masking import apply_mask
 from exl_filters.registry import from_spec
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
@@ -34,23 +37,47 @@ _Base: Any = _base()
 
 
 class _Request:
-    """One request of the batch: its filters' rows and the live list of its output ids."""
+    """One request of the batch: its filters' rows, or why there are none, and the live list of its output ids."""
 
-    def __init__(self, tracker: RowTracker, output: list[int]) -> None:
-        self.tracker, self.output = tracker, output
+    def __init__(self, make: Callable[[], RowTracker], stop_words: Words, output: list[int]) -> None:
+        self.stop_words, self.output = stop_words, output
+        self.tracker: RowTracker | None = None
+        self.failure: FilterError | None = None
+        try:
+            self.tracker = make()
+        except FilterError as error:
+            self.failure = error
+        except Exception as error:  # a plugin's own
+            self.failure = FilterFailed(f"no filter can be made: {type(error).__name__}: {error}")
+
+    def mask(self) -> Words | None:
+        """What may come next; after a failure the stop tokens alone, for good."""
+        if self.failure is None and self.tracker is not None:
+            try:
+                return self.tracker.masks([self.output])[0]
+            except FilterError as error:
+                self.failure = error
+        return self.stop_words
+
+    def close(self) -> None:
+        if self.tracker is not None:
+            self.tracker.reset()
 
 
 class VllmFilterProcessor(_Base):  # type: ignore[misc]
-    """One per engine. Rows without a filter are left alone; a filter that fails or leaves nothing ends its own row
-    only, by
-    allowing that row its stop tokens."""
+    """One per engine. Rows without a filter are left alone; a filter that cannot be made, fails or leaves nothing ends
+    its own row only, by allowing that row its stop tokens.
+    """
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         self._config = vllm_config
         self._requests: dict[int, _Request] = {}
         self._vocabulary: Vocabulary | None = None
-        self.failures: dict[int, FilterError] = {}
+
+    @property
+    def failures(self) -> dict[int, FilterError]:
         """Row -> why its filter ended it, for the server's logs."""
+        return {index: r.failure for index, r in self._requests.items() if r.failure is not None}
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -73,9 +100,7 @@ class VllmFilterProcessor(_Base):  # type: ignore[misc]
             self._drop(index)
             spec = _spec_of(params)
             if spec is not None:
-                vocabulary = self._vocabulary_of_model()
-                tracker = RowTracker([from_spec(spec, vocabulary)], vocabulary, self._stops(params, vocabulary))
-                self._requests[index] = _Request(tracker, output)
+                self._requests[index] = self._request(spec, params, output)
         for source, target, direction in batch_update.moved:
             moving, there = self._requests.pop(source, None), self._requests.pop(target, None)
             if moving is not None:
@@ -86,18 +111,20 @@ class VllmFilterProcessor(_Base):  # type: ignore[misc]
     def apply(self, logits: Any) -> Any:
         """Mask the rows that have a filter, in place."""
         for index, request in self._requests.items():
-            try:
-                (mask,) = request.tracker.masks([request.output])
-            except FilterError as error:
-                self.failures[index] = error
-                mask = request.tracker._stop_words
-            apply_mask(logits[index], mask)
+            apply_mask(logits[index], request.mask())
         return logits
+
+    def _request(self, spec: Any, params: Any, output: list[int]) -> _Request:
+        vocabulary = self._vocabulary_of_model()
+        stops = self._stops(params, vocabulary)
+        # Without any stop id a failed row says id 0 until its length ends it: no row may be left without a token.
+        words = bits.from_ids(stops or {0}, vocabulary.size)
+        return _Request(lambda: RowTracker([from_spec(spec, vocabulary)], vocabulary, stops), words, output)
 
     def _drop(self, index: int) -> None:
         request = self._requests.pop(index, None)
         if request is not None:
-            request.tracker.reset()
+            request.close()
 
     def _stops(self, params: Any, vocabulary: Vocabulary) -> set[int]:
         own = getattr(params, "stop_token_ids", None) or ()
