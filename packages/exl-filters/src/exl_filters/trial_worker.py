@@ -65,9 +65,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if not matcher.is_error():
             matcher.compute_bitmask()
         return {"error": matcher.get_error().strip(), "warnings": list(matcher.get_grammar_warnings())}
-    except MemoryError:
-        raise
     except BaseException as error:  # a Rust panic is no Exception
+        if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+            sys.exit("out of memory")
         return {"refused": str(error)}
 
 
