@@ -11,8 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core import AttentionParams, ExLlamaV2Cache, ExLlamaV2Cache_Q8, ExLlamaV2MMEmbedding, PagedParams, errors
+from exl_core import (
+    AttentionParams,
+    ExLlamaV2,
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_Q8,
+    ExLlamaV2Cache_TP,
+    ExLlamaV2Config,
+    ExLlamaV2MMEmbedding,
+    PagedParams,
+    errors,
+)
 from exl_core.axes import grid_axes, marks_of
+from exl_core.device import GIB, devices
+from exl_core.loading.plan import plan_modules
 
 transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -190,6 +202,43 @@ def test_offsets_by_hand(pair: Pair, images: list[Any], prompt: Tensor) -> None:
             params.rope_offsets = torch.tensor([[marks[-1][1] if marks else 0]], dtype=torch.int32)
         found.append(pair.ours.forward_chunk(prompt[:, begin:], cache, attn_params=params)["logits"])
     assert torch.equal(*found)
+
+
+def over_two(pair: Pair, how: str) -> ExLlamaV2:
+    """The same folder over two logical CPUs: by layers, or its matrices cut."""
+    config = ExLlamaV2Config(pair.ours.config.model_dir)
+    config.cpu_matmul = "exact"
+    config.max_input_len = 64
+    model = ExLlamaV2(config)
+    if how == "heads":
+        model.load_tp([8.0, 8.0])
+        assert model.tp_context is not None
+        return model
+    found = plan_modules(model.config, model.modules, devices(), None, [64.0], None, True).devices[0]
+    model.load([(found.weights / 2 * 1.2 + found.tables + found.scratch) / GIB] * 2)
+    assert len(set(model.cache_map.values())) == 2
+    return model
+
+
+@pytest.mark.parametrize("how", ["layers", "heads"])
+def test_over_two_devices(
+    pair: Pair, images: list[Any], prompt: Tensor, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bits of one."""
+    monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
+    model = over_two(pair, how)
+    own = [
+        ExLlamaV2MMEmbedding(
+            model, e.embeddings, thw_grid=e.thw_grid, pre_tokens=e.pre_tokens, post_tokens=e.post_tokens
+        )
+        for e in images
+    ]
+    ids = torch.tensor([FIRST + own[0].get_ids() + MIDDLE + own[1].get_ids() + LAST])
+    cache = (ExLlamaV2Cache_TP if how == "heads" else ExLlamaV2Cache)(model, max_seq_len=256)
+    twin = ExLlamaV2Cache(pair.ours, max_seq_len=256)
+    for begin, end in ((0, ids.shape[1] - 2), (ids.shape[1] - 2, ids.shape[1])):
+        found = model.forward(ids[:, begin:end], cache, indexed_embeddings=own)
+        assert torch.equal(found, pair.ours.forward(prompt[:, begin:end], twin, indexed_embeddings=images))
 
 
 @pytest.mark.parametrize("pair", QWEN, indirect=True)
