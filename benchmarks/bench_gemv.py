@@ -29,7 +29,7 @@ SHAPES = {
 ROTATE = 768 << 20
 Tuning = tuple[int, int]
 """Slots and window of the ring."""
-TUNINGS: list[Tuning] = [(8, 2), (8, 3), (8, 4), (8, 8), (10, 2), (5, 2), (5, 3)]
+TUNINGS: list[Tuning] = [(8, 2), (8, 3), (8, 4), (10, 2), (10, 7), (5, 2), (7, 3)]
 
 
 @dataclass(frozen=True)

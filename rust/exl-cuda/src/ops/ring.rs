@@ -18,6 +18,10 @@ const RESULT_BUFFERS: usize = 4;
 const BYTES_IN_FLIGHT: usize = 33 * 1024;
 /// Bytes a ring holds when they fit: enough to ride out a hand-over between kernels.
 const RING_BYTES: usize = 130 * 1024;
+/// Stages of a ring beyond the window. A warp that has consumed stage i - 3 and now waits for stage i must not meet its slot's barrier in
+/// the phase before the last: then the test of its parity succeeds at once. That stage i - 3 has been issued says that all up to
+/// i - 3 - window have landed, so `window + 3` slots are enough: a tile with an odd number of stages makes a warp skip two.
+const SPARE_SLOTS: usize = 3;
 /// More than half of a multiprocessor's shared memory, so that one block is placed on each (spec/kernels-measured.md 6.2).
 const LEAST_SHARED: usize = 116 * 1024;
 const THREADS: u32 = 576;
@@ -188,10 +192,10 @@ fn plan(
     let rows = matrices.iter().map(|a| a.rows()).max().unwrap_or(0);
     let columns = m.next_multiple_of(2);
     let wanted = RING_BYTES.div_ceil(mean).clamp(4, 24);
-    let forced = tuning.filter(|t| t.slots > 0 && (1..=t.slots).contains(&t.window));
+    let forced = tuning.filter(|t| (1..=t.slots - SPARE_SLOTS as i32).contains(&t.window));
     let candidates = match forced {
         Some(t) => t.slots as usize..=t.slots as usize,
-        None => 3..=wanted,
+        None => 1 + SPARE_SLOTS..=wanted,
     };
     for slots in candidates.rev() {
         let mut arena = Arena(slots * stride);
@@ -249,7 +253,7 @@ fn plan(
             m: m as i32,
             columns: columns as i32,
             slots: slots as i32,
-            window: window.clamp(1, slots as i32),
+            window: window.clamp(1, (slots - SPARE_SLOTS) as i32),
             gate: -1,
             x_kind: 0,
             y_kind: 0,
@@ -360,7 +364,7 @@ mod tests {
                     if let Some(plan) = plan(&hopper(), &together, m, Around::default(), None) {
                         let task = plan.task;
                         assert!(plan.shared <= 232_448 - 1024);
-                        assert!((1..=task.slots).contains(&task.window));
+                        assert!((1..=task.slots - SPARE_SLOTS as i32).contains(&task.window));
                         assert!(task.parts.iter().all(|p| p.order == 0), "one copy");
                     }
                 }
