@@ -15,6 +15,7 @@ from exl_filters import (
     CompileBudget,
     ExLlamaV2SelectFilter,
     FilterCompileError,
+    FilterError,
     FilterUsageError,
     Vocabulary,
     compile_in_background,
@@ -199,6 +200,29 @@ def test_a_grammar_that_has_passed_is_not_tried_again():
         trial._idle[:] = idle
 
 
+def test_a_smaller_budget_is_not_met_by_what_passed_under_a_larger_one():
+    source = {"regex": "|".join(f"word{i}" for i in range(2000))}
+    ExLlamaV2GrammarFilter(None, V, **source)
+    with pytest.raises(FilterCompileError, match=r"within 0\.001 s"):
+        ExLlamaV2GrammarFilter(None, V, **source, budget=CompileBudget(seconds=0.001))
+
+
+def test_where_no_process_can_be_started_it_is_said(monkeypatch):
+    source = {"json_schema": {"allOf": [{"type": "string", "maxLength": 13}]}}
+    idle, trial._idle[:] = list(trial._idle), []
+    try:
+        for executable in ("", "/no/such/python"):
+            monkeypatch.setattr(sys, "executable", executable)
+            with pytest.raises(FilterError, match="trust=True"):
+                ExLlamaV2GrammarFilter(None, V, **source)
+        monkeypatch.undo()
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+        with pytest.raises(FilterError, match="trust=True"):
+            ExLlamaV2GrammarFilter(None, V, **source)
+    finally:
+        trial._idle[:] = idle
+
+
 def test_a_grammar_may_name_control_tokens_where_it_is_tried():
     vocab = Vocabulary(
         [*(bytes([i]) for i in range(256)), None, None],
@@ -257,7 +281,7 @@ def test_cancelling_ends_the_trial():
 
 def test_a_budget_is_not_part_of_the_spec():
     """A client that names a filter by its data has no say in what compiling it may take."""
-    from exl_filters import FilterError, from_spec
+    from exl_filters import from_spec
 
     f = ExLlamaV2GrammarFilter(None, V, json_schema=joined(1), budget=CompileBudget(seconds=100))
     assert "budget" not in json.dumps(f.spec())

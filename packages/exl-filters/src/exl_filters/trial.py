@@ -14,6 +14,7 @@ import atexit
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -36,6 +37,10 @@ __all__ = ["compile_elsewhere", "convert_ebnf", "try_grammar"]
 MOST_WORKERS = 2
 REMEMBERED = 512
 START_SECONDS = 60.0
+CANNOT_START = (
+    "no process for trying the grammar can be started (budget=CompileBudget(trust=True) compiles it in this one, "
+    "which no limit bounds)"
+)
 _OUT_OF_TIME = -getattr(signal, "SIGXCPU", 1 << 16)
 
 
@@ -59,19 +64,17 @@ def try_grammar(
     request = {"grammar": grammar, "limits": dict(limits), "width": width, "control": dict(control or {})}
     key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
     with _lock:
-        taken = _passed.get(key)
-        if taken is not None:
-            _passed.move_to_end(key)
-    if taken is None:
-        start = time.monotonic()
+        taken, allowed = _passed.get(key, (math.inf, 0))
+    if taken > budget.seconds or allowed > budget.megabytes:
         reply = _ask(request, budget)
         if reply["error"]:
             raise FilterCompileError(reply["error"])
         if reply["warnings"]:
             raise FilterCompileError("cannot be enforced: " + "; ".join(reply["warnings"]))
-        taken = time.monotonic() - start
+        taken = reply["took"]
         with _lock:
-            _passed[key] = taken
+            _passed[key] = (taken, budget.megabytes)
+            _passed.move_to_end(key)
             while len(_passed) > REMEMBERED:
                 _passed.popitem(last=False)
     limit = deadline()
@@ -105,18 +108,24 @@ class _Worker:
         self.library = library
         place = importlib.util.find_spec(library)
         if place is None or place.origin is None:
-            raise FilterError(f"no process for trying grammars can be started: {library} is not found")
+            raise FilterError(f"{CANNOT_START}: {library} is not found")
         directory = str(Path(place.origin).parents[1])
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", trial_worker.__file__, library, directory, str(_stack())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        # In a frozen program sys.executable is that program.
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise FilterError(f"{CANNOT_START}: this program is not run by a Python interpreter")
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", trial_worker.__file__, library, directory, str(_stack())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise FilterError(f"{CANNOT_START}: {error}") from error
         if self._within(START_SECONDS, None) is None:
             self.kill()
-            raise FilterError(f"no process for trying grammars can be started with {sys.executable}")
+            raise FilterError(f"{CANNOT_START}: {sys.executable} gave no sign for {START_SECONDS:g} s or died")
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """The answer, or None when there was none within the time or the process has died."""
@@ -148,7 +157,8 @@ class _Worker:
 _lock = threading.Lock()
 _slots = threading.Semaphore(MOST_WORKERS)
 _idle: list[_Worker] = []
-_passed: OrderedDict[bytes, float] = OrderedDict()
+# Seconds taken and megabytes allowed, of what has passed.
+_passed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
 
 
 def _ask(request: dict[str, Any], budget: CompileBudget, library: str = "llguidance") -> dict[str, Any]:

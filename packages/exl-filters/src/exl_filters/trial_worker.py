@@ -11,6 +11,7 @@ import json
 import struct
 import sys
 import threading
+import time
 from typing import IO, Any
 
 # Address space beside what is there at the start: arenas of threads, buffers.
@@ -108,7 +109,8 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     send(answers, {"ready": True})
     while (request := receive(requests)) is not None:
         restrict(request["megabytes"], request["seconds"])
-        send(answers, answer(request))
+        start = time.monotonic()
+        send(answers, {**answer(request), "took": time.monotonic() - start})
 
 
 def address_space() -> int:
