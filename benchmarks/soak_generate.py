@@ -1,4 +1,4 @@
-"""Thousands of mixed requests on the bundled model: none lost, no page leaked, memory and latency flat. One JSON line.
+"""Thousands of mixed requests on the bundled model: none lost, no page leaked, memory, latency and cost flat. A JSON line.
 
 Kinds: choices, broken filters, banned strings, healing, CFG pairs, broken hooks, adapters, shares of pages, embeddings,
 JSON by grammar; the generator's adapters are switched while jobs run, and one job in fifty is cancelled at some moment.
@@ -9,11 +9,14 @@ python benchmarks/soak_generate.py [--requests 5000] [--seed 1] [--draft none|ng
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import random
 import resource
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +170,25 @@ def request(world: World, random_: random.Random, number: int) -> ExLlamaV2Dynam
     return ExLlamaV2DynamicJob(ids, new, gen_settings=settings, seed=number, identifier=number, **kw)
 
 
+@dataclass(frozen=True)
+class Mark:
+    """Where the process stands: processor and wall seconds, memory in use, Python objects, tokens computed."""
+
+    cpu: float
+    wall: float
+    memory_mb: int
+    objects: int
+    tokens: int
+
+    @classmethod
+    def now(cls, tokens: int, begin: float) -> Mark:
+        """Memory is what is left once garbage has been collected."""
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        memory = pages * resource.getpagesize() >> 20
+        return cls(time.process_time(), time.monotonic() - begin, memory, len(gc.get_objects()), tokens)
+
+
 def soak(world: World, requests: int, random_: random.Random) -> dict[str, Any]:
     """Keep a few dozen requests in the queue, cancel some at a random moment, look at every page now and then."""
     generator = world.generator
@@ -174,9 +196,11 @@ def soak(world: World, requests: int, random_: random.Random) -> dict[str, Any]:
     running: dict[ExLlamaV2DynamicJob, float] = {}
     reasons: dict[str, int] = {}
     latencies: list[float] = []
-    sent = rounds = 0
-    early = 0
+    sent = rounds = tokens = 0
+    fifth = max(1, requests // 5)
+    marks: list[Mark] = []
     begin = time.monotonic()
+    marks.append(Mark.now(tokens, begin))
     while sent < requests or running:
         while sent < requests and len(running) < 40:
             job = request(world, random_, sent)
@@ -192,18 +216,20 @@ def soak(world: World, requests: int, random_: random.Random) -> dict[str, Any]:
             if result["eos"]:
                 requeues += result["job"].requeues
                 latencies.append(time.monotonic() - running.pop(result["job"]))
+                tokens += result["new_tokens"] + result["prompt_tokens"] - result["cached_tokens"]
                 reasons[result["eos_reason"]] = reasons.get(result["eos_reason"], 0) + 1
         rounds += 1
         if rounds % 50 == 0:
             check_pages(generator)
-        if len(latencies) >= requests // 5 and not early:
-            early = _memory_mb()
+        if len(latencies) >= fifth * len(marks) and len(marks) < 5:
+            marks.append(Mark.now(tokens, begin))
+    marks.append(Mark.now(tokens, begin))
     generator.iterate()
     check_pages(generator)
     table = generator.page_table
     assert sum(reasons.values()) == requests, "requests were lost"
     assert (table.unreferenced, table.reserved) == (len(table.pages), 0), "pages were lost"
-    fifth = max(1, requests // 5)
+    parts = list(itertools.pairwise(marks))
     return {
         "bench": "soak",
         "requests": requests,
@@ -212,15 +238,16 @@ def soak(world: World, requests: int, random_: random.Random) -> dict[str, Any]:
         "rounds": rounds,
         "adapter_switches": switches,
         "requeues": requeues,
-        "memory_mb_at_a_fifth": early,
-        "memory_mb_at_the_end": _memory_mb(),
+        "memory_mb_by_fifth": [mark.memory_mb for mark in marks[1:]],
+        "memory_mb_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "objects_by_fifth": [mark.objects for mark in marks[1:]],
+        "computed_tokens": tokens,
+        # The processor time of this process alone: what others do on the machine moves the latency, but hardly this.
+        "cpu_us_per_token_by_fifth": [round((b.cpu - a.cpu) / max(1, b.tokens - a.tokens) * 1e6) for a, b in parts],
+        "busy_share_by_fifth": [round((b.cpu - a.cpu) / (b.wall - a.wall), 2) for a, b in parts],
         "mean_latency_first_fifth_s": round(sum(latencies[:fifth]) / fifth, 3),
         "mean_latency_last_fifth_s": round(sum(latencies[-fifth:]) / fifth, 3),
     }
-
-
-def _memory_mb() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 if __name__ == "__main__":

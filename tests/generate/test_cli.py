@@ -57,12 +57,13 @@ def test_generate_streams_prompt_and_continuation(exl) -> None:  # type: ignore[
 
 def test_generate_json_and_cache_kinds(exl) -> None:  # type: ignore[no-untyped-def]
     for cache in ("fp16", "fp8", "q8", "q6", "q4"):
-        args = ("-m", MODEL, "-n", "8", "--greedy", "--json", "--cache", cache, "--stop", "zzz", "--set", "min_p=0.1")
+        args = ("-m", MODEL, "-n", "8", "--greedy", "--json", "--cache", cache, "--stop", "zzz")
+        args = (*args, "--set", "token_frequency_penalty=0.1")
         code, out, _ = exl("generate", "-", *args, stdin="import os")
         report = json.loads(out)
         assert code == 0
         assert (report["prompt"], report["new_tokens"], report["eos_reason"]) == ("import os", 8, "max_new_tokens")
-        assert report["settings"]["min_p"] == "0.1"
+        assert report["settings"]["token_frequency_penalty"] == "0.1"
 
 
 def test_generate_honours_stops_and_bans(exl) -> None:  # type: ignore[no-untyped-def]
@@ -105,6 +106,19 @@ def test_generate_obeys_schema_and_regex(exl, tmp_path: Path) -> None:  # type: 
         (("generate", "x", "-m", MODEL, "--set", "heat=1"), "temperature"),
         (("generate", "x", "-m", MODEL, "--set", "top_k=many"), "many"),
         (("generate", "x", "-m", MODEL, "--cache-tokens", "256", "-n", "400"), "2 pages"),
+        (
+            ("generate", "x", "-m", MODEL, "-n", "4", "--min-tokens", "5"),
+            "--min-tokens is 5, more than --max-tokens (-n) 4",
+        ),
+        (("generate", "x", "-m", MODEL, "--min-tokens", "5000"), "ask for at most"),
+        (("generate", "x", "-m", MODEL, "--cfg-scale", "2"), "--negative-prompt"),
+        (("generate", "x", "-m", MODEL, "--greedy", "--top-k", "5"), "top_k would do nothing"),
+        (("generate", "x", "-m", MODEL, "--top-k", "5", "--set", "top_k=6"), "given twice"),
+        (("generate", "x", "-m", MODEL, "--mirostat-tau", "5"), "without mirostat"),
+        (("generate", "x", "-m", MODEL, "--dry-breaker", "x"), "without dry_multiplier"),
+        (("generate", "x", "-m", MODEL, "--repetition-decay", "5"), "token_repetition_range is -1"),
+        (("info", MODEL, "--cache", "q4"), "--plan"),
+        (("info", MODEL, "--cache-tokens", "512"), "--plan"),
         (("chat", "-m", MODEL), "chat template"),
         (("bench", "-m", MODEL, "--prompt-tokens", "5000"), "limit is 2048"),
     ],

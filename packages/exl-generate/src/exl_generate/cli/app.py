@@ -80,8 +80,9 @@ def generate(
         str | None, typer.Option(help="Write away from this text; with --cfg-scale.", show_default=False)
     ] = None,
     cfg_scale: Annotated[
-        float, typer.Option(help="Weight of the prompt against the negative prompt.", show_default=True)
-    ] = 1.5,
+        float | None,
+        typer.Option(help="Weight of the prompt against the negative prompt. Default: 1.5.", show_default=False),
+    ] = None,
     lora: Loras = None,
     ngram: Annotated[bool, typer.Option("--ngram", help="Guess by what the text has said before.")] = False,
     special: Annotated[bool, typer.Option("--special", help="Read special tokens in the prompt, show them.")] = False,
@@ -165,7 +166,10 @@ def info(
     plan: Annotated[
         bool, typer.Option("--plan", help="Also show where the model would go, and the largest context that fits.")
     ] = False,
-    cache: Cache = "fp16",
+    cache: Annotated[
+        CacheKind | None,
+        typer.Option(help="Number format of the K/V cache to plan with. Default: fp16.", show_default=False),
+    ] = None,
     cache_tokens: CacheTokens = None,
     json_: Json = False,
 ) -> None:
@@ -173,7 +177,11 @@ def info(
     code 1 when the plan does not fit."""
     from exl_generate.cli import info as command
 
-    raise typer.Exit(command.run(folder, json_, cache if plan else None, cache_tokens))
+    if not plan and (cache or cache_tokens):
+        from exl_generate.errors import RequestError
+
+        raise RequestError("--cache and --cache-tokens say what to plan with: add --plan")
+    raise typer.Exit(command.run(folder, json_, cache or "fp16" if plan else None, cache_tokens))
 
 
 @app.command()

@@ -75,18 +75,26 @@ class Conversation:
         self.system = system
         self.messages: list[dict[str, str]] = []
         self.dropped = 0
+        #: tokens that the context left for the last answer, where that were fewer than asked for
+        self.cut_to: int | None = None
         #: the last `keep` failed
         self.unsaved = False
         #: the last result of the last answer
         self.last: dict[str, Any] = {}
         self._loras = list(loras)
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a conversation with its answer may have."""
+        return min(self._generator.max_seq_len, self._generator.max_total_tokens)
+
     def answer(self, text: str, show: Callable[[str], None]) -> str:
         """Add a message and stream the answer to `show(chunk)`. Ctrl-C ends the answer, which stays as far as it
         came."""
         self.messages.append({"role": "user", "content": text})
         ids = self._prompt()
-        room = min(self._generator.max_seq_len, self._generator.max_total_tokens) - ids.shape[1]
+        room = self.longest - ids.shape[1]
+        self.cut_to = room if room < self._max_tokens else None
         job = ExLlamaV2DynamicJob(
             ids,
             min(self._max_tokens, room),
@@ -133,6 +141,8 @@ class Conversation:
         ):
             raise RequestError(f'{file}: a conversation is a list of {{"role": ..., "content": ...}}')
         systems = [m["content"] for m in found if m["role"] == "system"]
+        if len(systems) > 1 or (systems and found[0]["role"] != "system"):
+            raise RequestError(f"{file}: one system message, in the first place, is all that a conversation has")
         self.system = systems[0] if systems else self.system
         self.messages = [m for m in found if m["role"] != "system"]
 
@@ -156,7 +166,7 @@ class Conversation:
 
     def _prompt(self) -> Any:
         """Ids of the conversation; the oldest exchanges are left out, visibly, when it no longer fits."""
-        limit = min(self._generator.max_seq_len, self._generator.max_total_tokens) - min(self._max_tokens, 64)
+        limit = self.longest - min(self._max_tokens, 64)
         self.dropped = 0
         while True:
             head = [{"role": "system", "content": self.system}] if self.system else []
@@ -177,6 +187,9 @@ def run(options: Options, as_json: bool) -> None:
     if options.max_tokens is not None and options.max_tokens >= longest:
         raise CapacityError(f"--max-tokens is {options.max_tokens}; the model's limit is {longest}, prompt included")
     generator = loaded.generator(options.cache, options.cache_tokens or min(longest, 8192))
+    room = generator.max_total_tokens
+    if options.max_tokens is not None and options.max_tokens >= room:
+        raise CapacityError(f"--max-tokens is {options.max_tokens}; the cache has {room} tokens, prompt included")
     talk = Conversation(
         loaded,
         generator,
@@ -189,6 +202,11 @@ def run(options: Options, as_json: bool) -> None:
     )
     if options.history is not None and options.history.exists():
         talk.load(options.history)
+        if options.system is not None and talk.system != options.system:
+            raise RequestError(
+                f"--history {options.history} has the system message {talk.system!r}, --system is {options.system!r}: "
+                "leave --system out, or name another file"
+            )
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing for input()
     if sys.stdin.isatty():
@@ -271,5 +289,7 @@ def _exchange(talk: Conversation, message: str, as_json: bool) -> None:
         print(json.dumps({"message": message, "answer": answer, **{key: last[key] for key in keys}}), flush=True)
     else:
         print(" [interrupted]" if last["eos_reason"] == "cancelled" else "")
+    if talk.cut_to is not None and last["eos_reason"] == "max_new_tokens":
+        print(f"[the context left {talk.cut_to} tokens for this answer]", file=sys.stderr)
     if talk.dropped:
         print(f"[the oldest {talk.dropped} messages no longer fit and were left out]", file=sys.stderr)

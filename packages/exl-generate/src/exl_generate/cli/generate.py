@@ -19,6 +19,8 @@ __all__ = ["Options", "run"]
 
 #: Tokens to generate when nobody says how many.
 DEFAULT_TOKENS = 200
+#: Weight of the prompt against a negative prompt when nobody says how much.
+DEFAULT_CFG_SCALE = 1.5
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Options:
     draft: str | None
     ngram: bool
     negative_prompt: str | None
-    cfg_scale: float
+    cfg_scale: float | None
     loras: list[Path]
     special: bool
     cache: str
@@ -46,6 +48,7 @@ class Options:
 
 def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
     """Stream the continuation to standard output, or print one JSON object at the end. Statistics go to stderr."""
+    _check(options)
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = load(options.model)
     ids = loaded.tokenizer.encode(text, add_bos=None, encode_special_tokens=options.special)
@@ -55,7 +58,8 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
     settings = options.settings
     if options.negative_prompt is not None:
         rows.append(loaded.tokenizer.encode(options.negative_prompt, add_bos=None))
-        settings = dataclasses.replace(settings, cfg_scale=options.cfg_scale)
+        scale = DEFAULT_CFG_SCALE if options.cfg_scale is None else options.cfg_scale
+        settings = dataclasses.replace(settings, cfg_scale=scale)
     longest = max(row.shape[1] for row in rows)
     room = loaded.config.max_seq_len - longest
     if room < 1:
@@ -65,13 +69,18 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
             f"the prompt has {longest} tokens and --max-tokens is {options.max_tokens}, together "
             f"{longest + options.max_tokens}; the model's limit is {loaded.config.max_seq_len}: ask for at most {room}"
         )
-    new = min(DEFAULT_TOKENS, room) if options.max_tokens is None else options.max_tokens
+    if options.min_tokens > room:
+        raise CapacityError(
+            f"the prompt has {longest} tokens and --min-tokens is {options.min_tokens}, together "
+            f"{longest + options.min_tokens}; the model's limit is {loaded.config.max_seq_len}: ask for at most {room}"
+        )
+    new = min(max(DEFAULT_TOKENS, options.min_tokens), room) if options.max_tokens is None else options.max_tokens
     tokens = options.cache_tokens or sum(_pages(row.shape[1] + new) for row in rows)
     generator = loaded.generator(options.cache, tokens, draft=options.draft, use_ngram_draft=options.ngram)
     job = ExLlamaV2DynamicJob(
         rows,
         new,
-        min_new_tokens=min(options.min_tokens, new),
+        min_new_tokens=options.min_tokens,
         gen_settings=settings,
         seed=options.seed,
         stop_conditions=[*loaded.stop_ids(), *options.stop],
@@ -101,6 +110,17 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
         print(_statistics(last), file=sys.stderr)
     if interrupted.is_set():
         sys.exit(130)
+
+
+def _check(options: Options) -> None:
+    """Refuse options that contradict each other or would do nothing, before anything is loaded."""
+    if options.max_tokens is not None and options.min_tokens > options.max_tokens:
+        raise RequestError(
+            f"--min-tokens is {options.min_tokens}, more than --max-tokens (-n) {options.max_tokens}: lower the one or "
+            "raise the other"
+        )
+    if options.cfg_scale is not None and options.negative_prompt is None:
+        raise RequestError(f"--cfg-scale is {options.cfg_scale}, but there is no --negative-prompt to weigh against")
 
 
 def _pages(tokens: int) -> int:

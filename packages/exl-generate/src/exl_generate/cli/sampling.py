@@ -16,6 +16,29 @@ NOT_SETTABLE = frozenset(
     {"token_bias", "post_sampling_hooks", "ngram_trie", "ngram_index", "ngram_history", "mirostat_mu", "cfg_scale"}
 )
 _SETS = ("dry_sequence_breakers", "xtc_ignore_tokens")
+#: What only shapes a draw, which a greedy choice does not make.
+_DRAW = frozenset(
+    {"temperature", "top_k", "top_p", "min_p", "top_a", "tfs", "typical", "smoothing_factor", "min_temp", "max_temp"}
+    | {"temp_exponent", "temperature_last", "skew", "mirostat", "mirostat_tau", "mirostat_eta"}
+    | {"xtc_probability", "xtc_threshold", "xtc_ignore_tokens"}
+)
+_PENALTIES = ("token_repetition_penalty", "token_frequency_penalty", "token_presence_penalty")
+#: Setting -> the settings of which one must be on, or it would do nothing.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "min_temp": ("max_temp",),
+    "temp_exponent": ("max_temp",),
+    "mirostat_tau": ("mirostat",),
+    "mirostat_eta": ("mirostat",),
+    "dry_base": ("dry_multiplier",),
+    "dry_allowed_length": ("dry_multiplier",),
+    "dry_range": ("dry_multiplier",),
+    "dry_max_ngram": ("dry_multiplier",),
+    "dry_sequence_breakers": ("dry_multiplier",),
+    "xtc_threshold": ("xtc_probability",),
+    "xtc_ignore_tokens": ("xtc_probability",),
+    "token_repetition_range": _PENALTIES,
+    "token_repetition_decay": _PENALTIES,
+}
 
 
 def make_settings(assignments: list[str] | None, greedy: bool, **options: Any) -> Settings:
@@ -29,10 +52,29 @@ def make_settings(assignments: list[str] | None, greedy: bool, **options: Any) -
         name, equals, text = assignment.partition("=")
         if not equals or name not in names:
             raise RequestError(f"--set {assignment!r}: use NAME=VALUE with one of {', '.join(sorted(names))}")
+        if name in values:
+            raise RequestError(f"--set {assignment!r}: {name} is given twice, also as {values[name]!r}; leave one out")
         values[name] = _value(assignment, text)
+    if greedy and (idle := sorted(_DRAW & set(values))):
+        raise RequestError(f"--greedy always takes the most probable token, so that {', '.join(idle)} would do nothing")
     settings = Settings.greedy(**values) if greedy else Settings(**values)
     settings.validate()
+    _check_use(settings, values)
     return settings
+
+
+def _check_use(settings: Settings, given: dict[str, Any]) -> None:
+    """Refuse a setting that was given and would do nothing."""
+    for name in given:
+        needed = _NEEDS.get(name, ())
+        if needed and not any(_on(settings, other) for other in needed):
+            raise RequestError(f"{name} does nothing without {' or '.join(needed)}: switch that on, or leave this out")
+    if "token_repetition_decay" in given and settings.token_repetition_range < 0:
+        raise RequestError("token_repetition_decay does nothing while token_repetition_range is -1 (all tokens)")
+
+
+def _on(settings: Settings, name: str) -> bool:
+    return bool(getattr(settings, name) != (1.0 if name == "token_repetition_penalty" else 0))
 
 
 def _value(assignment: str, text: str) -> Any:
