@@ -1,4 +1,4 @@
-"""Thousands of mixed requests on the bundled model: none lost, no page leaked, memory, latency and cost flat. A JSON line.
+"""Thousands of mixed requests on the bundled model: none lost, no page leaked, all figures flat. One JSON line.
 
 Kinds: choices, broken filters, banned strings, healing, CFG pairs, broken hooks, adapters, shares of pages, embeddings,
 JSON by grammar; the generator's adapters are switched while jobs run, and one job in fifty is cancelled at some moment.

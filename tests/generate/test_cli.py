@@ -214,7 +214,10 @@ def test_every_sampler_setting_has_an_option() -> None:
         (("--temperature", "0.5", "--top-a", "0.1"), {"temperature": "0.5", "top_a": "0.1"}),
         (("--temperature-last", "--mirostat", "--mirostat-tau", "2"), {"mirostat": "True", "mirostat_tau": "2.0"}),
         (("--repetition-penalty", "1.2", "--repetition-range", "64"), {"token_repetition_range": "64"}),
-        (("--xtc-ignore", "5", "--xtc-ignore", "6"), {"xtc_ignore_tokens": "frozenset({5, 6})"}),
+        (
+            ("--xtc-probability", "0.5", "--xtc-ignore", "5", "--xtc-ignore", "6"),
+            {"xtc_ignore_tokens": "frozenset({5, 6})"},
+        ),
         (("--dry-multiplier", "1", "--dry-breaker", ","), {"dry_sequence_breakers": "frozenset({','})"}),
     ],
 )

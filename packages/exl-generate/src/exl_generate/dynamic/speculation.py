@@ -157,7 +157,7 @@ class ModelDrafter(Drafter):
                 rows = [job for job in jobs if i <= len(drafts[job])]
                 if not rows:
                     break
-                fed = [drafts[job][i - 1] if i else int(job.sequence.ids[-1]) for job in rows]
+                fed = [drafts[job][i - 1] if i else None for job in rows]
                 for job, (guess, probability) in zip(rows, self._feed(rows, fed, i), strict=True):
                     if i < rooms[job] and probability >= self.threshold:
                         drafts[job].append(guess)
@@ -166,10 +166,15 @@ class ModelDrafter(Drafter):
             return {}
         return drafts
 
-    def _feed(self, jobs: list[ExLlamaV2DynamicJob], tokens: list[int], offset: int) -> list[tuple[int, float]]:
-        """Feed one token per job, `offset` places behind the K/V that stand, to all its sequences. The most probable
-        next token of each job's first sequence, and its probability where a threshold asks for it."""
-        rows = [(sequence, token) for job, token in zip(jobs, tokens, strict=True) for sequence in job.sequences]
+    def _feed(self, jobs: list[ExLlamaV2DynamicJob], tokens: list[int | None], offset: int) -> list[tuple[int, float]]:
+        """Feed one token per job (None = the last of each sequence), `offset` places behind the K/V that stand, to all
+        its sequences. The most probable next token of each job's first sequence, and its probability where a threshold
+        asks for it."""
+        rows = [
+            (sequence, int(sequence.ids[-1]) if token is None else token)
+            for job, token in zip(jobs, tokens, strict=True)
+            for sequence in job.sequences
+        ]
         for sequence, _ in rows:
             sequence.provide(sequence.kv_position + offset + 1)
         ids = np.array([[token] for _, token in rows], dtype=np.int64)
