@@ -103,6 +103,8 @@ class ExLlamaV2Config:
     head_norms: bool = False  # q and k of each head are normalised
     clip_qkv: float = 0.0  # 0: q, k and v are not clamped
     shared_expert_intermediate_size: int = 0
+    router_jitter: float | None = None  # sparse mixing of two experts; None: a softmax
+    head_bias: bool = False
     norm_topk_prob: bool = True  # chosen experts' probabilities are made to sum to 1
     moe_intermediate_size: int = 0
     max_position_embeddings: int = 2048  # as in the file; max_seq_len is the caller's copy
@@ -132,6 +134,7 @@ class ExLlamaV2Config:
     scale_short_factor: list[float] | None = None
     su_rope_factor: float | None = None
     su_rope_attention_factor: float | None = None
+    su_rope_mscales: tuple[float, float] | None = None  # factors of short and of long contexts instead
     dynamic_rope_factor: float | None = None
     mrope_section: list[int] | None = None
     vision_spatial_merge_size: int = 1  # patches of a side that make one row of an image on a grid
@@ -324,6 +327,7 @@ class ExLlamaV2Config:
         self.head_norms = arch.head_norm is not None and (
             arch.head_norm_key is None or read.boolean(arch.head_norm_key, default=False, text=True)
         )
+        self.head_bias = arch.head_bias_key is not None and read.boolean(arch.head_bias_key, default=False, text=True)
         self.norm_head = read.boolean("norm_head", default=None)
         for switch, built in (("use_qk_norm", self.head_norms), ("norm_head", arch.norm_head)):
             if getattr(self, switch) and not built:
@@ -339,6 +343,14 @@ class ExLlamaV2Config:
         self.num_experts = read.integer(*experts.count_keys, text=True, minimum=1, maximum=MAX_EXPERTS)
         self.num_experts_per_token = read.integer(*experts.chosen_keys, text=True, minimum=1)
         self.norm_topk_prob = experts.normalize(read)
+        self.router_jitter = None
+        if experts.mixer_keys:
+            self.router_jitter = read.number(*experts.mixer_keys, default=0.01, text=True)
+        if experts.chosen_fixed is not None and self.num_experts_per_token != experts.chosen_fixed:
+            raise UnsupportedError(
+                f"{read.file}: {self.num_experts_per_token} experts a token; {self.arch.name} chooses "
+                f"{experts.chosen_fixed}"
+            )
         self.moe_intermediate_size = self.intermediate_size
         if experts.width_keys:
             self.moe_intermediate_size = read.integer(

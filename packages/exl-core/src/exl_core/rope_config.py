@@ -141,8 +141,10 @@ def _mrope_section(block: JsonReader) -> list[int] | None:
 
 def _read_su(config: ExLlamaV2Config, block: JsonReader, original: int) -> None:
     for key in ("short_mscale", "long_mscale"):
-        if block.raw(key) is not None:
-            raise UnsupportedError(f"{block.file}: {key} is not built in this version; use attention_factor")
+        if block.raw(key) is not None and not config.arch.rope_mscales:
+            raise UnsupportedError(f"{block.file}: {key} is not built for {config.arch.name}; use attention_factor")
+    if config.arch.rope_mscales:
+        config.su_rope_mscales = (block.number("short_mscale"), block.number("long_mscale"))
     config.alt_rope_method = "su"
     config.scale_long_factor = _divisors(block, "long_factor")
     config.scale_short_factor = _divisors(block, "short_factor")
@@ -248,7 +250,7 @@ def _su_fields(c: ExLlamaV2Config, rotary_dim: int) -> dict[str, Any]:
     return {
         "factor": _positive("su_rope_factor", c.su_rope_factor),
         "original_max_positions": c.original_max_seq_len,
-        "attention_factor": c.su_rope_attention_factor,
+        "attention_factor": c.su_rope_attention_factor if c.su_rope_mscales is None else c.su_rope_mscales[long],
         "divisors": tuple(divisors),
     }
 

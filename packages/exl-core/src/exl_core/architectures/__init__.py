@@ -16,7 +16,7 @@ from .mistral import MISTRAL, MIXTRAL
 from .olmo2 import OLMO2, OLMO3, OLMOE
 from .orion import ORION
 from .others import ARCEE, ERNIE4_5, EXAONE4, SEED_OSS
-from .phi import PHI3
+from .phi import PHI3, PHI_MOE, PHIMOE
 from .pixtral import LLAVA, MISTRAL3
 from .qwen import QWEN2, QWEN2_5_VL, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE
 from .smollm3 import SMOLLM3
@@ -30,7 +30,7 @@ SUPPORTED: dict[str, Architecture] = {
         *(LLAMA, YI, INDEX, MISTRAL, MIXTRAL),
         *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN2_VL, QWEN2_5_VL),
         *(GEMMA, GEMMOE, GEMMA2, GEMMA3, GEMMA3_MULTIMODAL),
-        *(COHERE, COHERE2, PHI3, GLM, GLM4, GPT2, GPT_BIGCODE, STARCODER2, DBRX),
+        *(COHERE, COHERE2, PHI3, PHI_MOE, PHIMOE, GLM, GLM4, GPT2, GPT_BIGCODE, STARCODER2, DBRX),
         *(INTERNLM2, GRANITE, GRANITE_MOE, MINICPM, SMOLLM3, OLMO2, OLMO3, OLMOE, ORION),
         *(SEED_OSS, ERNIE4_5, ARCEE, EXAONE4, LLAVA, MISTRAL3),
     )
@@ -53,7 +53,6 @@ KNOWN_TO_DIFFER = frozenset(
         "NemotronForCausalLM",
         "OlmoForCausalLM",
         "PhiForCausalLM",
-        "PhiMoEForCausalLM",
         "Qwen3NextForCausalLM",
         "Qwen3VLForConditionalGeneration",
         "StableLmForCausalLM",

@@ -50,6 +50,9 @@ class Experts:
     count_keys: tuple[str, ...] = ("num_local_experts", "ffn_config->moe_num_experts", "num_experts")
     chosen_keys: tuple[str, ...] = ("num_experts_per_tok", "ffn_config->moe_top_k")
     width_keys: tuple[str, ...] = ("moe_intermediate_size",)  # else the MLP's
+    # Sparse mixing: the jitter whose double is how far below the likeliest an expert may be to count. Else a softmax.
+    mixer_keys: tuple[str, ...] = ()
+    chosen_fixed: int | None = None  # the only number of chosen experts that there is code for
     normalize: Callable[[JsonReader], bool] = lambda read: True  # whether the chosen probabilities are made to sum to 1
     sparse: Callable[[JsonReader, int], list[bool]] = lambda read, layers: [True] * layers  # else the layer has an MLP
     shared_prefix: str | None = None  # "mlp.shared_expert": gate_proj, up_proj, down_proj below it
@@ -110,6 +113,7 @@ class Architecture:
     rope_theta_alt: float | None = None  # a second table, for the layers that `layer_rope` names
     rope_theta_alt_keys: tuple[str, ...] = ("rope_local_base_freq",)
     partial_rotary_factor: float = 1.0
+    rope_mscales: bool = False  # longrope takes its factor on sin and cos from short_mscale or long_mscale
     layer_rope: Callable[[JsonReader, list[int]], list[LayerRope]] = main_rope
 
     # MLP
@@ -131,6 +135,7 @@ class Architecture:
     final_norm: str = "model.norm"
     lm_head: str = "lm_head"
     tied_head: bool = False  # by default; `tie_word_embeddings` in the file decides
+    head_bias_key: str | None = None  # config key that gives the head a bias
     logit_base_key: str | None = None  # logits are divided by hidden_size / this (MiniCPM)
     norm_head: bool = False  # `norm_head` of config.json makes the head's rows unit vectors
     requires_bos: bool = False

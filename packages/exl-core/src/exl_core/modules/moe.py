@@ -21,7 +21,24 @@ from .norm import Norm
 if TYPE_CHECKING:
     from ..lora import ExLlamaV2Lora
 
-__all__ = ["Expert", "MoE"]
+__all__ = ["Expert", "MoE", "sparse_mixture"]
+
+
+def sparse_mixture(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """(weights float32, expert numbers int64) [T, 2] of router logits [T, experts] as Phi-3.5-MoE mixes two experts.
+
+    The likeliest expert, weighted by a softmax over those within a relative distance of 2 * jitter; then the same among
+    the others. The weights are not made to sum to 1.
+    """
+    left = logits
+    weights, indices = [], []
+    for _ in range(2):
+        highest, chosen = left.max(dim=-1, keepdim=True)
+        far = (highest - logits) / logits.abs().clamp(min=highest) > 2 * jitter
+        weights.append(left.masked_fill(far, float("-inf")).softmax(dim=-1).gather(-1, chosen))
+        indices.append(chosen)
+        left = left.scatter(-1, chosen, float("-inf"))
+    return torch.cat(weights, dim=-1), torch.cat(indices, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -40,9 +57,10 @@ class MoE(FeedForward):
     """inner(h) = sum over the chosen experts of p_e * down_e(act(gate_e(h)) * up_e(h)) [+ the shared expert's output].
 
     Probabilities are a softmax over all experts in float32, of which the `chosen` largest are kept and, if
-    `normalize`, divided by their sum (spec core.md 4.5). The router's logits are float32 on a GPU too, where all else
-    is half: rounding them would choose other experts wherever two are nearly as likely. Each row's contributions are
-    added from the likeliest expert to the least, whatever rows are in the call, so that batching cannot change a bit.
+    `normalize`, divided by their sum (spec core.md 4.5); with `jitter` they are those of `sparse_mixture`. The router's
+    logits are float32 on a GPU too, where all else is half: rounding them would choose other experts wherever two are
+    nearly as likely. Each row's contributions are added from the likeliest expert to the least, whatever rows are in
+    the call, so that batching cannot change a bit.
     """
 
     name = "MoEMLP"
@@ -58,6 +76,7 @@ class MoE(FeedForward):
         *,
         chosen: int,
         normalize: bool,
+        jitter: float | None = None,
         activation: Activation,
         post: Norm | None = None,
         shared: GatedMLP | None = None,
@@ -68,6 +87,7 @@ class MoE(FeedForward):
         self.experts = list(experts)
         self.chosen = chosen
         self.normalize = normalize
+        self.jitter = jitter
         self.shared = shared
         self.shared_gate = shared_gate
 
@@ -93,7 +113,10 @@ class MoE(FeedForward):
 
     def route(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> tuple[Tensor, Tensor]:
         """(weights float32, expert numbers int64), both [T, chosen], likeliest first."""
-        probabilities = self.router.forward_precise(h, loras).softmax(dim=-1)
+        logits = self.router.forward_precise(h, loras)
+        if self.jitter is not None:
+            return sparse_mixture(logits, self.jitter)
+        probabilities = logits.softmax(dim=-1)
         weights, indices = probabilities.topk(self.chosen, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
 
