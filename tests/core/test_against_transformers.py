@@ -174,7 +174,7 @@ CASES: dict[str, Case] = {
         "PhimoeForCausalLM",
         {"num_local_experts": 5, "router_jitter_noise": 0.3, "attention_bias": True, "lm_head_bias": True},
     ),
-    "phimoe-mscale": Case(
+    "phimoe-stretched": Case(
         "PhimoeForCausalLM",
         {
             "num_local_experts": 4,
