@@ -33,6 +33,10 @@ DEVICE void copy_to_shared(uint32_t to, const void* from, uint32_t bytes, uint32
       : "memory");
 }
 
+DEVICE void store_pair(uint32_t to, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
+}
+
 // Position in a ring of barriers: a slot and the phase its barrier is in.
 struct Turn {
   int slot = 0;

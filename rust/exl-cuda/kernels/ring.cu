@@ -1,4 +1,4 @@
-// The ring kernels for EXL2: a scale entry every 128 or 32 rows, one matrix or up to three.
+// The ring kernels for EXL2: a scale entry every 128 or 32 rows.
 #include "ring.cuh"
 
 RING(EXL2, exl2, 128)

@@ -146,7 +146,7 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
 fn ring_kernels(kind: &str) -> Vec<String> {
     [128, 32]
         .into_iter()
-        .flat_map(|entry| [1, 3].map(|most| format!("ring_{kind}_{entry}_{most}")))
+        .map(|entry| format!("ring_{kind}_{entry}"))
         .collect()
 }
 

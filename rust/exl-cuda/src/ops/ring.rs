@@ -5,7 +5,7 @@ use super::linear::{Half, Matrix, MatrixArgument};
 use crate::device::{Device, DeviceInfo};
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
-use crate::layout::{TILE, UNIT_ROWS};
+use crate::layout::TILE;
 
 /// Most rows of the ring kernel.
 pub const MOST_ROWS: usize = 8;
@@ -34,7 +34,7 @@ struct Part {
     units_at: u32,
     maxima_at: u32,
     x_at: u32,
-    sums_at: u32,
+    stages: i32,
     order: i32,
     y_offset: i32,
 }
@@ -43,28 +43,28 @@ struct Part {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Task {
-    x: usize,
-    y: usize,
-    residual: usize,
-    norm: usize,
-    results_at: u32,
     barriers_at: u32,
-    multipliers_at: u32,
     stage_stride: u32,
-    x_stride: u32,
+    slots: i32,
+    window: i32,
     count: i32,
     tiles: i32,
     longer: i32,
+    gate: i32,
+    results_at: u32,
+    multipliers_at: u32,
+    x_stride: u32,
     m: i32,
     columns: i32,
-    slots: i32,
-    window: i32,
-    gate: i32,
     x_kind: i32,
     y_kind: i32,
     y_stride: i32,
     eps: f32,
     offset: f32,
+    x: usize,
+    y: usize,
+    residual: usize,
+    norm: usize,
     parts: [Part; MATRICES],
     stage_begin: [[u32; MOST_STAGES + 1]; MATRICES],
 }
@@ -206,7 +206,7 @@ fn plan(
             units_at: 0,
             maxima_at: 0,
             x_at: 0,
-            sums_at: 0,
+            stages: 0,
             order: 0,
             y_offset: 0,
         });
@@ -215,16 +215,14 @@ fn plan(
                 .iter()
                 .position(|before| before.features_host == matrix.features_host);
             let units = matrix.argument.unit_count as usize;
-            let places = match same {
-                Some(before) => (parts[before].x_at, parts[before].sums_at),
-                None => (
-                    arena.take(m * x_stride * 2),
-                    arena.take(units * (UNIT_ROWS / matrix.entry_rows) * 32),
-                ),
+            let x_at = match same {
+                Some(before) => parts[before].x_at,
+                None => arena.take(m * x_stride * 2),
             };
             let part = &mut parts[i];
             part.order = same.unwrap_or(i) as i32;
-            (part.x_at, part.sums_at) = places;
+            part.x_at = x_at;
+            part.stages = units.div_ceil(8) as i32;
             part.units_at = arena.take(8 * units);
             part.maxima_at = arena.take(2 * matrix.rows().div_ceil(matrix.entry_rows));
         }
@@ -318,9 +316,8 @@ pub unsafe fn launch(
     let tiles = if gated { tiles / 2 } else { tiles };
     let blocks = tiles.min(device.info.multiprocessors);
     (task.tiles, task.longer) = (tiles / blocks, tiles % blocks);
-    let variant = if matrices.len() == 1 { 1 } else { 3 };
     let (kind, entry) = (matrices[0].kind, matrices[0].entry_rows);
-    let kernel = format!("ring_{kind}_{entry}_{variant}");
+    let kernel = format!("ring_{kind}_{entry}");
     let launch = Launch {
         kernel: &kernel,
         grid: [blocks as u32, 1, 1],
@@ -376,6 +373,18 @@ mod tests {
             ..hopper()
         };
         assert_eq!(rows(&ampere, &[&matrix(16, 2064)], Around::default()), 0);
+    }
+
+    #[test]
+    fn a_long_tile_at_four_rows_leaves_slots_beyond_the_window() {
+        // 7 stages, the first of wide units: what hung with a window of two of its four slots.
+        let mut made = matrix(56, 2064);
+        for (u, offset) in made.unit_offsets.iter_mut().enumerate() {
+            *offset += 512 * u.min(7) as u32;
+        }
+        made.argument.tile_bytes += 7 * 512;
+        let plan = plan(&hopper(), &[&made], 4, Around::default(), None).expect("fits");
+        assert_eq!((plan.task.slots, plan.task.window), (4, 1));
     }
 
     #[test]

@@ -44,8 +44,9 @@ FEW = 8
 
 JOINED_ROWS_VARIABLE = "EXL_DECODE_JOINED_ROWS"
 JOINED_ROWS = 2
-"""Rows up to which they are joined, unless the variable says otherwise. Measured on an H200, 8B at 4 bits: a step of
-eight rows takes 3,634 us joined and 3,269 us one by one; of one row only the joined step was measured (2,163 us)."""
+"""Rows up to which they are joined, unless the variable says otherwise. Measured on an H200, 8B at 4 bits, with the
+ring kernel before the one of docs/performance.md: a step of eight rows takes 3,629 us joined and 3,198 us one by one,
+of one row 2,164 and 2,189 us."""
 
 
 def joined_rows() -> int:
