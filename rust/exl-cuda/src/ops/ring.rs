@@ -20,7 +20,8 @@ const BYTES_IN_FLIGHT: usize = 33 * 1024;
 const RING_BYTES: usize = 130 * 1024;
 /// Stages of a ring beyond the window. A warp that has consumed stage i - 3 and now waits for stage i must not meet its slot's barrier in
 /// the phase before the last: then the test of its parity succeeds at once. That stage i - 3 has been issued says that all up to
-/// i - 3 - window have landed, so `window + 3` slots are enough: a tile with an odd number of stages makes a warp skip two.
+/// i - 3 - window have landed, so `window + 3` slots are enough: a warp passes over two stages at most, from one tile to the next. Where
+/// tiles of one stage stand beside longer ones it may pass over three ([`spare_slots`]).
 const SPARE_SLOTS: usize = 3;
 /// More than half of a multiprocessor's shared memory, so that one block is placed on each (spec/kernels-measured.md 6.2).
 const LEAST_SHARED: usize = 116 * 1024;
@@ -143,6 +144,11 @@ impl Arena {
     }
 }
 
+/// Slots that a ring has beyond the window, for matrices of these numbers of stages.
+fn spare_slots(mut stages: impl Iterator<Item = usize> + Clone) -> usize {
+    SPARE_SLOTS + usize::from(stages.clone().any(|s| s == 1) && stages.any(|s| s > 1))
+}
+
 /// Plans a launch for `m` rows; None where the kernel cannot take it: other hardware, matrices of different kinds, no room.
 fn plan(
     device: &DeviceInfo,
@@ -191,11 +197,16 @@ fn plan(
     let stride = largest.next_multiple_of(128);
     let rows = matrices.iter().map(|a| a.rows()).max().unwrap_or(0);
     let columns = m.next_multiple_of(2);
-    let wanted = RING_BYTES.div_ceil(mean).clamp(4, 24);
-    let forced = tuning.filter(|t| (1..=t.slots - SPARE_SLOTS as i32).contains(&t.window));
+    let wanted = RING_BYTES.div_ceil(mean).clamp(5, 24);
+    let spare = spare_slots(
+        matrices
+            .iter()
+            .map(|a| (a.unit_offsets.len() - 1).div_ceil(8)),
+    );
+    let forced = tuning.filter(|t| (1..=t.slots - spare as i32).contains(&t.window));
     let candidates = match forced {
         Some(t) => t.slots as usize..=t.slots as usize,
-        None => 1 + SPARE_SLOTS..=wanted,
+        None => 1 + spare..=wanted,
     };
     for slots in candidates.rev() {
         let mut arena = Arena(slots * stride);
@@ -251,7 +262,7 @@ fn plan(
             m: m as i32,
             columns: columns as i32,
             slots: slots as i32,
-            window: window.clamp(1, (slots - SPARE_SLOTS) as i32),
+            window: window.clamp(1, (slots - spare) as i32),
             gate: -1,
             x_kind: 0,
             y_kind: 0,
@@ -385,6 +396,39 @@ mod tests {
         made.argument.tile_bytes += 7 * 512;
         let plan = plan(&hopper(), &[&made], 4, Around::default(), None).expect("fits");
         assert_eq!((plan.task.slots, plan.task.window), (4, 1));
+    }
+
+    /// Most stages that lie between two that a warp consumes, as `kernels/ring.cuh` deals classes out, over tiles of these lengths.
+    fn longest_step(lengths: &[usize]) -> usize {
+        let mut longest = 0;
+        for warp in 0..16 {
+            let (mut class, mut first, mut last) = (warp, 0, None);
+            for &stages in lengths {
+                for stage in (class / 8..stages).step_by(2) {
+                    longest = longest.max(last.map_or(0, |last| first + stage - last));
+                    last = Some(first + stage);
+                }
+                first += stages;
+                class = (class + 5) % 16;
+            }
+        }
+        longest
+    }
+
+    #[test]
+    fn no_warp_steps_further_than_the_spare_slots_allow() {
+        for a in 1..=MOST_STAGES {
+            for b in [a, a + 1, a + 2] {
+                for turn in 0..40usize {
+                    let mixed = |i: usize| if (i * i + turn * i) % 7 < 3 { a } else { b };
+                    let lengths: Vec<usize> = (0..64).map(mixed).collect();
+                    assert!(
+                        longest_step(&lengths) <= spare_slots([a, b].into_iter()),
+                        "{a} {b}"
+                    );
+                }
+            }
+        }
     }
 
     #[test]
