@@ -415,3 +415,22 @@ def test_paged_needs_a_cache_of_one_row(model: ExLlamaV2, ids: torch.Tensor) -> 
 def test_bad_masks_and_offsets(model: ExLlamaV2, ids: torch.Tensor, arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(errors.InputError, match=named):
         model.forward(ids, cache_for(model), **arguments)
+
+
+def test_the_state_behind_the_final_norm(lab: Any) -> None:
+    """return_last_state="normed": what the head reads, with logits, without them and with the last ones alone."""
+    model = lab.load(lab.write())
+    ids = lab.ids(2, 9)
+    whole, state = model.forward(ids, return_last_state=True)
+    logits, normed = model.forward(ids, return_last_state="normed")
+    assert torch.equal(logits, whole)
+    assert torch.equal(normed, model.modules[-2].forward(state.view(18, -1)).view_as(state))
+    assert torch.equal(model.modules[-1].forward(normed.view(18, -1)).view_as(logits), logits)
+    nothing, again = model.forward(ids, ExLlamaV2Cache(model, batch_size=2), None, True, False, None, "normed")
+    assert nothing is None
+    assert torch.equal(again, normed)
+    last, all_of_it = model.forward(ids, last_id_only=True, return_last_state="normed")
+    assert torch.equal(all_of_it, normed)
+    assert torch.equal(last, whole[:, -1:])
+    with pytest.raises(errors.InputError, match="return_last_state is 'other'"):
+        model.forward(ids, return_last_state="other")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -351,7 +351,7 @@ class ExLlamaV2:
         preprocess_only: bool = False,
         last_id_only: bool = False,
         loras: Sequence[ExLlamaV2Lora] | None = None,
-        return_last_state: bool = False,
+        return_last_state: bool | Literal["normed"] = False,
         position_offsets: Tensor | None = None,
         abort_event: Event | None = None,
         cpu_logits: bool = False,
@@ -363,8 +363,8 @@ class ExLlamaV2:
         Returns float32 logits [batch, q_len (1 with last_id_only), padded vocabulary] on the model's device, whose
         columns beyond the vocabulary are -65504; None with preprocess_only; (logits or None, state) with
         return_last_state, where state [batch, tokens of the last chunk, hidden], float32 or on a GPU half, is taken
-        before the final norm. If `abort_event` is set
-        the result is None and cache.current_seq_len stays at the last finished chunk.
+        before the final norm, or behind it with return_last_state="normed". If `abort_event` is set the result is None
+        and cache.current_seq_len stays at the last finished chunk.
 
         input_mask: additive [batch, past + q_len], 0 attends to a key, -inf ignores it. position_offsets: int
         [batch, 1], added to RoPE positions (minus the left padding of each row). cpu_logits: bring the logits to the
@@ -393,7 +393,7 @@ class ExLlamaV2:
                 AttentionParams(batch, end - begin, past + begin, input_mask, position_offsets),
                 preprocess_only=skip_head,
                 last_id_only=last_id_only,
-                return_last_state=return_last_state and end == q_len,
+                return_last_state=return_last_state if end == q_len else False,
                 abort_event=abort_event,
                 loras=adapters,
                 embeddings=embeddings,
@@ -416,7 +416,7 @@ class ExLlamaV2:
         preprocess_only: bool = False,
         last_id_only: bool = False,
         loras: Sequence[ExLlamaV2Lora] | None = None,
-        return_last_state: bool = False,
+        return_last_state: bool | Literal["normed"] = False,
         position_offsets: Tensor | None = None,
         abort_event: Event | None = None,
         attn_params: AttentionParams | PagedParams | None = None,
@@ -517,7 +517,7 @@ class ExLlamaV2:
         *,
         preprocess_only: bool,
         last_id_only: bool,
-        return_last_state: bool,
+        return_last_state: bool | Literal["normed"],
         abort_event: Event | None,
         loras: tuple[ExLlamaV2Lora, ...] = (),
         embeddings: tuple[ExLlamaV2MMEmbedding, ...] = (),
@@ -541,6 +541,10 @@ class ExLlamaV2:
         )
         step = first
         result: dict[str, Any] = {}
+        if return_last_state not in (True, False, "normed"):
+            raise InputError(f'return_last_state is {return_last_state!r}, must be True, False or "normed"')
+        normed = return_last_state == "normed"
+        state_at = self.head_layer_idx - (not normed)  # what has no logits ends in front of this
         x = ids.reshape(-1).to(place.device(0))
         for index, module in enumerate(self.modules):
             if abort_event is not None and abort_event.is_set():
@@ -549,7 +553,7 @@ class ExLlamaV2:
                 result.setdefault("states", {})[index] = x.view(batch, q_len, -1).clone()
             if index == self.last_kv_layer_idx + 1 and preprocess_only and not (return_last_state or extract):
                 break
-            if index == self.head_layer_idx - 1:
+            if index == state_at:
                 if return_last_state:
                     result["last_state"] = x.view(batch, q_len, -1).clone()
                 if preprocess_only:

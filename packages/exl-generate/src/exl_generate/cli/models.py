@@ -21,6 +21,8 @@ from exl_core import (
 from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicGenerator
 from exl_generate.errors import RequestError
 
+from .progress import loading_bar
+
 __all__ = ["CACHES", "Loaded", "load", "model_folder"]
 
 CACHES: dict[str, Any] = {
@@ -67,7 +69,8 @@ def load(folder: Path | None) -> Loaded:
 
 def _load_model(folder: Path) -> ExLlamaV2:
     model = ExLlamaV2(ExLlamaV2Config(folder))
-    model.load()
+    with loading_bar(folder.name) as report:
+        model.load(callback=report)
     return model
 
 
