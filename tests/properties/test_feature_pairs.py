@@ -87,7 +87,7 @@ class Even(ExLlamaV2Filter):
     """Even ids only."""
 
     def __init__(self) -> None:
-        super().__init__(None, None)
+        super().__init__(None, tokenizer())
 
     def clone(self, c: Any = None) -> Even:
         return Even()
@@ -233,6 +233,7 @@ def check_pair(pair: tuple[str, str], case: Case, cancel_at: int, share: int | N
     case.features = frozenset(pair)
     mine = case.job()
     alone = said(play(case.generator(plain=True), [mine], [], 0)[mine])
+    assert alone["eos_reason"] not in ("error", "filter_error"), "a pair that fails alike everywhere shows nothing"
 
     generator = case.generator(plain=False)
     plain = ExLlamaV2DynamicJob(tokenizer().encode(case.text, add_bos=True), 12, seed=1)

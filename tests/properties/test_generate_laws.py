@@ -49,7 +49,7 @@ class Alternate(ExLlamaV2Filter):
     """Even ids, then odd ids, and so on; raises at step `fault`."""
 
     def __init__(self, fault: int | None = None) -> None:
-        super().__init__(None, None)
+        super().__init__(None, TOKENIZER)
         self.fault, self.at = fault, 0
 
     def clone(self, c: Any = None) -> Alternate:
