@@ -243,6 +243,22 @@ def test_healing_gives_two_tokens_at_once_and_hides_the_healed_one() -> None:
     assert first["chunk_token_ids"].shape == (1, 1)
 
 
+@pytest.mark.covers("generators.md: 20")
+def test_the_healed_token_stays_hidden_when_its_text_was_held() -> None:
+    the, x, y = (TOKENIZER.single_id(piece) for piece in ("the", "x", "y"))
+    generator = ExLlamaV2StreamingGenerator(*parts(lambda c: {1: the, 2: x, 3: y}.get(len(c))))
+    generator.set_stop_conditions(["hexq"])
+    generator.begin_stream_ex(TOKENIZER.encode("at"), GREEDY, token_healing=True, return_probabilities=True)
+    first, second = generator.stream_ex(), generator.stream_ex()
+    assert (first["chunk"], second["chunk"]) == ("", "hexy")
+    assert [first["chunk_token_ids"].tolist(), second["chunk_token_ids"].tolist()] == [[[]], [[x, y]]]
+    assert second["probs"].shape == (1, 2)
+    generator.set_stop_conditions(["he"])
+    generator.begin_stream_ex(TOKENIZER.encode("at"), GREEDY, token_healing=True)
+    last = generator.stream_ex()
+    assert (last["chunk"], last["eos"], last["chunk_token_ids"].tolist()) == ("", True, [[]])
+
+
 @pytest.mark.covers("generators.md: 1")
 def test_the_stream_ends_where_the_model_is_full() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts())

@@ -159,7 +159,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self._close()
         job.paused = True
         engine.enqueue(job)
-        self._job, self._healed_pending = job, healing
+        self._job, self._healed_pending, self._healed_hidden = job, healing, not healing
         while not job.prefilled and not job.is_finished:
             if abort_event is not None and abort_event.is_set():
                 engine.cancel(job)
@@ -176,10 +176,13 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         string taken back. `ban_tokens` are avoided in this call alone."""
         if self._job is None:
             raise JobStateError("no stream has begun; call begin_stream_ex first")
-        told, count = self._told(self._look(0, ban_tokens)), 1
+        hidden = self._healed_hidden
+        told, hidden = self._shown(self._look(0, ban_tokens), hidden)
+        count = 1
         if self._healed_pending and not told["eos"]:
-            told, count = _joined(_without_first(told), self._told(self._look(1, ban_tokens))), 2
-        return self._hand_out(told, count)
+            second, hidden = self._shown(self._look(1, ban_tokens), hidden)
+            told, count = _joined(told, second), 2
+        return self._hand_out(told, count, hidden)
 
     def stream(self, ban_tokens: Iterable[int] | None = None) -> tuple[Any, ...]:
         """Older form: (chunk, eos, chunk_token_ids), then probs and logits if they were asked for."""
@@ -236,19 +239,27 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self._results.clear()
         self._job = None
 
-    def _hand_out(self, told: Result, count: int) -> Result:
+    def _shown(self, result: Result, hidden: bool) -> tuple[Result, bool]:
+        """A job's result in the keys of this generator, without the healed token if it is in it, and whether that has
+        been left out by now: its text may have been held for a while."""
+        told = self._told(result)
+        if hidden or told["chunk_token_ids"].shape[1] == 0:
+            return told, hidden
+        return _without_first(told), True
+
+    def _hand_out(self, told: Result, count: int, hidden: bool) -> Result:
         """`told`, for which `count` results of the job are used up; if an interrupt comes between, they are not."""
         used: list[Result] = []
-        healed = self._healed_pending
+        healed = self._healed_pending, self._healed_hidden
         try:
             with Unbroken():
                 used.extend(self._results.popleft() for _ in range(count))
-                self._healed_pending = False
+                self._healed_pending, self._healed_hidden = False, hidden
             return told
         except BaseException:
             with Unbroken():
                 self._results.extendleft(reversed(used))
-                self._healed_pending = healed
+                self._healed_pending, self._healed_hidden = healed
             raise
 
     def _look(self, at: int, ban_tokens: Iterable[int] | None) -> Result:
