@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core import ExLlamaV2Cache, ExLlamaV2Config, errors
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, errors
 from exl_core.architectures import SUPPORTED, find_architecture, supported_architectures
 from exl_core.loading.checkpoint import TensorReader
 
@@ -181,7 +181,9 @@ FAMILIES: dict[str, Family] = {
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_families_that_transformers_does_not_have(name: str, lab: Any, tmp_path: Path) -> None:
+def test_families_that_transformers_does_not_have(
+    name: str, lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(3)
     family = FAMILIES[name]
     tensors = family.change(llama_tensors(lab, tie_word_embeddings=False))
@@ -197,6 +199,10 @@ def test_families_that_transformers_does_not_have(name: str, lab: Any, tmp_path:
         assert float(error) < 2e-3
     for kind in ("exl2", "gptq"):
         lab.check_written(model, ids, kind, tmp_path / kind)
+    monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1,cpu:2")
+    cut = ExLlamaV2(model.config)
+    cut.load_tp([3.0, 8.0, 5.0])
+    assert torch.equal(cut.forward(ids), model.forward(ids))
 
 
 def test_every_architecture_has_a_comparison() -> None:

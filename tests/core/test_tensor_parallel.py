@@ -22,7 +22,7 @@ from exl_core import (
     PagedParams,
     errors,
 )
-from exl_core.device import devices
+from exl_core.device import Device, devices
 from exl_core.loading.parallel_plan import plan_parallel
 from exl_core.loading.sizes import CacheSize
 from exl_core.parallel import Shares, SplitMatrix
@@ -235,6 +235,29 @@ def test_wrong_caches_are_refused(lab: Any, monkeypatch: pytest.MonkeyPatch, ids
     model.load_tp([2.0, 20.0])
     with pytest.raises(errors.CacheError, match="made after load_tp"):
         model.forward(ids, cache)
+
+
+def test_a_device_may_get_nothing(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+    folder = lab.write(**SIZES)
+    whole = build(folder)
+    whole.load()
+    model = spread(monkeypatch, folder, [5.0, 0.0, 5.0])
+    assert {part.shard for m in model.modules for q in m.submodules() for part in q.matrix.parts} == {0, 2}
+    cache = ExLlamaV2Cache_TP(model, batch_size=2)
+    assert torch.equal(model.forward(ids, cache), whole.forward(ids, ExLlamaV2Cache(whole, batch_size=2)))
+
+
+def test_mixed_kinds_and_modules_one_by_one(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+    model = spread(monkeypatch, lab.write(**SIZES), EVEN2)
+    expected = model.forward(ids)
+    model.unload_module(2)
+    with pytest.raises(errors.ModelStateError, match="not loaded"):
+        model.forward(ids)
+    model.load_module(2)
+    assert torch.equal(model.forward(ids), expected)
+    mixed = [Device("cuda:0"), Device("cpu")]
+    with pytest.raises(errors.DeviceError, match=r"cuda:0, cpu are of two kinds"):
+        plan_parallel(model.config, model.modules, mixed, CacheSize("fp16", 512), None)
 
 
 def test_one_device_is_an_ordinary_load(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:

@@ -138,7 +138,7 @@ class _Planner:
         for number, held in self.experts.items():
             for shard in shares.experts(number):
                 plans[shard].weights += held // number
-        return plans, shares
+        return [d if d.weights or d.cache else replace(d, tables=0, scratch=0, modules=[]) for d in plans], shares
 
     def most_tokens(self, budgets: Sequence[DevicePlan], cache: CacheSize) -> int:
         """The largest cache, in whole pages, with which `place` fits."""
