@@ -132,3 +132,14 @@ def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", "few")
     with pytest.raises(InputError, match="EXL_DECODE_JOINED_ROWS"):
         joined_rows()
+
+
+def test_a_step_is_prepared_on_a_gpu_only() -> None:
+    """On the CPU, where nothing is queued, there is nothing to prepare; nor for a model that is unloaded again."""
+    model = ExLlamaV2(ExLlamaV2Config(FOLDER))
+    params = PagedParams(1, torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 0, PAGE, 1)
+    model.load()
+    cache = ExLlamaV2Cache(model, max_seq_len=PAGE)
+    assert model.prepare_step(1, cache, params) is None
+    model.unload()
+    assert model.prepare_step(1, cache, params) is None
