@@ -130,7 +130,9 @@ def answers(rows: Sequence[Row], meanwhile: Callable[[Tensor], None] | None = No
         if meanwhile is None:
             torch.cuda.current_stream(place.device).synchronize()
         else:
+            # The copy of the tokens is waited for too: the next call writes over the memory it reads.
+            tokens = place.tokens(len(rows))
             place.sampled.record(torch.cuda.current_stream(place.device))
-            meanwhile(place.tokens(len(rows)))
+            meanwhile(tokens)
             place.sampled.synchronize()
         return place.answers(len(rows))

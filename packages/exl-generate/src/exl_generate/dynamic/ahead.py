@@ -80,6 +80,8 @@ class Ahead:
         row = self._rows.get(id(sequence))
         if row is None or self._logits is None or window.wants_state or sequence.loras:
             return False
+        if not self._tokens:  # an interrupt came between the sampler and us
+            return False
         position = self._positions[row]
         if window.ids != [self._tokens[row]] or sequence.kv_position != position or len(sequence) != position + 1:
             return False
