@@ -30,7 +30,7 @@ struct Attention {  // mirrored in ops/attention.rs
   float scale, softcap;
 };
 
-constexpr int UNIT = 64, SPLIT_UNITS = 8, UNIT_PARTS = 64;
+constexpr int UNIT = 64, SPLIT_UNITS = 8, UNIT_PARTS = 32;
 constexpr float LOG2E = 1.4426950408889634f;
 
 // A token sees keys from `visible_from` up to `visible_to`, not included.
@@ -132,7 +132,17 @@ DEVICE void join_factors(float& max, float part_max, float part_sum, float& kept
   added = empty ? 0.f : weight_of(part_max, reference);
   max = empty ? max : most;
 }
-DEVICE float join_value(float total, float kept, float part, float added) { return __fmaf_rn(total, kept, __fmul_rn(part, added)); }
+// Where `kept` is one the product may be left out: the same bits.
+DEVICE float join_value(float total, float kept, float part, float added) { return __fmaf_rn(part, added, __fmul_rn(total, kept)); }
+
+// What a result is multiplied with, once for all its dimensions.
+DEVICE float inverse_of(float sum) { return sum == 0.f ? 0.f : __frcp_rn(sum); }
+// Two neighbouring elements of the result.
+DEVICE void store_pair(const Attention& a, int64_t at, float x, float y) {
+  if (a.element == 0) *reinterpret_cast<__half2*>(static_cast<__half*>(a.out) + at) = __floats2half2_rn(x, y);
+  else if (a.element == 1) *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(a.out) + at) = __floats2bfloat162_rn(x, y);
+  else *reinterpret_cast<float2*>(static_cast<float*>(a.out) + at) = make_float2(x, y);
+}
 
 // Logits as products gave them to units of log 2: scaled, capped. A function: few models cap, and the code would stand in every loop.
 static __device__ __noinline__ float capped(float x, float scale, float cap) { return __fmul_rn(cap * LOG2E, tanhf(__fmul_rn(x, scale / cap))); }
@@ -150,8 +160,8 @@ DEVICE void scale_logits(const Attention& a, float (&x)[N]) {
 // A finished logit with the mask's entry. The lowest float stays a number.
 DEVICE float masked(float x, float added) { return __fadd_rn(x, added == -INFINITY ? added : fmaxf(__fmul_rn(added, LOG2E), -1.7e38f)); }
 
-// Block `block` of 64 dimensions of a result row: transformed back where values are, divided by the sum of weights.
-DEVICE void result_to_out(const Attention& a, const float* row, int block, float sum, int64_t out, bool transformed) {
+// Block `block` of 64 dimensions of a result row: transformed back where values are, times `inverse`.
+DEVICE void result_to_out(const Attention& a, const float* row, int block, float inverse, int64_t out, bool transformed) {
   const int lane = threadIdx.x & 31, e = block * 64 + 2 * lane;
   float even = row[e], odd = row[e + 1];
   if (transformed) {
@@ -159,10 +169,5 @@ DEVICE void result_to_out(const Attention& a, const float* row, int block, float
     even *= 1.f / 32.f;
     odd *= 1.f / 32.f;
   }
-  if (e >= a.dim) return;
-  even = sum == 0.f ? 0.f : even / sum;
-  odd = sum == 0.f ? 0.f : odd / sum;
-  if (a.element == 0) *reinterpret_cast<__half2*>(static_cast<__half*>(a.out) + out + e) = __floats2half2_rn(even, odd);
-  else if (a.element == 1) *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(a.out) + out + e) = __floats2bfloat162_rn(even, odd);
-  else *reinterpret_cast<float2*>(static_cast<float*>(a.out) + out + e) = make_float2(even, odd);
+  if (e < a.dim) store_pair(a, out + e, __fmul_rn(even, inverse), __fmul_rn(odd, inverse));
 }

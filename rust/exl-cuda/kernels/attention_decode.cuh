@@ -255,6 +255,24 @@ DEVICE float4 part_factors(float2 state, bool by_unit, float& before) {
   return out;
 }
 
+struct Joined {
+  float4 sums = make_float4(0.f, 0.f, 0.f, 0.f);
+  float sum = 0.f;
+  DEVICE void join(const float4& part, float part_sum, float kept, float added) {
+    sums.x = join_value(sums.x, kept, part.x, added);
+    sums.y = join_value(sums.y, kept, part.y, added);
+    sums.z = join_value(sums.z, kept, part.z, added);
+    sums.w = join_value(sums.w, kept, part.w, added);
+    sum = join_value(sum, kept, part_sum, added);
+  }
+  // By the factors at FIRST of those that stand behind the part's state.
+  template <int FIRST>
+  DEVICE void join(const uint8_t* state, const float4& part) {
+    const float2 f = *reinterpret_cast<const float2*>(state + 16 + 4 * FIRST);
+    join(part, reinterpret_cast<const float*>(state)[1], f.x, f.y);
+  }
+};
+
 // Joins the tile's parts into `rows`; a thread has four dimensions of a row. `stage`: the ring's memory.
 template <class S>
 DEVICE void join_parts(const Attention& a, const Share& share, int begin, const float* parts, uint32_t valid, uint8_t* stage, float* rows) {
@@ -268,21 +286,26 @@ DEVICE void join_parts(const Attention& a, const Share& share, int begin, const 
     const bool live = item < tile_rows * S::OF_ROW && valid >> row & 1;
     const float* from = parts + row * S::ROW;
     uint8_t *own = stage + 16 * threadIdx.x, *state = stage + STATES_AT + threadIdx.x / S::OF_ROW * 32;
-    float4 split = make_float4(0.f, 0.f, 0.f, 0.f), total = split;
+    Joined total;
     constexpr int HELD = (S::PART_ROWS + S::WARPS - 1) / S::WARPS;  // rows whose factors this warp makes
-    float split_sum = 0.f, total_sum = 0.f, before[HELD];
+    float before[HELD];
 #pragma unroll
     for (int r = 0; r < HELD; r++) before[r] = -INFINITY;
 #pragma unroll 1
     for (int first = 0; first < last; first += capacity) {
       const int from_part = max(first, skipped), end = min(first + capacity, last);
-      if (live)
+      if (live) {
+        // Whole batches of eight, with zeros where there is no part.
+        const float* part = from + (int64_t)(first - skipped) * tile_rows * S::ROW;
 #pragma unroll 4
-        for (int i = from_part; i < end; i++) {
-          const float* part = from + (int64_t)(i - skipped) * tile_rows * S::ROW;
-          copy_async<16>(own + (i - first) * S::PART_BYTES, part + column, true);
-          if (column == 0) copy_async<16>(state + (i - first) * S::PART_BYTES, part + S::DIM, true);
+        for (int i = first; i < (end + 7) / 8 * 8; i++) {
+          const bool there = i >= from_part && i < end;
+          const float* source = there ? part : from;
+          copy_async<16>(own + (i - first) * S::PART_BYTES, source + column, there);
+          if (column == 0) copy_async<16>(state + (i - first) * S::PART_BYTES, source + S::DIM, there);
+          part += tile_rows * S::ROW;
         }
+      }
       copy_commit();
       copy_wait<0>();
       __syncthreads();
@@ -294,33 +317,28 @@ DEVICE void join_parts(const Attention& a, const Share& share, int begin, const 
           const bool there = i + lane >= from_part && i + lane < end;
           const float2 s = there ? *reinterpret_cast<const float2*>(at) : make_float2(-INFINITY, 0.f);
           const float4 factors = part_factors(s, share.by_unit, before[r]);
-          if (there) *reinterpret_cast<float4*>(at + 16) = factors;
+          if (i + lane < (end + 7) / 8 * 8) *reinterpret_cast<float4*>(at + 16) = factors;
         }
       __syncthreads();
-#pragma unroll 2
-      for (int i = from_part; i < end; i++) {
-        const uint8_t* at = state + (i - first) * S::PART_BYTES;
-        const float sum = reinterpret_cast<const float*>(at)[1];
-        const float4 f = *reinterpret_cast<const float4*>(at + 16), part = *reinterpret_cast<const float4*>(own + (i - first) * S::PART_BYTES);
-        split.x = join_value(split.x, f.x, part.x, f.y);
-        split.y = join_value(split.y, f.x, part.y, f.y);
-        split.z = join_value(split.z, f.x, part.z, f.y);
-        split.w = join_value(split.w, f.x, part.w, f.y);
-        split_sum = join_value(split_sum, f.x, sum, f.y);
-        if (share.by_unit && (i + 1) % SPLIT_UNITS && i + 1 < last) continue;
-        total.x = join_value(total.x, f.z, split.x, f.w);
-        total.y = join_value(total.y, f.z, split.y, f.w);
-        total.z = join_value(total.z, f.z, split.z, f.w);
-        total.w = join_value(total.w, f.z, split.w, f.w);
-        total_sum = join_value(total_sum, f.z, split_sum, f.w);
-        split = make_float4(0.f, 0.f, 0.f, 0.f);
-        split_sum = 0.f;
+#pragma unroll 1
+      for (int i = first; i < end; i += 8) {
+        const uint8_t *at = state + (i - first) * S::PART_BYTES, *sums = own + (i - first) * S::PART_BYTES;
+        if (share.by_unit) {
+          Joined split;
+#pragma unroll
+          for (int k = 0; k < 8; k++) split.join<0>(at + k * S::PART_BYTES, *reinterpret_cast<const float4*>(sums + k * S::PART_BYTES));
+          const float* f = reinterpret_cast<const float*>(at + (S::PART_BYTES * 7) + 16);
+          total.join(split.sums, split.sum, f[2], f[3]);
+        } else {
+#pragma unroll
+          for (int k = 0; k < 8; k++) total.join<2>(at + k * S::PART_BYTES, *reinterpret_cast<const float4*>(sums + k * S::PART_BYTES));
+        }
       }
       __syncthreads();
     }
     if (!live) continue;
-    *reinterpret_cast<float4*>(rows + row * S::ROW + column) = total;
-    if (column == 0) rows[row * S::ROW + S::DIM + 1] = total_sum;
+    *reinterpret_cast<float4*>(rows + row * S::ROW + column) = total.sums;
+    if (column == 0) rows[row * S::ROW + S::DIM + 1] = total.sum;
   }
 }
 
@@ -449,7 +467,7 @@ DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, 
     const int row = item / blocks;
     if (!(valid >> row & 1)) continue;
     const Place p = place_of(a, row, first, end, key_head, head_tile);
-    result_to_out(a, rows + row * S::ROW, item % blocks, rows[row * S::ROW + S::DIM + 1], ((int64_t)p.token * a.q_heads + p.head) * a.dim,
+    result_to_out(a, rows + row * S::ROW, item % blocks, inverse_of(rows[row * S::ROW + S::DIM + 1]), ((int64_t)p.token * a.q_heads + p.head) * a.dim,
                   is_hadamard<S::VC>());
   }
   __syncthreads();

@@ -90,16 +90,24 @@ DEVICE void attend_unit(Ring<S>& ring, State<S::TILES>& split, const Attention& 
     join_factors(split.max[r], max_of[r], sum_of[r], kept[r], added[r]);
     split.sum[r] = join_value(split.sum[r], kept[r], sum_of[r], added[r]);
   }
+  const bool same = __all_sync(~0u, kept[0] == 1.f && kept[1] == 1.f);
 #pragma unroll
   for (int first = 0; first < S::TILES; first += 8) {
     float part[8][4];
 #pragma unroll
     for (int n = 0; n < 8; n++) part[n][0] = part[n][1] = part[n][2] = part[n][3] = 0.f;
     stage_values<S::VC, S::DIM>(part, values, first, weights);
+    if (same) {
 #pragma unroll
-    for (int n = 0; n < 8; n++)
+      for (int n = 0; n < 8; n++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) split.acc[first + n][e] = join_value(split.acc[first + n][e], kept[e >> 1], part[n][e], added[e >> 1]);
+        for (int e = 0; e < 4; e++) split.acc[first + n][e] = __fmaf_rn(part[n][e], added[e >> 1], split.acc[first + n][e]);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) split.acc[first + n][e] = join_value(split.acc[first + n][e], kept[e >> 1], part[n][e], added[e >> 1]);
+    }
   }
 }
 
@@ -142,16 +150,35 @@ DEVICE void totals_to_out(const Attention& a, float4* total, const float (&sum)[
     rows[(g + 8) * S::DIM + d1] = v[n].w;
   }
   __syncwarp();
+#pragma unroll 4
   for (int row = 0; row < ROWS; row++) {
     const int owner = (row & 7) * 4, half = row >> 3;
     const int token = __shfl_sync(~0u, half ? mine[1].token : mine[0].token, owner);
     const int head = __shfl_sync(~0u, half ? mine[1].head : mine[0].head, owner);
-    const float whole = __shfl_sync(~0u, half ? sum[1] : sum[0], owner);
+    const float inverse = inverse_of(__shfl_sync(~0u, half ? sum[1] : sum[0], owner));
     if (token < 0) continue;
     for (int block = 0; block * 64 < a.dim; block++)
-      result_to_out(a, rows + row * S::DIM, block, whole, ((int64_t)token * a.q_heads + head) * a.dim, is_hadamard<S::VC>());
+      result_to_out(a, rows + row * S::DIM, block, inverse, ((int64_t)token * a.q_heads + head) * a.dim, is_hadamard<S::VC>());
   }
   __syncwarp();
+}
+
+// The rows of this warp, from the tile's row `first_row`, given to `put(row of the warp, head, is it a query?)`, eight loads under way at once.
+template <class S, class Put>
+DEVICE void load_rows(const Attention& a, int first_row, int first, int end, int key_head, int head_tile, Put put) {
+#pragma unroll 1
+  for (int base = 0; base < ROWS; base += 8) {
+    Head<S::DIM> heads[8];
+    bool live[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const Place p = place_of(a, first_row + base + i, first, end, key_head, head_tile);
+      live[i] = p.token >= 0;
+      heads[i].load(a, live[i] ? a.q : nullptr, (int64_t)p.token * a.q_stride + p.head * a.dim);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) put(base + i, heads[i], live[i]);
+  }
 }
 
 // One run of tokens of a tile against all its keys.
@@ -162,13 +189,9 @@ DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, 
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_row = warp * ROWS;
   uint8_t* own = shared + a.ring * S::UNIT_BYTES + warp * S::WARP_BYTES;
   Ring<S> ring(a, keys, shared, nullptr, key_head, begin, max(stop - begin, 0));
-#pragma unroll 4
-  for (int row = 0; row < ROWS; row++) {
-    const Place p = place_of(a, first_row + row, first, end, key_head, head_tile);
-    Head<S::DIM> head;
-    head.load(a, p.token >= 0 ? a.q : nullptr, (int64_t)p.token * a.q_stride + p.head * a.dim);
-    head.template put_query<S::KC>(reinterpret_cast<uint32_t*>(own) + row * 16, ROWS * 16, p.token >= 0);
-  }
+  load_rows<S>(a, first_row, first, end, key_head, head_tile, [&](int row, Head<S::DIM>& head, bool live) {
+    head.template put_query<S::KC>(reinterpret_cast<uint32_t*>(own) + row * 16, ROWS * 16, live);
+  });
   __syncwarp();
   uint4 queries[S::REGISTERS ? S::DIM / 32 : 1][2];
   Place mine[2];

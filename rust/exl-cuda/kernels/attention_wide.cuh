@@ -160,10 +160,41 @@ DEVICE void wide_unit(const Attention& a, WideRing<S>& ring, const Visible& seen
     split.sum[r] = join_value(split.sum[r], kept[r], sum_of[r], added[r]);
   }
   products_wait(part);
+  if (__all_sync(~0u, kept[0] == 1.f && kept[1] == 1.f)) {
+#pragma unroll
+    for (int n = 0; n < S::TILES; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) split.acc[n][e] = __fmaf_rn(part[4 * n + e], added[e >> 1], split.acc[n][e]);
+    return;
+  }
 #pragma unroll
   for (int n = 0; n < S::TILES; n++)
 #pragma unroll
     for (int e = 0; e < 4; e++) split.acc[n][e] = join_value(split.acc[n][e], kept[e >> 1], part[4 * n + e], added[e >> 1]);
+}
+
+// The last split joins the total (null: there is none) and goes to `out` from the registers.
+template <class S>
+DEVICE void wide_result(const Attention& a, const float4* total, float (&max)[2], float (&sum)[2], const State<S::TILES>& split, const Place (&mine)[2]) {
+  const int lane = threadIdx.x & 31;
+  float kept[2], added[2], inverse[2];
+  int64_t at[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    join_factors(max[r], split.max[r], split.sum[r], kept[r], added[r]);
+    inverse[r] = inverse_of(join_value(sum[r], kept[r], split.sum[r], added[r]));
+    at[r] = ((int64_t)mine[r].token * a.q_heads + mine[r].head) * a.dim;
+  }
+#pragma unroll
+  for (int n = 0; n < S::TILES; n++) {
+    const float4 v = total ? total[n * 32 + lane] : make_float4(0.f, 0.f, 0.f, 0.f);
+    const float x = join_value(v.x, kept[0], split.acc[n][0], added[0]), y = join_value(v.y, kept[0], split.acc[n][1], added[0]);
+    const float z = join_value(v.z, kept[1], split.acc[n][2], added[1]), w = join_value(v.w, kept[1], split.acc[n][3], added[1]);
+    const int e = 8 * n + 2 * (lane & 3);
+    if (e >= a.dim) break;
+    if (mine[0].token >= 0) store_pair(a, at[0] + e, __fmul_rn(x, inverse[0]), __fmul_rn(y, inverse[0]));
+    if (mine[1].token >= 0) store_pair(a, at[1] + e, __fmul_rn(z, inverse[1]), __fmul_rn(w, inverse[1]));
+  }
 }
 
 // One run of tokens of a tile against all its keys.
@@ -174,16 +205,12 @@ DEVICE void wide_run(const Attention& a, uint8_t* shared, int first, int run, in
   uint8_t* queries = shared + S::RING * S::UNIT_BYTES + warp / 4 * (S::QUERY_BYTES / 2);
   float4* total = reinterpret_cast<float4*>(shared + S::RING * S::UNIT_BYTES + S::QUERY_BYTES + warp * S::TOTAL_BYTES);
   WideRing<S> ring(a, keys, shared, key_head, begin, max(stop - begin, 0));
-#pragma unroll 4
-  for (int row = 0; row < ROWS; row++) {
-    const Place p = place_of(a, warp * ROWS + row, first, end, key_head, head_tile);
-    Head<S::DIM> head;
-    head.load(a, p.token >= 0 ? a.q : nullptr, (int64_t)p.token * a.q_stride + p.head * a.dim);
+  load_rows<S>(a, warp * ROWS, first, end, key_head, head_tile, [&](int row, Head<S::DIM>& head, bool) {
 #pragma unroll
     for (int b = 0; b < S::DIM / 64; b++)
       *reinterpret_cast<__half2*>(queries + (8 * b + lane / 4) * 16 * UNIT + (warp % 4 * ROWS + row) * 16 + lane % 4 * 4) =
           __halves2half2(saturating_half(head.pairs[b].x), saturating_half(head.pairs[b].y));
-  }
+  });
   Place mine[2];
   Visible seen;
 #pragma unroll
@@ -195,8 +222,7 @@ DEVICE void wide_run(const Attention& a, uint8_t* shared, int first, int run, in
     seen.to[r] = visible_to(a, position);
   }
   float max_of[2] = {-INFINITY, -INFINITY}, sum_of[2] = {0.f, 0.f};
-#pragma unroll
-  for (int n = 0; n < S::TILES; n++) total[n * 32 + lane] = make_float4(0.f, 0.f, 0.f, 0.f);
+  bool joined = false;
   State<S::TILES> split;
   split.clear();
   copy_wait<S::RING - 2>();
@@ -207,13 +233,17 @@ DEVICE void wide_run(const Attention& a, uint8_t* shared, int first, int run, in
 #pragma unroll 1
   for (int index = begin; index < stop; index++) {
     wide_unit<S>(a, ring, seen, index, logits, queries, split);
-    if ((index + 1) % SPLIT_UNITS == 0 || index + 1 == stop) {
+    if ((index + 1) % SPLIT_UNITS == 0 && index + 1 < stop) {
+      if (!joined)
+#pragma unroll
+        for (int n = 0; n < S::TILES; n++) total[n * 32 + lane] = make_float4(0.f, 0.f, 0.f, 0.f);
+      joined = true;
       join_split(total, max_of, sum_of, split);
       split.clear();
     }
   }
   products_wait(logits);
-  totals_to_out<S>(a, total, sum_of, mine);
+  wide_result<S>(a, joined ? total : nullptr, max_of, sum_of, split, mine);
   copy_wait<0>();
   __syncthreads();
 }

@@ -11,7 +11,7 @@ pub const MAX_DIM: usize = 256;
 /// Keys of a unit (also of a stage), units of a split, most parts of single units: as in `kernels/attention_common.cuh`.
 const UNIT: usize = 64;
 const SPLIT_UNITS: usize = 8;
-const UNIT_PARTS: usize = 64;
+const UNIT_PARTS: usize = 32;
 /// Query rows of a decode tile, and of a warp in prefill.
 const ROWS: usize = 16;
 /// Query rows of a call from which blocks that share keys between eight warps pay.
