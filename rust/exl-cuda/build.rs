@@ -80,7 +80,6 @@ fn build(out: &Path) -> Result<Table, String> {
     let toolkit = toolkit_version(&nvcc)?;
     let archs = architectures()?;
     let sources = sources("cu")?;
-    let headers = sources_text(&self::sources("cuh")?)?;
     let flags = flags(&archs);
     let names: Vec<String> = sources
         .iter()
@@ -98,7 +97,7 @@ fn build(out: &Path) -> Result<Table, String> {
             let text =
                 fs::read_to_string(source).map_err(|e| format!("{}: {e}", source.display()))?;
             let mut hasher = DefaultHasher::new();
-            (&text, &headers, &flags, &toolkit).hash(&mut hasher);
+            (&text, headers_of(source, &text)?, &flags, &toolkit).hash(&mut hasher);
             Ok(out.join(format!("{name}-{:016x}.fatbin", hasher.finish())))
         })
         .collect::<Result<_, String>>()?;
@@ -128,11 +127,26 @@ fn sources(extension: &str) -> Result<Vec<PathBuf>, String> {
     Ok(files)
 }
 
-fn sources_text(files: &[PathBuf]) -> Result<String, String> {
-    files
-        .iter()
-        .map(|path| fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display())))
-        .collect()
+/// The headers of `kernels/` that a source includes, directly or through others: names and texts.
+fn headers_of(source: &Path, text: &str) -> Result<Vec<(String, String)>, String> {
+    let mut found: Vec<(String, String)> = Vec::new();
+    let mut texts = vec![text.to_owned()];
+    while let Some(text) = texts.pop() {
+        for name in text.lines().filter_map(|line| {
+            line.strip_prefix("#include \"")
+                .and_then(|rest| rest.split('"').next())
+        }) {
+            if found.iter().any(|(known, _)| known == name) {
+                continue;
+            }
+            let path = source.with_file_name(name);
+            let inner = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+            texts.push(inner.clone());
+            found.push((name.to_owned(), inner));
+        }
+    }
+    found.sort();
+    Ok(found)
 }
 
 fn architectures() -> Result<Vec<String>, String> {
