@@ -151,7 +151,11 @@ def cases(quick: bool) -> list[Shape]:
         found += [Shape(k, 4096, batch=b) for k in ("fp16", "q4") for b in (8, 32)]
         return [*found, *(Shape(k, 2048, tokens=2048) for k in ("fp16", "q4"))]
     found = [Shape(k, c) for k in kinds for c in (256, 1024, 4096, 16384, 65536)]
-    found += [Shape(k, c, batch=b, own=True) for k in kinds for c, b in ((256, 1), (1024, 1), (16384, 1), (256, 32), (256, 64))]
+    found += [
+        Shape(k, c, batch=b, own=True)
+        for k in kinds
+        for c, b in ((256, 1), (1024, 1), (16384, 1), (256, 32), (256, 64))
+    ]
     found += [Shape(k, 4096, batch=b) for k in ("fp16", "q4") for b in (8, 32)]
     found += [Shape(k, 16384, tokens=4) for k in ("fp16", "q4")]
     found += [Shape("fp16", 16384, q_heads=32, heads=4, dim=64), Shape("fp16", 16384, q_heads=16, heads=8, dim=256)]

@@ -140,7 +140,8 @@ fn headers_of(source: &Path, text: &str) -> Result<Vec<(String, String)>, String
                 continue;
             }
             let path = source.with_file_name(name);
-            let inner = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+            let inner =
+                fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
             texts.push(inner.clone());
             found.push((name.to_owned(), inner));
         }

@@ -26,6 +26,7 @@ struct Attention {  // mirrored in ops/attention.rs
   int tokens, q_heads, heads, dim, group, tile_heads, tile_tokens;
   int page_size, page_shift, max_pages, num_pages, batch, mask_width, window;
   int chunks, part_slots, ring;  // blocks that share a tile's keys, parts they may leave, units in shared memory
+  unsigned page_inverse;  // 2^32 / page_size, rounded up, where that is no power of two
   int key_limit;  // no key at or beyond it is looked at
   float scale, softcap;
 };
@@ -52,7 +53,9 @@ struct Keys {
 DEVICE int locate(const Attention& a, const Keys& keys, int head, int key) {
   if (key < keys.from || key >= keys.to || key == keys.fresh) return -1;
   if (keys.mask && keys.mask[key] == -INFINITY) return -1;
-  const int index = a.page_shift >= 0 ? key >> a.page_shift : key / a.page_size, page = keys.pages[index];
+  int index = (int)__umulhi((unsigned)key, a.page_inverse);  // at most one too many, where no power of two is divided by
+  index = a.page_shift >= 0 ? key >> a.page_shift : index - (index * a.page_size > key);
+  const int page = keys.pages[index];
   return (unsigned)page < (unsigned)a.num_pages ? (page * a.page_size + key - index * a.page_size) * a.heads + head : -1;
 }
 

@@ -28,6 +28,9 @@ const DIMS: [usize; 3] = [64, 128, 256];
 /// Of these, the ones that sm_90a's prefill kernel exists for.
 const WIDE_DIMS: [usize; 2] = [64, 128];
 
+/// Warps of its blocks: two warpgroups that calculate, one that feeds them.
+const WIDE_WARPS: usize = 12;
+
 /// Which of the two kernels; results are the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
@@ -155,6 +158,7 @@ struct Argument {
     chunks: i32,
     part_slots: i32,
     ring: i32,
+    page_inverse: u32,
     key_limit: i32,
     scale: f32,
     softcap: f32,
@@ -179,7 +183,9 @@ fn wide_name(dim: usize) -> String {
 
 /// Bytes of a block of `kernels/attention_wide.cuh`.
 fn wide_shared(dim: usize) -> usize {
-    4 * 2 * UNIT * 2 * dim + 128 * dim * 2 + 8 * ROWS * dim * 4
+    let (ring, rows) = (384 / dim, 8 * ROWS);
+    let (units, queries, totals) = (ring * 4 * UNIT * dim, 4 * rows * dim, 4 * rows * dim);
+    units + queries + totals + 16 * rows + 64 + 8 * (2 * ring + 4)
 }
 
 /// Whether prefill takes the kernel of sm_90a: the same bits, for half pages without softcap and mask.
@@ -349,6 +355,7 @@ pub unsafe fn attend(
     let device = Device::get(to.device)?;
     let (kind, dim) = (op.pages.kind, padded(op.pages.head_dim));
     let decode = plan.mode == Mode::Decode;
+    let wide = !decode && is_wide(device, op, dim);
     let warps = if decode { 4 } else { prefill_warps(dim) };
     let (tile_heads, tile_tokens, head_tiles) = tile(op, if decode { 1 } else { warps });
     let column_tiles = (tile_heads * tile_tokens).div_ceil(8);
@@ -358,7 +365,7 @@ pub unsafe fn attend(
             decode_name(kind, dim, column_tiles),
             decode_shared(kind, dim, column_tiles, per_block),
         )
-    } else if is_wide(device, op, dim) {
+    } else if wide {
         (wide_name(dim), (0, wide_shared(dim)))
     } else {
         (
@@ -367,13 +374,17 @@ pub unsafe fn attend(
         )
     };
     let argument = argument(op, plan, memory, (tile_heads, tile_tokens), ring)?;
+    let (tiles, heads) = (op.tokens.div_ceil(tile_tokens), op.pages.heads * head_tiles);
+    // Wide blocks stay and take one tile after another.
+    let resident = (tiles * heads).min(device.info.multiprocessors as usize);
+    let (grid, warps) = if wide {
+        ([resident, 1, 1], WIDE_WARPS)
+    } else {
+        ([tiles, heads, plan.chunks], warps)
+    };
     let launch = Launch {
         kernel: &kernel,
-        grid: [
-            op.tokens.div_ceil(tile_tokens) as u32,
-            (op.pages.heads * head_tiles) as u32,
-            plan.chunks as u32,
-        ],
+        grid: grid.map(|n| n as u32),
         block: 32 * warps as u32,
         shared_bytes: shared as u32,
         stream: to.stream,
@@ -442,6 +453,7 @@ fn argument(
         chunks: index32("chunks", plan.chunks)?,
         part_slots: index32("part slots", plan.part_slots)?,
         ring: index32("ring", ring)?,
+        page_inverse: ((1_u64 << 32) / pages.page_size.max(1) as u64 + 1) as u32,
         key_limit: index32("keys", plan.key_limit)?,
         scale: op.scale,
         softcap: op.softcap,
