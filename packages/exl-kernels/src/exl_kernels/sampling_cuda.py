@@ -37,7 +37,6 @@ class _Place:
         self.device = device
         self.lock = threading.Lock()
         self.sampled = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.told = torch.empty(0, dtype=torch.uint8, device=device)
         self.grow(1 << 18)
         self.shaped = torch.empty(0, 0, device=device)
         self.maxima = torch.empty(0, _BLOCKS, dtype=torch.int32, device=device)
@@ -77,11 +76,9 @@ class _Place:
 
     def tokens(self, count: int) -> Tensor:
         """int32 [count] on the GPU, in stream order behind the last launch: its tokens. Where there is none it is any
-        number. Overwritten by the next call."""
+        number. Memory of its own: calls on another stream do not touch it."""
         size = count * _ANSWER_BYTES
-        if self.told.numel() < size:
-            self.told = torch.empty(2 * size, dtype=torch.uint8, device=self.device)
-        told = self.told[:size]
+        told = torch.empty(size, dtype=torch.uint8, device=self.device)
         told.copy_(self.staging[:size], non_blocking=True)
         return told.view(torch.int32).view(count, -1)[:, 0]
 
