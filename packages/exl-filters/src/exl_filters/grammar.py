@@ -57,8 +57,8 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
 
     whitespace (JSON): "bounded" (default; one space, or newline and indentation), "compact", "any", or a pattern.
     on_complete: "end" finishes the job at the token after which nothing can follow; "eos" offers only stop ids there
-    instead. no_forcing: allow every spelling of forced text; without it the mask has the canonical tokens only, and
-    `feed` takes the others all the same. leading_space: one space
+    instead. no_forcing: allow every spelling of forced text, as lark, ebnf and llg always do; without it the mask of
+    the others has the canonical tokens only, and `feed` takes all the same. leading_space: one space
     may come first. limits: llguidance's parser limits by name, such as `max_grammar_size` or `step_max_items`. backend:
     "xgrammar" (extra `xgrammar`) is quicker where a grammar is used again and again, slower to compile, and takes fewer
     schemas; it never forces a tokenization. budget: what compiling may take, 10 s and 1 GB; what is not small and plain
@@ -114,9 +114,12 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             "backend": backend,
         }
         self._ends = on_complete == "end"
-        # What the law kit is told: forced text is allowed in one tokenization only, though feed() takes any.
-        forced = backend == "llguidance" and not no_forcing
+        # What the law kit is told: forced text is allowed in one tokenization only, though feed() takes any. Nothing is
+        # forced in Lark and EBNF, see `grammar_source`.
+        given = {name for name, value in sources.items() if value is not None}
+        forced = backend == "llguidance" and not no_forcing and not {"json_schema", "regex", "choice"}.isdisjoint(given)
         self.capabilities: tuple[str, ...] = ("canonical_only",) if forced else ()
+        self._forces = backend == "xgrammar" or not {"json_schema", "regex", "choice"}.isdisjoint(given)
         self.vocabulary: Vocabulary = vocabulary_of(tokenizer)
         self._source = the_one_source(sources)
         budget = budget if budget is not None else CompileBudget()
@@ -235,7 +238,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         return accepted
 
     def forced(self) -> bytes:
-        if self._done or self._pending or self._matcher.stopped:
+        if self._done or self._pending or self._matcher.stopped or not self._forces:
             return b""
         return self._matcher.forced()
 

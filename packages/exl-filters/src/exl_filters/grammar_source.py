@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from exl_filters.errors import FilterCompileError
+from exl_filters.lark_rules import endless_rules
 from exl_filters.llg import caught, llguidance
 from exl_filters.schema_checks import allowed_escapes, check_schema
 
@@ -56,7 +57,7 @@ def grammar_text(
     """
     ((kind, value),) = source.items()
     if kind == "llg":
-        return str(value)
+        return _checked_llg(value)
     if kind == "json_schema":
         body = f"%json {json.dumps(_with_whitespace(value, whitespace))}"
     elif kind == "regex":
@@ -66,7 +67,7 @@ def grammar_text(
     else:
         if kind in ("gbnf", "ebnf"):
             value = (convert_ebnf or _converted)(value)
-        return str(_lark(kind, value, no_forcing, leading_space))
+        return str(_lark(kind, value, leading_space))
     space = '" "? ' if leading_space else ""
     lark = f"{_options_line(no_forcing)}start: {space}({body})\n" if kind == "choice" else ""
     if kind == "regex":
@@ -176,13 +177,41 @@ def _converted(text: str) -> str:
     return str(caught(lambda: any_to_lark(text)))
 
 
-def _lark(kind: str, text: str, no_forcing: bool, leading_space: bool) -> Any:
+def _lark(kind: str, text: str, leading_space: bool) -> Any:
     module = llguidance()
     if leading_space:
         raise FilterCompileError(
             f"leading_space goes with json_schema, regex and choice; write it into the {kind} grammar"
         )
-    return module.LLMatcher.grammar_from_lark(_with_no_forcing(text) if no_forcing else text)
+    return module.LLMatcher.grammar_from_lark(_checked_lark(text))
+
+
+def _checked_lark(text: str) -> str:
+    """The grammar with nothing forced in it; `FilterCompileError` where a rule has no text.
+
+    llguidance follows forced text to its end, and for ever where there is none: with `r: /x*/ r`, and with `A B` where
+    `A: /a+/` takes every a there is and `B: /ab/` wants one more. It never returns then, from a mask that may come
+    late. JSON schemas, single patterns and choices cannot come to that.
+    """
+    endless = endless_rules(text)
+    if endless:
+        raise FilterCompileError(
+            f"the rule {endless[0]!r} has no text that ends: every way it can go needs such a rule again; give it one "
+            "that does not"
+        )
+    return _with_no_forcing(text)
+
+
+def _checked_llg(text: str) -> str:
+    """llguidance's own form: JSON that may hold Lark, or Lark."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return _checked_lark(text)
+    for grammar in data.get("grammars", ()) if isinstance(data, dict) else ():
+        if isinstance(grammar, dict) and isinstance(grammar.get("lark_grammar"), str):
+            grammar["lark_grammar"] = _checked_lark(grammar["lark_grammar"])
+    return json.dumps(data)
 
 
 def _with_no_forcing(text: str) -> str:
