@@ -243,6 +243,19 @@ def test_healing_gives_two_tokens_at_once_and_hides_the_healed_one() -> None:
     assert first["chunk_token_ids"].shape == (1, 1)
 
 
+@pytest.mark.covers("generators.md: 12")
+def test_position_offsets_say_what_the_mask_says_or_are_refused() -> None:
+    generator = ExLlamaV2StreamingGenerator(*parts())
+    ids, settings = torch.tensor([[3, 4, 5], [0, 3, 4]]), Settings(cfg_scale=1.5)
+    mask = torch.tensor([[0.0, 0, 0], [-torch.inf, 0, 0]])
+    generator.begin_stream_ex(ids, settings, input_mask=mask, position_offsets=torch.tensor([[0], [-1]]))
+    assert generator.stream_ex()["chunk_token_ids"].shape[1] <= 1
+    with pytest.raises(RequestError, match=r"\[0, -2\]; with this input_mask it must be \[0, -1\]"):
+        generator.begin_stream_ex(ids, settings, input_mask=mask, position_offsets=torch.tensor([0, -2]))
+    with pytest.raises(RequestError, match="position_offsets"):
+        generator.begin_stream_ex(ids[:1], Settings(), position_offsets=torch.tensor([-1]))
+
+
 @pytest.mark.covers("generators.md: 20")
 def test_the_healed_token_stays_hidden_when_its_text_was_held() -> None:
     the, x, y = (TOKENIZER.single_id(piece) for piece in ("the", "x", "y"))

@@ -127,12 +127,13 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         seed: int | None = None,
     ) -> None:
         """Take a prompt in and compute it, `input_ids` [1, n], or [2, n] for CFG: positive and negative prompt,
-        left-padded as `input_mask` (additive, -inf at padding) says. `position_offsets` follow from the mask and are
-        not needed. `abort_event` ends the prefill only; the next `stream_ex` then reports the end. `loras`: an adapter
-        or a list. `input_embeddings`: the `ExLlamaV2MMEmbedding` objects whose ids stand in `input_ids`. `seed` is an
-        addition here.
+        left-padded as `input_mask` (additive, -inf at padding) says. `position_offsets` follow from the mask: others
+        than those are refused. `abort_event` ends the prefill only; the next `stream_ex` then reports the end. `loras`:
+        an adapter or a list. `input_embeddings`: the `ExLlamaV2MMEmbedding` objects whose ids stand in `input_ids`.
+        `seed` is an addition here.
         """
         rows = _rows(input_ids, input_mask)
+        _check_offsets(position_offsets, [row.shape[1] - input_ids.shape[1] for row in rows])
         engine = self.engine()
         share = engine.max_pages // len(rows) * engine.page_size
         room = min(self.limit, share) - max(row.shape[1] for row in rows)
@@ -321,6 +322,18 @@ def _rows(input_ids: torch.Tensor, input_mask: torch.Tensor | None) -> list[torc
     if input_mask.shape[:1] != input_ids.shape[:1] or input_mask.shape[1] < input_ids.shape[1]:
         raise RequestError(f"input_mask has shape {list(input_mask.shape)}, input_ids {list(input_ids.shape)}")
     return [row[None, mask[: len(row)] >= 0] for row, mask in zip(input_ids, input_mask, strict=True)]
+
+
+def _check_offsets(offsets: torch.Tensor | None, padding: list[int]) -> None:
+    """Refuse positions that do not begin at 0 behind each row's padding: they are not a choice."""
+    if offsets is None:
+        return
+    given = [int(i) for i in torch.as_tensor(offsets).reshape(-1)]
+    if given != padding:
+        raise RequestError(
+            f"position_offsets is {given}; with this input_mask it must be {padding}, minus the padding of each row: "
+            "pass both as tokenizer.encode(return_offsets=True) and padding_mask make them, or neither"
+        )
 
 
 def _without_first(result: Result) -> Result:
