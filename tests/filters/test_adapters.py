@@ -251,3 +251,29 @@ def test_the_real_transformers(model, options):
         for row in out[:, prompt.shape[1] :].tolist():
             assert EOS in row
             assert text(up_to_stop(row)) in OPTIONS
+
+
+def test_the_next_turn_of_a_conversation_is_constrained_anew():
+    """A prompt that holds the last prompt, its answer and more is a prompt; candidates taken back are not."""
+    torch = pytest.importorskip("torch")
+    from exl_filters.adapters.transformers import FilterLogitsProcessor
+
+    processor = FilterLogitsProcessor([select()], V)
+
+    def allowed(*row):
+        left = processor(torch.tensor([row]), torch.zeros(1, V.size))
+        return {TOKENS[i] for i in torch.isfinite(left[0]).nonzero()[:, 0].tolist()}
+
+    first, yes, no = {"y", "yes", "n", "no"}, TOKENS.index("yes"), TOKENS.index("no")
+    prompt = [0, 1, 2]
+    assert allowed(*prompt) == first
+    assert allowed(*prompt, no) == {" ", " way", "</s>"}
+    # Assisted generation: three candidates looked at, then taken back to the first.
+    assert allowed(*prompt, no, TOKENS.index(" ")) == {"w"}
+    assert allowed(*prompt, no, TOKENS.index(" way")) == {"</s>"}
+    for more in ([yes, EOS, 5, 6], [yes, 5, 6], [no, EOS, 5, 6, 7, 8]):
+        assert allowed(*prompt) == first
+        assert allowed(*prompt, more[0])
+        assert allowed(*prompt, *more) == first, more
+        assert allowed(*prompt, *more, yes) == {"</s>"}
+    assert allowed(*prompt) == first

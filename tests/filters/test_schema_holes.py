@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from exl_filters import FilterCompileError, FilterStack, Vocabulary
 
@@ -171,3 +173,68 @@ def test_a_worse_baseline_is_written_only_when_told(tmp_path, monkeypatch):
     assert suite.read_baseline("e") == {"g/0": "ar"}
     suite.write_baseline("e", {"g/0": "ax"}, accept_worse=True)
     assert suite.read_baseline("e") == {"g/0": "ax"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/default", "default": {"type": "object", "minProperties": 3}},
+        {"$ref": "#/examples/0", "examples": [{"type": "object", "properties": {"a": {"type": "integer"}}}]},
+        {"$ref": "#/x/enum/0", "x": {"enum": [{"type": "string"}]}},
+        {"$ref": "#/$defs/a/de%66ault", "$defs": {"a": {"default": {"type": "string"}}}},
+        {"properties": {"a": {"$ref": "#there"}}, "default": [{"$anchor": "there", "type": "string"}]},
+    ],
+)
+def test_no_reference_leads_into_data(schema):
+    with pytest.raises(FilterCompileError, match="leads into const, enum, default or examples"):
+        takes(schema, "1")
+
+
+def test_references_to_names_like_keywords():
+    schema = {"$ref": "#/$defs/default", "$defs": {"default": {"properties": {"enum": {"const": 1}}}}}
+    assert takes(schema, '{"enum": 1}')
+    assert not takes(schema, '{"enum": 2}')
+    inner = {"properties": {"enum": {"const": 1}, "x": {"$ref": "#/properties/enum"}}}
+    assert takes(inner, '{"x": 1}')
+    assert not takes(inner, '{"x": 2}')
+
+
+def test_a_required_member_is_counted_once_however_it_is_spelled():
+    schema = {"type": "object", "required": ["a"], "minProperties": 2}
+    assert not takes(schema, '{"a": 1, "\\u0061": 2}')
+    assert takes(schema, '{"a": 1, "b": 2}')
+
+
+WHOLE = st.integers(-12, 12)
+BETWEEN = st.decimals(-13, 13, places=2).map(float)
+LOWER, UPPER = st.sampled_from(["minimum", "exclusiveMinimum"]), st.sampled_from(["maximum", "exclusiveMaximum"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(LOWER, st.one_of(WHOLE, BETWEEN), UPPER, st.one_of(WHOLE, BETWEEN), st.booleans(), BETWEEN)
+def test_no_number_gets_around_its_bounds(lower, low, upper, high, joined, other):
+    """Bounds of every kind, near and far, whole and not; what is taken validates with jsonschema."""
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = {"type": "number", lower: low, upper: high}
+    if joined:
+        schema = {"allOf": [{"type": "number", lower: low}, {upper: high}]}
+    for value in (low, high, other):
+        for text in {repr(value), f"{value:.0f}", f"{value:.3f}", "-0", "0.0"}:
+            try:
+                taken = takes(schema, text)
+            except FilterCompileError:
+                return
+            if taken:
+                jsonschema.validate(json.loads(text), schema)
+
+
+def test_a_whole_number_left_out_beside_a_near_bound_is_refused():
+    for schema in (
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 0.37},
+        {"type": "number", "minimum": -0.7, "exclusiveMaximum": 0},
+        {"allOf": [{"type": "number", "exclusiveMinimum": 1}, {"maximum": 1.5}]},
+    ):
+        with pytest.raises(FilterCompileError, match="cannot be enforced"):
+            takes(schema, "1")
+    assert takes({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "0.5")
+    assert not takes({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "0")

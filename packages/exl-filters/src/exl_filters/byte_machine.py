@@ -11,6 +11,7 @@ import numpy as np
 from exl_filters import bits
 from exl_filters.errors import FilterCompileError
 from exl_filters.state_filter import Choice
+from exl_filters.tokens import encoded
 from exl_filters.vocabulary import Vocabulary
 
 __all__ = ["DEAD", "ByteMachine", "Tokenized"]
@@ -42,7 +43,7 @@ class ByteMachine:
         machine = cls()
         for text in strings:
             state = 0
-            for byte in text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text:
+            for byte in encoded("a text", text) if isinstance(text, str) else text:
                 state = machine._edge(state, byte)
             machine.accepting[state] = True
             machine.free[state] = then_free
@@ -55,6 +56,8 @@ class ByteMachine:
         Built by subset construction over "option i, folded up to character j", so letters whose folding is longer than
         they are (the sharp s, the dotted capital I) match where their folding does.
         """
+        for text in strings:
+            encoded("a text", text)
         folded = [text.casefold() for text in strings]
         machine = cls()
         ids = {_key((i, 0) for i in range(len(folded))): 0}

@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FilterError as error:
         print(f"exl-filters: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"exl-filters: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
+        return 2
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -76,17 +79,22 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from exl_filters.readers import from_tokenizer_json
     from exl_filters.testing.runner import check_filter, next_times
     from exl_filters.testing.targets import targets
     from exl_filters.testing.vocabularies import real_vocabulary
 
+    if not isinstance(args.params, dict):
+        raise FilterUsageError(f"--params takes a JSON object of parameters; got {args.params!r:.60}")
+    if args.examples is not None and args.examples < 1:
+        raise FilterUsageError(f"--examples must be at least 1; got {args.examples}")
     vocabulary, language = None, _language(args.language)
     if args.tokenizer:
         trained = args.tokenizer in ("bpe", "unigram")
-        vocabulary = real_vocabulary(args.tokenizer) if trained else from_tokenizer_json(args.tokenizer)
-    status = 0
-    for name, factory in targets(args.target, args.params):
+        vocabulary = real_vocabulary(args.tokenizer) if trained else _vocabulary_of_file(args.tokenizer)
+    status, found = 0, list(targets(args.target, args.params))
+    if not found:
+        raise FilterUsageError(f"{args.target}: no filter is installed, so nothing was checked")
+    for name, factory in found:
         try:
             report = check_filter(
                 factory,
@@ -116,6 +124,17 @@ def _check(args: argparse.Namespace) -> int:
     return status
 
 
+def _vocabulary_of_file(path: str) -> Any:
+    from exl_filters.readers import from_tokenizer_json
+
+    try:
+        return from_tokenizer_json(path)
+    except FilterError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FilterUsageError(f"--tokenizer {path}: no tokenizer.json ({error!r:.200})") from error
+
+
 def _language(given: str | None) -> Any:
     """`--language`: JSON, or the oracle that `module:name` stands for."""
     from exl_filters.testing.targets import imported
@@ -125,6 +144,9 @@ def _language(given: str | None) -> Any:
     if re.fullmatch(r"[\w.]+:[\w.]+", given):
         return imported(given)
     try:
-        return json.loads(given)
+        language = json.loads(given)
+        if not isinstance(language, list) or not all(isinstance(text, str) for text in language):
+            raise FilterUsageError(f"--language takes a JSON list of texts or MODULE:NAME; got {given!r:.60}")
+        return language
     except ValueError as error:
         raise FilterUsageError(f"--language takes JSON or MODULE:NAME; got {given!r:.60}: {error}") from error

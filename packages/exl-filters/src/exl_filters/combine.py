@@ -12,7 +12,7 @@ from exl_filters.context import FilterContext
 from exl_filters.driver import FilterDriver
 from exl_filters.errors import FilterCompileError, FilterRejected, FilterUsageError
 from exl_filters.foreign import as_filter
-from exl_filters.tokens import as_prefix, as_token
+from exl_filters.tokens import as_prefix, as_token, encoded
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
 
 __all__ = ["AllOf", "AnyOf", "TriggeredFilter"]
@@ -281,6 +281,7 @@ class TriggeredFilter(ExLlamaV2Filter):
             raise FilterCompileError(f'after is "stop", "release" or "rearm"; got {after!r}')
         if not isinstance(on, int | str) or on == "":
             raise FilterCompileError(f"on is a token id or a non-empty text; got {on!r}")
+        self._cue = encoded("on", on) if isinstance(on, str) else b""
         self.inner = as_filter(inner).clone()
         super().__init__(self.inner.model, tokenizer if tokenizer is not None else self.inner.tokenizer)
         self.on, self.after = on, after
@@ -300,6 +301,8 @@ class TriggeredFilter(ExLlamaV2Filter):
         self._fed: list[int] = []
         self._active = self._released = self._done = self._ended = False
         self._tail = b""
+        # Text before the constraint that is written again (token healing); a cue in it is none.
+        self._pending = self._prefix
         self._driver.begin("")
 
     def fill_bitmask(self, words: Words) -> bool:
@@ -383,10 +386,11 @@ class TriggeredFilter(ExLlamaV2Filter):
         if isinstance(self.on, int):
             cue = token == self.on
         else:
-            wanted = self.on.encode("utf-8", "surrogateescape")
-            text = self._tail + self.vocabulary.bytes_of(token)
-            cue = wanted in text
-            self._tail = b"" if cue else text[max(0, len(text) - len(wanted) + 1) :]
+            raw = self.vocabulary.bytes_of(token)
+            text = self._tail + raw[len(self._pending) :]
+            self._pending = self._pending[len(raw) :]
+            cue = self._cue in text
+            self._tail = b"" if cue else text[max(0, len(text) - len(self._cue) + 1) :]
         if cue:
             self._active = True
             self._driver.begin("")

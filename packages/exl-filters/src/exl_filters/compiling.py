@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,8 @@ class CompileBudget:
     trust: bool = False
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0 or not isinstance(self.megabytes, int) or self.megabytes < 1:
+        timed = isinstance(self.seconds, int | float) and self.seconds > 0
+        if not timed or not isinstance(self.megabytes, int) or self.megabytes < 1:
             raise FilterUsageError(
                 f"a budget has seconds above 0 and whole megabytes above 0; got {self.seconds!r} and {self.megabytes!r}"
             )
@@ -152,3 +154,13 @@ def compile_within(seconds: float, make: Callable[..., F], *args: Any, **kwargs:
             raise
         future.cancel()
         raise Deadline(seconds).error() from None
+
+
+def _forget() -> None:
+    """In a forked child: whoever held the places stayed with the parent."""
+    global _slots
+    _slots = threading.BoundedSemaphore(MOST_AT_ONCE)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -46,8 +46,10 @@ def token_ids(given: Any, context: FilterContext | None, what: str) -> npt.NDArr
         return _ids_of_mask(array, context, what)
     if array.dtype.kind not in "iu":
         raise _refused(what, given)
-    if is_array and context is not None:
-        _check_array(array, context, what)
+    if context is not None:
+        if is_array:
+            _check_array(array, context, what)
+        _check_repeats(array, context, what)
     size = context.vocab_size if context is not None else np.iinfo(np.int64).max
     return np.unique(array[(array >= 0) & (array < size)].astype(np.int64))
 
@@ -75,6 +77,16 @@ def _check_array(array: npt.NDArray[Any], context: FilterContext, what: str) -> 
         raise FilterFailed(
             f"{what}: {len(array)} {array.dtype} values out of order, as many as packed words for the vocabulary; "
             f"accepted is {ACCEPTED} (ids of this many in ascending order; packed words go through fill_bitmask)"
+        )
+
+
+def _check_repeats(array: npt.NDArray[Any], context: FilterContext, what: str) -> None:
+    """Refuse as many values as a mask or packed words have when some come twice: zeros and ones for bools, say."""
+    widths = (context.vocab_size, context.logits_width)
+    if len(array) in {*widths, *map(bits.word_count, widths)} and len(array) > 1 and len(np.unique(array)) < len(array):
+        raise FilterFailed(
+            f"{what}: {len(array)} integers, of which some come twice, as many as a mask has entries; accepted is "
+            f"{ACCEPTED}"
         )
 
 

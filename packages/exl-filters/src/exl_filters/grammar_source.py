@@ -81,12 +81,17 @@ def _options_line(no_forcing: bool) -> str:
 
 
 def _string(kind: str, value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
+    # A blank is a pattern, but no grammar.
+    if not isinstance(value, str) or not (value if kind == "regex" else value.strip()):
         raise FilterCompileError(f"{kind} must be a non-empty string; got {value!r:.60}")
     return _of_size(kind, value)
 
 
 def _of_size(kind: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise FilterCompileError(f"{kind} has half of a surrogate pair at {error.start}, which is no text") from error
     if len(text) > MAX_SOURCE:
         raise FilterCompileError(f"{kind} has {len(text)} characters; the limit is {MAX_SOURCE}: make it smaller")
     return text
@@ -166,8 +171,13 @@ def _options(value: Any) -> list[str]:
 
 def _slashes_escaped(pattern: str) -> str:
     """A pattern for use between slashes: unescaped slashes and line breaks written as escapes."""
-    escaped = re.sub(r"\\.|/", lambda m: m[0] if m[0] != "/" else r"\/", pattern, flags=re.DOTALL)
-    return escaped.replace("\n", r"\n").replace("\r", r"\r")
+    breaks = {"\n": r"\n", "\r": r"\r", "/": r"\/"}
+
+    def escaped(found: re.Match[str]) -> str:
+        # A line break after a backslash is that line break.
+        return breaks.get(found[0]) or breaks.get(found[0][1:] if found[0] != r"\/" else "") or found[0]
+
+    return re.sub(r"\\.|[/\n\r]", escaped, pattern, flags=re.DOTALL)
 
 
 def _converted(text: str) -> str:

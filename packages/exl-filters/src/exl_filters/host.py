@@ -92,6 +92,7 @@ class FilterStack:
         self._claims: list[int] = []
         self._drivers: list[FilterDriver] = []
         self._begun = False
+        self._closed = False
         self._pending: Future[None] | None = None
         # Seconds a mask takes of late: measured the first time, and every time for a host that asks for `prefetch`.
         self._cost: float | None = None
@@ -226,8 +227,11 @@ class FilterStack:
             driver.rewind(seen - self._seen())
 
     def close(self) -> None:
-        """Drop pending work and give foreign filters back. Safe to call twice."""
+        """Drop pending work and give foreign filters back. Safe to call twice. A mask asked for afterwards is a
+        `FilterUsageError`.
+        """
         self._settle()
+        self._closed, self._fresh = True, False
         for driver in self._drivers:
             driver.filter.background_drop()
         self._drivers = []
@@ -321,6 +325,9 @@ class FilterStack:
         if self._pending is not None:
             self._settle()
         if not self._fresh:
+            if self._closed:
+                # Without its filters it would allow everything.
+                raise FilterUsageError("this FilterStack is closed: it has no filters any more; make a new one")
             if not self._begun:
                 self.begin("")
             self._compute_now()

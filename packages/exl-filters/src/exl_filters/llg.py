@@ -6,6 +6,7 @@ only" (spec FG-1, FG-2). Everything here checks after every call.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,16 @@ from exl_filters.vocabulary import Vocabulary
 __all__ = ["Matcher", "compile_matcher", "llguidance", "tokenizer_for"]
 
 _lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a forked child: whoever held it stayed with the parent."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def llguidance() -> Any:

@@ -17,7 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 from exl_filters.base import ExLlamaV2Filter
-from exl_filters.errors import AmbiguousPlugin, FilterError, FilterUsageError, MissingExtra, PluginError, UnknownFilter
+from exl_filters.errors import (
+    AmbiguousPlugin,
+    FilterCompileError,
+    FilterError,
+    FilterUsageError,
+    MissingExtra,
+    PluginError,
+    UnknownFilter,
+)
 from exl_filters.foreign import as_filter
 from exl_filters.signatures import params_schema
 
@@ -224,7 +232,14 @@ def build(factory: Any, vocab: Any, name: str, params: Mapping[str, Any]) -> ExL
         inspect.signature(factory).bind(*args, **params)
     except TypeError as error:
         raise FilterUsageError(f"filter {name!r}: {error}") from error
-    return as_filter(factory(*args, **params))
+    try:
+        made = factory(*args, **params)
+    except FilterError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        # Parameters may come from a client; what a class makes of a wrong type is its own affair.
+        raise FilterCompileError(f"filter {name!r} cannot be made of these parameters: {error}") from error
+    return as_filter(made)
 
 
 def from_spec(spec: Mapping[str, Any], vocab: Any, *, allow: Collection[str] | None = None) -> ExLlamaV2Filter:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
+from urllib.parse import unquote
 
 from exl_filters.errors import FilterCompileError
 
@@ -18,6 +19,9 @@ NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "d
 LARGEST_DIVISOR = 100_000
 # What is written with these has no other spelling with them.
 ESCAPES = 'nrbtf\\"'
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+# What gives a schema a name that a reference other than a path may call it by.
+ANCHORS = frozenset({"$id", "id", "$anchor", "$dynamicAnchor"})
 
 
 def check_schema(schema: Any) -> None:
@@ -27,8 +31,10 @@ def check_schema(schema: Any) -> None:
     member more than those can be told apart.
     """
     divisors: list[int] = []
+    bounds: list[_Bounds] = []
     merged = False
     for at, sub in schemas_in(schema, "#"):
+        _check_references(schema, at, sub)
         if "x-guidance" in sub:
             raise FilterCompileError(
                 f"{at} has x-guidance = {sub['x-guidance']!r:.60}, which would change the output's form; leave it out "
@@ -37,6 +43,10 @@ def check_schema(schema: Any) -> None:
         _check_least_members(at, sub)
         merged = merged or "allOf" in sub or "$ref" in sub
         divisors.append(divisor_of(sub))
+        bounds.append(_bounds_of(sub))
+        _check_bounds(at, bounds[-1])
+    if merged:
+        _check_bounds("#", _joined(bounds))
     # Divisors that apply to one number become their least common multiple.
     largest = math.lcm(*divisors) if merged else max(divisors, default=1)
     if largest > LARGEST_DIVISOR:
@@ -50,10 +60,11 @@ def allowed_escapes(schema: Any) -> str:
     r"""The escapes for strings, as llguidance's `json_allowed_escapes`.
 
     Without \u: with it, a member `{"\u0061": ...}` of an open object would pass for one that `properties` does not
-    name. A schema without names may have it, which strings with control characters need.
+    name, or be counted beside the required one it repeats. A schema without names may have it, which strings with
+    control characters need.
     """
     found = list(schemas_in(schema, "#"))
-    if not any(sub.get("properties") or sub.get("patternProperties") for _, sub in found):
+    if not any(_names_members(sub) for _, sub in found):
         return ESCAPES + "u"
     for at, sub in found:
         for keyword in ("const", "enum"):
@@ -79,6 +90,84 @@ def schemas_in(schema: Any, at: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield from schemas_in(sub, f"{at}/{name}/{key}")
         elif name not in DATA and name != "x-guidance":
             yield from schemas_in(value, f"{at}/{name}")
+
+
+def _names_members(sub: dict[str, Any]) -> bool:
+    counted = sub.get("required") and "minProperties" in sub
+    return bool(sub.get("properties") or sub.get("patternProperties") or counted)
+
+
+def _check_references(schema: Any, at: str, sub: dict[str, Any]) -> None:
+    """References lead to what is looked into here: never into data."""
+    for keyword in REFERENCES:
+        target = sub.get(keyword)
+        if not isinstance(target, str):
+            continue
+        path = target[1:] if target.startswith("#") else None
+        if path is not None and (not path or path.startswith("/")):
+            hidden = _passes_through_data([part for part in path.split("/") if part])
+        else:
+            hidden = _has_anchored_data(schema, data=False)
+        if hidden:
+            raise FilterCompileError(
+                f"{at} has {keyword} {target!r:.60}, which leads into const, enum, default or examples: "
+                "these are data; put the schema under $defs"
+            )
+
+
+def _passes_through_data(parts: list[str]) -> bool:
+    named = False
+    for part in parts:
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
+        if not named and (key in DATA or key == "x-guidance"):
+            return True
+        named = not named and key in NAMED
+    return False
+
+
+def _has_anchored_data(value: Any, data: bool) -> bool:
+    """Whether something among the data could be referred to by a name of its own."""
+    if isinstance(value, list):
+        return any(_has_anchored_data(item, data) for item in value)
+    if not isinstance(value, dict):
+        return False
+    if data and any(isinstance(value.get(key), str) for key in ANCHORS):
+        return True
+    return any(_has_anchored_data(sub, data or key in DATA) for key, sub in value.items())
+
+
+# Lower bounds and upper bounds of a number, each with whether it is itself left out.
+_Bounds = tuple[list[tuple[float, bool]], list[tuple[float, bool]]]
+
+
+def _bounds_of(sub: dict[str, Any]) -> _Bounds:
+    def found(inclusive: str, exclusive: str) -> list[tuple[float, bool]]:
+        pairs = ((sub.get(inclusive), sub.get(exclusive) is True), (sub.get(exclusive), True))
+        return [(v, out) for v, out in pairs if isinstance(v, int | float) and not isinstance(v, bool)]
+
+    return found("minimum", "exclusiveMinimum"), found("maximum", "exclusiveMaximum")
+
+
+def _joined(bounds: list[_Bounds]) -> _Bounds:
+    return [b for lower, _ in bounds for b in lower], [b for _, upper in bounds for b in upper]
+
+
+def _check_bounds(at: str, bounds: _Bounds) -> None:
+    """llguidance lets a whole number that is left out through where the other bound has the same whole part."""
+    lower, upper = bounds
+    for low, low_out in lower:
+        for high, high_out in upper:
+            if low_out and low >= 0 and low == int(low) and low < high < low + 1:
+                value, side, word = low, "exclusiveMinimum", "minimum"
+            elif high_out and high <= 0 and high == int(high) and high - 1 < low < high:
+                value, side, word = high, "exclusiveMaximum", "maximum"
+            else:
+                continue
+            other = high if side == "exclusiveMinimum" else low
+            raise FilterCompileError(
+                f"{at}: {side} {value} beside the bound {other} cannot be enforced ({value} itself would be let "
+                f"through); give {word} with the nearest number that is wanted"
+            )
 
 
 def _check_least_members(at: str, sub: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from exl_filters.base import Allowed, ExLlamaV2Filter
 from exl_filters.bits import Words
 from exl_filters.context import FilterContext
 from exl_filters.driver import FilterDriver
-from exl_filters.errors import FilterCompileError, FilterRejected, FilterUsageError
+from exl_filters.errors import FilterCompileError, FilterFailed, FilterRejected, FilterUsageError
 from exl_filters.foreign import as_filter
 from exl_filters.tokens import as_prefix, as_token
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
@@ -19,6 +19,8 @@ __all__ = ["SequenceFilter"]
 
 # Beyond so many ids a part is inside free text, and looking for its ends in each would cost more than a step.
 MAX_PROBED = 64
+# Places in its parts that a text may be at. Each is a state of its own; they grow with the text where parts overlap.
+MAX_PLACES = 256
 
 # (which part, its driver)
 _Place = tuple[int, FilterDriver]
@@ -153,6 +155,11 @@ class SequenceFilter(ExLlamaV2Filter):
         if kept and all(driver.done for _, driver in kept):
             self._done = self._ended = True
         self._places = [(index, driver) for index, driver in kept if not driver.done]
+        if len(self._places) > MAX_PLACES:
+            raise FilterFailed(
+                f"{self.describe():.200} could be at {len(self._places)} places of its parts at once; the limit is "
+                f"{MAX_PLACES}: make clear where a part ends, or write it as one grammar"
+            )
         self._spanning: list[tuple[bytes, _Place]] | None = None
 
     def _open(self, index: int, driver: FilterDriver) -> Words | None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from exl_filters import bits
 from exl_filters.errors import FilterCompileError
 from exl_filters.state_filter import Choice, StateFilter
+from exl_filters.tokens import encoded
 from exl_filters.vocabulary import Vocabulary
 
 __all__ = ["BanFilter", "LengthFilter", "TokenSetFilter"]
@@ -79,10 +80,16 @@ class BanFilter(StateFilter[_Tail]):
         super().__init__(model, tokenizer)
         self.ids = sorted({int(i) for i in ids})
         given = [texts] if isinstance(texts, str | bytes) else list(texts)
-        self.texts = [t.encode("utf-8", "surrogateescape") if isinstance(t, str) else bytes(t) for t in given]
+        self.texts = [encoded("texts", t) if isinstance(t, str) else bytes(t) for t in given]
         if not all(self.texts) or (not self.ids and not self.texts):
             raise FilterCompileError("give ids or non-empty texts to ban")
         v = self.vocabulary
+        stops = sorted(set(self.ids) & set(v.stop_ids))
+        if stops:
+            raise FilterCompileError(
+                f"ids {stops[:3]} are stop ids, which are offered wherever a text may end; to keep a text from ending "
+                "use LengthFilter's min_tokens or min_chars"
+            )
         self._keep = max((len(t) - 1 for t in self.texts), default=0)
         banned = {i for i in range(v.size) if any(t in v.bytes_of(i) for t in self.texts)} | set(self.ids)
         self._base = bits.from_ids((i for i in range(v.size) if v.bytes_of(i) and i not in banned), v.size)
@@ -132,16 +139,16 @@ class BanFilter(StateFilter[_Tail]):
         return not state[1]
 
 
-# (tokens, characters begun, continuation bytes that the last character still lacks)
-_Amount = tuple[int, int, int]
+# (tokens, characters begun, continuation bytes that the last character still lacks, text still to be regenerated)
+_Amount = tuple[int, int, int, bytes]
 
 
 class LengthFilter(StateFilter[_Amount]):
     """At least `min_tokens` and `min_chars`, at most `max_tokens` and `max_chars` before the stop token.
 
-    No opinion where no limit is near. Characters are code points of the UTF-8 text; of bytes that are none, those that
-    continue no character do not count. Beside a grammar that is not whole at the limit, that is a dead end, reported as
-    such: the text is cut, not bent.
+    No opinion where no limit is near. A healing prefix does not count, nor do tokens that do not go beyond it.
+    Characters are code points of the UTF-8 text; of bytes that are none, those that continue no character do not count.
+    Beside a grammar that is not whole at the limit, that is a dead end, reported as such: the text is cut, not bent.
     """
 
     capabilities: ClassVar[tuple[str, ...]] = ("token_level", "names_specials")
@@ -177,28 +184,31 @@ class LengthFilter(StateFilter[_Amount]):
         }
 
     def _start(self, prefix: bytes) -> _Amount:
-        return 0, 0, 0
+        return 0, 0, 0, prefix
 
     def _choice(self, state: _Amount) -> Choice | None:
-        tokens, chars, lacking = state
+        tokens, chars, lacking, pending = state
         if self.max_tokens is not None and tokens >= self.max_tokens:
             return self._none
         if self.max_chars is not None and self.max_chars - chars < self._fitting.longest:
-            return self._fitting.choice(self.max_chars - chars, lacking)
+            left = self.max_chars - chars
+            return self._fitting.healing(pending, left) if pending else self._fitting.choice(left, lacking)
         return None if self._whole(state) else self._any
 
     def _advance(self, state: _Amount, token: int) -> _Amount:
-        tokens, chars, lacking = state
+        tokens, chars, lacking, pending = state
         raw = self.vocabulary.bytes_of(token)
-        for byte in raw:
+        if pending and len(raw) <= len(pending):
+            return tokens, chars, lacking, pending[len(raw) :]
+        for byte in raw[len(pending) :]:
             if byte & 0xC0 == 0x80:
                 lacking = max(0, lacking - 1)
             else:
                 chars, lacking = chars + 1, (byte >= 0xC0) + (byte >= 0xE0) + (byte >= 0xF0) if byte < 0xF5 else 0
-        return tokens + 1, chars, lacking
+        return tokens + 1, chars, lacking, b""
 
     def _whole(self, state: _Amount) -> bool:
-        return state[0] >= self.min_tokens and state[1] >= self.min_chars
+        return not state[3] and state[0] >= self.min_tokens and state[1] >= self.min_chars
 
 
 class _Fitting:
@@ -218,6 +228,13 @@ class _Fitting:
     @cached_property
     def longest(self) -> int:
         return int(self._counts.max(initial=0))
+
+    def healing(self, pending: bytes, left: int) -> Choice:
+        """Ids that write the pending text again, whole or a part of it, with at most `left` characters behind it."""
+        v = self._vocabulary
+        ids = [i for i, surplus in v.tokens_starting_with(pending) if sum(b & 0xC0 != 0x80 for b in surplus) <= left]
+        parts = [i for n in range(1, len(pending)) for i in v.ids_of(pending[:n])]
+        return Choice(bits.from_ids([*ids, *parts], v.size))
 
     def choice(self, left: int, lacking: int) -> Choice:
         """Text ids that fit into `left` characters; what only continues a character, as far as that one lacks bytes."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from exl_filters.errors import FilterUsageError
+from exl_filters.errors import FilterCompileError, FilterUsageError
 
-__all__ = ["FedToken", "as_prefix", "as_token"]
+__all__ = ["FedToken", "as_prefix", "as_token", "encoded"]
 
 
 class FedToken(int):
@@ -50,6 +50,17 @@ def as_token(token: Any) -> int:
         ) from error
 
 
+def encoded(what: str, text: str) -> bytes:
+    """UTF-8 of a text that a filter is made of; a byte that is none may stand as its surrogate escape.
+
+    Raises `FilterCompileError` for any other half of a surrogate pair.
+    """
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise FilterCompileError(f"{what} has half of a surrogate pair at {error.start}, which is no text") from error
+
+
 def as_prefix(prefix: Any) -> bytes:
     """The bytes of a healing prefix: None and "" are empty, a list of one piece per row (base generator) is its one
     row.
@@ -57,7 +68,7 @@ def as_prefix(prefix: Any) -> bytes:
     if prefix is None:
         return b""
     if isinstance(prefix, str):
-        return prefix.encode("utf-8", "surrogateescape")
+        return encoded("the prefix", prefix)
     if isinstance(prefix, bytes | bytearray):
         return bytes(prefix)
     if isinstance(prefix, list | tuple):

@@ -8,6 +8,7 @@ use.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections import deque
@@ -174,6 +175,16 @@ _strong: deque[int] = deque()
 # Tokenizers that take no weak reference (the tokenizers library's own) are held themselves, this many.
 MAX_STRONG = 4
 _lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a forked child: whoever held it stayed with the parent."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:

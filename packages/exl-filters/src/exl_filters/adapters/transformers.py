@@ -22,16 +22,18 @@ __all__ = ["FilterLogitsProcessor"]
 class FilterLogitsProcessor:
     """Called with `(input_ids [rows, length], scores [rows, width])`; returns scores with what is not allowed at -inf.
 
-    The ids of the first call are the prompt. Works with batches, beams (rows may change places) and padded finished
-    rows; a shorter prompt, or one that does not continue what came before, starts anew, so one processor serves one
-    `generate` after another. filters must be copyable for more than one row. Raises `FilterDeadEnd` when a row is left
-    without a token.
+    The ids of the first call are the prompt. Works with batches, beams (rows may change places), padded finished rows,
+    and candidates that are taken back (assisted generation). Rows that do not continue those of the call before by one
+    token start anew, their ids being the prompt, so one processor serves one `generate` after another, also where a
+    prompt is the conversation so far. filters must be copyable for more than one row. Raises `FilterDeadEnd` when a row
+    is left without a token.
     """
 
     def __init__(self, filters: Sequence[object], tokenizer: Any, stop_ids: Collection[int] | None = None) -> None:
         vocabulary = vocabulary_of(tokenizer)
         self._rows = RowTracker(filters, vocabulary, stop_ids)
         self._prompt: list[list[int]] = []
+        self._before: list[list[int]] = []
         self._length = 0
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
@@ -44,6 +46,7 @@ class FilterLogitsProcessor:
             # Not of this generation after all: what looks like generated ids is part of a new prompt.
             self._begin(rows)
             masks = self._rows.masks([[] for _ in rows])
+        self._before = rows
         result = scores.clone()
         for row, mask in zip(result, masks, strict=True):
             apply_mask(row, mask)
@@ -55,7 +58,9 @@ class FilterLogitsProcessor:
         self._length = len(rows[0])
 
     def _continues(self, rows: list[list[int]]) -> bool:
-        """Whether every row begins with a prompt of the first call and is longer than it."""
-        if not self._prompt or len(rows[0]) <= self._length:
+        """Whether every row is one of the call before, as far as that is kept, and one token more."""
+        length = len(rows[0])
+        if not self._before or not self._length < length <= len(self._before[0]) + 1:
             return False
-        return all(row[: self._length] in self._prompt for row in rows)
+        pasts = {tuple(row[: length - 1]) for row in self._before}
+        return all(tuple(row[:-1]) in pasts and row[: self._length] in self._prompt for row in rows)

@@ -47,8 +47,8 @@ def imported(target: str) -> Any:
         sys.path.insert(0, "")
     try:
         found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise FilterUsageError(f"{target}: cannot import {module_name}: {error}") from error
+    except (ImportError, ValueError) as error:
+        raise FilterUsageError(f"{target}: cannot import {module_name!r}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise FilterUsageError(f"{target}: {module_name} has no {attribute}")
