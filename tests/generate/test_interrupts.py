@@ -231,3 +231,22 @@ def test_the_default_action_and_threads_are_left_alone() -> None:
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_generate_takes_its_jobs_back_when_interrupted_while_they_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = make()
+    attach = ExLlamaV2DynamicJob.attach
+
+    def interrupted(self: ExLlamaV2DynamicJob, *args: Any) -> Any:
+        result = attach(self, *args)
+        interrupt()
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExLlamaV2DynamicJob, "attach", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generator.generate("abc", 5)
+    assert generator.num_remaining_jobs() == 0
+    assert not generator._sinks
+    check_pages(generator)
+    assert generator.generate("abc", 5, completion_only=True)

@@ -336,8 +336,9 @@ class ExLlamaV2DynamicGenerator:
     ) -> bool:
         """Run until these jobs are done; False if aborted. Whatever happens, none of them stays in the queue."""
         sink: list[Result] = []
-        self._enqueue(jobs, sink)
         try:
+            # Inside: an interrupt that came while they were queued is raised when they are.
+            self._enqueue(jobs, sink)
             while not all(job.is_finished for job in jobs):
                 if abort_event is not None and abort_event.is_set():
                     return False  # an event that is set when the last token is there already takes nothing away
@@ -350,9 +351,9 @@ class ExLlamaV2DynamicGenerator:
         finally:
             with Unbroken(), self._lock:
                 for job in jobs:
-                    if not job.is_finished:
+                    queued = self._sinks.pop(job, None) is not None
+                    if queued and not job.is_finished:
                         self._drop(job)
-                    self._sinks.pop(job, None)
 
     def _hand_over(self, sink: list[Result], take: Callable[[Result], None]) -> None:
         for result in sink:
