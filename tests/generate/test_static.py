@@ -224,6 +224,30 @@ def test_banned_strings_report_what_was_suppressed() -> None:
     assert "bad" not in "".join(r["chunk"] for r in results)
 
 
+@pytest.mark.covers("generators.md: 12", "generators.md: 18")
+@pytest.mark.parametrize("healing", [False, True])
+def test_what_was_asked_for_is_there_where_no_token_is(healing: bool) -> None:
+    """Held text and text taken back: a call without a token has tensors of none, and the older form all its values."""
+    generator = ExLlamaV2StreamingGenerator(*parts(spelling("bad hi yo", 2, EOS)))
+    generator.set_stop_conditions(["yo"])
+    wanted = {"return_probabilities": True, "return_top_tokens": 3, "return_logits": True, "token_healing": healing}
+    results = stream(generator, "zz", 30, banned_strings=["BAD"], **wanted)
+    counts = [r["chunk_token_ids"].shape[1] for r in results]
+    assert 0 in counts
+    assert max(counts) > 0
+    for result, k in zip(results, counts, strict=True):
+        assert result["probs"].shape == (1, k)
+        assert result["top_tokens"].shape == result["top_probs"].shape == (1, k, 3)
+        assert result["top_tokens"].dtype == torch.int64
+        assert result["logits"].shape == (1, k, 64)  # 34 ids, padded
+    generator.begin_stream_ex(TOKENIZER.encode("zz"), GREEDY, banned_strings=["BAD"], **wanted)
+    for _ in results:
+        _, ended, ids, probs, logits = generator.stream()
+        assert probs.shape == ids.shape == logits.shape[:2]
+        if ended:
+            break
+
+
 @pytest.mark.covers("generators.md: 19")
 def test_tokens_banned_for_one_call() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(spelling("aaaa", 1)))

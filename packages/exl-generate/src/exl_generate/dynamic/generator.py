@@ -38,6 +38,12 @@ class ExLlamaV2DynamicGenerator:
     "filter_dead_end", with `exception`) and disturbs no other. `enqueue`, `cancel`, `iterate` and `generate` may be
     called from any thread; one call works at a time.
 
+    The cache belongs to this generator while it lives: what another one, or a `forward` of your own, writes into its
+    pages is not noticed, and reused as if it were this one's.
+
+    A Ctrl-C is raised when the round is over, and loses nothing. A second one in the same round is for code that hangs:
+    it breaks in at once, ends the job whose filter or hook it meets, and elsewhere may lose tokens of that round.
+
     Parameters as in spec/generators.md 3.1; violations raise `RequestError`. `max_chunk_size` is the number of
     prompt tokens computed per round for all jobs together. `filter_background_eval` lets filters whose masks take long
     work in threads while the model runs. `max_sampling_threads` and `min_sampling_threads` are taken and checked, but

@@ -172,9 +172,9 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     # ---- a stream --------------------------------------------------------------------------------------------------
 
     def stream_ex(self, ban_tokens: Iterable[int] | None = None) -> Result:
-        """One more token. Keys: `chunk` (str, may be empty), `eos`, `chunk_token_ids` [1, k] (a healed token never
-        included); `probs`, `top_tokens`, `top_probs`, `logits` as asked for; `suppressed`, the text of a banned
-        string taken back. `ban_tokens` are avoided in this call alone."""
+        """One more token. Keys: `chunk` (str, may be empty), `eos`, `chunk_token_ids` [1, k] (k may be 0; a healed
+        token is never included); `probs`, `top_tokens`, `top_probs`, `logits` as asked for, [1, k, ..]; `suppressed`,
+        the text of a banned string taken back. `ban_tokens` are avoided in this call alone."""
         if self._job is None:
             raise JobStateError("no stream has begun; call begin_stream_ex first")
         hidden = self._healed_hidden
@@ -307,8 +307,24 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         for theirs, ours in names.items():
             if theirs in result:
                 told[ours] = result[theirs]
+        if result.get("token_ids") is None:
+            told |= self._of_no_token()
         if "suppressed_text" in result:
             told["suppressed"] = result["suppressed_text"]
+        return told
+
+    def _of_no_token(self) -> Result:
+        """What was asked for beside the tokens, of a result without one: its text is held, or was taken back."""
+        job = self._job
+        assert job is not None
+        told: Result = {}
+        if job.return_probs:
+            told["probs"] = torch.zeros((1, 0))
+        if job.return_top_tokens:
+            shape = (1, 0, job.return_top_tokens)
+            told |= {"top_tokens": torch.zeros(shape, dtype=torch.int64), "top_probs": torch.zeros(shape)}
+        if job.return_logits:
+            told["logits"] = torch.zeros((1, 0, self.engine().padded_vocab_size))
         return told
 
 
@@ -346,5 +362,6 @@ def _joined(first: Result, second: Result) -> Result:
     joined = {**first, **second, "chunk": first["chunk"] + second["chunk"]}
     for key, value in first.items():
         if isinstance(value, torch.Tensor) and key in second:
-            joined[key] = torch.cat([value, second[key]], dim=1)
+            some = [part for part in (value, second[key]) if part.shape[1]] or [value]
+            joined[key] = torch.cat(some, dim=1)
     return joined
