@@ -223,3 +223,19 @@ def test_jobs_from_several_event_loops() -> None:
     assert len(texts) == 16
     assert len(set(texts)) == 1
     play(generator.close())
+
+
+@pytest.mark.covers("generators.md: 62")
+def test_two_consumers_of_one_job_both_end() -> None:
+    """Each result goes to one of them, and the end to both, also to one who comes later."""
+
+    async def main() -> None:
+        async with make() as generator:
+            want = generator.generator.generate("abc", 12, gen_settings=GREEDY, completion_only=True)
+            one = job(generator, "abc")
+            shares = await asyncio.gather(collect(one), collect(one))
+            assert "".join(sorted(r.get("text", "") for share in shares for r in share)) == "".join(sorted(want))
+            assert sum(r["eos"] for share in shares for r in share) == 1
+            assert await collect(one) == []
+
+    play(main())

@@ -122,7 +122,7 @@ class ExLlamaV2DynamicJobAsync:
         self.job = ExLlamaV2DynamicJob(*args, **kwargs)
         self.cancelled = False
         self._loop = asyncio.get_running_loop()
-        self._results: asyncio.Queue[Result] = asyncio.Queue()
+        self._results: asyncio.Queue[Result | None] = asyncio.Queue()
         self._ended = asyncio.Event()
         generator.enqueue(self)
 
@@ -150,15 +150,17 @@ class ExLlamaV2DynamicJobAsync:
             self._loop.call_soon_threadsafe(self._receive, result)
 
     async def take(self) -> Result | None:
-        """The next result; None after the last."""
-        if self._ended.is_set() and self._results.empty():
-            return None
-        return await self._results.get()
+        """The next result; None after the last, for everyone who waits or asks."""
+        result = await self._results.get()
+        if result is None:
+            self._results.put_nowait(None)
+        return result
 
     def _receive(self, result: Result) -> None:
         self._results.put_nowait(result)
         if result["eos"]:
             self._ended.set()
+            self._results.put_nowait(None)
 
 
 class _Results:
