@@ -12,6 +12,7 @@ from exl_filters import FilterCompileError, FilterStack, Vocabulary
 
 pytest.importorskip("llguidance", reason="extra `grammar`")
 from exl_filters.grammar import ExLlamaV2GrammarFilter
+from exl_filters.schema_checks import check_schema
 
 sys.path.insert(0, str(Path(__file__).parent))
 import json_schema_suite as suite
@@ -233,8 +234,30 @@ def test_a_whole_number_left_out_beside_a_near_bound_is_refused():
         {"type": "number", "exclusiveMinimum": 0, "maximum": 0.37},
         {"type": "number", "minimum": -0.7, "exclusiveMaximum": 0},
         {"allOf": [{"type": "number", "exclusiveMinimum": 1}, {"maximum": 1.5}]},
+        {"type": "number", "exclusiveMinimum": 0, "anyOf": [{"maximum": 0.37}, {"minimum": 5}]},
+        {"exclusiveMaximum": -1, "$ref": "#/$defs/low", "$defs": {"low": {"type": "number", "minimum": -1.5}}},
     ):
         with pytest.raises(FilterCompileError, match="cannot be enforced"):
             takes(schema, "1")
     assert takes({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "0.5")
     assert not takes({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "0")
+
+
+def test_bounds_of_different_numbers_do_not_meet():
+    half = {"type": "number", "maximum": 0.5}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "number", "exclusiveMinimum": 0}, "b": {"$ref": "#/$defs/half"}},
+        "$defs": {"half": half},
+    }
+    assert takes(schema, '{"a": 1, "b": 0.5}')
+    assert not takes(schema, '{"a": 0, "b": 0.5}')
+
+
+def test_many_bounds_that_meet_and_many_references_by_name():
+    """Each beside each would take hours: the time limit of a test is the bar."""
+    many = [{"type": "number", "exclusiveMinimum": 2 * i, "maximum": 2 * i + 1} for i in range(100_000)]
+    named = [{"$ref": f"#name{i}"} for i in range(100_000)]
+    check_schema({"allOf": many, "anyOf": named, "examples": [{"a": [0] * 1000}] * 20})
+    with pytest.raises(FilterCompileError, match="exclusiveMinimum 0 beside the bound 0.5"):
+        check_schema({"allOf": [{"exclusiveMinimum": 0}, *many[1:], {"maximum": 0.5}]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -20,6 +21,8 @@ LARGEST_DIVISOR = 100_000
 # What is written with these has no other spelling with them.
 ESCAPES = 'nrbtf\\"'
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+# Keywords beside which bounds also hold for what these lead to.
+JOINING = frozenset({*REFERENCES, "anyOf", "oneOf"})
 # What gives a schema a name that a reference other than a path may call it by.
 ANCHORS = frozenset({"$id", "id", "$anchor", "$dynamicAnchor"})
 
@@ -32,9 +35,10 @@ def check_schema(schema: Any) -> None:
     """
     divisors: list[int] = []
     bounds: list[_Bounds] = []
-    merged = False
+    merged = bounds_meet = False
+    anchored = _has_anchored_data(schema, data=False)
     for at, sub in schemas_in(schema, "#"):
-        _check_references(schema, at, sub)
+        _check_references(anchored, at, sub)
         if "x-guidance" in sub:
             raise FilterCompileError(
                 f"{at} has x-guidance = {sub['x-guidance']!r:.60}, which would change the output's form; leave it out "
@@ -45,7 +49,8 @@ def check_schema(schema: Any) -> None:
         divisors.append(divisor_of(sub))
         bounds.append(_bounds_of(sub))
         _check_bounds(at, bounds[-1])
-    if merged:
+        bounds_meet = bounds_meet or "allOf" in sub or (any(bounds[-1]) and not JOINING.isdisjoint(sub))
+    if bounds_meet:
         _check_bounds("#", _joined(bounds))
     # Divisors that apply to one number become their least common multiple.
     largest = math.lcm(*divisors) if merged else max(divisors, default=1)
@@ -97,8 +102,8 @@ def _names_members(sub: dict[str, Any]) -> bool:
     return bool(sub.get("properties") or sub.get("patternProperties") or counted)
 
 
-def _check_references(schema: Any, at: str, sub: dict[str, Any]) -> None:
-    """References lead to what is looked into here: never into data."""
+def _check_references(anchored: bool, at: str, sub: dict[str, Any]) -> None:
+    """References lead to what is looked into here: never into data. anchored: something in data has a name."""
     for keyword in REFERENCES:
         target = sub.get(keyword)
         if not isinstance(target, str):
@@ -107,7 +112,7 @@ def _check_references(schema: Any, at: str, sub: dict[str, Any]) -> None:
         if path is not None and (not path or path.startswith("/")):
             hidden = _passes_through_data([part for part in path.split("/") if part])
         else:
-            hidden = _has_anchored_data(schema, data=False)
+            hidden = anchored
         if hidden:
             raise FilterCompileError(
                 f"{at} has {keyword} {target!r:.60}, which leads into const, enum, default or examples: "
@@ -155,19 +160,26 @@ def _joined(bounds: list[_Bounds]) -> _Bounds:
 def _check_bounds(at: str, bounds: _Bounds) -> None:
     """llguidance lets a whole number that is left out through where the other bound has the same whole part."""
     lower, upper = bounds
-    for low, low_out in lower:
-        for high, high_out in upper:
-            if low_out and low >= 0 and low == int(low) and low < high < low + 1:
-                value, side, word = low, "exclusiveMinimum", "minimum"
-            elif high_out and high <= 0 and high == int(high) and high - 1 < low < high:
-                value, side, word = high, "exclusiveMaximum", "maximum"
-            else:
-                continue
-            other = high if side == "exclusiveMinimum" else low
-            raise FilterCompileError(
-                f"{at}: {side} {value} beside the bound {other} cannot be enforced ({value} itself would be let "
-                f"through); give {word} with the nearest number that is wanted"
-            )
+    lows, highs = sorted({low for low, _ in lower}), sorted({high for high, _ in upper})
+    for low, out in lower:
+        if out and low >= 0 and low == int(low):
+            _check_next(at, "exclusiveMinimum", low, highs, low + 1)
+    # The same, seen from zero.
+    mirrored = [-low for low in reversed(lows)]
+    for high, out in upper:
+        if out and high <= 0 and high == int(high):
+            _check_next(at, "exclusiveMaximum", high, mirrored, 1 - high)
+
+
+def _check_next(at: str, keyword: str, value: float, others: list[float], end: float) -> None:
+    """Refuse when one of the ascending `others` lies between |value| and `end`."""
+    place = bisect_right(others, abs(value))
+    if place < len(others) and others[place] < end:
+        other = others[place] if keyword == "exclusiveMinimum" else -others[place]
+        raise FilterCompileError(
+            f"{at}: {keyword} {value} beside the bound {other} cannot be enforced ({value} itself would be let "
+            f"through); give {'min' if keyword == 'exclusiveMinimum' else 'max'}imum with the nearest number wanted"
+        )
 
 
 def _check_least_members(at: str, sub: dict[str, Any]) -> None:
