@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from exl_core.loading.plan import plan, plan_modules
 pytestmark = [pytest.mark.cuda, pytest.mark.covers("core.md: loading")]
 
 SIZES: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "head_dim": 64, "vocab_size": 2048}
+KEPT = 64 << 10  # bytes that stay for the process on each GPU: attention's counters, one tensor a stream
 TOLERANCE = 0.03  # of the largest logit, half against float32
 
 
@@ -25,6 +27,14 @@ def halves(model: ExLlamaV2) -> list[float]:
     """GiB that put about half of the modules on each of two devices."""
     found = plan_modules(model.config, model.modules, devices()[:1], None, [64.0], None, True).devices[0]
     return [(found.weights * 0.62 + found.tables + found.scratch) / GIB, 8.0]
+
+
+def allocated(device: int) -> int:
+    """Bytes of tensors there. cuBLAS's workspace (32 MiB a stream on an H200) is torch's, for all of the process: not
+    counted."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated(device)
 
 
 def second_device(name: str) -> str:
@@ -72,6 +82,7 @@ def test_matrices_cut_over_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch, k
     """Quantized kernels sum each output in one order whatever the columns beside it; torch's float products may not."""
     folder = lab.write(kind=kind, num_hidden_layers=4, **SIZES)
     monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
+    start = allocated(1)
     model = build(folder)
     model.load_tp([6.0, 10.0])
     assert [part.device for part in model.modules[1].o_proj.matrix.parts] == [torch.device("cuda", i) for i in (0, 1)]
@@ -97,11 +108,11 @@ def test_matrices_cut_over_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch, k
     long = lab.ids(1, 200, vocab=2048)  # beyond the rows of the quantized kernels
     found, expected = (m.forward(long).float().cpu()[..., :2048] for m in (model, whole))
     assert float((found - expected).abs().max() / expected.abs().max()) < TOLERANCE
-    before = torch.cuda.memory_allocated(1)
+    before = allocated(1)
     del cache
     model.unload()
-    assert torch.cuda.memory_allocated(1) < before
-    assert torch.cuda.memory_allocated(1) < 1 << 20
+    assert allocated(1) < before
+    assert allocated(1) - start < KEPT
 
 
 @pytest.mark.parametrize("kind", ["exl2", "float"])
@@ -111,7 +122,7 @@ def test_planned_bytes_are_those_of_torch(lab: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("EXL_DEVICE", "cuda:0")
     config = ExLlamaV2Config(folder)
     found = plan(config, cache="q4", cache_tokens=4096).devices[0]
-    before = torch.cuda.memory_allocated()
+    before = allocated(0)
     model = ExLlamaV2(config)
     model.load()
     weights = torch.cuda.memory_allocated() - before
@@ -124,4 +135,4 @@ def test_planned_bytes_are_those_of_torch(lab: Any, monkeypatch: pytest.MonkeyPa
     assert torch.cuda.max_memory_allocated() - before <= found.used + (32 << 20)  # cuBLAS takes its workspace once
     model.unload()
     del cache
-    assert torch.cuda.memory_allocated() - before < 1 << 20
+    assert allocated(0) - before < KEPT

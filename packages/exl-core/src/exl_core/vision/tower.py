@@ -94,7 +94,7 @@ class ExLlamaV2VisionTower:
     # -------------------------------------------------------------------------------------------------------- images
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("a vision tower takes images: use process() or get_image_embeddings()")
+        raise UnsupportedError("a vision tower takes images: use process() or get_image_embeddings()")
 
     forward_chunk = forward
 
