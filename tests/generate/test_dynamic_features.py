@@ -23,6 +23,7 @@ from exl_generate.testing import (
     streamed_text,
     streamed_tokens,
 )
+from exl_generate.testing.scripted import ScriptedModel
 from exl_generate.testing.small import EOS, PIECES, TOKENIZER, VOCAB, ids, job, make, naive, run, says, speculate
 
 Settings = ExLlamaV2Sampler.Settings
@@ -149,6 +150,35 @@ def test_cfg_pair_against_the_definition() -> None:
     assert got == output
     text = generator.generate(("the quick fox", "a"), 25, gen_settings=Settings.greedy(cfg_scale=scale))
     assert text == "the quick fox" + one.full_completion
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+@pytest.mark.parametrize("torn", ["the quick fox", "a"])
+@pytest.mark.covers("generators.md: 54", "generators.md: 61", "generators.md: 76")
+def test_a_broken_logit_of_either_prompt_ends_the_pair_alone(odd: float, torn: str, monkeypatch: Any) -> None:
+    """Also where a filter would not allow that id: the mix of a pair goes over all of them."""
+    from exl_filters import ExLlamaV2SelectFilter
+
+    generator, model = make(), ScriptedModel
+    whole, start = model.logits, ids(torn)[0].numpy()
+
+    def logits(self: ScriptedModel, context: Any, loras: Any = ()) -> Any:
+        row = whole(self, context, loras)
+        if len(context) == len(start) + 2 and (context[: len(start)] == start).all():
+            row[VOCAB - 1] = odd
+        return row
+
+    monkeypatch.setattr(model, "logits", logits)
+    allowed = [ExLlamaV2SelectFilter(None, TOKENIZER, ["hello you there"])]
+    settings = Settings.greedy(cfg_scale=1.5)
+    pair = ExLlamaV2DynamicJob([ids("the quick fox"), ids("a")], 12, gen_settings=settings, filters=allowed)
+    other = job("fox", 9)
+    generator.enqueue([pair, other])
+    results = drain(generator)
+    assert len(streamed_tokens(results[pair])) == 2
+    assert "NaN" in str(results[pair][-1]["exception"])
+    assert len(streamed_tokens(results[other])) == 9
+    check_pages(generator)
 
 
 @pytest.mark.covers("generators.md: 33", "generators.md: 54")

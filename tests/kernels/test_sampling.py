@@ -177,6 +177,61 @@ def test_a_row_is_left_as_it_was_and_fails_alone() -> None:
     assert sampling.sample([]) == []
 
 
+ODD = (float("nan"), float("inf"), float("-inf"), -float("nan"), 3e38, -3e38)
+
+
+def broken_row(rng: np.random.Generator, width: int) -> tuple[Row, bool | None]:
+    """A row with a few odd logits anywhere, allowed or not, in either prompt; and whether it must be said to be not
+    finite (None: as the settings make of it, an id that is not allowed may hold what it likes)."""
+    row = random_row(rng, replace(random_plan(rng, width), cfg_scale=float(rng.choice([-0.5, 0.5, 1.0, 1.7]))), width)
+    pair = rng.random() < 0.6
+    parts = [row.logits, torch.from_numpy(rng.normal(0, 3, width).astype(np.float32))] if pair else [row.logits]
+    for _ in range(int(rng.integers(1, 4))):
+        at, kind = int(rng.integers(0, width)), float(rng.choice(ODD))
+        parts[int(rng.integers(0, len(parts)))][at] = kind
+    row = replace(row, logits=parts[0], negative=parts[1] if pair else None)
+    bad = any(bool(part.isnan().any() or (part == float("inf")).any()) for part in parts)
+    return row, True if bad and pair else None
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 2**63 - 1), st.sampled_from([1, 40, 64, 333, 2500]))
+def test_odd_logits_anywhere_are_seen_alike(seed: int, width: int) -> None:
+    """In a pair of prompts every logit counts, masked or padding; in a single prompt those that may be chosen."""
+    row, broken = broken_row(np.random.default_rng(seed), width)
+    np.testing.assert_array_equal(sampling.shaped(row), twin.shaped(row))
+    got, want = sampling.sample([row])[0], twin.sample(row)
+    assert same(got, want), (got, want)
+    if broken and not (row.mask is not None or row.only is not None or row.banned or row.discouraged):
+        assert got == Failure(not_finite=True)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+@pytest.mark.parametrize("which", ["logits", "negative"])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_masked_odd_logit_of_a_pair_is_seen(odd: float, which: str, greedy: bool) -> None:
+    """The sums of logsoftmax go over it (P-1): a token sampled beside it would be sampled from nothing."""
+    mask = pack_ids([1, 2, 3], 64)
+    row = Row(Plan(size=60, cfg_scale=1.5, greedy=greedy), torch.randn(64), negative=torch.randn(64), mask=mask)
+    assert isinstance(sampling.sample([row])[0], Sampled)
+    for at in (50, 63):  # not allowed; padding
+        torn = replace(row, **{which: getattr(row, which).index_fill(0, torch.tensor(at), odd)})
+        assert sampling.sample([torn])[0] == twin.sample(torn) == Failure(not_finite=True)
+        alone = replace(torn, negative=None)
+        assert isinstance(sampling.sample([alone])[0], Sampled)
+        assert same(sampling.sample([alone])[0], twin.sample(alone))
+
+
+def test_what_the_positive_prompt_excludes_stays_excluded() -> None:
+    x, y = torch.randn(20), torch.randn(20)
+    x[5] = y[5] = x[6] = float("-inf")
+    for scale in (-0.5, 0.5, 1.7):
+        row = Row(Plan(size=20, cfg_scale=scale), x, negative=y, uniform=0.4)
+        ids, _ = sampling.distribution(row) or ([], [])
+        assert set(range(20)) - set(ids) == {5, 6}
+        assert same(sampling.sample([row])[0], twin.sample(row))
+
+
 def test_ids_that_no_token_has_ban_nothing() -> None:
     row = Row(Plan(size=8, greedy=True), torch.arange(8.0), banned=[-1, 2**40, 7], discouraged=[-5, 2**63 - 1, 6])
     assert sampling.sample([row])[0] == Sampled(5, 1.0)
@@ -304,6 +359,15 @@ def test_gpu_reports_empty_and_broken_rows() -> None:
     first, second, third = sampling.sample(rows)
     assert (first, second) == (Failure(not_finite=True), Failure(not_finite=False))
     assert isinstance(third, Sampled)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", [1, 40, 2500])
+def test_gpu_sees_odd_logits_as_the_cpu_does(width: int) -> None:
+    rng = np.random.default_rng(width)
+    rows = [broken_row(rng, width)[0] for _ in range(300)]
+    for row, got, want in zip(rows, sampling.sample([on_gpu(r) for r in rows]), sampling.sample(rows), strict=True):
+        assert same(got, want), (row.plan, got, want)
 
 
 @pytest.mark.cuda

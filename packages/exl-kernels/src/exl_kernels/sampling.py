@@ -158,7 +158,8 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """No token: everything is excluded, or (`not_finite`) an allowed logit is NaN or +inf."""
+    """No token: everything is excluded, or (`not_finite`) an allowed logit is NaN or +inf; of a pair of prompts (CFG)
+    any logit, allowed or not: the mix sums over all of them."""
 
     not_finite: bool
 

@@ -127,7 +127,7 @@ pub struct Sampled {
 pub enum Failure {
     /// everything is excluded
     Empty,
-    /// an allowed logit is NaN or +inf
+    /// an allowed logit is NaN or +inf; in a mix of two prompts, any logit of either
     NotFinite,
 }
 

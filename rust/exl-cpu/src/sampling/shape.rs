@@ -1,7 +1,7 @@
 //! Steps 1 to 8: the logits a row is sampled from. Arithmetic of single tokens is float64, rounded once.
 
 use super::weights::{self, Slope};
-use super::{Edit, Row};
+use super::{Edit, Row, peaks};
 use crate::isa::Isa;
 use crate::simd::{Kernel, Lanes, dispatch};
 
@@ -65,29 +65,41 @@ fn keep_only(ids: &[i64], x: &mut [f32]) {
     }
 }
 
-/// scale * logsoftmax(positive) + (1 - scale) * logsoftmax(negative) (P-1)
+/// scale * logsoftmax(positive) + (1 - scale) * logsoftmax(negative) (P-1). Every logit of both rows is part of the sums: NaN where one
+/// of them is NaN or +inf, whatever a mask leaves of them. What the positive row excludes stays so.
 fn mix(isa: Isa, positive: &[f32], negative: &[f32], scale: f64, out: &mut Vec<f32>) {
     let shift = scale * log_sum(isa, positive) + (1.0 - scale) * log_sum(isa, negative);
+    let broken = shift.is_nan();
     let pairs = positive.iter().zip(negative);
-    out.extend(
-        pairs.map(|(&a, &b)| (scale * f64::from(a) + (1.0 - scale) * f64::from(b) - shift) as f32),
-    );
+    out.extend(pairs.map(|(&a, &b)| {
+        let mixed = (scale * f64::from(a) + (1.0 - scale) * f64::from(b) - shift) as f32;
+        if a == f32::NEG_INFINITY && !broken {
+            a
+        } else {
+            mixed
+        }
+    }));
 }
 
-/// ln of the sum of e^x
+/// ln of the sum of e^x; NaN where one of them is NaN or +inf, or all are -inf.
 fn log_sum(isa: Isa, x: &[f32]) -> f64 {
-    let peak = x
-        .iter()
-        .fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
+    let mut maxima = Vec::new();
+    if peaks::block_maxima(isa, x, &mut maxima) {
+        return f64::NAN;
+    }
+    let peak = x.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
+    if peak == f32::NEG_INFINITY {
+        return f64::NAN;
+    }
     let slope = Slope {
         peak,
         scale: 1.0,
         smooth: false,
     };
     let mut sums = Vec::new();
-    weights::block_sums(isa, slope, x, super::peaks::BLOCK, &mut sums);
+    weights::block_sums(isa, slope, x, peaks::BLOCK, &mut sums);
     let total: u64 = sums.iter().sum();
-    f64::from(peak) + super::scalar::ln(total.max(1) as f64 / weights::ONE)
+    f64::from(peak) + super::scalar::ln(total as f64 / weights::ONE)
 }
 
 struct Add<'a> {

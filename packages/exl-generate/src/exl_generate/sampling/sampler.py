@@ -143,7 +143,9 @@ class RequestSampler:
         row = self.row(logits, context, position, constraint)
         found = kernels.distribution(row)
         if found is None:
-            raise NoCandidatesError(why_none(row, kernels.Failure(bool(row.logits.isnan().any()))))
+            failure = kernels.sample([row])[0]
+            assert isinstance(failure, kernels.Failure)
+            raise NoCandidatesError(why_none(row, failure))
         ids, weights = found
         return ids, weights / float(weights.sum())
 

@@ -43,6 +43,11 @@ def fixed(w: F32) -> U64:
 
 def shaped(row: Row) -> F32:
     """Steps 1 to 8, one token at a time."""
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows or is NaN stays so, and is told
+        return _shaped(row)
+
+
+def _shaped(row: Row) -> F32:
     plan = row.plan
     x = row.logits.numpy().copy()
     if row.negative is not None:
@@ -70,10 +75,16 @@ def shaped(row: Row) -> F32:
 
 def _mix(a: F32, b: F32, scale: float) -> F32:
     shift = scale * _log_sum(a) + (1.0 - scale) * _log_sum(b)
-    return (scale * a.astype(np.float64) + (1.0 - scale) * b.astype(np.float64) - shift).astype(np.float32)
+    if math.isnan(shift):
+        return np.full_like(a, np.nan)
+    mixed = (scale * a.astype(np.float64) + (1.0 - scale) * b.astype(np.float64) - shift).astype(np.float32)
+    return np.where(a == -np.inf, a, mixed)
 
 
 def _log_sum(x: F32) -> float:
+    """NaN where one is NaN or +inf, or none is above -inf."""
+    if not np.isfinite(x.max()):
+        return math.nan
     return float(x.max()) + _ln(float(fixed(weight(x - x.max())).sum()) / 2.0**44)
 
 
