@@ -1,44 +1,64 @@
-// What racecheck makes of a hand-over through an mbarrier, with every lane arriving (EACH 1) or one for its warp after __syncwarp (EACH 0).
-// Both are ordered: __syncwarp orders the warp's writes before the one lane's arrive, which releases them to whoever waits.
+// What racecheck makes of hand-overs through mbarriers, the forms that the ring and tile kernels use, and of planted races in them.
 //
-// usage: nvcc -arch=native -DEACH=0 scripts/gpu/racecheck_mbarrier.cu -o probe && compute-sanitizer --tool racecheck ./probe
+// A warp's writes are ordered before the one lane's arrive by __syncwarp, and that arrive releases them to whoever waits; racecheck
+// sees so only with --racecheck-indirect-barrier-dependency (without it, it takes an arrive for its own lane alone).
+//
+// usage: nvcc -arch=native scripts/gpu/racecheck_mbarrier.cu -o probe && compute-sanitizer --tool racecheck
+//        --racecheck-indirect-barrier-dependency yes ./probe FORM      (0 to 3 are right, 4 to 7 race)
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 
-#ifndef EACH
-#define EACH 0
-#endif
+enum Form { ELECTED, EACH, BULK, BULK_EACH, ELECTED_RACE, EACH_RACE, BULK_RACE, NO_SYNCWARP };
 
 __device__ uint32_t address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+// Bounded, so that a planted race ends.
+__device__ void wait(uint64_t* barrier, int phase) {
+  uint32_t done = 0;
+#pragma unroll 1
+  for (int i = 0; !done && i < 100000; i++) {
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(address(barrier)), "r"(phase) : "memory");
+  }
+}
 
-__global__ void hand_over(int* out, int rounds) {
+// The first warp hands 32 integers a round to the second, one slot for all rounds: either written by its lanes or copied by the bulk
+// copy engine for its first lane.
+template <int FORM>
+__global__ void hand_over(const int* in, int* out, int rounds) {
+  constexpr bool BULKY = FORM == BULK || FORM == BULK_EACH || FORM == BULK_RACE;
+  constexpr bool ALL = FORM == EACH || FORM == BULK_EACH || FORM == EACH_RACE;
+  constexpr bool RACE = FORM == ELECTED_RACE || FORM == EACH_RACE || FORM == BULK_RACE;
   __shared__ alignas(8) uint64_t ready, taken;
-  __shared__ int value[32];
+  __shared__ alignas(128) int value[32];
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&ready)), "r"(EACH ? 32 : 1) : "memory");
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&taken)), "r"(EACH ? 32 : 1) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&ready)), "r"(ALL && !BULKY ? 32 : 1) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&taken)), "r"(ALL ? 32 : 1) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   auto arrive = [&](uint64_t* barrier) {
-    __syncwarp();
-    if (EACH || lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
-  };
-  auto wait = [&](uint64_t* barrier, int phase) {
-    uint32_t done = 0;
-    while (!done) {
-      asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                   : "=r"(done) : "r"(address(barrier)), "r"(phase) : "memory");
-    }
+    if (FORM != NO_SYNCWARP) __syncwarp();
+    if (ALL || lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
   };
   int sum = 0;
+#pragma unroll 1
   for (int i = 0; i < rounds; i++) {
     if (threadIdx.x < 32) {
-      if (i > 0) wait(&taken, (i - 1) & 1);
-      value[lane] = i * 32 + lane;
-      arrive(&ready);
+      if (BULKY && lane != 0) continue;
+      if (i > 0 && !RACE) wait(&taken, (i - 1) & 1);
+      if constexpr (BULKY) {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&ready)), "r"(128) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(value)),
+                     "l"(in + i * 32), "r"(128), "r"(address(&ready)) : "memory");
+        if (RACE) wait(&ready, i & 1);
+      } else {
+        value[lane] = in[i * 32 + lane];
+        arrive(&ready);
+      }
     } else {
-      wait(&ready, i & 1);
+      if (!RACE || BULKY) wait(&ready, i & 1);
       sum += value[31 - lane];
       arrive(&taken);
     }
@@ -46,13 +66,24 @@ __global__ void hand_over(int* out, int rounds) {
   if (threadIdx.x >= 32) out[lane] = sum;
 }
 
-int main() {
-  int *out, host[32];
+template <int FORM>
+int run() {
+  constexpr int ROUNDS = 10;
+  int *in, *out, host[32], values[ROUNDS * 32];
+  for (int i = 0; i < ROUNDS * 32; i++) values[i] = i;
+  cudaMalloc(&in, sizeof(values));
   cudaMalloc(&out, sizeof(host));
-  hand_over<<<1, 64>>>(out, 10);
-  cudaMemcpy(host, out, sizeof(host), cudaMemcpyDeviceToHost);
-  for (int lane = 0; lane < 32; lane++) {
-    if (host[lane] != 10 * (31 - lane) + 32 * 45) return printf("lane %d: %d\n", lane, host[lane]), 1;
-  }
-  return printf("each lane arrives: %d, sums right\n", EACH), 0;
+  cudaMemcpy(in, values, sizeof(values), cudaMemcpyHostToDevice);
+  hand_over<FORM><<<1, 64>>>(in, out, ROUNDS);
+  if (cudaMemcpy(host, out, sizeof(host), cudaMemcpyDeviceToHost) != cudaSuccess) return printf("form %d: failed\n", FORM), 2;
+  bool right = true;
+  for (int lane = 0; lane < 32; lane++) right &= host[lane] == ROUNDS * (31 - lane) + 32 * ROUNDS * (ROUNDS - 1) / 2;
+  printf("form %d: sums %s\n", FORM, right ? "right" : "wrong");
+  return 0;
+}
+
+int main(int count, char** words) {
+  int (*runs[])() = {run<ELECTED>, run<EACH>, run<BULK>, run<BULK_EACH>, run<ELECTED_RACE>, run<EACH_RACE>, run<BULK_RACE>, run<NO_SYNCWARP>};
+  const int form = count > 1 ? atoi(words[1]) : 0;
+  return form < 0 || form > NO_SYNCWARP ? 3 : runs[form]();
 }

@@ -1,22 +1,39 @@
 #!/usr/bin/env bash
 # Runs cases of every CUDA operator's tests under compute-sanitizer on a machine with a GPU.
 #
-# usage: scripts/gpu/sanitize.sh memcheck|racecheck|synccheck|initcheck [seconds, default 70] [pytest paths, default tests/kernels]
+# usage: scripts/gpu/sanitize.sh memcheck|racecheck|synccheck|initcheck [seconds, default 70] [processes, default 1] [pytest paths, default tests/kernels]
 #
-# One case of every test function at least, then as many as the time allows (subset_plugin.py). Kernels of torch and
-# cuBLAS are left out by name: they are not ours and cost most of the time. memcheck runs without torch's caching
-# allocator, so that every tensor is an allocation of its own whose ends are watched; tests that capture graphs cannot
-# run so, and run under the other tools. Exit code 0: the tests passed and the tool found nothing.
-set -euo pipefail
+# One case of every test function at least, then as many as the time allows (subset_plugin.py), dealt out to processes
+# side by side. Kernels of torch and cuBLAS are left out by name: they are not ours and cost most of the time. memcheck
+# runs without torch's caching allocator, so that every tensor is an allocation of its own whose ends are watched; tests
+# that capture graphs cannot run so, and run under the other tools. racecheck is told to follow hand-overs in which one lane
+# arrives at a barrier for its warp (racecheck_mbarrier.cu). Exit code 0: the tests passed and the tool found nothing.
+# SANITIZE_LOG is a folder for the processes' output and the list of what ran; a summary is printed.
+set -uo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/gpu/environment.sh
 tool=${1:?memcheck, racecheck, synccheck or initcheck}
-export EXL_SUBSET_SECONDS=${2:-70} PYTHONPATH="$PWD/scripts/gpu:$PYTHONPATH"
-paths=("${@:3}")
+export EXL_SANITIZER=$tool EXL_SUBSET_SECONDS=${2:-70} PYTHONPATH="$PWD/scripts/gpu:$PYTHONPATH" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+processes=${3:-1}
+paths=("${@:4}")
+log=${SANITIZE_LOG:-$(mktemp -d)}
+mkdir -p "$log"
 options=(--tool "$tool" --error-exitcode 99 --print-limit 30 --destroy-on-device-error kernel)
 for name in at6native cublas cutlass; do options+=(--kernel-name-exclude "kns=$name"); done
 case $tool in
   memcheck) export PYTORCH_NO_CUDA_MEMORY_CACHING=1 EXL_SUBSET_NO_CAPTURE=1 ;;
-  racecheck) options+=(--racecheck-report analysis) ;;
+  racecheck) options+=(--racecheck-report analysis --racecheck-indirect-barrier-dependency yes) ;;
 esac
-exec compute-sanitizer "${options[@]}" python3 -m pytest -m cuda -p no:cacheprovider -p subset_plugin --durations=12 "${paths[@]:-tests/kernels}"
+for ((i = 0; i < processes; i++)); do
+  EXL_SUBSET_SHARD=$i/$processes EXL_SUBSET_LOG=$log/$tool-cases-$i.txt compute-sanitizer "${options[@]}" \
+    python3 -m pytest -m cuda -p no:cacheprovider -p subset_plugin --tb=short "${paths[@]:-tests/kernels}" > "$log/$tool-$i.txt" 2>&1 &
+  running[i]=$!
+done
+failed=0
+for ((i = 0; i < processes; i++)); do
+  wait "${running[i]}" || { code=$?; failed=1; echo "process $i: exit code $code"; grep -E '^=========|FAILED|ERROR|Exit' "$log/$tool-$i.txt" | head -40; }
+done
+cat "$log/$tool"-cases-*.txt 2>/dev/null | awk -v tool="$tool" '{n[$1]++; split($3, name, "["); functions[name[1]] = 1}
+  END {for (f in functions) k++; printf "%s: %d cases passed, %d failed, %d skipped; %d functions\n", tool, n["passed"], n["failed"], n["skipped"], k}'
+cat "$log/$tool"-[0-9]*.txt | grep -hoE 'ERROR SUMMARY: [0-9]+ error|RACECHECK SUMMARY: .*' | sort | uniq -c
+exit $failed

@@ -5,7 +5,8 @@
 Every function's first case runs, whatever it takes, then every function's second one, and so on until the time is
 up. Cases of one function come in a fixed mixed order, so that the first few differ in more than their last parameter.
 What was left out is counted at the end: it is neither passed nor skipped. EXL_SUBSET_NO_CAPTURE=1 leaves out
-functions that capture CUDA graphs (which need torch's caching allocator).
+functions that capture CUDA graphs (which need torch's caching allocator). EXL_SUBSET_SHARD=I/N runs every N-th case
+from the I-th on, for N processes side by side. EXL_SUBSET_LOG is a file for a line a case: outcome, seconds, name.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import pytest
 class Subset:
     """The order of the cases, and when it is enough."""
 
-    def __init__(self, seconds: float, capture: bool) -> None:
+    def __init__(self, seconds: float, capture: bool, shard: tuple[int, int], log: str | None) -> None:
         self.seconds = seconds
         self.capture = capture
+        self.shard = shard
+        self.log = log
         self.began = time.monotonic()
         self.functions: dict[str, list[pytest.Item]] = defaultdict(list)
         self.round_of: dict[str, int] = {}
@@ -39,9 +42,11 @@ class Subset:
         for name, cases in self.functions.items():
             random.Random(name).shuffle(cases)
             self.round_of.update({item.nodeid: i for i, item in enumerate(cases)})
-        items[:] = sorted(
+        ordered = sorted(
             (item for cases in self.functions.values() for item in cases), key=lambda item: self.round_of[item.nodeid]
         )
+        mine, of = self.shard
+        items[:] = ordered[mine::of]
         self.began = time.monotonic()
 
     @pytest.hookimpl(tryfirst=True)
@@ -50,6 +55,11 @@ class Subset:
             return True  # left out
         self.run[item.nodeid.split("[")[0]] += 1
         return None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self.log is not None and (report.when == "call" or report.outcome != "passed"):
+            with open(self.log, "a") as file:
+                file.write(f"{report.outcome} {report.duration:.1f} {report.nodeid}\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         cases = sum(len(found) for found in self.functions.values())
@@ -62,4 +72,6 @@ class Subset:
 def pytest_configure(config: pytest.Config) -> None:
     seconds = float(os.environ.get("EXL_SUBSET_SECONDS", "60"))
     capture = os.environ.get("EXL_SUBSET_NO_CAPTURE", "0") != "1"
-    config.pluginmanager.register(Subset(seconds, capture), "exl-subset")
+    mine, _, of = os.environ.get("EXL_SUBSET_SHARD", "0/1").partition("/")
+    subset = Subset(seconds, capture, (int(mine), int(of)), os.environ.get("EXL_SUBSET_LOG"))
+    config.pluginmanager.register(subset, "exl-subset")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 
@@ -291,11 +292,12 @@ def test_a_shallow_ring_ends_with_the_same_bits_every_time(rows: int) -> None:
     x = activations(rows, made.in_features)
     want, out = made.matmul(x), made.matmul(x)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(40):
-        for _ in range(200):
+    turns, products, seconds = (1, 2, 120) if "EXL_SANITIZER" in os.environ else (40, 200, 10)
+    for _ in range(turns):
+        for _ in range(products):
             made.matmul(x, out=out)
             wrong += (out != want).any()
-        done, until = torch.cuda.Event(), time.monotonic() + 10
+        done, until = torch.cuda.Event(), time.monotonic() + seconds
         done.record()
         while not done.query():
             if time.monotonic() > until:
