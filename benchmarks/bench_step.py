@@ -188,6 +188,7 @@ def measure(model: ExLlamaV2, kind: str, context: int, batch: int, roof: float, 
         step()
     torch.cuda.synchronize()
     grown = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    reserved = torch.cuda.max_memory_reserved()  # before `nodes_of` captures again
     read = bytes_of_step(model, cache, context, batch)
     nodes = nodes_of(model, step)
     held = sum(m.weight_bytes() for m in model.modules) + sum(t.nbytes for t in cache.all_tensors())
@@ -209,8 +210,8 @@ def measure(model: ExLlamaV2, kind: str, context: int, batch: int, roof: float, 
         "captured": bool(graphs),
         "pdl": programmatic_launch(),
         "allocations_while_growing": grown,
-        "memory_bytes": torch.cuda.max_memory_reserved(),
-        "memory_over_mb": (torch.cuda.max_memory_reserved() - held) / 1e6,
+        "memory_bytes": reserved,
+        "memory_over_mb": (reserved - held) / 1e6,
     }
 
 
@@ -239,7 +240,9 @@ def through_generator(
             )
         times: list[float] = []
         while generator.num_remaining_jobs():
-            generator.iterate()
+            for end in generator.iterate():
+                if end.get("eos") and end["eos_reason"] != "max_new_tokens":
+                    sys.exit(f"a job ended early ({end['eos_reason']}): {end.get('exception')!r}")
             times.append(time.perf_counter())
         # All jobs are equally long: towards the end every round is one step of all of them.
         spans = [times[i] - times[i - 1] for i in range(len(times) - new_tokens // 2, len(times))]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from exl_kernels.device import require_cuda
+from exl_kernels.device import cuda_status, require_cuda
 
 from .errors import DeviceError
 
@@ -90,7 +90,9 @@ def _names(kind: str, index: str | None, text: str) -> list[str]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     indices = [int(index)] if index is not None else list(range(count))
     if not indices or max(indices) >= count:
-        raise DeviceError(f"{DEVICE_VARIABLE} is {text!r}, but this machine has {count} CUDA devices")
+        why = cuda_status().reason
+        found = f"this machine has {count} CUDA devices" if why is None else f"CUDA cannot be used: {why}"
+        raise DeviceError(f"{DEVICE_VARIABLE} is {text!r}, but {found}")
     return [str(require_cuda(torch.device("cuda", i))) for i in indices]
 
 

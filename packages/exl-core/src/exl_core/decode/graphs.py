@@ -107,6 +107,7 @@ class DecodeGraphs:
         self._logits: dict[int, Tensor] = {}
         self._plan: DecodePlan | str | None = None
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self._refused: str | None = None
         self._exact_batch = False
         self._checked = False
@@ -237,7 +238,10 @@ class DecodeGraphs:
             head.forward(x, step, out=logits)
 
         current = torch.cuda.current_stream(device)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # One stream for all captures: torch's allocator keeps what a stream has freed for that stream alone.
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
