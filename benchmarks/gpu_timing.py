@@ -68,7 +68,7 @@ def read_roof(gigabytes: float = 4.0) -> float:
 
 
 def environment() -> dict[str, object]:
-    """The keys every line carries: GPU, driver, torch, commit, clocks."""
+    """The keys every line carries: GPU, driver, torch, commit, date."""
     status = cuda_status()
     commit = os.environ.get("EXL_COMMIT")
     if commit is None:
@@ -80,6 +80,7 @@ def environment() -> dict[str, object]:
         "driver_cuda": status.driver_version,
         "torch": torch.__version__,
         "commit": commit,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
 
 
