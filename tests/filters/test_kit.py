@@ -53,6 +53,34 @@ def test_the_state_machine_passes_the_good_and_catches_the_bad():
             check_machine(bad[name], ["yes"], examples=400, shrink=False)
 
 
+@pytest.mark.parametrize("length", [40, 100, 700])
+def test_a_long_forced_text_is_no_trap(length):
+    option = "".join(chr(97 + i * 7 % 26) for i in range(length))
+    report = check_filter(
+        lambda v: ExLlamaV2SelectFilter(None, v, [option]), language=[option], laws=["27"], profile="quick", examples=8
+    )
+    assert report.ok, str(report)
+
+
+def test_a_token_that_leads_back_to_its_own_state_is_no_trap():
+    """Where "d" must come, and the first token that begins with it ends where "d" must come again."""
+    tokens = [b"dcdbbbbbbc", *(bytes([255 - i]) for i in range(256)), None]
+    vocabulary = Vocabulary(tokens, eos_token_id=257, special_ids=[257])
+
+    class Loops(Plain):
+        def reachable(self, text):
+            return regex("d(b|cd)*x").prefix(text) is not False
+
+        def whole(self, text):
+            return regex("d(b|cd)*x").whole(text) is True
+
+        def final(self, text):
+            return self.whole(text)
+
+    report = check_filter(lambda v: Loops(None, v), laws=["27"], vocabulary=vocabulary, profile="quick", examples=8)
+    assert report.ok, str(report)
+
+
 @pytest.mark.covers("filters.md: CAP-34")
 def test_a_report_names_law_text_and_way():
     mutant = next(m for m in ZOO if m.name == "EndsEarly")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import CancelledError, Executor, Future
-from typing import Any, ClassVar, TypeVar
+from concurrent.futures import Executor, Future
+from typing import Any, ClassVar
 
-from exl_filters import bits
+from exl_filters import background, bits
+from exl_filters.background import Pending
 from exl_filters.bits import Words
 from exl_filters.context import FilterContext
 from exl_filters.copying import copy_state
@@ -17,15 +16,15 @@ from exl_filters.errors import FilterBusy, FilterError, FilterUsageError
 __all__ = ["Allowed", "ExLlamaV2Filter", "overrides"]
 
 Allowed = tuple[Collection[int] | None, Collection[int]]
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class ExLlamaV2Filter:
     """Base class of filters, with exllamav2's names.
 
     A filter must implement `begin`, `feed` and `next`; the rest has defaults. One instance serves one generation at a
-    time and is used by one thread at a time, though not always the same one. `model` and `tokenizer` are kept and never
-    called here; `model` may be None.
+    time and is used by one thread at a time, though not always the same one. What runs in its background is no
+    exception: every method, of every subclass, waits for it first, and `begin`, `feed`, `rewind` and `attach` drop it.
+    `model` and `tokenizer` are kept and never called here; `model` may be None.
 
     `native = True` declares the semantics of spec section 1.7: the stop set of `attach` is honoured, `feed` raises
     `FilterRejected` for a token that is not allowed and leaves the state unchanged, healing prefixes are obeyed, clones
@@ -42,7 +41,7 @@ class ExLlamaV2Filter:
     sequence_str: str = ""
     background_result: Future[Any] | None = None
     context: FilterContext | None = None
-    _background_kind: str = ""
+    _background: Pending | None = None
 
     def __init__(self, model: Any = None, tokenizer: Any = None) -> None:
         self.model = model
@@ -52,10 +51,7 @@ class ExLlamaV2Filter:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in ("begin", "feed", "rewind"):
-            method = cls.__dict__.get(name)
-            if callable(method) and not getattr(method, "_drops_pending", False):
-                setattr(cls, name, _dropping_pending(method))
+        background.guard(cls, ExLlamaV2Filter)
 
     # The three that make a filter.
 
@@ -94,8 +90,8 @@ class ExLlamaV2Filter:
         shared = {id(x): x for x in (self.model, self.tokenizer, self.context) if x is not None}
         new = type(self).__new__(type(self))
         for name, value in vars(self).items():
-            copied = None if name == "background_result" else copy_state(value, shared, f"{type(self).__name__}.{name}")
-            new.__dict__[name] = copied
+            pending = name in background.ATTRIBUTES
+            new.__dict__[name] = None if pending else copy_state(value, shared, f"{type(self).__name__}.{name}")
         return new
 
     # Mask mode, as exllamav2 knows it.
@@ -128,18 +124,20 @@ class ExLlamaV2Filter:
 
     def background_drop(self) -> None:
         """Cancel or wait for a pending computation and forget it, failure included. Never raises."""
-        future, self.background_result = self.background_result, None
-        if future is not None and not future.cancel():
-            _outcome(future)
+        if self.background_result is not None and not self._is_background():
+            background.finish(self.background_result)
+            self.background_result = self._background = None
 
     def get_next(self, mask: bool = False) -> Any:
         """The pending result if it is of the kind asked for, else `prepare_logit_mask()` when `mask`, else `next()`."""
-        future, kind = self.background_result, self._background_kind
-        self.background_result = None
+        future, pending = self.background_result, self._background
         if future is not None:
-            if kind == ("mask" if mask else "next"):
+            # What has not begun yet is computed here, at once.
+            ran = background.finish(future)
+            self.background_result = self._background = None
+            kind = pending.kind if pending is not None and pending.future is future else ""
+            if ran and kind == ("mask" if mask else "next"):
                 return future.result()
-            _outcome(future)
         return self.prepare_logit_mask() if mask else self.next()
 
     def _submit(self, pool: Executor, kind: str, work: Callable[[], Any]) -> None:
@@ -148,18 +146,35 @@ class ExLlamaV2Filter:
                 f"{type(self).__name__} has a computation pending: collect it with get_next() or drop it first; "
                 "one filter object serves one job"
             )
-        self._background_kind = kind
-        self.background_result = pool.submit(work)
+        self._background = pending = Pending(kind)
+        pending.future = self.background_result = pool.submit(pending.run, work)
+
+    def _is_background(self) -> bool:
+        """Whether this call comes from the pending computation."""
+        return self._background is not None and self._background.here
 
     def _settle(self) -> None:
-        """Wait for a pending computation without collecting it."""
-        if self.background_result is not None:
-            _outcome(self.background_result)
+        """Wait for a pending computation, but not for the one that asks; its result stays to be collected.
+
+        One that has not begun is cancelled: whoever collects it computes it. A future that a subclass has put there by
+        itself is left alone, as nobody knows which thread it runs on.
+        """
+        future, pending = self.background_result, self._background
+        if future is None or pending is None or pending.future is not future or pending.here:
+            return
+        if not background.finish(future) or not pending.kind:
+            self.background_result = self._background = None
+
+    def _forsake(self) -> None:
+        """Drop a pending computation, unless it is the one that asks."""
+        if not self._is_background():
+            self.background_drop()
 
     # Optional, native (spec 1.8). Hosts look for overrides.
 
     def attach(self, context: FilterContext) -> None:
         """Learn the host's vocabulary size and stop set. Called before `begin`."""
+        self._forsake()
         self.context = context
 
     def fill_bitmask(self, words: Words) -> bool:
@@ -225,22 +240,3 @@ def overrides(obj: object, name: str) -> bool:
     """Whether the class of `obj` has its own `name`, other than the base class's."""
     own = getattr(type(obj), name, None)
     return own is not None and own is not getattr(ExLlamaV2Filter, name, None)
-
-
-def _dropping_pending(method: _Method) -> _Method:
-    """A result computed for the state before `begin`, `feed` or `rewind` must not be taken for the state after it."""
-
-    @functools.wraps(method)
-    def wrapper(self: ExLlamaV2Filter, *args: Any, **kwargs: Any) -> Any:
-        if self.background_result is not None:
-            self.background_drop()
-        return method(self, *args, **kwargs)
-
-    wrapper._drops_pending = True  # type: ignore[attr-defined]
-    return wrapper  # type: ignore[return-value]
-
-
-def _outcome(future: Future[Any]) -> None:
-    """Wait until `future` is over, whatever came of it."""
-    with contextlib.suppress(CancelledError):
-        future.exception()

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exl_filters import bits
+from exl_filters.background import ATTRIBUTES
 from exl_filters.base import Allowed, ExLlamaV2Filter, overrides
 from exl_filters.bits import Words
 from exl_filters.copying import copy_state
@@ -123,7 +124,7 @@ class ForeignFilter(ExLlamaV2Filter):
         self._settle()
         new = ForeignFilter(copy_of_foreign(self.inner))
         for name, value in vars(self).items():
-            if name not in ("inner", "background_result"):
+            if name != "inner" and name not in ATTRIBUTES:
                 new.__dict__[name] = value
         return new
 
@@ -253,11 +254,12 @@ def copy_of_foreign(inner: Any) -> Any:
     """
     if not isinstance(inner, ExLlamaV2Filter) or overrides(inner, "clone"):
         raise FilterUsageError(f"clone() of {type(inner).__name__} cannot be trusted")
+    inner._settle()
     shared = {id(x): x for x in (inner.model, inner.tokenizer) if x is not None}
     new = type(inner).__new__(type(inner))
     for name, value in vars(inner).items():
-        copied = None if name == "background_result" else copy_state(value, shared, f"{type(inner).__name__}.{name}")
-        new.__dict__[name] = copied
+        pending = name in ATTRIBUTES
+        new.__dict__[name] = None if pending else copy_state(value, shared, f"{type(inner).__name__}.{name}")
     return new
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import Executor, Future
 from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
 
-from exl_filters import bits
+from exl_filters import background, bits
+from exl_filters.background import Pending
 from exl_filters.base import ExLlamaV2Filter
 from exl_filters.bits import Words
 from exl_filters.context import FilterContext
@@ -155,8 +155,19 @@ class FilterStack:
                 return False
         elif self._cost < WORTH_A_THREAD:
             return False
-        self._pending = pool.submit(self._compute_now)
+        self._pending = self._lend(pool)
         return True
+
+    def _lend(self, pool: Executor) -> Future[None]:
+        """Compute on `pool`; until that is over, whoever asks one of the filters themselves waits for it, too."""
+        pending = Pending("")
+        lent = [driver.filter for driver in self._drivers if driver.filter.background_result is None]
+        for filter_ in lent:
+            filter_._background = pending
+        pending.future = future = pool.submit(pending.run, self._compute_now)
+        for filter_ in lent:
+            filter_.background_result = future
+        return future
 
     def feed(self, token: Any) -> bool:
         """Accept a token in every filter. True when the constraint has ended (`end_filter`).
@@ -277,6 +288,8 @@ class FilterStack:
     @property
     def complete(self) -> bool:
         """Whether every filter with an opinion calls the text so far a whole sentence."""
+        if self._pending is not None:
+            self._settle()
         return all(driver.complete for driver in self._drivers if driver.done or driver.mask() is not None)
 
     @property
@@ -315,7 +328,10 @@ class FilterStack:
 
     @property
     def filters(self) -> list[ExLlamaV2Filter]:
-        """The filters this job runs (clones, or adapters around foreign objects), in the order given."""
+        """The filters this job runs (clones, or adapters around foreign objects), in the order given.
+
+        To look at: what moves one of them is unknown to the stack. One that is at work on a pool makes its caller wait.
+        """
         return [driver.filter for driver in self._drivers]
 
     # Inside.
@@ -334,10 +350,9 @@ class FilterStack:
 
     def _settle(self) -> None:
         """Wait for a computation in the background, or cancel it; what it raised is raised again where it is needed."""
-        pending, self._pending = self._pending, None
-        if pending is not None and not pending.cancel():
-            with contextlib.suppress(CancelledError):
-                pending.exception()
+        if self._pending is not None:
+            background.finish(self._pending)
+            self._pending = None
 
     def _compute_now(self) -> None:
         clocked = self._clocked or self._cost is None
@@ -415,6 +430,8 @@ class FilterStack:
 
     def diagnose(self) -> Diagnosis:
         """Every filter's opinion in the current state, with sample pieces, and the text so far."""
+        if self._pending is not None:
+            self._settle()
         vocabulary = self._vocabulary()
         opinions = []
         for driver in self._drivers:

@@ -77,6 +77,9 @@ def try_grammar(
             _passed.move_to_end(key)
             while len(_passed) > REMEMBERED:
                 _passed.popitem(last=False)
+        if taken > budget.seconds:
+            # The clock that kills was late, on a busy machine.
+            raise _too_slow(budget)
     limit = deadline()
     if limit is not None and limit.left() < taken:
         raise limit.error()
@@ -217,14 +220,18 @@ def _cause(worker: _Worker, budget: CompileBudget, limit: Deadline, late: bool) 
     if limit.over():
         return limit.error()
     if late or worker.process.returncode == _OUT_OF_TIME:
-        return FilterCompileError(
-            f"not compiled within {budget.seconds:g} s: simplify it (fewer patterns joined by allOf or &, fewer "
-            "members), or give a larger `budget`"
-        )
+        return _too_slow(budget)
     return FilterCompileError(
         f"compiling it takes more than {budget.megabytes} MB, or more stack than there is (exit code "
         f"{worker.process.returncode}): simplify it (fewer patterns joined by allOf or &, shorter chains of "
         "references), or give a larger `budget`"
+    )
+
+
+def _too_slow(budget: CompileBudget) -> FilterCompileError:
+    return FilterCompileError(
+        f"not compiled within {budget.seconds:g} s: simplify it (fewer patterns joined by allOf or &, fewer "
+        "members), or give a larger `budget`"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import random
 from collections import deque
 from typing import Any
 
@@ -18,6 +19,9 @@ from exl_filters.vocabulary import Vocabulary
 # How far LAW-27 looks for an end; what it has not found by then it leaves undecided.
 MAX_EXPANDED = 90
 MAX_CHAIN = 60
+MAX_DIVE = 1000
+# First bytes of tokens that are likely to bring an end nearer.
+CLOSERS = b'"}])0a'
 
 
 def _language(case: Case) -> Language:
@@ -140,11 +144,12 @@ def termination(case: Case) -> None:
     if _ended(case, f):
         return
     # By turns the shallowest state and the narrowest one: an end nearby is found by the first, the end of a long forced
-    # text by the second. A chain of MAX_CHAIN tokens, or a closed set of states, without an end is a trap.
+    # text by the second. A closed set of states without an end is a trap, and so is a chain of MAX_CHAIN tokens from
+    # which none of several long dives comes to an end.
     queue: deque[tuple[int, Any]] = deque([(0, f)])
     heap: list[tuple[int, int, int, Any]] = [(0, 0, 0, f)]
     seen: set[int] = set()
-    trapped = False
+    deep: Any = None
     ties = itertools.count(1)
     for turn in range(2 * MAX_EXPANDED):
         if turn % 2 and heap:
@@ -160,7 +165,7 @@ def termination(case: Case) -> None:
         allowed, ends = _sets(at.next())
         if allowed is None or allowed & case.stops or ends:
             return
-        trapped = trapped or depth >= MAX_CHAIN
+        deep = at if depth >= MAX_CHAIN else deep
         for token in _different(case, allowed):
             copy = at.clone()
             copy.feed(token)
@@ -168,8 +173,29 @@ def termination(case: Case) -> None:
             queue.append((depth + 1, copy))
             heapq.heappush(heap, (len(allowed), -depth - 1, next(ties), copy))
         heap = heapq.nsmallest(MAX_EXPANDED, heap)
-    case.expect(not trapped, f"after {MAX_CHAIN} more tokens there is still no end in reach")
     case.expect(bool(queue or heap), "no continuation leads to an end")
+    if deep is not None:
+        ends_somewhere = any(_dive(case, f if turn else deep, turn) for turn in range(4))
+        case.expect(ends_somewhere, f"after {MAX_CHAIN} tokens and {MAX_DIVE} more there is still no end in reach")
+
+
+def _dive(case: Case, start: Any, turn: int) -> bool:
+    """Follow one way on from `start`; whether it comes to an end, or to where there is no saying. In the first turn it
+    is that of the longest tokens and likely closers, in the others one at random."""
+    at = start.clone()
+    rng = random.Random(turn)
+    for _ in range(MAX_DIVE if turn == 0 else MAX_DIVE // 10):
+        allowed, ends = _sets(at.next())
+        tokens = _different(case, allowed) if allowed is not None else []
+        if allowed is None or not tokens or allowed & case.stops or ends:
+            return True
+        if turn:
+            at.feed(rng.choice(tokens))
+        elif case.vocabulary.bytes_of(tokens[0])[:1] in CLOSERS:
+            at.feed(tokens[0])
+        else:
+            at.feed(max(tokens, key=lambda token: len(case.vocabulary.bytes_of(token))))
+    return False
 
 
 @law(28, "equal bytes in other tokens lead to the same state", level="should", unless="canonical_only")
@@ -307,14 +333,17 @@ def _spellings(vocabulary: Vocabulary, text: bytes, position: int) -> frozenset[
 
 
 def _different(case: Case, allowed: frozenset[int]) -> list[int]:
-    """Up to 24 allowed tokens with different first bytes, likely closers among them."""
-    found: dict[int, int] = {}
+    """Up to 24 allowed tokens: for each first byte the shortest and the longest, likely closers first."""
+    found: dict[int, tuple[int, int]] = {}
     for token in sorted(allowed - case.stops):
         raw = case.vocabulary.bytes_of(token)
         if raw:
-            found.setdefault(raw[0], token)
-    closing = [found[b] for b in b'"}])0a' if b in found]
-    return list(dict.fromkeys([*closing, *found.values()]))[:24] or sorted(allowed - case.stops)[:24]
+            short, long = found.get(raw[0], (token, token))
+            short = min(short, token, key=lambda i: len(case.vocabulary.bytes_of(i)))
+            found[raw[0]] = (short, max(long, token, key=lambda i: len(case.vocabulary.bytes_of(i))))
+    closing = [found[b][0] for b in CLOSERS if b in found]
+    ways = [*closing, *(short for short, _ in found.values()), *(long for _, long in found.values())]
+    return list(dict.fromkeys(ways))[:24] or sorted(allowed - case.stops)[:24]
 
 
 def _ended(case: Case, f: Any) -> bool:

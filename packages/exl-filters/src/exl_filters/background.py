@@ -1,0 +1,123 @@
+"""One thread at a time: whatever is asked of a filter waits for what runs in its background (spec FC-3).
+
+llguidance refuses a matcher that two threads use ("Already borrowed"), and a filter of plain Python would mix two
+states. So every method of the contract, in every subclass, begins by waiting for the pending computation, or by
+dropping it where the method changes the state. The computation itself passes: it is known by its thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+__all__ = ["ATTRIBUTES", "Pending", "finish", "guard"]
+
+T = TypeVar("T")
+
+# Attributes of a filter that say what is pending; no copy has them.
+ATTRIBUTES = ("background_result", "_background")
+
+# A result computed for the state before these must not be taken for the state after them.
+DROPPING = ("attach", "begin", "feed", "rewind")
+WAITING = (
+    "captures",
+    "clone",
+    "ended",
+    "fill_bitmask",
+    "forced",
+    "is_complete",
+    "mask_logits",
+    "next",
+    "prepare_logit_mask",
+    "validate",
+)
+
+
+class Pending:
+    """A computation of a filter on another thread: its kind, its future, and the thread it runs on, while it runs."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.future: Future[Any] | None = None
+        self._thread = 0
+
+    def run(self, work: Callable[[], T]) -> T:
+        self._thread = threading.get_ident()
+        try:
+            return work()
+        finally:
+            self._thread = 0
+
+    @property
+    def here(self) -> bool:
+        """Whether it is this thread that runs it."""
+        return self._thread == threading.get_ident()
+
+
+def finish(future: Future[Any]) -> bool:
+    """Cancel `future` or wait until it is over, whatever came of it; whether it ran.
+
+    What has not begun is never waited for: the thread it would run on may be the one that asks, or wait for it.
+    """
+    if future.cancel():
+        return False
+    with contextlib.suppress(CancelledError):
+        future.exception()
+    return not future.cancelled()
+
+
+def guard(cls: type[Any], base: type[Any]) -> None:
+    """Make the methods of `cls` wait, also those it has from a class that is no filter."""
+    for names, quiet in ((DROPPING, "_forsake"), (WAITING, "_settle")):
+        for name in names:
+            method = inspect.getattr_static(cls, name, None)
+            known = getattr(method, "_waits", False) or method is inspect.getattr_static(base, name, None)
+            if inspect.isfunction(method) and not known:
+                setattr(cls, name, _waiting(method, quiet))
+
+
+def _waiting(method: Callable[..., Any], quiet: str) -> Callable[..., Any]:
+    """`method`, behind `self._forsake()` or `self._settle()` where something is pending.
+
+    The methods of every token have wrappers of their own: a quarter of the cost of one for all arguments.
+    """
+    parameters = inspect.signature(method).parameters.values()
+    plain = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
+    names = [p.name for p in parameters] if plain else None
+    wrapper: Callable[..., Any]
+    if names and len(names) == 1:
+
+        def wrapper(self: Any) -> Any:
+            if self.background_result is not None:
+                getattr(self, quiet)()
+            return method(self)
+
+    elif names and names[1:] == ["words"]:
+
+        def wrapper(self: Any, words: Any) -> Any:
+            if self.background_result is not None:
+                getattr(self, quiet)()
+            return method(self, words)
+
+    elif names and names[1:] == ["token"]:
+
+        def wrapper(self: Any, token: Any) -> Any:
+            if self.background_result is not None:
+                getattr(self, quiet)()
+            return method(self, token)
+
+    else:
+
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.background_result is not None:
+                getattr(self, quiet)()
+            return method(self, *args, **kwargs)
+
+    functools.update_wrapper(wrapper, method)
+    vars(wrapper)["_waits"] = True
+    return wrapper

@@ -1,0 +1,461 @@
+"""Two threads never reach one filter: every method waits for what runs in the background; nothing waits for itself."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from exl_filters import (
+    AllOf,
+    AnyOf,
+    ExLlamaV2Filter,
+    ExLlamaV2SelectFilter,
+    FilterContext,
+    FilterStack,
+    LoggedFilter,
+    SequenceFilter,
+    TriggeredFilter,
+    Vocabulary,
+    as_filter,
+    bits,
+)
+from exl_filters.base import overrides
+
+V = Vocabulary([*"abc", "</s>"], eos_token_id=3, special_ids=[3])
+C = FilterContext.make(4, [3])
+
+
+class Watch:
+    """Who is inside, and whether anybody came in beside them. The first one to come in stays until he is let out, or
+    for a while."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.inside = []
+        self.overlaps = []
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, what, work):
+        me = (threading.get_ident(), what)
+        with self.lock:
+            self.overlaps += [(other[1], what) for other in self.inside if other[0] != me[0]]
+            self.inside.append(me)
+        try:
+            if not self.entered.is_set():
+                self.entered.set()
+                self.go_on.wait(0.05)
+            return work()
+        finally:
+            with self.lock:
+                self.inside.remove(me)
+
+
+class Watched:
+    """A matcher under a watch; its copies are their own."""
+
+    def __init__(self, inner, watch):
+        self.__dict__.update(inner=inner, watch=watch)
+
+    def __getattr__(self, name):
+        value = self.watch(name, lambda: getattr(self.inner, name))
+        if not callable(value):
+            return value
+        return lambda *args: self.watch(name, lambda: value(*args))
+
+
+class Plugin(ExLlamaV2Filter):
+    """A filter as a user writes one: its state is an attribute, its methods know nothing of threads."""
+
+    native = True
+    watch = Watch()
+
+    def __init__(self):
+        super().__init__(None, V)
+        self.count = 0
+
+    def begin(self, prefix_str=""):
+        self.watch("begin", lambda: setattr(self, "count", 0))
+
+    def feed(self, token):
+        self.watch("feed", lambda: setattr(self, "count", self.count + 1))
+
+    def next(self):
+        return self.watch("next", lambda: ([self.count % 3], set()))
+
+    def rewind(self, n):
+        self.watch("rewind", lambda: setattr(self, "count", self.count - n))
+
+    def attach(self, context):
+        self.watch("attach", lambda: setattr(self, "context", context))
+
+    def is_complete(self):
+        return self.watch("is_complete", lambda: False)
+
+    def ended(self):
+        return self.watch("ended", lambda: False)
+
+    def validate(self, tokens):
+        return self.watch("validate", lambda: 0)
+
+    def forced(self):
+        return self.watch("forced", lambda: b"")
+
+    def prepare_logit_mask(self):
+        return self.watch("prepare_logit_mask", lambda: True)
+
+    def mask_logits(self, logits):
+        return self.watch("mask_logits", lambda: logits)
+
+    def use_background_worker(self):
+        return True
+
+    def clone(self, c=None):
+        return self.watch("clone", Plugin)
+
+
+def plugin(watch):
+    f = Plugin()
+    f.watch = watch
+    return f
+
+
+def grammar(watch, **options):
+    pytest.importorskip("llguidance", reason="extra `grammar`")
+    from exl_filters.grammar import ExLlamaV2GrammarFilter
+
+    if options.get("backend") == "xgrammar":
+        pytest.importorskip("xgrammar", reason="extra `xgrammar`")
+    f = ExLlamaV2GrammarFilter(None, V, **{"regex": "[abc]{5}", **options})
+    f.attach(C)
+    f.feed(0)
+    f._matcher = Watched(f._matcher, watch)
+    return f
+
+
+class Slow(ExLlamaV2SelectFilter):
+    """A part of a composite that computes its answers under a watch."""
+
+    watch = None
+
+    def _choice(self, state):
+        return self.watch("choice", lambda: ExLlamaV2SelectFilter._choice(self, state))
+
+    def _advance(self, state, token):
+        return self.watch("advance", lambda: ExLlamaV2SelectFilter._advance(self, state, token))
+
+
+def composed(make):
+    def watched(watch):
+        part = Slow(None, V, ["abcab", "abc"])
+        part.watch = Watch()
+        part.watch.entered.set()  # not yet
+        f = make(part)
+        f.attach(C)
+        if isinstance(f, TriggeredFilter):
+            f.feed(2)
+        f.feed(0)
+        part.watch.entered.clear()
+        watch.__dict__.update(part.watch.__dict__)
+        part.watch.__dict__ = watch.__dict__
+        return f
+
+    return watched
+
+
+FILTERS = {
+    "plugin": plugin,
+    "grammar": grammar,
+    "json": lambda watch: grammar(watch, regex=None, choice=["aabca", "ab"]),
+    "xgrammar": lambda watch: grammar(watch, backend="xgrammar"),
+    "all of": composed(lambda part: AllOf([part, ExLlamaV2SelectFilter(None, V, ["abcab"])])),
+    "any of": composed(lambda part: AnyOf([ExLlamaV2SelectFilter(None, V, ["abcab"]), part])),
+    "sequence": composed(lambda part: SequenceFilter([part, ExLlamaV2SelectFilter(None, V, ["c"])])),
+    "triggered": composed(lambda part: TriggeredFilter(part, 2)),
+    "logged": composed(LoggedFilter),
+}
+
+DOORS = {
+    "next": lambda f: f.next(),
+    "fill_bitmask": lambda f: f.fill_bitmask(bits.empty(4)),
+    "prepare_logit_mask": lambda f: overrides(f, "prepare_logit_mask") and f.prepare_logit_mask(),
+    "mask_logits": lambda f: overrides(f, "mask_logits") and f.mask_logits(np.zeros(4, dtype=np.float32)),
+    "is_complete": lambda f: f.is_complete(),
+    "ended": lambda f: f.ended(),
+    "validate": lambda f: f.validate([1, 2]),
+    "forced": lambda f: f.forced(),
+    "captures": lambda f: f.captures() if hasattr(f, "captures") and f._options["backend"] == "llguidance" else None,
+    "clone": lambda f: f.clone(),
+    "feed": lambda f: f.feed(1),
+    "rewind": lambda f: f.rewind(1),
+    "begin": lambda f: f.begin(""),
+    "attach": lambda f: f.attach(C),
+    "get_next": lambda f: f.get_next(),
+    "get_next of the other kind": lambda f: overrides(f, "prepare_logit_mask") and f.get_next(mask=True),
+    "background_drop": lambda f: f.background_drop(),
+}
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(2, thread_name_prefix="pool") as pool:
+        yield pool
+
+
+@pytest.mark.covers("filters.md: CAP-8")
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", FILTERS)
+def test_no_method_meets_what_runs_in_the_background(name, door, pool):
+    watch = Watch()
+    f = FILTERS[name](watch)
+    f.background_next(pool)
+    assert watch.entered.wait(10)
+    DOORS[door](f)
+    f.background_drop()
+    assert watch.overlaps == []
+    assert watch.inside == []
+
+
+@pytest.mark.covers("filters.md: CAP-8")
+@pytest.mark.parametrize("door", ["next", "feed", "is_complete", "clone"])
+def test_a_filter_asked_beside_its_stack_waits_for_the_stack(door, pool):
+    made = []
+
+    class Cloned(Plugin):
+        def clone(self, c=None):
+            f = type(self)()
+            f.watch = Watch()
+            f.watch.entered.set()
+            made.append(f)
+            return f
+
+    with FilterStack([Cloned()], vocab_size=4, stop_ids=[3]) as stack:
+        (f,) = made
+        stack.begin()
+        f.watch.entered.clear()
+        held = stack.filters[0]
+        assert held is f
+        assert stack.prefetch(pool)
+        assert f.watch.entered.wait(10)
+        DOORS[door](held)
+        assert f.watch.overlaps == []
+
+
+@pytest.mark.covers("filters.md: CAP-8")
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda s: s.complete,
+        lambda s: s.diagnose(),
+        lambda s: s.next_mask(),
+        lambda s: s.status,
+        lambda s: s.validate([0, 1]),
+        lambda s: s.accept_text("a"),
+        lambda s: s.allows(0),
+        lambda s: s.copy(),
+        lambda s: s.feed(1),
+        lambda s: s.rewind(1),
+        lambda s: s.begin(),
+        lambda s: s.close(),
+    ],
+    ids=range(12),
+)
+def test_no_method_of_a_stack_meets_what_runs_in_the_background(ask, pool):
+    watch = Watch()
+
+    class Same(Plugin):
+        """Clones are under the same watch, as a matcher's copies are not."""
+
+        def clone(self, c=None):
+            f = Same()
+            f.count = self.count
+            return f
+
+    Same.watch = watch
+    watch.entered.set()
+    with FilterStack([Same()], vocab_size=4, stop_ids=[3]) as stack:
+        stack.feed(0)
+        watch.entered.clear()
+        assert stack.prefetch(pool)
+        assert watch.entered.wait(10)
+        ask(stack)
+        assert watch.overlaps == []
+
+
+def test_many_things_at_once_on_one_grammar_filter(pool):
+    """Without a watch: llguidance itself raises "Already borrowed" for two at a time."""
+    pytest.importorskip("llguidance", reason="extra `grammar`")
+    from exl_filters.grammar import ExLlamaV2GrammarFilter
+
+    f = ExLlamaV2GrammarFilter(None, V, regex="[abc]{3000}")
+    f.attach(C)
+    ways = [DOORS[name] for name in ("next", "fill_bitmask", "is_complete", "validate", "forced", "clone", "feed")]
+    for turn in range(700):
+        if f.background_result is None:
+            f.background_next(pool)
+        ways[turn % len(ways)](f)
+    assert f.get_next()[0] == [0, 1, 2]
+
+
+# Nothing waits for itself.
+
+
+class Unbegun:
+    """A foreign object whose wrapper begins it at the first question, which is asked on the pool."""
+
+    tokenizer = V
+
+    def begin(self, prefix_str):
+        time.sleep(0.05)
+
+    def feed(self, token): ...
+
+    def next(self):
+        return {0}, set()
+
+
+def in_time(pool, work):
+    return pool.submit(work).result(20)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "foreign", "own clone"])
+def test_a_computation_does_not_wait_for_itself(kind):
+    """Each of these calls, while it computes, methods that wait for computations."""
+
+    class Cloning(Plugin):
+        def next(self):
+            time.sleep(0.05)
+            self.validate([])
+            self.clone()
+            self.begin("")
+            return super().next()
+
+    if kind == "sequence":
+        f = composed(lambda part: SequenceFilter([ExLlamaV2SelectFilter(None, V, ["a"]), part]))(Watch())
+    else:
+        f = as_filter(Unbegun()) if kind == "foreign" else Cloning()
+    others = ThreadPoolExecutor(2)
+    try:
+
+        def work():
+            with ThreadPoolExecutor(1) as pool:
+                f.background_next(pool)
+                time.sleep(0.01)
+                return f.get_next()
+
+        assert in_time(others, work) == ([0], set())
+    finally:
+        others.shutdown(wait=False)
+
+
+@pytest.mark.parametrize("door", ["get_next", "next", "feed", "clone", "begin", "background_drop", "is_complete"])
+def test_work_that_has_not_begun_is_not_waited_for(door):
+    """The only thread of the pool is the one that asks: waiting for it would last for ever."""
+    f = plugin(Watch())
+    with ThreadPoolExecutor(1) as pool:
+
+        def work():
+            f.background_next(pool)
+            DOORS[door](f)
+            return f.get_next()
+
+        assert in_time(pool, work) == ([1 if door == "feed" else 0], set())
+
+
+def test_a_class_with_a_background_of_its_own_is_left_to_itself(pool):
+    """As exllamav2's base class has it, copied into a plugin: whose thread the future runs on is not known."""
+
+    class Own(Plugin):
+        def background_next(self, pool):
+            assert self.background_result is None
+            self.background_result = pool.submit(self.next)
+
+        def get_next(self, mask=False):
+            if self.background_result is not None:
+                result = self.background_result.result()
+                self.background_result = None
+                return result
+            return self.next()
+
+        def next(self):
+            time.sleep(0.02)
+            return super().next()
+
+    f = Own()
+    f.begin("")
+    for token in range(3):
+        f.background_next(pool)
+        assert f.get_next() == ([token], set())
+        f.background_next(pool)
+        f.feed(token)
+        assert f.background_result is None
+
+
+def test_methods_of_a_class_that_is_no_filter_wait_too(pool):
+    watch = Watch()
+
+    class Asking:
+        def next(self):
+            return watch("next", lambda: ([0], set()))
+
+        def is_complete(self):
+            return watch("is_complete", lambda: False)
+
+    class Mixed(Asking, ExLlamaV2Filter):
+        def begin(self, prefix_str=""): ...
+
+        def feed(self, token): ...
+
+    f = Mixed(None, V)
+    f.background_next(pool)
+    assert watch.entered.wait(10)
+    assert f.is_complete() is False
+    assert f.get_next() == ([0], set())
+    assert watch.overlaps == []
+
+
+def test_arguments_reach_methods_by_name_and_by_place():
+    f = ExLlamaV2SelectFilter(None, V, ["ab"])
+    f.begin(prefix_str="")
+    f.feed(token=0)
+    words = bits.empty(4)
+    assert f.fill_bitmask(words=words)
+    assert bits.to_ids(words) == [1]
+    f.rewind(n=1)
+    assert f.validate(tokens=[0, 1]) == 2
+    assert f.clone(c=None).next() == f.next()
+
+
+def test_a_copy_of_a_foreign_filter_waits_for_the_original(pool):
+    watch = Watch()
+
+    class Old(ExLlamaV2Filter):
+        def __init__(self):
+            super().__init__(None, V)
+            self.a, self.b = 0, 0
+
+        def begin(self, prefix_str=""):
+            self.a = self.b = 0
+
+        def feed(self, token): ...
+
+        def next(self):
+            def work():
+                self.a += 1
+                watch.go_on.wait(0.05)
+                self.b += 1
+                return {0}, set()
+
+            return watch("next", work)
+
+    f = Old()
+    f.background_next(pool)
+    assert watch.entered.wait(10)
+    with FilterStack([f], vocab_size=4, stop_ids=[3]) as stack:
+        inner = stack.filters[0].inner
+        assert inner is not f
+        assert (inner.a, inner.b) == (1, 1)
+        assert inner.background_result is None
+    assert f.get_next() == ({0}, set())
