@@ -32,7 +32,6 @@ def halves(model: ExLlamaV2) -> list[float]:
 def allocated(device: int) -> int:
     """Bytes of tensors there. cuBLAS's workspace (32 MiB a stream on an H200) is torch's, for all of the process: not
     counted."""
-    gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated(device)
 
@@ -82,6 +81,7 @@ def test_matrices_cut_over_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch, k
     """Quantized kernels sum each output in one order whatever the columns beside it; torch's float products may not."""
     folder = lab.write(kind=kind, num_hidden_layers=4, **SIZES)
     monkeypatch.setenv("EXL_DEVICE", f"cuda:0,{second_device('cuda:1')}")
+    gc.collect()
     start = allocated(1)
     model = build(folder)
     model.load_tp([6.0, 10.0])
@@ -122,6 +122,7 @@ def test_planned_bytes_are_those_of_torch(lab: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("EXL_DEVICE", "cuda:0")
     config = ExLlamaV2Config(folder)
     found = plan(config, cache="q4", cache_tokens=4096).devices[0]
+    gc.collect()
     before = allocated(0)
     model = ExLlamaV2(config)
     model.load()

@@ -27,7 +27,7 @@ DATA = Path(__file__).parents[1] / "golden" / "data"
 
 @pytest.fixture(scope="module")
 def model(lab: Any) -> ExLlamaV2:
-    return lab.load(lab.write(scale_emb=3.0))
+    return lab.load(lab.write(architectures=["MiniCPMForCausalLM"], scale_emb=3.0))
 
 
 @pytest.fixture

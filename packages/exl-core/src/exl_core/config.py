@@ -30,6 +30,7 @@ __all__ = ["CPU_MATMUL_MODES", "ExLlamaV2Config"]
 
 log = logging.getLogger(__name__)
 
+SCALES = ("scale_emb", "embedding_multiplier", "scale_depth", "residual_multiplier", "logit_scale", "logits_scaling")
 CPU_MATMUL_MODES = ("int8", "exact")
 VOCAB_PADDING = 32  # logits have this many columns' granularity
 # Far beyond any published model; a file that asks for more is damaged or hostile, and costs no memory.
@@ -258,10 +259,11 @@ class ExLlamaV2Config:
         """Switches of the family that would change the model in a way that no code here follows."""
         for key, expected in self.arch.fixed.items():
             found = read.raw(key, text=True)
-            if found is not None and found[1] != expected:
+            allowed = expected if isinstance(expected, tuple) else (expected,)
+            if found is not None and found[1] not in allowed:
                 raise UnsupportedError(
                     f"{read.file}: {key} is {str(found[1])[:40]}, which is not built in this version; {self.arch.name} "
-                    f"runs with {expected}"
+                    f"runs with {' or '.join(map(str, allowed))}"
                 )
 
     def _read_tokens(self, read: JsonReader, folder: Path) -> None:
@@ -375,6 +377,12 @@ class ExLlamaV2Config:
         self.clip_qkv = read.number(arch.clip_key, default=0.0, text=True) if arch.clip_key else 0.0
         if arch.clip_key is None and read.number("clip_qkv", default=None, text=True):
             raise UnsupportedError(f"{read.file}: clip_qkv is set, which {arch.name} does not have here")
+        for key in SCALES if self.architecture == arch.name else ():
+            found = read.raw(key, text=True)
+            if key not in arch.scales and found is not None and found[1] != 1:
+                raise UnsupportedError(
+                    f"{read.file}: {key} is {str(found[1])[:40]}, which {arch.name} does not have here"
+                )
         self.scale_emb = read.number("scale_emb", "embedding_multiplier", default=1.0, text=True)
         depth = read.number("scale_depth", default=None)
         self.scale_depth = 1.0 if depth is None else depth / math.sqrt(self.num_hidden_layers)

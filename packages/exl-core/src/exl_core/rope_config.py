@@ -38,15 +38,43 @@ def read_rope(config: ExLlamaV2Config, read: JsonReader) -> None:
         config.scale_pos_emb_alt = 1.0
     if arch.positions != "rope":
         return
-    block = read.section("rope_parameters", text=True) or read.section("rope_scaling", text=True)
+    _check_partial(config, read)
+    block = read.section("rope_parameters", text=True)
     if block is not None and block.data and all(isinstance(v, dict) for v in block.data.values()):
         block = _blocks_per_layer_type(config, block)
+    elif block is not None and block.data:
+        _check_flat(config, block)
+    else:
+        block = read.section("rope_scaling", text=True)
     config.mrope_section = None if arch.mrope_section is None else list(arch.mrope_section)
     if block is None:
         return
     config.rotary_embedding_base = block.number("rope_theta", default=theta)
     config.partial_rotary_factor = block.number("partial_rotary_factor", default=config.partial_rotary_factor)
+    _check_partial(config, block)
     _read_method(config, block, read)
+
+
+def _check_flat(config: ExLlamaV2Config, block: JsonReader) -> None:
+    """One block for all layers, of a family whose layers share one rotation."""
+    types = ", ".join(LAYER_TYPES)
+    inner = [str(key) for key, value in block.data.items() if isinstance(value, dict)]
+    if inner:
+        raise ConfigError(
+            f"{block.file}: {', '.join(inner)} beside other keys; expected blocks of {types} only, or none"
+        )
+    if config.rotary_embedding_base_alt is not None:
+        raise ConfigError(f"{block.file}: {config.arch.name} has two rotations: give a block for each of {types}")
+
+
+def _check_partial(config: ExLlamaV2Config, read: JsonReader) -> None:
+    """transformers rotates whole heads of most families, whatever the file says: no guess is made which is meant."""
+    factor = config.partial_rotary_factor
+    if factor != 1.0 and not config.arch.partial_rotary:
+        raise UnsupportedError(
+            f"{read.file}: partial_rotary_factor is {factor}, which {config.arch.name} does not have; take the key out "
+            "if its heads are rotated whole"
+        )
 
 
 def _blocks_per_layer_type(config: ExLlamaV2Config, block: JsonReader) -> JsonReader | None:

@@ -187,13 +187,19 @@ class CudaFloatMatrix(_CudaMatrix):
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32). Returns it."""
         out = self._output(x, out)
+        bare = self._bias is None and self._prescale == 1.0
+        if bare and x.dtype == self._weight.dtype == out.dtype and out.is_contiguous():
+            columns, rows = self._weight.shape
+            torch.mm(x.reshape(-1, rows), self._weight.t(), out=out.view(-1, columns))  # no second result beside `out`
+            return out
         if x.dtype == self._weight.dtype:
             product = torch.nn.functional.linear(x, self._weight)
         else:
             product = torch.nn.functional.linear(x.float(), self._weight.float())
-        if self._bias is not None or self._prescale != 1.0:
+        if not bare:
             product = product.float()
-            product = (product if self._bias is None else product + self._bias) * self._prescale
+            product = product if self._bias is None else product.add_(self._bias)
+            product = product.mul_(self._prescale)
         return out.copy_(product)
 
     def matmul_precise(self, x: Tensor) -> Tensor:

@@ -69,7 +69,8 @@ class Architecture:
 
     name: str
     defaults: Mapping[str, Any] = field(default_factory=dict)  # for keys that config.json may leave out
-    # What keys must say if they are there: anything else changes the model in a way that is not built.
+    # What keys must say if they are there, a tuple for several values: anything else changes the model in a way that is
+    # not built, or is read differently from program to program.
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     # Norms. None: the layer has none at that place. Post norms stand between a sub-layer and its residual sum.
@@ -112,6 +113,7 @@ class Architecture:
     rope_theta: float = 10000.0
     rope_theta_alt: float | None = None  # a second table, for the layers that `layer_rope` names
     rope_theta_alt_keys: tuple[str, ...] = ("rope_local_base_freq",)
+    partial_rotary: bool = False  # whether `partial_rotary_factor` of the file means anything
     partial_rotary_factor: float = 1.0
     rope_mscales: bool = False  # longrope takes its factor on sin and cos from short_mscale or long_mscale
     layer_rope: Callable[[JsonReader, list[int]], list[LayerRope]] = main_rope
@@ -121,7 +123,7 @@ class Architecture:
     mlp_bias: Literal["file", "none", "all"] = "file"
     mlp_bias_keys: tuple[str, ...] = ("mlp_bias",)
     activation: Activation = "silu"
-    activation_keys: tuple[str, ...] = ("hidden_activation", "hidden_act")
+    activation_keys: tuple[str, ...] = ("hidden_act",)
     inner_multiple: int | None = None  # intermediate size, in hidden sizes, where config.json has none
     gate_proj: str = "mlp.gate_proj"
     up_proj: str = "mlp.up_proj"
@@ -136,6 +138,7 @@ class Architecture:
     lm_head: str = "lm_head"
     tied_head: bool = False  # by default; `tie_word_embeddings` in the file decides
     head_bias_key: str | None = None  # config key that gives the head a bias
+    scales: tuple[str, ...] = ()  # keys of factors on embeddings, residuals and logits that the family has
     logit_base_key: str | None = None  # logits are divided by hidden_size / this (MiniCPM)
     norm_head: bool = False  # `norm_head` of config.json makes the head's rows unit vectors
     requires_bos: bool = False

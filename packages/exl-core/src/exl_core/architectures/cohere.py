@@ -17,6 +17,8 @@ COHERE = Architecture(
     head_norm_key="use_qk_norm",
     mlp_bias="none",
     rope_style="gptj",
+    rope_theta=500_000.0,
+    scales=("logit_scale",),
     tied_head=True,
     requires_bos=True,
 )
@@ -32,6 +34,7 @@ COHERE2 = replace(
     name="Cohere2ForCausalLM",
     head_norm=None,
     head_norm_key=None,
+    rope_theta=10_000.0,
     windows=alternating_windows(4096, 4),
     layer_rope=cohere2_rope,
 )

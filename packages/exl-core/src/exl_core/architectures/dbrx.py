@@ -15,12 +15,19 @@ def normalize(read: JsonReader) -> bool:
     return True
 
 
+def kv_heads(read: JsonReader) -> int | None:
+    """What `attn_config` says; transformers writes the number at the top too, and does not read it there."""
+    heads: int | None = read.integer("attn_config->kv_n_heads", default=None, minimum=1)
+    return heads
+
+
 DBRX = Architecture(
     name="DbrxForCausalLM",
     norm="layer",
     norm_eps_keys=(),  # 1e-5
     attention_bias="none",
     mlp_bias="none",
+    kv_heads=kv_heads,
     clip_key="attn_config->clip_qkv",
     activation_keys=("ffn_config->ffn_act_fn->name",),
     experts=Experts(
@@ -33,6 +40,8 @@ DBRX = Architecture(
             for w in ("w1", "v1", "w2")
         ),
         stacked_transposed=("block_sparse_moe.experts.w2",),
+        count_keys=("ffn_config->moe_num_experts",),
+        chosen_keys=("ffn_config->moe_top_k",),
         width_keys=("ffn_config->ffn_hidden_size",),
         normalize=normalize,
     ),

@@ -10,12 +10,16 @@ from .windows import LayerRope, alternating_windows
 GEMMA = Architecture(
     name="GemmaForCausalLM",
     defaults={"head_dim": 256, "rms_norm_eps": 1e-6, "num_attention_heads": 16, "num_key_value_heads": 16},
-    fixed={"use_bidirectional_attention": False},
+    # GELU in its tanh form, which old files call "gelu"; versions of transformers differ in which key they read.
+    fixed={
+        "use_bidirectional_attention": False,
+        "hidden_act": ("gelu", "gelu_pytorch_tanh"),
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
     norm_offset=1.0,
     mlp_bias="none",
     activation="gelu",
-    # Old files say hidden_act "gelu" and mean its tanh form; where hidden_activation is present, it decides.
-    activation_keys=("hidden_activation",),
+    activation_keys=(),
     normalize_embeddings=True,
     tied_head=True,
     requires_bos=True,
@@ -38,6 +42,8 @@ GEMMA2 = replace(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
+    fixed={"use_bidirectional_attention": False},
+    activation_keys=("hidden_activation",),
     norm_1_post="post_attention_layernorm",
     norm_2="pre_feedforward_layernorm",
     norm_2_post="post_feedforward_layernorm",
@@ -68,6 +74,8 @@ GEMMA3 = replace(
         "query_pre_attn_scalar": 256,
         "max_position_embeddings": 131072,
     },
+    # transformers reads the former and does nothing with it: no file is known that has it.
+    fixed={"attn_logit_softcapping": None, "use_bidirectional_attention": False},
     head_norm="rms",
     windows=alternating_windows(4096, 6),
     rope_theta=1_000_000.0,
@@ -78,6 +86,7 @@ GEMMA3 = replace(
 GEMMA3_MULTIMODAL = replace(
     GEMMA3,
     name="Gemma3ForConditionalGeneration",
+    fixed={**GEMMA3.fixed, "final_logit_softcapping": None},
     keymap=(
         ("$language_model.", ""),
         ("$model.language_model.", "model."),

@@ -10,6 +10,7 @@ GLM = Architecture(
     bias_from_file="qkv",
     mlp_bias="none",
     rope_style="gptj",
+    partial_rotary=True,
     partial_rotary_factor=0.5,
 )
 

@@ -7,8 +7,12 @@ from .base import Architecture, FusedLinear
 
 
 def bigcode_kv_heads(read: JsonReader) -> int | None:
-    """One key/value head for all, unless `multi_query` says otherwise (spec core.md 3.6 item 6)."""
-    return 1 if read.boolean("multi_query", default=True) else None
+    """One key/value head for all, or with `multi_query` false one each (spec core.md 3.6 item 6); a number of them in
+    the file says nothing."""
+    if read.boolean("multi_query", default=True):
+        return 1
+    heads: int | None = read.integer("n_head", "num_attention_heads", default=None, minimum=1)
+    return heads
 
 
 def fused(packing: str) -> tuple[FusedLinear, ...]:

@@ -8,9 +8,15 @@ GRANITE = Architecture(
     name="GraniteForCausalLM",
     defaults={"attention_multiplier": 1.0, "rms_norm_eps": 1e-6},
     scale_keys=("attention_multiplier",),
+    scales=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
 )
 
-MINICPM = Architecture(name="MiniCPMForCausalLM", logit_base_key="dim_model_base", tied_head=True)
+MINICPM = Architecture(
+    name="MiniCPMForCausalLM",
+    scales=("scale_emb", "scale_depth", "logit_scale"),
+    logit_base_key="dim_model_base",
+    tied_head=True,
+)
 
 GRANITE_MOE = replace(
     GRANITE,

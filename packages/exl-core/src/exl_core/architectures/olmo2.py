@@ -41,5 +41,5 @@ OLMOE = Architecture(
     head_norm="rms",
     head_norm_of="all_heads",
     mlp_bias="none",
-    experts=Experts(normalize=norm_topk_prob, width_keys=()),
+    experts=Experts(normalize=norm_topk_prob, width_keys=(), count_keys=("num_experts",)),
 )

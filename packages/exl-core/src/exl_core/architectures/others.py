@@ -2,7 +2,9 @@
 
 from ..json_reader import JsonReader
 from .base import Architecture
-from .windows import LayerRope, alternating_windows
+from .windows import LayerRope, alternating_windows, read_window
+
+DEFAULT_WINDOW = 4096
 
 SEED_OSS = Architecture(
     name="SeedOssForCausalLM",
@@ -17,6 +19,7 @@ ERNIE4_5 = Architecture(
     bias_keys=("use_bias",),
     mlp_bias_keys=("use_bias",),
     rope_style="gptj",
+    rope_theta=500_000.0,
     tied_head=True,
 )
 
@@ -24,8 +27,8 @@ ARCEE = Architecture(name="ArceeForCausalLM", mlp_gated=False, activation="relu2
 
 
 def exaone4_rope(read: JsonReader, windows: list[int]) -> list[LayerRope]:
-    """Where some layers slide, the others have no positions."""
-    hybrid = any(windows)
+    """Where the file has a window, layers that do not slide have no positions."""
+    hybrid = read_window(read, DEFAULT_WINDOW) > 0
     return ["none" if hybrid and not window else "main" for window in windows]
 
 
@@ -39,6 +42,6 @@ EXAONE4 = Architecture(
     attention_bias="none",
     mlp_bias="none",
     head_norm="rms",
-    windows=alternating_windows(4096, 4),
+    windows=alternating_windows(DEFAULT_WINDOW, 4),
     layer_rope=exaone4_rope,
 )

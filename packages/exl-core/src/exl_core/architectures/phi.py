@@ -7,7 +7,9 @@ from .base import Architecture
 from .mistral import MIXTRAL
 from .windows import one_window
 
-PHI3 = Architecture(name="Phi3ForCausalLM", attention_bias="none", mlp_bias="none", windows=one_window())
+PHI3 = Architecture(
+    name="Phi3ForCausalLM", attention_bias="none", mlp_bias="none", windows=one_window(), partial_rotary=True
+)
 
 assert MIXTRAL.experts is not None
 

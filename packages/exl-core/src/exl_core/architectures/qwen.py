@@ -49,8 +49,13 @@ QWEN2 = Architecture(name="Qwen2ForCausalLM", attention_bias="qkv", mlp_bias="no
 QWEN2_MOE = replace(
     QWEN2,
     name="Qwen2MoeForCausalLM",
+    defaults={"qkv_bias": True},
+    attention_bias="file",
+    bias_keys=("qkv_bias",),
+    bias_from_file="qkv",
     experts=replace(
         QWEN_EXPERTS,
+        count_keys=("num_experts",),
         shared_prefix="mlp.shared_expert",
         shared_gate="mlp.shared_expert_gate",
         shared_width_keys=("shared_expert_intermediate_size",),
@@ -85,6 +90,7 @@ QWEN2_VL = replace(
     defaults=QWEN2_VL_DEFAULTS,
     keymap=QWEN2_VL_KEYS,
     vision="Qwen2-VL",
+    rope_theta=1_000_000.0,
     grid_merge=2,
     mrope_section=(16, 24, 24),
 )

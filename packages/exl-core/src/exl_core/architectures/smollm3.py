@@ -33,6 +33,7 @@ def smollm3_rope(read: JsonReader, windows: list[int]) -> list[LayerRope]:
 SMOLLM3 = Architecture(
     name="SmolLM3ForCausalLM",
     tied_head=True,
+    rope_theta=2_000_000.0,
     windows=smollm3_windows,
     layer_rope=smollm3_rope,
 )

@@ -172,4 +172,7 @@ def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> i
     dequantized = 0
     if kind == "cuda" and rows > DEQUANTIZED_ROWS:
         dequantized = 2 * max(linear.in_features * linear.out_features for linear in linears)
+    if kind == "cuda":  # what float matrices add to or scale is float32, beside the half that it comes from
+        finished = [q.out_features for q in linears if q.spec.bias or q.spec.prescale != 1.0]
+        dequantized += 6 * busy * max(finished, default=0)
     return busy * width * element + dequantized

@@ -52,6 +52,8 @@ class TensorParallel:
     def step_on(self, step: Step, shard: int) -> Step:
         """The step with its tensors on that device; moved once for all layers."""
         device = self.device(shard)
+        if device == step.rows.device:
+            return step  # not held by itself: its cache would live until the garbage collector runs
         if device not in step.elsewhere:
             step.elsewhere[device] = self._placement.step_on(step, device)
         return step.elsewhere[device]

@@ -1,0 +1,98 @@
+"""A sample of config_mutations.py: what a key of config.json does to the logits it does here too, or is refused."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from config_mutations import Judge, base_config, changes_of, foreign_keys
+from test_against_transformers import CASES
+
+pytestmark = pytest.mark.covers("core.md: config", "core.md: architectures")
+
+FAMILIES = {CASES[name].model: name for name in reversed(CASES)}  # the first case of each
+A_FAMILY = 9  # changes of each that are tried here; all of them: `python tests/core/config_mutations.py`
+
+# Where transformers 5 does what no file can mean, and we what the file says: none of it is in a published model.
+DELIBERATE = {
+    # It drops the oldest spelling `type` where each layer type has a rotation of its own.
+    **dict.fromkeys(("gemma3", "gemma3-text"), ('"type": "linear"', '"type": "yarn"', '"type": "llama3"')),
+    # The same, and `rope_theta` at the top is for layers that see everything only.
+    "olmo3": ('"type": "linear"', '"type": "yarn"', '"type": "llama3"', '{"rope_theta": 123.0'),
+    # It reads `attn_config.rope_theta` no more, which is where the published model has it.
+    "dbrx": ("rope gone",),
+}
+
+
+def sample(case: str) -> list[tuple[str, dict[str, Any]]]:
+    """Different ones for each family, the same ones each time."""
+    base = base_config(case)
+    known = [pair for pair in changes_of(base) if not any(text in pair[0] for text in DELIBERATE.get(case, ()))]
+    drawn = random.Random(case)
+    return [*drawn.sample(known, A_FAMILY), *drawn.sample(list(foreign_keys(base)), 3)]
+
+
+@pytest.mark.parametrize("case", sorted(FAMILIES.values()))
+def test_one_key_at_a_time(case: str) -> None:
+    judge = Judge(case)
+    assert judge(base_config(case))[0] == "same"
+    for what, config in sample(case):
+        verdict, why = judge(config)
+        assert verdict not in ("other", "crash"), f"{what}: {verdict}, {why}"
+
+
+WRONG = [  # (case, change) that were ignored or misread once
+    ("cohere", "rope gone"),
+    ("ernie4.5", "rope gone"),
+    ("smollm3", "rope gone"),
+    ("bigcode", "multi_query=false"),
+    ("dbrx", "num_key_value_heads=4"),
+    ("dbrx", "attn_config.kv_n_heads=4"),
+    (
+        "exaone4",
+        'layer_types=["full_attention", "full_attention", "full_attention", "full_attention", "full_attention"]',
+    ),
+    ("qwen2-moe", "qkv_bias=false"),
+]
+REFUSED = [
+    (
+        "llama",
+        'old {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_scaling": null}',
+        "partial_rotary_factor",
+    ),
+    ("gemma", 'hidden_act="silu"', "hidden_act"),
+    ("gemma", 'hidden_activation="relu2"', "hidden_activation"),
+    ("gemma3-text", "attn_logit_softcapping=0.7", "attn_logit_softcapping"),
+    ("gemma3", "final_logit_softcapping=0.7", "final_logit_softcapping"),
+    ("gemma3-text", 'rope_parameters={"rope_theta": 123.0, "rope_type": "default"}', "two rotations"),
+    ("llama", "foreign embedding_multiplier=0.7", "embedding_multiplier"),
+    ("qwen3", "foreign logits_scaling=0.7", "logits_scaling"),
+    ("llama", "foreign residual_multiplier=0.7", "residual_multiplier"),
+    ("granite", "foreign logit_scale=0.7", "logit_scale"),
+]
+
+
+def changed(case: str, what: str) -> dict[str, Any]:
+    base = base_config(case)
+    return dict([*changes_of(base), *foreign_keys(base)])[what]
+
+
+@pytest.mark.parametrize(("case", "what"), WRONG)
+def test_what_was_read_wrongly_once(case: str, what: str) -> None:
+    judge = Judge(case)
+    judge(base_config(case))
+    assert judge(changed(case, what))[0] == "same"
+
+
+@pytest.mark.parametrize(("case", "what", "key"), REFUSED)
+def test_what_no_family_member_says_is_refused_by_name(case: str, what: str, key: str) -> None:
+    verdict, why = Judge(case)(changed(case, what))
+    assert verdict == "refused"
+    assert key in why
