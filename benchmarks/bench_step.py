@@ -248,9 +248,16 @@ def through_generator(
         spans = [times[i] - times[i - 1] for i in range(len(times) - new_tokens // 2, len(times))]
         step = statistics.median(spans)
         result = {"generator_step_us": step * 1e6, "generator_tok_s": batch / step, "generator_steps": len(spans)}
-    graphs = [held.graph for group in model.decode._graphs.values() for held in group.values()]
+    # The graph of the rounds that were timed, as the last of them left its inputs; a later one was prepared, never run.
+    pages = -(-(context + new_tokens) // PAGE)
+    graphs = [
+        held.graph
+        for group in model.decode._graphs.values()
+        for bucket, held in group.items()
+        if bucket.batch >= batch and bucket.pages >= pages
+    ]
     if graphs:
-        result["generator_host_us"] = step * 1e6 - replay_time(graphs[-1].replay)[0]
+        result["generator_host_us"] = step * 1e6 - replay_time(graphs[0].replay)[0]
     model.decode.clear()
     return result
 

@@ -51,18 +51,36 @@ def _words(*shape: int) -> Tensor:
     return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
 
 
+def _codes(rows: int, n: int, width: int) -> Tensor:
+    """Words of random codes [rows, n] of `width` bits whose mean is their zero, 2^(width - 1): the top bit is set with
+    a probability of 1/2 + 2^-width. Codes of a lower mean add up: outputs grow from layer to layer, beyond halves."""
+    shape = rows * width // 32, n
+    words = _words(*shape)
+    if width == HEAD_BITS:  # nothing comes after the head
+        return words
+    more = _words(*shape)
+    for _ in range(width - 2):
+        more &= _words(*shape)
+    tops = torch.tensor([sum(1 << b for b in range(32) if (32 * i + b) % width == width - 1) for i in range(width)])
+    tops = torch.where(tops >= 2**31, tops - 2**32, tops).to(torch.int32).repeat(shape[0] // width)
+    return words | (more & tops[:, None])
+
+
 def exl2_tensors(k: int, n: int, widths: tuple[int, int], order: Tensor) -> dict[str, Tensor]:
     """The five tensors of a matrix [k, n]: its first eighth of K at widths[0] bits, the rest at widths[1]. order: the
     permutation of K."""
     count = -(-k // GROUP)
-    bits = [widths[0]] * max(1, count // 8) + [widths[1]] * count
+    wide = max(1, count // 8)
+    bits = [widths[0]] * wide + [widths[1]] * (count - wide)
     starts, scales, words = [], [], 0
-    for width in bits[:count]:
+    for width in bits:
         starts += [width, words]
         words += GROUP * width // 32
         scales.append(256 * WEIGHT_STD / ((2.0**width) / 12**0.5 * 108.5))
     return {
-        "q_weight": _words(words, n),
+        "q_weight": torch.cat(
+            [_codes(GROUP * held, n, width) for width, held in zip(widths, (wide, count - wide), strict=True)]
+        ),
         "q_scale": _words(count, n // 8),
         "q_scale_max": torch.tensor(scales, dtype=torch.float16),
         "q_groups": torch.tensor(starts, dtype=torch.int16),
@@ -73,7 +91,7 @@ def exl2_tensors(k: int, n: int, widths: tuple[int, int], order: Tensor) -> dict
 def gptq_tensors(k: int, n: int) -> dict[str, Tensor]:
     groups = k // GROUP
     return {
-        "qweight": _words(k // 8, n),
+        "qweight": _codes(k, n, 4),
         "qzeros": torch.full((groups, n // 8), 0x77777777, dtype=torch.int32),
         "scales": torch.full((groups, n), WEIGHT_STD / 4.6, dtype=torch.float16),
         "g_idx": torch.arange(k, dtype=torch.int32) // GROUP,
