@@ -1,15 +1,14 @@
-// What racecheck makes of hand-overs through mbarriers, the forms that the ring and tile kernels use, and of planted races in them.
+// What racecheck makes of hand-overs through mbarriers, of the forms that our kernels use, and of races planted in them.
 //
-// A warp's writes are ordered before the one lane's arrive by __syncwarp, and that arrive releases them to whoever waits; racecheck
-// sees so only with --racecheck-indirect-barrier-dependency (without it, it takes an arrive for its own lane alone).
+// A warp's writes are ordered before the one lane's arrival by __syncwarp, and that arrival releases them to whoever waits. racecheck
+// takes an arrival for its own lane alone. So it is given kernels in which every lane arrives (EXL_EACH_LANE_ARRIVES), otherwise the same.
 //
-// usage: nvcc -arch=native scripts/gpu/racecheck_mbarrier.cu -o probe && compute-sanitizer --tool racecheck
-//        --racecheck-indirect-barrier-dependency yes ./probe FORM      (0 to 3 are right, 4 to 7 race)
+// usage: nvcc -arch=native -o probe scripts/gpu/racecheck_mbarrier.cu; compute-sanitizer --tool racecheck ./probe FORM
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 
-enum Form { ELECTED, EACH, BULK, BULK_EACH, ELECTED_RACE, EACH_RACE, BULK_RACE, NO_SYNCWARP };
+enum Form { ELECTED, EACH, BULK, BULK_EACH, ELECTED_RACE, EACH_RACE, BULK_RACE, NO_SYNCWARP, NAMED, READY_EACH, TAKEN_EACH, FORMS };
 
 __device__ uint32_t address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 // Bounded, so that a planted race ends.
@@ -28,19 +27,21 @@ template <int FORM>
 __global__ void hand_over(const int* in, int* out, int rounds) {
   constexpr bool BULKY = FORM == BULK || FORM == BULK_EACH || FORM == BULK_RACE;
   constexpr bool ALL = FORM == EACH || FORM == BULK_EACH || FORM == EACH_RACE;
+  constexpr bool ALL_READY = (ALL && !BULKY) || FORM == READY_EACH, ALL_TAKEN = ALL || FORM == TAKEN_EACH;
   constexpr bool RACE = FORM == ELECTED_RACE || FORM == EACH_RACE || FORM == BULK_RACE;
   __shared__ alignas(8) uint64_t ready, taken;
   __shared__ alignas(128) int value[32];
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&ready)), "r"(ALL && !BULKY ? 32 : 1) : "memory");
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&taken)), "r"(ALL ? 32 : 1) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&ready)), "r"(ALL_READY ? 32 : 1) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&taken)), "r"(ALL_TAKEN ? 32 : 1) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  auto arrive = [&](uint64_t* barrier) {
-    if (FORM != NO_SYNCWARP) __syncwarp();
-    if (ALL || lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
+  auto arrive = [&](uint64_t* barrier, bool all) {
+    if (FORM == NAMED) asm volatile("bar.sync %0, 32;" ::"r"(1 + (int)threadIdx.x / 32) : "memory");
+    else if (FORM != NO_SYNCWARP) __syncwarp();
+    if (all || lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
   };
   int sum = 0;
 #pragma unroll 1
@@ -55,12 +56,12 @@ __global__ void hand_over(const int* in, int* out, int rounds) {
         if (RACE) wait(&ready, i & 1);
       } else {
         value[lane] = in[i * 32 + lane];
-        arrive(&ready);
+        arrive(&ready, ALL_READY);
       }
     } else {
       if (!RACE || BULKY) wait(&ready, i & 1);
       sum += value[31 - lane];
-      arrive(&taken);
+      arrive(&taken, ALL_TAKEN);
     }
   }
   if (threadIdx.x >= 32) out[lane] = sum;
@@ -83,7 +84,8 @@ int run() {
 }
 
 int main(int count, char** words) {
-  int (*runs[])() = {run<ELECTED>, run<EACH>, run<BULK>, run<BULK_EACH>, run<ELECTED_RACE>, run<EACH_RACE>, run<BULK_RACE>, run<NO_SYNCWARP>};
+  int (*runs[])() = {run<ELECTED>, run<EACH>, run<BULK>, run<BULK_EACH>, run<ELECTED_RACE>, run<EACH_RACE>, run<BULK_RACE>, run<NO_SYNCWARP>,
+                   run<NAMED>, run<READY_EACH>, run<TAKEN_EACH>};
   const int form = count > 1 ? atoi(words[1]) : 0;
-  return form < 0 || form > NO_SYNCWARP ? 3 : runs[form]();
+  return form < 0 || form >= FORMS ? 3 : runs[form]();
 }

@@ -6,9 +6,10 @@
 # One case of every test function at least, then as many as the time allows (subset_plugin.py), dealt out to processes
 # side by side. Kernels of torch and cuBLAS are left out by name: they are not ours and cost most of the time. memcheck
 # runs without torch's caching allocator, so that every tensor is an allocation of its own whose ends are watched; tests
-# that capture graphs cannot run so, and run under the other tools. racecheck is told to follow hand-overs in which one lane
-# arrives at a barrier for its warp (racecheck_mbarrier.cu). Exit code 0: the tests passed and the tool found nothing.
-# SANITIZE_LOG is a folder for the processes' output and the list of what ran; a summary is printed.
+# that capture graphs cannot run so, and run under the other tools. For racecheck the kernels that hand over through mbarriers
+# are compiled anew (racecheck_images.py; EXL_CUDA_IMAGES, if it is set, names a folder where that was done), and the tool is
+# tried first: it must accept a right hand-over and report a wrong one (racecheck_mbarrier.cu). Exit code 0: the tests passed
+# and the tool found nothing. SANITIZE_LOG is a folder for the processes' output and the list of what ran.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/gpu/environment.sh
@@ -22,7 +23,14 @@ options=(--tool "$tool" --error-exitcode 99 --print-limit 30 --destroy-on-device
 for name in at6native cublas cutlass; do options+=(--kernel-name-exclude "kns=$name"); done
 case $tool in
   memcheck) export PYTORCH_NO_CUDA_MEMORY_CACHING=1 EXL_SUBSET_NO_CAPTURE=1 ;;
-  racecheck) options+=(--racecheck-report analysis --racecheck-indirect-barrier-dependency yes) ;;
+  racecheck)
+    options+=(--racecheck-report analysis --racecheck-num-workers 2)
+    if [ -z "${EXL_CUDA_IMAGES:-}" ]; then
+      python3 scripts/gpu/racecheck_images.py "$log/images" || exit 2
+      export EXL_CUDA_IMAGES=$log/images
+    fi
+    scripts/gpu/racecheck_probe.sh || exit 3
+    ;;
 esac
 for ((i = 0; i < processes; i++)); do
   EXL_SUBSET_SHARD=$i/$processes EXL_SUBSET_LOG=$log/$tool-cases-$i.txt compute-sanitizer "${options[@]}" \

@@ -105,8 +105,8 @@ struct Barriers {
   DEVICE uint32_t item_full(int slot) const { return base + 8 * (2 * S::RING + slot); }
   DEVICE uint32_t item_empty(int slot) const { return base + 8 * (2 * S::RING + 2 + slot); }
   DEVICE void init() const {
-    for (int i = 0; i < S::RING; i++) barrier_init(full(i), 128), barrier_init(empty(i), S::WARPS);
-    for (int i = 0; i < 2; i++) barrier_init(item_full(i), 128), barrier_init(item_empty(i), S::WARPS);
+    for (int i = 0; i < S::RING; i++) barrier_init(full(i), 128), barrier_init(empty(i), S::WARPS * WARP_ARRIVALS);
+    for (int i = 0; i < 2; i++) barrier_init(item_full(i), 128), barrier_init(item_empty(i), S::WARPS * WARP_ARRIVALS);
     barriers_visible();
   }
 };
@@ -346,8 +346,7 @@ DEVICE void consume(const Attention& a, uint8_t* shared) {
       unit.advance(S::RING);
       if (index + 1 < stop) barrier_wait(barriers.full(unit.slot), unit.phase);
       wide_unit<S>(a, seen, index, logits, queries, shared + slot * S::UNIT_BYTES + S::PLANE_BYTES, shared + unit.slot * S::UNIT_BYTES, split);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(barriers.empty(slot));
+      warp_arrives(barriers.empty(slot), lane);
       if ((index + 1) % SPLIT_UNITS == 0 && index + 1 < stop) {
         if (!joined)
 #pragma unroll
@@ -364,8 +363,7 @@ DEVICE void consume(const Attention& a, uint8_t* shared) {
       mine[r] = place_of(a, first_row + 8 * r, it.first, it.end, it.key_head, it.head_tile);
       if (mine[r].token < it.run) mine[r].token = -1;
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barriers.item_empty(item.slot));
+    warp_arrives(barriers.item_empty(item.slot), lane);
     item.advance(2);
     wide_result<S>(a, joined ? total : nullptr, max_of, sum_of, split, mine);
   }

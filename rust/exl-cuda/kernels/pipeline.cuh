@@ -16,6 +16,17 @@ DEVICE void barrier_wait(uint32_t b, uint32_t phase) {
       "r"(phase)
       : "memory");
 }
+// A warp's arrival: one lane's, behind __syncwarp, which orders what the others have read and written before it. racecheck takes an arrival
+// for its own lane alone, so that all lanes arrive in the build it is given (scripts/gpu/sanitize.sh).
+#ifdef EXL_EACH_LANE_ARRIVES
+constexpr int WARP_ARRIVALS = 32;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
+DEVICE void warp_arrives(uint32_t b, int lane) {
+  __syncwarp();
+  if (WARP_ARRIVALS == 32 || lane == 0) barrier_arrive(b);
+}
 DEVICE uint64_t evict_first() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -413,8 +413,7 @@ DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base) {
         UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns> product{weights, columns, maxima, total, lane, {}};
         product.run(unit.y);
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(s.empty + mine.slot * 8);
+      warp_arrives(s.empty + mine.slot * 8, lane);
       mine.skip(2, slots);
     }
     turn.skip(stages, slots);
@@ -424,8 +423,7 @@ DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base) {
       store_pair(to, total[0][0][0], total[0][0][1]);
       store_pair(to + 8 * result_row, total[0][0][2], total[0][0][3]);
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(s.ready + result.slot * 8);
+    warp_arrives(s.ready + result.slot * 8, lane);
     result.advance(RESULT_BUFFERS);
     cls = (cls + NEXT_CLASS) & (CLASSES - 1);
   }
@@ -477,8 +475,7 @@ DEVICE void store_tiles(const Task& p, const uint8_t* memory, uint32_t base) {
       if (p.residual) v = residual[i] + rounded(v, p.y_kind);
       if (wanted && !gates_next) store_result(p.y, (size_t)token * p.y_stride + at, p.y_kind, v);
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(s.free + result.slot * 8);
+    warp_arrives(s.free + result.slot * 8, lane);
     result.advance(RESULT_BUFFERS);
   }
 }
@@ -496,12 +493,12 @@ DEVICE void ring_matmul(const Task& p) {
 #pragma unroll 1
       for (int i = 0; i < p.slots; i++) {
         barrier_init(s.full + i * 8, 1);
-        barrier_init(s.empty + i * 8, 8);
+        barrier_init(s.empty + i * 8, 8 * WARP_ARRIVALS);
       }
 #pragma unroll 1
       for (int i = 0; i < RESULT_BUFFERS; i++) {
-        barrier_init(s.ready + i * 8, CONSUMERS);
-        barrier_init(s.free + i * 8, 1);
+        barrier_init(s.ready + i * 8, CONSUMERS * WARP_ARRIVALS);
+        barrier_init(s.free + i * 8, WARP_ARRIVALS);
       }
       barriers_visible();
       pdl_trigger();

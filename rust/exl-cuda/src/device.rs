@@ -1,7 +1,9 @@
 //! A GPU: what it is, its primary context and the kernels loaded into it.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ffi::{CString, c_int, c_void};
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock};
 
 use crate::driver::{Driver, Reason};
@@ -250,10 +252,34 @@ fn with_relaxed_capture<T>(driver: &Driver, work: impl FnOnce() -> T) -> T {
     answer
 }
 
+/// A folder of images that are loaded in place of those of their names: kernels compiled in another way, for tools.
+const IMAGES_VARIABLE: &str = "EXL_CUDA_IMAGES";
+
+/// The image of one file of kernels: the build's own, or `<file>.fatbin` of the folder that `EXL_CUDA_IMAGES` names.
+fn image_of(
+    file: &str,
+    own: &'static [u8],
+    folder: Option<&Path>,
+) -> Result<Cow<'static, [u8]>, CudaError> {
+    let Some(path) = folder.map(|folder| folder.join(format!("{file}.fatbin"))) else {
+        return Ok(Cow::Borrowed(own));
+    };
+    match std::fs::read(&path) {
+        Ok(image) => Ok(Cow::Owned(image)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Cow::Borrowed(own)),
+        Err(error) => Err(CudaError::Unavailable(format!(
+            "{IMAGES_VARIABLE}: {} cannot be read ({error})",
+            path.display()
+        ))),
+    }
+}
+
 /// Loads every image and resolves every kernel, so that no load happens later inside a captured region.
 fn load_all(driver: &'static Driver) -> Result<HashMap<String, Function>, CudaError> {
     let mut all = HashMap::new();
-    for (file, image) in images::FATBINS {
+    let folder = std::env::var_os(IMAGES_VARIABLE).map(PathBuf::from);
+    for (file, own) in images::FATBINS {
+        let image = image_of(file, own, folder.as_deref())?;
         let mut module: ffi::CuModule = std::ptr::null_mut();
         // SAFETY: a complete fatbin made by nvcc; the driver copies it.
         let code = unsafe {
@@ -278,7 +304,27 @@ fn load_all(driver: &'static Driver) -> Result<HashMap<String, Function>, CudaEr
 
 #[cfg(test)]
 mod tests {
-    use super::runs_on;
+    use super::{image_of, runs_on};
+
+    #[test]
+    fn an_image_of_a_folder_takes_the_place_of_its_name() {
+        let folder = std::env::temp_dir().join(format!("exl-images-{}", std::process::id()));
+        std::fs::create_dir_all(folder.join("odd.fatbin")).expect("a folder");
+        std::fs::write(folder.join("ring.fatbin"), b"other").expect("a file");
+        let of = |file: &str| image_of(file, b"own", Some(&folder));
+        assert_eq!(of("ring").expect("read").as_ref(), b"other");
+        assert_eq!(of("norm").expect("not there").as_ref(), b"own");
+        assert_eq!(
+            image_of("ring", b"own", None).expect("own").as_ref(),
+            b"own"
+        );
+        let text = of("odd").err().expect("a folder is no image").to_string();
+        assert!(
+            text.contains("EXL_CUDA_IMAGES") && text.contains("odd.fatbin"),
+            "{text}"
+        );
+        std::fs::remove_dir_all(&folder).expect("removed");
+    }
 
     #[test]
     fn binary_and_ptx_compatibility() {

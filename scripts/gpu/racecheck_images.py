@@ -1,0 +1,49 @@
+"""Compiles the kernels that hand over through mbarriers for racecheck: every lane of a warp arrives for itself.
+
+    python3 scripts/gpu/racecheck_images.py FOLDER [KERNELS, default rust/exl-cuda/kernels]
+
+Writes NAME.fatbin for this machine's GPU; EXL_CUDA_IMAGES=FOLDER loads them in place of the module's own.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SWITCH = "EXL_EACH_LANE_ARRIVES"
+FLAGS = ["-fatbin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-lineinfo", "-arch=native", f"-D{SWITCH}"]
+
+
+def mentions(source: Path, seen: set[Path]) -> bool:
+    """Whether a source or what it includes knows the switch."""
+    seen.add(source)
+    text = source.read_text()
+    if SWITCH in text:
+        return True
+    inner = (source.parent / name for name in re.findall(r'^#include "(.+?)"', text, re.MULTILINE))
+    return any(mentions(path, seen) for path in inner if path not in seen)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    kernels = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parents[2] / "rust" / "exl-cuda" / "kernels"
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        sys.exit("nvcc is not on PATH")
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def compile(source: Path) -> None:
+        subprocess.run([nvcc, *FLAGS, "-o", str(folder / f"{source.stem}.fatbin"), str(source)], check=True)
+
+    found = [source for source in sorted(kernels.glob("*.cu")) if mentions(source, set())]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile, found))
+    print("compiled for racecheck:", ", ".join(source.stem for source in found))
+
+
+if __name__ == "__main__":
+    main()
