@@ -18,6 +18,7 @@ import time
 import unittest.mock
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from gpu_bars import BARS
@@ -215,51 +216,71 @@ def measure(model: ExLlamaV2, kind: str, context: int, batch: int, roof: float, 
     }
 
 
-def through_generator(
-    model: ExLlamaV2, kind: str, context: int, batch: int, new_tokens: int = 256
-) -> dict[str, object]:
-    """Greedy jobs of equal length through the dynamic generator: tokens a second from the first decode step on, and
-    what a round takes beyond the graph it launches: the host's share that nothing hides, and sampling."""
+def through_generator(model: ExLlamaV2, kind: str, context: int, batch: int, rounds: int = 64) -> dict[str, object]:
+    """Greedy jobs of equal length through the dynamic generator, all of them running: tokens a second, and what a round
+    takes beyond the graph it launches: the host's share that nothing hides, sampling, copies. The graph is timed in
+    the midst of the rounds, on what they work with."""
     from exl_core import ExLlamaV2Tokenizer
     from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
     from exl_generate.sampling import Settings
 
+    new_tokens = 2 * rounds + 96
     each = -(-(context + new_tokens + 8) // PAGE) * PAGE
     cache = CACHES[kind](model, max_seq_len=each * batch)
-    tokenizer = ExLlamaV2Tokenizer(model.config)
     fill_cache(cache)
-    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer, max_batch_size=batch, max_chunk_size=2048)
-    result: dict[str, object] = {}
-    for _ in range(2):
+    generator = ExLlamaV2DynamicGenerator(
+        model, cache, ExLlamaV2Tokenizer(model.config), max_batch_size=batch, max_chunk_size=2048
+    )
+
+    def go(count: int) -> list[float]:
+        times = [time.perf_counter()]
+        for _ in range(count):
+            for end in generator.iterate():
+                if end.get("eos") and end["eos_reason"] != "cancelled":
+                    sys.exit(f"a job ended early ({end['eos_reason']}): {end.get('exception')!r}")
+            times.append(time.perf_counter())
+        return [b - a for a, b in pairwise(times)]
+
+    def started() -> list[ExLlamaV2DynamicJob]:
+        jobs = []
         for i in range(batch):
             ids = torch.randint(300, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(i))
-            generator.enqueue(
+            jobs.append(
                 ExLlamaV2DynamicJob(
                     ids, new_tokens, gen_settings=Settings.greedy(), stop_conditions=[], decode_special_tokens=True
                 )
             )
-        times: list[float] = []
-        while generator.num_remaining_jobs():
-            for end in generator.iterate():
-                if end.get("eos") and end["eos_reason"] != "max_new_tokens":
-                    sys.exit(f"a job ended early ({end['eos_reason']}): {end.get('exception')!r}")
-            times.append(time.perf_counter())
-        # All jobs are equally long: towards the end every round is one step of all of them.
-        spans = [times[i] - times[i - 1] for i in range(len(times) - new_tokens // 2, len(times))]
-        step = statistics.median(spans)
-        result = {"generator_step_us": step * 1e6, "generator_tok_s": batch / step, "generator_steps": len(spans)}
-    # The graph of the rounds that were timed, as the last of them left its inputs; a later one was prepared, never run.
-    pages = -(-(context + new_tokens) // PAGE)
-    graphs = [
-        held.graph
+        generator.enqueue(jobs)
+        while min(job.new_tokens for job in jobs) < 8:
+            go(1)
+        return jobs
+
+    for job in started():  # captures the steps
+        go(1)
+        generator.cancel(job)
+    go(1)
+    jobs = started()
+    spans = go(rounds)
+    torch.cuda.synchronize()
+    pages = -(-(max(len(job.sequence) for job in jobs) + 1) // PAGE)
+    fit = [
+        (bucket.batch, bucket.pages, id(held), held.graph)
         for group in model.decode._graphs.values()
         for bucket, held in group.items()
         if bucket.batch >= batch and bucket.pages >= pages
     ]
-    if graphs:
-        result["generator_host_us"] = step * 1e6 - replay_time(graphs[0].replay)[0]
+    graph_us = replay_time(min(fit)[-1].replay)[0] if fit else 0.0  # once more what was queued last
+    spans += go(rounds)[1:]
+    assert all(not job.is_finished for job in jobs), "a job ended while it was measured"
+    generator.clear_queue()
     model.decode.clear()
-    return result
+    step = statistics.median(spans)
+    result: dict[str, object] = {
+        "generator_step_us": step * 1e6,
+        "generator_tok_s": batch / step,
+        "generator_steps": len(spans),
+    }
+    return result | ({"generator_graph_us": graph_us, "generator_host_us": step * 1e6 - graph_us} if fit else {})
 
 
 def profile(model: ExLlamaV2, kind: str, context: int, batch: int) -> str:

@@ -1,4 +1,5 @@
-"""Ctrl-C at any line of a round: no token is lost or doubled, pages add up, and the caller gets its exception."""
+"""Ctrl-C at any line of a round, and storms of them: no token is lost or doubled, pages add up, the caller gets its
+exception."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ import random
 import signal
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from exl_filters import ExLlamaV2Filter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
@@ -120,6 +122,238 @@ def test_no_token_is_lost_or_doubled(how: str) -> None:
     for number in [*range(1, 12), *(dice.randrange(12, lines - 50) for _ in range(30))]:
         said, interrupts, _ = play(new(), number)
         assert (said, interrupts) == (want, 1), number
+
+
+class Storm:
+    """Signals at random moments, where Python itself looks for them, as long as `armed`; each that gets through raises
+    KeyboardInterrupt."""
+
+    def __init__(self, seed: int) -> None:
+        self.armed = False
+        self.signals = self.raised = 0
+        self.places: set[tuple[str, int]] = set()
+        self.mean = 1e-3
+        self._dice = random.Random(seed)
+
+    def __enter__(self) -> Storm:
+        self._former = signal.signal(signal.SIGALRM, self._strike), signal.signal(signal.SIGINT, self._raise)
+        # Where one comes while Python takes an object away, Python itself reports it and goes on. pytest's report of it
+        # is code that the next one breaks into; this is none.
+        self._reports, sys.unraisablehook = sys.unraisablehook, deque(maxlen=0).append
+        self._wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._former[0])
+        signal.signal(signal.SIGINT, self._former[1])
+        sys.unraisablehook = self._reports
+
+    def weather(self) -> None:
+        """From time to time a round must get through."""
+        self.mean = self._dice.choice([5e-5, 2e-4, 1e-3, 5e-3])
+
+    def _wait(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 2e-5 + self._dice.expovariate(1 / self.mean))
+
+    def _strike(self, _: int, frame: FrameType | None) -> None:
+        self._wait()
+        if self.armed:
+            self.signals += 1
+            if frame is not None:
+                self.places.add((frame.f_code.co_filename, frame.f_lineno))
+            interrupt()
+
+    def _raise(self, *_: object) -> None:
+        if self.armed:
+            self.raised += 1
+            raise KeyboardInterrupt
+
+
+Said = dict[str, Any]
+
+
+def heard(results: list[dict[str, Any]]) -> Said:
+    """What a job said, without how its prompt came along: a pass that was broken off is made again unannounced."""
+    streamed = [r for r in results if r["stage"] == "streaming"]
+    return {
+        "tokens": streamed_tokens(results),
+        "text": streamed_text(results),
+        "why": results[-1]["eos_reason"],
+        "withdrawn": [r["suppressed_text"] for r in streamed if "suppressed_text" in r],
+        "rounds": len(streamed),
+        "logits": [r["logits"] for r in streamed if "logits" in r],
+        "probs": torch.cat([r["token_probs"] for r in streamed if "token_probs" in r] or [torch.zeros(1, 0)], dim=1),
+        "last": {k: v for k, v in results[-1].items() if k in ("full_completion", "new_tokens", "prompt_tokens")},
+    }
+
+
+def same(a: Said, b: Said) -> bool:
+    whole = all(a[key] == b[key] for key in a if key not in ("logits", "probs"))
+    return whole and torch.equal(a["probs"], b["probs"]) and all(map(torch.equal, a["logits"], b["logits"]))
+
+
+def weathered(generator: ExLlamaV2DynamicGenerator, storm: Storm) -> list[list[dict[str, Any]]]:
+    """All results of `jobs`, whatever comes between. Nothing of ours is open to the storm but the call."""
+    asked = jobs()
+    generator.enqueue(asked)
+    results: dict[ExLlamaV2DynamicJob, list[dict[str, Any]]] = defaultdict(list)
+    while any(not (results[one] and results[one][-1]["eos"]) for one in asked):
+        storm.weather()
+        said: list[dict[str, Any]] = []
+        try:
+            storm.armed = True
+            said = generator.iterate()
+            storm.armed = False
+        except KeyboardInterrupt:
+            storm.armed = False
+        for result in said:
+            results[result["job"]].append(result)
+        check_pages(generator)
+    assert generator.page_table.unreferenced == generator.max_pages
+    return [results[one] for one in asked]
+
+
+@pytest.mark.parametrize("how", ["plain", "ngram", "model"])
+@pytest.mark.covers("generators.md: 47", "generators.md: 60", "generators.md: 61")
+def test_any_number_of_them_at_any_moment_changes_nothing(how: str) -> None:
+    """A job whose filter is broken into ends there; all others say what they say undisturbed."""
+
+    def new() -> ExLlamaV2DynamicGenerator:
+        return make() if how == "plain" else speculate(how)
+
+    with Storm(1) as storm:
+        storm.mean = 1e9
+        storm._wait()
+        want = [heard(results) for results in weathered(new(), storm)]
+    broken = 0
+    with Storm(2) as storm:
+        until = time.monotonic() + 6
+        while storm.signals < 4000 and time.monotonic() < until:
+            for results, one in zip(weathered(new(), storm), want, strict=True):
+                got = heard(results)
+                if "exception" in results[-1] and results[0]["job"].filters:
+                    broken += 1
+                    assert isinstance(results[-1]["exception"].__cause__, KeyboardInterrupt)
+                    held = results[-1].get("held", {}).get("token_ids", torch.zeros(1, 0, dtype=torch.int64))
+                    so_far = got["tokens"] + held[0].tolist()
+                    assert so_far == one["tokens"][: len(so_far)]
+                else:
+                    assert same(got, one)
+    assert storm.signals > 1000
+    assert storm.raised > 300
+    assert len(storm.places) > 150, "the storm has not been everywhere"
+
+
+@pytest.mark.covers("generators.md: 31")
+def test_generate_in_a_storm_leaves_nothing_behind() -> None:
+    want = make().generate(["abc", "the fox"], 12, gen_settings=WIDE, seed=1)
+    generator, got, told = make(), 0, 0
+    with Storm(3) as storm:
+        until = time.monotonic() + 4
+        while storm.signals < 1500 and time.monotonic() < until:
+            storm.weather()
+            storm.mean *= 4
+            text = None
+            try:
+                storm.armed = True
+                text = generator.generate(["abc", "the fox"], 12, gen_settings=WIDE, seed=1)
+                storm.armed = False
+            except KeyboardInterrupt:
+                storm.armed = False
+                told += 1
+            if text is not None:
+                assert text == want
+                got += 1
+            assert generator.num_remaining_jobs() == 0
+            assert not generator._sinks
+            check_pages(generator)
+            assert generator.page_table.unreferenced == generator.max_pages
+    assert told > 50
+    assert got > 5
+    assert generator.iterate() == []
+
+
+def test_enqueue_cancel_and_clear_in_a_storm() -> None:
+    generator = make()
+    refused = queued = 0
+    with Storm(4) as storm:
+        until = time.monotonic() + 3
+        while storm.signals < 800 and time.monotonic() < until:
+            storm.weather()
+            asked = jobs()
+            try:
+                storm.armed = True
+                generator.enqueue(asked)
+                generator.iterate()
+                generator.cancel(asked[1])
+                storm.armed = False
+            except KeyboardInterrupt:
+                storm.armed = False
+            there = [one.serial_number is not None for one in asked]
+            assert there in ([True] * len(asked), [False] * len(asked))
+            queued, refused = queued + there[0], refused + (not there[0])
+            check_pages(generator)
+            if not there[0]:  # may be queued again
+                generator.enqueue(asked)
+            while generator.num_remaining_jobs():
+                try:
+                    storm.armed = True
+                    generator.clear_queue()
+                    storm.armed = False
+                except KeyboardInterrupt:
+                    storm.armed = False
+                check_pages(generator)
+            assert generator.page_table.unreferenced == generator.max_pages
+    assert queued > 20
+    assert refused > 20
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.covers("generators.md: 13", "generators.md: 15")
+def test_a_stream_in_a_storm_says_what_it_says(older: bool) -> None:
+    def new() -> ExLlamaV2StreamingGenerator:
+        model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128))
+        return ExLlamaV2StreamingGenerator(model, ScriptedCache(model, max_seq_len=128), TOKENIZER)
+
+    def stream(storm: Storm) -> list[Any]:
+        generator, begun = new(), False
+        while not begun:
+            storm.weather()
+            try:
+                storm.armed = True
+                generator.begin_stream_ex(
+                    ids("the fox and the"), WIDE, token_healing=True, seed=5, return_probabilities=True
+                )
+                storm.armed = False
+                begun = True
+            except KeyboardInterrupt:
+                storm.armed = False
+        said: list[Any] = []
+        while len(said) < 20:
+            storm.weather()
+            told: Any = None
+            try:
+                storm.armed = True
+                told = generator.stream() if older else generator.stream_ex()
+                storm.armed = False
+            except KeyboardInterrupt:
+                storm.armed = False
+            if told is not None:
+                told = list(told.values()) if isinstance(told, dict) else told
+                said.append([x.tolist() if isinstance(x, torch.Tensor) else x for x in told])
+        return said
+
+    with Storm(5) as storm:
+        storm.mean = 1e9
+        storm._wait()
+        calm = stream(storm) if not storm.armed else []
+    with Storm(6) as storm:
+        until = time.monotonic() + 4
+        while storm.signals < 1500 and time.monotonic() < until:
+            assert stream(storm) == calm
+    assert storm.raised > 100
 
 
 def test_enqueue_is_all_or_nothing() -> None:

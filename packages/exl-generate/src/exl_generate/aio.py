@@ -13,6 +13,7 @@ from typing import Any
 
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.errors import JobStateError
+from exl_generate.interrupts import Unbroken
 
 __all__ = ["ExLlamaV2DynamicGeneratorAsync", "ExLlamaV2DynamicJobAsync"]
 
@@ -41,10 +42,10 @@ class ExLlamaV2DynamicGeneratorAsync:
 
     def enqueue(self, job: ExLlamaV2DynamicJobAsync) -> None:
         """Queue a job; raises what `ExLlamaV2DynamicGenerator.enqueue` raises, and then leaves nothing behind."""
-        with self._wake:
+        inner = job.job
+        with Unbroken(), self._wake:
             if self._closing:
                 raise JobStateError("the generator has been closed; make a new one")
-            inner = job.job
             self._jobs[inner] = weakref.ref(job, lambda _: self._cancel_inner(inner))
             try:
                 self.generator.enqueue(inner)
@@ -63,13 +64,13 @@ class ExLlamaV2DynamicGeneratorAsync:
         self._cancel_inner(job.job)
 
     def _cancel_inner(self, job: ExLlamaV2DynamicJob) -> None:
-        with self._wake:
+        with Unbroken(), self._wake:
             self._cancels.append(job)
             self._wake.notify()
 
     async def close(self) -> None:
         """Cancel all jobs, deliver their last results and end the thread."""
-        with self._wake:
+        with Unbroken(), self._wake:
             self._closing = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)

@@ -104,20 +104,29 @@ class Engine:
         self._ahead: Ahead | None = None
 
     def step(self) -> None:
-        """Schedule, run, sample, settle."""
+        """Schedule, run, sample, settle. If something breaks in, what was reached is kept: what a job has said is
+        delivered, what has not been sampled is computed again, and finished jobs are taken out."""
         ahead, self._ahead = self._ahead, None
-        for job in self._scheduler.admit():
-            self._deliver(job.start())
-        self._prefill()
-        turns = self._turns()
-        if turns:
-            windows = [window for turn in turns for window in turn.windows]
+        try:
+            for job in self._scheduler.admit():
+                self._deliver(job.start())
+            self._prefill()
+            self._decode(self._turns(), ahead)
+        finally:
+            self._scheduler.retire()
+
+    def _decode(self, turns: list[Turn], ahead: Ahead | None) -> None:
+        """One step of all these jobs."""
+        if not turns:
+            return
+        windows = [window for turn in turns for window in turn.windows]
+        try:
             self._runner.decode(windows if ahead is None else ahead.serve(windows))
             self._sample(turns)
+        finally:
             for turn in turns:
                 turn.settle()
                 self._deliver(turn.results)
-        self._scheduler.retire()
 
     def _prefill(self) -> None:
         """Prompt tokens for jobs in the order they started, a fixed number in all, so that running streams never wait
@@ -166,11 +175,21 @@ class Engine:
                 self._scheduler.requeue(job)
                 continue
             job.mark_decode()
-            ready.append(job)
-            if self._pool is not None:
-                job.prefetch(self._pool)
+            if self._prefetched(job):
+                ready.append(job)
         drafts = self._drafter.propose(ready)
         return [Turn(job, drafts.get(job, [])) for job in ready]
+
+    def _prefetched(self, job: ExLlamaV2DynamicJob) -> bool:
+        """Let the job's filters work while the model runs; False if the job fails over it."""
+        if self._pool is None:
+            return True
+        try:
+            job.prefetch(self._pool)
+            return True
+        except BaseException as error:
+            self._deliver([job.fail(contained(error))])
+            return False
 
     def _sample(self, turns: list[Turn]) -> None:
         """Turn logits into accepted tokens, one position of all windows after the other, while the guesses hold."""

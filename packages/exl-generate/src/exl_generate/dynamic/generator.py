@@ -41,8 +41,9 @@ class ExLlamaV2DynamicGenerator:
     The cache belongs to this generator while it lives: what another one, or a `forward` of your own, writes into its
     pages is not noticed, and reused as if it were this one's.
 
-    A Ctrl-C is raised when the round is over, and loses nothing. A second one in the same round is for code that hangs:
-    it breaks in at once, ends the job whose filter or hook it meets, and elsewhere may lose tokens of that round.
+    A Ctrl-C is raised when the round is over, and however many come, none loses or doubles a token: the next call goes
+    on. From the second one on they break into what may take long: into a filter or hook, which ends its job, and into a
+    pass of the model on a CPU, which is done again by the next call.
 
     Parameters as in spec/generators.md 3.1; violations raise `RequestError`. `max_chunk_size` is the number of
     prompt tokens computed per round for all jobs together. `filter_background_eval` lets filters whose masks take long
@@ -117,7 +118,8 @@ class ExLlamaV2DynamicGenerator:
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
     def enqueue(self, job: ExLlamaV2DynamicJob | Sequence[ExLlamaV2DynamicJob]) -> int | list[int]:
-        """Queue one job or several; returns the serial number(s). Either all are queued or, if one is refused, none."""
+        """Queue one job or several; returns the serial number(s). Either all are queued or, if one is refused, none. A
+        job that has a `serial_number` is queued, also when a Ctrl-C comes out of this call."""
         if isinstance(job, ExLlamaV2DynamicJob):
             return self._enqueue([job])[0]
         return self._enqueue(list(job))
@@ -125,7 +127,7 @@ class ExLlamaV2DynamicGenerator:
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
         """End a job in whatever phase it is. Its last result (`eos_reason` "cancelled") comes with the next
         `iterate()`. A job that is unknown or finished is ignored."""
-        with Unbroken(), self._lock:
+        with Unbroken() as section, section.holding(self._lock):
             if job.serial_number is not None and not job.is_finished and self._owns(job):
                 self._deliver([job.cancelled()])
                 self._drop(job)
@@ -133,7 +135,7 @@ class ExLlamaV2DynamicGenerator:
     def clear_queue(self) -> None:
         """Drop every job, queued or running, without results. A `generate()` of another thread raises
         `JobStateError`."""
-        with Unbroken(), self._lock:
+        with Unbroken() as section, section.holding(self._lock):
             for job in [*self._scheduler.pending, *self._scheduler.active]:
                 self._drop(job)
             self._outbox.clear()
@@ -158,13 +160,23 @@ class ExLlamaV2DynamicGenerator:
     def iterate(self) -> list[Result]:
         """One round: start jobs, prefill, decode one step. Returns all results since the last call; [] if idle.
 
-        Ctrl-C inside a round reaches the caller when the round is over, and its results come with the next call. A
-        second one breaks in: it ends the job whose filter or hook it meets. Any other failure ends the job that it is
-        of.
+        Ctrl-C inside a round reaches the caller when the round is over, and its results come with the next call. Any
+        other failure ends the job that it is of.
         """
-        with Unbroken(), self._lock:
-            self._engine.step()
-        return self._collect()
+        taken: list[Result] = []
+        try:
+            with Unbroken() as section:
+                with section.holding(self._lock):
+                    self._engine.step()
+                section.hand_on()
+                with section.holding(self._lock):
+                    taken, self._outbox = self._outbox, []
+            return taken
+        except BaseException:
+            # For a Ctrl-C at the section's end. Python looks for signals at calls, jumps back and entries only, and
+            # there is none of them between here and the list, or between the section and the caller.
+            self._outbox[:0] = taken
+            raise
 
     def generate(
         self,
@@ -230,7 +242,7 @@ class ExLlamaV2DynamicGenerator:
 
     def reset_page_table(self) -> None:
         """Forget all cached content. Only while no job is running."""
-        with self._lock:
+        with Unbroken() as section, section.holding(self._lock):
             if self._scheduler.active:
                 raise JobStateError(f"{len(self._scheduler.active)} jobs are running; finish or cancel them first")
             self.page_table.reset()
@@ -268,17 +280,18 @@ class ExLlamaV2DynamicGenerator:
 
     def _enqueue(self, jobs: list[ExLlamaV2DynamicJob], sink: list[Result] | None = None) -> list[int]:
         """Check and queue; does not wait for a round that is running in another thread."""
-        with Unbroken(), self._submitting:
+        with Unbroken() as section, section.holding(self._submitting):
             for job in jobs:
                 self._check(job)
             if len(set(jobs)) != len(jobs):
                 raise JobStateError("the same job stands in the list twice; a job is used once, so build a second one")
             attached: list[ExLlamaV2DynamicJob] = []
             try:
-                for job in jobs:
-                    job.attach(self, self.job_serial + len(attached))
+                for serial, job in enumerate(jobs, self.job_serial):
                     attached.append(job)
+                    job.attach(self, serial)
                     self._scheduler.check(job)
+                section.hand_on()
             except BaseException:
                 for job in attached:
                     job.forget_generator()
@@ -308,18 +321,6 @@ class ExLlamaV2DynamicGenerator:
             if len(bad):
                 raise RequestError(f"input_ids holds token id {int(bad[0])}; the vocabulary has ids 0 to {vocab - 1}")
 
-    def _collect(self) -> list[Result]:
-        """All that is in the outbox; if an interrupt comes between, it is there again."""
-        taken: list[Result] = []
-        try:
-            with self._lock:
-                taken, self._outbox = self._outbox, []
-            return taken
-        except BaseException:
-            with Unbroken(), self._lock:
-                self._outbox[:0] = taken
-            raise
-
     def _deliver(self, results: list[Result]) -> None:
         for result in results:
             self._sinks.get(result["job"], self._outbox).append(result)
@@ -342,24 +343,25 @@ class ExLlamaV2DynamicGenerator:
     ) -> bool:
         """Run until these jobs are done; False if aborted. Whatever happens, none of them stays in the queue."""
         sink: list[Result] = []
-        try:
-            # Inside: an interrupt that came while they were queued is raised when they are.
-            self._enqueue(jobs, sink)
-            while not all(job.is_finished for job in jobs):
-                if abort_event is not None and abort_event.is_set():
-                    return False  # an event that is set when the last token is there already takes nothing away
-                with Unbroken(), self._lock:
-                    self._engine.step()
+        with Unbroken() as section:  # from the first to the last, so that nothing comes between a failure and the end
+            try:
+                self._enqueue(jobs, sink)
+                while not all(job.is_finished for job in jobs):
+                    if abort_event is not None and abort_event.is_set():
+                        return False  # an event that is set when the last token is there already takes nothing away
+                    with section.holding(self._lock):
+                        self._engine.step()
+                        self._hand_over(sink, take)
+                    section.hand_on()
+                with section.holding(self._lock):  # a round of another thread may have ended the last of them
                     self._hand_over(sink, take)
-            with self._lock:  # a round of another thread may have ended the last of them
-                self._hand_over(sink, take)
-            return True
-        finally:
-            with Unbroken(), self._lock:
-                for job in jobs:
-                    queued = self._sinks.pop(job, None) is not None
-                    if queued and not job.is_finished:
-                        self._drop(job)
+                return True
+            finally:
+                with self._lock:
+                    for job in jobs:
+                        queued = self._sinks.pop(job, None) is not None
+                        if queued and not job.is_finished:
+                            self._drop(job)
 
     def _hand_over(self, sink: list[Result], take: Callable[[Result], None]) -> None:
         for result in sink:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -31,6 +30,7 @@ from exl_generate.dynamic.results import Results
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence
 from exl_generate.dynamic.stopping import automaton_of
 from exl_generate.errors import NoCandidatesError, RequestError
+from exl_generate.interrupts import contained, lent
 from exl_generate.sampling import (
     UNCONSTRAINED,
     Constraint,
@@ -130,7 +130,7 @@ class ExLlamaV2DynamicJob:
         if self.max_rq_tokens == 0:
             raise RequestError("max_rq_tokens is 0; reserve for at least 1 token, or pass None to reserve for all")
         #: adapters asked for; None = the generator's
-        self.loras = adapters_of(loras)
+        self.loras = self._asked_loras = adapters_of(loras)
         self.embeddings = embeddings_of(embeddings)
         heal = token_healing and min(map(len, rows)) > 1 and int(max(row[-1] for row in rows)) < EMBEDDING_INDEX
         #: the last id of the prompt, which the first sampled token replaces and must begin with; None = no healing
@@ -236,13 +236,14 @@ class ExLlamaV2DynamicJob:
             skip=self._healed_bytes(),
         )
         if self.filters:
-            self._filters = FilterStack(
-                self.filters,
-                vocab_size=vocabulary.size,
-                stop_ids=self.stop_tokens,
-                logits_width=generator.padded_vocab_size,
-                prefer_eos=self.filter_prefer_eos,
-            )
+            with lent():
+                self._filters = FilterStack(
+                    self.filters,
+                    vocab_size=vocabulary.size,
+                    stop_ids=self.stop_tokens,
+                    logits_width=generator.padded_vocab_size,
+                    prefer_eos=self.filter_prefer_eos,
+                )
         if self.loras is None:
             self.loras = tuple(generator.current_loras)
         for lora in self.loras:
@@ -256,13 +257,14 @@ class ExLlamaV2DynamicJob:
         self.time_enqueue = time.monotonic()
 
     def forget_generator(self) -> None:
-        """Undo `attach` for a job that was refused, so that it may be enqueued elsewhere."""
+        """Undo `attach`, however far it came, for a job that was refused, so that it may be enqueued elsewhere."""
         self.serial_number = None
+        self.loras = self._asked_loras
         for sequence in self.sequences:
             sequence.labels.clear()
-        if self._filters is not None:
-            self._filters.close()
-            self._filters = None
+        filters, self._filters = self._filters, None
+        if filters is not None:
+            _close(filters)
 
     def detach(self) -> None:
         """Give back pages and filters; the job is over, whatever the reason."""
@@ -271,8 +273,7 @@ class ExLlamaV2DynamicJob:
             sequence.release()
         filters, self._filters = self._filters, None
         if filters is not None:
-            with contextlib.suppress(Exception):  # a filter that cannot be closed is nobody else's problem
-                filters.close()
+            _close(filters)
 
     def count_pages(self, page_size: int) -> int:
         """Pages under all sequences at their longest; pages of a common prefix count once."""
@@ -351,7 +352,8 @@ class ExLlamaV2DynamicJob:
     def prefetch(self, pool: Callable[[], Executor]) -> None:
         """Let the filters work while the model runs."""
         if self._filters is not None and self._filters_begun:
-            self._filters.prefetch(pool())
+            with lent():
+                self._filters.prefetch(pool())
 
     def ask(self, windows: list[Window], at: int) -> Draw:
         """What the sampler needs to choose the next token behind position `at` of each sequence's window."""
@@ -419,8 +421,9 @@ class ExLlamaV2DynamicJob:
             candidate_probs=torch.from_numpy(sample.top_probabilities)[None, None] if told else None,
             logits=logits[None, None].cpu().clone(),
         )
-        for hook in self.gen_settings.post_sampling_hooks:
-            hook(seen)
+        with lent():
+            for hook in self.gen_settings.post_sampling_hooks:
+                hook(seen)
         token = -1 if seen.sampled_token is None else int(seen.sampled_token.reshape(-1)[0])
         if not 0 <= token < len(logits):
             raise RequestError(
@@ -431,15 +434,23 @@ class ExLlamaV2DynamicJob:
     def _filter_mask(self) -> NDArray[np.int32] | None:
         if self._filters is None:
             return None
-        if not self._filters_begun:
-            self._filters.begin(self._healed_bytes() if self.healing else "")
-            self._filters_begun = True
-        return self._filters.next_mask()
+        with lent():
+            if not self._filters_begun:
+                self._filters.begin(self._healed_bytes() if self.healing else "")
+                self._filters_begun = True
+            return self._filters.next_mask()
+
+    def _filters_end(self, record: Record) -> bool:
+        """Let the filters see a token; True if they say that it was the last."""
+        if self._filters is None or not record.fed:
+            return False
+        with lent():
+            return self._filters.feed(record.token)
 
     def _accept(self, record: Record) -> Result:
         """Take a token in and say what may be shown: stop token, then text, then filter end, then the limit."""
         assert self._output is not None
-        filter_ended = record.fed and self._filters is not None and self._filters.feed(record.token)
+        filter_ended = self._filters_end(record)
         for sequence in self.sequences:
             sequence.append(record.token)
         self.new_tokens += 1
@@ -531,7 +542,8 @@ class ExLlamaV2DynamicJob:
         for sequence in self.sequences:
             sequence.rewind(len(sequence) - len(gone))
         if self._filters is not None:
-            self._filters.rewind(sum(record.fed for record in gone))
+            with lent():
+                self._filters.rewind(sum(record.fed for record in gone))
         for position in [p for p in self._explored if p > self.generated]:
             del self._explored[position]
         self._explored.setdefault(self.generated, set()).update((gone[0].token, gone[0].drawn))
@@ -541,3 +553,12 @@ class ExLlamaV2DynamicJob:
                 f"gave up after {MAX_REWINDS} rewinds of banned strings, the last of them {match.string!r}"
             )
         return self._results.streaming(self._output.release(), suppressed=(text, gone))
+
+
+def _close(filters: FilterStack) -> None:
+    """Give the filters back; one that cannot be closed is nobody else's problem."""
+    try:
+        with lent():
+            filters.close()
+    except BaseException as error:
+        contained(error)

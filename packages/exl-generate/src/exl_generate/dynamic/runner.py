@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from exl_core import PagedParams
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence
+from exl_generate.interrupts import lent
 
 if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Model
@@ -60,6 +62,9 @@ class Runner:
         self._draft = draft
         #: whether a pass is only queued when it returns: the model is on a GPU
         self.asynchronous = getattr(getattr(model, "device", None), "type", "cpu") == "cuda"
+        # A pass on the CPU takes its time, and what it has written when it is left lies behind what is valid of the
+        # pages. One on a GPU is only queued, in part by recorded steps, which must not be left half recorded.
+        self._guard: Callable[[], AbstractContextManager[None]] = nullcontext if self.asynchronous else lent
 
     def copy_page_head(self, source: int, target: int, tokens: int) -> None:
         """Copy the K/V of the first `tokens` tokens of a page to another page."""
@@ -129,7 +134,7 @@ class Runner:
                 extra["indexed_embeddings"] = list(embeddings)
             if wants_state:
                 extra["return_last_state"] = True
-        with torch.inference_mode():
+        with torch.inference_mode(), self._guard():
             return self._model.forward_chunk(
                 torch.from_numpy(ids), cache=self._cache, attn_params=params, preprocess_only=preprocess_only, **extra
             )

@@ -84,14 +84,11 @@ class Scheduler:
         if not self._queue:
             return []
         with self._lock:
-            started = list(self._choose())
-            for job in started:
-                del self._queue[job]
-        return started
+            return list(self._choose())
 
     def _choose(self) -> Iterator[ExLlamaV2DynamicJob]:
         skipped: list[ExLlamaV2DynamicJob] = []
-        for job in islice(self._queue, LOOKAHEAD):
+        for job in list(islice(self._queue, LOOKAHEAD)):
             if self.table.available <= 0 or self.active_sequences >= self.max_batch_size:
                 return
             if not self.can_start(job):
@@ -102,6 +99,7 @@ class Scheduler:
             for other in skipped:
                 other.skips += 1
             job.acquire_pages()
+            del self._queue[job]
             self.active.append(job)
             self.active_sequences += len(job.sequences)
             yield job

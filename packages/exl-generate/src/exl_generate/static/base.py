@@ -13,6 +13,7 @@ from exl_generate.contracts import Cache, Model, Tokenizer
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.errors import CapacityError, RequestError
+from exl_generate.interrupts import Unbroken
 from exl_generate.sampling import Settings
 from exl_generate.static.rows import OneRow, page_size_of
 
@@ -130,17 +131,19 @@ class ExLlamaV2BaseGenerator:
     def _run(self, jobs: list[ExLlamaV2DynamicJob], abort_event: threading.Event | None) -> list[str] | None:
         """Completions of all jobs; None if aborted before the first token."""
         engine = self.engine()
-        engine.enqueue(jobs)
         aborted = False
         last: dict[ExLlamaV2DynamicJob, dict[str, Any]] = {}
-        try:
-            while engine.num_remaining_jobs():
-                if abort_event is not None and abort_event.is_set():
-                    aborted = True
-                    break
-                last.update((result["job"], result) for result in engine.iterate() if result["eos"])
-        finally:
-            engine.clear_queue()
+        with Unbroken() as section:  # a Ctrl-C is handed on between rounds, and nothing stays behind
+            try:
+                engine.enqueue(jobs)
+                while engine.num_remaining_jobs():
+                    if abort_event is not None and abort_event.is_set():
+                        aborted = True
+                        break
+                    last.update((result["job"], result) for result in engine.iterate() if result["eos"])
+                    section.hand_on()
+            finally:
+                engine.clear_queue()
         for result in last.values():
             if "exception" in result:
                 raise result["exception"]

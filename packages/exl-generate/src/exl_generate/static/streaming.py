@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -60,7 +59,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.stop_strings: set[str] = set()
         self.reset_sd_stats()
         self._job: ExLlamaV2DynamicJob | None = None
-        self._results: deque[Result] = deque()
+        self._results: list[Result] = []
         self._built_for: tuple[Any, ...] | None = None
 
     # ---- before a stream -------------------------------------------------------------------------------------------
@@ -157,17 +156,23 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             loras=[] if loras is None else loras,
             embeddings=input_embeddings,
         )
-        self._close()
-        job.paused = True
-        engine.enqueue(job)
-        self._job, self._healed_pending, self._healed_hidden = job, healing, not healing
-        while not job.prefilled and not job.is_finished:
-            if abort_event is not None and abort_event.is_set():
-                engine.cancel(job)
-            self._pull(engine)
-        if job.is_finished:
-            self._pull(engine)
-        job.paused = False
+        with Unbroken() as section:
+            self._close()
+            try:
+                job.paused = True
+                engine.enqueue(job)
+                self._job, self._healed_pending, self._healed_hidden = job, healing, not healing
+                while not job.prefilled and not job.is_finished:
+                    if abort_event is not None and abort_event.is_set():
+                        engine.cancel(job)
+                    self._pull(engine)
+                    section.hand_on()
+                if job.is_finished:
+                    self._pull(engine)
+                job.paused = False
+            except BaseException:
+                self._close()
+                raise
 
     # ---- a stream --------------------------------------------------------------------------------------------------
 
@@ -175,21 +180,27 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         """One more token. Keys: `chunk` (str, may be empty), `eos`, `chunk_token_ids` [1, k] (k may be 0; a healed
         token is never included); `probs`, `top_tokens`, `top_probs`, `logits` as asked for, [1, k, ..]; `suppressed`,
         the text of a banned string taken back. `ban_tokens` are avoided in this call alone."""
-        if self._job is None:
-            raise JobStateError("no stream has begun; call begin_stream_ex first")
-        hidden = self._healed_hidden
-        told, hidden = self._shown(self._look(0, ban_tokens), hidden)
-        count = 1
-        if self._healed_pending and not told["eos"]:
-            second, hidden = self._shown(self._look(1, ban_tokens), hidden)
-            told, count = _joined(told, second), 2
-        return self._hand_out(told, count, hidden)
+        told, after = self._next(ban_tokens)
+        before = self._results, self._healed_pending, self._healed_hidden
+        try:
+            self._results, self._healed_pending, self._healed_hidden = after
+            return told
+        except BaseException:  # of a Ctrl-C, which has no place to come in here (`ExLlamaV2DynamicGenerator.iterate`)
+            self._results, self._healed_pending, self._healed_hidden = before
+            raise
 
     def stream(self, ban_tokens: Iterable[int] | None = None) -> tuple[Any, ...]:
         """Older form: (chunk, eos, chunk_token_ids), then probs and logits if they were asked for."""
-        result = self.stream_ex(ban_tokens)
-        extra = [result[key] for key in ("probs", "logits") if key in result]
-        return (result["chunk"], result["eos"], result["chunk_token_ids"], *extra)
+        result, after = self._next(ban_tokens)
+        names = ("chunk", "eos", "chunk_token_ids", "probs", "logits")
+        told = tuple(result[key] for key in names if key in result)
+        before = self._results, self._healed_pending, self._healed_hidden
+        try:
+            self._results, self._healed_pending, self._healed_hidden = after
+            return told
+        except BaseException:
+            self._results, self._healed_pending, self._healed_hidden = before
+            raise
 
     def full(self) -> bool:
         """Whether the sequence has reached the limit of model or cache."""
@@ -237,7 +248,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         """Give up the current stream; what it computed stays reusable."""
         if self._engine is not None:
             self._engine.clear_queue()
-        self._results.clear()
+        self._results = []
         self._job = None
 
     def _shown(self, result: Result, hidden: bool) -> tuple[Result, bool]:
@@ -248,20 +259,17 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             return told, hidden
         return _without_first(told), True
 
-    def _hand_out(self, told: Result, count: int, hidden: bool) -> Result:
-        """`told`, for which `count` results of the job are used up; if an interrupt comes between, they are not."""
-        used: list[Result] = []
-        healed = self._healed_pending, self._healed_hidden
-        try:
-            with Unbroken():
-                used.extend(self._results.popleft() for _ in range(count))
-                self._healed_pending, self._healed_hidden = False, hidden
-            return told
-        except BaseException:
-            with Unbroken():
-                self._results.extendleft(reversed(used))
-                self._healed_pending, self._healed_hidden = healed
-            raise
+    def _next(self, ban_tokens: Iterable[int] | None) -> tuple[Result, tuple[list[Result], bool, bool]]:
+        """What one call says, and what is left of the results then, with whether the healed token is still to come or
+        to be left out. Nothing is handed out yet: an interrupt may come."""
+        if self._job is None:
+            raise JobStateError("no stream has begun; call begin_stream_ex first")
+        told, hidden = self._shown(self._look(0, ban_tokens), self._healed_hidden)
+        count = 1
+        if self._healed_pending and not told["eos"]:
+            second, hidden = self._shown(self._look(1, ban_tokens), hidden)
+            told, count = _joined(told, second), 2
+        return told, (self._results[count:], False, hidden)
 
     def _look(self, at: int, ban_tokens: Iterable[int] | None) -> Result:
         """The job's result `at` places behind the last that was handed out; it stays in the line."""
@@ -288,7 +296,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.sequence_ids = ids.masked_fill(ids >= EMBEDDING_INDEX, pad)[None]
         result = self._results[at]
         if "exception" in result:
-            self._results.clear()
+            self._results = []
             raise result["exception"]
         return result
 
