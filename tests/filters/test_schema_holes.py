@@ -243,6 +243,67 @@ def test_a_whole_number_left_out_beside_a_near_bound_is_refused():
     assert not takes({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "0")
 
 
+POSITIVE, SMALL = {"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("schema", "zero"),
+    [
+        ({"properties": {"a": POSITIVE}, "anyOf": [{"properties": {"a": SMALL}}, {"required": ["b"]}]}, '{"a": 0}'),
+        ({"properties": {"a": POSITIVE}, "$ref": "#/$defs/o"}, '{"a": 0}'),
+        ({"properties": {"a": POSITIVE}, "patternProperties": {"^a": SMALL}}, '{"a": 0}'),
+        ({"additionalProperties": POSITIVE, "$ref": "#/$defs/rest"}, '{"a": 0}'),
+        ({"properties": {"a": POSITIVE}, "$ref": "#/$defs/rest"}, '{"a": 0}'),
+        ({"items": POSITIVE, "anyOf": [{"items": SMALL}]}, "[0]"),
+        ({"items": POSITIVE, "allOf": [{"prefixItems": [SMALL]}]}, "[0]"),
+        ({"$ref": "#/$defs/p"}, '{"a": 0}'),
+        ({"allOf": [{"items": {"$ref": "#here"}}, {"items": SMALL}]}, "[0]"),
+        ({"type": "object", "$ref": "other.json", "properties": {"a": POSITIVE, "b": SMALL}}, '{"a": 0}'),
+    ],
+)
+def test_bounds_of_one_number_meet_wherever_they_are(schema, zero):
+    defs = {
+        "o": {"properties": {"a": SMALL}},
+        "rest": {"additionalProperties": SMALL},
+        "p": {"$ref": "#/$defs/o", "properties": {"a": POSITIVE}},
+        "h": {"$anchor": "here", **POSITIVE},
+    }
+    with pytest.raises(FilterCompileError, match="cannot be enforced"):
+        takes({"type": ["object", "array"], **schema, "$defs": defs}, zero)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        # As pydantic writes a member with a default.
+        (
+            {
+                "properties": {"price": POSITIVE, "share": SMALL, "kind": {"allOf": [{"$ref": "#/$defs/K"}]}},
+                "$defs": {"K": {"enum": ["x"]}},
+            },
+            '{"price": 1, "share": 0, "kind": "x"}',
+        ),
+        (
+            {"properties": {"a": {"anyOf": [POSITIVE, {"type": "null"}]}, "b": {"minimum": 0, "anyOf": [SMALL]}}},
+            '{"a": 3, "b": 0}',
+        ),
+        ({"anyOf": [POSITIVE, {"type": "number", **SMALL}]}, "0"),
+        ({"allOf": [{"prefixItems": [POSITIVE, SMALL]}, {"minItems": 2}]}, "[1, 0]"),
+        ({"properties": {"a": POSITIVE}, "additionalProperties": SMALL, "allOf": [{}]}, '{"a": 1, "b": 0}'),
+        ({"$ref": "#/$defs/t", "$defs": {"t": {"items": {"$ref": "#/$defs/t"}, **POSITIVE}, "u": SMALL}}, "1"),
+        (
+            {
+                "properties": {f"m{p}": {"type": "integer", "multipleOf": p} for p in (3, 7, 11, 13, 17, 19)},
+                "allOf": [{"required": ["m3"]}],
+            },
+            '{"m3": 6, "m19": 38}',
+        ),
+    ],
+)
+def test_what_is_said_of_different_numbers_does_not_meet(schema, text):
+    assert takes(schema, text)
+
+
 def test_bounds_of_different_numbers_do_not_meet():
     half = {"type": "number", "maximum": 0.5}
     schema = {

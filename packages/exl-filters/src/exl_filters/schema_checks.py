@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from exl_filters.errors import FilterCompileError
+from exl_filters.same_value import parts_of_values
 
 __all__ = ["allowed_escapes", "check_schema", "divisor_of", "schemas_in"]
 
@@ -21,8 +22,6 @@ LARGEST_DIVISOR = 100_000
 # What is written with these has no other spelling with them.
 ESCAPES = 'nrbtf\\"'
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-# Keywords beside which bounds also hold for what these lead to.
-JOINING = frozenset({*REFERENCES, "anyOf", "oneOf"})
 # What gives a schema a name that a reference other than a path may call it by.
 ANCHORS = frozenset({"$id", "id", "$anchor", "$dynamicAnchor"})
 
@@ -33,10 +32,8 @@ def check_schema(schema: Any) -> None:
     minProperties: members are counted, and a name may come twice. Names that are required come once each, so one
     member more than those can be told apart.
     """
-    divisors: list[int] = []
-    bounds: list[_Bounds] = []
-    merged = bounds_meet = False
     anchored = _has_anchored_data(schema, data=False)
+    parts: list[dict[str, Any]] = []
     for at, sub in schemas_in(schema, "#"):
         _check_references(anchored, at, sub)
         if "x-guidance" in sub:
@@ -45,18 +42,26 @@ def check_schema(schema: Any) -> None:
                 "(white space: the filter's argument `whitespace`)"
             )
         _check_least_members(at, sub)
-        merged = merged or "allOf" in sub or "$ref" in sub
-        divisors.append(divisor_of(sub))
-        bounds.append(_bounds_of(sub))
-        _check_bounds(at, bounds[-1])
-        bounds_meet = bounds_meet or "allOf" in sub or (any(bounds[-1]) and not JOINING.isdisjoint(sub))
-    if bounds_meet:
-        _check_bounds("#", _joined(bounds))
-    # Divisors that apply to one number become their least common multiple.
-    largest = math.lcm(*divisors) if merged else max(divisors, default=1)
-    if largest > LARGEST_DIVISOR:
+        parts.append(sub)
+    try:
+        _check_numbers("#", parts)
+    except FilterCompileError:
+        # If all parts held for one number. Which of them do is asked only now.
+        values = parts_of_values(schema, parts)
+        if values is None:
+            raise
+        for at, together in values:
+            _check_numbers(at, together)
+
+
+def _check_numbers(at: str, parts: list[dict[str, Any]]) -> None:
+    """Bounds and divisors of one number."""
+    _check_bounds(at, _joined([_bounds_of(part) for part in parts]))
+    # Divisors become their least common multiple.
+    divisor = math.lcm(*(divisor_of(part) for part in parts))
+    if divisor > LARGEST_DIVISOR:
         raise FilterCompileError(
-            f"multipleOf: {largest} (without factors 2 and 5; together where allOf or $ref may join them) is above the "
+            f"{at}: multipleOf {divisor} (without factors 2 and 5; of all that may hold for one number) is above the "
             f"limit of {LARGEST_DIVISOR}; leave it out and check the number afterwards"
         )
 
