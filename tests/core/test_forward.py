@@ -138,8 +138,13 @@ def test_chunk_sizes_follow_the_limits(lab: Any, ids: torch.Tensor, monkeypatch:
     model.forward(ids, cache_for(model))
     assert sizes == [12, 12, 6]  # 8 * 3 // 2
     sizes.clear()
-    model.config.no_flash_attn = model.config.no_xformers = True
     model.config.max_attention_size = 100
+    for one in ("no_flash_attn", "no_xformers"):  # the other is left
+        model.config.no_flash_attn, model.config.no_xformers = one == "no_flash_attn", one == "no_xformers"
+        model.forward(ids[:1], cache_for(model))
+    assert sizes == [24, 6] * 2
+    sizes.clear()
+    model.config.no_flash_attn = model.config.no_xformers = True
     model.forward(ids[:1], cache_for(model))
     # (sqrt(past^2 + 400) - past) / 2: 10 at 0, 6 at 10, 4 at 16, ...; the tail fits as soon as (past + q) * q <= 100
     assert sizes[:3] == [10, 6, 4]
@@ -205,6 +210,8 @@ def test_forward_chunk_contiguous(model: ExLlamaV2, ids: torch.Tensor) -> None:
     )
     torch.testing.assert_close(result["logits"], whole[:, 10:])
     assert result["last_state"].shape == (2, 20, 64)
+    again = model.forward_chunk(ids, cache, attn_params=AttentionParams(batch_size=2, past_len=0))
+    assert torch.equal(again["logits"], whole)
     assert cache.current_seq_len == 30
 
 
@@ -295,6 +302,11 @@ def test_too_long_for_the_cache_and_the_model(lab: Any, model: ExLlamaV2) -> Non
         model.forward(lab.ids(1, 5), cache)
     assert cache.current_seq_len == 60
     assert model.forward(lab.ids(1, 4), cache).shape[1] == 4
+    chunked = lab.load(lab.write(), max_input_len=10)
+    small = ExLlamaV2Cache(chunked, max_seq_len=32)
+    with pytest.raises(errors.SequenceTooLongError, match=r"0 \+ 33 tokens, the cache holds 32"):
+        chunked.forward(lab.ids(1, 33), small)
+    assert not any(t.any() for t in small.all_tensors())  # not even the first chunks
     short = lab.load(lab.write(), max_seq_len=32, max_input_len=10)
     roomy = ExLlamaV2Cache(short, max_seq_len=64)
     with pytest.raises(errors.SequenceTooLongError, match="max_seq_len of 32"):

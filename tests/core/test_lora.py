@@ -94,6 +94,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rank_pattern": {"k_proj": 3, "layers.1.mlp.up_proj": 24},
         "alpha_pattern": {"k_proj": 5, "down_proj": 40},
     },
+    "patterns of whole names": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ALL,
+        "rank_pattern": {"^model.layers.1.self_attn.q_proj": 3, "^layers.0.self_attn.q_proj": 5, "up_proj": 6},
+        "alpha_pattern": {"^model.layers.0.mlp.down_proj": 31},
+    },
     "head in full": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "embedding in full": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
     "head and embedding adapted": {"r": 4, "lora_alpha": 8, "target_modules": ["lm_head", "embed_tokens", "o_proj"]},
@@ -133,6 +140,24 @@ def test_a_tied_head_keeps_the_model_s_table(lab: Any, tmp_path: Path, ids: Tens
     with torch.no_grad():
         logits = merged.eval()(ids).logits
     assert_close(bench.logits(ids, ExLlamaV2Lora.from_directory(bench.model, folder)), logits)
+
+
+TIED: dict[str, dict[str, Any]] = {
+    "embedding in full": {"modules_to_save": ["embed_tokens"]},
+    "both in full": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "embedding in full, tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "embedding adapted": {"target_modules": ["q_proj", "embed_tokens"]},
+    "embedding adapted, tied": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+    "head adapted": {"target_modules": ["q_proj", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_adapters_of_a_model_whose_head_is_its_embedding(lab: Any, tmp_path: Path, ids: Tensor, case: str) -> None:
+    """PEFT unties the two unless it is asked not to."""
+    bench = Bench(tmp_path, lab.load, tied=True)
+    folder = bench.adapter(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **TIED[case]})
+    assert_close(bench.logits(ids, ExLlamaV2Lora.from_directory(bench.model, folder)), bench.expected(folder, ids))
 
 
 def test_several_adapters_add_up(bench: Bench, ids: Tensor) -> None:

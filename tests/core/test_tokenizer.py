@@ -212,6 +212,19 @@ def test_all_eos_ids(byte_level: Path, lab: Any) -> None:
     assert t.decode(torch.tensor([40, 5, 41, 9, 2])) == t.decode(torch.tensor([40, 41]))
 
 
+def test_decoding_up_to_the_first_eos(byte_level: Path, lab: Any) -> None:
+    t = tokenizer_in(byte_level, lab, eos_token_id=[2, 5], pad_token_id=2)
+    whole, front = t.decode(torch.tensor([40, 41, 42, 43])), t.decode(torch.tensor([40, 41]))
+    row = torch.tensor([2, 2, 40, 41, 5, 42, 43, 2])  # padded with EOS on the left
+    assert t.decode(row) == whole
+    assert t.decode(row, truncate_at_eos=True) == front
+    assert t.decode(row[None].repeat(2, 1), truncate_at_eos=True) == [front] * 2
+    assert t.decode([row, row[5:]], truncate_at_eos=True) == [front, t.decode(torch.tensor([42, 43]))]
+    assert t.decode(row, decode_special_tokens=True, truncate_at_eos=True) == front
+    assert t.decode(torch.tensor([2, 2]), truncate_at_eos=True) == ""
+    assert t.decode(torch.tensor([40, 41]), truncate_at_eos=True) == front
+
+
 def test_control_ids_from_tokenizer_config(byte_level: Path, lab: Any) -> None:
     (byte_level / "tokenizer_config.json").write_text(
         '{"bos_token": null, "eos_token": {"content": "<s>"}, "add_bos_token": true, "add_eos_token": true}'

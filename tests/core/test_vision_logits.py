@@ -115,6 +115,19 @@ def test_token_by_token_and_back(pair: Pair, images: list[Any], prompt: Tensor, 
     assert torch.equal(pair.ours.forward(prompt[:, begin:], cache), pair.ours.forward(prompt[:, begin:], other))
 
 
+def test_a_row_copied_from_another_goes_on_behind_its_images(pair: Pair, images: list[Any], prompt: Tensor) -> None:
+    """Positions are not places: what the source knows of that goes along."""
+    begin = prompt.shape[1] - len(LAST)
+    whole = pair.ours.forward(prompt, indexed_embeddings=images)[:, begin:]
+    one = ExLlamaV2Cache(pair.ours, max_seq_len=256)
+    pair.ours.forward(prompt[:, :begin], one, preprocess_only=True, indexed_embeddings=images)
+    two = ExLlamaV2Cache(pair.ours, batch_size=2, max_seq_len=256)
+    pair.ours.forward(torch.full((2, begin), 7), two, preprocess_only=True)
+    one.copy_states(two, 0, begin, 0, begin, 0, 1, 0, 2)
+    two.current_seq_len = begin
+    assert torch.equal(pair.ours.forward(prompt[:, begin:].expand(2, -1), two), whole.expand(2, -1, -1))
+
+
 def test_text_in_place_of_images_forgets_them(pair: Pair, images: list[Any], prompt: Tensor) -> None:
     cache = ExLlamaV2Cache(pair.ours, max_seq_len=256)
     pair.ours.forward(prompt, cache, preprocess_only=True, indexed_embeddings=images)

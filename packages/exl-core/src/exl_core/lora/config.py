@@ -107,9 +107,11 @@ def _pattern(data: Mapping[str, object], key: str, file: Path) -> dict[str, floa
 
 
 def _lookup(table: Mapping[str, float], module: str, default: float) -> float:
-    """The first entry whose name is the module's, or its last parts (PEFT's rule); `^` asks for the whole name."""
+    """The first entry whose name is the module's, or its last parts (PEFT's rule); `^` asks for the whole name, without
+    what PEFT puts in front of it."""
+    names = (module, module.removeprefix("base_model.model."))
     for name, value in table.items():
         whole = name.removeprefix("^")
-        if module == whole or (whole == name and module.endswith("." + name)):
+        if whole in names or (whole == name and module.endswith("." + name)):
             return value
     return default

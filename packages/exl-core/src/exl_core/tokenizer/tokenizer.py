@@ -169,19 +169,24 @@ class ExLlamaV2Tokenizer:
 
     # ------------------------------------------------------------------------------------------------------ decoding
 
-    def decode(self, ids: Tensor | list[Tensor], decode_special_tokens: bool = False) -> Any:
+    def decode(
+        self, ids: Tensor | list[Tensor], decode_special_tokens: bool = False, *, truncate_at_eos: bool = False
+    ) -> Any:
         """1-D ids give a str; 2-D ids, or a list of tensors, give a list of str.
 
         Padding and ids beyond the vocabulary vanish. Special tokens and every EOS id vanish too, unless
-        decode_special_tokens, which writes them as their text.
+        decode_special_tokens, which writes them as their text. truncate_at_eos: what stands behind the first EOS id of
+        a row (of any of them; padding at the front is passed over) is left out, and that id too.
         """
         if isinstance(ids, list):
-            return [self.decode(row, decode_special_tokens) for row in ids]
+            return [self.decode(row, decode_special_tokens, truncate_at_eos=truncate_at_eos) for row in ids]
         if not isinstance(ids, Tensor) or ids.dim() not in (1, 2) or ids.is_floating_point():
             raise InputError("decode takes a tensor of ids with one or two dimensions, or a list of such tensors")
-        if ids.dim() == 2:
-            return [self._decode_row(row, decode_special_tokens) for row in ids.tolist()]
-        return self._decode_row(ids.tolist(), decode_special_tokens)
+        rows = ids.tolist() if ids.dim() == 2 else [ids.tolist()]
+        if truncate_at_eos:
+            rows = [self._until_eos(row) for row in rows]
+        texts = [self._decode_row(row, decode_special_tokens) for row in rows]
+        return texts if ids.dim() == 2 else texts[0]
 
     def padding_mask(self, ids: Tensor) -> Tensor:
         """Half, shape of `ids`: -inf where the id is pad_token_id, else 0. A test by value: where the pad id can also
@@ -285,6 +290,11 @@ class ExLlamaV2Tokenizer:
             elif part:
                 ids += self.tokenizer_model.encode(part, special)
         return ids
+
+    def _until_eos(self, ids: list[int]) -> list[int]:
+        front = next((i for i, token in enumerate(ids) if token != self.pad_token_id), len(ids))
+        end = next((i for i in range(front, len(ids)) if ids[i] in self.eos_token_ids), len(ids))
+        return ids[front:end]
 
     def _decode_row(self, ids: list[int], special: bool) -> str:
         drop = self._drop_when_special if special else {self.pad_token_id, *self.eos_token_ids}
