@@ -158,6 +158,34 @@ def test_a_prompt_that_does_not_fit_into_memory_ends_its_own_job(monkeypatch: py
     check_pages(made)
 
 
+def test_a_generator_outlives_a_load_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXL_DEVICE", "cuda:0")
+    expected = said(generator(), [job(1, 30, gen_settings=Settings.greedy())])[0][0]
+    made, running = generator(), job(1, 30, gen_settings=Settings.greedy())
+    made.enqueue(running)
+    results = [made.iterate() for _ in range(4)]
+    second = ExLlamaV2(ExLlamaV2Config(FOLDER))
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    try:
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
+        with pytest.raises(DeviceError, match="not enough GPU memory to load"):
+            second.load()
+        assert not second.loaded
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**26) / total)
+        with pytest.raises(DeviceError, match="smaller max_seq_len or a quantized cache"):
+            ExLlamaV2Cache(loaded(), max_seq_len=256 * 2048)
+        results.append([r for part in drain(made).values() for r in part])
+        smaller = generator(cache=ExLlamaV2Cache_Q4(loaded(), max_seq_len=512))
+        assert len(said(smaller, [job(1, 30, gen_settings=Settings.greedy())])[0][0]) == 30
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert streamed_tokens([r for part in results for r in part if r["job"] is running]) == expected
+    check_pages(made)
+    second.load()
+    assert second.loaded
+
+
 @pytest.mark.parametrize("how", ["layers", "cut"])
 @pytest.mark.parametrize("kind", [ExLlamaV2Cache, ExLlamaV2Cache_Q4])
 def test_a_model_over_two_gpus_says_what_it_says_on_one(how: str, kind: Any) -> None:
