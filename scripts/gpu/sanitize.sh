@@ -20,7 +20,7 @@ paths=("${@:4}")
 log=${SANITIZE_LOG:-$(mktemp -d)}
 mkdir -p "$log"
 options=(--tool "$tool" --error-exitcode 99 --print-limit 30 --destroy-on-device-error kernel)
-for name in at6native cublas cutlass; do options+=(--kernel-name-exclude "kns=$name"); done
+for name in at6native cublas cutlass nvjet; do options+=(--kernel-name-exclude "kns=$name"); done
 case $tool in
   memcheck) export PYTORCH_NO_CUDA_MEMORY_CACHING=1 EXL_SUBSET_NO_CAPTURE=1 ;;
   racecheck)

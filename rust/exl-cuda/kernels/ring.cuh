@@ -504,7 +504,7 @@ DEVICE void ring_matmul(const Task& p) {
       pdl_trigger();
     }
     __syncwarp();
-    asm volatile("bar.arrive 1, %0;" ::"r"(RING_THREADS) : "memory");
+    bar_arrive<1>(RING_THREADS);
     if (tid % 32 == 0) stream_weights(p, base);
     return;
   }
