@@ -45,7 +45,9 @@ def number(line: Line, key: str, form: str) -> str:
     return format(line[key], form) if key in line else ""
 
 
-def step_row(name: str, line: Line) -> str:
+def step_row(name: str, line: Line, commits: set[str]) -> str:
+    """`commits`: all of the table's; a row says which is its own where there are several."""
+    name += f" ({line['commit']})" if len(commits) > 1 else ""
     through = f"{line['generator_tok_s']:,.0f}" if "generator_tok_s" in line else ""
     beyond = f"{max(0.0, line['generator_host_us']):.0f}" if "generator_host_us" in line else ""
     peer = ""
@@ -65,7 +67,9 @@ def steps(lines: list[Line]) -> list[str]:
         "| decode | us a step | tok/s | through the generator | of the read roof | must | aim | best peer | "
         "host, us a step | us a round beyond the graph | MB beyond weights and cache |"
     )
-    return table(head, (step_row(name, found[case]) for name, case in STEPS if case in found))
+    shown = [(name, found[case]) for name, case in STEPS if case in found]
+    commits = {line["commit"] for _, line in shown}
+    return table(head, (step_row(name, line, commits) for name, line in shown))
 
 
 def prefills(lines: list[Line]) -> list[str]:
