@@ -283,6 +283,36 @@ def test_any_number_of_blocks_that_share_a_row_gives_the_same_bits(kind: Any, di
         assert_close(alone[b][None], case.oracle([b], [n - 1]))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "page_size"),
+    [(2, 4, 128, 256), (8, 4, 128, 64), (1, 1, 64, 256), (2, 7, 64, 192), (2, 8, 128, 128), (1, 16, 128, 256)],
+)
+def test_tokens_one_a_sequence_have_the_bits_of_tokens_many(
+    kind: Any, heads: int, groups: int, dim: int, page_size: int
+) -> None:
+    """Pages that hold whole units: a kernel of its own, whose blocks join in clusters."""
+    lengths = [n + d for n in (64, 128, 256, 512) for d in (-1, 0, 1)] + [1, 2, 33, 200, 448, 577, 1500, 4097, 9000]
+    case = make_case(kind, [max(lengths)], heads=heads, groups=groups, dim=dim, page_size=page_size)
+    for n in lengths:
+        many = case.run([0] * 17, [n - 1] * 17)
+        for bound in ({}, {"max_keys": n}, {"max_keys": n + 700}):
+            assert torch.equal(case.run([0], [n - 1], **bound)[0], many[0]), (n, bound)
+    assert_close(many[:1], case.oracle([0], [lengths[-1] - 1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("groups", "dim"), [(2, 128), (4, 64)])
+def test_a_batchs_clusters_give_the_same_bits(kind: Any, groups: int, dim: int) -> None:
+    lengths = [513, 512, 511, 65, 64, 1, 300] + [257 + 5 * i for i in range(57)]
+    case = make_case(kind, lengths, dim=dim, groups=groups, heads=4, page_size=256)
+    alone = [case.run([b], [n - 1], max_keys=n)[0] for b, n in enumerate(lengths)]
+    for batch in (2, 4, 8, 16, 33, 64):
+        got = case.run(list(range(batch)), [n - 1 for n in lengths[:batch]])
+        for i in range(batch):
+            assert torch.equal(got[i], alone[i]), (batch, lengths[i])
+
+
 @dataclass
 class OwnStep:
     """A decode step whose own keys and values are in q, k, v [B, heads, D] and not yet in the pages."""
@@ -360,12 +390,14 @@ def assert_same_step(step: OwnStep, **options: Any) -> None:
     step.forget()
     want = step.apart(**options)
     stored = [t.clone() for t in step.case.pages.tensors()]
-    step.forget()
-    got = step.together(**options)
-    assert got.isfinite().all()
-    assert torch.equal(got, want)
-    for a, b in zip(step.case.pages.tensors(), stored, strict=True):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    for early in (False, True):
+        step.forget()
+        torch.cuda.synchronize()
+        got = step.together(early=early, **options)
+        assert got.isfinite().all()
+        assert torch.equal(got, want)
+        for a, b in zip(step.case.pages.tensors(), stored, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -395,6 +427,21 @@ def test_own_keys_in_the_same_launch_give_the_bits_of_separate_doors(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("groups", "dim", "rotated", "interleaved"),
+    [(4, 128, 128, False), (4, 128, 128, True), (7, 64, 64, False), (1, 64, 64, True), (12, 128, 0, False)],
+)
+def test_own_keys_in_pages_of_whole_units(
+    kind: Any, dtype: torch.dtype, groups: int, dim: int, rotated: int, interleaved: bool
+) -> None:
+    lengths = [1, 64, 65, 150, 0, 1000, 513, 2100, 449, 512]
+    options = {"heads": 2, "groups": groups, "dim": dim, "rotated": rotated, "interleaved": interleaved, "dtype": dtype}
+    for part in (lengths[7:8], lengths[6:7], lengths[3:4], lengths):
+        assert_same_step(own_step(kind, part, page_size=64 if groups == 7 else 256, **options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_own_keys_of_other_types_windows_and_caps(kind: Any, dtype: torch.dtype) -> None:
     step = own_step(kind, [700, 30, 129], dim=128, groups=4, dtype=dtype)
@@ -404,9 +451,10 @@ def test_own_keys_of_other_types_windows_and_caps(kind: Any, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("kind", ["fp16", "q4"])
-@pytest.mark.parametrize("lengths", [[300], [300, 17, 0, 1025]])
-def test_own_keys_in_a_graph_read_ahead_of_the_launches_before(kind: Any, lengths: list[int]) -> None:
-    step = own_step(kind, lengths, dim=128, groups=4, heads=4)
+@pytest.mark.parametrize("page_size", [16, 256])
+@pytest.mark.parametrize("lengths", [[300], [2300], [300, 17, 0, 1025]])
+def test_own_keys_in_a_graph_read_ahead_of_the_launches_before(kind: Any, page_size: int, lengths: list[int]) -> None:
+    step = own_step(kind, lengths, dim=128, groups=4, heads=4, page_size=page_size)
     want = step.apart()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream), attention_cuda.counters("cuda") as held:

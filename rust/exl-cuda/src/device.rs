@@ -295,6 +295,14 @@ fn load_all(driver: &'static Driver) -> Result<HashMap<String, Function>, CudaEr
                 (driver.functions.module_function)(&raw mut handle, module, symbol.as_ptr())
             };
             check(driver, code, "cuModuleGetFunction", &name)?;
+            // Kernels of a step that stand beside each other on a multiprocessor must agree on how much of its memory is shared.
+            if name.starts_with("ring_") || name.starts_with("attention_") {
+                // SAFETY: a live function handle and a documented attribute.
+                let code = unsafe {
+                    (driver.functions.function_attribute)(handle, ffi::FUNC_CARVEOUT, 100)
+                };
+                check(driver, code, "cuFuncSetAttribute", &name)?;
+            }
             let shared = Mutex::new(0);
             all.insert(name, Function { handle, shared });
         }

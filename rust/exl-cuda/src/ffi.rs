@@ -16,7 +16,11 @@ pub const ATTRIBUTE_CC_MAJOR: c_int = 75;
 pub const ATTRIBUTE_CC_MINOR: c_int = 76;
 pub const ATTRIBUTE_SHARED_OPTIN: c_int = 97;
 pub const FUNC_MAX_DYNAMIC_SHARED: c_int = 8;
+/// `CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT`, in per cent of the most there can be.
+pub const FUNC_CARVEOUT: c_int = 9;
 pub const CAPTURE_MODE_RELAXED: c_int = 2;
+/// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`
+pub const LAUNCH_CLUSTER: c_int = 4;
 /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`
 pub const LAUNCH_PROGRAMMATIC: c_int = 6;
 

@@ -82,6 +82,20 @@ impl Launch<'_> {
         device: &Device,
         arguments: &mut [*mut c_void],
     ) -> Result<(), CudaError> {
+        // SAFETY: by this function's contract.
+        unsafe { self.run_in_clusters(device, 1, arguments) }
+    }
+
+    /// The same in clusters of `blocks` neighbours along the grid's last dimension (1, 2, 4 or 8; compute capability 9.0 and later).
+    ///
+    /// # Safety
+    /// As [`Launch::run`].
+    pub unsafe fn run_in_clusters(
+        &self,
+        device: &Device,
+        blocks: u32,
+        arguments: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
         if self.shared_bytes > device.info.shared_bytes_per_block as u32 {
             return Err(CudaError::Argument {
                 what: format!(
@@ -108,19 +122,25 @@ impl Launch<'_> {
                     index: device.info.index,
                 });
             }
-            let attribute = ffi::LaunchAttribute {
-                id: ffi::LAUNCH_PROGRAMMATIC,
+            let attribute = |id, values: [u32; 3]| ffi::LaunchAttribute {
+                id,
                 pad: [0; 4],
-                value: std::array::from_fn(|i| u32::from(i == 0)),
+                value: std::array::from_fn(|i| values.get(i).copied().unwrap_or(0)),
             };
             let programmatic = self.programmatic && device.info.compute_capability.0 >= 9;
+            let cluster = attribute(ffi::LAUNCH_CLUSTER, [1, 1, blocks]);
+            let early = attribute(ffi::LAUNCH_PROGRAMMATIC, [1, 0, 0]);
+            let (attributes, count) = match (blocks > 1, programmatic) {
+                (true, both) => ([cluster, early], 1 + u32::from(both)),
+                (false, one) => ([early, early], u32::from(one)),
+            };
             let config = ffi::LaunchConfig {
                 grid: self.grid,
                 block: [self.block, 1, 1],
                 shared_bytes: self.shared_bytes,
                 stream: self.stream as ffi::CuStream,
-                attributes: &raw const attribute,
-                attribute_count: u32::from(programmatic),
+                attributes: attributes.as_ptr(),
+                attribute_count: count,
             };
             // SAFETY: by this function's contract; the driver copies the arguments before it returns.
             let code = unsafe {

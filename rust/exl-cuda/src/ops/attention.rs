@@ -1,7 +1,7 @@
 //! Attention over pages: which kernel, what launch, how much workspace.
 
 use super::kv::{Codec, KINDS, Kind, Pages};
-use super::{Target, index32};
+use super::{Element, Target, index32};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -27,6 +27,16 @@ const DIMS: [usize; 3] = [64, 128, 256];
 
 /// Of these, the ones that sm_90a's prefill kernel exists for.
 const WIDE_DIMS: [usize; 2] = [64, 128];
+
+/// And the ones that the kernel for one token a sequence exists for (compute capability 9.0 and later).
+const FEW_DIMS: [usize; 2] = [64, 128];
+
+/// What its queries may be.
+const FEW_ELEMENTS: [Element; 2] = [Element::F16, Element::BF16];
+
+/// Blocks of that kernel that fit a multiprocessor, and most that join in a cluster.
+const FEW_BLOCKS: usize = 5;
+const MOST_CLUSTER: usize = 8;
 
 /// Warps of its blocks: two warpgroups that calculate, one that feeds them.
 const WIDE_WARPS: usize = 12;
@@ -173,6 +183,11 @@ fn decode_name(kind: Kind, dim: usize, column_tiles: usize) -> String {
     format!("attention_{}_{dim}_decode{column_tiles}", kind.name)
 }
 
+fn few_name(kind: Kind, element: Element, dim: usize, column_tiles: usize) -> String {
+    let (kind, element) = (kind.name, element.suffix());
+    format!("attention_{kind}_{element}_{dim}_few{column_tiles}")
+}
+
 fn prefill_name(kind: Kind, dim: usize) -> String {
     format!("attention_{}_{dim}_prefill", kind.name)
 }
@@ -207,6 +222,14 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     };
     if file == "attention_wide" {
         return WIDE_DIMS.into_iter().map(wide_name).collect();
+    }
+    if let Some(suffix) = file.strip_prefix("attention_few_") {
+        return all(suffix, &|kind, dim| {
+            let each = |tiles| FEW_ELEMENTS.map(|element| few_name(kind, element, dim, tiles));
+            let there = FEW_DIMS.contains(&dim);
+            (1..=2).filter(|_| there).flat_map(each).collect()
+        })
+        .unwrap_or_default();
     }
     if let Some(suffix) = file.strip_prefix("attention_decode_") {
         return all(suffix, &|kind, dim| {
@@ -264,6 +287,76 @@ fn decode_shared(kind: Kind, dim: usize, column_tiles: usize, per_block: usize) 
     let rest = decode_rest(kind, dim, column_tiles);
     let units = ring(kind, dim, 106_496, per_block.saturating_sub(rest));
     (units, units * unit_bytes(kind, dim) + rest)
+}
+
+/// How the kernel for one token a sequence shares a call's keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Few {
+    /// Blocks of a cluster, clusters of a key head.
+    size: usize,
+    clusters: usize,
+    shared: usize,
+}
+
+/// Bytes of a block of `kernels/attention_few.cuh`.
+fn few_shared(kind: Kind, dim: usize, rows: usize, size: usize) -> usize {
+    let columns = rows.next_multiple_of(8);
+    let own = |codec| {
+        let (row, scales) = packed(codec, dim);
+        (row + scales).next_multiple_of(16)
+    };
+    let work = columns * dim * 2 + 128 * columns + 16 * columns;
+    let items = (rows * dim / 64).div_ceil(size);
+    let joins = 16 + rows * (dim + 4) * 4 + items * (SPLIT_UNITS * 68 * 4 + 512);
+    unit_bytes(kind, dim) + work + own(kind.key) + own(kind.value) + joins
+}
+
+/// Blocks of a cluster and clusters of a key head: a cluster a split, as large as may be. None where that makes more blocks than are
+/// resident at once: then the blocks of `kernels/attention_decode.cuh`, which stay for several splits, are faster.
+fn few_clusters(groups: usize, units: usize, multiprocessors: usize) -> Option<(usize, usize)> {
+    let clusters = units.div_ceil(SPLIT_UNITS);
+    let most = FEW_BLOCKS * multiprocessors / (groups * clusters).max(1);
+    let size = MOST_CLUSTER.min(units.next_power_of_two().max(2));
+    (most >= 2).then(|| (size.min(1 << most.ilog2()), clusters))
+}
+
+/// Whether and how that kernel takes this call: whole heads, units that lie in one page, nothing but the tokens' positions that
+/// hides keys, one token a sequence.
+fn few(device: &Device, op: &Attention, plan: &Plan) -> Option<Few> {
+    let (dim, heads) = (op.pages.head_dim, op.pages.heads);
+    let group = op.q_heads / heads;
+    let turned = op
+        .own
+        .is_none_or(|own| own.cos == 0 || own.rotated == 0 || own.rotated == dim);
+    let elements = (op.tokens * op.q_heads * dim).max(op.tokens * op.q_stride);
+    if plan.mode != Mode::Decode
+        || op.element >= FEW_ELEMENTS.len() as i32
+        || elements > i32::MAX as usize
+        || device.info.compute_capability.0 < 9
+        || !FEW_DIMS.contains(&dim)
+        || group > ROWS
+        || plan.tile_rows != group
+        || op.window > 0
+        || op.softcap > 0.0
+        || op.key_mask != 0
+        || !op.pages.page_size.is_multiple_of(UNIT)
+        || !turned
+    {
+        return None;
+    }
+    let multiprocessors = device.info.multiprocessors as usize;
+    let units = plan.key_limit.div_ceil(UNIT).max(1);
+    let (size, clusters) = few_clusters(op.tokens * heads, units, multiprocessors)?;
+    let many = 3 * op.tokens * heads > 4 * multiprocessors;
+    if (clusters > 1 && plan.part_slots == 0) || (many && op.pages.kind.key != Codec::F16) {
+        return None;
+    }
+    let shared = few_shared(op.pages.kind, dim, group, size);
+    (shared <= device.info.shared_bytes_per_block as usize).then_some(Few {
+        size,
+        clusters,
+        shared,
+    })
 }
 
 /// Of a prefill block's.
@@ -333,7 +426,12 @@ pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaEr
         tile_rows,
         dim,
         key_limit: if shared { keys } else { capacity },
-        tickets: if shared { groups * tile_tokens } else { 0 },
+        // One a token of a tile, or one for 64 dimensions of a row: what the kernels need.
+        tickets: if shared {
+            groups * tile_tokens.max(tile_rows * dim / 64)
+        } else {
+            0
+        },
     })
 }
 
@@ -355,6 +453,29 @@ pub unsafe fn attend(
     let device = Device::get(to.device)?;
     let (kind, dim) = (op.pages.kind, padded(op.pages.head_dim));
     let decode = plan.mode == Mode::Decode;
+    if let Some(few) = few(device, op, plan) {
+        let group = op.q_heads / op.pages.heads;
+        let kernel = few_name(
+            kind,
+            FEW_ELEMENTS[op.element as usize],
+            dim,
+            group.div_ceil(8),
+        );
+        let shift = few.size.trailing_zeros() as usize;
+        let mut argument = argument(op, plan, memory, (group, 1), shift)?;
+        argument.chunks = index32("clusters", few.clusters)?;
+        let launch = Launch {
+            kernel: &kernel,
+            grid: [op.tokens, op.pages.heads, few.size * few.clusters].map(|n| n as u32),
+            block: 128,
+            shared_bytes: few.shared as u32,
+            stream: to.stream,
+            programmatic: to.programmatic,
+        };
+        let arguments = &mut kernel_arguments![argument];
+        // SAFETY: the kernel takes this struct; validity is the caller's promise.
+        return unsafe { launch.run_in_clusters(device, few.size as u32, arguments) };
+    }
     let wide = !decode && is_wide(device, op, dim);
     let warps = if decode { 4 } else { prefill_warps(dim) };
     let (tile_heads, tile_tokens, head_tiles) = tile(op, if decode { 1 } else { warps });
@@ -481,12 +602,38 @@ mod tests {
     }
 
     #[test]
+    fn clusters_of_one_token_a_sequence() {
+        // An 8B Llama's 8 key heads on 132 multiprocessors: by keys, then by sequences of 512 keys.
+        let of_keys = |keys: usize| few_clusters(8, keys / UNIT, 132);
+        assert_eq!(of_keys(64), Some((2, 1)));
+        assert_eq!(of_keys(512), Some((8, 1)));
+        assert_eq!(of_keys(4352), Some((8, 9)));
+        assert_eq!(of_keys(8704), Some((4, 17)));
+        assert_eq!(of_keys(16896), Some((2, 33)));
+        assert_eq!(of_keys(32768), None);
+        let of_batch = |batch: usize| few_clusters(8 * batch, 8, 132);
+        assert_eq!(of_batch(8), Some((8, 1)));
+        assert_eq!(of_batch(32), Some((2, 1)));
+        assert_eq!(of_batch(64), None);
+        for kind in KINDS {
+            for dim in FEW_DIMS {
+                for size in [2, 4, 8] {
+                    assert!(few_shared(kind, dim, ROWS, size) <= 99 * 1024);
+                }
+                assert!(few_shared(kind, dim, 4, 8) <= 45 * 1024);
+            }
+        }
+    }
+
+    #[test]
     fn names_and_padding() {
         assert_eq!(
             (padded(8), padded(96), padded(128), padded(136)),
             (64, 128, 128, 256)
         );
         assert_eq!(kernels("attention_decode_q6").len(), 6);
+        assert_eq!(kernels("attention_few_q6").len(), 8);
+        assert!(kernels("attention_few_q6").contains(&"attention_q6_bf16_64_few2".into()));
         assert_eq!(
             kernels("attention_prefill_q6"),
             [
