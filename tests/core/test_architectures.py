@@ -180,6 +180,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+@pytest.mark.covers("core.md: better-3.6.6")
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_families_that_transformers_does_not_have(
     name: str, lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -290,7 +291,7 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.covers("core.md: config", "core.md: rope")
+@pytest.mark.covers("core.md: better-2", "core.md: config", "core.md: rope")
 @pytest.mark.parametrize("name", sorted(SPELLINGS))
 def test_old_and_new_spelling_are_one_model(name: str, tmp_path: Path) -> None:
     architecture, *spellings = SPELLINGS[name]

@@ -36,7 +36,7 @@ def filled(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any, ba
     return cache
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core.md: better-8.3", "core.md: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_fields_and_footprint(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2) -> None:
     cache = cache_class(model, batch_size=3, max_seq_len=40)
@@ -66,7 +66,7 @@ def test_default_length_is_the_models(cache_class: type[ExLlamaV2CacheBase], mod
     assert cache_class(model).max_seq_len == 512
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core.md: better-8.3", "core.md: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_clone_keeps_class_content_and_length(
     cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any
@@ -96,7 +96,7 @@ def test_continuing_needs_the_same_content(cache_class: type[ExLlamaV2CacheBase]
     assert not torch.equal(fresh, continued)
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core.md: better-8.3", "core.md: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_copy_states_broadcasts_to_rows(cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any) -> None:
     source = filled(cache_class, model, lab, batch=1)
@@ -179,7 +179,7 @@ def test_get_kv_state_of_pages(model: ExLlamaV2, lab: Any) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core.md: better-8.3", "core.md: caches")
 def test_lazy_and_order_of_construction(lab: Any) -> None:
     model = ExLlamaV2(ExLlamaV2Config(lab.write()))
     with pytest.raises(errors.ModelStateError, match="lazy=True"):
@@ -245,7 +245,7 @@ def test_copy_from(model: ExLlamaV2, lab: Any) -> None:
         ExLlamaV2Cache_Q4(model, 2, 40, copy_from=cache)
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core.md: better-6.5.4-5", "core.md: caches")
 @pytest.mark.parametrize("head_dim", [8, 24, 80, 96])
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_any_head_dim(cache_class: type[ExLlamaV2CacheBase], head_dim: int, lab: Any) -> None:
@@ -257,7 +257,7 @@ def test_any_head_dim(cache_class: type[ExLlamaV2CacheBase], head_dim: int, lab:
     assert float((logits - expected)[..., :90].abs().max() / expected[..., :90].abs().max()) < tolerance
 
 
-@pytest.mark.covers("core.md: caches")
+@pytest.mark.covers("core.md: better-8.3", "core.md: caches")
 @pytest.mark.parametrize("cache_class", CLASSES)
 def test_roll_left_drops_the_oldest_token_of_every_tensor(
     cache_class: type[ExLlamaV2CacheBase], model: ExLlamaV2, lab: Any

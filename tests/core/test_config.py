@@ -16,6 +16,8 @@ from exl_core import ExLlamaV2, ExLlamaV2Config, errors
 from exl_core.architectures import KNOWN_TO_DIFFER, supported_architectures
 from exl_core.modules import build_modules
 
+pytestmark = pytest.mark.covers("core.md: config")
+
 
 def config_only(folder: Path, base: dict[str, Any], **changes: Any) -> ExLlamaV2Config:
     """Prepared without weight files; a value of ... removes the key."""
@@ -28,6 +30,7 @@ def config_only(folder: Path, base: dict[str, Any], **changes: Any) -> ExLlamaV2
     return config
 
 
+@pytest.mark.covers("core.md: better-2")
 def test_every_field_has_a_default() -> None:
     config = ExLlamaV2Config()
     for name in ExLlamaV2Config.__annotations__:
@@ -49,6 +52,7 @@ def test_fields_of_a_plain_llama(lab: Any, tmp_path: Path) -> None:
     assert config.generation_config is None
 
 
+@pytest.mark.covers("core.md: better-2")
 def test_generation_config_adds_eos_ids(lab: Any, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     config = config_only(tmp_path, lab.config)
@@ -74,6 +78,7 @@ def test_older_names_of_keys(lab: Any, tmp_path: Path) -> None:
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 8, 16)
 
 
+@pytest.mark.covers("core.md: better-2")
 def test_nested_text_config(lab: Any, tmp_path: Path) -> None:
     nested = {k: v for k, v in lab.config.items() if k != "architectures"}
     config = config_only(tmp_path, {"architectures": ["LlamaForCausalLM"], "text_config": nested})
@@ -104,6 +109,7 @@ def test_llama3_rope_in_old_and_new_spelling(lab: Any, tmp_path: Path, spelling:
     assert (settings.method, settings.original_max_positions, settings.high_freq_factor) == ("llama3", 256, 4)
 
 
+@pytest.mark.covers("core.md: better-5.5-tables")
 def test_linear_scaling_and_ntk(lab: Any, tmp_path: Path) -> None:
     config = config_only(tmp_path, lab.config, rope_scaling={"type": "linear", "factor": 4.0})
     config.scale_alpha_value = 2.0
@@ -112,6 +118,7 @@ def test_linear_scaling_and_ntk(lab: Any, tmp_path: Path) -> None:
     assert (settings.position_scale, settings.alpha) == (4.0, 2.0)
 
 
+@pytest.mark.covers("core.md: better-3.6.4")
 @pytest.mark.parametrize(
     ("arch", "keys", "windows"),
     [
@@ -173,6 +180,7 @@ def test_prepare_twice_reads_again(lab: Any, tmp_path: Path) -> None:
     assert (config.vocab_size, config.max_seq_len, config.scale_pos_emb) == (64, 512, 1.0)
 
 
+@pytest.mark.covers("core.md: better-3.6.5")
 def test_unknown_architecture_is_refused_with_the_list(lab: Any, tmp_path: Path) -> None:
     with pytest.raises(errors.UnsupportedArchitectureError) as e:
         config_only(tmp_path, lab.config, architectures=["LamaForCausalLM"])
@@ -193,6 +201,7 @@ def test_unknown_architecture_on_request(lab: Any, tmp_path: Path) -> None:
         config.prepare(no_tensors=True)
 
 
+@pytest.mark.covers("core.md: better-3.6.5")
 @pytest.mark.parametrize("name", sorted(KNOWN_TO_DIFFER))
 def test_known_families_without_code_are_not_loaded_as_llama(lab: Any, tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**lab.config, "architectures": [name]}))
@@ -204,6 +213,7 @@ def test_known_families_without_code_are_not_loaded_as_llama(lab: Any, tmp_path:
             config.prepare(no_tensors=True)
 
 
+@pytest.mark.covers("core.md: better-2")
 def test_first_supported_of_several_architectures(lab: Any, tmp_path: Path) -> None:
     config = config_only(tmp_path, lab.config, architectures=["FalconForCausalLM", "MistralForCausalLM"])
     assert config.architecture == "MistralForCausalLM"
@@ -273,6 +283,7 @@ def test_missing_folder_file_and_model_dir(tmp_path: Path) -> None:
         ExLlamaV2Config().prepare()
 
 
+@pytest.mark.covers("core.md: better-2")
 def test_errors_are_the_builtin_kinds_that_users_catch() -> None:
     assert issubclass(errors.ConfigError, ValueError)
     assert issubclass(errors.ConfigFileError, FileNotFoundError)

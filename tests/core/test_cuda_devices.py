@@ -115,6 +115,7 @@ def test_matrices_cut_over_two_gpus(lab: Any, monkeypatch: pytest.MonkeyPatch, k
     assert allocated(1) - start < KEPT
 
 
+@pytest.mark.covers("core.md: better-9.6-load")
 @pytest.mark.parametrize("kind", ["exl2", "float"])
 def test_planned_bytes_are_those_of_torch(lab: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     sizes = {**SIZES, "hidden_size": 1024, "intermediate_size": 2816, "max_position_embeddings": 4096}

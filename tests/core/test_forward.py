@@ -55,6 +55,7 @@ def test_modules_and_their_places(model: ExLlamaV2) -> None:
     assert not model.is_quant()
 
 
+@pytest.mark.covers("core.md: better-4.6")
 def test_logits_are_float32_with_padding_columns(model: ExLlamaV2, ids: torch.Tensor) -> None:
     logits = model.forward(ids, cache_for(model))
     assert logits.shape == (2, 30, 96)
@@ -95,6 +96,7 @@ def test_last_state(lab: Any, ids: torch.Tensor) -> None:
     assert torch.equal(state, state3)
 
 
+@pytest.mark.covers("core.md: better-6.5.1")
 def test_a_future_token_changes_nothing_before_it(model: ExLlamaV2, ids: torch.Tensor) -> None:
     changed = ids.clone()
     changed[:, 20] = (changed[:, 20] + 1) % 90
@@ -104,6 +106,7 @@ def test_a_future_token_changes_nothing_before_it(model: ExLlamaV2, ids: torch.T
         assert not torch.equal(a[:, 20:], b[:, 20:])
 
 
+@pytest.mark.covers("core.md: better-6.5.3")
 def test_masked_keys_are_not_seen(model: ExLlamaV2, ids: torch.Tensor) -> None:
     changed = ids.clone()
     changed[0, :4] = 7
@@ -167,6 +170,7 @@ def test_max_output_len(lab: Any, ids: torch.Tensor) -> None:
     assert model.forward(ids, cache_for(model), preprocess_only=True) is None
 
 
+@pytest.mark.covers("core.md: better-7.4")
 def test_abort(lab: Any, ids: torch.Tensor) -> None:
     model = lab.load(lab.write(), max_input_len=10, max_batch_size=2)
     event = threading.Event()
@@ -191,6 +195,7 @@ def test_abort(lab: Any, ids: torch.Tensor) -> None:
     torch.testing.assert_close(rest, whole[:, 10:])
 
 
+@pytest.mark.covers("core.md: better-7.4")
 def test_int32_ids_and_pad_ids(model: ExLlamaV2, ids: torch.Tensor) -> None:
     assert torch.equal(model.forward(ids.int()), model.forward(ids))
     padded = ids.clone()
@@ -269,6 +274,7 @@ def test_not_loaded(lab: Any, ids: torch.Tensor) -> None:
         model.modules_dict["lm_head"].get_weight_tensor_dq()
 
 
+@pytest.mark.covers("core.md: better-7.4")
 @pytest.mark.parametrize("bad", [90, 95, 10**9, -2, -(2**40)])
 def test_token_ids_out_of_range(model: ExLlamaV2, ids: torch.Tensor, bad: int) -> None:
     cache = cache_for(model)
@@ -295,6 +301,7 @@ def test_malformed_ids(model: ExLlamaV2, bad: torch.Tensor) -> None:
         model.forward(bad)
 
 
+@pytest.mark.covers("core.md: better-5.5-tables", "core.md: better-7.4")
 def test_too_long_for_the_cache_and_the_model(lab: Any, model: ExLlamaV2) -> None:
     cache = cache_for(model, batch=1)
     model.forward(lab.ids(1, 60), cache)
@@ -317,6 +324,7 @@ def test_too_long_for_the_cache_and_the_model(lab: Any, model: ExLlamaV2) -> Non
         paged(short, roomy, lab.ids(1, 2), [[0, 1, 2]], [31])
 
 
+@pytest.mark.covers("core.md: better-7.4")
 def test_wrong_batch(model: ExLlamaV2, ids: torch.Tensor) -> None:
     with pytest.raises(errors.InputError, match="batch_size 1"):
         model.forward(ids, cache_for(model, batch=1))
@@ -362,11 +370,18 @@ def test_states_of_modules_that_do_not_exist(model: ExLlamaV2, ids: torch.Tensor
     assert sorted(found) == [0, last]
 
 
+@pytest.mark.covers("core.md: better-6.5.6")
 def test_attn_params_of_the_wrong_kind(model: ExLlamaV2, ids: torch.Tensor) -> None:
     with pytest.raises(errors.InputError, match="attn_params"):
         model.forward_chunk(ids, attn_params=object())
     with pytest.raises(errors.InputError, match="past_len"):
         model.forward_chunk(ids, cache_for(model), attn_params=AttentionParams(2, 30, -1))
+    with pytest.raises(errors.UnsupportedError, match="list of past lengths"):  # pages do that
+        AttentionParams(2, 30, [0, 4])  # type: ignore[arg-type]
+    paged = PagedParams(1, torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 0, 16, 10)
+    for padding in ({"input_mask": torch.zeros(1, 10)}, {"position_offsets": torch.zeros(1, 1, dtype=torch.int32)}):
+        with pytest.raises(errors.UnsupportedError, match="pages need no padding"):
+            model.forward_chunk(ids[:1, :10], ExLlamaV2Cache(model, max_seq_len=64), attn_params=paged, **padding)
 
 
 @pytest.mark.parametrize(
@@ -429,6 +444,7 @@ def test_bad_masks_and_offsets(model: ExLlamaV2, ids: torch.Tensor, arguments: d
         model.forward(ids, cache_for(model), **arguments)
 
 
+@pytest.mark.covers("core.md: better-7.4")
 def test_the_state_behind_the_final_norm(lab: Any) -> None:
     """return_last_state="normed": what the head reads, with logits, without them and with the last ones alone."""
     model = lab.load(lab.write())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_core import SeqTensor, Timer, errors
+
+pytestmark = pytest.mark.covers("core.md: helpers")
 
 
 @given(
@@ -60,6 +64,27 @@ def test_wrong_shapes() -> None:
         a.truncate(1)
     with pytest.raises(errors.ShapeError, match="seq_dim"):
         SeqTensor((2, 0), torch.int64, seq_dim=2)
+
+
+@pytest.mark.covers("core.md: import")
+def test_importing_changes_nothing_of_the_process() -> None:
+    """No thread counts, environment, random states, streams, output, log handlers or warnings' filters."""
+    script = """
+import json, logging, os, random, sys, warnings
+import torch
+def state():
+    return [torch.get_num_threads(), torch.get_num_interop_threads(), torch.get_default_dtype() is torch.float32,
+        dict(os.environ), torch.initial_seed(), random.getstate()[1][:8], len(logging.getLogger().handlers),
+        logging.getLogger().level, len(warnings.filters), torch.is_grad_enabled(), sys.getrecursionlimit(),
+        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()]
+torch.manual_seed(7)
+before = json.dumps(state())
+import exl_core
+assert json.dumps(state()) == before
+assert not torch.cuda.is_initialized()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_timer() -> None:

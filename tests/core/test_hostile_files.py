@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer, errors
 
+pytestmark = pytest.mark.covers("core.md: better-9.6-files", "core.md: safetensors")
+
 FIXTURE = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-fp16"
 quick = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -20,6 +20,8 @@ from exl_core.loading.sizes import module_tensors
 from exl_kernels.formats import gptq_dequantize, gptq_quantize
 from exl_kernels.safetensors_file import read_safetensors_header, write_safetensors
 
+pytestmark = pytest.mark.covers("core.md: loading")
+
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
@@ -58,6 +60,7 @@ def test_lazy_plans_and_modules_load_one_by_one(lab: Any) -> None:
         model.forward(lab.ids(1, 4))
 
 
+@pytest.mark.covers("core.md: better-9.6-load")
 def test_unload_and_load_again(lab: Any) -> None:
     model = lab.load(lab.write())
     ids = lab.ids(1, 12)
@@ -102,6 +105,36 @@ def test_fused_matrices_are_split(lab: Any, tmp_path: Path) -> None:
                 assert torch.equal(found, wanted)
             else:
                 assert float((found - wanted).abs().max()) < 0.1
+
+
+@pytest.mark.covers("core.md: better-3.6.6")
+def test_the_mlp_under_its_other_names(lab: Any, tmp_path: Path) -> None:
+    """`swiglu.w12`, gate above up, and `swiglu.w3`, with biases and without."""
+    for bias in (False, True):
+        config = {**lab.config, "mlp_bias": bias}
+        tensors = lab.random_tensors(config)
+        expected = lab.load(lab.write_model(tmp_path / f"split-{bias}", config, tensors))
+        for layer in range(2):
+            mlp = f"model.layers.{layer}.mlp."
+            for suffix in ("weight", *(["bias"] if bias else [])):
+                parts = [tensors.pop(f"{mlp}{p}_proj.{suffix}") for p in ("gate", "up")]
+                tensors[f"{mlp}swiglu.w12.{suffix}"] = torch.cat(parts)
+                tensors[f"{mlp}swiglu.w3.{suffix}"] = tensors.pop(f"{mlp}down_proj.{suffix}")
+        found = lab.load(lab.write_model(tmp_path / f"fused-{bias}", config, tensors))
+        assert (found.config.checkpoint_fused_mlp, expected.config.checkpoint_fused_mlp) == (True, False)
+        assert torch.equal(found.forward(lab.ids(1, 9)), expected.forward(lab.ids(1, 9)))
+
+
+@pytest.mark.covers("core.md: better-9.6-load")
+def test_bytes_loaded_are_known_in_a_callback(lab: Any) -> None:
+    """Progress by what it takes, beside the count of modules."""
+    model = ExLlamaV2(ExLlamaV2Config(lab.write(kind="exl2")))
+    seen: list[int] = []
+    model.load(callback=lambda index, total: seen.append(model.weight_bytes()))
+    assert seen == sorted(seen)
+    assert seen[0] == 0
+    assert seen[-1] == model.weight_bytes() > 0
+    assert len(set(seen)) == len(seen)
 
 
 def test_formats_may_be_mixed(lab: Any, tmp_path: Path) -> None:
@@ -238,6 +271,7 @@ BROKEN: dict[str, tuple[str, Damage, str]] = {
 }
 
 
+@pytest.mark.covers("core.md: better-9.6-files")
 @pytest.mark.parametrize("case", sorted(BROKEN))
 def test_broken_tensors_name_file_and_tensor_and_leave_nothing(lab: Any, tmp_path: Path, case: str) -> None:
     kind, damage, named = BROKEN[case]
@@ -288,6 +322,7 @@ def test_the_same_tensor_in_two_files(lab: Any) -> None:
         ExLlamaV2Config(folder)
 
 
+@pytest.mark.covers("core.md: better-9.6-files")
 def test_truncated_file_is_refused_before_loading(lab: Any) -> None:
     folder = lab.write()
     file = folder / "model.safetensors"
@@ -296,6 +331,7 @@ def test_truncated_file_is_refused_before_loading(lab: Any) -> None:
         ExLlamaV2Config(folder)
 
 
+@pytest.mark.covers("core.md: better-9.6-files")
 def test_file_truncated_after_prepare(lab: Any) -> None:
     folder = lab.write()
     model = ExLlamaV2(ExLlamaV2Config(folder))
@@ -305,7 +341,7 @@ def test_file_truncated_after_prepare(lab: Any) -> None:
     assert not any(m.loaded for m in model.modules)
 
 
-@pytest.mark.covers("core.md: loading")
+@pytest.mark.covers("core.md: better-9.6-files", "core.md: loading")
 def test_file_replaced_after_prepare(lab: Any) -> None:
     """Another file under the same name, even of the same size and layout, is not the one whose header was checked."""
     folder, other = lab.write(seed=1), lab.write(seed=2)
@@ -432,6 +468,7 @@ def test_device_variable(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             lab.load(folder)
 
 
+@pytest.mark.covers("core.md: better-9.6-load")
 def test_loading_and_dropping_many_times_holds_no_memory(lab: Any) -> None:
     folder = lab.write(hidden_size=256, intermediate_size=512, vocab_size=2048, kind="exl2")
 

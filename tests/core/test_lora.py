@@ -109,6 +109,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covers("core.md: better-14.4")
 @pytest.mark.parametrize("case", OPTIONS)
 def test_logits_are_peft_s(bench: Bench, ids: Tensor, case: str) -> None:
     folder = bench.adapter(**OPTIONS[case])
@@ -152,6 +153,7 @@ TIED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covers("core.md: better-14.4")
 @pytest.mark.parametrize("case", TIED)
 def test_adapters_of_a_model_whose_head_is_its_embedding(lab: Any, tmp_path: Path, ids: Tensor, case: str) -> None:
     """PEFT unties the two unless it is asked not to."""
@@ -219,6 +221,7 @@ def test_adapters_in_pages(bench: Bench, ids: Tensor) -> None:
     assert torch.equal(result["logits"][..., :90], bench.logits(ids, lora))
 
 
+@pytest.mark.covers("core.md: better-14.4")
 def test_quantized_model_with_the_adapter_of_the_float_model(lab: Any, ids: Tensor, tmp_path: Path) -> None:
     """EXL2 stores rows in another order: the adapter's matrices still meet the right features."""
     tensors = lab.random_tensors(lab.config)
@@ -296,6 +299,7 @@ RENAMES: dict[str, Callable[[str], str]] = {
 }
 
 
+@pytest.mark.covers("core.md: better-14.4")
 @pytest.mark.parametrize("case", RENAMES)
 def test_prefixes_of_wrappers(lab: Any, bench: Bench, ids: Tensor, tmp_path: Path, case: str) -> None:
     plain = ExLlamaV2Lora.from_directory(bench.model, hand_made(tmp_path / "plain", ALL))
@@ -315,6 +319,7 @@ def test_pytorch_archive_as_alpaca_saves_it(bench: Bench, ids: Tensor, tmp_path:
     )
 
 
+@pytest.mark.covers("core.md: better-14.4")
 def test_fused_modules_of_the_original_model(lab: Any, ids: Tensor, tmp_path: Path) -> None:
     """Phi-3 style: one adapter for qkv_proj and for gate_up_proj, split over the matrices here."""
     model = lab.load(lab.write())
@@ -396,6 +401,7 @@ REFUSED: dict[str, tuple[dict[str, Tensor], dict[str, Any], type[Exception], str
 }  # fmt: skip
 
 
+@pytest.mark.covers("core.md: better-14.4")
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_name(bench: Bench, tmp_path: Path, case: str) -> None:
     tensors, config, error, named = REFUSED[case]

@@ -20,7 +20,7 @@ from exl_core import (
     PagedParams,
 )
 
-pytestmark = pytest.mark.covers("core.md: loading")
+pytestmark = pytest.mark.covers("core.md: better-9.6-load", "core.md: loading")
 
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3}
 

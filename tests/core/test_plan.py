@@ -26,7 +26,7 @@ from exl_core.loading.memory import free_bytes
 from exl_core.loading.plan import plan
 from exl_kernels.safetensors_file import write_safetensors
 
-pytestmark = pytest.mark.covers("core.md: loading")
+pytestmark = pytest.mark.covers("core.md: better-9.6-load", "core.md: loading")
 
 MIDDLE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "vocab_size": 2048}
 WEIGHTS = 0.02  # tolerance for small matrices; models beyond 100 MB: 1 % on the CPU, 3.5 % on a GPU

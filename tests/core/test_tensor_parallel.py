@@ -63,6 +63,7 @@ def ids(lab: Any) -> Tensor:
 EVEN2, EVEN3, UNEVEN = [8.0, 8.0], [8.0, 8.0, 8.0], [4.0, 14.0, 2.0]
 
 
+@pytest.mark.covers("core.md: better-10.4")
 @pytest.mark.parametrize("shares", [EVEN2, EVEN3, UNEVEN], ids=["two", "three", "uneven"])
 @pytest.mark.parametrize("kind", ["float", "exl2", "gptq-act-order"])
 @pytest.mark.parametrize("mode", ["int8", "exact"])

@@ -19,7 +19,7 @@ from exl_core.vision.preprocess import output_size, preprocess
 from exl_core.vision.tower import BUILT_TOWERS
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.covers("core.md: multimodal")
+pytestmark = pytest.mark.covers("core.md: better-12.5", "core.md: multimodal")
 
 TEXT = {
     "model_type": "mistral",

@@ -30,7 +30,7 @@ transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
 from vision_models import END, FAMILIES, IMAGE, QWEN, START, VIDEO, VOCAB, Pair, error, make_pair, picture  # noqa: E402
 
-pytestmark = [pytest.mark.covers("core.md: multimodal-other", "generators.md: 57-mrope")]
+pytestmark = [pytest.mark.covers("core.md: better-12.5", "core.md: multimodal-other", "generators.md: 57-mrope")]
 
 TOLERANCE = 2e-3  # the bar; measured below 1e-4
 FIRST, MIDDLE, LAST = [1, 20, 21], [30, 31, 32], [40, 41, 42, 43, 44, 45, 46, 47]

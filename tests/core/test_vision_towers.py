@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
 from vision_models import FAMILIES, GEMMA_PROCESSOR, QWEN, QWEN_PROCESSOR, Pair, error, make_pair, picture  # noqa: E402
 
-pytestmark = [pytest.mark.covers("core.md: multimodal-other")]
+pytestmark = [pytest.mark.covers("core.md: better-3.6.6", "core.md: better-12.5", "core.md: multimodal-other")]
 
 # Both sides compute in float32, in other orders; 2e-3 is the bar for logits, rows come far closer.
 TOLERANCE = 2e-5

@@ -31,6 +31,8 @@ __all__ = ["CPU_MATMUL_MODES", "ExLlamaV2Config"]
 log = logging.getLogger(__name__)
 
 SCALES = ("scale_emb", "embedding_multiplier", "scale_depth", "residual_multiplier", "logit_scale", "logits_scaling")
+# The MLP as some files of the Llama kind hold it: gate above up, and down (spec core.md 3.3).
+SWIGLU = ((".mlp.swiglu.w12.", ".mlp.gate_up_proj."), (".mlp.swiglu.w3.", ".mlp.down_proj."))
 CPU_MATMUL_MODES = ("int8", "exact")
 VOCAB_PADDING = 32  # logits have this many columns' granularity
 # Far beyond any published model; a file that asks for more is damaged or hostile, and costs no memory.
@@ -143,7 +145,7 @@ class ExLlamaV2Config:
     gptq_bits: int = 4
     gptq_group_size: int | None = None
     checkpoint_offset_qzeros: bool = False
-    checkpoint_fused_mlp: bool = False
+    checkpoint_fused_mlp: bool = False  # the files hold gate and up in one matrix `mlp.swiglu.w12`
     checkpoint: Checkpoint | None = None
 
     def __init__(self, model_dir: str | os.PathLike[str] | None = None) -> None:
@@ -446,21 +448,24 @@ class ExLlamaV2Config:
     # --------------------------------------------------------------------------------------------------- weight files
 
     def _scan_tensors(self, folder: Path) -> None:
-        self.checkpoint = Checkpoint.scan(folder, self.arch.map_key)
+        self.checkpoint_fused_mlp = False
+        self.checkpoint = Checkpoint.scan(folder, self._map_key)
         self.tensor_file_map = {name: str(t.path) for name, t in self.checkpoint.tensors.items()}
         self.tensor_files = [str(f) for f in self.checkpoint.files]
-        self.checkpoint_fused_mlp = (
-            "model.layers.0.mlp.swiglu.w12.weight" in self.checkpoint.tensors
-            and "model.layers.0.mlp.down_proj.weight" not in self.checkpoint.tensors
-        )
-        if self.checkpoint_fused_mlp:
-            raise UnsupportedError(f"{folder}: swiglu-fused MLP weights (mlp.swiglu.w12) are not built in this version")
         marker = {"exl2": ".q_weight", "gptq": ".qweight"}.get(self.quant_method or "")
         if marker is not None and not any(name.endswith(marker) for name in self.checkpoint.tensors):
             log.warning("%s says quant_method %s, but no tensor ends with %s", folder, self.quant_method, marker)
         for alternatives in self._expected_keys():
             if not any(self.checkpoint.has_module(key) for key in alternatives):
                 raise MissingTensorError(f"{folder}: Could not find {alternatives[0]}.* in model")
+
+    def _map_key(self, name: str) -> str:
+        """The name under which a tensor of the files is looked up."""
+        for old, new in SWIGLU:
+            if old in name:
+                self.checkpoint_fused_mlp = True
+                name = name.replace(old, new)
+        return self.arch.map_key(name)
 
     def _expected_keys(self) -> Iterator[list[str]]:
         """Alternatives for each module that must be there; one by one, since a hostile file may ask for millions."""
