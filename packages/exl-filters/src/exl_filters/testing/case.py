@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -13,7 +14,11 @@ from exl_filters.testing.languages import Language
 from exl_filters.tokens import FedToken
 from exl_filters.vocabulary import Vocabulary
 
-__all__ = ["Broken", "Case", "Observed"]
+__all__ = ["Broken", "Case", "Observed", "shown_context"]
+
+# One walk in so many goes deep, up to so many tokens.
+DEEP = 6
+MOST_DEEP = 48
 
 Factory = Callable[[Vocabulary], Any]
 Observed = tuple[frozenset[int] | None, frozenset[int]]
@@ -48,20 +53,30 @@ class Case:
         self.record: list[str] = []
         self._names: dict[int, str] = {}
         self._kept: list[Any] = []
+        # Whether the last walk came to an end.
+        self.over = False
 
     # Doing.
 
-    def make(self, prefix: str | bytes | None = "", *, vocabulary: Vocabulary | None = None) -> Any:
+    def make(
+        self,
+        prefix: str | bytes | None = "",
+        *,
+        vocabulary: Vocabulary | None = None,
+        context: FilterContext | None = None,
+    ) -> Any:
         """A fresh filter, attached and begun."""
         vocabulary = vocabulary or self.vocabulary
         f = self.factory(vocabulary)
         self.name(f, f"make({'vocab' if vocabulary is self.vocabulary else 'other_vocab'})")
         if callable(getattr(f, "attach", None)):
-            f.attach(
-                self.context
-                if vocabulary is self.vocabulary
-                else FilterContext.make(vocabulary.size, vocabulary.stop_ids, vocabulary.special_ids)
-            )
+            if context is not None:
+                self.note(f"{self.of(f)}.attach({shown_context(context)})")
+            elif vocabulary is self.vocabulary:
+                context = self.context
+            else:
+                context = FilterContext.make(vocabulary.size, vocabulary.stop_ids, vocabulary.special_ids)
+            f.attach(context)
         self.begin(f, prefix)
         return f
 
@@ -89,19 +104,70 @@ class Case:
         return copy
 
     def walk(self, f: Any, most: int = 8, *, least: int = 0) -> list[int]:
-        """Feed up to `most` permitted tokens, ending early where the filter or the text ends; the tokens fed."""
+        """Feed up to `most` permitted tokens, ending early where the filter or the text ends; the tokens fed.
+
+        One walk in DEEP is longer, and along a sentence of the language: what goes wrong deep in texts, or near the end
+        of long ones, is found there.
+        """
         path: list[int] = []
+        if self.draw(st.integers(1, DEEP)) == DEEP:
+            return self.stride(f)
+        self.over = False
         length = self.draw(st.integers(least, most))
         while len(path) < length:
             token = self.choose(f)
             if token is None:
                 break
-            terminal = self.is_terminal(f, token)
+            self.over = self.is_terminal(f, token)
             self.feed(f, token)
             path.append(token)
-            if terminal:
+            if self.over:
                 break
         return path
+
+    def stride(self, f: Any, *, to_the_end: bool = False) -> list[int]:
+        """Feed up to MOST_DEEP permitted tokens: some spelling of a sentence, then what comes; the tokens fed.
+
+        Two in three stop at most a few bytes before the end of the sentence; all at it, if so told.
+        """
+        path: list[int] = []
+        self.over = False
+        rng = random.Random(self.draw(st.integers(0, 255)))
+        sentence: bytes = self.draw(self.language.sentences) if self.language is not None else b""
+        length, done = rng.randint(1, MOST_DEEP), 0
+        until = -1
+        if sentence and (to_the_end or rng.random() < 2 / 3):
+            until = len(sentence) - (0 if to_the_end else rng.choice([0, 1, 1, 2, 2, 3]))
+        while len(path) < (length if until < 0 else MOST_DEEP) and done != until:
+            allowed, ends = self.next(f)
+            spelled = self.spellings(sentence[:until] if done < until else sentence, done) - self.stops
+            tokens = sorted(spelled if allowed is None else spelled & allowed)
+            if not tokens:
+                if not path:
+                    break
+                done = len(sentence)
+                tokens = self.ordinary() if allowed is None else sorted(allowed - self.stops)
+            if not tokens:
+                break
+            token = rng.choice(tokens)
+            self.feed(f, token)
+            path.append(token)
+            done += len(self.vocabulary.bytes_of(token))
+            self.over = token in ends
+            if self.over:
+                break
+        return path
+
+    def spellings(self, text: bytes, position: int) -> frozenset[int]:
+        """Ids whose bytes `text` continues with at `position`."""
+        found: list[int] = []
+        trie, node = self.vocabulary.trie, 0
+        for byte in text[position : position + 400]:
+            node = trie.child(node, byte)
+            if node < 0:
+                break
+            found.extend(trie.exact(node))
+        return frozenset(found)
 
     def choose(self, f: Any, *, stops: bool = False) -> int | None:
         """A permitted token, ordinary unless `stops`; None when there is none."""
@@ -124,6 +190,11 @@ class Case:
         return self.data.draw(strategy)
 
     # Asking.
+
+    def ended(self, f: Any) -> bool:
+        """Whether the filter says that it has ended."""
+        ended = getattr(f, "ended", None)
+        return bool(callable(ended) and ended())
 
     def can(self, f: Any, capability: str) -> bool:
         return capability in self.capabilities or overrides(f, capability)
@@ -182,6 +253,11 @@ class Case:
             f"f.attach(FilterContext.make({v.size}, {sorted(v.stop_ids)}))",
         ]
         return "\n".join([*lines, *_without_repeats(self.record)])
+
+
+def shown_context(context: FilterContext) -> str:
+    stops, specials = sorted(context.stop_ids), sorted(context.special_ids)
+    return f"FilterContext.make({context.vocab_size}, {stops}, {specials})"
 
 
 def _tokens_source(tokens: list[bytes | None]) -> str:

@@ -49,7 +49,7 @@ def complete(case: Case) -> None:
     f = case.make()
     path = case.walk(f, 6)
     allowed, _ = case.next(f)
-    if allowed is None or _ended(case, f):
+    if allowed is None or case.ended(f):
         return
     text = case.text(path)
     for token in case.ordinary():
@@ -69,7 +69,7 @@ def reach(case: Case) -> None:
     done = 0
     ended_by_token = False
     while done < len(sentence):
-        options = _spellings(case.vocabulary, sentence, done) - case.stops
+        options = case.spellings(sentence, done) - case.stops
         if not options:
             return  # a vocabulary without all bytes
         token = case.draw(st.sampled_from(sorted(options)))
@@ -83,11 +83,11 @@ def reach(case: Case) -> None:
         ended_by_token = token in ends
         case.feed(f, token)
         done += len(case.vocabulary.bytes_of(token))
-        if (ended_by_token or _ended(case, f)) and done < len(sentence):
+        if (ended_by_token or case.ended(f)) and done < len(sentence):
             case.expect(False, f"the constraint ended at {sentence[:done]!r}, before {sentence!r}")
     allowed, _ = case.next(f)
     case.expect(
-        ended_by_token or _ended(case, f) or allowed is None or bool(allowed & case.stops),
+        ended_by_token or case.ended(f) or allowed is None or bool(allowed & case.stops),
         f"after the whole sentence {sentence!r} the filter is neither at its end nor offers a stop token",
     )
 
@@ -119,8 +119,10 @@ def stop_only_when_whole(case: Case) -> None:
 def whole_may_stop(case: Case) -> None:
     language = _language(case)
     f = case.make()
-    path: list[int] = []
-    for _ in range(case.draw(st.integers(0, 8))):
+    path = case.walk(f, 5)
+    if case.over or case.ended(f):
+        return
+    for _ in range(case.draw(st.integers(1, 4))):
         allowed, ends = case.next(f)
         if allowed is None:
             return
@@ -132,8 +134,8 @@ def whole_may_stop(case: Case) -> None:
         case.feed(f, token)
         path.append(token)
         if token in ends and overrides(f, "ended"):
-            case.expect(_ended(case, f), f"the end token {case.show_id(token)} was fed and ended() is false")
-        if token in ends or _ended(case, f):
+            case.expect(case.ended(f), f"the end token {case.show_id(token)} was fed and ended() is false")
+        if token in ends or case.ended(f):
             return
 
 
@@ -141,7 +143,7 @@ def whole_may_stop(case: Case) -> None:
 def termination(case: Case) -> None:
     f = case.make()
     case.walk(f, 5)
-    if _ended(case, f):
+    if case.ended(f):
         return
     # By turns the shallowest state and the narrowest one: an end nearby is found by the first, the end of a long forced
     # text by the second. A closed set of states without an end is a trap, and so is a chain of MAX_CHAIN tokens from
@@ -204,11 +206,11 @@ def tokenization_invariance(case: Case) -> None:
         return
     one, other = case.make(), case.make()
     path = case.walk(one, 6, least=2)
-    if _ended(case, one):
+    if case.ended(one):
         return
     text, done = case.text(path), 0
     while done < len(text):
-        options = _spellings(case.vocabulary, text, done) - case.stops
+        options = case.spellings(text, done) - case.stops
         if not options:
             return
         token = max(options, key=lambda i: len(case.vocabulary.bytes_of(i)))
@@ -309,7 +311,7 @@ def _permitted(case: Case, text: bytes) -> bool | None:
         allowed, ends = _sets(f.next())
         if allowed is None:
             return True
-        for token in sorted(_spellings(case.vocabulary, text, done) & (allowed - case.stops)):
+        for token in sorted(case.spellings(text, done) & (allowed - case.stops)):
             reached = done + len(case.vocabulary.bytes_of(token))
             if reached == len(text):
                 return True
@@ -318,18 +320,6 @@ def _permitted(case: Case, text: bytes) -> bool | None:
                 copy.feed(token)
                 todo.append((reached, copy))
     return None
-
-
-def _spellings(vocabulary: Vocabulary, text: bytes, position: int) -> frozenset[int]:
-    """Ids whose bytes `text` continues with at `position`."""
-    found: list[int] = []
-    node = 0
-    for byte in text[position : position + 400]:
-        node = vocabulary.trie.child(node, byte)
-        if node < 0:
-            break
-        found.extend(vocabulary.trie.exact(node))
-    return frozenset(found)
 
 
 def _different(case: Case, allowed: frozenset[int]) -> list[int]:
@@ -344,11 +334,6 @@ def _different(case: Case, allowed: frozenset[int]) -> list[int]:
     closing = [found[b][0] for b in CLOSERS if b in found]
     ways = [*closing, *(short for short, _ in found.values()), *(long for _, long in found.values())]
     return list(dict.fromkeys(ways))[:24] or sorted(allowed - case.stops)[:24]
-
-
-def _ended(case: Case, f: Any) -> bool:
-    ended = getattr(f, "ended", None)
-    return bool(callable(ended) and ended())
 
 
 def _sets(answer: Any) -> tuple[frozenset[int] | None, frozenset[int]]:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from exl_filters import bits
-from exl_filters.base import ExLlamaV2Filter
+from exl_filters.base import ExLlamaV2Filter, overrides
 from exl_filters.combine import AllOf
 from exl_filters.errors import FilterDeadEnd
 from exl_filters.foreign import copy_of_foreign
@@ -31,6 +31,7 @@ def _logits(case: Case, width: int) -> Any:
 def mask_equal(case: Case) -> None:
     f = case.make()
     case.walk(f, 5)
+    f = _elsewhere(case, f)
     allowed, _ = case.next(f)
     if allowed is None:
         return
@@ -44,6 +45,24 @@ def mask_equal(case: Case) -> None:
     case.equal(finite, allowed, "the mask leaves other ids than next() allows")
     kept = sorted(finite)
     case.expect(bool((out[kept] == before[kept]).all()), "the mask changed the value of an allowed entry")
+
+
+def _elsewhere(case: Case, f: Any) -> Any:
+    """Prepare a mask here, and leave it behind: in another state, or in a clone."""
+    f.prepare_logit_mask()
+    how = case.draw(st.sampled_from(["stay", "rewind", "begin", "clone", "feed"]))
+    if how == "clone":
+        return case.clone(f)
+    if how == "begin":
+        case.begin(f, "")
+    token = None if case.over or case.ended(f) else case.choose(f)
+    if how in ("feed", "rewind") and token is not None:
+        case.feed(f, token)
+        if how == "rewind" and overrides(f, "rewind"):
+            f.prepare_logit_mask()
+            case.note(f"{case.of(f)}.prepare_logit_mask(); rewind(1)")
+            f.rewind(1)
+    return f
 
 
 @law(17, "masking changes no state, is idempotent, and revives nothing", needs=["mask_logits"])
@@ -66,7 +85,11 @@ def mask_pure(case: Case) -> None:
 def bitmask(case: Case) -> None:
     f = case.make()
     width = bits.word_count(_width(case))
-    for _ in range(6):
+    if case.draw(st.booleans()):
+        case.walk(f, 5)
+        if case.over or case.ended(f):
+            return
+    for _ in range(4):
         allowed, ends = case.next(f)
         words = np.full(width, case.draw(st.sampled_from([0, -1, 0x5A5A5A5A])), dtype=np.int32)
         case.note(f"{case.of(f)}.fill_bitmask(int32[{len(words)}] of {int(words[0])})")

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from exl_filters import bits
 from exl_filters.base import ExLlamaV2Filter
+from exl_filters.context import FilterContext
 from exl_filters.errors import FilterError, FilterRejected
-from exl_filters.testing.case import Case
+from exl_filters.testing.case import Case, shown_context
 from exl_filters.testing.child import answers_elsewhere, traveller
 from exl_filters.testing.laws.law import law
 from exl_filters.tokens import FedToken
@@ -61,14 +63,29 @@ def observation_free(case: Case) -> None:
 
 @law(8, "begin() gives the state of a fresh instance")
 def begin_resets(case: Case) -> None:
-    used, fresh = case.make(), case.make()
+    used = case.make()
     path = case.walk(used)
     if case.draw(st.booleans()) and path:
         _tolerant_feed(case, used, min(case.stops, default=0))
+    _mask(used, case)
+    context = None
+    if callable(getattr(used, "attach", None)) and case.draw(st.booleans()):
+        # As when it is used again by another host, which stops on other ids.
+        v = case.vocabulary
+        stops = case.draw(st.sampled_from([v.stop_ids, frozenset({min(v.special_ids)}), v.special_ids]))
+        context = FilterContext.make(v.size, stops, v.special_ids)
+        case.note(f"{case.of(used)}.attach({shown_context(context)})")
+        used.attach(context)
     prefix = case.draw(PREFIXES)
     case.begin(used, prefix)
-    case.begin(fresh, prefix)
-    case.equal(case.next(used), case.next(fresh), f"begin({prefix!r}) after {len(path)} tokens is not a fresh begin")
+    fresh = case.make(prefix, context=context)
+    after = f"begin({prefix!r}) after {len(path)} tokens"
+    case.equal(_mask(used, case), _mask(fresh, case), f"the mask of {after} is not that of a fresh begin")
+    case.equal(case.next(used), case.next(fresh), f"{after} is not a fresh begin")
+    more = case.stride(used, to_the_end=True) if context is not None and not prefix else case.walk(used, 5)
+    for token in more:
+        case.feed(fresh, token)
+    case.equal(case.next(used), case.next(fresh), f"{len(more)} tokens behind {after}")
 
 
 @law(9, "an allowed token is never refused, as int or as tensor")
@@ -156,7 +173,11 @@ def rewind(case: Case) -> None:
     for _ in range(extra):
         case.feed(f, min(case.stops, default=-1))
     n = case.draw(st.integers(0, len(path)))
+    _mask(f, case)
     _rewind(case, f, n + extra)
+    if case.draw(st.booleans()):
+        # Asked first, so that it is not next() that brings the mask up to date.
+        case.equal(_mask(f, case), _mask(_at(case, path[: len(path) - n]), case), f"the mask after rewind({n + extra})")
     case.equal(case.next(f), trace[len(path) - n], f"after rewind({n + extra})")
     case.equal(_claims(f), claims[len(path) - n], f"ended() and is_complete() after rewind({n + extra})")
     for token in path[len(path) - n :]:
@@ -168,6 +189,25 @@ def rewind(case: Case) -> None:
         case.equal(case.next(f), trace[-1], "a refused rewind changed the state")
     else:
         case.expect(False, f"rewind({len(path) + 1}) after {len(path)} tokens was accepted")
+
+
+def _mask(f: Any, case: Case) -> tuple[bool, frozenset[int]] | None:
+    """What fill_bitmask() writes; None where the filter has none of its own."""
+    if not case.can(f, "fill_bitmask"):
+        return None
+    words = np.full(bits.word_count(case.vocabulary.size), -1, dtype=np.int32)
+    case.note(f"{case.of(f)}.fill_bitmask(int32[{len(words)}])")
+    spoke = bool(f.fill_bitmask(words))
+    return spoke, frozenset(bits.to_ids(words)) if spoke else frozenset()
+
+
+def _at(case: Case, path: list[int]) -> Any:
+    """A fresh filter behind these tokens."""
+    f = case.make()
+    for token in path:
+        case.next(f)
+        case.feed(f, token)
+    return f
 
 
 def _claims(f: Any) -> list[bool | None]:

@@ -4,9 +4,9 @@
 thing of it that some real filter got wrong.
 """
 
-from exl_filters.testing.zoo.plain import OPTIONS, ZOO, Mutant, Plain, mutants
+from exl_filters.testing.zoo.plain import LONG, OPTIONS, ZOO, Mutant, Plain, mutants
 
 # Importing the modules enters their mutants in ZOO.
-from exl_filters.testing.zoo import copies, states, texts  # isort: skip  # noqa: F401
+from exl_filters.testing.zoo import copies, deep, states, texts  # isort: skip  # noqa: F401
 
-__all__ = ["OPTIONS", "ZOO", "Mutant", "Plain", "mutants"]
+__all__ = ["LONG", "OPTIONS", "ZOO", "Mutant", "Plain", "mutants"]

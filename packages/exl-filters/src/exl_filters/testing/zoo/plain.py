@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,9 +15,10 @@ from exl_filters.registry import register
 from exl_filters.tokens import as_prefix, as_token
 from exl_filters.vocabulary import Vocabulary
 
-__all__ = ["OPTIONS", "ZOO", "Mutant", "Plain", "mutants"]
+__all__ = ["LONG", "OPTIONS", "ZOO", "Mutant", "Plain", "mutants"]
 
 OPTIONS = ["yes", "no", "no way", "é😀x"]
+LONG = ["the quick brown fox jumps over the lazy dog", "the cat", "the quick brown cat sleeps all day in the sun"]
 
 
 class Plain(ExLlamaV2Filter):
@@ -164,9 +165,10 @@ class Mutant:
     law: str
     kind: type[Plain]
     fault: str
+    options: tuple[str, ...] = tuple(OPTIONS)
 
     def __call__(self, vocabulary: Vocabulary) -> Plain:
-        return self.kind(None, vocabulary)
+        return self.kind(None, vocabulary, list(self.options))
 
     @property
     def name(self) -> str:
@@ -177,11 +179,11 @@ ZOO: list[Mutant] = []
 _K = type[Plain]
 
 
-def mutants(number: int, fault: str) -> Callable[[_K], _K]:
+def mutants(number: int, fault: str, options: Sequence[str] = OPTIONS) -> Callable[[_K], _K]:
     """Enter a broken filter under the law that catches it; registered by name, so that `spec` works."""
 
     def add(kind: _K) -> _K:
-        ZOO.append(Mutant(f"LAW-{number:02d}", kind, fault))
+        ZOO.append(Mutant(f"LAW-{number:02d}", kind, fault, tuple(options)))
         register(kind.__name__, kind, replace=True)
         return kind
 
