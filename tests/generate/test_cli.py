@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,13 @@ def test_info(exl) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = exl("info", MODEL)
     assert code == 0
     assert "down_proj" in out
+
+
+def test_info_takes_its_folder_as_other_commands_do(exl) -> None:  # type: ignore[no-untyped-def]
+    assert exl("info", "-m", MODEL)[:2] == exl("info", MODEL)[:2]
+    code, _, err = exl("info", MODEL, "--model", MODEL)
+    assert code == 1
+    assert "name one" in err
 
 
 def test_info_plans_where_the_model_goes(exl) -> None:  # type: ignore[no-untyped-def]
@@ -288,6 +296,23 @@ def test_an_interrupt_ends_the_text_not_the_accounting() -> None:
         assert "ended by cancelled" in err
 
 
+def test_further_interrupts_do_not_spoil_the_end() -> None:
+    """What libraries clean up when the interpreter ends is not broken into: no traceback behind the statistics."""
+    command = [sys.executable, "-m", "exl_generate", "generate", "Once upon a time", "-n", "1000", "--ban", "zzzz"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(30)
+    process.send_signal(signal.SIGINT)
+    told = process.stderr.readline()
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+    assert "new tokens" in told
+    assert "Traceback" not in process.stderr.read()
+    assert process.returncode == 130 or "cancelled" not in told  # quick machines may be done first
+
+
 # ---- what cannot be done is refused before it is begun ----
 
 
@@ -340,6 +365,14 @@ def test_without_a_number_the_context_is_the_limit(exl) -> None:  # type: ignore
     report = json.loads(exl("generate", "x = 1\n" * 480, "-m", MODEL, "--greedy", "--json")[1])
     assert report["prompt_tokens"] > 2048 - 200
     assert report["prompt_tokens"] + report["new_tokens"] <= 2048
+
+
+def test_a_conversation_that_cannot_be_saved_is_told(exl, chat_model: str) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = exl("chat", "-m", chat_model, "-n", "2", stdin="/save /nonexist/x.json\n/load /nonexist/x.json\n")
+    assert code == 0
+    assert "/nonexist/x.json: cannot write the conversation to it (No such file or directory)" in err
+    assert "cannot read a conversation from it" in err
+    assert "Errno" not in err.splitlines()[0]
 
 
 def test_a_history_that_cannot_be_written_is_told_and_shown(exl, chat_model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

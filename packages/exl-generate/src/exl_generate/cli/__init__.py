@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -18,8 +20,12 @@ def main() -> None:
         try:
             app()
         finally:
+            # Last in, first out: a second Ctrl-C does not break into what the libraries clean up at the end.
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
             sys.stdout.flush()
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # behind the terminal's ^C
         sys.exit(130)
     except BrokenPipeError:
         _reader_gone()

@@ -163,6 +163,9 @@ def info(
     folder: Annotated[
         Path | None, typer.Argument(help="Model folder. Default: the bundled model.", show_default=False)
     ] = None,
+    model: Annotated[
+        Path | None, typer.Option("-m", "--model", help="The same, as other commands take it.", show_default=False)
+    ] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Also show where the model would go, and the largest context that fits.")
     ] = False,
@@ -177,11 +180,15 @@ def info(
     code 1 when the plan does not fit."""
     from exl_generate.cli import info as command
 
+    if folder is not None and model is not None:
+        from exl_generate.errors import RequestError
+
+        raise RequestError(f"two model folders, {folder} and --model {model}: name one")
     if not plan and (cache or cache_tokens):
         from exl_generate.errors import RequestError
 
         raise RequestError("--cache and --cache-tokens say what to plan with: add --plan")
-    raise typer.Exit(command.run(folder, json_, cache or "fp16" if plan else None, cache_tokens))
+    raise typer.Exit(command.run(folder or model, json_, cache or "fp16" if plan else None, cache_tokens))
 
 
 @app.command()

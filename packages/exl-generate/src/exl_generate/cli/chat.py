@@ -265,7 +265,9 @@ def _command(talk: Conversation, line: str) -> str | None:
     elif name in ("/save", "/load") and rest:
         try:
             talk.save(Path(rest)) if name == "/save" else talk.load(Path(rest))
-        except (OSError, RequestError) as error:
+        except OSError as error:
+            print(f"{rest}: cannot write the conversation to it ({error.strerror})", file=sys.stderr)
+        except RequestError as error:
             print(error, file=sys.stderr)
     else:
         print(HELP if name == "/help" else f"unknown command {name}\n{HELP}", file=sys.stderr)

@@ -89,11 +89,11 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
         decode_special_tokens=options.special,
         loras=loaded.adapters(options.loras),
     )
-    if echo and not as_json:
-        _write(text)
-    generator.enqueue(job)
     last: dict[str, Any] = {}
     with interruptible() as interrupted:
+        if echo and not as_json:
+            _write(text)
+        generator.enqueue(job)
         while generator.num_remaining_jobs():
             if interrupted.is_set():
                 generator.cancel(job)

@@ -17,6 +17,7 @@ from exl_generate.dynamic.runner import Runner
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.dynamic.speculation import Drafter, ModelDrafter, NgramDrafter
+from exl_generate.dynamic.tenancy import taken
 from exl_generate.dynamic.workers import filter_pool
 from exl_generate.errors import JobStateError, RequestError
 from exl_generate.interrupts import Unbroken
@@ -38,8 +39,9 @@ class ExLlamaV2DynamicGenerator:
     "filter_dead_end", with `exception`) and disturbs no other. `enqueue`, `cancel`, `iterate` and `generate` may be
     called from any thread; one call works at a time.
 
-    The cache belongs to this generator while it lives: what another one, or a `forward` of your own, writes into its
-    pages is not noticed, and reused as if it were this one's.
+    The cache is this generator's while its jobs are queued or running: `enqueue` of another one on the same cache
+    raises `JobStateError` until they have ended. Taking turns is safe, but nothing stays cached over it. What a
+    `forward` of your own writes into the cache is not noticed; call `reset_page_table` behind it.
 
     A Ctrl-C is raised when the round is over, and however many come, none loses or doubles a token: the next call goes
     on. From the second one on they break into what may take long: into a filter or hook, which ends its job, and into a
@@ -96,6 +98,8 @@ class ExLlamaV2DynamicGenerator:
         self.max_chunk_size = limits.max_chunk_size
         self.max_q_size = max_q_size
         self.padded_vocab_size = -(-model.config.vocab_size // 32) * 32
+        #: whether another generator on the same cache ends this one's jobs rather than being refused
+        self.yields_cache = False
         #: adapters of jobs that name none of their own
         self.current_loras: list[Any] = []
         self.page_table = PageTable(limits.num_pages, limits.page_size)
@@ -110,6 +114,8 @@ class ExLlamaV2DynamicGenerator:
             self._deliver,
             filter_pool if filter_background_eval else None,
         )
+        self._caches = [cache] if draft_cache is None else [cache, draft_cache]
+        self._in_round = False
         self._sinks: dict[ExLlamaV2DynamicJob, list[Result]] = {}
         self._outbox: list[Result] = []
         self._lock = threading.RLock()
@@ -167,7 +173,7 @@ class ExLlamaV2DynamicGenerator:
         try:
             with Unbroken() as section:
                 with section.holding(self._lock):
-                    self._engine.step()
+                    self._step()
                 section.hand_on()
                 with section.holding(self._lock):
                     taken, self._outbox = self._outbox, []
@@ -259,6 +265,28 @@ class ExLlamaV2DynamicGenerator:
         """What stands before the first page of every sequence under these adapters."""
         return namespace_digest([type(self.cache).__name__, *adapter_names(loras)])
 
+    def leave_caches(self) -> None:
+        """As `Tenant`: another generator queues jobs on a cache of this one."""
+        if not self._lock.acquire(blocking=False):
+            raise JobStateError("another generator works in this cache just now, in another thread; wait for it")
+        try:
+            jobs = [*self._scheduler.pending, *self._scheduler.active]
+            if jobs and (self._in_round or not self.yields_cache):
+                raise JobStateError(
+                    f"another generator has {len(jobs)} jobs in this cache; let them end or cancel them first, or make "
+                    "a cache for each generator"
+                )
+            for job in jobs:
+                self._deliver([job.fail(JobStateError("another generator has taken the cache; begin again"))])
+                self._drop(job)
+        finally:
+            self._lock.release()
+
+    def forget_pages(self) -> None:
+        """As `Tenant`: another generator has written into a cache of this one, which had no jobs meanwhile."""
+        with self._lock:
+            self.page_table.reset()
+
     def print_page_list(self, short: bool = True) -> None:
         """One character a page: its number of users (+ beyond 9), . for none. With `short` off, one line a page."""
         pages = self.page_table.pages
@@ -292,14 +320,15 @@ class ExLlamaV2DynamicGenerator:
                     job.attach(self, serial)
                     self._scheduler.check(job)
                 section.hand_on()
+                with taken(self, self._caches):
+                    self.job_serial += len(jobs)
+                    if sink is not None:
+                        self._sinks.update((job, sink) for job in jobs)
+                    self._scheduler.add(jobs)
             except BaseException:
                 for job in attached:
                     job.forget_generator()
                 raise
-            self.job_serial += len(jobs)
-            if sink is not None:
-                self._sinks.update((job, sink) for job in jobs)
-            self._scheduler.add(jobs)
             return [job.serial_number for job in jobs if job.serial_number is not None]
 
     def _check(self, job: ExLlamaV2DynamicJob) -> None:
@@ -320,6 +349,13 @@ class ExLlamaV2DynamicGenerator:
             bad = ids[(ids < 0) | ((ids >= vocab) & (ids < EMBEDDING_INDEX))]
             if len(bad):
                 raise RequestError(f"input_ids holds token id {int(bad[0])}; the vocabulary has ids 0 to {vocab - 1}")
+
+    def _step(self) -> None:
+        was, self._in_round = self._in_round, True
+        try:
+            self._engine.step()
+        finally:
+            self._in_round = was
 
     def _deliver(self, results: list[Result]) -> None:
         for result in results:
@@ -350,7 +386,7 @@ class ExLlamaV2DynamicGenerator:
                     if abort_event is not None and abort_event.is_set():
                         return False  # an event that is set when the last token is there already takes nothing away
                     with section.holding(self._lock):
-                        self._engine.step()
+                        self._step()
                         self._hand_over(sink, take)
                     section.hand_on()
                 with section.holding(self._lock):  # a round of another thread may have ended the last of them

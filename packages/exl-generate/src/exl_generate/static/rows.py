@@ -17,6 +17,11 @@ class OneRow:
         self.max_seq_len = cache.batch_size * cache.max_seq_len
         self.current_seq_len = 0
 
+    @property
+    def underlying(self) -> Any:
+        """The cache itself, whose memory this shows."""
+        return self._cache
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 

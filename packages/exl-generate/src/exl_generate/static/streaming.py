@@ -28,7 +28,8 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     """Streams one request: `set_stop_conditions`, `begin_stream_ex`, then `stream_ex` until `eos`.
 
     What an earlier request computed is reused wherever the new ids begin alike. The stream ends by itself where
-    model or cache are full. A draft model without `draft_cache` gets an FP16 cache of the main cache's size.
+    model or cache are full. A draft model without `draft_cache` gets an FP16 cache of the main cache's size. A stream
+    between two calls ends with `JobStateError` when another generator takes the cache.
     """
 
     def __init__(
@@ -240,9 +241,11 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             drafts = self.num_speculative_tokens
             kw = {"draft_model": self.draft_model, "draft_cache": OneRow(self.draft_cache), "num_draft_tokens": drafts}
         most = kw.get("num_draft_tokens", 0) + 1
-        return ExLlamaV2DynamicGenerator(
+        engine = ExLlamaV2DynamicGenerator(
             self.model, OneRow(self.cache), self.tokenizer, page_size=page_size_of(self.cache), max_q_size=most, **kw
         )
+        engine.yields_cache = True  # a stream that is left unfinished keeps nobody out
+        return engine
 
     def _close(self) -> None:
         """Give up the current stream; what it computed stays reusable."""
@@ -282,15 +285,16 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
                 "ban_tokens does not go with drafting, which is ahead of the call; use banned_strings"
             )
         job.avoided = bans
-        if len(self._results) <= at and job.is_finished:
-            raise JobStateError("the stream has ended; begin a new one")
         while len(self._results) <= at:
+            over = job.is_finished
             with Unbroken():
                 before = (job.new_tokens, job.drafted_tokens, job.accepted_draft_tokens)
                 self._pull(engine)
                 self.total_tokens += max(0, job.new_tokens - before[0])
                 self.total_draft_tokens += job.drafted_tokens - before[1]
                 self.accepted_draft_tokens += job.accepted_draft_tokens - before[2]
+            if over and len(self._results) <= at:
+                raise JobStateError("the stream has ended; begin a new one")
         ids = torch.from_numpy(job.sequence.ids.copy())
         pad = max(0, int(getattr(self.tokenizer, "pad_token_id", 0) or 0))
         self.sequence_ids = ids.masked_fill(ids >= EMBEDDING_INDEX, pad)[None]

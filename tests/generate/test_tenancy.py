@@ -1,0 +1,186 @@
+"""Several generators on one cache: one at a time, each with right tokens, or a typed error at the door."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from exl_generate import (
+    ExLlamaV2BaseGenerator,
+    ExLlamaV2DynamicGenerator,
+    ExLlamaV2DynamicJob,
+    ExLlamaV2Sampler,
+    ExLlamaV2StreamingGenerator,
+    JobStateError,
+)
+from exl_generate.testing import check_pages, drain, streamed_tokens
+from exl_generate.testing.scripted import ScriptedCache, ScriptedConfig, ScriptedModel
+from exl_generate.testing.small import PAGE, TOKENIZER, VOCAB, ids, job, naive
+
+Settings = ExLlamaV2Sampler.Settings
+GREEDY = Settings.greedy()
+
+
+def parts() -> tuple[ScriptedModel, ScriptedCache]:
+    model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128))
+    return model, ScriptedCache(model, max_seq_len=128)
+
+
+def on(model: ScriptedModel, cache: ScriptedCache, **kw: Any) -> ExLlamaV2DynamicGenerator:
+    return ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=PAGE, **kw)
+
+
+def tokens(generator: ExLlamaV2DynamicGenerator, text: str, new: int = 12) -> list[int]:
+    one = job(text, new)
+    generator.enqueue(one)
+    results = drain(generator)[one]
+    check_pages(generator)
+    assert results[-1]["eos_reason"] == "max_new_tokens", results[-1].get("exception")
+    return streamed_tokens(results)
+
+
+@pytest.mark.covers("generators.md: 41", "generators.md: 44")
+def test_taking_turns_is_safe() -> None:
+    """The scripted cache knows whose K/V stands in a slot: a page believed in over another's turn is an error."""
+    model, cache = parts()
+    first, second = on(model, cache), on(model, cache)
+    long, other = "the quick fox and the lazy dog. " * 2, "some other words, that fill pages " * 2
+    for _ in range(3):
+        assert tokens(first, long) == naive(first, ids(long)[0].tolist(), 12)
+        assert tokens(second, other) == naive(second, ids(other)[0].tolist(), 12)
+    assert tokens(second, other) == naive(second, ids(other)[0].tolist(), 12)
+    again = job(other, 2)
+    second.enqueue(again)
+    drain(second)
+    assert again.cached_tokens > 30, "a generator that keeps its turn keeps its pages"
+
+
+@pytest.mark.covers("generators.md: 25", "generators.md: 27")
+def test_jobs_of_another_are_a_refusal_that_leaves_nothing() -> None:
+    model, cache = parts()
+    first, second = on(model, cache), on(model, cache)
+    running, refused = job("the fox", 9), job("no", 4)
+    first.enqueue(running)
+    for _ in range(3):
+        with pytest.raises(JobStateError, match="another generator has 1 jobs"):
+            second.enqueue(refused)
+        with pytest.raises(JobStateError, match="another generator has 1 jobs"):
+            second.generate("no", 4)
+        assert second.num_remaining_jobs() == 0
+        assert refused.serial_number is None
+        assert not second._sinks
+        first.iterate()
+    drain(first)
+    assert streamed_tokens_of(second, refused) == naive(second, ids("no")[0].tolist(), 4)
+    check_pages(first)
+
+
+def streamed_tokens_of(generator: ExLlamaV2DynamicGenerator, one: ExLlamaV2DynamicJob) -> list[int]:
+    generator.enqueue(one)
+    return streamed_tokens(drain(generator)[one])
+
+
+def test_cancelled_cleared_and_forgotten_generators_are_in_nobodys_way() -> None:
+    model, cache = parts()
+    first, second, third = on(model, cache), on(model, cache), on(model, cache)
+    one = job("the fox", 9)
+    first.enqueue(one)
+    first.iterate()
+    first.cancel(one)
+    second.enqueue(job("abc", 9))
+    second.iterate()
+    second.clear_queue()
+    third.enqueue(job("xyz", 9))
+    third.iterate()
+    del third
+    gc.collect()
+    assert tokens(first, "the fox") == naive(first, ids("the fox")[0].tolist(), 12)
+
+
+@pytest.mark.covers("generators.md: 14")
+def test_the_three_kinds_share_a_cache() -> None:
+    """As scripts for exllamav2 do: whoever begins goes ahead; a stream left unfinished keeps nobody out."""
+    model, cache = parts()
+    dynamic = on(model, cache)
+    base = ExLlamaV2BaseGenerator(model, cache, TOKENIZER)
+    stream = ExLlamaV2StreamingGenerator(model, cache, TOKENIZER)
+    prompt = "the fox and the "
+    said = torch.tensor(naive(dynamic, ids(prompt)[0].tolist(), 10))
+    want = prompt + TOKENIZER.decode(said)
+    for _ in range(2):
+        stream.begin_stream_ex(ids(prompt), GREEDY)
+        told = [int(stream.stream_ex()["chunk_token_ids"][0, -1]) for _ in range(4)]
+        assert told == naive(dynamic, ids(prompt)[0].tolist(), 4)
+        assert base.generate_simple(prompt, GREEDY, 10, stop_token=None) == want
+        with pytest.raises(JobStateError, match="taken the cache"):
+            stream.stream_ex()
+        assert tokens(dynamic, prompt, 10) == naive(dynamic, ids(prompt)[0].tolist(), 10)
+        assert base.generate_simple(prompt, GREEDY, 10, stop_token=None) == want
+    assert stream.generate_simple(prompt, GREEDY, 10, stop_token=None) == want
+
+
+def test_a_draft_cache_has_one_owner_too() -> None:
+    model, cache = parts()
+    draft, draft_cache = parts()
+    first = on(model, cache, draft_model=draft, draft_cache=draft_cache)
+    second = on(draft, draft_cache)
+    first.enqueue(job("the fox", 9))
+    first.iterate()
+    with pytest.raises(JobStateError, match="another generator"):
+        second.enqueue(job("abc", 3))
+    drain(first)
+    assert tokens(second, "abc") == naive(second, ids("abc")[0].tolist(), 12)
+    assert tokens(first, "the fox and the fox and") == naive(first, ids("the fox and the fox and")[0].tolist(), 12)
+
+
+def test_a_hook_of_a_stream_cannot_take_the_cache_from_under_it() -> None:
+    model, cache = parts()
+    other, refusals = on(model, cache), []
+
+    def hook(_: Any) -> None:
+        try:
+            other.enqueue(job("abc", 3))
+        except JobStateError as error:
+            refusals.append(str(error))
+
+    stream = ExLlamaV2StreamingGenerator(model, cache, TOKENIZER)
+    stream.begin_stream_ex(ids("the fox"), Settings.greedy(post_sampling_hooks=[hook]))
+    told = [int(stream.stream_ex()["chunk_token_ids"][0, -1]) for _ in range(5)]
+    assert told == naive(other, ids("the fox")[0].tolist(), 5)
+    assert len(refusals) >= 5
+
+
+def test_two_threads_never_have_jobs_in_one_cache() -> None:
+    """Whoever is refused tries again; every completion is right."""
+    model, cache = parts()
+    wrong: list[str] = []
+    counts = [0, 0]
+
+    def work(which: int, generator: ExLlamaV2DynamicGenerator) -> None:
+        prompt = "abc the fox " if which else "some words here "
+        want = naive(generator, ids(prompt)[0].tolist(), 6)
+        until = time.monotonic() + 10
+        while counts[which] < 25 and time.monotonic() < until:
+            one = job(prompt, 6)
+            try:
+                generator.enqueue(one)
+            except JobStateError:
+                time.sleep(1e-4)
+                continue
+            results = drain(generator)[one]
+            counts[which] += 1
+            if "exception" in results[-1] or streamed_tokens(results) != want:
+                wrong.append(repr(results[-1]))
+
+    threads = [threading.Thread(target=work, args=(i, on(model, cache))) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert counts == [25, 25]
