@@ -363,6 +363,21 @@ def test_published_configurations(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
+def test_where_a_wrapper_says_that_its_head_is_the_embedding(tmp_path: Path) -> None:
+    base = {**BASE, "model_type": "mistral"}
+    for number, (name, changes, inside, tied) in enumerate(
+        (
+            ("Mistral3ForConditionalGeneration", {}, {}, True),
+            ("Mistral3ForConditionalGeneration", {"tie_word_embeddings": False}, {}, False),
+            ("LlavaForConditionalGeneration", {}, {}, False),
+            ("LlavaForConditionalGeneration", {"tie_word_embeddings": False}, {"tie_word_embeddings": True}, True),
+            ("Qwen2VLForConditionalGeneration", {"tie_word_embeddings": True}, {"tie_word_embeddings": False}, True),
+        )
+    ):
+        made = prepared(tmp_path / str(number), architectures=[name], text_config={**base, **inside}, **changes)
+        assert made.tie_word_embeddings is tied, (name, changes, inside)
+
+
 def test_language_models_that_a_wrapper_is_not_built_for(tmp_path: Path) -> None:
     with pytest.raises(errors.UnsupportedArchitectureError, match="gpt_neox"):
         prepared(

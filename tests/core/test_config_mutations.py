@@ -60,6 +60,7 @@ WRONG = [  # (case, change) that were ignored or misread once
         'layer_types=["full_attention", "full_attention", "full_attention", "full_attention", "full_attention"]',
     ),
     ("qwen2-moe", "qkv_bias=false"),
+    ("llava-pixtral", "tie_word_embeddings=true"),
 ]
 REFUSED = [
     (

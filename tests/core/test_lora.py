@@ -345,6 +345,31 @@ def test_fused_modules_of_the_original_model(lab: Any, ids: Tensor, tmp_path: Pa
     assert not torch.equal(model.forward(ids, loras=[one]), model.forward(ids))
 
 
+def test_replacements_of_fused_modules_and_of_padded_tables(lab: Any, ids: Tensor, tmp_path: Path) -> None:
+    """`modules_to_save` of a matrix that is split here; tables with the rows that pad the vocabulary, and without."""
+    padded = {**lab.config, "vocab_size": 96}
+    tensors, other = lab.random_tensors(padded), lab.random_tensors(padded, 5)
+    model = lab.load(lab.write_model(tmp_path / "model", lab.config, tensors))
+    new = {k: other[k] for k in other if "q_proj" in k or "k_proj" in k or "v_proj" in k}
+    new |= {k: other[k] for k in ("lm_head.weight", "model.embed_tokens.weight")}
+    expected = lab.load(lab.write_model(tmp_path / "replaced", lab.config, {**tensors, **new})).forward(ids)
+    for rows in (96, 90):
+        saved = {f"base_model.model.{k}": other[k][:rows].contiguous() for k in new if "layers" not in k}
+        for layer in range(2):
+            parts = [other[f"model.layers.{layer}.self_attn.{p}_proj.weight"] for p in "qkv"]
+            saved[f"base_model.model.model.layers.{layer}.self_attn.qkv_proj.weight"] = torch.cat(parts)
+        lora = ExLlamaV2Lora.from_directory(model, save(tmp_path / f"a-{rows}", saved, r=4, lora_alpha=4))
+        assert torch.equal(model.forward(ids, loras=[lora]), expected)
+    for name, rows in (("lm_head", 91), ("model.embed_tokens", 97), ("lm_head", 128), ("model.embed_tokens", 89)):
+        wrong = {f"base_model.model.{name}.weight": torch.zeros(rows, 64)}
+        folder = save(tmp_path / f"wrong-{name}-{rows}", wrong, r=4, lora_alpha=4)
+        if rows == 91:  # some of the padding
+            ExLlamaV2Lora.from_directory(model, folder)
+            continue
+        with pytest.raises(errors.AdapterError, match=str(rows)):
+            ExLlamaV2Lora.from_directory(model, folder)
+
+
 def test_a_zero_bias_is_ignored_and_said_so(bench: Bench, ids: Tensor, tmp_path: Path) -> None:
     folder = hand_made(tmp_path / "zero", ["q_proj"])
     tensors = load_tensors(folder)

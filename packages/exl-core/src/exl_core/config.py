@@ -318,6 +318,8 @@ class ExLlamaV2Config:
     def _read_switches(self, read: JsonReader) -> None:
         arch = self.arch
         self.tie_word_embeddings = read.boolean("tie_word_embeddings", default=arch.tied_head, text=True)
+        if arch.vision is not None:  # older files say it inside only, and the opposite by default outside
+            self.tie_word_embeddings |= read.boolean("text_config->tie_word_embeddings", default=False)
         from_file = arch.attention_bias == "file" and read.boolean(*arch.bias_keys, default=False, text=True)
         self.qkv_bias = arch.attention_bias in ("qkv", "all") or from_file
         self.o_bias = arch.attention_bias == "all" or (from_file and arch.bias_from_file == "all")

@@ -45,4 +45,4 @@ LLAVA = replace(
     kv_heads=kv_heads,
 )
 
-MISTRAL3 = replace(LLAVA, name="Mistral3ForConditionalGeneration", text_model_types=("mistral",))
+MISTRAL3 = replace(LLAVA, name="Mistral3ForConditionalGeneration", text_model_types=("mistral",), tied_head=True)
