@@ -158,10 +158,8 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self._changed()
 
     def fill_bitmask(self, words: Words) -> bool:
-        if self._verbatim and not self._done and not self._pending:
-            self._matcher.mask_into(words)
-            if not self._matcher.stopped:
-                return True
+        if self._verbatim and not self._done and not self._pending and not self._matcher.mask_into(words):
+            return True
         whole = True
         if self._done:
             words[:] = 0

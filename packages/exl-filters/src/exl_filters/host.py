@@ -131,8 +131,10 @@ class FilterStack:
         The array belongs to the stack and is valid until the next call of any method. Raises `FilterDeadEnd` when
         nothing is allowed, or what a filter raised.
         """
-        if self._pending is not None or not self._fresh:
+        if self._pending is not None or self._closed or not self._begun:
             self._compute()
+        elif not self._fresh:
+            self._compute_now()
         if self._unrestricted:
             return None
         if not self._mask.item(self._hint) and self._empty():

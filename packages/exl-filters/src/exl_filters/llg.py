@@ -132,8 +132,9 @@ class Matcher:
         new.consumed = self.consumed
         return new
 
-    def mask_into(self, target: Words) -> None:
-        """Write the mask of the state over `target`, of any width. A stopped matcher allows the EOS alone.
+    def mask_into(self, target: Words) -> bool:
+        """Write the mask of the state over `target`, of any width. True: the matcher is stopped and allows the EOS
+        alone. A failed one is always stopped.
 
         A target of the matcher's own width is written in place, with nothing copied; its address is looked up once.
         """
@@ -143,10 +144,12 @@ class Matcher:
             self._buffer = buffer = target if fits else bits.empty(self.width)
             self._address, self._octets = buffer.ctypes.data, buffer.nbytes
         self.raw.unsafe_compute_mask_ptr(self._address, self._octets)
-        if self.raw.is_error():
+        stopped: bool = self.raw.is_stopped()
+        if stopped:
             self.check()
         if self._buffer is not target and self._buffer is not None:
             bits.copy_into(self._buffer, target)
+        return stopped
 
     def consume(self, tokens: list[int]) -> bool:
         """All of them, or none and False."""

@@ -94,12 +94,14 @@ class XgrammarMatcher:
     def consumed(self) -> int:
         return len(self._fed)
 
-    def mask_into(self, target: Words) -> None:
+    def mask_into(self, target: Words) -> bool:
+        """Write the mask of the state over `target`. Never says that nothing may follow; `stopped` does."""
         self._raw.fill_next_token_bitmask(self._words)
         words = self._words[0]
         bits.put(words, self._size, False)
         bits.copy_into(words, target)
         bits.and_into(self._tables.kept(self._fed), target)
+        return False
 
     def consume(self, tokens: list[int]) -> bool:
         for count, token in enumerate(tokens):
