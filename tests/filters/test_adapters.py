@@ -277,3 +277,40 @@ def test_the_next_turn_of_a_conversation_is_constrained_anew():
         assert allowed(*prompt, *more) == first, more
         assert allowed(*prompt, *more, yes) == {"</s>"}
     assert allowed(*prompt) == first
+
+
+def test_a_text_that_stopped_may_be_the_next_prompt_and_a_wrong_candidate_is_no_prompt():
+    torch = pytest.importorskip("torch")
+    from exl_filters.adapters.transformers import FilterLogitsProcessor
+
+    processor = FilterLogitsProcessor([select()], V)
+
+    def allowed(*row):
+        left = processor(torch.tensor([row]), torch.zeros(1, V.size))
+        return {TOKENS[i] for i in torch.isfinite(left[0]).nonzero()[:, 0].tolist()}
+
+    first, yes, no = {"y", "yes", "n", "no"}, TOKENS.index("yes"), TOKENS.index("no")
+    prompt = [0, 1, 2]
+    assert allowed(*prompt) == first
+    assert allowed(*prompt, yes) == {"</s>"}
+    # The last call of that generation has not seen the stop token; the whole text comes back as a prompt.
+    assert allowed(*prompt, yes, EOS) == first
+    assert allowed(*prompt, yes, EOS, no) == {" ", " way", "</s>"}
+    # A guess that is not allowed, two more behind it, and all of them taken back.
+    assert allowed(*prompt, yes, EOS, no, yes) == {"</s>"}
+    assert allowed(*prompt, yes, EOS, no, yes, no) == {"</s>"}
+    assert allowed(*prompt, yes, EOS, no, TOKENS.index(" ")) == {"w"}
+    processor.reset()
+    assert allowed(*prompt, yes, EOS, no, TOKENS.index(" "), yes) == first
+
+
+def test_a_row_that_breaks_its_constraint_leaves_the_others_alone():
+    torch = pytest.importorskip("torch")
+    from exl_filters.adapters.transformers import FilterLogitsProcessor
+
+    processor = FilterLogitsProcessor([select()], V)
+    yes, no = TOKENS.index("yes"), TOKENS.index("no")
+    processor(torch.tensor([[0, 1], [2, 3]]), torch.zeros(2, V.size))
+    processor(torch.tensor([[0, 1, no], [2, 3, no]]), torch.zeros(2, V.size))
+    left = processor(torch.tensor([[0, 1, no, yes], [2, 3, no, TOKENS.index(" ")]]), torch.zeros(2, V.size))
+    assert [{TOKENS[i] for i in row.isfinite().nonzero()[:, 0].tolist()} for row in left] == [{"</s>"}, {"w"}]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from exl_filters import bits
 from exl_filters.bits import Words
-from exl_filters.errors import FilterUsageError
+from exl_filters.errors import FilterRejected, FilterUsageError
 from exl_filters.host import FilterStack
 from exl_filters.vocabulary import Vocabulary
 
@@ -22,16 +22,23 @@ class RowTracker:
     """The masks of a batch, call after call.
 
     filters: templates, as for `FilterStack`. stop_ids: every id the engine stops on; default: the vocabulary's.
+    may_guess: rows may hold a guess that was not allowed, and is taken back later; they get the stop ids meanwhile.
     """
 
     def __init__(
-        self, filters: Sequence[object], vocabulary: Vocabulary, stop_ids: Collection[int] | None = None
+        self,
+        filters: Sequence[object],
+        vocabulary: Vocabulary,
+        stop_ids: Collection[int] | None = None,
+        *,
+        may_guess: bool = False,
     ) -> None:
         self.filters = list(filters)
         self.vocabulary = vocabulary
         self.stop_ids = frozenset(vocabulary.stop_ids if stop_ids is None else stop_ids)
         if not self.stop_ids:
             raise FilterUsageError("no stop ids are known, so no text could end: pass stop_ids")
+        self._may_guess = may_guess
         self._stop_words = bits.from_ids(self.stop_ids, vocabulary.size)
         self._known: dict[tuple[int, ...], FilterStack] = {}
 
@@ -52,7 +59,13 @@ class RowTracker:
             generated = tuple(row)
             stack = found.get(generated)
             if stack is None:
-                stack = found[generated] = self._stack_for(generated, rows)
+                try:
+                    stack = found[generated] = self._stack_for(generated, rows)
+                except FilterRejected:
+                    if not self._may_guess:
+                        raise
+                    masks.append(self._stop_words)
+                    continue
             masks.append(self._mask(stack, generated))
         kept = set(map(id, found.values()))
         for stack in self._known.values():
@@ -69,9 +82,13 @@ class RowTracker:
             if stack is not None:
                 return stack
             stack = FilterStack(self.filters, vocab_size=self.vocabulary.size, stop_ids=self.stop_ids)
-            stack.begin("")
-            for token in generated:
-                stack.feed(token)
+            try:
+                stack.begin("")
+                for token in generated:
+                    stack.feed(token)
+            except FilterRejected:
+                stack.close()
+                raise
             return stack
         heirs = sum(tuple(row[:-1]) == past and tuple(row) != generated for row in rows)
         if heirs:
@@ -81,7 +98,11 @@ class RowTracker:
         stack.feed(generated[-1])
         return stack
 
+    def is_finished(self, generated: Sequence[int]) -> bool:
+        """Whether the row has come to a stop token."""
+        return any(token in self.stop_ids for token in generated)
+
     def _mask(self, stack: FilterStack, generated: tuple[int, ...]) -> Words | None:
-        if any(token in self.stop_ids for token in generated):
+        if self.is_finished(generated):
             return None
         return self._stop_words if stack.ended else stack.next_mask()

@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from exl_filters.adapters.rows import RowTracker
-from exl_filters.errors import FilterRejected
 from exl_filters.masking import apply_mask
 from exl_filters.vocabulary import vocabulary_of
 
@@ -24,28 +23,30 @@ class FilterLogitsProcessor:
 
     The ids of the first call are the prompt. Works with batches, beams (rows may change places), padded finished rows,
     and candidates that are taken back (assisted generation). Rows that do not continue those of the call before by one
-    token start anew, their ids being the prompt, so one processor serves one `generate` after another, also where a
-    prompt is the conversation so far. filters must be copyable for more than one row. Raises `FilterDeadEnd` when a row
+    token, or that had all come to a stop token, start anew, their ids being the prompt, so one processor serves one
+    `generate` after another, also where a prompt is the conversation so far; where a prompt is the last text and one
+    token more, call `reset()` first. A row with a token that was not allowed (a candidate, or what another processor
+    forced) gets the stop tokens only. filters must be copyable for more than one row. Raises `FilterDeadEnd` when a row
     is left without a token.
     """
 
     def __init__(self, filters: Sequence[object], tokenizer: Any, stop_ids: Collection[int] | None = None) -> None:
         vocabulary = vocabulary_of(tokenizer)
-        self._rows = RowTracker(filters, vocabulary, stop_ids)
+        self._rows = RowTracker(filters, vocabulary, stop_ids, may_guess=True)
         self._prompt: list[list[int]] = []
         self._before: list[list[int]] = []
         self._length = 0
+
+    def reset(self) -> None:
+        """Make ready for another `generate`, whatever its prompt."""
+        self._rows.reset()
+        self._before = []
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         rows = input_ids.tolist()
         if not self._continues(rows):
             self._begin(rows)
-        try:
-            masks = self._rows.masks([row[self._length :] for row in rows])
-        except FilterRejected:
-            # Not of this generation after all: what looks like generated ids is part of a new prompt.
-            self._begin(rows)
-            masks = self._rows.masks([[] for _ in rows])
+        masks = self._rows.masks([row[self._length :] for row in rows])
         self._before = rows
         result = scores.clone()
         for row, mask in zip(result, masks, strict=True):
@@ -58,9 +59,13 @@ class FilterLogitsProcessor:
         self._length = len(rows[0])
 
     def _continues(self, rows: list[list[int]]) -> bool:
-        """Whether every row is one of the call before, as far as that is kept, and one token more."""
+        """Whether every row is one of the call before, as far as that is kept, and one token more; not if all of these
+        have stopped: nobody asks for more of them.
+        """
         length = len(rows[0])
         if not self._before or not self._length < length <= len(self._before[0]) + 1:
+            return False
+        if all(self._rows.is_finished(row[self._length :]) for row in rows):
             return False
         pasts = {tuple(row[: length - 1]) for row in self._before}
         return all(tuple(row[:-1]) in pasts and row[: self._length] in self._prompt for row in rows)
