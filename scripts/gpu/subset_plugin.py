@@ -4,9 +4,10 @@
 
 Every function's first case runs, whatever it takes, then every function's second one, and so on until the time is
 up. Cases of one function come in a fixed mixed order, so that the first few differ in more than their last parameter.
-What was left out is counted at the end: it is neither passed nor skipped. EXL_SUBSET_NO_CAPTURE=1 leaves out
-functions that capture CUDA graphs (which need torch's caching allocator). EXL_SUBSET_SHARD=I/N runs every N-th case
-from the I-th on, for N processes side by side. EXL_SUBSET_LOG is a file for a line a case: outcome, seconds, name.
+What was left out is counted at the end: it is neither passed nor skipped. EXL_SUBSET_WITHOUT is words with commas
+between: cases with one of them in their function's source or in their name are left out. EXL_SUBSET_SHARD=I/N runs
+every N-th case from the I-th on, for N processes side by side. EXL_SUBSET_LOG is a file for a line a case: outcome,
+seconds, name.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import pytest
 class Subset:
     """The order of the cases, and when it is enough."""
 
-    def __init__(self, seconds: float, capture: bool, shard: tuple[int, int], log: str | None) -> None:
+    def __init__(self, seconds: float, without: list[str], shard: tuple[int, int], log: str | None) -> None:
         self.seconds = seconds
-        self.capture = capture
+        self.without = without
         self.shard = shard
         self.log = log
         self.began = time.monotonic()
@@ -37,7 +38,8 @@ class Subset:
         for item in items:
             if item.get_closest_marker("cuda") is None:
                 continue
-            if self.capture or "CUDAGraph" not in inspect.getsource(getattr(item, "function", type(item))):
+            source = inspect.getsource(getattr(item, "function", type(item)))
+            if not any(word in source or word in item.nodeid for word in self.without):
                 self.functions[item.nodeid.split("[")[0]].append(item)
         for name, cases in self.functions.items():
             random.Random(name).shuffle(cases)
@@ -71,7 +73,7 @@ class Subset:
 
 def pytest_configure(config: pytest.Config) -> None:
     seconds = float(os.environ.get("EXL_SUBSET_SECONDS", "60"))
-    capture = os.environ.get("EXL_SUBSET_NO_CAPTURE", "0") != "1"
+    without = [word for word in os.environ.get("EXL_SUBSET_WITHOUT", "").split(",") if word]
     mine, _, of = os.environ.get("EXL_SUBSET_SHARD", "0/1").partition("/")
-    subset = Subset(seconds, capture, (int(mine), int(of)), os.environ.get("EXL_SUBSET_LOG"))
+    subset = Subset(seconds, without, (int(mine), int(of)), os.environ.get("EXL_SUBSET_LOG"))
     config.pluginmanager.register(subset, "exl-subset")
