@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ChatTemplateError
+from ..json_reader import read_json_file
 
 __all__ = ["ChatTemplates"]
 
@@ -14,7 +15,8 @@ MAX_TEMPLATE_BYTES = 1 << 20
 
 
 class ChatTemplates:
-    """The templates of a model folder: chat_template.jinja first, else tokenizer_config.json's `chat_template`."""
+    """The templates of a model folder: chat_template.jinja and additional_chat_templates/NAME.jinja first, else
+    tokenizer_config.json's `chat_template`, else chat_template.json."""
 
     def __init__(self, folder: Path, tokenizer_config: Mapping[str, Any]) -> None:
         self.templates = _read_templates(folder, tokenizer_config)
@@ -38,14 +40,12 @@ class ChatTemplates:
 
 
 def _read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    found = {file.stem: _read(file) for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     file = folder / "chat_template.jinja"
     if file.exists():
-        if file.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise ChatTemplateError(f"{file}: larger than {MAX_TEMPLATE_BYTES} bytes")
-        try:
-            return {"default": file.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as e:
-            raise ChatTemplateError(f"{file}: cannot be read ({e})") from e
+        found["default"] = _read(file)
+    if found:
+        return found
     entry = tokenizer_config.get("chat_template")
     if isinstance(entry, str):
         return {"default": entry}
@@ -56,4 +56,15 @@ def _read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[s
             for e in named
             if isinstance(e.get("template"), str) and isinstance(e.get("name"), str)
         }
-    return {}
+    file = folder / "chat_template.json"  # where processors of multimodal models kept it once
+    entry = read_json_file(file).get("chat_template") if file.exists() else None
+    return {"default": entry} if isinstance(entry, str) else {}
+
+
+def _read(file: Path) -> str:
+    try:
+        if file.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ChatTemplateError(f"{file}: larger than {MAX_TEMPLATE_BYTES} bytes")
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ChatTemplateError(f"{file}: cannot be read ({e})") from e

@@ -246,8 +246,9 @@ class ExLlamaV2Tokenizer:
     ) -> str:
         """The prompt for a conversation, as text: encode it with encode_special_tokens=True and add_bos=False.
 
-        messages: [{"role": ..., "content": ...}, ...]. chat_template: the name of one of the model's templates, or
-        Jinja source. Further keyword arguments become variables of the template. The template runs in a sandbox.
+        messages: [{"role": ..., "content": ...}, ...]; what is None in one is left out, as transformers does.
+        chat_template: the name of one of the model's templates, or Jinja source. Further keyword arguments become
+        variables of the template. The template runs in a sandbox.
         Raises ChatTemplateError.
         """
         if chat_template is not None and ("{%" in chat_template or "{{" in chat_template):
@@ -264,7 +265,8 @@ class ExLlamaV2Tokenizer:
             "documents": documents,
             **variables,
         }
-        return self.chat_templates.render(source, messages, values)
+        said = [{k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in messages]
+        return self.chat_templates.render(source, said, values)
 
     # ------------------------------------------------------------------------------------------------------- internals
 
