@@ -88,12 +88,17 @@ class Rotating:
         ]
         self.rings = [_native.CudaRing([copy]) for copy in self.copies]
         self.k, self.n, self.ring_rows = k, n, self.rings[0].rows(False, False)
+        self.batch: bool = self.rings[0].batch_fits()
         torch.cuda.synchronize()
 
     def run(self, copy: int, x: Tensor, y: Tensor, programmatic: bool, tuning: Tuning | None = None) -> None:
         made, stream = self.copies[copy % len(self.copies)], torch.cuda.current_stream().cuda_stream
         if x.shape[0] <= self.ring_rows:
             self.rings[copy % len(self.copies)].run(x, y, stream, programmatic, tuning=tuning)
+        elif self.batch:
+            ring = self.rings[copy % len(self.copies)]
+            scratch = torch.empty(ring.scratch_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
+            ring.run_batch(x, scratch, torch.empty(x.shape[0], device="cuda"), y, stream, programmatic)
         else:
             prepared = torch.empty(made.prepared_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
             multipliers = torch.empty(x.shape[0], device="cuda")
@@ -148,7 +153,7 @@ def measure(common: dict[str, object], roof: float, shape: str, plan: Plan, rows
             right = False
             continue
         plain, pdl = matrix.time(x, y, False), matrix.time(x, y, True)
-        best = pdl if m <= matrix.ring_rows else plain
+        best = pdl if m <= matrix.ring_rows or matrix.batch else plain
         gbps = matrix.bytes / best.p50 / 1e3
         line |= {
             "bytes": matrix.bytes,

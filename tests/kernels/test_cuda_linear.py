@@ -185,16 +185,71 @@ def test_a_row_does_not_depend_on_the_others(case: str, dtype: torch.dtype) -> N
     assert torch.equal(made.matmul(spoiled)[keep], whole[keep])
 
 
-@pytest.mark.parametrize("case", ["uniform-4", "two-widths", "all-widths-32"])
-def test_the_two_kernels_agree_bit_for_bit(case: str) -> None:
+def ways(made: CudaQuantMatrix, x: Tensor) -> dict[str, Tensor]:
+    """x @ W by each kernel that takes its rows, in float32."""
+    rows, stream = x.shape[0], torch.cuda.current_stream().cuda_stream
+    out = {name: torch.full((rows, made.out_features), float("nan"), device="cuda") for name in ("direct", "batch")}
+    made._direct(x, out["direct"], rows, stream)
+    made._batched(x, out["batch"], rows, stream)
+    if rows <= made._ring_rows[x.dtype == torch.bfloat16]:
+        out["ring"] = made.matmul(x, out=torch.full_like(out["batch"], float("nan")))
+    return out
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c not in ("wide", "long")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_kernels_agree_bit_for_bit(case: str, dtype: torch.dtype) -> None:
     made, _, _ = matrix(case)
-    if made._ring_rows[0] == 0:
-        pytest.fail("the ring kernel is expected to run on the GPU these tests are made for")
-    for m in range(1, made._ring_rows[0] + 1):
-        x = activations(m, made.in_features, seed=m)
-        ring, direct = made.matmul(x), torch.empty(m, made.out_features, dtype=x.dtype, device="cuda")
-        made._direct(x, direct, m, torch.cuda.current_stream().cuda_stream)
-        assert torch.equal(ring, direct)
+    if not made._batch or made._ring_rows[0] == 0:
+        pytest.fail("every kernel is expected to run on the GPU these tests are made for")
+    for m in (1, 2, 5, 8, 9, 16, 17, 31, 32, 33, 50, 64):
+        got = ways(made, activations(m, made.in_features, dtype, seed=m))
+        for name, value in got.items():
+            assert torch.equal(value, got["direct"]), (name, m)
+
+
+@pytest.mark.parametrize(("bits", "k", "group", "n", "act_order", "zeros"), GPTQ)
+def test_the_kernels_agree_on_gptq(bits: int, k: int, group: int, n: int, act_order: bool, zeros: str) -> None:
+    tensors = gptq_tensors(bits, k, group, n, act_order)
+    made = QuantMatrix.from_gptq(tensors, bits=bits, zeros=zeros, group_size=group, device="cuda")  # type: ignore[arg-type]
+    assert isinstance(made, CudaQuantMatrix)
+    for m in (1, 8, 20, 64):
+        got = ways(made, activations(m, k, seed=m))
+        for name, value in got.items():
+            assert torch.equal(value, got["direct"]), (name, m)
+
+
+@pytest.mark.parametrize("case", ["wide", "long"])
+def test_large_shapes_by_every_way(case: str) -> None:
+    made, _, _ = matrix(case)
+    for m in (12, 32, 64):
+        got = ways(made, activations(m, made.in_features, seed=m))
+        assert torch.equal(got["batch"], got["direct"]), m
+
+
+def test_batches_on_their_way_at_once() -> None:
+    """Products queued one after the other under dependent launch, through scratch memory that is used again at once."""
+    made, _, _ = matrix("seventeen-units")
+    inputs = [activations(m, made.in_features, seed=m) for m in (9, 64, 33, 16, 64, 10)]
+    alone = []
+    for x in inputs:
+        alone.append(made.matmul(x))
+        torch.cuda.synchronize()
+    before = programmatic_launch()
+    set_programmatic_launch(True)
+    try:
+        for _ in range(5):
+            together = [made.matmul(x) for x in inputs]
+            assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+    finally:
+        set_programmatic_launch(before)
+
+
+def test_rows_that_begin_anywhere() -> None:
+    made, _, _ = matrix("two-widths")
+    x = activations(20, made.in_features)
+    flat = torch.cat([torch.zeros(3, dtype=x.dtype, device="cuda"), x.reshape(-1)])
+    assert torch.equal(made.matmul(flat[3:].view_as(x)), made.matmul(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

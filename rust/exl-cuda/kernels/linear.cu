@@ -21,9 +21,10 @@ extern "C" __global__ void __launch_bounds__(256) row_multipliers(const __nv_bfl
 }
 
 // x [m, in_features] to the blocks of prepared.cuh, for wgmma where `columns` (N) is not zero; a block of threads writes eight rows of
-// a unit. FP16 rows get multipliers of one.
+// a unit. FP16 rows get multipliers of one; `groups` arrivals are set to zero.
 template <class T>
-DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* out, float* multipliers, int m, int columns) {
+DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* out, float* multipliers, int m, int columns, int* arrivals,
+                    int groups) {
   constexpr bool SCALED = !std::is_same<T, __half>::value;
   __shared__ uint4 block[256];
   const int u = blockIdx.x, n = blockIdx.y, tid = threadIdx.x, lane = tid % 32, token = 8 * n + (lane >> 2);
@@ -37,6 +38,8 @@ DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* o
 #pragma unroll
   for (int e = 0; e < 8; e++) feature[e] = first + e < a.rows ? features[first + e] : -1;
   pdl_wait();
+  if (u == 0 && n == 0)
+    for (int i = tid; i < groups; i += 256) arrivals[i] = 0;
   float factor = 1.f;
   if (SCALED && token < m) factor = 1.f / multipliers[token];
 #pragma unroll
@@ -61,34 +64,133 @@ DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* o
   *reinterpret_cast<uint4*>(out) = make_uint4(from[0], from[4], from[8], from[12]);
 }
 extern "C" __global__ void __launch_bounds__(256) prepare_f16(
-    const __grid_constant__ Matrix a, const int* features, const __half* x, uint8_t* out, float* multipliers, int m, int columns) {
-  prepare(a, features, x, out, multipliers, m, columns);
+    const __grid_constant__ Matrix a, const int* features, const __half* x, uint8_t* out, float* multipliers, int m, int columns,
+    int* arrivals, int groups) {
+  prepare(a, features, x, out, multipliers, m, columns, arrivals, groups);
 }
 extern "C" __global__ void __launch_bounds__(256) prepare_bf16(
-    const __grid_constant__ Matrix a, const int* features, const __nv_bfloat16* x, uint8_t* out, float* multipliers, int m, int columns) {
-  prepare(a, features, x, out, multipliers, m, columns);
+    const __grid_constant__ Matrix a, const int* features, const __nv_bfloat16* x, uint8_t* out, float* multipliers, int m, int columns,
+    int* arrivals, int groups) {
+  prepare(a, features, x, out, multipliers, m, columns, arrivals, groups);
+}
+
+// The same for wgmma and rows of whole 16 bytes: a block takes two rows into shared memory as they stand and lays out its share of their
+// units; `arrivals` as above. Rows get their multipliers here, BF16 rows too.
+template <class T>
+DEVICE void prepare_pair(const Matrix& a, const int* features, const T* x, uint8_t* out, float* multipliers, int m, int columns,
+                         int* arrivals, int groups) {
+  constexpr bool SCALED = !std::is_same<T, __half>::value;
+  extern __shared__ __align__(16) uint8_t memory[];
+  __shared__ float largest[2][8];
+  T* rows = reinterpret_cast<T*>(memory);
+  const int tid = threadIdx.x, k = a.in_features, token = 2 * blockIdx.x + (tid & 1), half = tid >> 1 & 1, i = tid >> 2 & 15;
+  const int row = 32 * (i / 2) + 4 * (i % 2) + 2 * half, step = 4 * gridDim.y;
+  int2 next[4];
+  auto fetch = [&](int u) {
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+      const int at = u * UNIT_ROWS + row + 8 * t;
+      next[t] = u < a.unit_count && at < a.rows ? __ldg(reinterpret_cast<const int2*>(features + at)) : make_int2(-1, -1);
+    }
+  };
+  pdl_trigger();
+  int u = 4 * blockIdx.y + tid / 64;
+  fetch(u);
+  pdl_wait();
+  if (blockIdx.x == 0 && blockIdx.y == 0)
+    for (int g = tid; g < groups; g += 256) arrivals[g] = 0;
+  float most[2] = {0.f, 0.f};
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    if (2 * static_cast<int>(blockIdx.x) + r >= m) continue;
+    const uint4* from = reinterpret_cast<const uint4*>(x + (size_t)(2 * blockIdx.x + r) * k);
+#pragma unroll 4
+    for (int e = tid; e < k / 8; e += 256) {
+      union {
+        uint4 word;
+        T v[8];
+      } w;
+      w.word = __ldcg(from + e);
+      reinterpret_cast<uint4*>(rows + r * k)[e] = w.word;
+      if constexpr (SCALED)
+#pragma unroll
+        for (int j = 0; j < 8; j++) most[r] = fmaxf(most[r], fabsf(to_float(w.v[j])));
+    }
+  }
+  if constexpr (SCALED) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+#pragma unroll
+      for (int o = 16; o; o >>= 1) most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], o));
+      if (tid % 32 == 0) largest[r][tid / 32] = most[r];
+    }
+  }
+  __syncthreads();
+  float factor = 1.f;
+  if constexpr (SCALED) {
+    float v = largest[tid & 1][0];
+    for (int w = 1; w < 8; w++) v = fmaxf(v, largest[tid & 1][w]);
+    factor = row_factor(v);
+  }
+  if (tid < 2 && token < m && blockIdx.y == 0) multipliers[token] = 1.f / factor;
+  const T* mine = rows + (tid & 1) * k;
+  out += (2 * i + half) * 16 * columns + token * 16;
+#pragma unroll 1
+  for (; u < a.unit_count; u += step) {
+    union {
+      uint4 word;
+      __half v[8];
+    } piece;
+    int2 now[4];
+#pragma unroll
+    for (int t = 0; t < 4; t++) now[t] = next[t];
+    fetch(u + step);
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      const int feature = e % 2 ? now[e / 2].y : now[e / 2].x;
+      piece.v[e] = __half(0.f);
+      if (token < m && feature >= 0) {
+        if constexpr (SCALED) piece.v[e] = __float2half_rn(to_float(mine[feature]) * factor);
+        else piece.v[e] = mine[feature];
+      }
+    }
+    *reinterpret_cast<uint4*>(out + (size_t)u * columns * 512) = piece.word;
+  }
+}
+extern "C" __global__ void __launch_bounds__(256) prepare_pair_f16(
+    const __grid_constant__ Matrix a, const int* features, const __half* x, uint8_t* out, float* multipliers, int m, int columns,
+    int* arrivals, int groups) {
+  prepare_pair(a, features, x, out, multipliers, m, columns, arrivals, groups);
+}
+extern "C" __global__ void __launch_bounds__(256) prepare_pair_bf16(
+    const __grid_constant__ Matrix a, const int* features, const __nv_bfloat16* x, uint8_t* out, float* multipliers, int m, int columns,
+    int* arrivals, int groups) {
+  prepare_pair(a, features, x, out, multipliers, m, columns, arrivals, groups);
 }
 
 // ---------------------------------------------------------------------------------------------------- dequantization
 constexpr int BLOCK_COLUMNS = 8 * TILE;
 
+// Place of eight columns of a row in shared memory: rows 8 apart, which the lanes of a warp write at once, meet different banks.
+DEVICE int eight_of(int row, int eight) { return eight ^ (row >> 3 & 3); }
+
 template <int KIND, int B, int F>
-DEVICE void write_field(__half (*tile)[BLOCK_COLUMNS + 8], const uint32_t (&w)[B], const uint32_t (&scale)[2][2],
+DEVICE void write_field(__half (*tile)[BLOCK_COLUMNS], const uint32_t (&w)[B], const uint32_t (&scale)[2][2],
                         const uint2 (&zeros)[2], int lane, int column) {
   constexpr int J = F / 4, SLICE = J / 2, ROW = 32 * SLICE + 4 * (J % 2) + 2 * (F % 4 / 2), UPPER = F % 2;
   const uint32_t v = mul2(centred<KIND, B, F>(w, UPPER ? zeros[SLICE].y : zeros[SLICE].x), scale[SLICE][UPPER]);
-  const int row = ROW + 8 * (lane & 3), col = column + (lane >> 2) + 8 * UPPER;
+  const int row = ROW + 8 * (lane & 3), col = eight_of(row, column / 8 + UPPER) * 8 + (lane >> 2);
   tile[row][col] = __ushort_as_half(v & 0xffff);
   tile[row + 1][col] = __ushort_as_half(v >> 16);
 }
 template <int KIND, int B, int F = 0>
-DEVICE void write_fields(__half (*tile)[BLOCK_COLUMNS + 8], const uint32_t (&w)[B], const uint32_t (&scale)[2][2],
+DEVICE void write_fields(__half (*tile)[BLOCK_COLUMNS], const uint32_t (&w)[B], const uint32_t (&scale)[2][2],
                          const uint2 (&zeros)[2], int lane, int column) {
   write_field<KIND, B, F>(tile, w, scale, zeros, lane, column);
   if constexpr (F + 1 < 16) write_fields<KIND, B, F + 1>(tile, w, scale, zeros, lane, column);
 }
 template <int KIND, int B>
-DEVICE void write_chunk(__half (*tile)[BLOCK_COLUMNS + 8], GlobalBytes chunk, const uint32_t (&scale)[2][2],
+DEVICE void write_chunk(__half (*tile)[BLOCK_COLUMNS], GlobalBytes chunk, const uint32_t (&scale)[2][2],
                         const uint2 (&zeros)[2], int lane, int column) {
   uint32_t w[B];
   load_words<B>(w, chunk, lane);
@@ -99,7 +201,7 @@ DEVICE void write_chunk(__half (*tile)[BLOCK_COLUMNS + 8], GlobalBytes chunk, co
 // A block takes 64 rows of eight tiles.
 template <int KIND, int ENTRY>
 DEVICE void dequantize(const Matrix& a, const int* features, __half* out) {
-  __shared__ __half tile[64][BLOCK_COLUMNS + 8];
+  __shared__ __align__(16) __half tile[64][BLOCK_COLUMNS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunk = blockIdx.x, u = chunk / 4, c = chunk % 4;
   const int row_tile = min(static_cast<int>(blockIdx.y) * 8 + warp, a.tiles - 1);
   const uint2 unit = a.units[u];
@@ -136,10 +238,11 @@ DEVICE void dequantize(const Matrix& a, const int* features, __half* out) {
     const int row = i / (BLOCK_COLUMNS / 8), col = i % (BLOCK_COLUMNS / 8) * 8, feature = features[chunk * 64 + row];
     if (feature < 0) continue;
     __half* to = out + (size_t)feature * a.out_features + first + col;
+    const __half* from = &tile[row][eight_of(row, col / 8) * 8];
     if (wide && first + col < a.out_features) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&tile[row][col]);
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
     } else {
-      for (int e = 0; e < 8 && first + col + e < a.out_features; e++) to[e] = tile[row][col + e];
+      for (int e = 0; e < 8 && first + col + e < a.out_features; e++) to[e] = from[e];
     }
   }
 }

@@ -9,15 +9,13 @@
 template <int KIND, int ENTRY, int NT, int R>
 DEVICE void matmul(const Matrix& a, const uint8_t* x, const float* multipliers, void* y, int m, int y_kind) {
   constexpr int COLUMNS = 8 * NT, ROWS = R * TILE;
-  __shared__ float parts[8][ROWS][COLUMNS];
+  // Classes c and c + 8 together for c < 4; those of c + 8 in place c + 4 from there on.
+  __shared__ float parts[12][ROWS][COLUMNS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   const int first_tile = blockIdx.x * R, first_row = blockIdx.y * COLUMNS, column_tiles = (m + 7) / 8;
   const uint8_t* tile[R];
 #pragma unroll
   for (int r = 0; r < R; r++) tile[r] = a.image + (size_t)min(first_tile + r, a.tiles - 1) * a.tile_bytes;
-  Sums<NT> held[R];
-#pragma unroll
-  for (int r = 0; r < R; r++) clear(held[r]);
 #pragma unroll 1
   for (int c = warp; c < CLASSES; c += 8) {
     Sums<NT> total[R];
@@ -38,28 +36,27 @@ DEVICE void matmul(const Matrix& a, const uint8_t* x, const float* multipliers, 
           weights, columns, a.maxima + u * (UNIT_ROWS / ENTRY), total, lane, {}};
       product.run(unit.y);
     }
+    const bool again = c != warp, onto = again && warp < 4;
 #pragma unroll
     for (int r = 0; r < R; r++)
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) held[r][n][i] = c == warp ? total[r][n][i] : held[r][n][i] + total[r][n][i];
+        for (int i = 0; i < 4; i++) {
+          float& d = parts[again && !onto ? warp + 4 : warp][r * TILE + g + i / 2 * 8][n * 8 + 2 * t + i % 2];
+          d = onto ? d + total[r][n][i] : total[r][n][i];
+        }
   }
-#pragma unroll
-  for (int r = 0; r < R; r++)
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-      float* d = &parts[warp][r * TILE + g][n * 8 + 2 * t];
-      d[0] = held[r][n][0];
-      d[1] = held[r][n][1];
-      d[8 * COLUMNS] = held[r][n][2];
-      d[8 * COLUMNS + 1] = held[r][n][3];
-    }
   __syncthreads();
   for (int i = threadIdx.x; i < ROWS * COLUMNS; i += blockDim.x) {
     const int row = i % ROWS, token = first_row + i / ROWS, n = first_tile * TILE + row;
     if (token >= m || n >= a.out_features) continue;
-    const float sum = sum_pairs([&](int c) { return parts[c][row][i / ROWS]; });
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float quarter = (parts[j][row][i / ROWS] + parts[j + 4][row][i / ROWS]) + parts[j + 8][row][i / ROWS];
+      sum = j == 0 ? quarter : sum + quarter;
+    }
     store_result(y, (size_t)token * a.out_features + n, y_kind, finish(sum, multipliers[token], a.bias ? a.bias[n] : 0.f, a.prescale));
   }
 }

@@ -386,17 +386,17 @@ DEVICE float load_result(const void* y, size_t at, int kind) {
          : kind == OUT_BF16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(y)[at])
                             : static_cast<const float*>(y)[at];
 }
-// The classes' sums in their one order, a tree that cuts K into equal parts: `part(c)` is the sum of class c.
-template <class F>
-DEVICE float sum_pairs(F pair) {
-  float quarter[4];
-#pragma unroll
-  for (int j = 0; j < 4; j++) quarter[j] = pair(j) + pair(j + 4);
-  return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
-}
+// The classes' sums in their one order: `part(c)` is the sum of class c. Quarters of K (classes that are equal modulo 4) add up on their
+// own first, so that a kernel can cut K in four and walk it with two sums besides a class's.
 template <class F>
 DEVICE float sum_classes(F part) {
-  return sum_pairs([&](int c) { return part(c) + part(c + 8); });
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const float quarter = ((part(j) + part(j + 8)) + part(j + 4)) + part(j + 12);
+    sum = j == 0 ? quarter : sum + quarter;
+  }
+  return sum;
 }
 // (sum / row factor + bias) * prescale.
 DEVICE float finish(float sum, float multiplier, float bias, float prescale) {

@@ -5,7 +5,7 @@
 
 use exl_cuda::layout::{Codes, Layout};
 use exl_cuda::ops::linear::{self, Addresses, Half, Matrix, Product};
-use exl_cuda::ops::ring;
+use exl_cuda::ops::{batch, ring};
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::{GptqView, Zeros};
 use half::f16;
@@ -454,6 +454,94 @@ impl CudaRing {
         py.detach(|| unsafe { ring::launch(to, &parts, &op, tuning) })
             .map_err(|error| device_error(py, &error))
     }
+
+    /// Whether one launch of the batch kernel takes these matrices, 1 to 64 rows each call.
+    fn batch_fits(&self, py: Python<'_>) -> PyResult<bool> {
+        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
+        Ok(batch::fits(&info.info, &self.parts()))
+    }
+
+    /// Bytes of scratch memory that `run_batch` needs for `rows` rows.
+    #[pyo3(signature = (rows, tuning=None))]
+    fn scratch_bytes(
+        &self,
+        py: Python<'_>,
+        rows: usize,
+        tuning: Option<(usize, usize, usize, usize)>,
+    ) -> PyResult<usize> {
+        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
+        Ok(batch::scratch_bytes(
+            &info.info,
+            &self.parts(),
+            rows,
+            batch_tuning(tuning),
+        ))
+    }
+
+    /// y [m, N], or [2, m, N] for a matrix that gates another, whose activation is left to the caller; `scratch` uint8 and `multipliers` [m] float32; `tuning` = (slots, activations, cut, groups) is for benchmarks.
+    #[pyo3(signature = (x, scratch, multipliers, y, stream, programmatic, tuning=None))]
+    fn run_batch(
+        &self,
+        py: Python<'_>,
+        x: Tensor,
+        scratch: Tensor,
+        multipliers: Tensor,
+        y: Tensor,
+        stream: usize,
+        programmatic: bool,
+        tuning: Option<(usize, usize, usize, usize)>,
+    ) -> PyResult<()> {
+        let k = self.in_features;
+        let n: usize = self.parts().iter().map(|p| p.out_features()).sum();
+        let m = x.numel() / k;
+        expect(
+            x.numel() == m * k && y.numel() == m * n && m <= batch::MOST_ROWS,
+            "x or y has the wrong size",
+        )?;
+        let x_type = kind(&x, "x")?;
+        expect(x_type != Half::F32, "x must be float16 or bfloat16")?;
+        let room = scratch.dtype == DType::U8
+            && scratch.numel() >= self.scratch_bytes(py, m, tuning)?
+            && scratch.ptr.is_multiple_of(128)
+            && multipliers.dtype == DType::F32
+            && multipliers.numel() >= m;
+        expect(room, "scratch tensors are too small")?;
+        let all = [
+            ("x", &x),
+            ("scratch", &scratch),
+            ("multipliers", &multipliers),
+            ("y", &y),
+        ];
+        let to = target(&all, stream, programmatic)?;
+        expect(to.device == self.device, "operands on another GPU")?;
+        let op = batch::Product {
+            x: x.ptr,
+            x_type,
+            y: y.ptr,
+            y_type: kind(&y, "y")?,
+            m,
+            apart: self.gate.is_some(),
+        };
+        let tuning = batch_tuning(tuning);
+        let parts = self.parts();
+        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
+        py.detach(|| unsafe {
+            batch::launch(to, &parts, &op, scratch.ptr, multipliers.ptr, tuning)
+        })
+        .map_err(|error| device_error(py, &error))
+    }
+}
+
+fn batch_tuning(tuning: Option<(usize, usize, usize, usize)>) -> batch::Tuning {
+    tuning.map_or_else(
+        batch::Tuning::default,
+        |(slots, activations, cut, groups)| batch::Tuning {
+            slots,
+            activations,
+            cut,
+            groups,
+        },
+    )
 }
 
 /// Adds this subject's functions and classes to the module.

@@ -1,8 +1,9 @@
 """Products with what stands around them in a layer: norm before, gate activation or residual after, several matrices.
 
-The door for code that captures a decode step: it allocates at construction only, reads nothing back, and launches on
-torch's current stream, so a call can be captured in a CUDA graph. Results are those of the separate operators to the
-bit (`norm.rms_norm`, `QuantMatrix.matmul`, `cuda_ops.gated_activation`, `torch.add`), whichever kernels do the work.
+The door for code that captures a decode step: it reads nothing back, takes scratch memory from torch's allocator only
+and launches on torch's current stream, so a call can be captured in a CUDA graph. Results are those of the separate
+operators to the bit (`norm.rms_norm`, `QuantMatrix.matmul`, `cuda_ops.gated_activation`, `torch.add`), whichever
+kernels do the work.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .cuda_ops import gated_activation, rms_norm, stream_of
 from .device import programmatic_launch
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .linear import QuantMatrix
-from .linear_cuda import CudaQuantMatrix
+from .linear_cuda import MATRIX_ROWS, CudaQuantMatrix
 
 __all__ = ["FusedLinear", "Norm"]
 
@@ -49,8 +50,6 @@ class FusedLinear:
 
     Biases, prescales and input permutations are the matrices' own and always applied. Intermediate results are rounded
     to the dtype of x exactly where the separate operators round.
-
-    A call uses scratch memory of this object: calls of one object must be ordered by their stream.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class FusedLinear:
         max_rows: int = 64,
         dtype: torch.dtype = torch.float16,
     ) -> None:
-        """`max_rows` bounds m and sizes the scratch memory; `dtype` of x and out, float16 or bfloat16.
+        """`max_rows` bounds m; `dtype` of x and out, float16 or bfloat16.
 
         Raises ShapeError (matrices or norm weight do not fit together), DTypeError (not on one GPU, or a dtype that
         is no half) and UnsupportedError (an activation without a pair of matrices).
@@ -101,23 +100,25 @@ class FusedLinear:
         self._ring_rows: int = 0
         if self._ring is not None:
             self._ring_rows = self._ring.rows(norm is not None, dtype == torch.bfloat16)
+        self._batch_rows: int = MATRIX_ROWS if self._ring is not None and self._ring.batch_fits() else 0
         self._norm_weight = None if norm is None else norm.weight.float().contiguous()
-        self._normed = self._scratch(self.in_features) if norm else None
-        self._parts = [self._scratch(m.out_features) for m in self.matrices]
 
     @property
     def ring_rows(self) -> int:
         """Rows up to which a call is one launch; 0 where these matrices always take several."""
         return self._ring_rows
 
+    @property
+    def batch_rows(self) -> int:
+        """Rows up to which a call without a residual is one product between a norm, a reordering of the input and an
+        activation; 0 where never."""
+        return self._batch_rows
+
     def _one_launch(self) -> _native.CudaRing | None:
         """The ring kernel over all matrices, where they are quantized; matrices it cannot join report zero rows."""
         if not all(isinstance(matrix, CudaQuantMatrix) for matrix in self.matrices):
             return None
         return _native.CudaRing([matrix._native for matrix in self.matrices], self.activation)
-
-    def _scratch(self, width: int) -> Tensor:
-        return torch.empty((self.max_rows, width), dtype=self.dtype, device=self.device)
 
     def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [m, K] to `out` [m, N], both contiguous; `residual` like out is added and may be out itself. Returns out.
@@ -130,7 +131,12 @@ class FusedLinear:
             assert self._ring is not None
             self._ring.run(x, out, stream_of(x), programmatic_launch(), residual, norm)
         elif m:
-            self._separate(x, out, residual, m)
+            if self.norm is not None:
+                x = rms_norm(x, self.norm.weight, self.norm.eps, weight_offset=self.norm.offset)
+            if self._ring_rows < m <= self._batch_rows and residual is None:
+                self._batched(x, out)
+            else:
+                self._separate(x, out, residual)
         return out
 
     def _check(self, x: Tensor, out: Tensor, residual: Tensor | None) -> int:
@@ -151,14 +157,23 @@ class FusedLinear:
         if t.dtype != self.dtype or t.device != self.device:
             raise DTypeError(f"{name} is {t.dtype} on {t.device}: expected {self.dtype} on {self.device}")
 
-    def _separate(self, x: Tensor, out: Tensor, residual: Tensor | None, m: int) -> None:
-        """The product as separate launches."""
-        if self.norm is not None and self._normed is not None:
-            x = rms_norm(x, self.norm.weight, self.norm.eps, weight_offset=self.norm.offset, out=self._normed[:m])
+    def _batched(self, x: Tensor, out: Tensor) -> None:
+        """The product as one launch behind one that lays out its input; x is already normed."""
+        m = x.shape[0]
+        assert self._ring is not None
+        scratch = torch.empty(self._ring.scratch_bytes(m), dtype=torch.uint8, device=x.device)
+        multipliers = torch.empty(m, dtype=torch.float32, device=x.device)
+        to = out.new_empty((2, *out.shape)) if self.activation else out
+        self._ring.run_batch(x, scratch, multipliers, to, stream_of(x), programmatic_launch())
+        if self.activation:
+            gated_activation(to[0], to[1], self.activation, out=out)
+
+    def _separate(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
+        """The product as separate launches; x is already normed."""
         if len(self.matrices) == 1 and residual is None:
             self.matrices[0].matmul(x, out=out)
             return
-        parts = [matrix.matmul(x, out=part[:m]) for matrix, part in zip(self.matrices, self._parts, strict=True)]
+        parts = [matrix.matmul(x) for matrix in self.matrices]
         if self.activation:
             gated_activation(parts[0], parts[1], self.activation, out=out)
             return

@@ -70,7 +70,7 @@ class _CudaMatrix(QuantMatrix):
 class CudaQuantMatrix(_CudaMatrix):
     """An EXL2 or GPTQ matrix on a GPU. Attributes as `QuantMatrix`; `compute` is kept for information only."""
 
-    __slots__ = ("_bias", "_prescale", "_ring", "_ring_rows")
+    __slots__ = ("_batch", "_bias", "_prescale", "_ring", "_ring_rows")
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class CudaQuantMatrix(_CudaMatrix):
         self._prescale = prescale
         self._ring = _native.CudaRing([self._native])
         self._ring_rows: tuple[int, int] = (self._ring.rows(False, False), self._ring.rows(False, True))
+        self._batch: bool = self._ring.batch_fits()
         self.format: Format = format
         self.compute: Compute = compute
         self.name = name
@@ -132,10 +133,19 @@ class CudaQuantMatrix(_CudaMatrix):
         stream = stream_of(x)
         if rows <= self._ring_rows[x.dtype == torch.bfloat16]:
             self._ring.run(x, out, stream, programmatic_launch())
+        elif self._batch:
+            self._batched(x, out, rows, stream)
         else:
             self._direct(x, out, rows, stream)
 
+    def _batched(self, x: Tensor, out: Tensor, rows: int, stream: int) -> None:
+        """The product on the tensor cores of whole warpgroups (compute capability 9.0)."""
+        scratch = torch.empty(self._ring.scratch_bytes(rows), dtype=torch.uint8, device=x.device)
+        multipliers = torch.empty(rows, dtype=torch.float32, device=x.device)
+        self._ring.run_batch(x, scratch, multipliers, out, stream, programmatic_launch())
+
     def _direct(self, x: Tensor, out: Tensor, rows: int, stream: int) -> None:
+        """The product for any GPU."""
         prepared = torch.empty(self._native.prepared_bytes(rows), dtype=torch.uint8, device=x.device)
         multipliers = torch.empty(rows, dtype=torch.float32, device=x.device)
         self._native.matmul(x, prepared, multipliers, out, stream, programmatic_launch())

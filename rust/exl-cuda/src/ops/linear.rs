@@ -8,6 +8,8 @@ use crate::layout::{Layout, Scales, UNIT_ROWS};
 
 /// Most rows of a call that the matrix kernels take; more are cheaper by dequantizing once.
 pub const MAX_ROWS: usize = 64;
+/// Shared memory up to which two activation rows are laid out by one block.
+const MOST_PAIR_BYTES: usize = 100 * 1024;
 /// Element type of results, as the kernels number them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Half {
@@ -132,8 +134,18 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
         "ring_gptq" => ring_kernels("gptq"),
         "linear" => kinds()
             .map(|(kind, entry)| format!("dequantize_{kind}_{entry}"))
-            .chain(["prepare_f16", "prepare_bf16", "row_multipliers"].map(str::to_owned))
+            .chain(
+                [
+                    "prepare_f16",
+                    "prepare_bf16",
+                    "prepare_pair_f16",
+                    "prepare_pair_bf16",
+                    "row_multipliers",
+                ]
+                .map(str::to_owned),
+            )
             .collect(),
+        _ if file.starts_with("batch_") => super::batch::kernels(&file["batch_".len()..]),
         _ => match file.strip_prefix("matmul_") {
             Some(rest) => [1, 2, 4]
                 .map(|columns| format!("matmul_{rest}_{columns}"))
@@ -162,7 +174,15 @@ pub struct Product {
     pub m: usize,
 }
 
-/// Activations into the order of `kernels/prepared.cuh`: that of wgmma for so many `columns`, that of mma.sync for zero.
+/// What the batch kernel wants of `prepare`: the order of wgmma for so many columns, and some integers set to zero.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct ForBatch {
+    pub columns: usize,
+    pub arrivals: usize,
+    pub count: i32,
+}
+
+/// Activations into the order of `kernels/prepared.cuh`, that of mma.sync by default.
 ///
 /// # Safety
 /// As [`matmul`].
@@ -172,10 +192,51 @@ pub(super) unsafe fn prepare(
     op: &Product,
     prepared: usize,
     multipliers: usize,
-    columns: usize,
+    batch: ForBatch,
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
     let m = index32("rows", op.m)?;
+    let columns = batch.columns as i32;
+    let mut arguments = kernel_arguments![
+        matrix.argument,
+        matrix.features,
+        op.x,
+        prepared,
+        multipliers,
+        m,
+        columns,
+        batch.arrivals,
+        batch.count
+    ];
+    let suffix = match op.x_type {
+        Half::F16 => "f16",
+        Half::BF16 => "bf16",
+        Half::F32 => {
+            return Err(CudaError::Argument {
+                what: "activations in FP32".to_owned(),
+                limit: "F16 or BF16".to_owned(),
+            });
+        }
+    };
+    let pair_bytes = 4 * matrix.in_features();
+    if columns > 0
+        && matrix.in_features().is_multiple_of(8)
+        && op.x.is_multiple_of(16)
+        && pair_bytes <= MOST_PAIR_BYTES
+    {
+        // Two rows a block, and about as many blocks as multiprocessors.
+        let pairs = batch.columns as u32 / 2;
+        let launch = Launch {
+            kernel: &format!("prepare_pair_{suffix}"),
+            grid: [pairs, (128 / pairs).clamp(1, 16), 1],
+            block: 256,
+            shared_bytes: pair_bytes as u32,
+            stream: to.stream,
+            programmatic: to.programmatic,
+        };
+        // SAFETY: the order is that of `prepare_pair`; validity is the caller's promise.
+        return unsafe { launch.run(device, &mut arguments) };
+    }
     let base = Launch {
         kernel: "row_multipliers",
         grid: [m as u32, 1, 1],
@@ -184,43 +245,23 @@ pub(super) unsafe fn prepare(
         stream: to.stream,
         programmatic: to.programmatic,
     };
-    let suffix = match op.x_type {
-        Half::F16 => "f16",
-        Half::BF16 => {
-            let mut arguments = kernel_arguments![op.x, multipliers, matrix.argument.in_features];
-            // SAFETY: the order is that of `row_multipliers`; validity is the caller's promise.
-            unsafe { base.run(device, &mut arguments)? };
-            "bf16"
-        }
-        Half::F32 => {
-            return Err(CudaError::Argument {
-                what: "activations in FP32".to_owned(),
-                limit: "F16 or BF16".to_owned(),
-            });
-        }
-    };
+    if op.x_type == Half::BF16 {
+        let mut arguments = kernel_arguments![op.x, multipliers, matrix.argument.in_features];
+        // SAFETY: the order is that of `row_multipliers`; validity is the caller's promise.
+        unsafe { base.run(device, &mut arguments)? };
+    }
     let kernel = format!("prepare_{suffix}");
-    let columns_wanted = columns as i32;
     let launch = Launch {
         kernel: &kernel,
         grid: [
             matrix.argument.unit_count as u32,
-            (op.m.max(columns) as u32).div_ceil(8),
+            (op.m.max(batch.columns) as u32).div_ceil(8),
             1,
         ],
         // Multipliers come from the launch before through ordinary loads.
         programmatic: to.programmatic && op.x_type == Half::F16,
         ..base
     };
-    let mut arguments = kernel_arguments![
-        matrix.argument,
-        matrix.features,
-        op.x,
-        prepared,
-        multipliers,
-        m,
-        columns_wanted
-    ];
     // SAFETY: the order is that of `prepare`; validity is the caller's promise.
     unsafe { launch.run(device, &mut arguments) }
 }
@@ -243,7 +284,7 @@ pub unsafe fn matmul(
     let device = Device::get(to.device)?;
     let m = index32("rows", op.m)?;
     // SAFETY: this function's contract.
-    unsafe { prepare(to, matrix, op, prepared, multipliers, 0)? };
+    unsafe { prepare(to, matrix, op, prepared, multipliers, ForBatch::default())? };
     // (column tiles of 8 rows, row tiles) of a block.
     let (columns, tiles) = match op.m {
         ..=8 => (1, 1),

@@ -1,6 +1,7 @@
 //! Checked launches, one file a subject. A door takes addresses and sizes and never reads device memory.
 
 pub mod attention;
+pub mod batch;
 pub mod elementwise;
 pub mod embedding;
 pub mod kv;

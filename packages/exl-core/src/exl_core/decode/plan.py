@@ -5,7 +5,8 @@ nothing else between. Whatever a module has beyond that makes the plan refuse, a
 own forward pass. Results are the modules' own to the bit.
 
 Of few rows a layer is five launches: norm and q, k, v; rotation, storing and attention; o and residual; norm, gate, up
-and activation; down and residual. Where the matrices do not allow that, or it does not pay, it is ten.
+and activation; down and residual. Where the matrices do not allow that, or it does not pay, it is ten. Of more rows
+each of the four products takes one launch behind one that lays out its input, where the matrices allow that.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class _Layer:
         self.o = _joined(a.o_proj)
         self.gate_up = _joined(m.gate_proj, m.up_proj, norm=self.norms[1], activation=cast(Activation, m.activation))
         self.down = _joined(m.down_proj)
+        # Of inputs that are normed already.
+        self.qkv_normed = _joined(a.q_proj, a.k_proj, a.v_proj)
+        self.gate_up_normed = _joined(m.gate_proj, m.up_proj, activation=cast(Activation, m.activation))
 
     def join(self, rows: int) -> bool:
         """Whether the products of `rows` rows can be one launch each (the last may be two, at the same cost)."""
@@ -76,9 +80,7 @@ class _Layer:
     def run_joined(self, x: Tensor, step: Step) -> None:
         """x [T, hidden] half, changed in place."""
         a, rows = self.attention, x.shape[0]
-        qkv = self.qkv(x, x.new_empty(rows, self.qkv.out_features)).view(rows, -1, a.head_dim)
-        heads, kv_heads = a.num_attention_heads, a.num_key_value_heads
-        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        q, k, v = self._split(self.qkv(x, x.new_empty(rows, self.qkv.out_features)))
         self.o(_attend(a, q, k, v, step).view(rows, -1), x, residual=x)
         gated = self.gate_up(x, x.new_empty(rows, self.gate_up.out_features))
         self.down(gated, x, residual=x)
@@ -86,12 +88,26 @@ class _Layer:
     def run(self, x: Tensor, h: Tensor, following: RMSNorm, step: Step) -> None:
         """h = norm(x) on the way in, `following`(x) on the way out; both changed in place."""
         a, m, rows = self.attention, self.mlp, x.shape[0]
-        q, k, v = (p.quant.matmul(h).view(rows, -1, a.head_dim) for p in (a.q_proj, a.k_proj, a.v_proj))
+        if FEW < rows <= self.qkv_normed.batch_rows:
+            q, k, v = self._split(self.qkv_normed(h, h.new_empty(rows, self.qkv_normed.out_features)))
+        else:
+            q, k, v = (p.quant.matmul(h).view(rows, -1, a.head_dim) for p in (a.q_proj, a.k_proj, a.v_proj))
         y = a.o_proj.quant.matmul(_attend(a, q, k, v, step).view(rows, -1))
         add_rms_norm(x, y, _weight(self.norms[1]), self.norms[1].eps, out=h)
-        gate, up = m.gate_proj.quant.matmul(h), m.up_proj.quant.matmul(h)
-        y = m.down_proj.quant.matmul(gated_activation(gate, up, m.activation, out=gate))
+        if FEW < rows <= self.gate_up_normed.batch_rows:
+            gated = self.gate_up_normed(h, h.new_empty(rows, self.gate_up_normed.out_features))
+        else:
+            gate, up = m.gate_proj.quant.matmul(h), m.up_proj.quant.matmul(h)
+            gated = gated_activation(gate, up, m.activation, out=gate)
+        y = m.down_proj.quant.matmul(gated)
         add_rms_norm(x, y, _weight(following), following.eps, out=h)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [T, heads, head_dim], views of rows that hold them side by side."""
+        a = self.attention
+        heads, kv_heads = a.num_attention_heads, a.num_key_value_heads
+        qkv = qkv.view(qkv.shape[0], -1, a.head_dim)
+        return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
 
 
 class DecodePlan:
@@ -121,7 +137,7 @@ class DecodePlan:
 
 def _joined(*linears: Linear, norm: RMSNorm | None = None, activation: Activation | None = None) -> FusedLinear:
     before = None if norm is None else InputNorm(_weight(norm), norm.eps)
-    return FusedLinear([linear.quant for linear in linears], norm=before, activation=activation, max_rows=FEW)
+    return FusedLinear([linear.quant for linear in linears], norm=before, activation=activation)
 
 
 def _attend(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:

@@ -1,0 +1,487 @@
+// y = x @ W for 9 to 64 activation rows on sm_90a: each weight is unpacked once and multiplied by the tensor cores of a warpgroup.
+//
+// An item is 64 features (four row tiles), the work of one warpgroup. Either a block has all of K, or four blocks have a quarter each (the
+// units u = j mod 4). A block is up to W warpgroups, whose items are neighbours, and one warp that streams stages: one unit of every tile,
+// and the prepared activations of these rows (which stay in shared memory where a block meets them again and they fit). A warp's fragments
+// of mma.sync are its part of a warpgroup's A operand, so codes go from shared memory to registers to the tensor cores. Sums of quarters
+// go to a workspace in L2; the last warp of a tile's four to arrive adds them in the order of `sum_classes` and stores. Same bits as the
+// ring kernel.
+//
+// Branches that depend on what is read ask for a vote first: ptxas would take the tensor cores' work one by one where it cannot see that a
+// warp goes one way. What a warp passes once is short, since it is cold in a decode step. (Clusters in place of the workspace: the H200 ran
+// only a third of their blocks at a time.)
+#pragma once
+#include "pipeline.cuh"
+#include "prepared.cuh"
+#include "wgmma.cuh"
+
+constexpr int QUARTERS = 4, ITEM_TILES = 4, ITEM_ROWS = ITEM_TILES * TILE, BATCH_MATRICES = 3;
+
+// One matrix of a launch.
+struct BatchPart {
+  Matrix a;
+  int y_offset, first_item;  // column in y; items of the launch are counted through its matrices
+  uint32_t units_at, maxima_at;
+};
+
+// The same struct as `ops::batch::Task`; places are bytes in shared memory.
+struct BatchTask {
+  const uint8_t* x;  // prepared
+  const float* multipliers;
+  float4* sums;   // [items][tile][quarter][N / 8][lane]: what a thread has of eight activation rows
+  int* arrivals;  // [items][tile], zeroed by the kernel before
+  void* y;
+  int count, items, m, y_kind, y_stride;
+  int paired;            // whether results can be stored in pairs
+  int groups, scaled;    // warpgroups of a block that work; whether multipliers are other than one
+  int slots, resident;   // stages of the ring; whether activations stay
+  uint32_t stage_stride, unit_room;
+  uint32_t ring_at, x_at, barriers_at;
+  int cut;  // blocks that share K: 1 or QUARTERS
+  BatchPart part[BATCH_MATRICES];
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// A block's units in their order: quarter after quarter, in each the classes j, j + 8, j + 4, j + 12.
+struct Order {
+  int first, quarters, units;
+  DEVICE static int class_of(int quarter, int step) { return quarter + (step & 1) * 8 + (step >> 1) * 4; }
+  DEVICE int in_class(int quarter, int step) const { return (units + CLASSES - 1 - class_of(quarter, step)) / CLASSES; }
+  DEVICE int in_quarter(int quarter) const { return (units + QUARTERS - 1 - quarter) / QUARTERS; }
+  DEVICE int own() const { return quarters == 1 ? in_quarter(first) : units; }
+  DEVICE int unit(int i) const {
+    int quarter = first, step = 0;
+    for (; quarter < QUARTERS - 1 && i >= in_quarter(quarter); quarter++) i -= in_quarter(quarter);
+    for (; step < 3 && i >= in_class(quarter, step); step++) i -= in_class(quarter, step);
+    return class_of(quarter, step) + CLASSES * i;
+  }
+};
+
+template <int KIND, int ENTRY, int N, int W>
+struct Batch {
+  static constexpr int S = N / 2;  // sums a thread
+  static constexpr int THREADS = W * 128 + 32;
+  static constexpr int ENTRIES = UNIT_ROWS / ENTRY, X_BYTES = 512 * N, EIGHTS = N / 8;
+
+  const BatchTask& p;
+  uint8_t* const memory;
+  const uint32_t base, full, empty, present;
+  const int step, first;  // blocks of a quarter; the first item's number of this one, in whole blocks
+  const Order order;
+  const int own;
+
+  DEVICE Batch(const BatchTask& p, uint8_t* memory)
+      : p(p),
+        memory(memory),
+        base(shared_address(memory)),
+        full(base + p.barriers_at),
+        empty(full + p.slots * 8),
+        present(empty + p.slots * 8),
+        step(gridDim.x / p.cut),
+        first(blockIdx.x / p.cut),
+        order{static_cast<int>(blockIdx.x % p.cut), QUARTERS / p.cut, p.part[0].a.unit_count},
+        own(order.own()) {}
+
+  DEVICE int matrix_of(int item) const {
+    int i = 0;
+    while (i + 1 < p.count && item >= p.part[i + 1].first_item) i++;
+    return i;
+  }
+
+  // The streaming warp's part: barriers, and of every unit {offset, widths, bytes, number}.
+  DEVICE void set_up_stream() const {
+    const int lane = threadIdx.x % 32;
+    for (int i = lane; i < p.slots; i += 32) {
+      barrier_init(full + i * 8, 1);
+      barrier_init(empty + i * 8, p.groups * 4);
+    }
+    if (p.resident)
+      for (int i = lane; i < own; i += 32) barrier_init(present + i * 8, 1);
+    barriers_visible();
+#pragma unroll 1
+    for (int m = 0; m < p.count; m++)
+#pragma unroll 1
+      for (int i = lane; i < own; i += 32) {
+        const int u = order.unit(i);
+        const uint2* units = p.part[m].a.units + u;
+        const uint2 unit = __ldg(units);
+        reinterpret_cast<uint4*>(memory + p.part[m].units_at)[i] = make_uint4(unit.x, unit.y, __ldg(&units[1].x) - unit.x, u);
+      }
+    __syncwarp();
+  }
+  DEVICE void set_up_maxima() const {
+    for (int m = 0; m < p.count; m++) {
+      const BatchPart& part = p.part[m];
+      if (!part.a.maxima) continue;
+      const int entries = (part.a.rows + ENTRY - 1) / ENTRY;
+      __half* to = reinterpret_cast<__half*>(memory + part.maxima_at);
+      for (int i = threadIdx.x; i < own * ENTRIES; i += W * 128) {
+        const int e = order.unit(i / ENTRIES) * ENTRIES + i % ENTRIES;
+        to[i] = e < entries ? part.a.maxima[e] : __half(0.f);
+      }
+    }
+  }
+
+  // ---- one warp streams; each lane has a tile of the block's items
+  struct Source {
+    const uint8_t* from;
+    uint32_t units;
+    bool some;
+  };
+  DEVICE Source source(int block) const {
+    const int lane = threadIdx.x % 32, item = min(block * p.groups + lane / ITEM_TILES, p.items - 1);
+    const BatchPart& part = p.part[matrix_of(item)];
+    const int tile = (item - part.first_item) * ITEM_TILES + lane % ITEM_TILES;
+    return {part.a.image + (size_t)tile * part.a.tile_bytes, base + part.units_at,
+            lane < p.groups * ITEM_TILES && block * p.groups + lane / ITEM_TILES < p.items && tile < part.a.tiles};
+  }
+  DEVICE void copy_weights(const Source& source, int i, Turn turn, uint64_t policy) const {
+    const int lane = threadIdx.x % 32;
+    const uint4 unit = SharedBytes{source.units}.get16(i * 16);
+    const uint32_t bar = full + turn.slot * 8, bytes = __reduce_add_sync(~0u, source.some ? unit.z : 0);
+    if (lane == 0) barrier_expect(bar, bytes + (p.resident ? 0 : X_BYTES));
+    __syncwarp();
+    if (source.some) copy_to_shared(base + p.ring_at + turn.slot * p.stage_stride + lane * p.unit_room, source.from + unit.x, unit.z, bar, policy);
+  }
+  DEVICE void copy_activations(int i, uint32_t to, uint32_t bar, uint64_t policy) const {
+    const uint32_t u = SharedBytes{base + p.part[0].units_at}.get4(i * 16 + 12);
+    copy_to_shared(to, p.x + (size_t)u * X_BYTES, X_BYTES, bar, policy);
+  }
+  DEVICE void copy_staged_activations(int i, Turn turn, uint64_t policy) const {
+    if (threadIdx.x % 32 == 0)
+      copy_activations(i, base + p.ring_at + turn.slot * p.stage_stride + p.groups * ITEM_TILES * p.unit_room, full + turn.slot * 8, policy);
+  }
+  DEVICE void stream() const {
+    const uint64_t once = evict_first(), again = evict_last();
+    const int blocks = (p.items + p.groups - 1) / p.groups, mine = (blocks - first + step - 1) / step, total = mine * own;
+    const int ahead = min(p.slots, total);
+    Turn turn;
+    int block = first, i = 0;
+    Source from = source(block);
+    auto next = [&] {
+      turn.advance(p.slots);
+      if (++i == own) {
+        i = 0;
+        block += step;
+        from = source(block);
+      }
+    };
+#pragma unroll 1
+    for (int s = 0; s < ahead; s++, next()) copy_weights(from, i, turn, once);
+    pdl_wait();
+    if (p.resident) {
+#pragma unroll 1
+      for (int x = threadIdx.x % 32; x < own; x += 32) {
+        barrier_expect(present + x * 8, X_BYTES);
+        copy_activations(x, base + p.x_at + x * X_BYTES, present + x * 8, again);
+      }
+    } else {
+      Turn t;
+#pragma unroll 1
+      for (int s = 0; s < ahead; s++, t.advance(p.slots)) copy_staged_activations(s % own, t, again);
+    }
+#pragma unroll 1
+    for (int s = ahead; s < total; s++, next()) {
+      barrier_wait(empty + turn.slot * 8, turn.phase ^ 1);
+      copy_weights(from, i, turn, once);
+      if (!p.resident) copy_staged_activations(i, turn, again);
+    }
+  }
+
+  // ---- warpgroups multiply
+  template <int B, int J>
+  DEVICE static void unpack(uint32_t (&a)[4], const uint32_t (&w)[B], uint2 zeros) {
+    a[0] = centred<KIND, B, 4 * J>(w, zeros.x);
+    a[1] = centred<KIND, B, 4 * J + 1>(w, zeros.y);
+    a[2] = centred<KIND, B, 4 * J + 2>(w, zeros.x);
+    a[3] = centred<KIND, B, 4 * J + 3>(w, zeros.y);
+  }
+  template <int B>
+  DEVICE static void unpack_chunk(uint32_t (&a)[4][4], const uint32_t (&w)[B], uint2 low, uint2 high) {
+    unpack<B, 0>(a[0], w, low);
+    unpack<B, 1>(a[1], w, low);
+    unpack<B, 2>(a[2], w, high);
+    unpack<B, 3>(a[3], w, high);
+  }
+  DEVICE static void fold(const float (&sums)[S], float (&total)[S], uint32_t scales) {
+    const float2 scale = to_float2(scales);
+#pragma unroll
+    for (int i = 0; i < S; i++) total[i] = fmaf(i % 4 / 2 ? scale.y : scale.x, sums[i], total[i]);
+  }
+
+  // One unit of this warp's tile.
+  struct Unit {
+    const uint32_t weights, x;  // x: the low half of the descriptor of the first core matrices
+    const uint32_t maxima;
+    const int lane;
+    float (&total)[S];
+    UnitScales<KIND, ENTRY, SharedBytes> scales;
+
+    DEVICE uint32_t scale(int e) const { return scales.halves(e, KIND == EXL2 ? __ushort_as_half(SharedBytes{maxima}.get2(e * 2)) : __half(0.f)); }
+    // Matrix instructions i .. of the unit.
+    template <int COUNT, bool ADD>
+    DEVICE void multiply(float (&sums)[S], const uint32_t (*a)[4], int i) const {
+      products_begin();
+      product<ADD>(sums, a[0], x + i * 2 * N, 128 >> 4);
+#pragma unroll
+      for (int j = 1; j < COUNT; j++) product<true>(sums, a[j], x + (i + j) * 2 * N, 128 >> 4);
+      products_commit();
+    }
+    template <int B>
+    DEVICE static void unpack_here(uint32_t (&a)[4][4], const uint32_t (&w)[B], uint2 low, uint2 high) {
+      unpack_chunk<B>(a, w, low, high);
+      // Here and not later: products are on their way.
+#pragma unroll
+      for (int j = 0; j < 16; j++) asm volatile("" : "+r"(a[j / 4][j % 4]));
+    }
+
+    // Four chunks of one width, entries of 128 rows: while one is multiplied, the next is unpacked.
+    template <int B>
+    DEVICE void uniform() {
+      uint32_t w[2][B], a[2][4][4], scale_of[2];
+      float sums[S];
+      load_words<B>(w[0], SharedBytes{weights}, lane);
+      scales.load({weights + 512 * B}, lane >> 2);
+      load_words<B>(w[1], SharedBytes{weights + 128 * B}, lane);
+      unpack_here<B>(a[0], w[0], scales.zeros(0), scales.zeros(0));
+      multiply<4, false>(sums, a[0], 0);
+      load_words<B>(w[0], SharedBytes{weights + 256 * B}, lane);
+      unpack_here<B>(a[1], w[1], scales.zeros(0), scales.zeros(0));
+      multiply<4, true>(sums, a[1], 4);
+      load_words<B>(w[1], SharedBytes{weights + 384 * B}, lane);
+      scale_of[0] = scale(0);
+      scale_of[1] = scale(1);
+      products_pending<1>();
+      unpack_here<B>(a[0], w[0], scales.zeros(1), scales.zeros(1));
+      products_wait<0>(sums);
+      fold(sums, total, scale_of[0]);
+      multiply<4, false>(sums, a[0], 8);
+      unpack_here<B>(a[1], w[1], scales.zeros(1), scales.zeros(1));
+      multiply<4, true>(sums, a[1], 12);
+      products_wait<0>(sums);
+      fold(sums, total, scale_of[1]);
+    }
+
+    template <int B>
+    DEVICE void chunk_of(uint32_t (&a)[4][4], uint32_t codes, int c) const {
+      uint32_t w[B];
+      load_words<B>(w, SharedBytes{codes}, lane);
+      unpack_chunk<B>(a, w, scales.zeros(64 * c / ENTRY), scales.zeros((64 * c + 32) / ENTRY));
+    }
+    // Any unit, chunk after chunk.
+    DEVICE void any(uint32_t widths) {
+      uint32_t bits = 0, offset = 0;
+#pragma unroll
+      for (int c = 0; c < 4; c++) bits += widths >> (4 * c) & 15;
+      scales.load({weights + 128 * bits}, lane >> 2);
+#pragma unroll 1
+      for (int c = 0; c < 4; c++) {
+        const uint32_t b = widths >> (4 * c) & 15;
+        if (all(b == 0)) break;
+        uint32_t a[4][4];
+        const uint32_t codes = weights + offset;
+        if (b == 4) {
+          chunk_of<4>(a, codes, c);
+        } else if (b == 3) {
+          chunk_of<3>(a, codes, c);
+        } else if (b == 2) {
+          chunk_of<2>(a, codes, c);
+        } else if (KIND == EXL2 && b == 5) {
+          if constexpr (KIND == EXL2) chunk_of<5>(a, codes, c);
+        } else if (KIND == EXL2 && b == 6) {
+          if constexpr (KIND == EXL2) chunk_of<6>(a, codes, c);
+        } else {
+          chunk_of<8>(a, codes, c);
+        }
+        offset += 128 * b;
+        // Pieces of an entry, added by hand to one chain.
+        float sums[S];
+        if constexpr (ENTRY == 32) {
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            multiply<2, false>(sums, a + 2 * h, 4 * c + 2 * h);
+            products_wait<0>(sums);
+            fold(sums, total, scale(2 * c + h));
+          }
+        } else {
+          if (all((c & 1) == 0)) multiply<4, false>(held, a, 4 * c);
+          else multiply<4, true>(held, a, 4 * c);
+          products_wait<0>(held);
+          if (all((c & 1) != 0 || (widths >> (4 * c + 4) & 15) == 0)) fold(held, total, scale(c / 2));
+        }
+      }
+    }
+    float held[S];
+    DEVICE static bool all(bool v) { return __all_sync(~0u, v); }
+    DEVICE void run(uint32_t widths) {
+      if constexpr (ENTRY == 128) {
+        if (all(widths == 0x4444)) return uniform<4>();
+        if constexpr (KIND == EXL2) {
+          if (all(widths == 0x5555)) return uniform<5>();
+        }
+        if (all(widths == 0x3333)) return uniform<3>();
+        if (all(widths == 0x2222)) return uniform<2>();
+        if (all(widths == 0x8888)) return uniform<8>();
+        if constexpr (KIND == EXL2) {
+          if (all(widths == 0x6666)) return uniform<6>();
+        }
+      }
+      any(widths);
+    }
+  };
+
+  DEVICE void multiply() const {
+    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const uint32_t mine = (group * 4 + warp) * p.unit_room;
+    Turn turn;
+    bool waits = p.resident;
+#pragma unroll 1
+    for (int block = first; block * p.groups < p.items; block += step, waits = false) {
+      const int item = block * p.groups + group;
+      const BatchPart& part = p.part[matrix_of(min(item, p.items - 1))];
+      const uint32_t units = base + part.units_at, maxima = base + part.maxima_at;
+      int i = 0;
+#pragma unroll 1
+      for (int quarter = order.first; quarter < order.first + order.quarters; quarter++) {
+        float total[S], sum[S];
+#pragma unroll
+        for (int e = 0; e < S; e++) sum[e] = 0.f;
+#pragma unroll 1
+        for (int s = 0; s < 4; s++) {
+#pragma unroll
+          for (int e = 0; e < S; e++) total[e] = 0.f;
+#pragma unroll 1
+          for (const int end = i + order.in_class(quarter, s); i < end; i++) {
+            const uint32_t at = base + p.ring_at + turn.slot * p.stage_stride;
+            const uint32_t x = p.resident ? base + p.x_at + i * X_BYTES : at + p.groups * ITEM_TILES * p.unit_room;
+            const uint32_t widths = SharedBytes{units}.get4(i * 16 + 4);
+            if (waits) barrier_wait(present + i * 8, 0);
+            barrier_wait(full + turn.slot * 8, turn.phase);
+            Unit unit{at + mine, x >> 4 | (16 * N >> 4) << 16, maxima + i * (ENTRIES * 2), lane, total, {}};
+            unit.run(widths);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + turn.slot * 8);
+            turn.advance(p.slots);
+          }
+#pragma unroll
+          for (int e = 0; e < S; e++) sum[e] += total[e];
+        }
+        if (item < p.items) leave(item, quarter, sum);
+      }
+    }
+  }
+
+  // ---- results. A thread has float4s of a warp's 16 features and eight rows: (feature, row) = (g, 2 t), (g, 2 t + 1), (g + 8, 2 t),
+  // (g + 8, 2 t + 1). A warp's sums go to the workspace; the last of the tile's four quarters to arrive adds them and stores results.
+  DEVICE void leave(int item, int quarter, const float (&sums)[S]) const {
+    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    // Uncut, the memory is this warp's own and used again.
+    const int place = p.cut == 1 ? blockIdx.x * p.groups + group : item;
+    float4* const places = p.sums + (size_t)(place * ITEM_TILES + warp) * (QUARTERS * EIGHTS * 32);
+    float4* const to = places + quarter * (EIGHTS * 32) + lane;
+#pragma unroll
+    for (int q = 0; q < EIGHTS; q++) __stcg(to + q * 32, make_float4(sums[4 * q], sums[4 * q + 1], sums[4 * q + 2], sums[4 * q + 3]));
+    __syncwarp();
+    if (p.cut == 1) {
+      if (quarter < QUARTERS - 1) return;
+    } else {
+      int before = 0;
+      if (lane == 0) {
+        __threadfence();
+        before = atomicAdd(p.arrivals + item * ITEM_TILES + warp, 1);
+        __threadfence();
+      }
+      if (__shfl_sync(~0u, before, 0) != QUARTERS - 1) return;
+    }
+    // A thread adds and stores features n, n + 1, n + 8 and n + 9 of two rows at a time.
+    const BatchPart& part = p.part[matrix_of(item)];
+    const int pair = lane >> 3, t = lane & 3, odd = lane >> 2 & 1, n = ((item - part.first_item) * ITEM_TILES + warp) * TILE + 2 * pair;
+    const float4* from = places + odd * 32 + 8 * pair + t;
+    float bias[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int feature = n + i / 2 * 8 + i % 2;
+      bias[i] = part.a.bias && feature < part.a.out_features ? part.a.bias[feature] : 0.f;
+    }
+    constexpr int AT_ONCE = EIGHTS < 4 ? EIGHTS : 4;
+#pragma unroll 1
+    for (int q = 0; q < EIGHTS; q += AT_ONCE, from += AT_ONCE * 32) {
+      float4 v[AT_ONCE / 2][2][QUARTERS];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE / 2; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+#pragma unroll
+          for (int k = 0; k < QUARTERS; k++) v[i][j][k] = __ldcg(from + k * EIGHTS * 32 + i * 64 + 4 * j);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE / 2; i++) {
+        const float4 low = added(v[i][0]), high = added(v[i][1]);
+        const int token = 8 * (q + 2 * i + odd) + 2 * t;
+        store_pair_of(part, n, token, low.x, high.x, bias);
+        store_pair_of(part, n, token + 1, low.y, high.y, bias);
+        store_pair_of(part, n + 8, token, low.z, high.z, bias + 2);
+        store_pair_of(part, n + 8, token + 1, low.w, high.w, bias + 2);
+      }
+    }
+  }
+  DEVICE void store_pair_of(const BatchPart& part, int n, int token, float a, float b, const float* bias) const {
+    if (token >= p.m || n >= part.a.out_features) return;
+    const float multiplier = p.scaled ? __ldcg(p.multipliers + token) : 1.f;
+    a = finish(a, multiplier, bias[0], part.a.prescale);
+    b = finish(b, multiplier, bias[1], part.a.prescale);
+    const size_t at = (size_t)token * p.y_stride + part.y_offset + n;
+    if (p.paired) {
+      if (p.y_kind == OUT_F16) static_cast<__half2*>(p.y)[at / 2] = __floats2half2_rn(a, b);
+      else if (p.y_kind == OUT_BF16) static_cast<__nv_bfloat162*>(p.y)[at / 2] = __floats2bfloat162_rn(a, b);
+      else static_cast<float2*>(p.y)[at / 2] = make_float2(a, b);
+    } else {
+      store_result(p.y, at, p.y_kind, a);
+      if (n + 1 < part.a.out_features) store_result(p.y, at + 1, p.y_kind, b);
+    }
+  }
+  DEVICE static float4 added(const float4 (&v)[QUARTERS]) {
+    return make_float4(((v[0].x + v[1].x) + v[2].x) + v[3].x, ((v[0].y + v[1].y) + v[2].y) + v[3].y, ((v[0].z + v[1].z) + v[2].z) + v[3].z,
+                       ((v[0].w + v[1].w) + v[2].w) + v[3].w);
+  }
+};
+#endif
+
+template <int KIND, int ENTRY, int N, int W, int MORE, int FEWER>
+DEVICE void batch_matmul(const BatchTask& p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(128) uint8_t memory[];
+  const Batch<KIND, ENTRY, N, W> batch(p, memory);
+  // Three warps are there only so that the fourth is a warpgroup's, which can give its registers away.
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (group == W) {
+    if constexpr (FEWER > 0) fewer_registers<FEWER>();
+    if (threadIdx.x < W * 128 + 32) {
+      pdl_trigger();
+      batch.set_up_stream();
+      asm volatile("bar.arrive 1, %0;" ::"n"(W * 128 + 32) : "memory");
+      batch.stream();
+    }
+  } else {
+    if constexpr (FEWER > 0) more_registers<MORE>();
+    batch.set_up_maxima();
+    bar<1>(W * 128 + 32);
+    if (group < p.groups) {
+      pdl_wait();
+      batch.multiply();
+    }
+  }
+#else
+  __trap();  // the host starts this kernel on sm_90a only
+#endif
+}
+
+#define BATCH(KIND, kind, ENTRY, N, W, MORE, FEWER)                                                                       \
+  extern "C" __global__ void __launch_bounds__(W * 128 + 128, 1) batch_##kind##_##ENTRY##_##N(                            \
+      const __grid_constant__ BatchTask p) {                                                                              \
+    batch_matmul<KIND, ENTRY, N, W, MORE, FEWER>(p);                                                                      \
+  }
+// As `VARIANTS` in src/ops/batch.rs has them; registers of a thread that multiplies and of one that does not.
+#define BATCHES(KIND, kind, ENTRY)           \
+  BATCH(KIND, kind, ENTRY, 16, 4, 112, 32)   \
+  BATCH(KIND, kind, ENTRY, 32, 4, 112, 32)   \
+  BATCH(KIND, kind, ENTRY, 64, 3, 160, 32)

@@ -1,0 +1,461 @@
+//! The batch kernel: products of 9 to 64 rows on sm_90a, of up to three matrices over one input.
+
+use super::linear::{self, Half, Matrix, MatrixArgument};
+use super::{Target, index32};
+use crate::device::{Device, DeviceInfo};
+use crate::images;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::layout::{TILE, UNIT_ROWS};
+
+/// Most rows of the batch kernel.
+pub const MOST_ROWS: usize = 64;
+/// Most matrices of a launch.
+pub const MATRICES: usize = 3;
+/// The kernel's variants: columns, and the warpgroups of a block that multiply.
+const VARIANTS: [(usize, usize); 3] = [(16, 4), (32, 4), (64, 3)];
+/// Parts of K that are added last.
+const QUARTERS: usize = 4;
+/// Row tiles of an item, what a warpgroup works on at a time.
+const ITEM_TILES: usize = 4;
+const MOST_SLOTS: usize = 16;
+/// Shared memory of a block, beside the little that is static.
+const SHARED_BYTES: usize = 232_448 - 256;
+/// From so many items on a block has all of K: sums of quarters then need no meeting of blocks.
+const UNCUT_ITEMS: usize = 256;
+
+/// `struct BatchPart` of `kernels/batch.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    matrix: MatrixArgument,
+    y_offset: i32,
+    first_item: i32,
+    units_at: u32,
+    maxima_at: u32,
+}
+
+/// `struct BatchTask` of `kernels/batch.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Task {
+    x: usize,
+    multipliers: usize,
+    sums: usize,
+    arrivals: usize,
+    y: usize,
+    count: i32,
+    items: i32,
+    m: i32,
+    y_kind: i32,
+    y_stride: i32,
+    paired: i32,
+    groups: i32,
+    scaled: i32,
+    slots: i32,
+    resident: i32,
+    stage_stride: u32,
+    unit_room: u32,
+    ring_at: u32,
+    x_at: u32,
+    barriers_at: u32,
+    cut: i32,
+    parts: [Part; MATRICES],
+}
+
+/// One product; device addresses, row-major and contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct Product {
+    /// `[m, in_features]` of `x_type`, F16 or BF16.
+    pub x: usize,
+    pub x_type: Half,
+    /// `[m, sum of out_features]` of `y_type`, or, `apart`, a matrix's `[m, out_features]` after the other's.
+    pub y: usize,
+    pub y_type: Half,
+    pub m: usize,
+    pub apart: bool,
+}
+
+/// Choices for benchmarks; zero leaves one to the plan.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tuning {
+    pub slots: usize,
+    /// 1: activations travel with the weights; 2: they stay in shared memory.
+    pub activations: usize,
+    /// 1 or 4: blocks that share K.
+    pub cut: usize,
+    /// Warpgroups of a block that work.
+    pub groups: usize,
+}
+
+/// How a launch's work is shared out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shares {
+    columns: usize,
+    /// Warpgroups of a block's code.
+    warpgroups: usize,
+    items: usize,
+    /// Blocks that share K.
+    cut: usize,
+    /// Warpgroups of a block that work: items that it has at a time.
+    groups: usize,
+    blocks: usize,
+    /// Items of the busiest warpgroup.
+    rounds: usize,
+}
+
+impl Shares {
+    fn new(device: &DeviceInfo, matrices: &[&Matrix], m: usize, tuning: Tuning) -> Self {
+        let (columns, warpgroups) = VARIANTS
+            .into_iter()
+            .find(|&(columns, _)| m <= columns)
+            .unwrap_or(VARIANTS[VARIANTS.len() - 1]);
+        let items = items(matrices);
+        let cut = match tuning.cut {
+            0 if items >= UNCUT_ITEMS => 1,
+            0 => QUARTERS,
+            forced => forced,
+        };
+        let teams = (device.multiprocessors as usize / cut).max(1);
+        let rounds = |groups: usize| items.div_ceil(groups).div_ceil(teams);
+        let groups = match tuning.groups {
+            0 => {
+                let fewest = (1..=warpgroups).map(rounds).min().unwrap_or(1);
+                (1..=warpgroups)
+                    .find(|&groups| rounds(groups) == fewest)
+                    .unwrap_or(1)
+            }
+            forced => forced.min(warpgroups),
+        };
+        Self {
+            columns,
+            warpgroups,
+            items,
+            cut,
+            groups,
+            blocks: cut * items.div_ceil(groups).min(teams),
+            rounds: rounds(groups),
+        }
+    }
+    /// Places in the workspace: of an item where blocks meet, of a warpgroup where they do not.
+    fn places(&self) -> usize {
+        if self.cut == 1 {
+            self.blocks * self.groups
+        } else {
+            self.items
+        }
+    }
+}
+
+struct Plan {
+    task: Task,
+    shared: usize,
+    shares: Shares,
+}
+
+/// Bytes of one unit of prepared activations.
+fn unit_bytes(columns: usize) -> usize {
+    columns * 2 * UNIT_ROWS
+}
+
+/// Items of a launch.
+fn items(matrices: &[&Matrix]) -> usize {
+    matrices
+        .iter()
+        .map(|matrix| (matrix.argument.tiles as usize).div_ceil(ITEM_TILES))
+        .sum()
+}
+
+/// Scratch memory of a launch, as offsets: prepared activations, arrivals, sums, end.
+struct Scratch {
+    arrivals: usize,
+    sums: usize,
+    end: usize,
+}
+
+impl Scratch {
+    fn new(matrices: &[&Matrix], shares: &Shares) -> Self {
+        let units = matrices
+            .first()
+            .map_or(0, |first| first.argument.unit_count as usize);
+        let arrivals = units * unit_bytes(shares.columns);
+        let sums = arrivals + (4 * ITEM_TILES * shares.items).next_multiple_of(128);
+        let place = QUARTERS * ITEM_TILES * TILE * shares.columns * 4;
+        Self {
+            arrivals,
+            sums,
+            end: sums + shares.places() * place,
+        }
+    }
+}
+
+/// Bytes of scratch memory for `m` rows.
+pub fn scratch_bytes(device: &DeviceInfo, matrices: &[&Matrix], m: usize, tuning: Tuning) -> usize {
+    let shares = Shares::new(device, matrices, m, tuning);
+    Scratch::new(matrices, &shares).end
+}
+
+/// Whether these matrices can share a launch on this GPU: the kernels are there, the input's order and the form are the same.
+pub fn fits(device: &DeviceInfo, matrices: &[&Matrix]) -> bool {
+    let planned = |(columns, _)| plan(device, matrices, columns, Tuning::default()).is_some();
+    device.compute_capability == (9, 0)
+        && images::ARCHS.contains(&"90a")
+        && alike(matrices)
+        && VARIANTS.into_iter().all(planned)
+}
+
+fn alike(matrices: &[&Matrix]) -> bool {
+    let Some(first) = matrices.first() else {
+        return false;
+    };
+    let same = |matrix: &&Matrix| {
+        matrix.kind == first.kind
+            && matrix.entry_rows == first.entry_rows
+            && matrix.features_host == first.features_host
+    };
+    matrices.len() <= MATRICES && matrices.iter().all(same)
+}
+
+fn plan(device: &DeviceInfo, matrices: &[&Matrix], m: usize, tuning: Tuning) -> Option<Plan> {
+    let first = *matrices.first()?;
+    let shares = Shares::new(device, matrices, m, tuning);
+    let x_bytes = unit_bytes(shares.columns);
+    let units = first.argument.unit_count as usize;
+    let own = units.div_ceil(shares.cut);
+    let mut at = 0;
+    let mut take = |bytes: usize| {
+        let start = at;
+        at = (at + bytes).next_multiple_of(128);
+        start as u32
+    };
+    let unit_room = matrices
+        .iter()
+        .flat_map(|matrix| matrix.unit_offsets.windows(2).map(|p| p[1] - p[0]))
+        .max()?;
+    let mut first_item = 0;
+    let parts: [Part; MATRICES] = std::array::from_fn(|i| {
+        let Some(matrix) = matrices.get(i) else {
+            return Part {
+                matrix: first.argument,
+                y_offset: 0,
+                first_item: i32::MAX,
+                units_at: 0,
+                maxima_at: 0,
+            };
+        };
+        let part = Part {
+            matrix: matrix.argument,
+            y_offset: 0,
+            first_item,
+            units_at: take(own * 16),
+            maxima_at: take(own * (UNIT_ROWS / first.entry_rows) * 2),
+        };
+        first_item += (matrix.argument.tiles as usize).div_ceil(ITEM_TILES) as i32;
+        part
+    });
+    let barriers_at = take((2 * MOST_SLOTS + own) * 8);
+    let space = SHARED_BYTES
+        .min(device.shared_bytes_per_block as usize)
+        .checked_sub(at)?;
+    let weights = (shares.groups * ITEM_TILES * unit_room as usize).next_multiple_of(128);
+    let kept = own * x_bytes;
+    let resident = match tuning.activations {
+        0 => shares.rounds > 1 && space.saturating_sub(kept) / weights >= 2,
+        1 => false,
+        _ => true,
+    };
+    let (stage, room) = if resident {
+        (weights, space.checked_sub(kept)?)
+    } else {
+        ((weights + x_bytes).next_multiple_of(128), space)
+    };
+    let slots = match tuning.slots {
+        0 => (room / stage).min(MOST_SLOTS),
+        forced => forced.min(room / stage).min(MOST_SLOTS),
+    };
+    if slots < 2 {
+        return None;
+    }
+    let x_at = at;
+    let ring_at = if resident { at + kept } else { at };
+    Some(Plan {
+        task: Task {
+            x: 0,
+            multipliers: 0,
+            sums: 0,
+            arrivals: 0,
+            y: 0,
+            count: matrices.len() as i32,
+            items: shares.items as i32,
+            m: m as i32,
+            y_kind: 0,
+            y_stride: 0,
+            paired: 0,
+            groups: shares.groups as i32,
+            scaled: 0,
+            slots: slots as i32,
+            resident: i32::from(resident),
+            stage_stride: stage as u32,
+            unit_room,
+            ring_at: ring_at as u32,
+            x_at: x_at as u32,
+            barriers_at,
+            cut: shares.cut as i32,
+            parts,
+        },
+        shared: ring_at + slots * stage,
+        shares,
+    })
+}
+
+/// The product in two launches, activations into layout order and the rest: `scratch` is [`scratch_bytes`], aligned to
+/// 128 bytes, and `multipliers` `[m]` FP32 of scratch memory. Results stand beside each other in the order of `matrices`. Same bits as `ops::ring`.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn launch(
+    to: Target,
+    matrices: &[&Matrix],
+    op: &Product,
+    scratch: usize,
+    multipliers: usize,
+    tuning: Tuning,
+) -> Result<(), CudaError> {
+    if op.m == 0 {
+        return Ok(());
+    }
+    let device = Device::get(to.device)?;
+    let planned = (op.m <= MOST_ROWS && alike(matrices))
+        .then(|| plan(&device.info, matrices, op.m, tuning))
+        .flatten();
+    let Some(Plan {
+        mut task,
+        shared,
+        shares,
+    }) = planned
+    else {
+        return Err(CudaError::Argument {
+            what: format!("{} rows for the batch kernel", op.m),
+            limit: format!("up to {MOST_ROWS}, of matrices alike in form and order of rows"),
+        });
+    };
+    let first = matrices[0];
+    let alone = linear::Product {
+        x: op.x,
+        x_type: op.x_type,
+        y: op.y,
+        y_type: op.y_type,
+        m: op.m,
+    };
+    let places = Scratch::new(matrices, &shares);
+    let batch = linear::ForBatch {
+        columns: shares.columns,
+        arrivals: scratch + places.arrivals,
+        count: if task.cut > 1 {
+            task.items * ITEM_TILES as i32
+        } else {
+            0
+        },
+    };
+    // SAFETY: this function's contract.
+    unsafe { linear::prepare(to, first, &alone, scratch, multipliers, batch)? };
+    (task.x, task.multipliers) = (scratch, multipliers);
+    (task.arrivals, task.sums) = (batch.arrivals, scratch + places.sums);
+    (task.y, task.y_kind) = (op.y, op.y_type as i32);
+    task.scaled = i32::from(op.x_type == Half::BF16);
+    let mut before = 0;
+    for (part, matrix) in task.parts.iter_mut().zip(matrices) {
+        part.y_offset = before;
+        before += matrix.argument.out_features * if op.apart { task.m } else { 1 };
+    }
+    index32("elements of y", before as usize)?;
+    task.y_stride = if op.apart {
+        first.argument.out_features
+    } else {
+        before
+    };
+    let even = |value: i32| value % 2 == 0;
+    task.paired = i32::from(
+        even(task.y_stride)
+            && matrices
+                .iter()
+                .all(|matrix| even(matrix.argument.out_features)),
+    );
+    let kernel = format!(
+        "batch_{}_{}_{}",
+        first.kind, first.entry_rows, shares.columns
+    );
+    let launch = Launch {
+        kernel: &kernel,
+        grid: [shares.blocks as u32, 1, 1],
+        block: 128 * (shares.warpgroups as u32 + 1),
+        shared_bytes: shared as u32,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![task];
+    // SAFETY: the order is that of `batch_matmul`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+/// Kernels in the image of `batch_<form>`.
+pub(super) fn kernels(form: &str) -> Vec<String> {
+    VARIANTS
+        .map(|(columns, _)| format!("batch_{form}_{columns}"))
+        .to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::linear::tests::{hopper, matrix};
+
+    #[test]
+    fn the_plan_of_an_8b_layer_at_four_bits() {
+        let mut up = matrix(16, 2064);
+        up.argument.tiles = 896;
+        up.argument.out_features = 14336;
+        let o = matrix(16, 2064);
+        let shares_of = |m, matrices: &[&Matrix]| {
+            plan(&hopper(), matrices, m, Tuning::default())
+                .expect("fits")
+                .shares
+        };
+        let pair = shares_of(64, &[&up, &up]);
+        assert_eq!((pair.items, pair.cut, pair.groups), (448, 1, 2));
+        assert_eq!((pair.rounds, pair.blocks), (2, 132));
+        let alone = shares_of(32, &[&o]);
+        assert_eq!((alone.items, alone.cut, alone.groups), (64, 4, 2));
+        assert_eq!((alone.rounds, alone.blocks), (1, 128));
+        assert_eq!(shares_of(16, &[&o]).columns, 16);
+    }
+
+    #[test]
+    fn a_plan_never_asks_for_more_than_there_is() {
+        for (units, bytes) in [
+            (1, 1040),
+            (3, 4112),
+            (16, 4112),
+            (56, 2064),
+            (56, 4112),
+            (255, 4160),
+        ] {
+            let made = matrix(units, bytes);
+            for m in 1..=MOST_ROWS {
+                for together in [vec![&made], vec![&made, &made], vec![&made; 3]] {
+                    let plan = plan(&hopper(), &together, m, Tuning::default())
+                        .expect("two stages fit at eight bits");
+                    assert!(plan.shared <= 232_192, "{units} {bytes} {m}");
+                    assert!(plan.shares.blocks <= 132 && plan.shares.groups <= 4);
+                    assert!((plan.task.barriers_at as usize) < plan.shared);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_task_has_the_size_the_kernel_expects() {
+        assert_eq!(std::mem::size_of::<Part>(), 72 + 4 * 4);
+        assert_eq!(std::mem::size_of::<Task>(), 5 * 8 + 16 * 4 + 3 * 88);
+    }
+}

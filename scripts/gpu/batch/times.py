@@ -1,0 +1,43 @@
+"""Times of the batch kernel through the binding, laying out activations included, for several plans of a launch."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from bench_gemv import SHAPES, Plan, Rotating
+from gpu_timing import time_graph
+
+# (slots, 1: activations streamed or 2: kept, cut of K, warpgroups); 0: the plan's own choice.
+PLANS = ((0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 4, 0), (0, 0, 1, 2), (0, 0, 4, 3))
+
+
+def launches(rot: Rotating, x: torch.Tensor, y: torch.Tensor, plan: tuple[int, int, int, int], count: int) -> None:
+    m = x.shape[0]
+    for i in range(count):
+        ring = rot.rings[i % len(rot.rings)]
+        scratch = torch.empty(ring.scratch_bytes(m, plan), dtype=torch.uint8, device="cuda")
+        multipliers = torch.empty(m, device="cuda")
+        ring.run_batch(x, scratch, multipliers, y, torch.cuda.current_stream().cuda_stream, True, plan)
+
+
+def main() -> None:
+    torch.manual_seed(1)
+    for shape in ("gateup", "down", "qkv", "o", "head"):
+        k, n = SHAPES[shape]
+        rot = Rotating(k, n, Plan("5+4", ((5, 0.125), (4, 0.875))))
+        count = max(len(rot.copies), 16)
+        for m in (16, 32, 64):
+            x = torch.randn(m, k, device="cuda", dtype=torch.float16)
+            y = torch.empty(m, n, device="cuda", dtype=torch.float16)
+            times = {}
+            for plan in PLANS:
+                body = partial(launches, rot, x, y, plan, count)
+                times[str(plan)] = round(time_graph(body, count, samples=5, sample_ms=3.0).p50, 2)
+            print(shape, "m", m, times, flush=True)
+
+
+if __name__ == "__main__":
+    main()
