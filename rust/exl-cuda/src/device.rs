@@ -326,7 +326,7 @@ mod tests {
             image_of("ring", b"own", None).expect("own").as_ref(),
             b"own"
         );
-        let text = of("odd").err().expect("a folder is no image").to_string();
+        let text = of("odd").expect_err("a folder is no image").to_string();
         assert!(
             text.contains("EXL_CUDA_IMAGES") && text.contains("odd.fatbin"),
             "{text}"
