@@ -103,14 +103,14 @@ class Case:
         self.name(copy, f"{self.of(f)}.clone()")
         return copy
 
-    def walk(self, f: Any, most: int = 8, *, least: int = 0) -> list[int]:
+    def walk(self, f: Any, most: int = 8, *, least: int = 0, deep: int = DEEP) -> list[int]:
         """Feed up to `most` permitted tokens, ending early where the filter or the text ends; the tokens fed.
 
-        One walk in DEEP is longer, and along a sentence of the language: what goes wrong deep in texts, or near the end
-        of long ones, is found there.
+        One walk in `deep` is longer, and along a sentence of the language: what goes wrong deep in texts, or near the
+        end of long ones, is found there.
         """
         path: list[int] = []
-        if self.draw(st.integers(1, DEEP)) == DEEP:
+        if self.draw(st.integers(1, deep)) == deep:
             return self.stride(f)
         self.over = False
         length = self.draw(st.integers(least, most))
@@ -125,21 +125,28 @@ class Case:
                 break
         return path
 
-    def stride(self, f: Any, *, to_the_end: bool = False) -> list[int]:
+    def stride(
+        self, f: Any, *, to_the_end: bool = False, seen: Callable[[bytes, Observed], None] | None = None
+    ) -> list[int]:
         """Feed up to MOST_DEEP permitted tokens: some spelling of a sentence, then what comes; the tokens fed.
 
-        Two in three stop at most a few bytes before the end of the sentence; all at it, if so told.
+        Two in three stop at most a few bytes before the end of the sentence; all at it, if so told. seen: called with
+        every text on the way and the answer there.
         """
         path: list[int] = []
         self.over = False
         rng = random.Random(self.draw(st.integers(0, 255)))
         sentence: bytes = self.draw(self.language.sentences) if self.language is not None else b""
         length, done = rng.randint(1, MOST_DEEP), 0
+        # Every other one takes the shortest tokens, and so many of them.
+        short = rng.random() < 0.5
         until = -1
         if sentence and (to_the_end or rng.random() < 2 / 3):
             until = len(sentence) - (0 if to_the_end else rng.choice([0, 1, 1, 2, 2, 3]))
         while len(path) < (length if until < 0 else MOST_DEEP) and done != until:
-            allowed, ends = self.next(f)
+            allowed, ends = answer = self.next(f)
+            if seen is not None:
+                seen(self.text(path), answer)
             spelled = self.spellings(sentence[:until] if done < until else sentence, done) - self.stops
             tokens = sorted(spelled if allowed is None else spelled & allowed)
             if not tokens:
@@ -149,6 +156,8 @@ class Case:
                 tokens = self.ordinary() if allowed is None else sorted(allowed - self.stops)
             if not tokens:
                 break
+            if short:
+                tokens = [min(tokens, key=lambda token: len(self.vocabulary.bytes_of(token)))]
             token = rng.choice(tokens)
             self.feed(f, token)
             path.append(token)

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from exl_filters.base import overrides
-from exl_filters.testing.case import Case
+from exl_filters.testing.case import Case, Observed
 from exl_filters.testing.languages import Language
 from exl_filters.testing.laws.law import law
 from exl_filters.vocabulary import Vocabulary
@@ -33,7 +33,7 @@ def _language(case: Case) -> Language:
 def sound(case: Case) -> None:
     language = _language(case)
     f = case.make()
-    text = case.text(case.walk(f, 6))
+    text = case.text(case.walk(f, 6, deep=2))
     allowed, _ = case.next(f)
     for token in sorted((allowed or frozenset()) - case.stops):
         raw = case.vocabulary.bytes_of(token)
@@ -96,23 +96,26 @@ def reach(case: Case) -> None:
 def stop_only_when_whole(case: Case) -> None:
     language = _language(case)
     f = case.make()
-    path = case.walk(f, 8)
-    text = case.text(path)
-    allowed, ends = case.next(f)
-    if allowed is None:
-        return
-    complete = getattr(f, "is_complete", None)
-    if callable(complete) and language.whole(text) is False:
-        case.expect(not complete(), f"is_complete() is true after {text!r}, not whole in {language.name}")
-    if allowed & case.stops:
-        case.expect(
-            language.whole(text) is not False, f"a stop token is allowed after {text!r}, not whole in {language.name}"
-        )
-    for token in ends - case.stops:
-        end = text + case.vocabulary.bytes_of(token)
-        case.expect(
-            language.whole(end) is not False, f"{case.show_id(token)} ends at {end!r}, not whole in {language.name}"
-        )
+
+    def check(text: bytes, answer: Observed) -> None:
+        allowed, ends = answer
+        if allowed is None:
+            return
+        whole = language.whole(text)
+        complete = getattr(f, "is_complete", None)
+        if callable(complete) and whole is False:
+            case.expect(not complete(), f"is_complete() is true after {text!r}, not whole in {language.name}")
+        if allowed & case.stops:
+            case.expect(whole is not False, f"a stop token is allowed after {text!r}, not whole in {language.name}")
+        for token in ends - case.stops:
+            end = text + case.vocabulary.bytes_of(token)
+            case.expect(
+                language.whole(end) is not False, f"{case.show_id(token)} ends at {end!r}, not whole in {language.name}"
+            )
+
+    # All the way along a sentence, or at one place.
+    path = case.stride(f, to_the_end=True, seen=check) if case.draw(st.integers(0, 4)) == 4 else case.walk(f, 8)
+    check(case.text(path), case.next(f))
 
 
 @law(26, "where the text is whole, it may stop", oracle=True)
