@@ -50,6 +50,54 @@ def test_banned_string_at_the_limit_is_not_emitted() -> None:
     assert results[-1]["new_tokens"] == 3
 
 
+class Alternating(ExLlamaV2Filter):
+    """Even ids at even places, odd ones at odd places: what it allows hangs on how many tokens it believes to be
+    there."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+        self.count = 0
+
+    def clone(self, c: Any = None) -> Alternating:
+        return type(self)()
+
+    def begin(self, prefix_str: Any = "") -> None:
+        self.count = 0
+
+    def feed(self, token: Any) -> None:
+        assert int(token) % 2 == self.count % 2, "a token at another place than it was allowed for"
+        self.count += 1
+
+    def next(self) -> tuple[set[int], set[int]]:
+        return set(range(4 - self.count % 2, VOCAB, 2)), set()
+
+
+class Undoing(Alternating):
+    """One that can take tokens back itself, rather than being fed all of them again."""
+
+    def rewind(self, n: int) -> None:
+        self.count -= n
+
+
+@pytest.mark.parametrize("kind", [Alternating, Undoing])
+@pytest.mark.parametrize("how", ["plain", "ngram", "model"])
+@pytest.mark.covers("generators.md: 52", "filters.md: CAP-11")
+def test_a_rewind_takes_the_filters_back(how: str, kind: type[Alternating]) -> None:
+    rewinds = 0
+    for seed in range(8):
+        settings = Settings(temperature=2.0, top_k=0, top_p=0.0)
+        generator = make() if how == "plain" else speculate(how)
+        bans = [a + b for a in "acegikmoqs" for b in "bdfhjlnprt"]
+        one = job("abab", 40, gen_settings=settings, seed=seed, filters=[kind()], banned_strings=bans)
+        results = run(generator, one)
+        tokens = streamed_tokens(results)
+        rewinds += sum("suppressed_text" in r for r in results)
+        assert "exception" not in results[-1]
+        assert [t % 2 for t in tokens] == [i % 2 for i in range(40)]
+        assert not any(ban in streamed_text(results) for ban in bans)
+    assert rewinds > 10
+
+
 @pytest.mark.covers("generators.md: 77")
 def test_banning_everything_ends_the_job_with_an_error() -> None:
     generator = make()
@@ -127,8 +175,41 @@ def test_healing_needs_two_tokens_and_works_with_filters() -> None:
     generator = make()
     filters = [ExLlamaV2SelectFilter(None, TOKENIZER, ["hey", "hello"])]
     one = job("say t", 12, token_healing=True, filters=filters, stop_conditions=[EOS])
-    text = "t" + streamed_text(run(generator, one))
-    assert text in ("they", "thello", "they", "thello", "the" + "y") or text.startswith("th")
+    results = run(generator, one)
+    assert streamed_text(results) in ("hey", "hello")
+    assert results[-1]["eos_reason"] == "end_filter"
+
+
+def begin_alike(text: str) -> list[int]:
+    """Ids whose bytes begin with those of the text's last token."""
+    last = TOKENIZER.pieces[int(ids(text)[0, -1])]
+    return [i for i, piece in enumerate(TOKENIZER.pieces) if i > 2 and piece.startswith(last)]
+
+
+@pytest.mark.parametrize("text", ["say t", "qa ", "it is\n", "a fox", "so t", "x t", "mix", "a x"])
+@pytest.mark.covers("generators.md: 53")
+def test_healing_chooses_the_best_of_the_ids_that_begin_alike(text: str) -> None:
+    generator = make()
+    first = streamed_tokens(run(generator, job(text, 3, token_healing=True)))[0]
+    row = generator.model.logits(ids(text)[0, :-1].numpy())  # type: ignore[attr-defined]
+    assert first == max(begin_alike(text), key=lambda i: row[i])
+
+
+@pytest.mark.parametrize("negative", ["no t", "a", "the quick"])
+@pytest.mark.covers("generators.md: 53", "generators.md: 54")
+def test_healing_a_pair_takes_the_last_token_of_both_prompts_away(negative: str) -> None:
+    """As exllamav2 does (spec 3.5); one that has nothing before it cannot be healed."""
+    from exl_generate.sampling import transforms
+
+    generator, rows = make(), [ids("say t"), ids(negative)]
+    one = ExLlamaV2DynamicJob(rows, 3, token_healing=True, gen_settings=Settings.greedy(cfg_scale=1.8))
+    got = streamed_tokens(run(generator, one))
+    heals = rows[1].shape[1] > 1
+    contexts = [row[0, :-1].numpy() if heals else row[0].numpy() for row in rows]
+    mixed = transforms.cfg_mix(*(generator.model.logits(c) for c in contexts), 1.8)[:VOCAB]  # type: ignore[attr-defined]
+    assert got[0] == max(begin_alike("say t") if heals else range(VOCAB), key=lambda i: mixed[i])
+    assert one.new_tokens == 3
+    assert len(got) == 3 + heals
 
 
 def test_prompt_plus_output_at_the_limit_with_healing() -> None:
