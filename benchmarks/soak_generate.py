@@ -230,6 +230,7 @@ def soak(world: World, requests: int, random_: random.Random) -> dict[str, Any]:
     assert sum(reasons.values()) == requests, "requests were lost"
     assert (table.unreferenced, table.reserved) == (len(table.pages), 0), "pages were lost"
     parts = list(itertools.pairwise(marks))
+    fifths = [latencies[i * fifth : (i + 1) * fifth] for i in range(5)]
     return {
         "bench": "soak",
         "requests": requests,
@@ -245,8 +246,9 @@ def soak(world: World, requests: int, random_: random.Random) -> dict[str, Any]:
         # The processor time of this process alone: what others do on the machine moves the latency, but hardly this.
         "cpu_us_per_token_by_fifth": [round((b.cpu - a.cpu) / max(1, b.tokens - a.tokens) * 1e6) for a, b in parts],
         "busy_share_by_fifth": [round((b.cpu - a.cpu) / (b.wall - a.wall), 2) for a, b in parts],
-        "mean_latency_first_fifth_s": round(sum(latencies[:fifth]) / fifth, 3),
-        "mean_latency_last_fifth_s": round(sum(latencies[-fifth:]) / fifth, 3),
+        # The first fifth begins with an empty queue.
+        "mean_latency_s_by_fifth": [round(sum(part) / len(part), 3) for part in fifths],
+        "p99_latency_s_by_fifth": [round(sorted(part)[len(part) * 99 // 100], 3) for part in fifths],
     }
 
 

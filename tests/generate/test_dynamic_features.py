@@ -205,9 +205,11 @@ def test_healing_a_pair_takes_the_last_token_of_both_prompts_away(negative: str)
     one = ExLlamaV2DynamicJob(rows, 3, token_healing=True, gen_settings=Settings.greedy(cfg_scale=1.8))
     got = streamed_tokens(run(generator, one))
     heals = rows[1].shape[1] > 1
-    contexts = [row[0, :-1].numpy() if heals else row[0].numpy() for row in rows]
-    mixed = transforms.cfg_mix(*(generator.model.logits(c) for c in contexts), 1.8)[:VOCAB]  # type: ignore[attr-defined]
-    assert got[0] == max(begin_alike("say t") if heals else range(VOCAB), key=lambda i: mixed[i])
+    cut = [row[0, :-1] if heals else row[0] for row in rows]
+    for place, token in enumerate(got):
+        contexts = [np.array([*row.tolist(), *got[:place]]) for row in cut]
+        mixed = transforms.cfg_mix(*(generator.model.logits(c) for c in contexts), 1.8)[:VOCAB]  # type: ignore[attr-defined]
+        assert token == max(begin_alike("say t") if heals and not place else range(VOCAB), key=lambda i: mixed[i])
     assert one.new_tokens == 3
     assert len(got) == 3 + heals
 
