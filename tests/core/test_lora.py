@@ -370,6 +370,20 @@ def test_replacements_of_fused_modules_and_of_padded_tables(lab: Any, ids: Tenso
             ExLlamaV2Lora.from_directory(model, folder)
 
 
+def test_what_old_adapter_configs_leave_out(bench: Bench, tmp_path: Path) -> None:
+    """The first adapters say rank and alpha and little more: plain LoRA, scaled by alpha / r."""
+    folder = hand_made(tmp_path / "plain", ["q_proj"], r=4)
+    (folder / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
+    assert ExLlamaV2Lora.from_directory(bench.model, folder).lora_scaling == 2.0
+    for more, scaling in (
+        ({"use_rslora": True}, 4.0),
+        ({"init_lora_weights": False}, 2.0),
+        ({"peft_type": "LORA"}, 2.0),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, **more}))
+        assert ExLlamaV2Lora.from_directory(bench.model, folder).lora_scaling == scaling
+
+
 def test_a_zero_bias_is_ignored_and_said_so(bench: Bench, ids: Tensor, tmp_path: Path) -> None:
     folder = hand_made(tmp_path / "zero", ["q_proj"])
     tensors = load_tensors(folder)

@@ -65,6 +65,18 @@ def test_caches_are_exactly_as_planned(lab: Any, cls: type[ExLlamaV2CacheBase], 
     assert found.devices[0].cache == sum(t.nbytes for t in cache.all_tensors())
 
 
+def test_what_is_left_free_unless_said_otherwise(lab: Any) -> None:
+    """192 MiB of the first device, 64 MiB of each other one (spec core.md 9.2)."""
+    config = ExLlamaV2Config(lab.write(**MIDDLE))
+    found = plan(config, on=capped(1.0, 1.0, 1.0))
+    assert [d.reserve for d in found.devices] == [192 << 20, 64 << 20, 64 << 20]
+    assert [d.budget for d in found.devices] == [(1 << 30) - (192 << 20), *[(1 << 30) - (64 << 20)] * 2]
+    assert Device("cpu:0", 100 << 20) not in [d.device for d in found.devices]
+    tight = plan(config, on=[Device("cpu:0", 100 << 20), Device("cpu:1", 1 << 30)])
+    assert tight.devices[0].budget == 0  # less than what is left free
+    assert tight.devices[0].modules == []
+
+
 def test_fused_matrices_count_once(lab: Any, tmp_path: Path) -> None:
     tensors = lab.random_tensors({**lab.config, **MIDDLE})
     split = lab.write_model(tmp_path / "split", {**lab.config, **MIDDLE}, tensors)
@@ -75,6 +87,20 @@ def test_fused_matrices_count_once(lab: Any, tmp_path: Path) -> None:
     fused = lab.write_model(tmp_path / "fused", {**lab.config, **MIDDLE}, tensors)
     a, b = (plan(ExLlamaV2Config(f), on=capped(4.0)).devices[0].weights for f in (split, fused))
     assert a == b
+
+
+@pytest.mark.parametrize("kind", ["exl2", "gptq"])
+def test_parts_of_a_fused_quantized_matrix_share_its_bytes(lab: Any, tmp_path: Path, kind: str) -> None:
+    config = {**lab.config, **MIDDLE}
+    tensors = lab.random_tensors(config)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        for whole, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+            names = [f"{prefix}{whole.split('.')[0]}.{part}_proj.weight" for part in parts]
+            tensors[f"{prefix}{whole}.weight"] = torch.cat([tensors.pop(name) for name in names])
+    folder = lab.write_model(tmp_path, config, lab.quantize(tensors, kind))
+    found = plan(ExLlamaV2Config(folder), on=capped(4.0))
+    assert found.devices[0].weights == pytest.approx(lab.load(folder).weight_bytes(), rel=WEIGHTS)
 
 
 def test_the_largest_context_fits_and_one_page_more_does_not(lab: Any) -> None:
