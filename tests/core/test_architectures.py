@@ -483,6 +483,14 @@ def test_learned_positions_do_not_extend(lab: Any, tmp_path: Path) -> None:
     model = lab.load(tmp_path)
     with pytest.raises(errors.SequenceTooLongError):
         model.forward(lab.ids(1, 25, VOCAB))
+    assert model.modules[1].weight_bytes() == 24 * 32 * 2
+    model.unload()
+    assert model.modules[1].weight_bytes() == 0
+    config = ExLlamaV2Config(tmp_path)
+    tensors = {name: TensorReader(config.checkpoint).read(name) for name in config.checkpoint.tensors}
+    tensors["model.wpe.weight"] = tensors["model.wpe.weight"][:, :31].contiguous()
+    with pytest.raises(errors.FormatError, match=r"wpe.*expected \[positions, 32\]"):
+        lab.load(lab.write_model(tmp_path / "narrow", json.loads((tmp_path / "config.json").read_text()), tensors))
 
 
 def test_a_wrapper_is_not_loaded_without_its_own_name() -> None:
