@@ -246,11 +246,31 @@ def test_a_long_prompt_does_not_stall_running_streams() -> None:
     stream = job("a", 30)
     generator.enqueue(stream)
     generator.iterate()
-    generator.enqueue([job("abcdefgh" * 20 + str("x" * i), 1) for i in range(3)])
-    for _ in range(10):
+    prompts = [job(letter * 80, 1) for letter in "xyz"]
+    generator.enqueue(prompts)
+    calls: list[tuple[int, int, bool]] = generator.model.calls  # type: ignore[attr-defined]
+    for _ in range(12):
+        before = len(calls)
         results = generator.iterate()
         assert [r["stage"] for r in results if r["job"] is stream] == ["streaming"]
-        assert sum(q for _, q, pre in generator.model.calls[-2:] if pre) <= 16  # type: ignore[attr-defined]
+        assert 0 < sum(q for _, q, pre in calls[before:] if pre) <= 16
+    assert not all(one.is_finished for one in prompts)
+
+
+@pytest.mark.covers("generators.md: 46")
+def test_pages_that_two_jobs_complete_alike_become_one() -> None:
+    generator = make()
+    twins = [job("hello", 60) for _ in range(2)]
+    generator.enqueue(twins)
+    for _ in range(50):
+        generator.iterate()
+        check_pages(generator)
+    full = (len(twins[0].sequence) - 1) // 16
+    blocks = [one.sequence.block.tolist() for one in twins]
+    assert full == 3
+    assert blocks[0][:full] == blocks[1][:full]
+    assert blocks[0][full:] != blocks[1][full:]
+    assert len({page.index for one in twins for page in one.sequence.allocated_pages}) == full + 2
 
 
 @pytest.mark.parametrize(("max_skips", "overtaken"), [(0, 0), (2, 2), (None, 5)])
@@ -267,6 +287,17 @@ def test_small_jobs_overtake_a_big_one_a_limited_number_of_times(max_skips: int 
 
 
 # ---- generate ----
+
+
+@pytest.mark.covers("generators.md: 29", "generators.md: 60")
+def test_prompt_i_draws_with_seed_plus_i() -> None:
+    generator, wide = make(), Settings(temperature=2.0, top_k=0, top_p=0.0)
+    together = generator.generate(["abc", "abc", "the"], 12, gen_settings=wide, seed=5)
+    alone = [
+        generator.generate(text, 12, gen_settings=wide, seed=5 + i) for i, text in enumerate(["abc", "abc", "the"])
+    ]
+    assert together == alone
+    assert together[0] != together[1]
 
 
 @pytest.mark.covers("generators.md: 29", "generators.md: 30")

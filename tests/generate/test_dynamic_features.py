@@ -293,6 +293,45 @@ def test_hooks_see_and_replace_tokens() -> None:
 
 
 @pytest.mark.covers("generators.md: 83")
+def test_hooks_run_in_order_and_each_sees_what_the_one_before_made() -> None:
+    seen: list[tuple[str, int]] = []
+    x, y = int(ids("x")[0, 0]), int(ids("y")[0, 0])
+
+    def first(result: Any) -> None:
+        seen.append(("first", int(result.sampled_token)))
+        result.sampled_token = torch.tensor([[x]])
+
+    def second(result: Any) -> None:
+        seen.append(("second", int(result.sampled_token)))
+        result.sampled_token = torch.tensor([[y]])
+
+    one = job("the", 3, gen_settings=Settings.greedy(post_sampling_hooks=[first, second]))
+    assert streamed_tokens(run(make(), one)) == [y, y, y]
+    assert [name for name, _ in seen] == ["first", "second"] * 3
+    assert [token for name, token in seen if name == "second"] == [x, x, x]
+
+
+@pytest.mark.parametrize("fed", [True, False])
+@pytest.mark.covers("generators.md: 83")
+def test_a_hook_says_whether_filters_see_the_token(fed: bool) -> None:
+    """A token that no filter would allow, put in by a hook: filters that see it fail over it, others go on."""
+    odd = 5
+
+    def hook(result: Any) -> None:
+        if int(result.sampled_token) == 7:
+            result.sampled_token, result.feed_filters = torch.tensor([[odd]]), fed
+
+    steps = [{6}, {7}, {8}, {9}]
+    one = job("z", 10, filters=[AllowFilter(*steps)], gen_settings=Settings.greedy(post_sampling_hooks=[hook]))
+    results = run(make(), one)
+    if fed:
+        assert (streamed_tokens(results), results[-1]["eos_reason"]) == ([6], "filter_error")
+        assert "token 5 is not allowed" in str(results[-1]["exception"])
+    else:  # it still waits at its second step, which the hook puts `odd` in the place of, to the end
+        assert streamed_tokens(results) == [6, *[odd] * 9]
+
+
+@pytest.mark.covers("generators.md: 83")
 def test_a_hook_that_substitutes_a_stop_token_stops() -> None:
     def hook(result: Any) -> None:
         result.sampled_token = torch.tensor([[EOS]])

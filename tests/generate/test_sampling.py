@@ -547,6 +547,23 @@ def test_bias_helpers() -> None:
 
 
 @pytest.mark.covers("generators.md: 72")
+def test_mirostat_cuts_by_what_it_has_learnt() -> None:
+    """Each place's candidates against the definition with a mu of our own: mu += eta * (tau + log2 p)."""
+    tau, eta = 2.5, 0.6
+    settings_ = Settings(**NEUTRAL, mirostat=True, mirostat_tau=tau, mirostat_eta=eta)
+    sampler, mu, seen = RequestSampler(settings_, Vocabulary.of(TOKENIZER), 3), 2 * tau, set()
+    for i in range(40):
+        row = spread(i)
+        got, want = dense(sampler, row, CONTEXT, position=i), reference(row, CONTEXT, settings_, mu=mu)
+        np.testing.assert_allclose(got, want, atol=1e-6)
+        seen.add(np.count_nonzero(got))
+        drawn = sampler.sample(row, CONTEXT, i)
+        assert drawn.probability == pytest.approx(got[drawn.token], rel=1e-6)
+        mu += eta * (tau + math.log2(drawn.probability))
+    assert len(seen) > 3, "mu has to matter for this to mean something"
+
+
+@pytest.mark.covers("generators.md: 72")
 def test_mirostat_state_belongs_to_the_request_and_rewinds() -> None:
     shared = Settings(**NEUTRAL, mirostat=True, mirostat_tau=2.0, mirostat_eta=0.5)
     one, two = (RequestSampler(shared, Vocabulary.of(TOKENIZER), 9) for _ in range(2))

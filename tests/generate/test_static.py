@@ -80,11 +80,18 @@ def test_truncation_is_reported() -> None:
 
 @pytest.mark.covers("generators.md: 6")
 def test_healing_counts_as_one_token() -> None:
+    """The healed one is sampled in the place of the prompt's last; of its text the prompt shows the beginning."""
     base = ExLlamaV2BaseGenerator(*parts(lambda c: TOKENIZER.single_id("the") if len(c) == 1 else None))
     text = base.generate_simple("at", GREEDY, 3, token_healing=True)
-    assert text.startswith("athe") or text.startswith("athe"[:2])
     assert base.sequence_ids is not None
     assert base.sequence_ids.shape[1] == 1 + 3
+    tokens = base.sequence_ids[0].tolist()
+    assert tokens[:2] == [TOKENIZER.single_id("a"), TOKENIZER.single_id("the")]
+    assert text == TOKENIZER.decode(base.sequence_ids[0])
+    assert text.startswith("athe")
+    rest = base.generate_simple("at", GREEDY, 3, token_healing=True, completion_only=True)
+    assert rest == text.removeprefix("at")
+    assert base.generate_simple(["at", "at"], GREEDY, 3, token_healing=True, completion_only=True) == [rest, rest]
 
 
 @pytest.mark.covers("generators.md: 2", "filters.md: CAP-14")
