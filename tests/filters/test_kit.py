@@ -11,7 +11,7 @@ from exl_filters import ExLlamaV2SelectFilter, FilterContext, FilterUsageError, 
 from exl_filters.cli import main
 from exl_filters.testing import LAWS, FilterContract, check_filter, check_machine, filter_laws, finite, regex
 from exl_filters.testing.runner import read_xfail
-from exl_filters.testing.zoo import OPTIONS, ZOO, Plain
+from exl_filters.testing.zoo import LONG, OPTIONS, ZOO, Plain
 
 
 def plain(vocab):
@@ -107,6 +107,31 @@ def _context(code):
     exec(code.split("f = make")[0], namespace)  # noqa: S102 - the head of the reproduction: the vocabulary
     v = namespace["vocab"]
     return FilterContext.make(v.size, v.stop_ids)
+
+
+def test_a_short_counterexample_is_told_where_there_is_one():
+    mutant = next(m for m in ZOO if m.name == "StopsEarly")
+    told = check_filter(lambda v: mutant.kind(None, v, LONG), language=LONG, laws=["25"]).outcomes[0]
+    assert told.reproduction.count(".feed(") <= 1, str(told)
+
+
+def test_a_reader_that_stops_reading_does_not_change_the_status(module):
+    command = [
+        sys.executable,
+        "-m",
+        "exl_filters",
+        "check",
+        f"{module}:broken",
+        "--laws",
+        "12,13",
+        "--profile",
+        "quick",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        run.stdout.close()
+        told = run.stderr.read()
+        assert run.wait(60) == 1, told
+    assert told == b""
 
 
 def test_equal_seeds_give_equal_reports():

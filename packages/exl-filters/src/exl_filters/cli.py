@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -35,20 +36,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _tell(text: str) -> None:
+    """Print. When nobody reads on (`| head`), the work goes on in silence: the status is told all the same."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+
+
 def _list(args: argparse.Namespace) -> int:
     for name in registry.names():
         info = registry.info(name)
         if args.json:
-            print(json.dumps({"name": name, "dist": info.dist, "version": info.version, "value": info.value}))
+            _tell(json.dumps({"name": name, "dist": info.dist, "version": info.version, "value": info.value}))
         else:
-            print(f"{name:24} {info.dist} {info.version:10} {info.value}")
+            _tell(f"{name:24} {info.dist} {info.version:10} {info.value}")
     return 0
 
 
 def _info(args: argparse.Namespace) -> int:
     info = registry.info(args.name, load=True)
-    print(f"{info.name} ({info.value}, {info.dist} {info.version})\n{info.doc or 'no documentation'}")
-    print(json.dumps(info.params, indent=2))
+    _tell(f"{info.name} ({info.value}, {info.dist} {info.version})\n{info.doc or 'no documentation'}")
+    _tell(json.dumps(info.params, indent=2))
     if info.error:
         print(f"exl-filters: {info.error}", file=sys.stderr)
         return 2
@@ -114,12 +123,12 @@ def _check(args: argparse.Namespace) -> int:
         if args.json:
             for outcome in report.outcomes:
                 row = {"filter": name, "law": outcome.law.id, "title": outcome.law.title, "status": outcome.status}
-                print(json.dumps({**row, "message": outcome.message}))
+                _tell(json.dumps({**row, "message": outcome.message}))
         else:
-            print(f"{name}: {report}")
+            _tell(f"{name}: {report}")
             if vocabulary is not None:
                 p50, p99 = next_times(factory, vocabulary)
-                print(f"next() on {vocabulary.size} tokens: median {p50:.0f} us, 99 of 100 below {p99:.0f} us")
+                _tell(f"next() on {vocabulary.size} tokens: median {p50:.0f} us, 99 of 100 below {p99:.0f} us")
         status = status if report.ok else max(status, 1)
     return status
 

@@ -35,7 +35,8 @@ class Broken(AssertionError):  # noqa: N818 - said of a law
 class Case:
     """A vocabulary, the factory under test, and hypothesis' choices.
 
-    Filters are made attached (if they can be) and begun. Every call through this object is recorded.
+    deep: whether walks may be long. Filters are made attached (if they can be) and begun. Every call through this
+    object is recorded.
     """
 
     def __init__(
@@ -45,7 +46,10 @@ class Case:
         vocabulary: Vocabulary,
         language: Language | None,
         capabilities: Collection[str] = (),
+        *,
+        deep: bool = True,
     ) -> None:
+        self.deep = deep
         self.data, self.factory, self.vocabulary, self.language = data, factory, vocabulary, language
         self.capabilities = frozenset(capabilities)
         self.stops = vocabulary.stop_ids
@@ -110,7 +114,7 @@ class Case:
         end of long ones, is found there.
         """
         path: list[int] = []
-        if self.draw(st.integers(1, deep)) == deep:
+        if self.deep and self.draw(st.integers(1, deep)) == deep:
             return self.stride(f)
         self.over = False
         length = self.draw(st.integers(least, most))

@@ -152,7 +152,19 @@ class Subject:
         return applicable(law, sample, self.language, self.claims())
 
     def run(self, law: Law) -> None:
-        """Raise `Broken`, or what the filter itself raised, if the law does not hold."""
+        """Raise `Broken`, or what the filter itself raised, if the law does not hold.
+
+        Where shrinking is wanted and short walks break the law as well, it is one of those that is told.
+        """
+        try:
+            return self._run(law, deep=True)
+        except Broken as broken:
+            found = broken
+        if self.shrink:
+            self._run(law, deep=False)
+        raise found
+
+    def _run(self, law: Law, *, deep: bool) -> None:
         options = dict(PROFILES[self.profile])
         count = self.examples or options["max_examples"]
         options["max_examples"] = max(1, round(count * law.examples))
@@ -173,7 +185,7 @@ class Subject:
         claims = self.claims()
 
         def example(data: st.DataObject) -> None:
-            case = Case(data, self.factory, data.draw(words), self.language, claims)
+            case = Case(data, self.factory, data.draw(words), self.language, claims, deep=deep)
             last[:] = [case]
             law.check(case)
 

@@ -114,7 +114,8 @@ def stop_only_when_whole(case: Case) -> None:
             )
 
     # All the way along a sentence, or at one place.
-    path = case.stride(f, to_the_end=True, seen=check) if case.draw(st.integers(0, 4)) == 4 else case.walk(f, 8)
+    along = case.deep and case.draw(st.integers(0, 4)) == 4
+    path = case.stride(f, to_the_end=True, seen=check) if along else case.walk(f, 8)
     check(case.text(path), case.next(f))
 
 
