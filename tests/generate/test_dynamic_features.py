@@ -98,6 +98,28 @@ def test_a_rewind_takes_the_filters_back(how: str, kind: type[Alternating]) -> N
     assert rewinds > 10
 
 
+@pytest.mark.parametrize("before", range(2, 18))
+@pytest.mark.covers("generators.md: 47", "generators.md: 52")
+def test_a_page_that_may_be_taken_back_is_not_published(before: int) -> None:
+    """exllamav2 went wrong where a banned string crosses a page (spec 3.12): here it fills one, from every place."""
+    ban, prompt = "abcdefghijklmnopqrstuvwx", "z" * before
+    generator = make(says(ban, "the", after=before))
+    one = job(prompt, 45, banned_strings=[ban])
+    generator.enqueue(one)
+    results: list[dict[str, Any]] = []
+    while not one.is_finished:
+        results += generator.iterate()
+        check_pages(generator)
+        settled = len(one.sequence) - (0 if one.is_finished else len(one._output._held)) - 1  # type: ignore[union-attr]
+        assert len(one.sequence.labels) * 16 <= max(settled, before - 1)
+    assert [r["suppressed_text"] for r in results if "suppressed_text" in r] == [ban]
+    assert ban not in streamed_text(results)
+    generator.model.script = None  # type: ignore[attr-defined]
+    for text in (prompt + ban + "zz", prompt + one.full_completion):
+        tokens = ids(text)[0].tolist()
+        assert streamed_tokens(run(generator, job(text, 4))) == naive(generator, tokens, 4)
+
+
 @pytest.mark.covers("generators.md: 77")
 def test_banning_everything_ends_the_job_with_an_error() -> None:
     generator = make()
