@@ -67,6 +67,31 @@ __global__ void hand_over(const int* in, int* out, int rounds) {
   if (threadIdx.x >= 32) out[lane] = sum;
 }
 
+// Two teams that meet among themselves, one of them more often, and then all together: right, and right with barrier 0 at the end.
+// With ARRIVED the last warp only arrives and is gone.
+template <int LAST, bool ARRIVED>
+__global__ void teams(int* out) {
+  __shared__ int value[128];
+  const int team = threadIdx.x / 64;
+  for (int i = team; i < 5; i += 2) asm volatile("bar.sync %0, 64;" ::"r"(2 + team) : "memory");
+  value[threadIdx.x] = threadIdx.x;
+  if (ARRIVED && threadIdx.x >= 96) {
+    asm volatile("bar.arrive 1, 128;" ::: "memory");
+    return;
+  }
+  if (LAST == 0) asm volatile("bar.sync 0;" ::: "memory");
+  else asm volatile("bar.sync 1, 128;" ::: "memory");
+  out[threadIdx.x] = value[127 - threadIdx.x];
+}
+
+template <int LAST, bool ARRIVED>
+int run_teams() {
+  int* out;
+  cudaMalloc(&out, 512);
+  teams<LAST, ARRIVED><<<4, 128>>>(out);
+  return cudaDeviceSynchronize() == cudaSuccess ? printf("teams, barrier %d, arrived %d\n", LAST, ARRIVED), 0 : 2;
+}
+
 template <int FORM>
 int run() {
   constexpr int ROUNDS = 10;
@@ -85,7 +110,8 @@ int run() {
 
 int main(int count, char** words) {
   int (*runs[])() = {run<ELECTED>, run<EACH>, run<BULK>, run<BULK_EACH>, run<ELECTED_RACE>, run<EACH_RACE>, run<BULK_RACE>, run<NO_SYNCWARP>,
-                   run<NAMED>, run<READY_EACH>, run<TAKEN_EACH>};
+                   run<NAMED>, run<READY_EACH>, run<TAKEN_EACH>,
+                   run_teams<0, false>, run_teams<1, false>, run_teams<1, true>};
   const int form = count > 1 ? atoi(words[1]) : 0;
-  return form < 0 || form >= FORMS ? 3 : runs[form]();
+  return form < 0 || form >= FORMS + 3 ? 3 : runs[form]();
 }

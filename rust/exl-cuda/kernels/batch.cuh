@@ -93,7 +93,7 @@ struct Batch {
     const int lane = threadIdx.x % 32;
     for (int i = lane; i < p.slots; i += 32) {
       barrier_init(full + i * 8, 1);
-      barrier_init(empty + i * 8, p.groups * 4);
+      barrier_init(empty + i * 8, p.groups * 4 * WARP_ARRIVALS);
     }
     if (p.resident)
       for (int i = lane; i < own; i += 32) barrier_init(present + i * 8, 1);
@@ -359,8 +359,7 @@ struct Batch {
             barrier_wait(full + turn.slot * 8, turn.phase);
             Unit unit{at + mine, x >> 4 | (16 * N >> 4) << 16, maxima + i * (ENTRIES * 2), lane, total, {}};
             unit.run(widths);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(empty + turn.slot * 8);
+            warp_arrives(empty + turn.slot * 8, lane);
             turn.advance(p.slots);
           }
 #pragma unroll
@@ -453,18 +452,21 @@ DEVICE void batch_matmul(const BatchTask& p) {
   const Batch<KIND, ENTRY, N, W> batch(p, memory);
   // Three warps are there only so that the fourth is a warpgroup's, which can give its registers away.
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  constexpr int MEETING = W * 128 + (WARP_ARRIVALS > 1 ? 128 : 32);  // racecheck's build: all threads of the block
   if (group == W) {
     if constexpr (FEWER > 0) fewer_registers<FEWER>();
     if (threadIdx.x < W * 128 + 32) {
       pdl_trigger();
       batch.set_up_stream();
-      asm volatile("bar.arrive 1, %0;" ::"n"(W * 128 + 32) : "memory");
+      bar_arrive<1>(MEETING);
       batch.stream();
+    } else if (WARP_ARRIVALS > 1) {
+      bar_arrive<1>(MEETING);
     }
   } else {
     if constexpr (FEWER > 0) more_registers<MORE>();
     batch.set_up_maxima();
-    bar<1>(W * 128 + 32);
+    bar<1>(MEETING);
     if (group < p.groups) {
       pdl_wait();
       batch.multiply();

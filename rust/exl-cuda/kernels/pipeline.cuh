@@ -27,15 +27,6 @@ DEVICE void warp_arrives(uint32_t b, int lane) {
   __syncwarp();
   if (WARP_ARRIVALS == 32 || lane == 0) barrier_arrive(b);
 }
-// An arrival at a named barrier that others wait at. In the build for racecheck a wait: the tool counts threads that are gone as arrived.
-template <int ID>
-DEVICE void bar_arrive(int threads) {
-#ifdef EXL_EACH_LANE_ARRIVES
-  asm volatile("bar.sync %0, %1;" ::"n"(ID), "r"(threads) : "memory");
-#else
-  asm volatile("bar.arrive %0, %1;" ::"n"(ID), "r"(threads) : "memory");
-#endif
-}
 DEVICE uint64_t evict_first() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -72,9 +63,24 @@ struct Turn {
   }
 };
 
-// A named barrier among `threads` threads of the block.
+// A named barrier among `threads` threads of the block, to wait at or, where others wait, only to arrive at. In the build for racecheck
+// both wait, and one of the whole block is barrier 0: the tool loses count of named ones among threads that met elsewhere or are gone.
 template <int ID>
 DEVICE void bar(int threads) {
+#ifdef EXL_EACH_LANE_ARRIVES
+  if (threads == blockDim.x) {
+    asm volatile("bar.sync 0;" ::: "memory");
+    return;
+  }
+#endif
   asm volatile("bar.sync %0, %1;" ::"n"(ID), "r"(threads) : "memory");
+}
+template <int ID>
+DEVICE void bar_arrive(int threads) {
+#ifdef EXL_EACH_LANE_ARRIVES
+  bar<ID>(threads);
+#else
+  asm volatile("bar.arrive %0, %1;" ::"n"(ID), "r"(threads) : "memory");
+#endif
 }
 #endif
