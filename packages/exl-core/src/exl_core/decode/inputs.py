@@ -12,7 +12,8 @@ from exl_kernels.staging import StepStage
 __all__ = ["Bucket", "StepInputs"]
 
 STAGES = 4
-"""Pinned copies of the inputs: so many steps may be queued before the host waits for the first to be read."""
+"""Steps that have their pinned copies of the inputs before an event says that all have been read. There are two such
+rounds of copies, so that as many steps more may be queued before the host waits."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class StepInputs:
         self.slots.fill_(-1)
         self.positions.fill_(-1)
         self.rows = torch.arange(bucket.batch, dtype=torch.int32, device=device).repeat_interleave(bucket.q_len)
-        self._stages = [(StepStage(sizes), torch.cuda.Event()) for _ in range(STAGES)]  # type: ignore[no-untyped-call]
+        self._stages = [StepStage(sizes) for _ in range(2 * STAGES)]
+        self._read = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._next = 0
 
     def send(
@@ -63,15 +65,17 @@ class StepInputs:
         on the CPU. offsets: int64 [b], added to the rope positions of each row, which must stay from 0 to their place
         (behind images positions are not places). False, and nothing is queued, when anything is wrong or larger than
         the bucket or the limits (ids, positions, pages)."""
-        stage, sent = self._stages[self._next]
-        sent.synchronize()  # its last copy has been made
+        stage, place = self._stages[self._next], self._next % STAGES
+        if place == 0:
+            self._read[self._next // STAGES].synchronize()  # the last copies of this round have been made
         if not stage.fill(ids, past, table, limits):
             return False
         if offsets is not None:
             t, rows = self.bucket.tokens, ids.numel()
             rope = stage.pinned[16 * t : 24 * t].view(torch.int64)
             rope[:rows] += offsets.repeat_interleave(ids.shape[1])
-        self._next = (self._next + 1) % STAGES
         self._device.copy_(stage.pinned, non_blocking=True)
-        sent.record(torch.cuda.current_stream(self._device.device))
+        if place == STAGES - 1:
+            self._read[self._next // STAGES].record(torch.cuda.current_stream(self._device.device))
+        self._next = (self._next + 1) % (2 * STAGES)
         return True
