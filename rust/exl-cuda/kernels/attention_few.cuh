@@ -1,10 +1,10 @@
 // Attention of one token a sequence, where a step's other kernels run before and after: what a launch costs there is not the
 // arithmetic but the way to the first product and the joining. So: small blocks (80 registers, some 40 KB) that find room beside a
-// block of the ring kernel and have their keys and values before the launch before them ends; a pass over nothing in the meantime,
-// after which the instructions are in the caches; and blocks of a cluster that join what they have over distributed shared memory.
+// block of the ring kernel and have their keys and values before the launch before them ends; and blocks of a cluster that join what
+// they have over distributed shared memory.
 //
-// A cluster has splits of eight units one after the other, its blocks every so many-th unit of each. Units, splits and what is left
-// in the workspace join in the order of attention_common.cuh: the bits are those of attention_decode.cuh.
+// A cluster has a split of eight units, its blocks every so many-th unit of it. Units join in the cluster, splits in the workspace, in the
+// order of attention_common.cuh: the bits are those of attention_decode.cuh.
 #pragma once
 #include "attention_decode.cuh"
 
@@ -116,7 +116,7 @@ DEVICE uint32_t not_before() {
 // What a block has to do.
 struct Job {
   const int* pages;
-  int token, key_head, rank, to, units;
+  int token, key_head, rank, to;
   int fresh;  // key that is not in the pages yet, or -1
 };
 
@@ -124,13 +124,14 @@ struct Job {
 struct Rows {
   int first, count;
 };
-DEVICE Rows rows_of(const Attention& a, const Job& job, int unit) {
-  const int key = unit * UNIT;
-  int index = (int)__umulhi((unsigned)key, a.page_inverse);
-  index = a.page_shift >= 0 ? key >> a.page_shift : index - (index * a.page_size > key);
-  const int page = job.pages[index];
+DEVICE int page_of(const Attention& a, int key) {
+  const int index = (int)__umulhi((unsigned)key, a.page_inverse);  // at most one too many, where no power of two is divided by
+  return a.page_shift >= 0 ? key >> a.page_shift : index - (index * a.page_size > key);
+}
+DEVICE Rows rows_of(const Attention& a, const Job& job, int unit, int page) {
+  const int key = unit * UNIT, inside = key - page_of(a, key) * a.page_size;
   const bool known = (unsigned)page < (unsigned)a.num_pages;
-  return {((known ? page : 0) * a.page_size + key - index * a.page_size) * a.heads + job.key_head, known ? job.to - key : 0};
+  return {((known ? page : 0) * a.page_size + inside) * a.heads + job.key_head, known ? job.to - key : 0};
 }
 
 // A unit's keys or values on their way: rows that exist and are not the fresh one; zeros for those beyond the last.
@@ -165,8 +166,41 @@ DEVICE void fetch_values(const Attention& a, const Job& job, uint8_t* shared, Ro
                        job.fresh - unit * UNIT);
 }
 
+// Where a key (or value) stands in a stage: its row and its scales.
+template <int CODEC, int DIM, int STRIDE>
+DEVICE int row_of(int key) { return key * STRIDE; }
+template <int CODEC, int DIM, int STRIDE>
+DEVICE int scales_of(int key) { return STAGE * STRIDE + key * scale_bytes<CODEC, DIM>(); }
+template <int CODEC, int DIM, int STRIDE>
+DEVICE void bring_home(uint8_t* stage, const uint8_t* aside, int key) {
+  constexpr int WORDS = row_bytes<CODEC, DIM>() / 4, SCALES = scale_bytes<CODEC, DIM>() / 4;
+  const int lane = threadIdx.x & 31;
+  uint8_t *row = stage + row_of<CODEC, DIM, STRIDE>(key), *scales = stage + scales_of<CODEC, DIM, STRIDE>(key);
+#pragma unroll 1
+  for (int i = lane; i < WORDS; i += 32) reinterpret_cast<uint32_t*>(row)[i] = reinterpret_cast<const uint32_t*>(aside)[i];
+  if (lane < SCALES) reinterpret_cast<uint32_t*>(scales)[lane] = reinterpret_cast<const uint32_t*>(aside)[WORDS + lane];
+}
+
+// As the cache rounds. What came out of a half, or was rounded to one, is one.
+DEVICE uint32_t saturated(float2 v, __half) { return as_word(__floats2half2_rn(v.x, v.y)); }
+DEVICE uint32_t saturated(float2 v, __nv_bfloat16) { return as_word(__halves2half2(saturating_half(v.x), saturating_half(v.y))); }
+
+// A query as halves where the products want it.
+template <class ELEMENT, int CODEC, int DIM>
+DEVICE void put_pairs(uint32_t* words, int stride, Head<DIM>& head) {
+  if constexpr (is_hadamard<CODEC>()) {
+    head.template put_query<CODEC>(words, stride, true);
+  } else {
+#pragma unroll
+    for (int b = 0; b < DIM / 64; b++) {
+      const QueryPlace p = query_place<CODEC, DIM>(64 * b + 2 * (threadIdx.x & 31));
+      words[p.word / 4 * stride + p.t * 4 + p.word % 4] = saturated(head.pairs[b], ELEMENT());
+    }
+  }
+}
+
 // The token's own key or value: encoded into shared memory and, if there is a slot, into the pages.
-template <int CODEC, int DIM>
+template <class ELEMENT, int CODEC, int DIM>
 DEVICE void encode_own(const Attention& a, int plane, const Head<DIM>& head, uint8_t* row, uint8_t* scales, int64_t slot, int key_head) {
   constexpr int BYTES = row_bytes<CODEC, DIM>();
   const int lane = threadIdx.x & 31;
@@ -176,9 +210,9 @@ DEVICE void encode_own(const Attention& a, int plane, const Head<DIM>& head, uin
   if constexpr (CODEC == F16) {
 #pragma unroll
     for (int b = 0; b < DIM / 64; b++) {
-      const __half2 pair = __halves2half2(saturating_half(head.pairs[b].x), saturating_half(head.pairs[b].y));
-      reinterpret_cast<__half2*>(row)[32 * b + lane] = pair;
-      if (stores) reinterpret_cast<__half2*>(out)[32 * b + lane] = pair;
+      const uint32_t pair = saturated(head.pairs[b], ELEMENT());
+      reinterpret_cast<uint32_t*>(row)[32 * b + lane] = pair;
+      if (stores) reinterpret_cast<uint32_t*>(out)[32 * b + lane] = pair;
     }
   } else {
     Pages p;
@@ -197,59 +231,38 @@ DEVICE void encode_own(const Attention& a, int plane, const Head<DIM>& head, uin
   }
 }
 
-// Where the own key (or value) belongs: its place in the first unit, or a place beside, for later.
-struct Home {
-  uint8_t *row, *scales;
-};
-template <int CODEC, int DIM, int STRIDE>
-DEVICE Home home_of(uint8_t* stage, uint8_t* aside, int key, bool in_first) {
-  if (in_first) return {stage + key * STRIDE, stage + STAGE * STRIDE + key * scale_bytes<CODEC, DIM>()};
-  return {aside, aside + row_bytes<CODEC, DIM>()};
-}
-template <int CODEC, int DIM, int STRIDE>
-DEVICE void bring_home(uint8_t* stage, const uint8_t* aside, int key) {
-  constexpr int WORDS = row_bytes<CODEC, DIM>() / 4, SCALES = scale_bytes<CODEC, DIM>() / 4;
-  const int lane = threadIdx.x & 31;
-  const Home home = home_of<CODEC, DIM, STRIDE>(stage, nullptr, key, true);
-#pragma unroll 1
-  for (int i = lane; i < WORDS; i += 32) reinterpret_cast<uint32_t*>(home.row)[i] = reinterpret_cast<const uint32_t*>(aside)[i];
-  if (lane < SCALES) reinterpret_cast<uint32_t*>(home.scales)[lane] = reinterpret_cast<const uint32_t*>(aside)[WORDS + lane];
+// Where an item is that a warp prepares: the own value, the own key (`before` 2: where the block has them), queries; null beyond.
+template <class S>
+DEVICE const unsigned* source_of(const Attention& a, const Job& job, int item, int before) {
+  const int column = item - before;
+  if (column >= a.group) return nullptr;
+  const void* from = column >= 0 ? a.q : column == -1 ? a.new_key : a.new_value;
+  const int at = column >= 0 ? job.token * a.q_stride + (job.key_head * a.group + column) * S::DIM : job.token * a.new_stride + job.key_head * S::DIM;
+  return static_cast<const unsigned*>(from) + at / 2 + (threadIdx.x & 31);
 }
 
-// A query as halves where the products want it.
-template <int CODEC, int DIM>
-DEVICE void put_pairs(uint32_t* words, int stride, Head<DIM>& head) {
-  if constexpr (is_hadamard<CODEC>()) {
-    head.template put_query<CODEC>(words, stride, true);
-  } else {
+template <class S>
+DEVICE void load_items(uint32_t (&raw)[2][S::BLOCKS], const unsigned* first, const unsigned* second) {
 #pragma unroll
-    for (int b = 0; b < DIM / 64; b++) {
-      const QueryPlace p = query_place<CODEC, DIM>(64 * b + 2 * (threadIdx.x & 31));
-      words[p.word / 4 * stride + p.t * 4 + p.word % 4] = as_word(__halves2half2(saturating_half(head.pairs[b].x), saturating_half(head.pairs[b].y)));
-    }
+  for (int b = 0; b < S::BLOCKS; b++) {
+    raw[0][b] = raw[1][b] = 0;
+    if (first) raw[0][b] = __ldcg(first + 32 * b);
+    if (second) raw[1][b] = __ldcg(second + 32 * b);
   }
 }
 
 // Queries, and the own key and value where this block has them (`home_unit` 0: in the first unit, later ones: aside, -1: not here).
-// What the launch before wrote is never read from this multiprocessor's own cache, which the pass over nothing filled.
+// What the launch before wrote is never read from this multiprocessor's own cache, which may hold older lines. `raw`: the warp's first
+// two items.
 template <class S>
 DEVICE void prepare_few(const Attention& a, const Job& job, const Rotation<typename S::Element, S::DIM>& rotation, uint8_t* shared, int home_unit,
-                        int64_t slot) {
+                        int64_t slot, uint32_t (&raw)[2][S::BLOCKS]) {
   using Element = typename S::Element;
-  const int warp = warp_index(), before = home_unit >= 0 ? 2 : 0, items = before + a.group, lane = threadIdx.x & 31;
+  const int warp = warp_index(), before = home_unit >= 0 ? 2 : 0, items = before + a.group;
   uint32_t* queries = reinterpret_cast<uint32_t*>(shared + S::QUERIES_AT);
 #pragma unroll 1
   for (int base = warp; base < items; base += 2 * S::WARPS) {
-    uint32_t raw[2][S::BLOCKS];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int column = base + i * S::WARPS - before;
-      const void* from = column >= 0 ? a.q : column == -1 ? a.new_key : a.new_value;
-      const int at = column >= 0 ? job.token * a.q_stride + (job.key_head * a.group + column) * S::DIM : job.token * a.new_stride + job.key_head * S::DIM;
-#pragma unroll
-      for (int b = 0; b < S::BLOCKS; b++)
-        raw[i][b] = column < a.group ? __ldcg(static_cast<const unsigned*>(from) + (at / 2 + 32 * b + lane)) : 0u;
-    }
+    if (base != warp) load_items<S>(raw, source_of<S>(a, job, base, before), source_of<S>(a, job, base + S::WARPS, before));
 #pragma unroll 1
     for (int i = 0; i < 2; i++) {
       const int column = base + i * S::WARPS - before;
@@ -262,16 +275,20 @@ DEVICE void prepare_few(const Attention& a, const Job& job, const Rotation<typen
       }
       if (column >= -1) rotation.turn(a, head);
       if (column >= 0) {
-        put_pairs<S::KC, S::DIM>(queries + column * 16, S::COLUMNS * 16, head);
+        put_pairs<Element, S::KC, S::DIM>(queries + column * 16, S::COLUMNS * 16, head);
         continue;
       }
+      // Its place in the first unit, or a place beside, for later.
+      constexpr int KS = key_stride<S::KC, S::DIM>(), VS = value_stride<S::VC, S::DIM>(), VALUE_AT = S::OWN_AT + packed_bytes<S::KC, S::DIM>();
       const int key = job.fresh % UNIT, plane = -1 - column;
-      const Home home =
-          plane ? home_of<S::VC, S::DIM, value_stride<S::VC, S::DIM>()>(shared + S::KEY_BYTES, shared + S::OWN_AT + packed_bytes<S::KC, S::DIM>(), key,
-                                                                        home_unit == 0)
-                : home_of<S::KC, S::DIM, key_stride<S::KC, S::DIM>()>(shared, shared + S::OWN_AT, key, home_unit == 0);
-      if (S::KC == S::VC || !plane) encode_own<S::KC, S::DIM>(a, plane, head, home.row, home.scales, slot, job.key_head);
-      else encode_own<S::VC, S::DIM>(a, plane, head, home.row, home.scales, slot, job.key_head);
+      int row = plane ? VALUE_AT : S::OWN_AT;
+      int scales = row + (plane ? row_bytes<S::VC, S::DIM>() : row_bytes<S::KC, S::DIM>());
+      if (home_unit == 0) {
+        row = plane ? S::KEY_BYTES + row_of<S::VC, S::DIM, VS>(key) : row_of<S::KC, S::DIM, KS>(key);
+        scales = plane ? S::KEY_BYTES + scales_of<S::VC, S::DIM, VS>(key) : scales_of<S::KC, S::DIM, KS>(key);
+      }
+      if (S::KC == S::VC || !plane) encode_own<Element, S::KC, S::DIM>(a, plane, head, shared + row, shared + scales, slot, job.key_head);
+      else encode_own<Element, S::VC, S::DIM>(a, plane, head, shared + row, shared + scales, slot, job.key_head);
     }
   }
 }
@@ -327,15 +344,19 @@ DEVICE void attend_unit_few(const Attention& a, const Job& job, Sums<S>& unit, u
   }
 }
 
+// 64 dimensions of a row, two a lane, and the row's largest logit and sum of weights.
 struct Pair {
   float2 sums = make_float2(0.f, 0.f);
   float max = -INFINITY, sum = 0.f;
-  DEVICE void join(float2 part, float2 state) {
-    float kept, added;
-    join_factors(max, state.x, state.y, kept, added);
+  DEVICE void join(float2 part, float part_sum, float kept, float added) {
     sums.x = join_value(sums.x, kept, part.x, added);
     sums.y = join_value(sums.y, kept, part.y, added);
-    sum = join_value(sum, kept, state.y, added);
+    sum = join_value(sum, kept, part_sum, added);
+  }
+  DEVICE void join(const Pair& part) {
+    float kept, added;
+    join_factors(max, part.max, part.sum, kept, added);
+    join(part.sums, part.sum, kept, added);
   }
 };
 
@@ -343,71 +364,78 @@ struct Pair {
 template <class S>
 DEVICE void send_items(const Attention& a, const Sums<S>& unit, uint8_t* shared, int unit_of_split) {
   float* rows = reinterpret_cast<float*>(shared + S::ROWS_AT);
-  const int mask = (1 << a.ring) - 1, part_floats = a.group * S::ROW;
-  const uint32_t barrier = (uint32_t)__cvta_generic_to_shared(shared + S::BARRIER_AT), inbox = (uint32_t)__cvta_generic_to_shared(rows + part_floats);
+  const int mask = (1 << a.ring) - 1, items = a.group * S::BLOCKS;
+  const uint32_t barrier = (uint32_t)__cvta_generic_to_shared(shared + S::BARRIER_AT);
+  const uint32_t inbox = (uint32_t)__cvta_generic_to_shared(rows + a.group * S::ROW) + unit_of_split * S::ITEM_BYTES;
   unit.write(rows, (1u << a.group) - 1);
   __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < a.group * S::BLOCKS * 17; i += S::THREADS) {
-    const int item = i / 17, quad = i - item * 17, row = item / S::BLOCKS, block = item % S::BLOCKS;
-    const float4 v = *reinterpret_cast<const float4*>(rows + row * S::ROW + (quad == 16 ? S::DIM : block * 64 + 4 * quad));
-    const uint32_t to = inbox + (((item >> a.ring) * SPLIT_UNITS + unit_of_split) * S::ITEM + 4 * quad) * 4;
-    send(address_of_block(to, item & mask), address_of_block(barrier, item & mask), v);
+  for (int i = threadIdx.x; i < items * 16; i += S::THREADS) {
+    const int item = i / 16, quad = i % 16, row = item / S::BLOCKS, block = item % S::BLOCKS, to = item & mask;
+    const float* from = rows + row * S::ROW;
+    const uint32_t there = address_of_block(inbox + (item >> a.ring) * (SPLIT_UNITS * S::ITEM_BYTES), to), counter = address_of_block(barrier, to);
+    send(there + quad * 16, counter, *reinterpret_cast<const float4*>(from + block * 64 + 4 * quad));
+    if (quad == 0) send(there + 256, counter, *reinterpret_cast<const float4*>(from + S::DIM));
   }
 }
 
-// Joins 64 dimensions of a row: what the cluster's blocks have of this split's units, in order. Where other clusters have splits of the
-// same keys (`active` of them, after this split; 0: not yet all of this one's), the split is left in the workspace, and the last to come
-// joins all of them. True: `pair` is the whole, or where one cluster has all, the split.
+// Joins parts of 64 dimensions of a row, in order: the units of a split (`from` below zero) or splits of the workspace.
+template <int MOST, class F, class G>
+DEVICE void join_parts_few(Pair& pair, int count, F sums_of, G state_of) {
+  const int lane = threadIdx.x & 31;
+  float2 sums[MOST], state = make_float2(-INFINITY, 0.f);
+#pragma unroll
+  for (int k = 0; k < MOST; k++) sums[k] = sums_of(k);  // what lies beyond `count` is not joined
+  if (lane < min(count, MOST)) state = state_of(lane);
+  // A part a lane: the largest logit of all before it, and its factors.
+  float most = state.x, kept, added;
+#pragma unroll
+  for (int o = 1; o < MOST; o *= 2) {
+    const float other = __shfl_up_sync(~0u, most, o);
+    if (lane >= o) most = fmaxf(most, other);
+  }
+  most = fmaxf(most, pair.max);
+  float earlier = __shfl_up_sync(~0u, most, 1);
+  if (lane == 0) earlier = pair.max;
+  join_factors(earlier, state.x, state.y, kept, added);
+  pair.max = __shfl_sync(~0u, most, MOST - 1);
+#pragma unroll
+  for (int k = 0; k < MOST; k++) {
+    if (k >= count) break;
+    pair.join(sums[k], __shfl_sync(~0u, state.y, k), __shfl_sync(~0u, kept, k), __shfl_sync(~0u, added, k));
+  }
+}
+
+// Leaves a split in the workspace; the last to come joins all of them: true, and `pair` is the whole.
 template <class S>
-DEVICE bool join_items(const Attention& a, Pair& pair, const float* inbox, int row, int block, int split, int units, int splits, int active, bool real) {
+DEVICE bool join_splits(const Attention& a, Pair& pair, int row, int block, int split, int splits) {
+  constexpr int MOST = 16;
   const int lane = threadIdx.x & 31, group = blockIdx.x * gridDim.y + blockIdx.y, stride = a.group * S::ROW;
   float* parts = a.parts + (int64_t)group * a.part_slots * stride + row * S::ROW;
-  int from = -SPLIT_UNITS;  // below zero: units; then splits of the workspace
-#pragma unroll 1
-  while (true) {
-    float2 sums[SPLIT_UNITS], states[SPLIT_UNITS];
-    const int count = from < 0 ? units : splits - from;  // what is read beyond is not joined
-    if (from < 0) {
-#pragma unroll
-      for (int k = 0; k < SPLIT_UNITS; k++) {
-        sums[k] = *reinterpret_cast<const float2*>(inbox + k * S::ITEM + 2 * lane);
-        states[k] = *reinterpret_cast<const float2*>(inbox + k * S::ITEM + 64);
-      }
-    } else {
-#pragma unroll
-      for (int k = 0; k < SPLIT_UNITS; k++) {
-        const float* at = parts + min(from + k, splits - 1) * stride;
-        sums[k] = __ldcg(reinterpret_cast<const float2*>(at + block * 64 + 2 * lane));
-        states[k] = __ldcg(reinterpret_cast<const float2*>(at + S::DIM + 2 * block));
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < SPLIT_UNITS; k++)
-      if (k < count) pair.join(sums[k], states[k]);
-    from += SPLIT_UNITS;
-    if (from > 0) {
-      if (from < splits) continue;
-      return true;
-    }
-    if (active == 1 || !real) return real;
-    float* mine = parts + split * stride;
-    __stcg(reinterpret_cast<float2*>(mine + block * 64 + 2 * lane), pair.sums);
-    if (lane == 0) __stcg(reinterpret_cast<float2*>(mine + S::DIM + 2 * block), make_float2(pair.max, pair.sum));
-    if (active == 0) return false;
-    __syncwarp();
-    unsigned before = 0;
-    unsigned* ticket = a.tickets + (group * a.group + row) * S::BLOCKS + block;
-    if (lane == 0) {
-      asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
-      if (before == active - 1) *ticket = 0;
-    }
-    if (__shfl_sync(~0u, before, 0) != active - 1) return false;
-    pair = Pair();
+  float* mine = parts + split * stride;
+  __stcg(reinterpret_cast<float2*>(mine + block * 64 + 2 * lane), pair.sums);
+  if (lane == 0) __stcg(reinterpret_cast<float2*>(mine + S::DIM + 2 * block), make_float2(pair.max, pair.sum));
+  __syncwarp();
+  int before = 0;
+  unsigned* ticket = a.tickets + (group * a.group + row) * S::BLOCKS + block;
+  if (lane == 0) {
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
+    if (before == splits - 1) *ticket = 0;
   }
+  if (__shfl_sync(~0u, before, 0) != splits - 1) return false;
+  pair = Pair();
+#pragma unroll 1
+  for (int from = 0; from < splits; from += MOST) {
+    const float* at = parts + from * stride;
+    join_parts_few<MOST>(
+        pair, splits - from,
+        [&](int k) { return __ldcg(reinterpret_cast<const float2*>(parts + min(from + k, splits - 1) * stride + block * 64 + 2 * lane)); },
+        [&](int k) { return __ldcg(reinterpret_cast<const float2*>(at + k * stride + S::DIM + 2 * block)); });
+  }
+  return true;
 }
 
-// Grid: tokens, key heads, blocks of all clusters of a key head. `a.ring`: blocks of a cluster, as a power of two; `a.chunks`: clusters.
+// Grid: tokens, key heads, blocks of all clusters of a key head. `a.ring`: blocks of a cluster, as a power of two; a cluster a split.
 template <class S>
 DEVICE void attention_few(const Attention& a) {
   extern __shared__ __align__(128) uint8_t shared[];
@@ -415,107 +443,84 @@ DEVICE void attention_few(const Attention& a) {
   if (!a.early) pdl_wait();
   Job job;
   job.token = blockIdx.x, job.key_head = blockIdx.y, job.rank = cluster_rank();
-  const int seq = a.rows[job.token], position = a.positions[job.token], shift = a.ring, size = 1 << shift, cluster = blockIdx.z >> shift;
+  const int seq = a.rows[job.token], position = a.positions[job.token], shift = a.ring, size = 1 << shift, split = blockIdx.z >> shift;
   const bool here = (unsigned)seq < (unsigned)a.batch;
   job.pages = a.block_table + (here ? seq * a.max_pages : 0);
   job.to = here ? min(max(position, -1), a.key_limit - 1) + 1 : 0;
   job.fresh = here && a.new_key && position < job.to ? position : -1;
-  job.units = (job.to + UNIT - 1) / UNIT;
-  const int splits = (job.units + SPLIT_UNITS - 1) / SPLIT_UNITS;
-  int each = 1, active = splits;
-  if (splits > a.chunks) each = (splits + a.chunks - 1) / a.chunks, active = (splits + each - 1) / each;
-  const int first = cluster * each, last = min(first + each, splits);
-  if (first >= last && cluster > 0) {
+  const int units = (job.to + UNIT - 1) / UNIT, splits = (units + SPLIT_UNITS - 1) / SPLIT_UNITS;
+  if (split > 0 && split >= splits) {
     if (a.early) pdl_wait();
     return;
   }
-  const int begin = first * SPLIT_UNITS + job.rank, stop = min(last * SPLIT_UNITS, job.units);
+  const int of_split = min(units - split * SPLIT_UNITS, SPLIT_UNITS), begin = split * SPLIT_UNITS + job.rank, stop = split * SPLIT_UNITS + of_split;
+  // Before the keys and values, behind which everything else would queue; a lane a unit of this block.
+  const int unit_of_lane = min(begin + ((int)(threadIdx.x & 31) << shift), stop - 1);
+  const int page_of_lane = begin < stop ? job.pages[page_of(a, unit_of_lane * UNIT)] : -1;
+  const Rotation<typename S::Element, S::DIM> rotation(a, job.token);
+  const int64_t any_slot = a.slots ? a.slots[job.token] : -1;
   if (begin < stop) {
-    const Rows rows = rows_of(a, job, begin);
+    const Rows rows = rows_of(a, job, begin, __shfl_sync(~0u, page_of_lane, 0));
     fetch_keys<S>(a, job, shared, rows, begin);
     fetch_values<S>(a, job, shared, rows, begin);
   }
-  const Rotation<typename S::Element, S::DIM> rotation(a, job.token);
   const int fresh_unit = job.fresh / UNIT;
   const bool own = job.fresh >= 0 && fresh_unit >= begin && fresh_unit < stop && ((fresh_unit - begin) & (size - 1)) == 0;
   const int home_unit = own ? (fresh_unit - begin) >> shift : -1;
-  const int64_t slot = own ? a.slots[job.token] : -1;
+  const int64_t slot = own ? any_slot : -1;
   for (int i = threadIdx.x; i < S::COLUMNS * S::DIM / 8; i += S::THREADS) reinterpret_cast<uint4*>(shared + S::QUERIES_AT)[i] = make_uint4(0, 0, 0, 0);
   const uint32_t barrier = (uint32_t)__cvta_generic_to_shared(shared + S::BARRIER_AT);
   const int items = a.group * S::BLOCKS, my_items = (items - job.rank + size - 1) >> shift, lane = threadIdx.x & 31;
-  float* inbox = reinterpret_cast<float*>(shared + S::ROWS_AT) + a.group * S::ROW;
-  float4* totals = reinterpret_cast<float4*>(inbox + ((items + size - 1) >> shift) * SPLIT_UNITS * S::ITEM);
+  const float* inbox = reinterpret_cast<const float*>(shared + S::ROWS_AT) + a.group * S::ROW;
   if (threadIdx.x == 0) {
     inbox_init(barrier);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    inbox_expect(barrier, my_items * max(of_split, 0) * S::ITEM_BYTES);
   }
+  const int before = own ? 2 : 0;
+  const unsigned *source = source_of<S>(a, job, warp_index(), before), *second = source_of<S>(a, job, warp_index() + S::WARPS, before);
   __syncthreads();
   cluster_meet();
-  int parity = 0;
+  if (a.early) pdl_wait();
+  uint32_t raw[2][S::BLOCKS];
+  load_items<S>(raw, source, second);
+  prepare_few<S>(a, job, rotation, shared, home_unit, slot, raw);
 #pragma unroll 1
-  for (int pass = a.early > 1 ? 0 : 1; pass < 2; pass++) {
-    const bool real = pass == 1;
-    if (real && a.early) pdl_wait();
-    prepare_few<S>(a, job, rotation, shared + not_before(), home_unit, real ? slot : -1);
-    int index = begin, turn = 0;
-#pragma unroll 1
-    for (int split = first; split == first || split < last; split++) {
-      const int of_split = min(job.units - split * SPLIT_UNITS, real ? SPLIT_UNITS : size);  // units that will be sent
-      if (threadIdx.x == 0) inbox_expect(barrier, max(my_items, 0) * of_split * S::ITEM_BYTES);
-#pragma unroll 1
-      for (int k = 0; k < (SPLIT_UNITS >> shift) && index < stop; k++, turn++) {
-        const int next = real && index + size < stop ? index + size : -1;
-        Rows rows = {0, 0};
-        if (next >= 0) rows = rows_of(a, job, next);
-        copy_wait<1>();
-        if (turn && turn == home_unit && warp_index() == 0) {
-          bring_home<S::KC, S::DIM, key_stride<S::KC, S::DIM>()>(shared, shared + S::OWN_AT, job.fresh % UNIT);
-          bring_home<S::VC, S::DIM, value_stride<S::VC, S::DIM>()>(shared + S::KEY_BYTES, shared + S::OWN_AT + packed_bytes<S::KC, S::DIM>(),
-                                                                   job.fresh % UNIT);
-        }
-        __syncthreads();
-        Sums<S> unit;
-        uint8_t* here_now = shared + not_before();
-        attend_unit_few<S>(a, job, unit, here_now, index, next, rows);
-        send_items<S>(a, unit, here_now, (k << shift) + job.rank);
-        index += size;
-        if (!real) break;
-      }
-      if (warp_index() < my_items) inbox_wait(barrier, parity);
-      __syncwarp();
-      parity ^= 1;
-#pragma unroll 1
-      for (int number = warp_index(); number < my_items; number += S::WARPS) {
-        const int item = (number << shift) + job.rank, row = item / S::BLOCKS, block = item % S::BLOCKS, mine = number * 32 + lane;
-        Pair pair;
-        bool done = join_items<S>(a, pair, inbox + number * SPLIT_UNITS * S::ITEM, row, block, split, of_split, splits,
-                                  active <= 1 ? 1 : split == last - 1 ? active : 0, real);
-        if (active <= 1 && splits > 1 && real) {
-          Pair all;
-          if (split > first) {
-            const float4 t = totals[mine];
-            all.sums = make_float2(t.x, t.y), all.max = t.z, all.sum = t.w;
-          }
-          all.join(pair.sums, make_float2(pair.max, pair.sum));
-          pair = all;
-          totals[mine] = make_float4(all.sums.x, all.sums.y, all.max, all.sum);
-          done = split == last - 1;
-        }
-        float even = pair.sums.x, odd = pair.sums.y;
-        if (is_hadamard<S::VC>()) {
-          butterflies<false>(even, odd);
-          even *= 1.f / 32.f;
-          odd *= 1.f / 32.f;
-        }
-        const float inverse = inverse_of(pair.sum);
-        if (done)
-          static_cast<uint32_t*>(a.out)[((job.token * a.q_heads + job.key_head * a.group + row) * S::BLOCKS + block) * 32 + lane] =
-              word_of(make_float2(__fmul_rn(even, inverse), __fmul_rn(odd, inverse)), typename S::Element());
-      }
-      // What was sent has been read, before more is sent. (A block may end before its neighbours: what it sent has left it.)
-      if (!real || split + 1 < last) cluster_meet();
-      if (!real) break;
+  for (int index = begin, turn = 0; index < stop; index += size, turn++) {
+    const int next = index + size < stop ? index + size : -1;
+    const Rows rows = rows_of(a, job, index + size, __shfl_sync(~0u, page_of_lane, turn + 1));
+    copy_wait<1>();
+    if (turn && turn == home_unit && warp_index() == 0) {
+      bring_home<S::KC, S::DIM, key_stride<S::KC, S::DIM>()>(shared, shared + S::OWN_AT, job.fresh % UNIT);
+      bring_home<S::VC, S::DIM, value_stride<S::VC, S::DIM>()>(shared + S::KEY_BYTES, shared + S::OWN_AT + packed_bytes<S::KC, S::DIM>(),
+                                                               job.fresh % UNIT);
     }
+    __syncthreads();
+    Sums<S> unit;
+    uint8_t* here_now = shared + not_before();
+    attend_unit_few<S>(a, job, unit, here_now, index, next, rows);
+    send_items<S>(a, unit, here_now, (turn << shift) + job.rank);
+  }
+  if (warp_index() < my_items) inbox_wait(barrier, 0);
+  __syncwarp();
+#pragma unroll 1
+  for (int number = warp_index(); number < my_items; number += S::WARPS) {
+    const int item = (number << shift) + job.rank, row = item / S::BLOCKS, block = item % S::BLOCKS;
+    const float* sent = inbox + number * SPLIT_UNITS * S::ITEM;
+    Pair pair;
+    join_parts_few<SPLIT_UNITS>(
+        pair, of_split, [&](int k) { return *reinterpret_cast<const float2*>(sent + k * S::ITEM + 2 * lane); },
+        [&](int k) { return *reinterpret_cast<const float2*>(sent + k * S::ITEM + 64); });
+    if (splits > 1 && !join_splits<S>(a, pair, row, block, split, splits)) continue;
+    float even = pair.sums.x, odd = pair.sums.y;
+    if (is_hadamard<S::VC>()) {
+      butterflies<false>(even, odd);
+      even *= 1.f / 32.f;
+      odd *= 1.f / 32.f;
+    }
+    const float inverse = inverse_of(pair.sum);
+    static_cast<uint32_t*>(a.out)[((job.token * a.q_heads + job.key_head * a.group + row) * S::BLOCKS + block) * 32 + lane] =
+        word_of(make_float2(__fmul_rn(even, inverse), __fmul_rn(odd, inverse)), typename S::Element());
   }
 }
 #else

@@ -83,10 +83,11 @@ impl Launch<'_> {
         arguments: &mut [*mut c_void],
     ) -> Result<(), CudaError> {
         // SAFETY: by this function's contract.
-        unsafe { self.run_in_clusters(device, 1, arguments) }
+        unsafe { self.run_in_clusters(device, 0, arguments) }
     }
 
-    /// The same in clusters of `blocks` neighbours along the grid's last dimension (1, 2, 4 or 8; compute capability 9.0 and later).
+    /// The same in clusters of `blocks` neighbours along the grid's last dimension (1, 2, 4 or 8; compute capability 9.0 and later; 0: a
+    /// launch without clusters, where what only clusters can do is an illegal instruction).
     ///
     /// # Safety
     /// As [`Launch::run`].
@@ -130,7 +131,7 @@ impl Launch<'_> {
             let programmatic = self.programmatic && device.info.compute_capability.0 >= 9;
             let cluster = attribute(ffi::LAUNCH_CLUSTER, [1, 1, blocks]);
             let early = attribute(ffi::LAUNCH_PROGRAMMATIC, [1, 0, 0]);
-            let (attributes, count) = match (blocks > 1, programmatic) {
+            let (attributes, count) = match (blocks > 0, programmatic) {
                 (true, both) => ([cluster, early], 1 + u32::from(both)),
                 (false, one) => ([early, early], u32::from(one)),
             };

@@ -307,17 +307,47 @@ fn few_shared(kind: Kind, dim: usize, rows: usize, size: usize) -> usize {
     };
     let work = columns * dim * 2 + 128 * columns + 16 * columns;
     let items = (rows * dim / 64).div_ceil(size);
-    let joins = 16 + rows * (dim + 4) * 4 + items * (SPLIT_UNITS * 68 * 4 + 512);
+    let joins = 16 + rows * (dim + 4) * 4 + items * SPLIT_UNITS * 68 * 4;
     unit_bytes(kind, dim) + work + own(kind.key) + own(kind.value) + joins
 }
 
-/// Blocks of a cluster and clusters of a key head: a cluster a split, as large as may be. None where that makes more blocks than are
-/// resident at once: then the blocks of `kernels/attention_decode.cuh`, which stay for several splits, are faster.
-fn few_clusters(groups: usize, units: usize, multiprocessors: usize) -> Option<(usize, usize)> {
+/// Blocks of a cluster and clusters of a key head: a cluster a split, of as many blocks as leave all of them resident at once. By what was
+/// measured (docs/performance.md): clusters of four only where a row is one split; more blocks than are resident only of short rows of
+/// half pages; else None, and the blocks of `kernels/attention_decode.cuh`, which stay for several splits, are faster.
+fn few_clusters(
+    groups: usize,
+    units: usize,
+    packed: bool,
+    multiprocessors: usize,
+) -> Option<(usize, usize)> {
     let clusters = units.div_ceil(SPLIT_UNITS);
-    let most = FEW_BLOCKS * multiprocessors / (groups * clusters).max(1);
-    let size = MOST_CLUSTER.min(units.next_power_of_two().max(2));
-    (most >= 2).then(|| (size.min(1 << most.ilog2()), clusters))
+    let (blocks, resident) = (groups * clusters, FEW_BLOCKS * multiprocessors);
+    let most = if clusters == 1 && !packed {
+        8 * multiprocessors
+    } else {
+        resident
+    };
+    let size = if MOST_CLUSTER * blocks <= resident {
+        MOST_CLUSTER.min(units.next_power_of_two().max(2))
+    } else if clusters == 1 && 4 * blocks <= resident {
+        4
+    } else if 2 * blocks <= most {
+        2
+    } else {
+        return None;
+    };
+    Some((size, clusters))
+}
+
+/// Bytes of shared memory that keep more than an even share of a launch's blocks off a multiprocessor: blocks come as those before them
+/// end, at different times, and whoever is free first would be filled. Few blocks stand beside one of the ring kernel, with no room for this.
+fn few_room(blocks: usize, multiprocessors: usize, per_block: usize) -> usize {
+    let share = blocks.div_ceil(multiprocessors);
+    if (3..=FEW_BLOCKS).contains(&share) {
+        (per_block + 1024) / (share + 1) - 1024 + 128
+    } else {
+        0
+    }
 }
 
 /// Whether and how that kernel takes this call: whole heads, units that lie in one page, nothing but the tokens' positions that
@@ -346,13 +376,21 @@ fn few(device: &Device, op: &Attention, plan: &Plan) -> Option<Few> {
     }
     let multiprocessors = device.info.multiprocessors as usize;
     let units = plan.key_limit.div_ceil(UNIT).max(1);
-    let (size, clusters) = few_clusters(op.tokens * heads, units, multiprocessors)?;
-    let many = 3 * op.tokens * heads > 4 * multiprocessors;
-    if (clusters > 1 && plan.part_slots == 0) || (many && op.pages.kind.key != Codec::F16) {
+    let groups = op.tokens * heads;
+    let packed = op.pages.kind.key != Codec::F16;
+    let (size, clusters) = few_clusters(groups, units, packed, multiprocessors)?;
+    if clusters > 1 && plan.part_slots == 0 {
         return None;
     }
-    let shared = few_shared(op.pages.kind, dim, group, size);
-    (shared <= device.info.shared_bytes_per_block as usize).then_some(Few {
+    let natural = few_shared(op.pages.kind, dim, group, size);
+    let per_block = device.info.shared_bytes_per_block as usize;
+    // Blocks of one unit are soon gone.
+    let shared = if size == 2 {
+        natural.max(few_room(2 * groups * clusters, multiprocessors, per_block))
+    } else {
+        natural
+    };
+    (shared <= per_block).then_some(Few {
         size,
         clusters,
         shared,
@@ -604,17 +642,25 @@ mod tests {
     #[test]
     fn clusters_of_one_token_a_sequence() {
         // An 8B Llama's 8 key heads on 132 multiprocessors: by keys, then by sequences of 512 keys.
-        let of_keys = |keys: usize| few_clusters(8, keys / UNIT, 132);
+        let of_keys = |keys: usize| few_clusters(8, keys / UNIT, false, 132);
         assert_eq!(of_keys(64), Some((2, 1)));
         assert_eq!(of_keys(512), Some((8, 1)));
-        assert_eq!(of_keys(4352), Some((8, 9)));
-        assert_eq!(of_keys(8704), Some((4, 17)));
-        assert_eq!(of_keys(16896), Some((2, 33)));
+        assert_eq!(of_keys(5120), Some((8, 10)));
+        assert_eq!(of_keys(8704), Some((2, 17)));
+        assert_eq!(of_keys(20480), Some((2, 40)));
         assert_eq!(of_keys(32768), None);
-        let of_batch = |batch: usize| few_clusters(8 * batch, 8, 132);
-        assert_eq!(of_batch(8), Some((8, 1)));
-        assert_eq!(of_batch(32), Some((2, 1)));
-        assert_eq!(of_batch(64), None);
+        let of_batch = |batch: usize, packed| few_clusters(8 * batch, 8, packed, 132);
+        assert_eq!(of_batch(8, true), Some((8, 1)));
+        assert_eq!(of_batch(16, true), Some((4, 1)));
+        assert_eq!(of_batch(32, true), Some((2, 1)));
+        assert_eq!(
+            (of_batch(64, true), of_batch(64, false)),
+            (None, Some((2, 1)))
+        );
+        // Four blocks of 512 on each multiprocessor, not five; no say over few.
+        let room = few_room(512, 132, 227 * 1024);
+        assert!(4 * (room + 1024) <= 228 * 1024 && 5 * (room + 1024) > 228 * 1024);
+        assert_eq!(few_room(128, 132, 227 * 1024), 0);
         for kind in KINDS {
             for dim in FEW_DIMS {
                 for size in [2, 4, 8] {
