@@ -13,7 +13,8 @@
 # (racecheck_mbarrier.cu). It takes two launches of one kernel that overlap for one, so programmatic launches are off under it.
 #
 # Exit code 0: the tests passed and the tool found nothing in our kernels (racecheck cannot leave cuBLAS out: its reports on
-# kernels named nvjet are counted apart). SANITIZE_LOG is a folder for the processes' output and the list of what ran.
+# kernels named nvjet are counted apart). SANITIZE_LOG is a folder for the processes' output and the list of what ran,
+# SANITIZE_LIMIT seconds after which a process is cut off (exit code 124; what it ran until then is counted).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/gpu/environment.sh
@@ -40,7 +41,7 @@ if [ "$tool" = racecheck ]; then
   scripts/gpu/racecheck_probe.sh || exit 3
 fi
 for ((i = 0; i < processes; i++)); do
-  EXL_SUBSET_SHARD=$i/$processes EXL_SUBSET_LOG=$log/$tool-cases-$i.txt compute-sanitizer "${options[@]}" \
+  EXL_SUBSET_SHARD=$i/$processes EXL_SUBSET_LOG=$log/$tool-cases-$i.txt timeout "${SANITIZE_LIMIT:-0}" compute-sanitizer "${options[@]}" \
     python3 -m pytest -m cuda -p no:cacheprovider -p subset_plugin --tb=short "${paths[@]:-tests/kernels}" > "$log/$tool-$i.txt" 2>&1 &
   running[i]=$!
 done
