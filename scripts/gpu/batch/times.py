@@ -11,7 +11,7 @@ from bench_gemv import SHAPES, Plan, Rotating
 from gpu_timing import time_graph
 
 # (slots, 1: activations streamed or 2: kept, cut of K, warpgroups); 0: the plan's own choice.
-PLANS = ((0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 4, 0), (0, 0, 1, 2), (0, 0, 4, 3))
+PLANS = ((0, 0, 0, 0), (0, 2, 4, 2), (0, 2, 4, 3), (0, 2, 4, 4), (0, 1, 4, 2), (0, 1, 4, 3), (0, 1, 1, 0), (0, 1, 1, 2))
 
 
 def launches(rot: Rotating, x: torch.Tensor, y: torch.Tensor, plan: tuple[int, int, int, int], count: int) -> None:

@@ -23,6 +23,8 @@ const MOST_SLOTS: usize = 16;
 const SHARED_BYTES: usize = 232_448 - 256;
 /// From so many items on a block has all of K: sums of quarters then need no meeting of blocks.
 const UNCUT_ITEMS: usize = 256;
+/// Most units of an item of a short launch.
+const SHORT: usize = 4;
 
 /// `struct BatchPart` of `kernels/batch.cuh`.
 #[repr(C)]
@@ -111,6 +113,9 @@ impl Shares {
             .find(|&(columns, _)| m <= columns)
             .unwrap_or(VARIANTS[VARIANTS.len() - 1]);
         let items = items(matrices);
+        let units = matrices
+            .first()
+            .map_or(0, |first| first.argument.unit_count as usize);
         let cut = match tuning.cut {
             0 if items >= UNCUT_ITEMS => 1,
             0 => QUARTERS,
@@ -121,9 +126,15 @@ impl Shares {
         let groups = match tuning.groups {
             0 => {
                 let fewest = (1..=warpgroups).map(rounds).min().unwrap_or(1);
-                (1..=warpgroups)
+                // A short launch on fewer multiprocessors leaves the others to the kernels before and after it.
+                let least = if fewest == 1 && units.div_ceil(cut) <= SHORT {
+                    3
+                } else {
+                    1
+                };
+                (least..=warpgroups)
                     .find(|&groups| rounds(groups) == fewest)
-                    .unwrap_or(1)
+                    .unwrap_or(least)
             }
             forced => forced.min(warpgroups),
         };
@@ -425,8 +436,8 @@ mod tests {
         assert_eq!((pair.items, pair.cut, pair.groups), (448, 1, 2));
         assert_eq!((pair.rounds, pair.blocks), (2, 132));
         let alone = shares_of(32, &[&o]);
-        assert_eq!((alone.items, alone.cut, alone.groups), (64, 4, 2));
-        assert_eq!((alone.rounds, alone.blocks), (1, 128));
+        assert_eq!((alone.items, alone.cut, alone.groups), (64, 4, 3));
+        assert_eq!((alone.rounds, alone.blocks), (1, 88));
         assert_eq!(shares_of(16, &[&o]).columns, 16);
     }
 
