@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cuda
 
 K = 1024
 DTYPES = [torch.float16, torch.bfloat16]
-ROWS = [1, 2, 5, 8, 9, 33, 64]
+ROWS = [1, 2, 3, 5, 8, 9, 33, 64]
 
 
 def words(*shape: int, seed: int) -> Tensor:
@@ -115,6 +115,45 @@ def test_residual_in_place_and_captured(dtype: torch.dtype) -> None:
         static.copy_(h)
         graph.replay()
         assert torch.equal(static, want), m
+
+
+@pytest.mark.parametrize("kind", ["exl2", "gptq", "gptq act-order"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
+    """A gated product and the one that takes its results: what one call gives is what two give, and each row alone."""
+    if kind == "exl2":
+        gate, up, down = exl2(K, 5, 4, seed=1), exl2(K, 4, seed=2), exl2(528, 6, 3, seed=3)
+    else:
+        gate, up, down = (gptq(n, kind == "gptq act-order") for n in (K, K, 544))
+    norm = norm_of(dtype)
+    first = FusedLinear([gate, up], norm=norm, activation="silu", dtype=dtype)
+    second = FusedLinear([down], dtype=dtype)
+    h = torch.randn(64, down.out_features, device="cuda").to(dtype)
+    for m in (*ROWS, 4, 6, 7):
+        x = activations(m, K, dtype)
+        want = second(first(x, x.new_empty(m, K)), x.new_empty(m, down.out_features), h[:m])
+        got = torch.full_like(want, float("nan"))
+        assert first.then(second, x, got, h[:m]) is got
+        assert torch.equal(got, want), m
+        inner = rms_norm(x, norm.weight, norm.eps)
+        between = gated_activation(gate.matmul(inner), up.matmul(inner), "silu")
+        assert torch.equal(got, h[:m] + down.matmul(between)), m
+        for i in range(m):
+            alone = first.then(second, x[i : i + 1].clone(), x.new_empty(1, down.out_features), h[i : i + 1])
+            assert torch.equal(alone[0], got[i]), (m, i)
+
+
+def test_so_many_tiles_that_a_block_has_all_of_k() -> None:
+    perm = torch.randperm(K, generator=torch.Generator().manual_seed(5))
+    gate, up = exl2(8712, 5, 4, seed=1, perm=perm), exl2(8712, 4, seed=2)
+    gated, single = FusedLinear([gate, up], activation="silu"), FusedLinear([up, gate])
+    for m in (3, 4, 8):
+        x = activations(m, K, torch.float16)
+        out, apart = torch.full((m, 8712), float("nan"), dtype=x.dtype, device="cuda"), x.new_empty(m, 2 * 8712)
+        want = [matrix.matmul(x) for matrix in (gate, up)]
+        assert torch.equal(gated(x, out), gated_activation(*want, "silu")), m
+        h = torch.randn_like(apart)
+        assert torch.equal(single(x, apart, h), h + torch.cat([want[1], want[0]], 1)), m
 
 
 def test_bad_operands() -> None:

@@ -310,7 +310,7 @@ struct UnitProduct {
   // Four chunks of one width: the usual unit.
   template <int B>
   DEVICE void uniform() {
-    constexpr int UNROLL = NT == 1 ? 2 : 1;
+    constexpr int UNROLL = NT == 1 && R == 1 ? 2 : 1;
 #pragma unroll UNROLL
     for (int p = 0; p < 2; p++) pair<B>(p, 256 * B * p, true);
   }
@@ -330,8 +330,12 @@ struct UnitProduct {
     uint32_t bits = 0;
 #pragma unroll
     for (int c = 0; c < 4; c++) bits += widths >> (4 * c) & 15;
+    run(widths, 128 * bits);
+  }
+  // `scales_at`: where in the unit its scales begin.
+  DEVICE void run(uint32_t widths, uint32_t scales_at) {
 #pragma unroll
-    for (int r = 0; r < R; r++) scales[r].load(weights[r] + 128 * bits, lane >> 2);
+    for (int r = 0; r < R; r++) scales[r].load(weights[r] + scales_at, lane >> 2);
     switch (widths) {
       case 0x4444: return uniform<4>();
       case 0x3333: return uniform<3>();

@@ -5,7 +5,7 @@
 
 use exl_cuda::layout::{Codes, Layout};
 use exl_cuda::ops::linear::{self, Addresses, Half, Matrix, Product};
-use exl_cuda::ops::{batch, ring};
+use exl_cuda::ops::{Target, batch, ring, skinny};
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::{GptqView, Zeros};
 use half::f16;
@@ -404,53 +404,20 @@ impl CudaRing {
         stream: usize,
         programmatic: bool,
         residual: Option<Tensor>,
-        norm: Option<(Tensor, f32, f32)>,
+        norm: Option<NormArgument>,
         tuning: Option<(i32, i32)>,
     ) -> PyResult<()> {
-        let (k, n) = (self.in_features, self.out_features);
-        let m = x.numel() / k;
-        expect(
-            x.numel() == m * k && y.numel() == m * n,
-            "x or y has the wrong size",
+        let (to, op) = self.checked(
+            &x,
+            &y,
+            None,
+            (stream, programmatic),
+            residual.as_ref(),
+            norm.as_ref(),
         )?;
-        expect(x.ptr.is_multiple_of(16), "x must be aligned to 16 bytes")?;
-        let x_type = kind(&x, "x")?;
-        expect(x_type != Half::F32, "x must be float16 or bfloat16")?;
-        let mut all = vec![("x", &x), ("y", &y)];
-        if let Some(residual) = &residual {
-            expect(
-                self.gate.is_none() && residual.dtype == y.dtype && residual.numel() == y.numel(),
-                "residual must be like y, and a gated product takes none",
-            )?;
-            all.push(("residual", residual));
-        }
-        if let Some((weight, _, _)) = &norm {
-            expect(
-                weight.dtype == DType::F32 && weight.numel() == k && weight.ptr.is_multiple_of(16),
-                "norm weight must be float32 [in_features] and aligned to 16 bytes",
-            )?;
-            all.push(("norm", weight));
-        }
-        let to = target(&all, stream, programmatic)?;
-        expect(to.device == self.device, "operands on another GPU")?;
-        let norm = norm.as_ref().map(|(weight, eps, offset)| ring::Norm {
-            weight: weight.ptr,
-            eps: *eps,
-            offset: *offset,
-        });
-        let op = ring::Product {
-            x: x.ptr,
-            x_type,
-            y: y.ptr,
-            y_type: kind(&y, "y")?,
-            m,
-            residual: residual.as_ref().map_or(0, |r| r.ptr),
-            gate: self.gate,
-            norm,
-        };
         let tuning = tuning.map(|(slots, window)| ring::Tuning { slots, window });
         let parts = self.parts();
-        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
+        // SAFETY: as in `CudaMatrix::matmul`.
         py.detach(|| unsafe { ring::launch(to, &parts, &op, tuning) })
             .map_err(|error| device_error(py, &error))
     }
@@ -529,6 +496,198 @@ impl CudaRing {
             batch::launch(to, &parts, &op, scratch.ptr, multipliers.ptr, tuning)
         })
         .map_err(|error| device_error(py, &error))
+    }
+
+    /// Most rows of `run_few` on this GPU; 0 where it cannot run.
+    fn few_rows(&self, py: Python<'_>) -> PyResult<usize> {
+        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
+        Ok(skinny::rows(&info.info, &self.parts(), self.gate.is_some()))
+    }
+
+    /// Bytes of scratch memory that `run_few` needs.
+    #[pyo3(signature = (tuning=None))]
+    fn few_bytes(&self, py: Python<'_>, tuning: Option<(i32, i32, i32)>) -> PyResult<usize> {
+        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
+        let gated = self.gate.is_some();
+        Ok(skinny::scratch_bytes(
+            &info.info,
+            &self.parts(),
+            gated,
+            few_tuning(tuning),
+        ))
+    }
+
+    /// `run` in two launches, for 3 to 8 rows; `scratch` uint8, `tuning` = (cut, slots, window) is for benchmarks.
+    #[pyo3(signature = (x, y, scratch, stream, programmatic, residual=None, norm=None, tuning=None))]
+    fn run_few(
+        &self,
+        py: Python<'_>,
+        x: Tensor,
+        y: Tensor,
+        scratch: Tensor,
+        stream: usize,
+        programmatic: bool,
+        residual: Option<Tensor>,
+        norm: Option<NormArgument>,
+        tuning: Option<(i32, i32, i32)>,
+    ) -> PyResult<()> {
+        let at = (stream, programmatic);
+        let (to, op) =
+            self.checked(&x, &y, Some(&scratch), at, residual.as_ref(), norm.as_ref())?;
+        let (parts, tuning) = (self.parts(), few_tuning(tuning));
+        expect(scratch.dtype == DType::U8, "scratch must be uint8")?;
+        let room = (scratch.ptr, scratch.numel());
+        // SAFETY: as in `CudaMatrix::matmul`.
+        py.detach(|| unsafe { skinny::launch(to, &parts, &op, room, tuning) })
+            .map_err(|error| device_error(py, &error))
+    }
+
+    /// Bytes of scratch memory that `run_few_pair` needs; 0 where it cannot run.
+    fn few_pair_bytes(&self, py: Python<'_>, following: &Self) -> PyResult<usize> {
+        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
+        let first = (&self.parts()[..], self.gate.is_some());
+        let bytes = skinny::pair_bytes(&info.info, first, &following.parts());
+        Ok(bytes.filter(|_| following.gate.is_none()).unwrap_or(0))
+    }
+
+    /// y = following(self(x)) (+ residual) of float16 in three launches, for 3 to 8 rows; `scratch` uint8.
+    #[pyo3(signature = (following, x, y, scratch, stream, programmatic, residual=None, norm=None))]
+    fn run_few_pair(
+        &self,
+        py: Python<'_>,
+        following: &Self,
+        x: Tensor,
+        y: Tensor,
+        scratch: Tensor,
+        stream: usize,
+        programmatic: bool,
+        residual: Option<Tensor>,
+        norm: Option<NormArgument>,
+    ) -> PyResult<()> {
+        let m = x.numel() / self.in_features;
+        expect(
+            x.numel() == m * self.in_features && y.numel() == m * following.out_features,
+            "x or y has the wrong size",
+        )?;
+        expect(x.ptr.is_multiple_of(16), "x must be aligned to 16 bytes")?;
+        expect(
+            x.dtype == DType::F16 && y.dtype == DType::F16 && scratch.dtype == DType::U8,
+            "x and y must be float16 and scratch uint8",
+        )?;
+        let mut all = vec![("x", &x), ("y", &y), ("scratch", &scratch)];
+        if let Some(residual) = &residual {
+            expect(
+                residual.dtype == y.dtype && residual.numel() == y.numel(),
+                "residual must be like y",
+            )?;
+            all.push(("residual", residual));
+        }
+        if let Some(norm) = &norm {
+            self.check_norm(norm)?;
+            all.push(("norm", &norm.0));
+        }
+        let to = target(&all, stream, programmatic)?;
+        expect(
+            to.device == self.device && to.device == following.device,
+            "operands on another GPU",
+        )?;
+        let first = ring::Product {
+            x: x.ptr,
+            x_type: Half::F16,
+            y: 0,
+            y_type: Half::F16,
+            m,
+            residual: 0,
+            gate: self.gate,
+            norm: norm.as_ref().map(norm_of),
+        };
+        let second = ring::Product {
+            x: 0,
+            y: y.ptr,
+            residual: residual.as_ref().map_or(0, |r| r.ptr),
+            gate: None,
+            norm: None,
+            ..first
+        };
+        let (one, two) = (self.parts(), following.parts());
+        let room = (scratch.ptr, scratch.numel());
+        // SAFETY: as in `CudaMatrix::matmul`.
+        py.detach(|| unsafe { skinny::launch_pair(to, (&one, &first), (&two, &second), room) })
+            .map_err(|error| device_error(py, &error))
+    }
+}
+
+fn few_tuning(tuning: Option<(i32, i32, i32)>) -> skinny::Tuning {
+    let (cut, slots, window) = tuning.unwrap_or_default();
+    skinny::Tuning { cut, slots, window }
+}
+
+/// Weight, eps and offset of an RMS norm.
+type NormArgument = (Tensor, f32, f32);
+
+impl CudaRing {
+    /// The operands of a product, checked, on (stream, programmatic).
+    fn checked(
+        &self,
+        x: &Tensor,
+        y: &Tensor,
+        scratch: Option<&Tensor>,
+        at: (usize, bool),
+        residual: Option<&Tensor>,
+        norm: Option<&NormArgument>,
+    ) -> PyResult<(Target, ring::Product)> {
+        let (k, n) = (self.in_features, self.out_features);
+        let m = x.numel() / k;
+        expect(
+            x.numel() == m * k && y.numel() == m * n,
+            "x or y has the wrong size",
+        )?;
+        expect(x.ptr.is_multiple_of(16), "x must be aligned to 16 bytes")?;
+        let x_type = kind(x, "x")?;
+        expect(x_type != Half::F32, "x must be float16 or bfloat16")?;
+        let mut all = vec![("x", x), ("y", y)];
+        all.extend(scratch.map(|scratch| ("scratch", scratch)));
+        if let Some(residual) = residual {
+            expect(
+                self.gate.is_none() && residual.dtype == y.dtype && residual.numel() == y.numel(),
+                "residual must be like y, and a gated product takes none",
+            )?;
+            all.push(("residual", residual));
+        }
+        if let Some(norm) = norm {
+            self.check_norm(norm)?;
+            all.push(("norm", &norm.0));
+        }
+        let to = target(&all, at.0, at.1)?;
+        expect(to.device == self.device, "operands on another GPU")?;
+        let op = ring::Product {
+            x: x.ptr,
+            x_type,
+            y: y.ptr,
+            y_type: kind(y, "y")?,
+            m,
+            residual: residual.as_ref().map_or(0, |r| r.ptr),
+            gate: self.gate,
+            norm: norm.map(norm_of),
+        };
+        Ok((to, op))
+    }
+
+    fn check_norm(&self, (weight, _, _): &NormArgument) -> PyResult<()> {
+        expect(
+            weight.dtype == DType::F32
+                && weight.numel() == self.in_features
+                && weight.ptr.is_multiple_of(16),
+            "norm weight must be float32 [in_features] and aligned to 16 bytes",
+        )
+    }
+}
+
+fn norm_of((weight, eps, offset): &NormArgument) -> ring::Norm {
+    ring::Norm {
+        weight: weight.ptr,
+        eps: *eps,
+        offset: *offset,
     }
 }
 

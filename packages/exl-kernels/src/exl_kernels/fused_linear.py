@@ -26,6 +26,9 @@ __all__ = ["FusedLinear", "Norm"]
 
 Activation = Literal["silu", "gelu", "quickgelu"]
 
+RING_ROWS = 2
+"""Rows up to which a joined product is the ring kernel's where the kernels for few rows could do it, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -98,15 +101,19 @@ class FusedLinear:
         self.device = first.device
         self._ring = self._one_launch()
         self._ring_rows: int = 0
+        self._few_rows: int = 0
+        self._few_bytes: int = 0
+        self._pair: tuple[FusedLinear, int] | None = None
         if self._ring is not None:
             self._ring_rows = self._ring.rows(norm is not None, dtype == torch.bfloat16)
+            self._few_rows, self._few_bytes = self._ring.few_rows(), self._ring.few_bytes()
         self._batch_rows: int = MATRIX_ROWS if self._ring is not None and self._ring.batch_fits() else 0
         self._norm_weight = None if norm is None else norm.weight.float().contiguous()
 
     @property
-    def ring_rows(self) -> int:
-        """Rows up to which a call is one launch; 0 where these matrices always take several."""
-        return self._ring_rows
+    def joined_rows(self) -> int:
+        """Rows up to which a call is one launch or two; 0 where these matrices always take several."""
+        return max(self._ring_rows, self._few_rows)
 
     @property
     def batch_rows(self) -> int:
@@ -126,10 +133,13 @@ class FusedLinear:
         Raises ShapeError and DTypeError (an operand does not fit).
         """
         m = self._check(x, out, residual)
-        if 0 < m <= self._ring_rows and x.data_ptr() % 16 == 0:
+        if self._ring is not None and 0 < m <= max(self._ring_rows, self._few_rows) and x.data_ptr() % 16 == 0:
             norm = None if self.norm is None else (self._norm_weight, self.norm.eps, self.norm.offset)
-            assert self._ring is not None
-            self._ring.run(x, out, stream_of(x), programmatic_launch(), residual, norm)
+            if RING_ROWS < m <= self._few_rows or m > self._ring_rows:
+                scratch = torch.empty(self._few_bytes, dtype=torch.uint8, device=x.device)
+                self._ring.run_few(x, out, scratch, stream_of(x), programmatic_launch(), residual, norm)
+            else:
+                self._ring.run(x, out, stream_of(x), programmatic_launch(), residual, norm)
         elif m:
             if self.norm is not None:
                 x = rms_norm(x, self.norm.weight, self.norm.eps, weight_offset=self.norm.offset)
@@ -138,6 +148,38 @@ class FusedLinear:
             else:
                 self._separate(x, out, residual)
         return out
+
+    def then(self, following: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`following(self(x), out, residual)` without the result between, where that can be: the same bits."""
+        m = x.shape[0]
+        pair = (
+            self._ring is not None
+            and following._ring is not None
+            and following.norm is None
+            and following.activation is None
+            and self.dtype == following.dtype == torch.float16
+            and RING_ROWS < m <= min(self._few_rows, following._few_rows)
+            and x.data_ptr() % 16 == 0
+        )
+        size = self._pair_bytes(following) if pair else 0
+        if size == 0:
+            between = torch.empty((m, self.out_features), dtype=self.dtype, device=self.device)
+            return following(self(x, between), out, residual)
+        self._check_operand("x", x, (m, self.in_features))
+        following._check_operand("out", out, (m, following.out_features))
+        if residual is not None:
+            following._check_operand("residual", residual, (m, following.out_features))
+        norm = None if self.norm is None else (self._norm_weight, self.norm.eps, self.norm.offset)
+        scratch = torch.empty(size, dtype=torch.uint8, device=x.device)
+        assert self._ring is not None
+        self._ring.run_few_pair(following._ring, x, out, scratch, stream_of(x), programmatic_launch(), residual, norm)
+        return out
+
+    def _pair_bytes(self, following: FusedLinear) -> int:
+        if self._pair is None or self._pair[0] is not following:
+            assert self._ring is not None
+            self._pair = (following, self._ring.few_pair_bytes(following._ring))
+        return self._pair[1]
 
     def _check(self, x: Tensor, out: Tensor, residual: Tensor | None) -> int:
         m = x.shape[0] if x.dim() == 2 else -1

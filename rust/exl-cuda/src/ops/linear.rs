@@ -57,7 +57,7 @@ pub struct Addresses {
 #[derive(Clone, Debug)]
 pub struct Matrix {
     pub(super) argument: MatrixArgument,
-    features: usize,
+    pub(super) features: usize,
     pub(super) kind: &'static str,
     pub(super) entry_rows: usize,
     /// First byte of each unit within a tile, and the tile's size.
@@ -132,6 +132,11 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     match file {
         "ring" => ring_kernels("exl2"),
         "ring_gptq" => ring_kernels("gptq"),
+        "skinny" => skinny_kernels("exl2")
+            .into_iter()
+            .chain(["prepare_rows_f16", "prepare_rows_bf16"].map(str::to_owned))
+            .collect(),
+        "skinny_gptq" => skinny_kernels("gptq"),
         "linear" => kinds()
             .map(|(kind, entry)| format!("dequantize_{kind}_{entry}"))
             .chain(
@@ -159,6 +164,13 @@ fn ring_kernels(kind: &str) -> Vec<String> {
     [128, 32]
         .into_iter()
         .map(|entry| format!("ring_{kind}_{entry}"))
+        .collect()
+}
+
+fn skinny_kernels(kind: &str) -> Vec<String> {
+    [128, 32]
+        .into_iter()
+        .map(|entry| format!("skinny_{kind}_{entry}"))
         .collect()
 }
 

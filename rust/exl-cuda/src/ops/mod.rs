@@ -13,6 +13,7 @@ pub mod ring;
 pub mod rope;
 pub mod rope_store;
 pub mod sampling;
+pub mod skinny;
 
 use crate::launch::CudaError;
 

@@ -5,7 +5,8 @@ nothing else between. Whatever a module has beyond that makes the plan refuse, a
 own forward pass. Results are the modules' own to the bit.
 
 Of few rows a layer is five launches: norm and q, k, v; rotation, storing and attention; o and residual; norm, gate, up
-and activation; down and residual. Where the matrices do not allow that, or it does not pay, it is ten. Of more rows
+and activation; down and residual. From three rows on the input of a product is laid out by a launch of its own, but
+for down's, which the product before lays out. Where the matrices do not allow that it is ten launches. Beyond FEW rows
 each of the four products takes one launch behind one that lays out its input, where the matrices allow that.
 """
 
@@ -41,13 +42,11 @@ _NORM = {"key", "shapes", "eps", "weight", "offset"}
 _EMBEDDING = {"key", "vocab_size", "hidden_size", "scale", "weight"}
 
 FEW = 8
-"""Rows up to which products can be joined with what stands around them (the ring kernel's)."""
+"""Rows up to which products can be joined with what stands around them (the kernels' for few rows)."""
 
 JOINED_ROWS_VARIABLE = "EXL_DECODE_JOINED_ROWS"
-JOINED_ROWS = 2
-"""Rows up to which they are joined, unless the variable says otherwise. Measured on an H200, 8B at 4 bits, with the
-ring kernel before the one of docs/performance.md: a step of eight rows takes 3,629 us joined and 3,198 us one by one,
-of one row 2,164 and 2,189 us."""
+JOINED_ROWS = FEW
+"""Rows up to which they are joined, unless the variable says otherwise."""
 
 
 def joined_rows() -> int:
@@ -74,16 +73,15 @@ class _Layer:
         self.gate_up_normed = _joined(m.gate_proj, m.up_proj, activation=cast(Activation, m.activation))
 
     def join(self, rows: int) -> bool:
-        """Whether the products of `rows` rows can be one launch each (the last may be two, at the same cost)."""
-        return all(rows <= joined.ring_rows for joined in (self.qkv, self.o, self.gate_up))
+        """Whether the products of `rows` rows can be joined with what stands around them (the last may not be)."""
+        return all(rows <= joined.joined_rows for joined in (self.qkv, self.o, self.gate_up))
 
     def run_joined(self, x: Tensor, step: Step) -> None:
         """x [T, hidden] half, changed in place."""
         a, rows = self.attention, x.shape[0]
         q, k, v = self._split(self.qkv(x, x.new_empty(rows, self.qkv.out_features)))
         self.o(_attend(a, q, k, v, step).view(rows, -1), x, residual=x)
-        gated = self.gate_up(x, x.new_empty(rows, self.gate_up.out_features))
-        self.down(gated, x, residual=x)
+        self.gate_up.then(self.down, x, x, residual=x)
 
     def run(self, x: Tensor, h: Tensor, following: RMSNorm, step: Step) -> None:
         """h = norm(x) on the way in, `following`(x) on the way out; both changed in place."""
