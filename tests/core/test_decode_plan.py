@@ -28,7 +28,7 @@ PAGE = 16
 class FusedDouble:
     """`FusedLinear` as its documentation states it, out of CPU operators."""
 
-    ring_rows = _ring_rows = 8
+    joined_rows = 8
     batch_rows = 64
     calls = 0
 
@@ -45,6 +45,10 @@ class FusedDouble:
         parts = [matrix.matmul(h) for matrix in self.matrices]
         y = gated_activation(parts[0], parts[1], self.activation) if self.activation else torch.cat(parts, 1)
         return out.copy_(y if residual is None else residual + y)
+
+    def then(self, following: FusedDouble, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        between = torch.empty((x.shape[0], self.out_features), dtype=x.dtype)
+        return following(self(x, between), out, residual)
 
 
 def own_double(
