@@ -339,6 +339,19 @@ def test_captured_chain_with_dependent_launch() -> None:
         assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 3, 9, 33, 64])
+def test_results_may_lie_at_any_element(rows: int, dtype: torch.dtype) -> None:
+    """A result one element into a buffer: no store of two elements at once."""
+    made, _, _ = matrix("long")
+    x = activations(rows, made.in_features)
+    want = made.matmul(x, out=torch.empty(rows, made.out_features, dtype=dtype, device="cuda"))
+    buffer = torch.zeros(rows * made.out_features + 2, dtype=dtype, device="cuda")
+    got = made.matmul(x, out=buffer[1:-1].view(rows, made.out_features))
+    assert torch.equal(got, want)
+    assert buffer[[0, -1]].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("rows", [3, 4, 5])
 def test_a_shallow_ring_ends_with_the_same_bits_every_time(rows: int) -> None:
     """Rows of 14,336 leave room for few stages, and seven stages a tile change hands between the warps: a warp that is

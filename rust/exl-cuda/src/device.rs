@@ -20,6 +20,8 @@ pub struct DeviceInfo {
     pub multiprocessors: i32,
     pub shared_bytes_per_block: i32,
     pub memory_bytes: usize,
+    /// Whether kernels that are empty below sm_90 are there: the card is as new, and so is the code this build has for it.
+    pub hopper_code: bool,
     /// Why this build's kernels do not run on it; `None` when they do.
     pub unsupported: Option<String>,
 }
@@ -205,6 +207,7 @@ fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaE
             multiprocessors: attribute(ffi::ATTRIBUTE_MULTIPROCESSORS),
             shared_bytes_per_block: attribute(ffi::ATTRIBUTE_SHARED_OPTIN),
             memory_bytes: memory,
+            hopper_code: capability.0 >= 9 && code_for(images::ARCHS, capability) >= 90,
             unsupported: (!runs_on(images::ARCHS, capability))
                 .then(|| not_built_for(&name, capability)),
             name,
@@ -228,6 +231,23 @@ fn runs_on(archs: &[&str], (major, minor): (i32, i32)) -> bool {
         }
         number / 10 == major && number % 10 <= minor
     })
+}
+
+/// The architecture whose code `archs` gives a card that [`runs_on`] them: binaries before PTX, the newest that fits; 0 for none.
+fn code_for(archs: &[&str], capability: (i32, i32)) -> i32 {
+    let newest = |ptx: bool| {
+        archs
+            .iter()
+            .filter(|arch| arch.ends_with("+ptx") == ptx && runs_on(&[arch], capability))
+            .filter_map(|arch| {
+                arch.trim_end_matches("+ptx")
+                    .trim_end_matches('a')
+                    .parse()
+                    .ok()
+            })
+            .max()
+    };
+    newest(false).or(newest(true)).unwrap_or(0)
 }
 
 fn not_built_for(name: &str, (major, minor): (i32, i32)) -> String {
@@ -312,7 +332,7 @@ fn load_all(driver: &'static Driver) -> Result<HashMap<String, Function>, CudaEr
 
 #[cfg(test)]
 mod tests {
-    use super::{image_of, runs_on};
+    use super::{code_for, image_of, runs_on};
 
     #[test]
     fn an_image_of_a_folder_takes_the_place_of_its_name() {
@@ -346,5 +366,17 @@ mod tests {
                 && !runs_on(&["120+ptx"], (9, 0))
         );
         assert!(!runs_on(&[], (9, 0)));
+    }
+
+    #[test]
+    fn the_code_a_card_gets() {
+        assert_eq!(code_for(&["90a"], (9, 0)), 90);
+        assert_eq!(code_for(&["80+ptx"], (9, 0)), 80);
+        assert_eq!(code_for(&["80+ptx", "90a"], (9, 0)), 90);
+        assert_eq!(code_for(&["90a", "80+ptx"], (10, 0)), 80);
+        assert_eq!(code_for(&["80", "86", "120+ptx"], (8, 9)), 86);
+        assert_eq!(code_for(&["75", "120+ptx"], (12, 0)), 120);
+        assert_eq!(code_for(&["75+ptx", "90a"], (7, 5)), 75);
+        assert_eq!(code_for(&[], (9, 0)), 0);
     }
 }

@@ -362,7 +362,9 @@ fn few(device: &Device, op: &Attention, plan: &Plan) -> Option<Few> {
     if plan.mode != Mode::Decode
         || op.element >= FEW_ELEMENTS.len() as i32
         || elements > i32::MAX as usize
-        || device.info.compute_capability.0 < 9
+        // Whether other cards can hold its clusters has not been tried.
+        || device.info.compute_capability.0 != 9
+        || !device.info.hopper_code
         || !FEW_DIMS.contains(&dim)
         || group > ROWS
         || plan.tile_rows != group

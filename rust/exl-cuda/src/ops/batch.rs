@@ -386,8 +386,10 @@ pub unsafe fn launch(
         before
     };
     let even = |value: i32| value % 2 == 0;
+    // Two results are stored at once, of four bytes each at most.
     task.paired = i32::from(
-        even(task.y_stride)
+        op.y.is_multiple_of(8)
+            && even(task.y_stride)
             && matrices
                 .iter()
                 .all(|matrix| even(matrix.argument.out_features)),

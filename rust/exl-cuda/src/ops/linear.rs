@@ -361,6 +361,7 @@ pub(super) mod tests {
             multiprocessors: 132,
             shared_bytes_per_block: 232_448,
             memory_bytes: 0,
+            hopper_code: true,
             unsupported: None,
         }
     }

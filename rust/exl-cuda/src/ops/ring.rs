@@ -172,7 +172,7 @@ fn plan(
     let gated = around.gated;
     let gate_fits =
         !gated || (matrices.len() == 2 && first.out_features() == matrices[1].out_features());
-    if device.compute_capability.0 < 9
+    if !device.hopper_code
         || !(1..=MOST_ROWS).contains(&m)
         || matrices.len() > MATRICES
         || !matrices.iter().all(alike)
@@ -381,6 +381,7 @@ mod tests {
         assert_eq!(rows(&hopper(), &[&matrix(255, 4160)], Around::default()), 0);
         let ampere = DeviceInfo {
             compute_capability: (8, 6),
+            hopper_code: false,
             ..hopper()
         };
         assert_eq!(rows(&ampere, &[&matrix(16, 2064)], Around::default()), 0);

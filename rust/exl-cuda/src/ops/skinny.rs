@@ -247,7 +247,7 @@ fn fits(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> bool {
     };
     let gate =
         !gated || (matrices.len() == 2 && first.out_features() == matrices[1].out_features());
-    device.compute_capability.0 >= 9
+    device.hopper_code
         && matrices.len() <= MATRICES
         && matrices.iter().all(alike)
         && gate
@@ -648,6 +648,7 @@ mod tests {
         assert_eq!(rows(&hopper(), &[&matrix(16, 2064)], false), 8);
         let ampere = DeviceInfo {
             compute_capability: (8, 6),
+            hopper_code: false,
             ..hopper()
         };
         assert_eq!(rows(&ampere, &[&matrix(16, 2064)], false), 0);
