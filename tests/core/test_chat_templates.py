@@ -122,3 +122,143 @@ def test_places_of_templates(tmp_path: Path, lab: Any) -> None:
     (folder / "chat_template.jinja").write_text("x" * (1 << 20) + "x")
     with pytest.raises(errors.ChatTemplateError, match="larger than"):
         rendered()
+
+
+GENERATION = {"tokenize": False, "add_generation_prompt": True}
+ENDED = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<go>{% endif %}"
+)
+TRIMMED = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>\n{% endfor %}"
+PARTS = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}<end>{% endfor %}"
+THOUGHT = (
+    "{% for m in messages %}{{ m.role }}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<end>{% endfor %}"
+)
+OPEN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure: "}]
+IN_PARTS = [{"role": "assistant", "content": [{"text": "a"}, {"text": "b"}, {"image": "c"}]}]
+THINKS = [{"role": "assistant", "content": "x", "thinking": "so "}]
+
+
+@pytest.mark.parametrize(
+    ("template", "talk", "field"),
+    [
+        (ENDED, OPEN, True),
+        (TRIMMED, OPEN, True),
+        (TRIMMED, [{"role": "assistant", "content": ""}], True),
+        (PARTS.replace("[{{ p.text }}]", "{% if p.text %}[{{ p.text }}]{% endif %}"), IN_PARTS, True),
+        (THOUGHT, THINKS, "reasoning_content"),
+        (THOUGHT, THINKS, "thinking"),
+        (THOUGHT.replace("m.reasoning_content", "m.thinking"), THINKS, "reasoning_content"),
+    ],
+)
+def test_final_message_is_continued(folder: Path, theirs: Any, template: str, talk: Any, field: bool | str) -> None:
+    ours = ExLlamaV2Tokenizer(ExLlamaV2Config(folder))
+    options: dict[str, Any] = {"chat_template": template, "continue_final_message": field}
+    expected = theirs.apply_chat_template(talk, tokenize=False, **options)
+    before = json.dumps(talk)
+    assert ours.apply_chat_template(talk, **options) == expected
+    assert ours.apply_chat_template(talk, False, **options) == expected
+    assert json.dumps(talk) == before
+    assert "<end>" not in expected.rsplit("<", 1)[-1]
+
+
+@pytest.mark.parametrize(
+    ("template", "talk", "field"),
+    [
+        (ENDED, [], True),
+        (ENDED, [{"role": "assistant"}], True),
+        (ENDED, OPEN, "reasoning_content"),
+        (PARTS, [{"role": "assistant", "content": [{"image": "c"}]}], True),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}content", OPEN, True),
+        ("{% for m in messages %}{{ m.content[:2] }}{% endfor %}", OPEN, True),
+    ],
+)
+def test_final_message_that_cannot_be_continued(
+    folder: Path, theirs: Any, template: str, talk: Any, field: bool | str
+) -> None:
+    ours = ExLlamaV2Tokenizer(ExLlamaV2Config(folder))
+    options: dict[str, Any] = {"chat_template": template, "continue_final_message": field}
+    with pytest.raises(ValueError, match=r".+"):
+        theirs.apply_chat_template(talk, tokenize=False, **options)
+    with pytest.raises(errors.ChatTemplateError, match="continue_final_message"):
+        ours.apply_chat_template(talk, **options)
+
+
+def test_keywords_of_transformers_are_not_variables(folder: Path) -> None:
+    ours = ExLlamaV2Tokenizer(ExLlamaV2Config(folder))
+    refused = {
+        "tokenize": True,
+        "return_dict": True,
+        "return_tensors": "pt",
+        "return_assistant_tokens_mask": True,
+        "sanitize_control_tokens": True,
+        "padding": True,
+        "truncation": True,
+        "max_length": 8,
+        "tokenizer_kwargs": {"a": 1},
+        "conversation": OPEN,
+    }
+    for name, value in refused.items():
+        with pytest.raises(errors.InputError, match=name):
+            ours.apply_chat_template(OPEN, chat_template=ENDED, **{name: value})
+    with pytest.raises(errors.InputError, match="add_generation_prompt"):
+        ours.apply_chat_template(OPEN, True, chat_template=ENDED, continue_final_message=True)
+    found = ours.apply_chat_template(OPEN, chat_template="{{ tokenize is defined }}", tokenize=False, return_dict=None)
+    assert found == "False"
+    assert ours.apply_chat_template(OPEN, chat_template=ENDED).endswith("<go>")
+
+
+@pytest.mark.parametrize("template", [THOUGHT, "{{ messages | tojson }}"])
+@pytest.mark.parametrize(
+    "names",
+    [["reasoning"], ["thinking"], ["reasoning_content"], ["reasoning", "thinking"], ["thinking", "reasoning_content"]],
+)
+def test_reasoning_has_the_names_that_templates_read(
+    folder: Path, theirs: Any, names: list[str], template: str
+) -> None:
+    talk = [{"role": "assistant", "content": "x", "reasoning_content": None, **{n: f"<{n}>" for n in names}}]
+    expected = theirs.apply_chat_template(talk, chat_template=template, **GENERATION)
+    assert names[0] in expected or "<think>" in expected
+    ours = ExLlamaV2Tokenizer(ExLlamaV2Config(folder))
+    assert ours.apply_chat_template(talk, chat_template=template) == expected
+
+
+NAMES = ["bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token", "image_token"]
+START = {"content": "<|im_start|>", "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        dict.fromkeys(NAMES),
+        {**dict.fromkeys(NAMES), "cls_token": "<|im_end|>", "sep_token": "<|im_end|>", "image_token": "<img>"},
+        {**dict.fromkeys(NAMES), "bos_token": {"__type": "AddedToken", **START, "special": True}},
+        {**dict.fromkeys(NAMES[:-1]), "eos_token": "<|im_start|>", "extra_special_tokens": {"image_token": "<img>"}},
+        {**dict.fromkeys(NAMES), "extra_special_tokens": ["<img>"]},
+    ],
+)
+def test_special_tokens_are_those_of_tokenizer_config(lab: Any, said: dict[str, Any]) -> None:
+    """config.json's ids (259 and 260) do not count where tokenizer_config.json says something, null included."""
+    folder = lab.write(bos_token_id=259, eos_token_id=260, pad_token_id=260)
+    write_tokenizer(folder)
+    template = "".join(f"[{n}: {{{{ {n} }}}} {{{{ {n} is defined }}}}]" for n in NAMES)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **said}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    expected = transformers.PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(TALK, **GENERATION)
+    ours = ExLlamaV2Tokenizer(ExLlamaV2Config(folder))
+    assert ours.apply_chat_template(TALK) == expected
+    assert ours.apply_chat_template(TALK, bos_token="mine").startswith("[bos_token: mine True]")
+
+
+def test_no_tools_are_tools(lab: Any) -> None:
+    """transformers takes `tool_use` for an empty list of tools; None is none."""
+    folder = lab.write()
+    write_tokenizer(folder)
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T{{ tools | length }}"}]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": named}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = ExLlamaV2Tokenizer(ExLlamaV2Config(folder))
+    for tools, expected in ((None, "D"), ([], "T0"), (TOOLS, "T1")):
+        assert ours.apply_chat_template(TALK, tools=tools) == expected
+        assert theirs.apply_chat_template(TALK, tools=tools, **GENERATION) == expected

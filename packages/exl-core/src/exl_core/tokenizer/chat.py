@@ -6,12 +6,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ChatTemplateError
+from ..errors import ChatTemplateError, InputError
 from ..json_reader import read_json_file
 
-__all__ = ["ChatTemplates"]
+__all__ = [
+    "ChatTemplates",
+    "cut_behind_mark",
+    "mark_final_message",
+    "prepare_messages",
+    "refuse_keywords",
+    "token_texts",
+]
 
 MAX_TEMPLATE_BYTES = 1 << 20
+REASONING = ("reasoning_content", "thinking", "reasoning")  # the names a message's reasoning has, the usual one first
+# Put behind the message to continue. Its last character is a space: a template that trims messages takes it off, and
+# the prompt then ends without white space too.
+MARK = "EXL_THE_MESSAGE_GOES_ON_HERE "
+# What transformers' method of the same name takes beside our own arguments. None of it reaches a template there.
+NOT_BUILT = (
+    "conversation",
+    "max_length",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "sanitize_control_tokens",
+    "tokenize",
+    "tokenizer_kwargs",
+    "truncation",
+)
 
 
 class ChatTemplates:
@@ -37,6 +61,73 @@ class ChatTemplates:
         from .sandbox import render
 
         return render(source, messages, variables)
+
+
+def refuse_keywords(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """`variables` without transformers' keywords that are off. Raises InputError for one that is on."""
+    for name in NOT_BUILT:
+        if variables.get(name):
+            raise InputError(
+                f"apply_chat_template knows no {name}={variables[name]!r}: it returns the prompt of one conversation "
+                "as text, for encode(..., encode_special_tokens=True)"
+            )
+    return {k: v for k, v in variables.items() if k not in NOT_BUILT}
+
+
+def token_texts(tokenizer_config: Mapping[str, Any], fallback: Mapping[str, str]) -> dict[str, str]:
+    """The special tokens that a template may name: as tokenizer_config.json has them (`..._token`, and the named ones
+    of `extra_special_tokens`), those of `fallback` that it does not mention. One set to null is left undefined."""
+    said = {k: v for k, v in tokenizer_config.items() if k.endswith("_token") and not isinstance(v, bool)}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        named = tokenizer_config.get(key)
+        said |= named if isinstance(named, dict) else {}
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in said.items()}
+    return {k: v for k, v in {**fallback, **texts}.items() if isinstance(v, str)}
+
+
+def prepare_messages(messages: Sequence[Any]) -> list[Any]:
+    """The messages as a template sees them: without what is None, and with their reasoning under the names that
+    templates read, whichever it came under."""
+    return [_prepare_message(m) if isinstance(m, Mapping) else m for m in messages]
+
+
+def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    said = {k: v for k, v in message.items() if v is not None}
+    reasoning = next((said[name] for name in REASONING if name in said), None)
+    if reasoning is None:
+        return said
+    return {"thinking": reasoning, **said, "reasoning_content": reasoning}  # as transformers fills them
+
+
+def mark_final_message(messages: list[Any], field: str) -> tuple[list[Any], str]:
+    """The messages with MARK behind the text of the last one's `field`, and that text. Raises ChatTemplateError."""
+    last = messages[-1] if messages else None
+    value = last.get(field) if isinstance(last, Mapping) else None
+    text, marked = _mark(value)
+    if last is None or text is None:
+        raise ChatTemplateError(f"continue_final_message: the last message has no text as its {field!r} to go on with")
+    same = [name for name in REASONING if last.get(name) == value] if field in REASONING else [field]
+    return [*messages[:-1], {**last, **dict.fromkeys(same, marked)}], text
+
+
+def _mark(value: Any) -> tuple[str | None, Any]:
+    """The text (of a list of parts: that of the last part with text), and `value` with MARK behind it."""
+    if isinstance(value, str):
+        return value, value + MARK
+    if isinstance(value, (list, tuple)):
+        for i in reversed(range(len(value))):
+            part = value[i]
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                return part["text"], [*value[:i], {**part, "text": part["text"] + MARK}, *value[i + 1 :]]
+    return None, value
+
+
+def cut_behind_mark(prompt: str, text: str) -> str:
+    """`prompt` up to the end of the message to continue. Raises ChatTemplateError when the message is not in it."""
+    end = prompt.rfind(MARK.rstrip())
+    if end < 0 or text.strip() not in prompt:
+        raise ChatTemplateError("continue_final_message: the chat template does not put the last message in the prompt")
+    return prompt[:end] if prompt.startswith(MARK, end) else prompt[:end].rstrip()
 
 
 def _read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

@@ -16,7 +16,14 @@ from ..embeddings import ExLlamaV2MMEmbedding
 from ..errors import InputError, TokenizerError, TokenizerFileError
 from ..json_reader import read_json_file
 from .backend import TokenizerBackend
-from .chat import ChatTemplates
+from .chat import (
+    ChatTemplates,
+    cut_behind_mark,
+    mark_final_message,
+    prepare_messages,
+    refuse_keywords,
+    token_texts,
+)
 from .sentencepiece_backend import SentencePieceBackend
 from .special import read_special_tokens
 from .tables import CharTrieNode, VocabularyTables
@@ -238,35 +245,52 @@ class ExLlamaV2Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         chat_template: str | None = None,
         tools: Sequence[Any] | None = None,
         documents: Sequence[Any] | None = None,
+        *,
+        continue_final_message: bool | str = False,
         **variables: Any,
     ) -> str:
         """The prompt for a conversation, as text: encode it with encode_special_tokens=True and add_bos=False.
 
-        messages: [{"role": ..., "content": ...}, ...]; what is None in one is left out, as transformers does.
-        chat_template: the name of one of the model's templates, or Jinja source. Further keyword arguments become
-        variables of the template. The template runs in a sandbox.
-        Raises ChatTemplateError.
+        messages: [{"role": ..., "content": ...}, ...]; what is None in one is left out, and reasoning is found under
+        each name it has, as in transformers. add_generation_prompt: None means yes, unless continue_final_message.
+        chat_template: the name of one of the model's templates, or Jinja source; by default `tool_use`, where the model
+        has it and tools is not None. continue_final_message: the prompt ends where the last message ends, so that the
+        model goes on with it; a str names another field of it than "content". Further keyword arguments become
+        variables of the template; those of transformers that ask for ids are refused. The template runs in a sandbox.
+        Raises ChatTemplateError, InputError.
         """
+        variables = refuse_keywords(variables)
+        if continue_final_message and add_generation_prompt:
+            raise InputError("continue_final_message and add_generation_prompt exclude each other")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         if chat_template is not None and ("{%" in chat_template or "{{" in chat_template):
             source = chat_template
         else:
-            source = self.chat_templates.select(chat_template, bool(tools))
-        values = {
+            source = self.chat_templates.select(chat_template, tools is not None)
+        own = {
             "bos_token": self.bos_token,
             "eos_token": self.eos_token,
             "unk_token": self.unk_token,
             "pad_token": self._control_text(self.pad_token_id),
+        }
+        values = {
+            **token_texts(self.tokenizer_config_dict, own),
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
             "documents": documents,
             **variables,
         }
-        said = [{k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in messages]
-        return self.chat_templates.render(source, said, values)
+        said = prepare_messages(messages)
+        if not continue_final_message:
+            return self.chat_templates.render(source, said, values)
+        field = continue_final_message if isinstance(continue_final_message, str) else "content"
+        said, text = mark_final_message(said, field)
+        return cut_behind_mark(self.chat_templates.render(source, said, values), text)
 
     # ------------------------------------------------------------------------------------------------------- internals
 
