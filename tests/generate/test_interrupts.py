@@ -414,6 +414,50 @@ def test_cancel_and_clear_are_done_when_they_are_left() -> None:
         assert generator.page_table.unreferenced == generator.max_pages
 
 
+def test_the_usual_loop_gets_what_was_said_in_an_interrupted_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = make()
+    one = job("the quick", 3)
+    generator.enqueue(one)
+    step, interrupts = generator._engine.step, 0
+
+    def interrupted() -> None:
+        step()
+        if one.is_finished and not interrupts:
+            interrupt()
+
+    monkeypatch.setattr(generator._engine, "step", interrupted)
+    results: list[dict[str, Any]] = []
+    while generator.num_remaining_jobs():
+        try:
+            results += generator.iterate()
+        except KeyboardInterrupt:
+            interrupts += 1
+            assert (generator.num_remaining_jobs(), generator.num_active_jobs()) == (1, 0)
+    assert interrupts == 1
+    assert len(streamed_tokens(results)) == 3
+    assert results[-1]["eos_reason"] == "max_new_tokens"
+    assert generator.iterate() == []
+
+
+def test_the_usual_loop_gets_the_last_result_of_cancelled_jobs_and_ends() -> None:
+    generator = make()
+    running, queued = job("the quick", 30), job("the fox", 30)
+    generator.enqueue([running])
+    generator.iterate()
+    generator.enqueue([queued])
+    generator.cancel(running)
+    generator.cancel(queued)
+    assert generator.num_remaining_jobs() == 2
+    rounds = []
+    while generator.num_remaining_jobs():
+        rounds.append([(result["job"], result["eos_reason"]) for result in generator.iterate()])
+    assert rounds == [[(running, "cancelled"), (queued, "cancelled")]]
+    generator.enqueue(again := job("abc", 5))
+    generator.cancel(again)
+    generator.clear_queue()
+    assert generator.num_remaining_jobs() == 0
+
+
 def test_a_second_one_leaves_a_filter_that_hangs_and_ends_its_job_alone() -> None:
     class Hangs(Odd):
         def clone(self, c: Any = None) -> Hangs:

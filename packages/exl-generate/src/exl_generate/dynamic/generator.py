@@ -147,7 +147,11 @@ class ExLlamaV2DynamicGenerator:
             self._outbox.clear()
 
     def num_remaining_jobs(self) -> int:
-        return self._scheduler.num_pending + len(self._scheduler.active)
+        """Jobs that are queued or running, and those that have ended but whose last result no `iterate()` has returned
+        yet (after a Ctrl-C in the last round, or `cancel`)."""
+        jobs = {*self._scheduler.pending, *self._scheduler.active}  # first: what ends meanwhile is found behind it
+        jobs.update(result["job"] for result in tuple(self._outbox))
+        return len(jobs)
 
     def num_pending_jobs(self) -> int:
         return self._scheduler.num_pending
