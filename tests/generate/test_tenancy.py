@@ -18,6 +18,7 @@ from exl_generate import (
     ExLlamaV2StreamingGenerator,
     JobStateError,
 )
+from exl_generate.dynamic import tenancy
 from exl_generate.testing import check_pages, drain, streamed_tokens
 from exl_generate.testing.scripted import ScriptedCache, ScriptedConfig, ScriptedModel
 from exl_generate.testing.small import PAGE, TOKENIZER, VOCAB, ids, job, naive
@@ -100,6 +101,48 @@ def test_cancelled_cleared_and_forgotten_generators_are_in_nobodys_way() -> None
     del third
     gc.collect()
     assert tokens(first, "the fox") == naive(first, ids("the fox")[0].tolist(), 12)
+
+
+def test_a_generator_that_nobody_holds_is_in_nobodys_way_before_the_collector_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collections: list[int] = []
+    collect = gc.collect
+    monkeypatch.setattr(tenancy, "COLLECT_EVERY", 60.0)
+    monkeypatch.setattr(gc, "collect", lambda *_: collections.append(collect()))
+    model, cache = parts()
+    second = on(model, cache)
+    gc.disable()
+    try:
+        for _ in range(2):
+            first = on(model, cache)
+            first.enqueue(job("the quick", 50))
+            first.iterate()
+            del first
+            assert tokens(second, "the fox") == naive(second, ids("the fox")[0].tolist(), 12)
+        assert len(collections) == 2
+        first = on(model, cache)
+        first.enqueue(job("the quick", 50))
+        for _ in range(20):  # somebody holds this one; the collector is called once, not at every attempt
+            with pytest.raises(JobStateError, match="another generator has 1 jobs"):
+                second.enqueue(job("abc", 3))
+        assert len(collections) == 3
+    finally:
+        gc.enable()
+
+
+def test_one_that_is_held_refuses_behind_one_that_is_not() -> None:
+    (model, cache), (draft, draft_cache) = parts(), parts()
+    lost, held = on(model, cache), on(draft, draft_cache)
+    both = on(model, cache, draft_model=draft, draft_cache=draft_cache)
+    for generator in (lost, held):
+        generator.enqueue(job("the quick", 9))
+    del lost, generator
+    for _ in range(2):
+        with pytest.raises(JobStateError, match="another generator has 1 jobs"):
+            both.enqueue(job("abc", 3))
+    drain(held)
+    assert tokens(both, "the fox") == naive(both, ids("the fox")[0].tolist(), 12)
 
 
 @pytest.mark.covers("generators.md: 14")

@@ -2,20 +2,29 @@
 
 A page table says what stands in a cache's pages. Two of them over one cache would each believe in what the other has
 overwritten. So a generator takes its caches when jobs are queued, and forgets its pages if another one has had them.
+One that nobody holds any more is in nobody's way, though it lives until the garbage collector comes: it is made of
+cycles, so whoever it would refuse calls the collector.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
+
+from exl_generate.errors import JobStateError
 
 __all__ = ["Tenant", "taken"]
 
 _gate = threading.RLock()
 _holders: dict[int, weakref.ref[Tenant]] = {}
+# When a holder in the way was last looked for by a garbage collection, which is too dear for a loop that tries again.
+_collected: weakref.WeakKeyDictionary[Tenant, float] = weakref.WeakKeyDictionary()
+COLLECT_EVERY = 1.0
 
 
 class Tenant(Protocol):
@@ -34,14 +43,30 @@ def taken(tenant: Tenant, caches: Sequence[object]) -> Iterator[None]:
     present holder's `leave_caches` does."""
     with _gate:
         places = [id(cache) for cache in map(_memory_of, caches) if _known(cache)]
-        others = {id(one): one for one in map(_holder, places) if one is not None and one is not tenant}
-        for other in others.values():
-            other.leave_caches()
+        if not _make_room(tenant, places):
+            gc.collect()
+            _make_room(tenant, places, collected=True)
         strange = [place for place in places if _holder(place) is not tenant]
         if any(place in _holders for place in strange):
             tenant.forget_pages()
         _holders.update((place, weakref.ref(tenant)) for place in strange)
         yield
+
+
+def _make_room(tenant: Tenant, places: Sequence[int], collected: bool = False) -> bool:
+    """Have the others leave. False if one refuses that may be there only until the next garbage collection; nothing
+    refers to it when this is left. Raises its refusal behind a collection, or if there was one for it just now."""
+    others = {id(one): one for one in map(_holder, places) if one is not None and one is not tenant}
+    for other in others.values():
+        try:
+            other.leave_caches()
+        except JobStateError:
+            now = time.monotonic()
+            if collected or now - _collected.get(other, -COLLECT_EVERY) < COLLECT_EVERY:
+                raise
+            _collected[other] = now
+            return False
+    return True
 
 
 def _memory_of(cache: object) -> object:
