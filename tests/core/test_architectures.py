@@ -240,6 +240,7 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_scaling": {"type": "su", **LONG}, "original_max_position_embeddings": 32},
         {
             "rope_theta": ...,
+            "original_max_position_embeddings": 32,
             "rope_parameters": {
                 **LONG,
                 "rope_type": "longrope",
@@ -403,6 +404,21 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         {"use_bidirectional_attention": True},
         errors.UnsupportedError,
         "use_bidirectional_attention",
+    ),
+    (
+        "Phi3ForCausalLM",
+        {"rope_scaling": {"type": "longrope", **LONG, "original_max_position_embeddings": 32}},
+        errors.UnsupportedError,
+        "original_max_position_embeddings",
+    ),
+    (
+        "PhimoeForCausalLM",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2},
+            "rope_scaling": {"type": "linear", "factor": 3.0, "short_mscale": 1.1, "long_mscale": 1.2},
+        },
+        errors.UnsupportedError,
+        "short_mscale is not built for rope type 'linear'",
     ),
     ("Phi3ForCausalLM", {"rope_scaling": {"type": "su", "long_mscale": 1.1}}, errors.UnsupportedError, "long_mscale"),
     ("Starcoder2ForCausalLM", {"hidden_act": "relu"}, errors.UnsupportedError, "relu"),

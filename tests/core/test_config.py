@@ -85,6 +85,27 @@ def test_nested_text_config(lab: Any, tmp_path: Path) -> None:
     assert (config.hidden_size, config.rotary_embedding_base) == (64, 10000.0)
 
 
+@pytest.mark.covers("core.md: better-3.6.7")
+def test_text_config_of_a_multimodal_model_counts_alone(lab: Any, tmp_path: Path) -> None:
+    """The top level is not read for the language model's fields, but for tokens and the tied head."""
+    text = {**{k: v for k, v in lab.config.items() if k != "architectures"}, "sliding_window": None}
+    text.update(model_type="mistral", eos_token_id=7, hidden_act=None)
+    outer = {"hidden_size": 32, "num_hidden_layers": 9, "rms_norm_eps": 0.1, "sliding_window": 4, "hidden_act": "gelu"}
+    outer.update(rope_theta=5.0, rope_scaling={"type": "linear", "factor": 3.0}, vocab_size=50, eos_token_id=[3])
+    base = {"architectures": ["Mistral3ForConditionalGeneration"], "tie_word_embeddings": False, "text_config": text}
+    plain = config_only(tmp_path / "plain", base)
+    config = config_only(tmp_path / "both", base, **outer)
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (64, 2, 90)
+    assert (config.norm_eps, config.activation, config.layer_windows) == (1e-5, "silu", [0, 0])
+    assert config.rope_settings() == plain.rope_settings()
+    assert (config.eos_token_ids, config.tie_word_embeddings) == ([3], False)
+
+
+def test_flat_file_of_a_multimodal_model(lab: Any, tmp_path: Path) -> None:
+    config = config_only(tmp_path, lab.config, architectures=["Qwen2VLForConditionalGeneration"], rms_norm_eps=0.1)
+    assert (config.hidden_size, config.num_hidden_layers, config.norm_eps) == (64, 2, 0.1)
+
+
 def test_integral_floats_and_ints_are_interchangeable(lab: Any, tmp_path: Path) -> None:
     config = config_only(tmp_path, lab.config, hidden_size=64.0, rope_theta=500000)
     assert config.hidden_size == 64
@@ -257,6 +278,38 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rope_parameters": {"chunked_attention": {"rope_theta": 5.0}}}, errors.UnsupportedError, "chunked_attention"),
     ({"quantization_config": {"quant_method": "awq"}}, errors.UnsupportedError, "awq"),
 ]
+
+
+LONGROPE = {"long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
+
+
+@pytest.mark.covers("core.md: better-3.6.7")
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "yarn", "factor": 4.0},
+        {"type": "yarn", "original_max_position_embeddings": 64},
+        {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"type": "dynamic", "factor": 2.0},
+        {"type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64, **LONGROPE},
+    ],
+)
+def test_rotations_made_from_a_length_that_the_file_lacks(lab: Any, tmp_path: Path, block: dict[str, Any]) -> None:
+    config_only(tmp_path, lab.config, rope_scaling=block)
+    with pytest.raises(errors.ConfigKeyError, match="max_position_embeddings is missing"):
+        config_only(tmp_path, lab.config, rope_scaling=block, max_position_embeddings=...)
+
+
+def test_rotations_that_need_no_length(lab: Any, tmp_path: Path) -> None:
+    for block in (
+        {"type": "linear", "factor": 4.0},
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ):
+        config_only(tmp_path, lab.config, rope_scaling=block, max_position_embeddings=...).rope_settings()
+    phi3 = {**lab.config, "architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope", **LONGROPE}}
+    config = config_only(tmp_path, phi3, max_position_embeddings=131072)
+    assert (config.original_max_seq_len, config.su_rope_factor) == (4096, 32.0)
+    assert config_only(tmp_path, phi3, max_position_embeddings=...).max_seq_len == 4096
 
 
 @pytest.mark.parametrize(("changes", "error", "named"), BAD, ids=[str(sorted(b[0].items()))[:60] for b in BAD])

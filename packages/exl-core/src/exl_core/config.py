@@ -24,7 +24,7 @@ from .errors import (
 from .json_reader import REQUIRED, JsonReader, read_json_file
 from .loading.checkpoint import Checkpoint
 from .rope import RopeSettings
-from .rope_config import alternative_rope, main_rope, read_rope
+from .rope_config import LENGTH_KEYS, alternative_rope, main_rope, read_rope
 
 __all__ = ["CPU_MATMUL_MODES", "ExLlamaV2Config"]
 
@@ -175,7 +175,7 @@ class ExLlamaV2Config:
         file = folder / "config.json"
         read = JsonReader(read_json_file(file), file)
         self._read_architecture(read)
-        read = JsonReader(read.data, file, self.arch.defaults)
+        read = JsonReader(read.data, file, self.arch.defaults, multimodal=self.arch.vision is not None)
         self._check_fixed(read)
         self._read_tokens(read, folder)
         self._read_shape(read)
@@ -285,9 +285,7 @@ class ExLlamaV2Config:
             return read.integer(*keys, default=default, text=True, minimum=1, maximum=maximum)
 
         arch = self.arch
-        # Of multimodal models the language part's own number counts: some files hold another one outside of it.
-        inside = ("text_config->vocab_size",) if arch.vision is not None else ()
-        self.vocab_size = count(*inside, "vocab_size", maximum=MAX_VOCAB)
+        self.vocab_size = count("vocab_size", maximum=MAX_VOCAB)
         self.num_hidden_layers = count("num_hidden_layers", "n_layers", "n_layer", maximum=MAX_LAYERS)
         self.hidden_size = count("hidden_size", "d_model", "n_embd")
         inner = REQUIRED if arch.inner_multiple is None else arch.inner_multiple * self.hidden_size
@@ -402,12 +400,7 @@ class ExLlamaV2Config:
             self.logit_scale = 1.0 / divisor
 
     def _read_lengths(self, read: JsonReader) -> None:
-        self.max_position_embeddings = read.integer(
-            *("max_sequence_length", "model_max_length", "max_position_embeddings", "max_seq_len", "n_positions"),
-            default=2048,
-            text=True,
-            minimum=1,
-        )
+        self.max_position_embeddings = read.integer(*LENGTH_KEYS, default=2048, text=True, minimum=1)
         self.max_seq_len = self.original_max_seq_len = self.max_position_embeddings
         self.vision_spatial_merge_size = self.arch.grid_merge
         if self.arch.mrope_section is not None:

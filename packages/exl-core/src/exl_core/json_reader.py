@@ -14,6 +14,10 @@ __all__ = ["REQUIRED", "JsonReader", "read_json_file"]
 
 MAX_JSON_BYTES = 16 << 20  # a config is kilobytes; this stops a hostile file before it is parsed
 MAX_INTEGER = (1 << 63) - 1
+INSIDE = "text_config->"  # where multimodal models keep the language model's fields
+OF_THE_WHOLE = {  # what a multimodal model says at the top first, for all of its parts
+    *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config"),
+}
 
 
 class _Required:
@@ -47,19 +51,27 @@ class JsonReader:
     """Reads typed values out of one parsed JSON object.
 
     Keys are tried in order and null counts as absent; `defaults` come last. `text=True` also looks under
-    `text_config->`, where multimodal models keep the language model's fields. An int is accepted for a float and an
-    integral float for an int.
+    `text_config->`, where multimodal models keep the language model's fields, after the top level. An int is accepted
+    for a float and an integral float for an int.
     """
 
-    def __init__(self, data: Mapping[str, Any], file: str | Path, defaults: Mapping[str, Any] | None = None) -> None:
-        """defaults: values of keys that the file leaves out or holds null for."""
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        file: str | Path,
+        defaults: Mapping[str, Any] | None = None,
+        multimodal: bool = False,
+    ) -> None:
+        """defaults: values of keys that the file leaves out or holds null for. multimodal: with `text=True`, a file
+        that has a text_config is read there only, but for what is said of the whole model."""
         self.data = data
         self.file = str(file)
         self.defaults = defaults or {}
+        self.inside_only = multimodal and isinstance(data.get("text_config"), Mapping)
 
     def raw(self, *keys: str, text: bool = False) -> tuple[str, Any] | None:
         """(key, value) of the first present non-null key, or None."""
-        for key in (*keys, *(f"text_config->{k}" for k in keys)) if text else keys:
+        for key in self._places(keys, text):
             node: Any = self.data
             for part in key.split("->"):
                 node = node.get(part) if isinstance(node, Mapping) else None
@@ -69,7 +81,7 @@ class JsonReader:
 
     def explicit_null(self, key: str, text: bool = False) -> bool:
         """Whether the file has `key` and holds null for it, rather than leaving it out."""
-        for path in (key, f"text_config->{key}") if text else (key,):
+        for path in self._places((key,), text):
             node: Any = self.data
             *way, last = path.split("->")
             for part in way:
@@ -77,6 +89,15 @@ class JsonReader:
             if isinstance(node, Mapping) and last in node:
                 return node[last] is None
         return False
+
+    def _places(self, keys: tuple[str, ...], text: bool) -> tuple[str, ...]:
+        """Where to look for `keys`, in order."""
+        if not text:
+            return keys
+        inside = tuple(INSIDE + key for key in keys)
+        if self.inside_only:
+            return (*(key for key in keys if key in OF_THE_WHOLE), *inside)
+        return (*keys, *inside)
 
     def integer(
         self,

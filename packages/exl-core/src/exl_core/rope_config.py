@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError, ConfigTypeError, UnsupportedError
+from .errors import ConfigError, ConfigKeyError, ConfigTypeError, UnsupportedError
 from .json_reader import JsonReader
 from .rope import RopeSettings
 
 if TYPE_CHECKING:
     from .config import ExLlamaV2Config
 
-__all__ = ["SUPPORTED_ROPE_TYPES", "alternative_rope", "main_rope", "read_rope"]
+__all__ = ["LENGTH_KEYS", "SUPPORTED_ROPE_TYPES", "alternative_rope", "main_rope", "read_rope"]
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "su", "longrope", "dynamic", "mrope")
+LENGTH_KEYS = ("max_sequence_length", "model_max_length", "max_position_embeddings", "max_seq_len", "n_positions")
+ORIGINAL = "original_max_position_embeddings"
+MSCALES = ("short_mscale", "long_mscale")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -116,13 +119,24 @@ def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -
     config.mrope_section = _mrope_section(block) or config.mrope_section
     if kind in ("default", "mrope"):
         return
+    # the first Phi-3 files call longrope "su" or "yarn"
+    longrope = kind in ("su", "longrope") or (kind == "yarn" and "long_factor" in block.data)
+    for key in MSCALES if config.arch.rope_mscales and not longrope else ():
+        if block.raw(key) is not None:
+            raise UnsupportedError(f"{block.file}: {key} is not built for rope type {kind!r}, only for longrope")
     if kind == "linear":
         config.scale_pos_emb = config.scale_pos_emb_from_file = block.number("factor")
         return
+    _check_length(read, block, kind, longrope)
     # transformers gives the top-level key priority, and falls back to the model's own length
-    original = read.integer("original_max_position_embeddings", default=None, text=True) or block.integer(
-        "original_max_position_embeddings", default=config.max_position_embeddings, minimum=1
-    )
+    outer = read.integer(ORIGINAL, default=None, text=True)
+    inner = block.integer(ORIGINAL, default=None, minimum=1)
+    if outer and outer == config.arch.defaults.get(ORIGINAL) and inner not in (None, outer):
+        raise UnsupportedError(
+            f"{block.file}: {ORIGINAL} is {inner}, and at the top, where {config.arch.name} has it, it is {outer} or "
+            "missing; give it there"
+        )
+    original = outer or inner or config.max_position_embeddings
     if kind == "llama3":
         config.alt_rope_method = "llama3"
         config.l3_rope_factor = block.number("factor")
@@ -131,7 +145,7 @@ def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -
         config.l3_rope_original_max_position_embeddings = original
         if config.l3_rope_high_freq_factor <= config.l3_rope_low_freq_factor:
             raise ConfigError(f"{block.file}: high_freq_factor must exceed low_freq_factor")
-    elif kind == "yarn" and "long_factor" in block.data:  # what the first Phi-3 files call longrope
+    elif longrope:
         _read_su(config, block, original)
     elif kind == "yarn":
         config.alt_rope_method = "yarn"
@@ -143,8 +157,6 @@ def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -
         config.yarn_rope_mscale = block.number("mscale", default=None)
         config.yarn_rope_mscale_all_dim = block.number("mscale_all_dim", default=None)
         config.yarn_rope_truncate = block.boolean("truncate", default=True)
-    elif kind in ("su", "longrope"):
-        _read_su(config, block, original)
     elif kind == "dynamic":
         config.alt_rope_method = "dynamic"
         config.dynamic_rope_factor = block.number("factor")
@@ -155,6 +167,19 @@ def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -
             f"{block.file}: rope type {kind!r} is not built in this version; supported: "
             + ", ".join(SUPPORTED_ROPE_TYPES)
         )
+
+
+def _check_length(read: JsonReader, block: JsonReader, kind: str, longrope: bool) -> None:
+    """Families differ in what transformers assumes of the model's length, which some rotations are made from."""
+    if read.raw(*LENGTH_KEYS, text=True) is not None:
+        return
+    needed = longrope or kind == "dynamic"
+    if kind in ("llama3", "yarn"):
+        needed |= block.raw(ORIGINAL) is None and read.raw(ORIGINAL, text=True) is None
+    if kind == "yarn":
+        needed |= block.raw("factor") is None
+    if needed:
+        raise ConfigKeyError(f"{read.file}: max_position_embeddings is missing, which rope type {kind!r} is made from")
 
 
 def _mrope_section(block: JsonReader) -> list[int] | None:
@@ -168,7 +193,7 @@ def _mrope_section(block: JsonReader) -> list[int] | None:
 
 
 def _read_su(config: ExLlamaV2Config, block: JsonReader, original: int) -> None:
-    for key in ("short_mscale", "long_mscale"):
+    for key in MSCALES:
         if block.raw(key) is not None and not config.arch.rope_mscales:
             raise UnsupportedError(f"{block.file}: {key} is not built for {config.arch.name}; use attention_factor")
     if config.arch.rope_mscales:

@@ -8,7 +8,13 @@ from .mistral import MIXTRAL
 from .windows import one_window
 
 PHI3 = Architecture(
-    name="Phi3ForCausalLM", attention_bias="none", mlp_bias="none", windows=one_window(), partial_rotary=True
+    name="Phi3ForCausalLM",
+    # The second is at the top of the file, where it counts before one in the rope block.
+    defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+    attention_bias="none",
+    mlp_bias="none",
+    windows=one_window(),
+    partial_rotary=True,
 )
 
 assert MIXTRAL.experts is not None
