@@ -12,6 +12,7 @@ from exl_filters import (
     AnyOf,
     ExLlamaV2Filter,
     ExLlamaV2SelectFilter,
+    FilterBusy,
     FilterContext,
     FilterStack,
     LoggedFilter,
@@ -19,6 +20,7 @@ from exl_filters import (
     TriggeredFilter,
     Vocabulary,
     as_filter,
+    background,
     bits,
 )
 from exl_filters.base import overrides
@@ -348,6 +350,79 @@ def test_a_computation_does_not_wait_for_itself(kind):
         assert in_time(others, work) == ([0], set())
     finally:
         others.shutdown(wait=False)
+
+
+class OwnThreads(ExLlamaV2Filter):
+    """What no filter may do: its computation asks it from threads of its own."""
+
+    native = True
+
+    def __init__(self, door="is_complete"):
+        super().__init__(None, V)
+        self.door = door
+
+    def clone(self, c=None):
+        return type(self)(self.door)
+
+    def begin(self, prefix_str=""): ...
+
+    def feed(self, token): ...
+
+    def is_complete(self):
+        return True
+
+    def use_background_worker(self):
+        return True
+
+    def next(self):
+        time.sleep(0.01)
+        with ThreadPoolExecutor(2) as own:
+            list(own.map(lambda _: DOORS[self.door](self), range(2)))
+        return {0}, set()
+
+
+@pytest.mark.parametrize("door", ["is_complete", "feed", "begin"])
+def test_a_computation_that_asks_from_threads_of_its_own_ends_with_an_error(door, pool, monkeypatch):
+    monkeypatch.setattr(background, "LONGEST_WAIT", 0.2)
+    f = OwnThreads(door)
+    f.background_next(pool)
+    with ThreadPoolExecutor(1) as caller, pytest.raises(FilterBusy, match="only from its own thread"):
+        in_time(caller, f.get_next)
+    assert f.background_result is None
+
+
+def test_a_stack_gets_that_error_and_can_be_closed(pool, monkeypatch):
+    monkeypatch.setattr(background, "LONGEST_WAIT", 0.2)
+    with FilterStack([OwnThreads()], vocab_size=4, stop_ids=[3]) as stack:
+        stack.begin("")
+        assert stack.prefetch(pool)
+        with ThreadPoolExecutor(1) as caller, pytest.raises(FilterBusy, match="only from its own thread"):
+            in_time(caller, stack.next_mask)
+        with pytest.raises(FilterBusy):
+            stack.next_mask()
+
+
+def test_a_feed_that_cannot_wait_any_longer_changes_nothing(pool, monkeypatch):
+    monkeypatch.setattr(background, "LONGEST_WAIT", 0.05)
+    go_on = threading.Event()
+
+    class Slow(Plugin):
+        watch = Watch()
+
+        def next(self):
+            assert go_on.wait(20)
+            return [self.count], set()
+
+    f = Slow()
+    f.begin("")
+    f.background_next(pool)
+    time.sleep(0.02)
+    with pytest.raises(FilterBusy, match=r"Slow was asked .* after 0.05 s"):
+        f.feed(0)
+    go_on.set()
+    assert f.get_next() == ([0], set())
+    f.feed(0)
+    assert f.get_next() == ([1], set())
 
 
 @pytest.mark.parametrize("door", ["get_next", "next", "feed", "clone", "begin", "background_drop", "is_complete"])

@@ -2,7 +2,8 @@
 
 llguidance refuses a matcher that two threads use ("Already borrowed"), and a filter of plain Python would mix two
 states. So every method of the contract, in every subclass, begins by waiting for the pending computation, or by
-dropping it where the method changes the state. The computation itself passes: it is known by its thread.
+dropping it where the method changes the state. The computation itself passes: it is known by its thread. One that asks
+from threads of its own would wait for itself, so no method waits longer than `LONGEST_WAIT`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as StillRunning
 from typing import Any, TypeVar
 
-__all__ = ["ATTRIBUTES", "Pending", "finish", "guard"]
+from exl_filters.errors import FilterBusy
+
+__all__ = ["ATTRIBUTES", "LONGEST_WAIT", "Pending", "finish", "finish_soon", "guard"]
 
 T = TypeVar("T")
 
 # Attributes of a filter that say what is pending; no copy has them.
 ATTRIBUTES = ("background_result", "_background")
+
+# Seconds that a method of a filter waits for what runs in the filter's background. No mask of a filter that works takes
+# as long; hosts, which wait for nothing but the result, wait until it is there.
+LONGEST_WAIT = 30.0
 
 # A result computed for the state before these must not be taken for the state after them.
 DROPPING = ("attach", "begin", "feed", "rewind")
@@ -59,16 +67,29 @@ class Pending:
         return self._thread == threading.get_ident()
 
 
-def finish(future: Future[Any]) -> bool:
-    """Cancel `future` or wait until it is over, whatever came of it; whether it ran.
+def finish(future: Future[Any], seconds: float | None = None) -> bool:
+    """Cancel `future` or wait until it is over, whatever came of it; whether it ran. Raises `StillRunning` when it is
+    not over in time.
 
     What has not begun is never waited for: the thread it would run on may be the one that asks, or wait for it.
     """
     if future.cancel():
         return False
     with contextlib.suppress(CancelledError):
-        future.exception()
+        future.exception(seconds)
     return not future.cancelled()
+
+
+def finish_soon(future: Future[Any], name: str) -> bool:
+    """`finish` for a method of the filter called `name`: `FilterBusy` beyond `LONGEST_WAIT`."""
+    try:
+        return finish(future, LONGEST_WAIT)
+    except StillRunning:
+        raise FilterBusy(
+            f"{name} was asked while its background computation ran, which was not over after {LONGEST_WAIT:g} s: a "
+            "computation may ask its own filter only from its own thread, not from threads that it starts; where it is "
+            "just slow, let use_background_worker() return False"
+        ) from None
 
 
 def guard(cls: type[Any], base: type[Any]) -> None:

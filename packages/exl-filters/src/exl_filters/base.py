@@ -23,7 +23,8 @@ class ExLlamaV2Filter:
 
     A filter must implement `begin`, `feed` and `next`; the rest has defaults. One instance serves one generation at a
     time and is used by one thread at a time, though not always the same one. What runs in its background is no
-    exception: every method, of every subclass, waits for it first, and `begin`, `feed`, `rewind` and `attach` drop it.
+    exception: every method, of every subclass, waits for it first (`FilterBusy` after 30 s), and `begin`, `feed`,
+    `rewind` and `attach` drop it. It may ask its own filter, from the thread it runs on; not from threads of its own.
     `model` and `tokenizer` are kept and never called here; `model` may be None.
 
     `native = True` declares the semantics of spec section 1.7: the stop set of `attach` is honoured, `feed` raises
@@ -162,12 +163,13 @@ class ExLlamaV2Filter:
         future, pending = self.background_result, self._background
         if future is None or pending is None or pending.future is not future or pending.here:
             return
-        if not background.finish(future) or not pending.kind:
+        if not background.finish_soon(future, type(self).__name__) or not pending.kind:
             self.background_result = self._background = None
 
     def _forsake(self) -> None:
-        """Drop a pending computation, unless it is the one that asks."""
-        if not self._is_background():
+        """Drop a pending computation, unless it is the one that asks. `FilterBusy` if it takes too long."""
+        if self.background_result is not None and not self._is_background():
+            background.finish_soon(self.background_result, type(self).__name__)
             self.background_drop()
 
     # Optional, native (spec 1.8). Hosts look for overrides.
