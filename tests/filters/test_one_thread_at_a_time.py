@@ -1,5 +1,6 @@
 """Two threads never reach one filter: every method waits for what runs in the background; nothing waits for itself."""
 
+import functools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -489,6 +490,68 @@ def test_methods_of_a_class_that_is_no_filter_wait_too(pool):
     assert f.is_complete() is False
     assert f.get_next() == ([0], set())
     assert watch.overlaps == []
+
+
+def count_up(self, token):
+    self.count += 1
+
+
+class Compiled:
+    """As compiled code: called and bound, but no function."""
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else lambda token: self(instance, token)
+
+    def __call__(self, instance, token):
+        count_up(instance, token)
+
+
+@pytest.mark.parametrize(
+    "feed",
+    [functools.lru_cache(count_up), functools.partialmethod(count_up), Compiled()],
+    ids=lambda f: type(f).__name__,
+)
+def test_methods_that_are_no_functions_drop_what_is_stale(feed, pool):
+    Odd = type("Odd", (Plugin,), {"watch": Watch(), "feed": feed})
+    f = Odd()
+    f.begin("")
+    f.background_next(pool)
+    assert f.watch.entered.wait(10)
+    f.feed(1)
+    assert f.watch.overlaps == []
+    assert f.get_next() == ([1], set())
+    f.feed(token=2)
+    assert f.get_next() == ([2], set())
+    Later = type("Later", (Odd,), {})
+    assert Later.feed is Odd.feed
+
+
+def test_caches_keep_what_they_offer_and_static_methods_stay(pool):
+    class Cached(Plugin):
+        watch = Watch()
+        feed = count_up
+
+        @functools.lru_cache  # noqa: B019
+        def next(self):
+            return [self.count], set()
+
+        @staticmethod
+        def forced():
+            return b"a"
+
+        @classmethod
+        def ended(cls):
+            return cls is Cached
+
+    f = Cached()
+    f.begin("")
+    f.background_next(pool)
+    assert f.get_next() == ([0], set())
+    f.feed(1)
+    assert f.next() == ([0], set())
+    f.next.cache_clear()
+    assert f.next() == ([1], set())
+    assert (f.forced(), f.ended()) == (b"a", True)
 
 
 def test_arguments_reach_methods_by_name_and_by_place():

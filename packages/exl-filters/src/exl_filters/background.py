@@ -98,8 +98,19 @@ def guard(cls: type[Any], base: type[Any]) -> None:
         for name in names:
             method = inspect.getattr_static(cls, name, None)
             known = getattr(method, "_waits", False) or method is inspect.getattr_static(base, name, None)
-            if inspect.isfunction(method) and not known:
+            if known:
+                continue
+            if inspect.isfunction(method):
                 setattr(cls, name, _waiting(method, quiet))
+            elif _is_method(method):
+                setattr(cls, name, _waiting_callable(method, quiet))
+
+
+def _is_method(value: Any) -> bool:
+    """Whether it is called with the filter, or in its name: compiled code, a cache around a function, ..."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return False
+    return callable(value) or isinstance(value, functools.partialmethod)
 
 
 def _waiting(method: Callable[..., Any], quiet: str) -> Callable[..., Any]:
@@ -140,5 +151,24 @@ def _waiting(method: Callable[..., Any], quiet: str) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     functools.update_wrapper(wrapper, method)
+    vars(wrapper)["_waits"] = True
+    return wrapper
+
+
+def _waiting_callable(method: Any, quiet: str) -> Callable[..., Any]:
+    """As `_waiting`, for what is no plain function. It is bound as Python would, and keeps what else it offers (the
+    `cache_clear` of a cache)."""
+    bind = getattr(type(method), "__get__", None)
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.background_result is not None:
+            getattr(self, quiet)()
+        bound = method if bind is None else bind(method, self, type(self))
+        return bound(*args, **kwargs)
+
+    functools.update_wrapper(wrapper, method)
+    for name in ("cache_clear", "cache_info", "cache_parameters"):
+        if hasattr(method, name):
+            setattr(wrapper, name, getattr(method, name))
     vars(wrapper)["_waits"] = True
     return wrapper
