@@ -149,9 +149,10 @@ class ExLlamaV2DynamicGenerator:
     def num_remaining_jobs(self) -> int:
         """Jobs that are queued or running, and those that have ended but whose last result no `iterate()` has returned
         yet (after a Ctrl-C in the last round, or `cancel`)."""
-        jobs = {*self._scheduler.pending, *self._scheduler.active}  # first: what ends meanwhile is found behind it
-        jobs.update(result["job"] for result in tuple(self._outbox))
-        return len(jobs)
+        waiting = self._scheduler.num_pending  # counted, not gone through: loops ask every round
+        active = set(self._scheduler.active)  # before the outbox: what ends meanwhile is found there
+        ended = {result["job"] for result in tuple(self._outbox) if result["job"].is_finished}
+        return waiting + len(active | ended)
 
     def num_pending_jobs(self) -> int:
         return self._scheduler.num_pending
