@@ -253,8 +253,8 @@ def test_the_real_transformers(model, options):
             assert text(up_to_stop(row)) in OPTIONS
 
 
-def test_the_next_turn_of_a_conversation_is_constrained_anew():
-    """A prompt that holds the last prompt, its answer and more is a prompt; candidates taken back are not."""
+def pieces_allowed():
+    """allowed(*row): the pieces that one transformers processor, asked row after row, leaves behind a row."""
     torch = pytest.importorskip("torch")
     from exl_filters.adapters.transformers import FilterLogitsProcessor
 
@@ -264,6 +264,12 @@ def test_the_next_turn_of_a_conversation_is_constrained_anew():
         left = processor(torch.tensor([row]), torch.zeros(1, V.size))
         return {TOKENS[i] for i in torch.isfinite(left[0]).nonzero()[:, 0].tolist()}
 
+    return allowed
+
+
+def test_the_next_turn_of_a_conversation_is_constrained_anew():
+    """A prompt that holds the last prompt, its answer and more is a prompt; candidates taken back are not."""
+    allowed = pieces_allowed()
     first, yes, no = {"y", "yes", "n", "no"}, TOKENS.index("yes"), TOKENS.index("no")
     prompt = [0, 1, 2]
     assert allowed(*prompt) == first
@@ -280,15 +286,7 @@ def test_the_next_turn_of_a_conversation_is_constrained_anew():
 
 
 def test_a_text_that_stopped_may_be_the_next_prompt_and_a_wrong_candidate_is_no_prompt():
-    torch = pytest.importorskip("torch")
-    from exl_filters.adapters.transformers import FilterLogitsProcessor
-
-    processor = FilterLogitsProcessor([select()], V)
-
-    def allowed(*row):
-        left = processor(torch.tensor([row]), torch.zeros(1, V.size))
-        return {TOKENS[i] for i in torch.isfinite(left[0]).nonzero()[:, 0].tolist()}
-
+    allowed = pieces_allowed()
     first, yes, no = {"y", "yes", "n", "no"}, TOKENS.index("yes"), TOKENS.index("no")
     prompt = [0, 1, 2]
     assert allowed(*prompt) == first
