@@ -254,7 +254,7 @@ def test_the_real_transformers(model, options):
 
 
 def pieces_allowed():
-    """allowed(*row): the pieces that one transformers processor, asked row after row, leaves behind a row."""
+    """(processor, allowed): allowed(*row) has the pieces that a transformers processor leaves behind a row."""
     torch = pytest.importorskip("torch")
     from exl_filters.adapters.transformers import FilterLogitsProcessor
 
@@ -264,12 +264,12 @@ def pieces_allowed():
         left = processor(torch.tensor([row]), torch.zeros(1, V.size))
         return {TOKENS[i] for i in torch.isfinite(left[0]).nonzero()[:, 0].tolist()}
 
-    return allowed
+    return processor, allowed
 
 
 def test_the_next_turn_of_a_conversation_is_constrained_anew():
     """A prompt that holds the last prompt, its answer and more is a prompt; candidates taken back are not."""
-    allowed = pieces_allowed()
+    _, allowed = pieces_allowed()
     first, yes, no = {"y", "yes", "n", "no"}, TOKENS.index("yes"), TOKENS.index("no")
     prompt = [0, 1, 2]
     assert allowed(*prompt) == first
@@ -286,7 +286,7 @@ def test_the_next_turn_of_a_conversation_is_constrained_anew():
 
 
 def test_a_text_that_stopped_may_be_the_next_prompt_and_a_wrong_candidate_is_no_prompt():
-    allowed = pieces_allowed()
+    processor, allowed = pieces_allowed()
     first, yes, no = {"y", "yes", "n", "no"}, TOKENS.index("yes"), TOKENS.index("no")
     prompt = [0, 1, 2]
     assert allowed(*prompt) == first
