@@ -492,6 +492,10 @@ def test_methods_of_a_class_that_is_no_filter_wait_too(pool):
     assert watch.overlaps == []
 
 
+def count_up_too(self, token):
+    self.count += 1
+
+
 def count_up(self, token):
     self.count += 1
 
@@ -508,7 +512,13 @@ class Compiled:
 
 @pytest.mark.parametrize(
     "feed",
-    [functools.lru_cache(count_up), functools.partialmethod(count_up), Compiled()],
+    [
+        functools.lru_cache(count_up),
+        functools.partialmethod(count_up),
+        functools.singledispatchmethod(count_up),
+        functools.wraps(ExLlamaV2SelectFilter.feed)(count_up_too),
+        Compiled(),
+    ],
     ids=lambda f: type(f).__name__,
 )
 def test_methods_that_are_no_functions_drop_what_is_stale(feed, pool):
@@ -520,10 +530,34 @@ def test_methods_that_are_no_functions_drop_what_is_stale(feed, pool):
     f.feed(1)
     assert f.watch.overlaps == []
     assert f.get_next() == ([1], set())
-    f.feed(token=2)
+    by_name = not isinstance(feed, functools.singledispatchmethod)  # which dispatches by place only
+    f.feed(token=2) if by_name else f.feed(2)
     assert f.get_next() == ([2], set())
     Later = type("Later", (Odd,), {})
     assert Later.feed is Odd.feed
+
+
+def test_a_drop_of_the_filters_own_may_stop_its_computation(pool):
+    class Stoppable(Plugin):
+        def __init__(self):
+            super().__init__()
+            self.started, self.stop = threading.Event(), threading.Event()
+
+        def next(self):
+            self.started.set()
+            assert self.stop.wait(20)
+            return [self.count % 3], set()
+
+        def background_drop(self):
+            self.stop.set()
+            super().background_drop()
+
+    f = Stoppable()
+    f.begin()
+    f.background_next(pool)
+    assert f.started.wait(5)
+    f.feed(0)
+    assert f.get_next() == ([1], set())
 
 
 def test_caches_keep_what_they_offer_and_static_methods_stay(pool):

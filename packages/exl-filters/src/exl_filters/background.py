@@ -97,7 +97,7 @@ def guard(cls: type[Any], base: type[Any]) -> None:
     for names, quiet in ((DROPPING, "_forsake"), (WAITING, "_settle")):
         for name in names:
             method = inspect.getattr_static(cls, name, None)
-            known = getattr(method, "_waits", False) or method is inspect.getattr_static(base, name, None)
+            known = getattr(method, "_waits", None) is method or method is inspect.getattr_static(base, name, None)
             if known:
                 continue
             if inspect.isfunction(method):
@@ -110,7 +110,7 @@ def _is_method(value: Any) -> bool:
     """Whether it is called with the filter, or in its name: compiled code, a cache around a function, ..."""
     if isinstance(value, (staticmethod, classmethod)):
         return False
-    return callable(value) or isinstance(value, functools.partialmethod)
+    return callable(value) or isinstance(value, (functools.partialmethod, functools.singledispatchmethod))
 
 
 def _waiting(method: Callable[..., Any], quiet: str) -> Callable[..., Any]:
@@ -151,7 +151,7 @@ def _waiting(method: Callable[..., Any], quiet: str) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     functools.update_wrapper(wrapper, method)
-    vars(wrapper)["_waits"] = True
+    vars(wrapper)["_waits"] = wrapper  # itself: what wraps it copies the mark
     return wrapper
 
 
@@ -170,5 +170,5 @@ def _waiting_callable(method: Any, quiet: str) -> Callable[..., Any]:
     for name in ("cache_clear", "cache_info", "cache_parameters"):
         if hasattr(method, name):
             setattr(wrapper, name, getattr(method, name))
-    vars(wrapper)["_waits"] = True
+    vars(wrapper)["_waits"] = wrapper  # itself: what wraps it copies the mark
     return wrapper

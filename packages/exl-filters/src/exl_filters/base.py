@@ -168,9 +168,12 @@ class ExLlamaV2Filter:
 
     def _forsake(self) -> None:
         """Drop a pending computation, unless it is the one that asks. `FilterBusy` if it takes too long."""
-        if self.background_result is not None and not self._is_background():
+        if self.background_result is None or self._is_background():
+            return
+        # A filter's own drop may be what makes its computation stop: it is not waited for first.
+        if type(self).background_drop is ExLlamaV2Filter.background_drop:
             background.finish_soon(self.background_result, type(self).__name__)
-            self.background_drop()
+        self.background_drop()
 
     # Optional, native (spec 1.8). Hosts look for overrides.
 
