@@ -2,11 +2,13 @@
 
     python3 scripts/gpu/racecheck_images.py FOLDER [KERNELS, default rust/exl-cuda/kernels]
 
-Writes NAME.fatbin for this machine's GPU; EXL_CUDA_IMAGES=FOLDER loads them in place of the module's own.
+Writes NAME.fatbin for this machine's GPU; EXL_CUDA_IMAGES=FOLDER loads them in place of the module's own. EXL_RACECHECK_ARCH (such as 90a) names
+another architecture.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -15,7 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SWITCH = "EXL_EACH_LANE_ARRIVES"
-FLAGS = ["-fatbin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-lineinfo", "-arch=native", f"-D{SWITCH}"]
+FLAGS = ["-fatbin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-lineinfo", f"-D{SWITCH}"]
+
+
+def architecture() -> str:
+    """The first GPU's, with the `a` without which a kernel of sm_90 has no warpgroup instructions (`-arch=native` leaves it out)."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    number = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0].replace(".", "")
+    return number + ("a" if int(number) >= 90 else "")
 
 
 def mentions(source: Path, seen: set[Path]) -> bool:
@@ -36,8 +45,11 @@ def main() -> None:
         sys.exit("nvcc is not on PATH")
     folder.mkdir(parents=True, exist_ok=True)
 
+    arch = os.environ.get("EXL_RACECHECK_ARCH") or architecture()
+    flags = [*FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+
     def compile(source: Path) -> None:
-        subprocess.run([nvcc, *FLAGS, "-o", str(folder / f"{source.stem}.fatbin"), str(source)], check=True)
+        subprocess.run([nvcc, *flags, "-o", str(folder / f"{source.stem}.fatbin"), str(source)], check=True)
 
     found = [source for source in sorted(kernels.glob("*.cu")) if mentions(source, set())]
     with ThreadPoolExecutor() as pool:

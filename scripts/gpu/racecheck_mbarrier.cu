@@ -92,6 +92,48 @@ int run_teams() {
   return cudaDeviceSynchronize() == cudaSuccess ? printf("teams, barrier %d, arrived %d\n", LAST, ARRIVED), 0 : 2;
 }
 
+// A part of the block meets among itself three times, and then all meet: from different places in the code, and one warp is gone at once
+// where GONE is set.
+template <bool GONE>
+__global__ void part_then_all(int* out) {
+  __shared__ int value[128];
+  value[threadIdx.x] = threadIdx.x;
+  if (threadIdx.x >= 96) {
+    asm volatile("bar.sync 0;" ::: "memory");
+    if (GONE) return;
+  } else {
+    for (int i = 0; i < 3; i++) asm volatile("bar.sync 4, 96;" ::: "memory");
+    asm volatile("bar.sync 0;" ::: "memory");
+  }
+  out[threadIdx.x] = value[127 - threadIdx.x];
+}
+
+// A warpgroup gives registers away and another takes them.
+__global__ void __launch_bounds__(256, 1) registers(int* out) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  __shared__ int value[256];
+  if (threadIdx.x / 128 == 1) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    value[threadIdx.x] = threadIdx.x;
+    asm volatile("bar.sync 0;" ::: "memory");
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    value[threadIdx.x] = threadIdx.x;
+    asm volatile("bar.sync 0;" ::: "memory");
+    out[threadIdx.x] = value[255 - threadIdx.x];
+  }
+#endif
+}
+
+int launch(const char* name, void (*kernel)(int*), int threads) {
+  int* out;
+  cudaMalloc(&out, 4096);
+  kernel<<<4, threads>>>(out);
+  const cudaError_t error = cudaDeviceSynchronize();
+  printf("%s: %s\n", name, cudaGetErrorString(error));
+  return error == cudaSuccess ? 0 : 2;
+}
+
 template <int FORM>
 int run() {
   constexpr int ROUNDS = 10;
@@ -111,7 +153,10 @@ int run() {
 int main(int count, char** words) {
   int (*runs[])() = {run<ELECTED>, run<EACH>, run<BULK>, run<BULK_EACH>, run<ELECTED_RACE>, run<EACH_RACE>, run<BULK_RACE>, run<NO_SYNCWARP>,
                    run<NAMED>, run<READY_EACH>, run<TAKEN_EACH>,
-                   run_teams<0, false>, run_teams<1, false>, run_teams<1, true>};
+                   run_teams<0, false>, run_teams<1, false>, run_teams<1, true>,
+                   [] { return launch("a part, then all", part_then_all<false>, 128); },
+                   [] { return launch("a part, then all, a warp gone", part_then_all<true>, 128); },
+                   [] { return launch("registers given away", registers, 256); }};
   const int form = count > 1 ? atoi(words[1]) : 0;
-  return form < 0 || form >= FORMS + 3 ? 3 : runs[form]();
+  return form < 0 || form >= static_cast<int>(sizeof(runs) / sizeof(runs[0])) ? 3 : runs[form]();
 }

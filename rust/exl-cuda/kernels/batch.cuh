@@ -452,19 +452,19 @@ DEVICE void batch_matmul(const BatchTask& p) {
   const Batch<KIND, ENTRY, N, W> batch(p, memory);
   // Three warps are there only so that the fourth is a warpgroup's, which can give its registers away.
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  constexpr int MEETING = W * 128 + (WARP_ARRIVALS > 1 ? 128 : 32);  // racecheck's build: all threads of the block
+  constexpr int MEETING = W * 128 + (RACECHECK ? 128 : 32);  // racecheck's build: all threads of the block
   if (group == W) {
-    if constexpr (FEWER > 0) fewer_registers<FEWER>();
+    if constexpr (FEWER > 0 && !RACECHECK) fewer_registers<FEWER>();
     if (threadIdx.x < W * 128 + 32) {
       pdl_trigger();
       batch.set_up_stream();
       bar_arrive<1>(MEETING);
       batch.stream();
-    } else if (WARP_ARRIVALS > 1) {
+    } else if (RACECHECK) {
       bar_arrive<1>(MEETING);
     }
   } else {
-    if constexpr (FEWER > 0) more_registers<MORE>();
+    if constexpr (FEWER > 0 && !RACECHECK) more_registers<MORE>();
     batch.set_up_maxima();
     bar<1>(MEETING);
     if (group < p.groups) {
@@ -472,6 +472,7 @@ DEVICE void batch_matmul(const BatchTask& p) {
       batch.multiply();
     }
   }
+  all_leave();
 #else
   __trap();  // the host starts this kernel on sm_90a only
 #endif

@@ -16,13 +16,15 @@ DEVICE void barrier_wait(uint32_t b, uint32_t phase) {
       "r"(phase)
       : "memory");
 }
-// A warp's arrival: one lane's, behind __syncwarp, which orders what the others have read and written before it. racecheck takes an arrival
-// for its own lane alone, so that all lanes arrive in the build it is given (scripts/gpu/sanitize.sh).
+// The build for racecheck (scripts/gpu/sanitize.sh), which keeps every hand-over but uses forms that the tool follows.
 #ifdef EXL_EACH_LANE_ARRIVES
-constexpr int WARP_ARRIVALS = 32;
+constexpr bool RACECHECK = true;
 #else
-constexpr int WARP_ARRIVALS = 1;
+constexpr bool RACECHECK = false;
 #endif
+// A warp's arrival: one lane's, behind __syncwarp, which orders what the others have read and written before it. racecheck takes an arrival
+// for its own lane alone, so that all lanes arrive in its build.
+constexpr int WARP_ARRIVALS = RACECHECK ? 32 : 1;
 DEVICE void warp_arrives(uint32_t b, int lane) {
   __syncwarp();
   if (WARP_ARRIVALS == 32 || lane == 0) barrier_arrive(b);
@@ -71,20 +73,20 @@ struct Turn {
 // both wait, and one of the whole block is barrier 0: the tool loses count of named ones among threads that met elsewhere or are gone.
 template <int ID>
 DEVICE void bar(int threads) {
-#ifdef EXL_EACH_LANE_ARRIVES
-  if (threads == blockDim.x) {
+  if (RACECHECK && threads == blockDim.x) {
     asm volatile("bar.sync 0;" ::: "memory");
     return;
   }
-#endif
   asm volatile("bar.sync %0, %1;" ::"n"(ID), "r"(threads) : "memory");
 }
 template <int ID>
 DEVICE void bar_arrive(int threads) {
-#ifdef EXL_EACH_LANE_ARRIVES
-  bar<ID>(threads);
-#else
-  asm volatile("bar.arrive %0, %1;" ::"n"(ID), "r"(threads) : "memory");
-#endif
+  if constexpr (RACECHECK) bar<ID>(threads);
+  else asm volatile("bar.arrive %0, %1;" ::"n"(ID), "r"(threads) : "memory");
+}
+// The end of a block whose warps go different ways. In the build for racecheck they leave together: synccheck takes a thread that is gone
+// for one that never came to the barrier before.
+DEVICE void all_leave() {
+  if constexpr (RACECHECK) asm volatile("bar.sync 0;" ::: "memory");
 }
 #endif

@@ -112,6 +112,30 @@ DEVICE bool find_place(const SkinnyTask& p, int first, int end, int at, int& mat
   return known && tile < p.part[matrix].a.tiles;
 }
 
+// A counter in shared memory by which the warps of a team find out who is the last. In the build for racecheck, which follows no
+// atomics, it is a barrier, and the team's first warp waits for all.
+DEVICE void clear_counter(uint32_t counter, int warps) {
+  if constexpr (RACECHECK) barrier_init(counter, warps * WARP_ARRIVALS);
+  else asm volatile("st.shared.u32 [%0], 0;" ::"r"(counter) : "memory");
+}
+// Counts a warp in; whether it is the last of so many, which then sees what all have written and finds the counter at zero again.
+DEVICE bool count_in(uint32_t counter, int warps, bool first, uint32_t phase) {
+  __syncwarp();
+  if constexpr (RACECHECK) {
+    barrier_arrive(counter);
+    if (first) barrier_wait(counter, phase);
+    return first;
+  } else {
+    uint32_t before = 0;
+    if (threadIdx.x % 32 == 0) {
+      asm volatile("atom.add.acq_rel.cta.shared::cta.u32 %0, [%1], 1;" : "=r"(before) : "r"(counter) : "memory");
+      if (before + 1 == warps) asm volatile("st.shared.u32 [%0], 0;" ::"r"(counter) : "memory");
+    }
+    __syncwarp();
+    return __shfl_sync(~0u, before, 0) + 1 == warps;
+  }
+}
+
 struct SkinnyBarriers {
   uint32_t full, empty, free, counters, present;
   DEVICE SkinnyBarriers(const SkinnyTask& p, uint32_t base)
@@ -124,7 +148,7 @@ struct SkinnyBarriers {
     const int count = 2 * p.slots + 2 * BUFFERS * ITEMS + stages;
     for (int i = threadIdx.x % 32; i < count; i += 32) {
       const uint32_t at = full + i * 8;
-      if (at >= counters && at < present) asm volatile("st.shared.u32 [%0], 0;" ::"r"(at) : "memory");
+      if (at >= counters && at < present) clear_counter(at, (p.gate >= 0 ? 2 : 1) * SIDES);
       else barrier_init(at, at < empty || at >= present ? 1 : at < free ? ITEMS * WARP_ARRIVALS : WARP_ARRIVALS);
     }
     barriers_visible();
@@ -195,16 +219,7 @@ DEVICE void skinny_stream(const SkinnyTask& p, uint8_t* memory, uint32_t base) {
 // ---------------------------------------------------------------------------------------------------- after the products
 DEVICE float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 DEVICE float4 turned(float4 v) { return make_float4(v.y, v.z, v.w, v.x); }
-// Counts a warp in; whether it is the last of so many, which then sees what all have written and finds the counter at zero again.
-DEVICE bool count_in(uint32_t counter, int warps) {
-  uint32_t before = 0;
-  if (threadIdx.x % 32 == 0) {
-    asm volatile("atom.add.acq_rel.cta.shared::cta.u32 %0, [%1], 1;" : "=r"(before) : "r"(counter) : "memory");
-    if (before + 1 == warps) asm volatile("st.shared.u32 [%0], 0;" ::"r"(counter) : "memory");
-  }
-  __syncwarp();
-  return __shfl_sync(~0u, before, 0) + 1 == warps;
-}
+// The same of the blocks that have a part of a column.
 DEVICE bool count_in(int* counter, int blocks) {
   int before = 0;
   if (threadIdx.x % 32 == 0) {
@@ -421,8 +436,8 @@ DEVICE void skinny_multiply(const SkinnyTask& p, uint8_t* memory, uint32_t base)
     const uint32_t results = base + p.results_at + buffer * (GROUP * SIDES * 512) + lane * 16, to = results + (place * SIDES + side) * 512;
     store_four(to, held[0][0]);
     store_four(to + SIDES * 512, held[1][0]);
-    __syncwarp();
-    if (count_in(s.counters + at * 8, gated ? 2 * SIDES : SIDES)) {
+    const bool team_first = side == 0 && place == team * (gated ? 4 : 2);
+    if (count_in(s.counters + at * 8, gated ? 2 * SIDES : SIDES, team_first, buffer_phase ^ 1)) {
       const int column = first + team * (gated ? 2 : 1);
       SkinnyOutput output(p, min(column, walk.end - 1), walk.end, results + team * (gated ? 4 : 2) * SIDES * 512);
       warp_arrives(s.free + at * 8, lane);
@@ -474,6 +489,7 @@ DEVICE void skinny_matmul(const SkinnyTask& p) {
   if (warp < MULTIPLIERS) skinny_multiply<KIND, ENTRY>(p, memory, base);
   else if (warp == MULTIPLIERS) skinny_stream(p, memory, base);
   else copy_activations(p, base);
+  all_leave();
 #endif
 }
 
