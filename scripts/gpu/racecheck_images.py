@@ -2,8 +2,8 @@
 
     python3 scripts/gpu/racecheck_images.py FOLDER [KERNELS, default rust/exl-cuda/kernels]
 
-Writes NAME.fatbin for this machine's GPU; EXL_CUDA_IMAGES=FOLDER loads them in place of the module's own. EXL_RACECHECK_ARCH (such as 90a) names
-another architecture.
+Writes NAME.fatbin for this machine's GPU, or for the architecture that EXL_RACECHECK_ARCH names (such as 90a);
+EXL_CUDA_IMAGES=FOLDER loads them in place of the module's own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLAGS = ["-fatbin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-lineinfo"
 
 
 def architecture() -> str:
-    """The first GPU's, with the `a` without which a kernel of sm_90 has no warpgroup instructions (`-arch=native` leaves it out)."""
+    """The first GPU's, with the `a` that `-arch=native` leaves out: without it, sm_90 has no warpgroup instructions."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     number = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0].replace(".", "")
     return number + ("a" if int(number) >= 90 else "")
