@@ -108,20 +108,39 @@ def test_a_lost_device_is_a_typed_error() -> None:
         assert "restart the process" in line
 
 
-def test_out_of_memory_at_capture_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_at_capture_runs_that_bucket_eagerly_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXL_DEVICE", "cuda:0")
     model = ExLlamaV2(ExLlamaV2Config(FOLDER))
     model.load()
     cache = ExLlamaV2Cache(model, max_seq_len=1024)
-    params = PagedParams(1, torch.arange(4, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32), 0, 256, 1)
+
+    def step(batch: int) -> torch.Tensor:
+        pages = torch.arange(batch, dtype=torch.int32)[:, None]
+        params = PagedParams(batch, pages, torch.zeros(batch, dtype=torch.int32), 0, 256, 1)
+        return model.forward_chunk(torch.full((batch, 1), 3), cache, attn_params=params)["logits"].clone()
+
+    alone = step(1)
+    assert model.decode.count == 1
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
         patch.setattr("exl_core.decode.graphs.StepInputs", full)
-        eager = model.forward_chunk(torch.tensor([[3]]), cache, attn_params=params)["logits"].clone()
+        eager = step(2)
         assert "could not be captured" in (model.decode.reason or "")
-    model.decode.clear()
-    assert torch.equal(model.forward_chunk(torch.tensor([[3]]), cache, attn_params=params)["logits"], eager)
+        (failure,) = model.decode.failures
+        assert (failure.kind, failure.bucket.batch, failure.tries) == (torch.OutOfMemoryError, 2, 1)
+        assert torch.equal(step(1), alone)
+        assert model.decode.reason is None, "other steps are as before"
+        for _ in range(failure.pause):
+            step(2)
+        assert model.decode.failures[0].tries == 1
+        step(2)
+        assert model.decode.failures[0].tries == 2
+        assert model.decode.failures[0].pause == 2 * failure.pause
+    for _ in range(model.decode.failures[0].pause):
+        step(2)
     assert model.decode.count == 1
+    assert torch.equal(step(2), eager)
+    assert (model.decode.count, model.decode.failures) == (2, [])

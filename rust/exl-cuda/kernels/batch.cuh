@@ -390,6 +390,7 @@ struct Batch {
         before = atomicAdd(p.arrivals + item * ITEM_TILES + warp, 1);
         __threadfence();
       }
+      __syncwarp();  // a shuffle orders no memory: what lane 0 has seen, the others see
       if (__shfl_sync(~0u, before, 0) != QUARTERS - 1) return;
     }
     // A thread adds and stores features n, n + 1, n + 8 and n + 9 of two rows at a time.

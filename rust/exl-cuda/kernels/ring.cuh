@@ -228,7 +228,8 @@ struct Fill {
       }
     }
   }
-  // Through L2: a block that started early may hold stale lines of what the predecessor wrote.
+  // From L2, where the predecessor left it: a line is used once. (After pdl_wait a plain load sees it as well, by what PTX says of the
+  // wait; only `__ldg` might not.)
   DEVICE void load(const T* x, int batch) {
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {

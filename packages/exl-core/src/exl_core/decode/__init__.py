@@ -1,5 +1,5 @@
 """The decode step as one graph launch: captured per bucket of batch, tokens a row and pages."""
 
-from .graphs import GRAPHS_VARIABLE, DecodeGraphs, PreparedStep
+from .graphs import GRAPHS_VARIABLE, CaptureFailure, DecodeGraphs, PreparedStep
 
-__all__ = ["GRAPHS_VARIABLE", "DecodeGraphs", "PreparedStep"]
+__all__ = ["GRAPHS_VARIABLE", "CaptureFailure", "DecodeGraphs", "PreparedStep"]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
     from ..model import ExLlamaV2
 
-__all__ = ["GRAPHS_VARIABLE", "DecodeGraphs", "PreparedStep"]
+__all__ = ["GRAPHS_VARIABLE", "CaptureFailure", "DecodeGraphs", "PreparedStep"]
 
 GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
 
@@ -46,8 +46,29 @@ _STATIC = {"rows", "positions", "slots", "block_table", "rope_positions"}
 _CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "max_keys", "alt"}
 
 
+FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
+"""Eager steps of a bucket after its first failed capture before the next try, which double with every failure, and the
+most of them."""
+
+
 class _NotCapturableError(Exception):
     """Why a step cannot be captured; stays in this file."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureFailure:
+    """Why steps of one bucket run eagerly for now, and for how long."""
+
+    bucket: Bucket
+    kind: type[Exception]  # of the error: torch.OutOfMemoryError, DeviceError, ...
+    text: str
+    tries: int
+    pause: int  # eager steps of this bucket until the next try
+
+    def __str__(self) -> str:
+        return (
+            f"the step could not be captured: {self.text} (try {self.tries}; the next one in {self.pause} such steps)"
+        )
 
 
 @dataclass
@@ -108,11 +129,16 @@ class DecodeGraphs:
 
     `reason` says why the last paged step of few tokens was launched eagerly, None when it was not; `plan_reason` why
     steps are captured as the modules' own passes rather than by the plan (`plan.py`), None when they are not.
+
+    A capture that fails, for want of memory say, leaves the others alone: its bucket runs eagerly and is tried again,
+    after 64 of its steps, then 128 and so on; `failures` has those buckets. A model that cannot be captured at all is
+    not tried again before `clear`.
     """
 
     def __init__(self, model: ExLlamaV2) -> None:
         self._model = weakref.ref(model)
         self._graphs: dict[tuple[int, ...], dict[Bucket, _Graph]] = {}
+        self._failed: dict[tuple[tuple[int, ...], Bucket], CaptureFailure] = {}
         self._logits: dict[int, Tensor] = {}
         self._plan: DecodePlan | str | None = None
         self._pool: Any = None
@@ -164,6 +190,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Forget every captured step and give its memory back."""
         self._drop(list(self._graphs))
+        self._failed.clear()
         self._logits.clear()
         self._plan = None
         self._checked = False
@@ -174,11 +201,17 @@ class DecodeGraphs:
         """How many steps are captured."""
         return sum(len(held) for held in self._graphs.values())
 
+    @property
+    def failures(self) -> list[CaptureFailure]:
+        """Buckets whose last capture failed and that run eagerly."""
+        return list(self._failed.values())
+
     # ------------------------------------------------------------------------------------------------------- internals
 
     def _drop(self, keys: list[tuple[int, ...]]) -> None:
         for key in keys:
             del self._graphs[key]
+        self._failed = {at: failure for at, failure in self._failed.items() if at[0] in self._graphs}
         if not self.count:
             self._pool = None  # torch forgets a pool with its last graph; its number must not be used again
 
@@ -211,12 +244,28 @@ class DecodeGraphs:
             self._graphs[key] = {}
             if not known:
                 weakref.finalize(cache, _forget, weakref.ref(self), key[0])
+        failure = self._failed.get((key, bucket))
+        if failure is not None and failure.pause > 0:
+            failure = self._failed[key, bucket] = replace(failure, pause=failure.pause - 1)
+            self.reason = str(failure)
+            return None
         try:
             with torch.inference_mode(False), torch.no_grad():
                 made = self._record(model, cache, bucket)
-        except (_NotCapturableError, DeviceError, RuntimeError) as error:
+        except _NotCapturableError as error:
             self._refused = self.reason = f"the step could not be captured: {error}"
             return None
+        except (DeviceError, RuntimeError) as error:
+            tries = 1 if failure is None else failure.tries + 1
+            pause = min(FIRST_PAUSE << (tries - 1), LONGEST_PAUSE)
+            # Not the error itself, whose frames hold what was allocated for the capture.
+            failure = CaptureFailure(bucket, type(error), str(error), tries, pause)
+            self._failed[key, bucket] = failure
+            self.reason = str(failure)
+            if not self.count:
+                self._pool = None  # as in `_drop`
+            return None
+        self._failed.pop((key, bucket), None)
         held = self._graphs[key]
         held[bucket] = made
         if len(held) > MAX_GRAPHS:
