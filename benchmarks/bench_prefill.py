@@ -87,7 +87,7 @@ def main() -> None:
         assert model is not None
         found = measure(model, kind, int(tokens), rate)
         if (shape, bits, tokens) == ("8b", "4.0", "2048"):
-            found |= PREFILL_BAR.keys(float(str(found["tok_s"])))
+            found |= PREFILL_BAR.keys(str(about["gpu"]), float(str(found["tok_s"])))
         line = {
             "bench": "prefill",
             **about,

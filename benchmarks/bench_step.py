@@ -359,7 +359,7 @@ def main() -> None:
         bar = BARS.get((shape, bits, kind, int(context), int(batch)))
         if bar is not None:
             speed = float(str(line.get("generator_tok_s", line["tok_s"])))
-            line |= bar.keys(speed, speed / int(batch) * float(str(line["bytes_per_step"])) / roof)
+            line |= bar.keys(str(line["gpu"]), speed, speed / int(batch) * float(str(line["bytes_per_step"])) / roof)
         emit(line)
         if line["captured"] and line["allocations_while_growing"]:
             sys.exit(f"{line['allocations_while_growing']} allocations in {args.steps} steps after warming up")

@@ -21,6 +21,8 @@ def step(line: dict[str, Any]) -> str:
         met = "met" if line["must_met"] else "MISSED"
         peer = line["reference_name"].split(",")[0]
         text += f"; must {line['must_tok_s']:g} {met}, {line['ratio_vs_reference']:.2f} x {peer}"
+    elif "must_share" in line:
+        text += f"; must {line['must_share']:g} of the roof {'met' if line['must_met'] else 'MISSED'}"
     return f"{text}; host {line['host_us']:.0f} us; {line['memory_over_mb']:.0f} MB over weights and cache"
 
 

@@ -2,7 +2,8 @@
 
     python scripts/gpu/tables.py FILE.jsonl ... [--into docs/performance.md]
 
-Of every case the last line counts, so that older files go first. `--into` replaces what stands between the two marks.
+Of every case on a kind of GPU the last line counts, so that older files go first; an H200's tables come first, as the
+bars are for it. `--into` replaces what stands between the two marks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STEPS = [
     ("8B, 4.0 bpw, 64 sequences", ("8b", "4.0", "fp16", 256, 64)),
     ("1.1B, 4.0 bpw, 1 sequence", ("1b", "4.0", "fp16", 256, 1)),
 ]
-MUST_SHARE = {"gateup": 75, "head": 75, "down": 68}
+MUST_SHARE = {"H200": {"gateup": 75, "head": 75, "down": 68}, "H100": {"gateup": 90, "head": 90, "down": 90}}
 
 
 def table(head: str, rows: Iterable[str]) -> list[str]:
@@ -35,10 +36,11 @@ def table(head: str, rows: Iterable[str]) -> list[str]:
 
 
 def mark(line: Line, key: str = "must_tok_s") -> str:
-    if key not in line:
+    if "must_met" not in line:
         return ""
-    share = f"{line['must_share']:.2f}, " if "must_share" in line else ""
-    return f"{share}{line[key]:,g}: {'met' if line['must_met'] else '**missed**'}"
+    bars = [f"{line['must_share']:.2f}"] if "must_share" in line else []
+    bars += [f"{line[key]:,g}"] if key in line else []
+    return f"{', '.join(bars)}: {'met' if line['must_met'] else '**missed**'}"
 
 
 def number(line: Line, key: str, form: str) -> str:
@@ -113,7 +115,8 @@ def products(lines: list[Line]) -> list[str]:
         if d is None:
             return ""
         share = d["pct_of_read_roof"]
-        bar = MUST_SHARE.get(shape) if str(bits) in ("4", "4.0") else None
+        bars = next((bars for kind, bars in MUST_SHARE.items() if kind in d["gpu"]), {})
+        bar = bars.get(shape) if str(bits) in ("4", "4.0") else None
         met = "" if bar is None else f" (must {bar}: {'met' if share >= bar else '**missed**'})"
         return f"{d['us_pdl']:.1f} us, {share:.0f} %{met}"
 
@@ -142,13 +145,16 @@ KINDS = {"step": steps, "prefill": prefills, "serve": serves, "gemv": products, 
 
 def text_of(files: list[Path]) -> str:
     lines = [json.loads(text) for file in files for text in file.read_text().splitlines() if text.startswith("{")]
-    last = [d for d in lines if d.get("bench") in KINDS]
-    about = sorted({(d["gpu"], d.get("date", "2026-11-21"), d["commit"]) for d in last})
-    out = ["; ".join(f"{gpu}, {date}, commit {commit}" for gpu, date, commit in about) + ".", ""]
-    for kind, make in KINDS.items():
-        of_kind = [d for d in last if d["bench"] == kind]
-        if of_kind:
-            out += make(of_kind)
+    known = [d for d in lines if d.get("bench") in KINDS]
+    out = []
+    for gpu in sorted({d["gpu"] for d in known}, key=lambda name: ("H200" not in name, name)):
+        of_gpu = [d for d in known if d["gpu"] == gpu]
+        about = sorted({(d.get("date", "2026-11-21"), d["commit"]) for d in of_gpu})
+        out += [f"{gpu}, " + "; ".join(f"{date}, commit {commit}" for date, commit in about) + ".", ""]
+        for kind, make in KINDS.items():
+            of_kind = [d for d in of_gpu if d["bench"] == kind]
+            if of_kind:
+                out += make(of_kind)
     return "\n".join(out).rstrip() + "\n"
 
 
