@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -128,6 +129,38 @@ def test_prefill_matches_the_oracle(kind: Any, dim: int) -> None:
     want = case.oracle([rows[i] for i in pick], [positions[i] for i in pick])
     assert_close(got[pick], want)
     assert plan[0] in ("decode", "prefill")
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_shapes_match_the_oracle(seed: int) -> None:
+    rng = random.Random(seed)
+    kind, dim = rng.choice(KINDS), 8 * rng.randint(8, 32) if seed % 4 else 32 * rng.choice((2, 3, 4, 6, 8))
+    lengths = [rng.randint(1, rng.choice((40, 300, 900))) for _ in range(rng.randint(1, 4))]
+    options: dict[str, Any] = {}
+    if rng.random() < 0.25:
+        options["window"] = rng.randint(1, 400)
+    if rng.random() < 0.15:
+        options["softcap"] = rng.uniform(5.0, 60.0)
+    case = make_case(
+        kind,
+        lengths,
+        heads=rng.randint(1, 3),
+        groups=rng.randint(1, 9),
+        dim=dim,
+        page_size=rng.choice((1, 5, 16, 64, 256, 256)),
+        shuffle=rng.randint(0, 2),
+    )
+    row = rng.randrange(len(lengths))
+    first = rng.randint(0, lengths[row] - 1)
+    count = min(lengths[row] - first, rng.choice((1, 2, 16, 17, 90)))  # tokens of one sequence, then one of each other
+    rows, positions = [row] * count, list(range(first, first + count))
+    for other, length in enumerate(lengths):
+        rows, positions = [*rows, other], [*positions, length - 1]
+    got = case.run(rows, positions, **options)
+    assert got.isfinite().all()
+    pick = sorted({0, count // 2, count - 1, *range(count, len(rows))})
+    want = case.oracle([rows[i] for i in pick], [positions[i] for i in pick], **options)
+    assert_close(got[pick], want)
 
 
 @pytest.mark.parametrize("kind", ["fp16", "q6"])

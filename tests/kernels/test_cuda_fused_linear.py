@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -115,6 +117,32 @@ def test_residual_in_place_and_captured(dtype: torch.dtype) -> None:
         static.copy_(h)
         graph.replay()
         assert torch.equal(static, want), m
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_products_with_what_stands_around_them(seed: int) -> None:
+    """Matrices of any widths and sizes, in one order or their own, with or without a norm, gate and residual."""
+    rng = random.Random(seed)
+    dtype, count, gated = rng.choice(DTYPES), rng.randint(1, 3), rng.random() < 0.4
+    perm = torch.randperm(K, generator=torch.Generator().manual_seed(seed)) if rng.random() < 0.6 else None
+    sizes = [32 * rng.randint(1, 30) for _ in range(2 if gated else count)]
+    if gated:
+        sizes[1] = sizes[0]
+    widths = [tuple(rng.choices((2, 3, 4, 5, 6, 8), k=rng.choice((1, 2)))) for _ in sizes]
+    matrices = [
+        exl2(n, *w, seed=seed + i, perm=perm, bias=rng.random() < 0.2)
+        for i, (n, w) in enumerate(zip(sizes, widths, strict=True))
+    ]
+    norm = norm_of(dtype) if rng.random() < 0.6 else None
+    fused = FusedLinear(matrices, norm=norm, activation="silu" if gated else None, dtype=dtype)
+    for m in (rng.randint(1, 2), rng.randint(3, 8), rng.randint(9, 64)):
+        x = activations(m, K, dtype)
+        inner = rms_norm(x, norm.weight, norm.eps) if norm else x
+        parts = [matrix.matmul(inner) for matrix in matrices]
+        want = gated_activation(parts[0], parts[1], "silu") if gated else torch.cat(parts, 1)
+        h = torch.randn_like(want) if rng.random() < 0.4 else None
+        got = fused(x, torch.full_like(want, float("nan")), h)
+        assert torch.equal(got, want if h is None else h + want), (sizes, widths, m)
 
 
 @pytest.mark.parametrize("kind", ["exl2", "gptq", "gptq act-order"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Mapping
 
@@ -225,6 +226,59 @@ def test_large_shapes_by_every_way(case: str) -> None:
     for m in (12, 32, 64):
         got = ways(made, activations(m, made.in_features, seed=m))
         assert torch.equal(got["batch"], got["direct"]), m
+
+
+def random_groups(rng: random.Random, most: int) -> list[tuple[int, int]]:
+    """Groups of any widths, of up to `most` rows together: all of 128 rows but the last, or of any multiple of 32."""
+    even, widths = rng.random() < 0.5, rng.sample((2, 3, 4, 5, 6, 8), rng.randint(1, 3))
+    left, groups = 32 * rng.randint(1, most // 32), []
+    while left:
+        rows = min(left, 128 if even else 32 * rng.randint(1, 6))
+        groups.append((rng.choice(widths), rows))
+        left -= rows
+    return groups
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_exl2_products(seed: int) -> None:
+    rng = random.Random(seed)
+    groups, n = random_groups(rng, rng.choice((256, 1024, 3072))), 32 * rng.randint(1, 24)
+    tensors, dtype = exl2_tensors(groups, n, seed), rng.choice((torch.float16, torch.bfloat16))
+    bias, prescale = rng.random() < 0.3, rng.choice((1.0, 1.0, 0.375))
+    if bias:
+        tensors["bias"] = torch.randn(n, generator=torch.Generator().manual_seed(seed)).half()
+    if rng.random() < 0.3:
+        tensors["q_invperm"] = torch.arange(tensors["q_invperm"].numel(), dtype=torch.int32)
+    made = QuantMatrix.from_exl2(tensors, device="cuda", prescale=prescale)
+    assert torch.equal(made.dequantize().cpu(), exl2_dequantize(tensors))
+    exact = unrounded(tensors, groups)
+    x = activations(64, made.in_features, dtype, seed)
+    want = (x.double().cpu() @ exact + (tensors["bias"].double() if bias else 0.0)) * prescale
+    alone = made.matmul(x[:1], out=torch.empty(1, n, device="cuda"))
+    for m in (rng.randint(1, 2), rng.randint(3, 8), rng.randint(9, 32), rng.randint(33, 64)):
+        wide = made.matmul(x[:m], out=torch.full((m, n), float("nan"), device="cuda"))
+        assert rms(wide, want[:m]) < PRECISION, (groups, n, m)
+        assert torch.equal(wide[:1], alone), m
+        assert torch.equal(made.matmul(x[:m]), wide.to(dtype)), m
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_gptq_products(seed: int) -> None:
+    rng = random.Random(seed)
+    bits, group = rng.choice((2, 3, 4, 4, 4, 8)), rng.choice((32, 64, 128, 128, 256))
+    k, n, act_order = group * rng.randint(1, max(1, 2048 // group)), 32 * rng.randint(1, 24), rng.random() < 0.5
+    tensors = gptq_tensors(bits, k, group, n, act_order, seed)
+    options = {"bits": bits, "zeros": rng.choice(("classic", "v2")), "group_size": group}
+    made = QuantMatrix.from_gptq(tensors, device="cuda", **options)  # type: ignore[arg-type]
+    want = gptq_dequantize(tensors, **options)  # type: ignore[arg-type]
+    assert torch.equal(made.dequantize().cpu(), want)
+    x = activations(64, k, rng.choice((torch.float16, torch.bfloat16)), seed)
+    right = x.double().cpu() @ want.double()
+    alone = made.matmul(x[:1], out=torch.empty(1, n, device="cuda"))
+    for m in (rng.randint(1, 2), rng.randint(3, 8), rng.randint(9, 32), rng.randint(33, 64)):
+        got = made.matmul(x[:m], out=torch.full((m, n), float("nan"), device="cuda"))
+        assert rms(got, right[:m]) < 1e-3, (k, n, m)
+        assert torch.equal(got[:1], alone), m
 
 
 def test_batches_on_their_way_at_once() -> None:
