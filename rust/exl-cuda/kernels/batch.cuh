@@ -455,7 +455,7 @@ DEVICE void batch_matmul(const BatchTask& p) {
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   constexpr int MEETING = W * 128 + (RACECHECK ? 128 : 32);  // racecheck's build: all threads of the block
   if (group == W) {
-    if constexpr (FEWER > 0 && !RACECHECK) fewer_registers<FEWER>();
+    if constexpr (FEWER > 0) fewer_registers<FEWER>();
     if (threadIdx.x < W * 128 + 32) {
       pdl_trigger();
       batch.set_up_stream();
@@ -465,7 +465,7 @@ DEVICE void batch_matmul(const BatchTask& p) {
       bar_arrive<1>(MEETING);
     }
   } else {
-    if constexpr (FEWER > 0 && !RACECHECK) more_registers<MORE>();
+    if constexpr (FEWER > 0) more_registers<MORE>();
     batch.set_up_maxima();
     bar<1>(MEETING);
     if (group < p.groups) {

@@ -69,14 +69,14 @@ struct Turn {
   }
 };
 
+// The barrier of the whole block in the build for racecheck: one instruction, wherever it is called from. synccheck takes threads that wait
+// at different ones for divergent, though for PTX they meet.
+__device__ __noinline__ void meet_at_one_place() { asm volatile("bar.sync 0;" ::: "memory"); }
 // A named barrier among `threads` threads of the block, to wait at or, where others wait, only to arrive at. In the build for racecheck
 // both wait, and one of the whole block is barrier 0: the tool loses count of named ones among threads that met elsewhere or are gone.
 template <int ID>
 DEVICE void bar(int threads) {
-  if (RACECHECK && threads == blockDim.x) {
-    asm volatile("bar.sync 0;" ::: "memory");
-    return;
-  }
+  if (RACECHECK && threads == blockDim.x) return meet_at_one_place();
   asm volatile("bar.sync %0, %1;" ::"n"(ID), "r"(threads) : "memory");
 }
 template <int ID>
@@ -84,9 +84,8 @@ DEVICE void bar_arrive(int threads) {
   if constexpr (RACECHECK) bar<ID>(threads);
   else asm volatile("bar.arrive %0, %1;" ::"n"(ID), "r"(threads) : "memory");
 }
-// The end of a block whose warps go different ways. In the build for racecheck they leave together: synccheck takes a thread that is gone
-// for one that never came to the barrier before.
+// The end of a block whose warps go different ways. In the build for racecheck they leave together.
 DEVICE void all_leave() {
-  if constexpr (RACECHECK) asm volatile("bar.sync 0;" ::: "memory");
+  if constexpr (RACECHECK) meet_at_one_place();
 }
 #endif
