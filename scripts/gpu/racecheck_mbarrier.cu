@@ -125,10 +125,23 @@ __global__ void __launch_bounds__(256, 1) registers(int* out) {
 #endif
 }
 
-int launch(const char* name, void (*kernel)(int*), int threads) {
+// Barriers of the whole block and nothing else, in blocks as large as the ring kernel's; after the first, every warp on its own takes its
+// time, as much as its number says where APART is set.
+template <bool APART>
+__global__ void __launch_bounds__(576, 1) whole_blocks(int* out) {
+  extern __shared__ int value[];
+  value[threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  if (APART) __nanosleep(threadIdx.x / 32 * 200);
+  const int v = value[575 - threadIdx.x];
+  if (blockIdx.x == 0) out[threadIdx.x] = v;
+}
+
+int launch(const char* name, void (*kernel)(int*), int threads, int blocks = 4, int shared = 0) {
   int* out;
   cudaMalloc(&out, 4096);
-  kernel<<<4, threads>>>(out);
+  if (shared) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  kernel<<<blocks, threads, shared>>>(out);
   const cudaError_t error = cudaDeviceSynchronize();
   printf("%s: %s\n", name, cudaGetErrorString(error));
   return error == cudaSuccess ? 0 : 2;
@@ -156,7 +169,10 @@ int main(int count, char** words) {
                    run_teams<0, false>, run_teams<1, false>, run_teams<1, true>,
                    [] { return launch("a part, then all", part_then_all<false>, 128); },
                    [] { return launch("a part, then all, a warp gone", part_then_all<true>, 128); },
-                   [] { return launch("registers given away", registers, 256); }};
+                   [] { return launch("registers given away", registers, 256); },
+                   [] { return launch("whole blocks", whole_blocks<false>, 576, 132, 200 * 1024); },
+                   [] { return launch("whole blocks, warps apart", whole_blocks<true>, 576, 132, 200 * 1024); },
+                   [] { return launch("whole small blocks, warps apart", whole_blocks<true>, 576, 8, 4096); }};
   const int form = count > 1 ? atoi(words[1]) : 0;
   return form < 0 || form >= static_cast<int>(sizeof(runs) / sizeof(runs[0])) ? 3 : runs[form]();
 }

@@ -3,8 +3,8 @@
 #
 # usage: scripts/gpu/sanitize.sh memcheck|racecheck|synccheck|initcheck [seconds, default 70] [processes, default 1] [pytest paths, default tests/kernels]
 #
-# One case of every test function at least, then as many as the time allows (subset_plugin.py), dealt out to processes side by
-# side. Kernels of torch are left out by name where the tool can do without: they are not ours and cost most of the time.
+# One case of every test function at least, then as many as the time allows (subset_plugin.py); processes side by side take one
+# after the other. Kernels of torch are left out by name where the tool can do without: they are not ours and cost most of the time.
 #
 # memcheck, initcheck: without torch's caching allocator, so that every tensor is an allocation of its own whose ends are watched;
 # tests that capture graphs cannot run so, and run under the other tools.
@@ -40,8 +40,9 @@ if [ "$tool" = racecheck ]; then
   export EXL_CUDA_PDL=0 EXL_SUBSET_WITHOUT=set_programmatic_launch,programmatic]
   scripts/gpu/racecheck_probe.sh || exit 3
 fi
+rm -rf "$log/$tool-queue"
 for ((i = 0; i < processes; i++)); do
-  EXL_SUBSET_SHARD=$i/$processes EXL_SUBSET_LOG=$log/$tool-cases-$i.txt timeout "${SANITIZE_LIMIT:-0}" compute-sanitizer "${options[@]}" \
+  EXL_SUBSET_QUEUE=$log/$tool-queue EXL_SUBSET_LOG=$log/$tool-cases-$i.txt timeout "${SANITIZE_LIMIT:-0}" compute-sanitizer "${options[@]}" \
     python3 -m pytest -m cuda -p no:cacheprovider -p subset_plugin --tb=short "${paths[@]:-tests/kernels}" > "$log/$tool-$i.txt" 2>&1 &
   running[i]=$!
 done
@@ -60,4 +61,5 @@ cat "$log/$tool"-cases-*.txt 2>/dev/null | awk -v tool="$tool" '{n[$1]++; split(
   END {for (f in functions) k++; printf "%s: %d cases passed, %d failed, %d skipped; %d functions\n", tool, n["passed"], n["failed"], n["skipped"], k}'
 cat "$log/$tool"-[0-9]*.txt | grep -c 'Race reported.*nvjet' | sed 's/^/reports on kernels of cuBLAS: /'
 cat "$log/$tool"-[0-9]*.txt | grep -hoE 'ERROR SUMMARY: [0-9]+ error|RACECHECK SUMMARY: .*' | sort | uniq -c
+rm -rf "$log/$tool-queue"
 exit $failed

@@ -5,9 +5,9 @@
 Every function's first case runs, whatever it takes, then every function's second one, and so on until the time is
 up. Cases of one function come in a fixed mixed order, so that the first few differ in more than their last parameter.
 What was left out is counted at the end: it is neither passed nor skipped. EXL_SUBSET_WITHOUT is words with commas
-between: cases with one of them in their function's source or in their name are left out. EXL_SUBSET_SHARD=I/N runs
-every N-th case from the I-th on, for N processes side by side. EXL_SUBSET_LOG is a file for a line a case: outcome,
-seconds, name.
+between: cases with one of them in their function's source or in their name are left out. EXL_SUBSET_QUEUE is a folder
+that processes side by side share: a case is run by the first of them that comes to it. EXL_SUBSET_LOG is a file for a
+line a case: outcome, seconds, name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import random
 import time
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -24,14 +25,15 @@ import pytest
 class Subset:
     """The order of the cases, and when it is enough."""
 
-    def __init__(self, seconds: float, without: list[str], shard: tuple[int, int], log: str | None) -> None:
+    def __init__(self, seconds: float, without: list[str], queue: str | None, log: str | None) -> None:
         self.seconds = seconds
         self.without = without
-        self.shard = shard
+        self.queue = None if queue is None else Path(queue)
         self.log = log
         self.began = time.monotonic()
         self.functions: dict[str, list[pytest.Item]] = defaultdict(list)
         self.round_of: dict[str, int] = {}
+        self.number_of: dict[str, int] = {}
         self.run: dict[str, int] = defaultdict(int)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -44,19 +46,29 @@ class Subset:
         for name, cases in self.functions.items():
             random.Random(name).shuffle(cases)
             self.round_of.update({item.nodeid: i for i, item in enumerate(cases)})
-        ordered = sorted(
-            (item for cases in self.functions.values() for item in cases), key=lambda item: self.round_of[item.nodeid]
-        )
-        mine, of = self.shard
-        items[:] = ordered[mine::of]
+        every = [item for cases in self.functions.values() for item in cases]
+        items[:] = sorted(every, key=lambda item: self.round_of[item.nodeid])
+        self.number_of = {item.nodeid: i for i, item in enumerate(items)}
         self.began = time.monotonic()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         if self.round_of[item.nodeid] and time.monotonic() - self.began > self.seconds:
             return True  # left out
+        if not self._claim(self.number_of[item.nodeid]):
+            return True  # another process's
         self.run[item.nodeid.split("[")[0]] += 1
         return None
+
+    def _claim(self, number: int) -> bool:
+        if self.queue is None:
+            return True
+        self.queue.mkdir(parents=True, exist_ok=True)
+        try:
+            (self.queue / str(number)).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self.log is not None and (report.when == "call" or report.outcome != "passed"):
@@ -74,6 +86,5 @@ class Subset:
 def pytest_configure(config: pytest.Config) -> None:
     seconds = float(os.environ.get("EXL_SUBSET_SECONDS", "60"))
     without = [word for word in os.environ.get("EXL_SUBSET_WITHOUT", "").split(",") if word]
-    mine, _, of = os.environ.get("EXL_SUBSET_SHARD", "0/1").partition("/")
-    subset = Subset(seconds, without, (int(mine), int(of)), os.environ.get("EXL_SUBSET_LOG"))
+    subset = Subset(seconds, without, os.environ.get("EXL_SUBSET_QUEUE"), os.environ.get("EXL_SUBSET_LOG"))
     config.pluginmanager.register(subset, "exl-subset")
