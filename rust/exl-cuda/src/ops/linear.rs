@@ -314,7 +314,7 @@ pub unsafe fn matmul(
         block: 256,
         shared_bytes: 0,
         stream: to.stream,
-        // Its loads of the prepared rows go through L1, which a launch that overlaps its predecessor does not clear.
+        // Made for any architecture, it does not wait for its predecessor itself.
         programmatic: false,
     };
     let y_type = op.y_type as i32;

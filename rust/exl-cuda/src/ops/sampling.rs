@@ -50,7 +50,7 @@ pub struct Edit {
     pub id: u32,
 }
 
-/// One row as the kernels read it. Addresses are of device or pinned host memory; see kernels/sampling.cu.
+/// One row as the kernels read it. Addresses are of device or pinned host memory; see kernels/sampling_rows.cuh.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct Row {
