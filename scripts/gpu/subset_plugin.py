@@ -20,6 +20,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 
 class Subset:
@@ -52,13 +53,17 @@ class Subset:
         self.began = time.monotonic()
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
         if self.round_of[item.nodeid] and time.monotonic() - self.began > self.seconds:
             return True  # left out
         if not self._claim(self.number_of[item.nodeid]):
             return True  # another process's
         self.run[item.nodeid.split("[")[0]] += 1
-        return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        # Which case comes next is not known: everything is torn down.
+        runtestprotocol(item, nextitem=None)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
 
     def _claim(self, number: int) -> bool:
         if self.queue is None:
