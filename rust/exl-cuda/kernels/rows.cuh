@@ -1,4 +1,4 @@
-// Activation rows into layout order for the kernels of skinny.cuh: norm, BF16's factor and the permutations of all matrices in one launch.
+// Activation rows into layout order for the kernels of few.cuh: norm, BF16's factor and the permutations of all matrices in one launch.
 #pragma once
 #include <type_traits>
 
@@ -6,17 +6,16 @@
 
 constexpr int COPIES = 3, ROWS_THREADS = 128;
 
-// The same struct as `ops::skinny::Preparation`.
+// The same struct as `ops::few::Preparation`.
 struct RowsTask {
   const void* x;        // [m, k]
   const float* weight;  // of an RMS norm; null when there is none
   uint8_t* out;         // copies, each [units][4096 bytes] as in prepared.cuh; columns past m are zero
   float* multipliers;   // [m]
-  int *arrivals, *more_arrivals;  // to be zeroed
   size_t copy_bytes;
   const int* features[COPIES];  // the feature in each row of the layout, or -1
   int rows[COPIES];
-  int copies, units, k, m, arrivals_count, more_arrivals_count;
+  int copies, units, k, m;
   float eps, offset;
 };
 
@@ -54,10 +53,6 @@ DEVICE void prepare_rows(const RowsTask& p) {
   if (p.weight)
     for (int i = tid * 32; i < p.k; i += ROWS_THREADS * 32) asm volatile("prefetch.global.L1 [%0];" ::"l"(p.weight + i));
   pdl_wait();
-  if (token == 0) {
-    for (int i = chunk; i < p.arrivals_count; i += ROWS_THREADS * gridDim.y) p.arrivals[i] = 0;
-    for (int i = chunk; i < p.more_arrivals_count; i += ROWS_THREADS * gridDim.y) p.more_arrivals[i] = 0;
-  }
   if (token >= p.m) {
     for (int copy = 0; copy < p.copies; copy++) store_eight(p, copy, chunk, token, make_uint4(0, 0, 0, 0));
     return;

@@ -5,7 +5,7 @@
 
 use exl_cuda::layout::{Codes, Layout};
 use exl_cuda::ops::linear::{self, Addresses, Half, Matrix, Product};
-use exl_cuda::ops::{Target, batch, ring, skinny};
+use exl_cuda::ops::{Target, batch, few, ring};
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::{GptqView, Zeros};
 use half::f16;
@@ -501,7 +501,7 @@ impl CudaRing {
     /// Most rows of `run_few` on this GPU; 0 where it cannot run.
     fn few_rows(&self, py: Python<'_>) -> PyResult<usize> {
         let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        Ok(skinny::rows(&info.info, &self.parts(), self.gate.is_some()))
+        Ok(few::rows(&info.info, &self.parts(), self.gate.is_some()))
     }
 
     /// Bytes of scratch memory that `run_few` needs.
@@ -509,7 +509,7 @@ impl CudaRing {
     fn few_bytes(&self, py: Python<'_>, tuning: Option<(i32, i32, i32)>) -> PyResult<usize> {
         let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
         let gated = self.gate.is_some();
-        Ok(skinny::scratch_bytes(
+        Ok(few::scratch_bytes(
             &info.info,
             &self.parts(),
             gated,
@@ -538,7 +538,7 @@ impl CudaRing {
         expect(scratch.dtype == DType::U8, "scratch must be uint8")?;
         let room = (scratch.ptr, scratch.numel());
         // SAFETY: as in `CudaMatrix::matmul`.
-        py.detach(|| unsafe { skinny::launch(to, &parts, &op, room, tuning) })
+        py.detach(|| unsafe { few::launch(to, &parts, &op, room, tuning) })
             .map_err(|error| device_error(py, &error))
     }
 
@@ -546,7 +546,7 @@ impl CudaRing {
     fn few_pair_bytes(&self, py: Python<'_>, following: &Self) -> PyResult<usize> {
         let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
         let first = (&self.parts()[..], self.gate.is_some());
-        let bytes = skinny::pair_bytes(&info.info, first, &following.parts());
+        let bytes = few::pair_bytes(&info.info, first, &following.parts());
         Ok(bytes.filter(|_| following.gate.is_none()).unwrap_or(0))
     }
 
@@ -612,14 +612,14 @@ impl CudaRing {
         let (one, two) = (self.parts(), following.parts());
         let room = (scratch.ptr, scratch.numel());
         // SAFETY: as in `CudaMatrix::matmul`.
-        py.detach(|| unsafe { skinny::launch_pair(to, (&one, &first), (&two, &second), room) })
+        py.detach(|| unsafe { few::launch_pair(to, (&one, &first), (&two, &second), room) })
             .map_err(|error| device_error(py, &error))
     }
 }
 
-fn few_tuning(tuning: Option<(i32, i32, i32)>) -> skinny::Tuning {
+fn few_tuning(tuning: Option<(i32, i32, i32)>) -> few::Tuning {
     let (cut, slots, window) = tuning.unwrap_or_default();
-    skinny::Tuning { cut, slots, window }
+    few::Tuning { cut, slots, window }
 }
 
 /// Weight, eps and offset of an RMS norm.

@@ -132,11 +132,11 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     match file {
         "ring" => ring_kernels("exl2"),
         "ring_gptq" => ring_kernels("gptq"),
-        "skinny" => skinny_kernels("exl2")
+        "few" => few_kernels("exl2")
             .into_iter()
             .chain(["prepare_rows_f16", "prepare_rows_bf16"].map(str::to_owned))
             .collect(),
-        "skinny_gptq" => skinny_kernels("gptq"),
+        "few_gptq" => few_kernels("gptq"),
         "linear" => kinds()
             .map(|(kind, entry)| format!("dequantize_{kind}_{entry}"))
             .chain(
@@ -167,10 +167,10 @@ fn ring_kernels(kind: &str) -> Vec<String> {
         .collect()
 }
 
-fn skinny_kernels(kind: &str) -> Vec<String> {
+fn few_kernels(kind: &str) -> Vec<String> {
     [128, 32]
         .into_iter()
-        .map(|entry| format!("skinny_{kind}_{entry}"))
+        .map(|entry| format!("few_{kind}_{entry}"))
         .collect()
 }
 

@@ -4,6 +4,7 @@ pub mod attention;
 pub mod batch;
 pub mod elementwise;
 pub mod embedding;
+pub mod few;
 pub mod kv;
 pub mod linear;
 pub mod norm;
@@ -13,7 +14,6 @@ pub mod ring;
 pub mod rope;
 pub mod rope_store;
 pub mod sampling;
-pub mod skinny;
 
 use crate::launch::CudaError;
 

@@ -9,16 +9,15 @@ use crate::launch::{CudaError, Launch};
 
 /// Most rows of the kernel.
 pub const MOST_ROWS: usize = 8;
-/// Row tiles in a stage of the ring.
-const GROUP: usize = 8;
-/// Columns of two tiles in a round, and sides of a block's classes.
-const ITEMS: usize = 4;
-const SIDES: usize = 4;
-/// Warps that multiply, and two that fetch.
-const THREADS: u32 = (ITEMS * SIDES + 2) as u32 * 32;
+/// Warps that multiply, one that streams weights, and those that finish tiles.
+const THREADS: u32 = (16 + 1 + FINISHERS as u32) * 32;
+/// Warps that finish tiles, each with result buffers of its own.
+const FINISHERS: usize = 2;
 const ROWS_THREADS: u32 = 128;
-/// Classes of units; `sum_classes` in `kernels/tile.cuh`.
+/// Classes of units; `sum_classes` in `kernels/tile.cuh`. Each has a warp.
 const CLASSES: usize = 16;
+/// By how much a warp's class moves on from one round to the next.
+const NEXT: usize = 5;
 /// Prepared activations of a unit and eight rows.
 const X_BYTES: usize = 4096;
 /// Results that are the prepared input of another launch; the number follows those of [`Half`].
@@ -27,47 +26,48 @@ const PREPARED: i32 = 3;
 const PART_BYTES: usize = 512;
 /// Bytes in flight per multiprocessor beyond which everything else waits behind weights (spec/kernels-measured.md 6.1).
 const BYTES_IN_FLIGHT: usize = 33 * 1024;
-/// Bytes of a ring, when they fit: the rest of a multiprocessor is left to the small kernels in between, which then start early.
-const RING_BYTES: usize = 125 * 1024;
-const MOST_SLOTS: usize = 32;
-/// Bytes of activations that may stay in shared memory where K is whole.
-const MOST_RESIDENT: usize = 72 * 1024;
-/// Left free for a block of the kernel that prepares the next input.
-const LEFT_FREE: usize = 10 * 1024;
+/// Bytes of a ring, when they fit, and the least worth having before K is cut further: the rest of a multiprocessor is left to the small
+/// kernels in between, which then start early.
+const RING_BYTES: usize = 88 * 1024;
+const LEAST_RING: usize = 60 * 1024;
 /// More than half of a multiprocessor's shared memory, so that one block is placed on each (spec/kernels-measured.md 6.2).
 const LEAST_SHARED: usize = 116 * 1024;
 
-/// `struct SkinnyPart` of `kernels/skinny.cuh`.
+/// `struct FewPart` of `kernels/few.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Part {
     matrix: MatrixArgument,
-    stages_at: u32,
+    pieces_at: u32,
     units_at: u32,
     maxima_at: u32,
     x_at: u32,
     copy: i32,
-    columns: i32,
     y_offset: i32,
 }
 
-/// `struct SkinnyTask` of `kernels/skinny.cuh`.
+/// `struct FewTask` of `kernels/few.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Task {
     barriers_at: u32,
     stage_stride: u32,
-    unit_room: u32,
     slots: i32,
     window: i32,
     count: i32,
     cut: i32,
     units: i32,
-    columns: i32,
+    stages: i32,
+    stage_log: i32,
+    rounds: i32,
     longer: i32,
+    tiles: i32,
     gate: i32,
     results_at: u32,
     places_at: u32,
+    mail_at: u32,
+    buffers: i32,
+    mails: i32,
     m: i32,
     y_kind: i32,
     y_stride: i32,
@@ -76,8 +76,6 @@ struct Task {
     copy_bytes: usize,
     x: usize,
     multipliers: usize,
-    sums: usize,
-    arrivals: usize,
     y: usize,
     residual: usize,
     row_of_feature: usize,
@@ -92,8 +90,6 @@ struct Preparation {
     weight: usize,
     out: usize,
     multipliers: usize,
-    arrivals: usize,
-    more_arrivals: usize,
     copy_bytes: usize,
     features: [usize; MATRICES],
     layout_rows: [i32; MATRICES],
@@ -101,13 +97,12 @@ struct Preparation {
     units: i32,
     k: i32,
     m: i32,
-    arrivals_count: i32,
-    more_arrivals_count: i32,
     eps: f32,
     offset: f32,
 }
 
-/// Parts of K (1 or 4), depth and window of the ring, for benchmarks that try others than the planned ones; zero leaves one as planned.
+/// Parts of K (1, 2 or 4), slots and window of the ring, for benchmarks that try others than the planned ones; zero leaves one as
+/// planned.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tuning {
     pub cut: i32,
@@ -115,34 +110,81 @@ pub struct Tuning {
     pub window: i32,
 }
 
-/// Where the scratch memory's parts begin.
-#[derive(Clone, Copy, Debug)]
-struct Scratch {
-    multipliers: usize,
-    arrivals: usize,
-    sums: usize,
-    bytes: usize,
-}
-
 /// A planned launch, its addresses missing.
 struct Plan {
     task: Task,
     rows: Preparation,
     shared: usize,
-    blocks: usize,
-    scratch: Scratch,
+    groups: usize,
 }
 
-/// Units in each side of a block's classes, for the part of K with this number.
-fn sides(units: usize, cut: usize, rank: usize) -> [usize; SIDES] {
-    let leaves = CLASSES / SIDES / cut;
-    let class = |leaf: usize| leaf >> 2 | (leaf & 2) << 1 | (leaf & 1) << 3;
-    std::array::from_fn(|side| {
-        let first = (SIDES * rank + side) * leaves;
-        (first..first + leaves)
-            .map(|leaf| (units + CLASSES - 1 - class(leaf)) / CLASSES)
-            .sum()
-    })
+/// How K is cut and staged: parts, units of a tile in a stage as a power of two.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    cut: usize,
+    stage_log: usize,
+}
+
+impl Shape {
+    /// Units of the longest part, whose quarters have every fourth unit each, and the stages of a round.
+    fn stages(self, units: usize) -> usize {
+        let quarters = 4 / self.cut;
+        let own = units / 4 * quarters + (units % 4).min(quarters);
+        own.div_ceil(1 << self.stage_log)
+    }
+
+    /// Where unit `local` of part `rank` stands in the tile.
+    fn unit(self, rank: usize, local: usize) -> usize {
+        let quarters = 4 / self.cut;
+        local / quarters * 4 + rank * quarters + local % quarters
+    }
+
+    /// Most bytes that a stage has of one tile.
+    fn room(self, offsets: &[u32]) -> usize {
+        let units = offsets.len() - 1;
+        let bytes = |u: usize| (offsets[(u + 1).min(units)] - offsets[u.min(units)]) as usize;
+        let own = self.stages(units) << self.stage_log;
+        (0..self.cut)
+            .flat_map(|rank| {
+                (0..own)
+                    .step_by(1 << self.stage_log)
+                    .map(move |first| (rank, first))
+            })
+            .map(|(rank, first)| {
+                (first..first + (1 << self.stage_log))
+                    .map(|local| bytes(self.unit(rank, local)))
+                    .sum()
+            })
+            .max()
+            .unwrap_or(0)
+    }
+
+    /// Slots of a ring beyond its window: stages that lie between two that a warp consumes. A warp that waits for a stage must not meet
+    /// its slot's barrier in the phase before the last (`ring.rs` has the reasoning).
+    fn spare_slots(self, stages: usize) -> usize {
+        let classes = CLASSES / self.cut;
+        let (within, step) = (
+            |at: usize| (at % classes) >> self.stage_log,
+            classes >> self.stage_log,
+        );
+        (0..CLASSES)
+            .map(|at| {
+                // Rounds in which a warp has no stage at all count as passed over.
+                let (mut passed, mut next) = (0, at);
+                let last = (within(at)..stages).step_by(step).next_back();
+                loop {
+                    next = (next + NEXT) % CLASSES;
+                    passed += stages;
+                    if within(next) < stages {
+                        break;
+                    }
+                }
+                last.map_or(0, |last| passed + within(next) - last)
+            })
+            .chain([step])
+            .max()
+            .unwrap_or(step)
+    }
 }
 
 /// Bytes handed out one after the other.
@@ -153,55 +195,6 @@ impl Arena {
         let at = self.0.next_multiple_of(128);
         self.0 = at + bytes;
         at as u32
-    }
-}
-
-/// Places in shared memory behind a ring of so many slots.
-struct Places {
-    parts: [Part; MATRICES],
-    results_at: u32,
-    matrices_at: u32,
-    barriers_at: u32,
-    bytes: usize,
-}
-
-fn places(
-    matrices: &[&Matrix],
-    copies: &[usize],
-    stages: usize,
-    ring: usize,
-    slots: usize,
-) -> Places {
-    let mut arena = Arena(ring);
-    let count = copies.iter().max().map_or(0, |most| most + 1);
-    let x_at: Vec<u32> = (0..count).map(|_| arena.take(stages * X_BYTES)).collect();
-    let mut column = 0;
-    let parts = std::array::from_fn(|i| {
-        let matrix = matrices.get(i).unwrap_or(&matrices[0]);
-        let known = i < matrices.len();
-        let bytes = |b: usize| if known { b * stages } else { 0 };
-        let part = Part {
-            matrix: matrix.argument,
-            stages_at: arena.take(bytes(8)),
-            units_at: arena.take(bytes(8)),
-            maxima_at: arena.take(bytes(2 * 256 / matrix.entry_rows)),
-            x_at: x_at[copies.get(i).copied().unwrap_or(0)],
-            copy: copies.get(i).copied().unwrap_or(0) as i32,
-            columns: (matrix.argument.tiles + 1) / 2,
-            y_offset: column,
-        };
-        column += matrix.argument.out_features;
-        part
-    });
-    let results_at = arena.take(GROUP * SIDES * PART_BYTES);
-    let matrices_at = arena.take(16 * MATRICES);
-    let barriers_at = arena.take((2 * slots + 2 * ITEMS + stages) * 8);
-    Places {
-        parts,
-        results_at,
-        matrices_at,
-        barriers_at,
-        bytes: arena.0,
     }
 }
 
@@ -216,24 +209,6 @@ fn copies(matrices: &[&Matrix]) -> Vec<usize> {
         found.push(same.map_or(next, |before| found[before]));
     }
     found
-}
-
-fn scratch(units: usize, copies: usize, items: usize, cut: usize) -> Scratch {
-    let prepared = copies * units * X_BYTES;
-    let multipliers = prepared;
-    let arrivals = multipliers + 128;
-    let sums = (arrivals + 4 * items).next_multiple_of(128);
-    let bytes = if cut > 1 {
-        sums + items * 2 * cut * PART_BYTES
-    } else {
-        sums
-    };
-    Scratch {
-        multipliers,
-        arrivals,
-        sums,
-        bytes,
-    }
 }
 
 fn fits(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> bool {
@@ -266,18 +241,22 @@ fn plan(
     if !(1..=MOST_ROWS).contains(&m) || !fits(device, matrices, gated) {
         return None;
     }
-    let units = matrices.iter().map(|a| a.unit_offsets.len() - 1).max()?;
-    let tiles: usize = matrices.iter().map(|a| a.argument.tiles as usize).sum();
-    // Where there are many tiles, a block can have all of K: no sums to be handed over. Otherwise parts of K even the load out.
-    let whole = copies(matrices).iter().max()? * units * X_BYTES + units * X_BYTES <= MOST_RESIDENT;
-    let many = tiles >= 8 * device.multiprocessors as usize;
-    let cuts: &[usize] = match tuning.cut {
-        1 => &[1],
-        0 if whole && many => &[1, 4],
-        _ => &[4],
-    };
-    cuts.iter()
-        .find_map(|&cut| plan_cut(device, matrices, m, gated, cut, tuning))
+    let shapes = [(1, 3), (2, 1), (4, 1)].map(|(cut, stage_log)| Shape { cut, stage_log });
+    let plans = shapes
+        .into_iter()
+        .filter(|shape| tuning.cut == 0 || shape.cut == tuning.cut as usize)
+        .filter_map(|shape| plan_cut(device, matrices, m, gated, shape, tuning));
+    let mut best: Option<Plan> = None;
+    for plan in plans {
+        let ring = |plan: &Plan| plan.task.slots as usize * plan.task.stage_stride as usize;
+        if ring(&plan) >= LEAST_RING {
+            return Some(plan);
+        }
+        if best.as_ref().is_none_or(|best| ring(best) < ring(&plan)) {
+            best = Some(plan);
+        }
+    }
+    best
 }
 
 fn plan_cut(
@@ -285,73 +264,104 @@ fn plan_cut(
     matrices: &[&Matrix],
     m: usize,
     gated: bool,
-    cut: usize,
+    shape: Shape,
     tuning: Tuning,
 ) -> Option<Plan> {
-    let space = (device.shared_bytes_per_block as usize).checked_sub(LEFT_FREE)?;
+    let space = device.shared_bytes_per_block as usize;
+    let cut = shape.cut;
     let count = |a: &Matrix| a.unit_offsets.len() - 1;
     let units = matrices.iter().map(|a| count(a)).max()?;
-    let room = matrices
-        .iter()
-        .flat_map(|a| a.unit_offsets.windows(2).map(|w| (w[1] - w[0]) as usize))
-        .max()?;
+    let stages = shape.stages(units);
+    let room = matrices.iter().map(|a| shape.room(&a.unit_offsets)).max()?;
+    let stride = cut * room.next_multiple_of(128);
     let bytes: usize = matrices
         .iter()
         .map(|a| a.argument.tile_bytes as usize)
         .sum();
-    let mean = (GROUP * bytes / matrices.iter().map(|a| count(a)).sum::<usize>().max(1)).max(1);
-    let stride = (GROUP * room).next_multiple_of(128);
-    let longest = (0..cut).flat_map(|rank| sides(units, cut, rank)).max()?;
-    let stages = SIDES * longest;
-    // A warp steps from stage to stage by SIDES and must not meet a slot's barrier in the phase before the last (`ring.rs` has the
-    // reasoning).
-    let spare = SIDES;
-    let copies = copies(matrices);
-    let wanted = match tuning.slots {
-        0 => (RING_BYTES / stride).clamp(spare + 1, MOST_SLOTS),
-        slots => (slots as usize).clamp(spare + 1, MOST_SLOTS),
+    let all: usize = matrices.iter().map(|a| count(a)).sum();
+    let mean = ((cut << shape.stage_log) * bytes / all.max(1)).max(1);
+    let spare = shape.spare_slots(stages);
+    let tiles: usize = matrices.iter().map(|a| a.argument.tiles as usize).sum();
+    // What groups of blocks are dealt: rounds, or pairs of rounds.
+    let turns = gated && cut == 1;
+    let pairs = tiles.div_ceil(if turns { 2 } else { cut });
+    let groups = pairs.min(device.multiprocessors as usize / cut).max(1);
+    let rounds = pairs.div_ceil(groups) * if turns { 2 } else { 1 };
+    let (items, tiles_each) = if gated { (cut / 2, 2) } else { (cut, 1) };
+    let mails = if cut > 1 {
+        (rounds * items).div_ceil(cut)
+    } else {
+        0
     };
-    let (slots, places) = (spare + 1..=wanted)
+    let copies = copies(matrices);
+    let buffers = FINISHERS * if turns { 2 } else { 1 };
+    let mut arena = Arena(0);
+    let copy_count = copies.iter().max()? + 1;
+    let own = stages << shape.stage_log;
+    let x_at: Vec<u32> = (0..copy_count).map(|_| arena.take(own * X_BYTES)).collect();
+    let mut column = 0;
+    let parts = std::array::from_fn(|i| {
+        let matrix = matrices.get(i).unwrap_or(&matrices[0]);
+        let bytes = |b: usize| if i < matrices.len() { b } else { 0 };
+        let copy = copies.get(i).copied().unwrap_or(0);
+        let part = Part {
+            matrix: matrix.argument,
+            pieces_at: arena.take(bytes(2 * stages * 16)),
+            units_at: arena.take(bytes(8 * own)),
+            maxima_at: arena.take(bytes(2 * 256 / matrix.entry_rows * own)),
+            x_at: x_at[copy],
+            copy: copy as i32,
+            y_offset: column,
+        };
+        column += matrix.argument.out_features;
+        part
+    });
+    let results_at = arena.take(buffers * CLASSES * PART_BYTES);
+    let mail_at = arena.take(mails * tiles_each * 4 * PART_BYTES);
+    let places_at = arena.take(16 * MATRICES);
+    let wanted = match tuning.slots {
+        0 => RING_BYTES / stride.max(1),
+        slots => slots as usize,
+    }
+    .max(spare + 1);
+    // The ring comes first, so that its slots are aligned; everything else moves behind it.
+    let rest = arena.0;
+    let total = |slots: usize| {
+        let ring = slots * stride;
+        ring + (rest.next_multiple_of(128)) + (2 * slots + 2 * buffers + 1 + mails) * 8
+    };
+    let slots = (spare + 1..=wanted)
         .rev()
-        .map(|slots| {
-            (
-                slots,
-                places(matrices, &copies, stages, slots * stride, slots),
-            )
-        })
-        .find(|(_, places)| places.bytes <= space)?;
+        .find(|&slots| total(slots) <= space)?;
+    let behind = (slots * stride) as u32;
     let window = match tuning.window {
         0 => (BYTES_IN_FLIGHT + mean / 2) / mean,
         window => window as usize,
     };
-    let halves = |a: &&Matrix| (a.argument.tiles as usize).div_ceil(2);
-    let items: usize = if gated {
-        matrices[0].argument.tiles as usize
-    } else {
-        matrices.iter().map(halves).sum()
-    };
-    let runs = items.min(device.multiprocessors as usize / cut).max(1);
-    let copy_count = copies.iter().max()? + 1;
-    let scratch = scratch(units, copy_count, items, cut);
     let argument = |i: usize| matrices.get(i).map(|a| a.argument);
     let columns: i32 = (0..MATRICES)
         .filter_map(argument)
         .map(|a| a.out_features)
         .sum();
     let mut task = Task {
-        barriers_at: places.barriers_at,
+        barriers_at: behind + rest.next_multiple_of(128) as u32,
         stage_stride: stride as u32,
-        unit_room: room as u32,
         slots: slots as i32,
         window: window.clamp(1, slots - spare) as i32,
         count: matrices.len() as i32,
         cut: cut as i32,
         units: units as i32,
-        columns: (items / runs) as i32,
-        longer: (items % runs) as i32,
+        stages: stages as i32,
+        stage_log: shape.stage_log as i32,
+        rounds: (pairs / groups) as i32,
+        longer: (pairs % groups) as i32,
+        tiles: tiles as i32,
         gate: -1,
-        results_at: places.results_at,
-        places_at: places.matrices_at,
+        results_at: behind + results_at,
+        places_at: behind + places_at,
+        mail_at: behind + mail_at,
+        buffers: buffers as i32,
+        mails: mails as i32,
         m: m as i32,
         y_kind: 0,
         y_stride: if gated { columns / 2 } else { columns },
@@ -360,13 +370,17 @@ fn plan_cut(
         copy_bytes: units * X_BYTES,
         x: 0,
         multipliers: 0,
-        sums: 0,
-        arrivals: 0,
         y: 0,
         residual: 0,
         row_of_feature: 0,
-        parts: places.parts,
+        parts,
     };
+    for part in &mut task.parts {
+        part.pieces_at += behind;
+        part.units_at += behind;
+        part.maxima_at += behind;
+        part.x_at += behind;
+    }
     if gated {
         task.parts[1].y_offset = 0;
     }
@@ -375,8 +389,6 @@ fn plan_cut(
         weight: 0,
         out: 0,
         multipliers: 0,
-        arrivals: 0,
-        more_arrivals: 0,
         copy_bytes: units * X_BYTES,
         features: [0; MATRICES],
         layout_rows: [0; MATRICES],
@@ -384,8 +396,6 @@ fn plan_cut(
         units: units as i32,
         k: matrices[0].argument.in_features,
         m: m as i32,
-        arrivals_count: if cut > 1 { items as i32 } else { 0 },
-        more_arrivals_count: 0,
         eps: 0.0,
         offset: 0.0,
     };
@@ -396,9 +406,8 @@ fn plan_cut(
     Some(Plan {
         task,
         rows,
-        shared: places.bytes.max(LEAST_SHARED.min(space)),
-        blocks: runs * cut,
-        scratch,
+        shared: total(slots).max(LEAST_SHARED.min(space)),
+        groups,
     })
 }
 
@@ -417,7 +426,7 @@ pub fn scratch_bytes(
     gated: bool,
     tuning: Tuning,
 ) -> usize {
-    plan(device, matrices, MOST_ROWS, gated, tuning).map_or(0, |plan| plan.scratch.bytes)
+    plan(device, matrices, MOST_ROWS, gated, tuning).map_or(0, |plan| plan.scratch_bytes())
 }
 
 /// Bytes of scratch memory that [`launch_pair`] needs; None where the second product cannot take over the first's results.
@@ -431,8 +440,7 @@ pub fn pair_bytes(
     // The first writes every row of the second's layout, and nothing between them.
     let whole = second.len() == 1 && second[0].rows() == second[0].in_features();
     let fits = one.task.y_stride == two.rows.k && (first.1 || first.0.len() == 1);
-    (whole && fits && second[0].rows() < 1 << 16)
-        .then(|| one.scratch.bytes.next_multiple_of(128) + two.scratch.bytes)
+    (whole && fits && second[0].rows() < 1 << 16).then(|| one.scratch_bytes() + two.scratch_bytes())
 }
 
 fn planned(
@@ -458,21 +466,28 @@ fn check_scratch((at, room): (usize, usize), needed: usize) -> Result<(), CudaEr
 }
 
 impl Plan {
+    /// Prepared activations, and behind them the rows' multipliers.
+    fn scratch_bytes(&self) -> usize {
+        self.prepared_bytes() + 128
+    }
+
+    fn prepared_bytes(&self) -> usize {
+        self.task.copies as usize * self.task.copy_bytes
+    }
+
     /// The addresses of a call.
     fn bind(&mut self, op: &Product, scratch: usize) {
-        let (rows, task, at) = (&mut self.rows, &mut self.task, self.scratch);
+        let prepared = self.prepared_bytes();
+        let (rows, task) = (&mut self.rows, &mut self.task);
         rows.x = op.x;
         rows.out = scratch;
-        rows.multipliers = scratch + at.multipliers;
-        rows.arrivals = scratch + at.arrivals;
+        rows.multipliers = scratch + prepared;
         if let Some(norm) = op.norm {
             rows.weight = norm.weight;
             (rows.eps, rows.offset) = (norm.eps, norm.offset);
         }
         task.x = scratch;
         task.multipliers = rows.multipliers;
-        task.arrivals = rows.arrivals;
-        task.sums = scratch + at.sums;
         (task.y, task.y_kind) = (op.y, op.y_type as i32);
         task.residual = op.residual;
         task.gate = op.gate.unwrap_or(-1);
@@ -518,19 +533,20 @@ impl Plan {
         device: &Device,
         matrix: &Matrix,
     ) -> Result<(), CudaError> {
-        let kernel = format!("skinny_{}_{}", matrix.kind, matrix.entry_rows);
+        let kernel = format!("few_{}_{}", matrix.kind, matrix.entry_rows);
         let launch = Launch {
             kernel: &kernel,
-            grid: [self.blocks as u32, 1, 1],
+            grid: [self.groups as u32, 1, self.task.cut as u32],
             block: THREADS,
             shared_bytes: self.shared as u32,
             stream: to.stream,
             programmatic: to.programmatic,
         };
         let task = self.task;
+        let cluster = if task.cut > 1 { task.cut as u32 } else { 0 };
         let mut arguments = kernel_arguments![task];
         // SAFETY: the struct is the kernel's; validity is the caller's promise.
-        unsafe { launch.run(device, &mut arguments) }
+        unsafe { launch.run_in_clusters(device, cluster, &mut arguments) }
     }
 }
 
@@ -549,7 +565,7 @@ pub unsafe fn launch(
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
     let mut plan = planned(&device.info, matrices, op, tuning)?;
-    check_scratch(scratch, plan.scratch.bytes)?;
+    check_scratch(scratch, plan.scratch_bytes())?;
     plan.bind(op, scratch.0);
     // SAFETY: this function's contract.
     unsafe {
@@ -582,15 +598,10 @@ pub unsafe fn launch_pair(
     let mut one = planned(&device.info, first.0, first.1, Tuning::default())?;
     let mut two = planned(&device.info, second.0, second.1, Tuning::default())?;
     one.bind(first.1, scratch.0);
-    two.bind(
-        second.1,
-        scratch.0 + one.scratch.bytes.next_multiple_of(128),
-    );
+    two.bind(second.1, scratch.0 + one.scratch_bytes());
     one.task.y = two.task.x;
     one.task.y_kind = PREPARED;
     one.task.row_of_feature = second.0[0].argument.row_of_feature;
-    one.rows.more_arrivals = two.rows.arrivals;
-    one.rows.more_arrivals_count = two.rows.arrivals_count;
     // SAFETY: this function's contract.
     unsafe {
         one.prepare(to, device, first.1.x_type)?;
@@ -605,15 +616,51 @@ mod tests {
     use crate::ops::linear::tests::{hopper, matrix};
 
     #[test]
-    fn sides_hold_every_unit_once() {
+    fn parts_hold_every_unit_once() {
         for units in [1, 5, 9, 16, 17, 56, 255] {
-            for cut in [1, 4] {
-                let all: usize = (0..cut).flat_map(|rank| sides(units, cut, rank)).sum();
-                assert_eq!(all, units);
+            for (cut, stage_log) in [(1, 3), (2, 1), (2, 2), (4, 1)] {
+                let shape = Shape { cut, stage_log };
+                let own = shape.stages(units) << stage_log;
+                let mut all: Vec<usize> = (0..cut)
+                    .flat_map(|rank| (0..own).map(move |local| shape.unit(rank, local)))
+                    .filter(|&u| u < units)
+                    .collect();
+                all.sort_unstable();
+                assert!(all.into_iter().eq(0..units), "{units} {cut}");
             }
         }
-        assert_eq!(sides(56, 4, 0), [4, 3, 4, 3]);
-        assert_eq!(sides(16, 1, 0), [4, 4, 4, 4]);
+    }
+
+    /// Most stages that lie between two that a warp consumes, by walking all of them.
+    fn longest_step(shape: Shape, stages: usize) -> usize {
+        let classes = CLASSES / shape.cut;
+        let (mut longest, rounds) = (0, 40);
+        for warp in 0..CLASSES {
+            let (mut at, mut last) = (warp, None);
+            for round in 0..rounds {
+                let own = stages << shape.stage_log;
+                for unit in (at % classes..own).step_by(classes) {
+                    let stage = round * stages + (unit >> shape.stage_log);
+                    longest = longest.max(last.map_or(0, |last| stage - last));
+                    last = Some(stage);
+                }
+                at = (at + NEXT) % CLASSES;
+            }
+        }
+        longest
+    }
+
+    #[test]
+    fn no_warp_steps_further_than_the_spare_slots_allow() {
+        for (cut, stage_log) in [(1, 3), (2, 1), (2, 2), (4, 1)] {
+            let shape = Shape { cut, stage_log };
+            for stages in 1..40 {
+                assert!(
+                    longest_step(shape, stages) <= shape.spare_slots(stages),
+                    "{shape:?} {stages}"
+                );
+            }
+        }
     }
 
     #[test]
@@ -627,25 +674,37 @@ mod tests {
             (255, 4160),
         ] {
             let made = matrix(units, bytes);
-            for together in [vec![&made], vec![&made, &made, &made]] {
-                for cut in [0, 1, 4] {
+            for (together, gated) in [
+                (vec![&made], false),
+                (vec![&made, &made, &made], false),
+                (vec![&made, &made], true),
+            ] {
+                for cut in [0, 1, 2, 4] {
                     let tuning = Tuning {
                         cut,
                         ..Tuning::default()
                     };
-                    let Some(plan) = plan(&hopper(), &together, 8, false, tuning) else {
+                    let Some(plan) = plan(&hopper(), &together, 8, gated, tuning) else {
                         continue;
                     };
+                    let task = plan.task;
                     assert!((LEAST_SHARED..=232_448).contains(&plan.shared));
-                    assert!(plan.blocks <= 132 && plan.task.window >= 1);
-                    assert_eq!(plan.task.copies, 1);
-                    let items = plan.task.columns as usize * (plan.blocks / plan.task.cut as usize);
-                    assert_eq!(items + plan.task.longer as usize, 128 * together.len());
-                    assert!(plan.task.slots > plan.task.window);
+                    assert!(plan.groups * task.cut as usize <= 132 && task.window >= 1);
+                    assert_eq!(task.copies, 1);
+                    let dealt = task.rounds as usize * plan.groups + task.longer as usize;
+                    let pair = if gated && task.cut == 1 {
+                        2
+                    } else {
+                        task.cut as usize
+                    };
+                    assert_eq!(dealt, (256 * together.len()).div_ceil(pair));
+                    assert!(task.slots > task.window);
                 }
             }
         }
         assert_eq!(rows(&hopper(), &[&matrix(16, 2064)], false), 8);
+        let down = plan(&hopper(), &[&matrix(56, 2064)], 8, false, Tuning::default());
+        assert_eq!(down.map(|p| (p.task.cut, p.task.window)), Some((2, 4)));
         let ampere = DeviceInfo {
             compute_capability: (8, 6),
             hopper_code: false,
@@ -656,11 +715,11 @@ mod tests {
 
     #[test]
     fn structs_have_the_sizes_the_kernels_expect() {
-        assert_eq!(std::mem::size_of::<Part>(), 72 + 7 * 4 + 4);
-        assert_eq!(std::mem::size_of::<Task>(), 18 * 4 + 8 * 8 + 3 * 104);
+        assert_eq!(std::mem::size_of::<Part>(), 72 + 6 * 4);
+        assert_eq!(std::mem::size_of::<Task>(), 23 * 4 + 4 + 6 * 8 + 3 * 96);
         assert_eq!(
             std::mem::size_of::<Preparation>(),
-            10 * 8 + 3 * 4 + 8 * 4 + 4
+            8 * 8 + 3 * 4 + 6 * 4 + 4
         );
     }
 }

@@ -1,0 +1,162 @@
+"""Products of 3 to 8 rows: bits against the ring kernel's, times alone and of a layer in a row."""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from bench_gemv import Plan, random_exl2
+from gpu_timing import time_graph
+
+from exl_kernels import _native
+
+PLANS = {
+    "5+4": Plan("5+4", ((5, 0.125), (4, 0.875))),
+    "4": Plan("4", ((4, 1.0),)),
+    "6+3+2": Plan("6+3+2", ((6, 0.2), (3, 0.5), (2, 0.3))),
+    "4g32": Plan("4g32", ((4, 1.0),), 32),
+}
+Tuning = tuple[int, int, int]
+
+
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+class Made:
+    """A matrix of random codes, of which any number of copies can be had."""
+
+    def __init__(self, k: int, n: int, plan: Plan, perm: torch.Tensor | None = None) -> None:
+        tensors = list(random_exl2(k, n, plan))
+        if perm is not None:
+            tensors[4] = perm.to(torch.int32)
+        self.layout = _native.CudaLayout.from_exl2(plan.name, tuple(tensors), 16)
+        parts = (self.layout.units, self.layout.maxima, self.layout.features, self.layout.row_of_feature)
+        self.shared = [t.cuda() for t in parts]
+        self.image = self.layout.image.cuda()
+
+    def copy(self) -> _native.CudaMatrix:
+        return _native.CudaMatrix(self.layout, self.image.clone(), *self.shared, None, 1.0)
+
+
+def few(
+    ring: _native.CudaRing,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    norm: tuple[torch.Tensor, float, float] | None = None,
+    tuning: Tuning | None = None,
+) -> None:
+    scratch = torch.empty(ring.few_bytes(tuning), dtype=torch.uint8, device="cuda")
+    ring.run_few(x, y, scratch, stream(), True, residual, norm, tuning)
+
+
+def check(k: int, ns: list[int], plan: Plan, gate: str | None, rows: tuple[int, ...]) -> tuple[int, int]:
+    perm = torch.randperm(k)
+    ring = _native.CudaRing([Made(k, n, plan, perm if len(ns) > 1 else None).copy() for n in ns], gate)
+    n = ns[0] if gate else sum(ns)
+    right = wrong = 0
+    for m in rows:
+        x = torch.randn(m, k, device="cuda", dtype=torch.float16)
+        residual = None if gate else torch.randn(m, n, device="cuda", dtype=torch.float16)
+        want = torch.full((m, n), float("nan"), device="cuda", dtype=torch.float16)
+        for i in range(m):
+            row = None if residual is None else residual[i : i + 1]
+            ring.run(x[i : i + 1], want[i : i + 1], stream(), True, row, None)
+        for cut in (1, 2, 4):
+            if ring.few_bytes((cut, 0, 0)) == 0:
+                continue
+            got = torch.full_like(want, float("nan"))
+            few(ring, x, got, residual, None, (cut, 0, 0))
+            torch.cuda.synchronize()
+            if torch.equal(want, got):
+                right += 1
+            else:
+                wrong += 1
+                bad = (want != got).nonzero()
+                print("DIFFERS", k, ns, plan.name, gate, "cut", cut, "m", m, len(bad), bad[:4].tolist(), flush=True)
+    return right, wrong
+
+
+def checks() -> None:
+    shapes = [
+        (256, [48]),
+        (1024, [20000, 3000]),
+        (1024, [512]),
+        (4096, [4096]),
+        (4096, [1024, 512, 176]),
+        (2304, [208, 64]),
+        (14336, [1072]),
+    ]
+    found = [check(k, ns, plan, None, (3, 8)) for (k, ns), plan in itertools.product(shapes, PLANS.values())]
+    gated = itertools.product([(4096, 14336), (512, 3200)], list(PLANS.values())[:3])
+    found += [check(k, [n, n], plan, "silu", (8,)) for (k, n), plan in gated]
+    print("bits: right", sum(f[0] for f in found), "wrong", sum(f[1] for f in found), flush=True)
+
+
+class Layer:
+    def __init__(self, qkv: list[Made], o: Made, gate: list[Made], down: Made) -> None:
+        self.qkv, self.o = _native.CudaRing([made.copy() for made in qkv]), _native.CudaRing([o.copy()])
+        self.gate, self.down = _native.CudaRing([made.copy() for made in gate], "silu"), _native.CudaRing([down.copy()])
+
+
+def layers_of(plan: Plan) -> list[Layer]:
+    perm = [torch.randperm(4096) for _ in range(2)]
+    qkv = [Made(4096, n, plan, perm[0]) for n in (4096, 1024, 1024)]
+    gate = [Made(4096, 14336, plan, perm[1])] * 2
+    o, down = Made(4096, 4096, plan), Made(14336, 4096, plan)
+    return [Layer(qkv, o, gate, down) for _ in range(4)]
+
+
+def times(m: int, layers: list[Layer]) -> None:
+    norm = (torch.rand(4096, device="cuda") + 0.5, 1e-5, 0.0)
+    x, wide = (torch.randn(m, k, device="cuda", dtype=torch.float16) for k in (4096, 14336))
+    out = {n: torch.empty(m, n, device="cuda", dtype=torch.float16) for n in (4096, 6144, 14336)}
+
+    def each(name: str, body: Callable[[Layer], None]) -> None:
+        def all_of_them() -> None:
+            for layer in layers * 4:
+                body(layer)
+
+        print(f"m {m} {name:34s}", round(time_graph(all_of_them, 16, samples=7, sample_ms=4.0).p50, 2), flush=True)
+
+    def run(name: str, tuning: Tuning) -> None:
+        if name == "qkv":
+            each(f"few {name} {tuning}", lambda layer: few(layer.qkv, x, out[6144], None, norm, tuning))
+        elif name == "o":
+            each(f"few {name} {tuning}", lambda layer: few(layer.o, x, out[4096], x, None, tuning))
+        elif name == "gate":
+            each(f"few {name} {tuning}", lambda layer: few(layer.gate, x, out[14336], None, norm, tuning))
+        else:
+            each(f"few {name} {tuning}", lambda layer: few(layer.down, wide, out[4096], x, None, tuning))
+
+    for name in ("qkv", "o", "gate"):
+        for tuning in ((1, 0, 0), (1, 4, 0), (1, 6, 0), (2, 0, 0)):
+            run(name, tuning)
+    for tuning in ((2, 0, 0), (2, 8, 3), (4, 0, 0)):
+        run("down", tuning)
+
+    def whole(layer: Layer) -> None:
+        few(layer.qkv, x, out[6144], None, norm)
+        few(layer.o, x, out[4096], x, None)
+        scratch = torch.empty(layer.gate.few_pair_bytes(layer.down), dtype=torch.uint8, device="cuda")
+        layer.gate.run_few_pair(layer.down, x, out[4096], scratch, stream(), True, x, norm)
+
+    each("the layer's products in a row", whole)
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--rows", type=int, nargs="*", default=[8])
+    arguments.add_argument("--no-checks", action="store_true")
+    args = arguments.parse_args()
+    torch.manual_seed(1)
+    if not args.no_checks:
+        checks()
+    layers = layers_of(PLANS["5+4"])
+    for rows in args.rows:
+        times(rows, layers)
