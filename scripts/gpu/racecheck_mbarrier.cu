@@ -137,6 +137,16 @@ __global__ void __launch_bounds__(576, 1) whole_blocks(int* out) {
   if (blockIdx.x == 0) out[threadIdx.x] = v;
 }
 
+// A copy of no bytes, which fills with zeros, from memory that nobody has written: for initcheck.
+__global__ void copies_nothing(int* out) {
+  __shared__ alignas(16) int value[128];
+  const int size = 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address(value + 4 * threadIdx.x)), "l"(out + 512 + 4 * threadIdx.x),
+               "r"(size) : "memory");
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  if (blockIdx.x == 0) out[threadIdx.x] = value[4 * threadIdx.x];
+}
+
 int launch(const char* name, void (*kernel)(int*), int threads, int blocks = 4, int shared = 0) {
   int* out;
   cudaMalloc(&out, 4096);
@@ -172,7 +182,8 @@ int main(int count, char** words) {
                    [] { return launch("registers given away", registers, 256); },
                    [] { return launch("whole blocks", whole_blocks<false>, 576, 132, 200 * 1024); },
                    [] { return launch("whole blocks, warps apart", whole_blocks<true>, 576, 132, 200 * 1024); },
-                   [] { return launch("whole small blocks, warps apart", whole_blocks<true>, 576, 8, 4096); }};
+                   [] { return launch("whole small blocks, warps apart", whole_blocks<true>, 576, 8, 4096); },
+                   [] { return launch("a copy of nothing", copies_nothing, 32, 1); }};
   const int form = count > 1 ? atoi(words[1]) : 0;
   return form < 0 || form >= static_cast<int>(sizeof(runs) / sizeof(runs[0])) ? 3 : runs[form]();
 }
