@@ -34,6 +34,7 @@ class Race:
 
 
 ARRIVES = "    warp_arrives(s.ready + result.slot * 8, lane);\n"
+FEW_STORES = "    store_four(result_place + (result.slot * MULTIPLIERS + at) * 512, total[0][0]);\n"
 SET_UP, MEET = "    batch.set_up_maxima();\n", "    bar<1>(MEETING);\n"
 RACES = [
     Race(
@@ -48,6 +49,13 @@ RACES = [
         "ring.cuh",
         ((ARRIVES, ""), ("    if (stored) {\n", f"{ARRIVES}    if (stored) {{\n")),
         ("ring",),
+        f"{FUSED}[False-dtype0-one order]",
+    ),
+    Race(
+        "sums of few rows arrive before they are stored",
+        "few.cuh",
+        ((FEW_STORES + ARRIVES, ARRIVES + FEW_STORES),),
+        ("few",),
         f"{FUSED}[False-dtype0-one order]",
     ),
     Race(
