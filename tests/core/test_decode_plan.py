@@ -120,6 +120,31 @@ def test_the_plan_is_the_modules_own_pass(
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("lengths", [[3], [40], [20, 1, 50], [60, 64, 30]])
+def test_a_planned_prompt_is_the_modules_own_pass(model: ExLlamaV2, lengths: list[int]) -> None:
+    """Prompts of one sequence or several: what is stored, and the logits."""
+    plan = plan_of(model)
+    assert isinstance(plan, DecodePlan), plan
+    batch, total = len(lengths), sum(lengths)
+    table = torch.arange(batch * 4, dtype=torch.int32).flip(0).view(batch, 4)
+    ids = torch.randint(0, model.config.vocab_size, (1, total), generator=torch.Generator().manual_seed(total))
+    caches = [ExLlamaV2Cache(model, max_seq_len=PAGE * 4 * batch) for _ in range(5)]
+    none = torch.zeros(batch, dtype=torch.int32)
+    params = PagedParams(batch, table, none, 0, PAGE, q_lens=torch.tensor(lengths, dtype=torch.int32))
+    model.forward_chunk(ids, caches[0], attn_params=params, preprocess_only=True)
+    want = model.forward_chunk(ids, caches[1], attn_params=params)["logits"].flatten(0, 1)
+    for cache in caches[2:]:
+        step = build_step(model.config, model.rope, cache, params, 1, total, None, torch.device("cpu"))
+        if cache is caches[2]:
+            plan.store(ids[0], step)
+        elif cache is caches[3]:
+            assert torch.equal(plan.head(plan.hidden(ids[0], step, 1), step), want[-1:])
+        else:
+            assert torch.equal(plan.head(plan.hidden(ids[0], step), step), want)
+    for tensors in zip(*(cache.all_tensors() for cache in caches), strict=True):
+        assert all(torch.equal(tensor, tensors[0]) for tensor in tensors[1:])
+
+
 def test_what_a_plan_does_not_know_is_named(model: ExLlamaV2) -> None:
     for name, value in (("clip", 8.0), ("post", torch.ones(1)), ("rope", "none")):
         module = model.modules[1]

@@ -242,6 +242,31 @@ def paged(model: ExLlamaV2, cache: ExLlamaV2Cache, ids: torch.Tensor, pages: lis
     return model.forward_chunk(ids, cache=cache, attn_params=params)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "extra", "error"),
+    [
+        ([3, 4], {}, "their sum"),
+        ([8, 0], {}, "their sum"),
+        ([5], {}, "batch_size = 2"),
+        ([3, 5], {"last_id_only": True}, "last_id_only"),
+        ([3, 50], {}, "do not fit"),
+    ],
+)
+def test_rows_of_unequal_steps_are_checked(
+    model: ExLlamaV2, lengths: list[int], extra: dict[str, Any], error: str
+) -> None:
+    cache = ExLlamaV2Cache(model, max_seq_len=16 * 8)
+    table, past = torch.tensor([[5, 2, 7], [0, 6, 1]], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    tokens = torch.zeros((1, 53 if lengths == [3, 50] else 8), dtype=torch.int64)
+
+    def run() -> None:
+        params = PagedParams(2, table, past, 0, 16, q_lens=torch.tensor(lengths, dtype=torch.int32))
+        model.forward_chunk(tokens, cache=cache, attn_params=params, **extra)
+
+    with pytest.raises(errors.ExlError, match=error):
+        run()
+
+
 def test_paged_batch_of_unequal_lengths(model: ExLlamaV2, ids: torch.Tensor) -> None:
     """Two sequences of 30 and 21 tokens on scattered pages, then one decode step of both together."""
     expected = [model.forward(ids[:1])[0], model.forward(ids[1:, :22])[0]]

@@ -97,7 +97,7 @@ def test_batch_neighbours(model: ExLlamaV2, sequences: torch.Tensor, cache_class
 def test_pages_against_contiguous(
     model: ExLlamaV2, sequences: torch.Tensor, cache_class: Any, data: st.DataObject
 ) -> None:
-    """Sequences of unequal progress step through shuffled pages in common calls."""
+    """Sequences of unequal progress step through shuffled pages in common calls, also by unequal steps."""
     per_sequence = -(-LENGTH // PAGE)
     count = data.draw(st.integers(1, 3))
     pages = data.draw(st.permutations(range(3 * per_sequence)))
@@ -108,13 +108,19 @@ def test_pages_against_contiguous(
     while min(done) < LENGTH:
         ready = [i for i in range(count) if done[i] < LENGTH]
         chosen = data.draw(st.lists(st.sampled_from(ready), min_size=1, unique=True))
-        step = data.draw(st.integers(1, min(20, *(LENGTH - done[i] for i in chosen))))
-        ids = torch.stack([sequences[i, done[i] : done[i] + step] for i in chosen])
         past = torch.tensor([done[i] for i in chosen], dtype=torch.int32)
-        params = PagedParams(len(chosen), table[chosen], past, int(past.max()), PAGE, step)
+        params = PagedParams(len(chosen), table[chosen], past, int(past.max()), PAGE)
+        if data.draw(st.booleans()):
+            steps = [data.draw(st.integers(1, min(20, LENGTH - done[i]))) for i in chosen]
+            params.q_lens = torch.tensor(steps, dtype=torch.int32)
+        else:
+            steps = [data.draw(st.integers(1, min(20, *(LENGTH - done[i] for i in chosen))))] * len(chosen)
+        parts = [sequences[i, done[i] : done[i] + step] for i, step in zip(chosen, steps, strict=True)]
+        ids = torch.stack(parts) if params.q_lens is None else torch.cat(parts)[None]
         logits = model.forward_chunk(ids, cache=cache, attn_params=params)["logits"]
-        for index, i in enumerate(chosen):
-            found[i].append(logits[index])
+        rows = logits.flatten(0, 1).split(steps)
+        for row, i, step in zip(rows, chosen, steps, strict=True):
+            found[i].append(row)
             done[i] += step
     for i in range(count):
         assert torch.equal(torch.cat(found[i]), alone(model, sequences[i], cache_class))

@@ -52,6 +52,8 @@ class PagedParams:
     block_index: int32 [batch, max_pages], page numbers in logical order. cache_seqlens: int32 [batch], tokens already
     stored for each sequence; the q_len new ones of row b go to logical positions cache_seqlens[b] onwards.
     max_cache_seqlen: the largest of them (informative). q_len, equal for all rows, must match the ids.
+    q_lens: int32 [batch], at least 1 each, for rows of different lengths: the ids are then [1, sum of q_lens], one row
+    after the other, and so are results; q_len is 0 or that sum. For prompts of several sequences in one pass.
     rope_offsets: int [batch] or [batch, 1], added to the positions of RoPE, as in `AttentionParams`; None means 0.
     """
 
@@ -63,10 +65,14 @@ class PagedParams:
     q_len: int = 0
     alt_rope_embed: Any = None
     rope_offsets: Tensor | None = None
+    q_lens: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_rope(self.alt_rope_embed, self.rope_offsets, self.batch_size)
-        for name, tensor, dims in (("block_index", self.block_index, 2), ("cache_seqlens", self.cache_seqlens, 1)):
+        tensors = [("block_index", self.block_index, 2), ("cache_seqlens", self.cache_seqlens, 1)]
+        if self.q_lens is not None:
+            tensors.append(("q_lens", self.q_lens, 1))
+        for name, tensor, dims in tensors:
             if tensor.dim() != dims or tensor.shape[0] != self.batch_size:
                 raise InputError(
                     f"PagedParams: {name} has shape {list(tensor.shape)}, expected {dims} dimension(s), "

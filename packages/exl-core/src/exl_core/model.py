@@ -9,11 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from exl_kernels.device import row_invariant
+from exl_kernels.linear_cuda import INVARIANT_ROWS
+
 from .attn_params import AttentionParams, PagedParams
 from .axes import chunk_end
 from .cache import ExLlamaV2Cache, ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
-from .decode import DecodeGraphs
+from .decode import DecodeGraphs, DecodePlan
 from .device import GIB, Device, device_error, devices, out_of_memory_as_error
 from .embeddings import ExLlamaV2MMEmbedding
 from .errors import CacheError, InputError, ModelStateError, SequenceTooLongError, UnsupportedError
@@ -33,7 +36,7 @@ from .loading.parallel_plan import plan_parallel
 from .loading.plan import LoadPlan, check_split, plan_modules
 from .loading.sizes import CacheSize
 from .lora import ExLlamaV2Lora
-from .modules import Attention, Linear, Module, build_modules
+from .modules import Attention, Linear, Module, Step, build_modules
 from .parallel import TensorParallel
 from .parallel.cutting import cut_modules, mend_modules
 from .placement import Placement
@@ -336,6 +339,19 @@ class ExLlamaV2:
         """Bytes held by loaded weights."""
         return sum(m.weight_bytes() for m in self.modules)
 
+    @property
+    def invariant_tokens(self) -> int | None:
+        """Tokens of a pass up to which none of its bits depends on how many there are; None: however many there are.
+
+        On a CPU, and with `exl_kernels.device.set_row_invariant`, that is always so; on a GPU longer prompts are
+        multiplied by torch, and so is every float matrix.
+        """
+        if self.device is None or self.device.type != "cuda":
+            return None
+        if not all(linear.is_quant() for linear in self._linears()):
+            return 0
+        return None if row_invariant() else INVARIANT_ROWS
+
     def _linears(self) -> Iterator[Linear]:
         for module in self.modules:
             yield from module.submodules()
@@ -445,6 +461,8 @@ class ExLlamaV2:
         check_context(cache, input_mask, position_offsets, abort_event, batch)
         if isinstance(attn_params, PagedParams):
             params: AttentionParams | PagedParams = paged_params(attn_params, input_mask, position_offsets)
+            if attn_params.q_lens is not None and last_id_only:
+                raise UnsupportedError("last_id_only and PagedParams.q_lens exclude each other: take the rows you need")
         else:
             params = contiguous_params(attn_params, cache, batch, q_len, input_mask, position_offsets)
             check_context(cache, params.input_mask, params.position_offsets, abort_event, batch)
@@ -541,6 +559,11 @@ class ExLlamaV2:
         )
         step = first
         result: dict[str, Any] = {}
+        plan = None if return_last_state or extract else self.decode.prompt_plan(step)
+        if plan is not None:
+            if cache is not None:
+                cache.current_seq_len = _end_of_chunk(params, q_len)
+            return _run_planned(plan, ids, step, preprocess_only=preprocess_only, last_id_only=last_id_only)
         if return_last_state not in (True, False, "normed"):
             raise InputError(f'return_last_state is {return_last_state!r}, must be True, False or "normed"')
         normed = return_last_state == "normed"
@@ -570,7 +593,20 @@ class ExLlamaV2:
         return result
 
 
+def _run_planned(
+    plan: DecodePlan, ids: Tensor, step: Step, *, preprocess_only: bool, last_id_only: bool
+) -> dict[str, Any]:
+    """The pass of a dense model on a GPU, its launches joined."""
+    batch = ids.shape[0]
+    flat = ids.reshape(-1).to(step.slots.device)
+    if preprocess_only:
+        plan.store(flat, step)
+        return {}
+    logits = plan.head(plan.hidden(flat, step, batch if last_id_only else 0), step)
+    return {"logits": logits.view(batch, -1, logits.shape[-1])}
+
+
 def _end_of_chunk(params: AttentionParams | PagedParams, q_len: int) -> int:
     if isinstance(params, PagedParams):
-        return int(params.cache_seqlens.max()) + q_len
+        return int((params.cache_seqlens + (q_len if params.q_lens is None else params.q_lens)).max())
     return (params.past_len or 0) + q_len

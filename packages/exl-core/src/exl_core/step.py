@@ -54,7 +54,7 @@ def build_step(
         layout = _paged_layout(cache, params, batch, q_len)
     else:
         layout = _contiguous_layout(config, cache, params, batch, q_len, device)
-    positions, block_table, page_size, pages = layout
+    rows, positions, block_table, page_size, pages = layout
     shards = () if parallel is None else parallel.pages(cache, page_size, (batch, config.head_dim))
     last = int(positions.max())
     if last >= config.max_seq_len:
@@ -62,11 +62,15 @@ def build_step(
             f"position {last} is beyond the model's max_seq_len of {config.max_seq_len}; shorten the context, or raise "
             "config.max_seq_len before building the model"
         )
-    rows = torch.arange(batch, dtype=torch.int32).repeat_interleave(q_len)
     flat = positions.reshape(-1)
     page_of = block_table[rows.long(), flat // page_size].long()
     visible, pictures = _pictures(positions, ids, embeddings)
-    rope_positions = _rope_positions(config, cache, params, positions, ids, embeddings)
+    if isinstance(params, PagedParams) and params.q_lens is not None:
+        if embeddings:
+            raise InputError("indexed_embeddings and PagedParams.q_lens exclude each other: run such a row by itself")
+        rope_positions = _joined_rope_positions(params, positions, rows)
+    else:
+        rope_positions = _rope_positions(config, cache, params, positions, ids, embeddings)
     highest = int(rope_positions.max())
     if highest >= config.max_seq_len:
         raise SequenceTooLongError(
@@ -114,7 +118,7 @@ def _scratch(pages: int, page_size: int, heads: int, head_dim: int, device: torc
     return of_layer
 
 
-Layout = tuple[Tensor, Tensor, int, Callable[[int], KVPages]]
+Layout = tuple[Tensor, Tensor, Tensor, int, Callable[[int], KVPages]]
 
 
 def _contiguous_layout(
@@ -125,13 +129,15 @@ def _contiguous_layout(
     q_len: int,
     device: torch.device,
 ) -> Layout:
-    """(positions int64 [B, q], block table, page size, pages of a layer); a scratch cache where there is none."""
+    """(rows int32 [T], positions int64 [B, q], block table, page size, pages of a layer); a scratch cache where there
+    is none."""
     past = params.past_len or 0
+    rows = _rows(batch, q_len)
     positions = (past + torch.arange(q_len)).expand(batch, q_len)
     block_table = torch.arange(batch, dtype=torch.int32)[:, None]
     if cache is None:
         sizes = (batch, q_len, config.num_key_value_heads, config.head_dim)
-        return positions, block_table, q_len, _scratch(*sizes, device)
+        return rows, positions, block_table, q_len, _scratch(*sizes, device)
     if batch > cache.batch_size:
         raise InputError(f"batch of {batch} for a cache of batch_size {cache.batch_size}")
     if past + q_len > cache.max_seq_len:
@@ -139,7 +145,12 @@ def _contiguous_layout(
             f"Total sequence length exceeds cache size in model.forward: {past} + {q_len} tokens, the cache holds "
             f"{cache.max_seq_len}"
         )
-    return positions, block_table, cache.max_seq_len, lambda layer: cache.pages(layer, cache.max_seq_len)
+    return rows, positions, block_table, cache.max_seq_len, lambda layer: cache.pages(layer, cache.max_seq_len)
+
+
+def _rows(batch: int, q_len: int | Tensor) -> Tensor:
+    """Each token's row of the block table, int32 [T]."""
+    return torch.arange(batch, dtype=torch.int32).repeat_interleave(q_len)
 
 
 def _paged_layout(cache: ExLlamaV2CacheBase | None, params: PagedParams, batch: int, q_len: int) -> Layout:
@@ -150,20 +161,40 @@ def _paged_layout(cache: ExLlamaV2CacheBase | None, params: PagedParams, batch: 
     page_size = params.page_size
     if cache.max_seq_len % page_size:
         raise InputError(f"the cache's max_seq_len {cache.max_seq_len} is not a multiple of the page size {page_size}")
-    if params.batch_size != batch or params.q_len not in (0, q_len):
-        raise InputError(
-            f"ids are {batch} x {q_len}, PagedParams says batch_size {params.batch_size}, q_len {params.q_len}"
-        )
     past = params.cache_seqlens.to("cpu", torch.int64)
     table = params.block_index.to("cpu", torch.int32).contiguous()
-    needed = int(past.max()) + q_len
+    lengths = _lengths(params, batch, q_len)
+    ends = past + lengths
+    needed = int(ends.max())
     if int(past.min()) < 0 or needed > table.shape[1] * page_size:
         raise SequenceTooLongError(
             f"{needed} tokens of a sequence do not fit its {table.shape[1]} pages of {page_size} in block_index"
         )
-    _check_page_numbers(table, past + q_len, page_size, cache.max_seq_len // page_size)
-    positions = past[:, None] + torch.arange(q_len)
-    return positions, table, page_size, lambda layer: cache.pages(layer, page_size)
+    _check_page_numbers(table, ends, page_size, cache.max_seq_len // page_size)
+    if params.q_lens is None:
+        rows, positions = _rows(batch, q_len), past[:, None] + torch.arange(q_len)
+    else:
+        rows = _rows(params.batch_size, lengths)
+        first = past - (lengths.cumsum(0) - lengths)  # of each row, less its place among the ids
+        positions = (first[rows.long()] + torch.arange(q_len))[None]
+    return rows, positions, table, page_size, lambda layer: cache.pages(layer, page_size)
+
+
+def _lengths(params: PagedParams, batch: int, q_len: int) -> Tensor:
+    """Tokens of each row of a paged step, int64 [batch]."""
+    if params.q_lens is None:
+        if params.batch_size != batch or params.q_len not in (0, q_len):
+            raise InputError(
+                f"ids are {batch} x {q_len}, PagedParams says batch_size {params.batch_size}, q_len {params.q_len}"
+            )
+        return torch.full((batch,), q_len)
+    lengths = params.q_lens.to("cpu", torch.int64)
+    if batch != 1 or int(lengths.sum()) != q_len or params.q_len not in (0, q_len) or int(lengths.min()) < 1:
+        raise InputError(
+            f"ids are {batch} x {q_len}, PagedParams says q_lens {lengths.tolist()}, q_len {params.q_len}: with q_lens "
+            "of at least 1 each, ids are 1 x their sum"
+        )
+    return lengths
 
 
 def _check_page_numbers(table: Tensor, lengths: Tensor, page_size: int, num_pages: int) -> None:
@@ -172,6 +203,15 @@ def _check_page_numbers(table: Tensor, lengths: Tensor, page_size: int, num_page
     bad = used & ((table < 0) | (table >= num_pages))
     if bad.any():
         raise InputError(f"block_index names page {int(table[bad][0])}; the cache has pages 0 to {num_pages - 1}")
+
+
+def _joined_rope_positions(params: PagedParams, positions: Tensor, rows: Tensor) -> Tensor:
+    """Row of the RoPE table for each token of rows of different lengths: int64 [T]."""
+    flat = positions.reshape(-1)
+    if params.rope_offsets is None:
+        return flat
+    offsets = _per_row("rope_offsets", params.rope_offsets, params.batch_size)
+    return (flat + offsets[rows.long()]).clamp(min=0)
 
 
 def _rope_positions(

@@ -3,9 +3,9 @@
 Quantized weights are repacked on the CPU into tensor-core tiles (rust/exl-cuda/src/layout) at the bits per weight of
 the file. A product multiplies half activations with exact integer codes, accumulates in float32 and applies zero and
 scale to a group's sum: the second half rounding of formats 2.4.5 (of each weight) is left out, which is worth 2e-4 of
-the result's RMS; `dequantize` has it. Sums have one order, so for up to 64 rows a row's result does not depend on the
-number of rows or its place among them (for any number of rows with `device.set_row_invariant`). BF16 activations are
-carried as halves times a power of two of their row.
+the result's RMS; `dequantize` has it. Sums have one order, so for up to INVARIANT_ROWS rows a row's result does not
+depend on the number of rows or its place among them (for any number of rows with `device.set_row_invariant`). BF16
+activations are carried as halves times a power of two of their row.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from .device import programmatic_launch, require_cuda, row_invariant
 from .errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from .linear import Compute, Format, QuantMatrix
 
-__all__ = ["CudaFloatMatrix", "CudaQuantMatrix", "exl2_matrix", "float_matrix", "gptq_matrix"]
+__all__ = ["INVARIANT_ROWS", "CudaFloatMatrix", "CudaQuantMatrix", "exl2_matrix", "float_matrix", "gptq_matrix"]
 
 MATRIX_ROWS = 64
-"""Most rows that the quantized kernels take; beyond, the matrix is dequantized and multiplied by torch."""
+"""Most rows that the quantized kernels take at once."""
+
+INVARIANT_ROWS = 2 * MATRIX_ROWS
+"""Rows up to which a product runs on the packed weights, at most MATRIX_ROWS at a time: there a row's result does not
+depend on their number. Beyond, the matrix is dequantized and multiplied by torch, which is faster from there on."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -106,9 +110,9 @@ class CudaQuantMatrix(_CudaMatrix):
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32). Returns it.
 
-        Up to 64 rows run on the packed weights; more dequantize the matrix once and multiply with torch, or go 64 at a
-        time where `device.set_row_invariant` asks for it. Raises ShapeError and DTypeError (wrong size, type or
-        device).
+        Up to INVARIANT_ROWS rows run on the packed weights, 64 at a time, and so do more where
+        `device.set_row_invariant` asks for it; else those dequantize the matrix once and multiply with torch. Raises
+        ShapeError and DTypeError (wrong size, type or device).
         """
         out = self._output(x, out)
         rows = x.numel() // self.in_features
@@ -117,13 +121,26 @@ class CudaQuantMatrix(_CudaMatrix):
         x = aligned(x.contiguous())
         if rows <= MATRIX_ROWS:
             self._few(x, out, rows)
-        elif row_invariant():
+        elif rows <= INVARIANT_ROWS or row_invariant():
             parts = zip(self._blocks(x, self.in_features), self._blocks(out, self.out_features), strict=True)
             for some, to in parts:
                 self._few(some, to, some.shape[0])
         else:
             self._large(x, out)
         return out
+
+    def add_matmul(self, x: Tensor, to: Tensor) -> None:
+        """to [T, N] += x [T, K] @ W, both contiguous halves. As `to.add_(matmul(x))` to the bit where a row's result
+        does not depend on the number of rows; elsewhere the sum is rounded once."""
+        once = x.shape[0] > INVARIANT_ROWS and not row_invariant() and self._plain
+        if once and x.dtype == to.dtype == torch.float16:
+            to.addmm_(x, self.dequantize())
+        else:
+            to.add_(self.matmul(x))
+
+    @property
+    def _plain(self) -> bool:
+        return self._bias is None and self._prescale == 1.0
 
     @staticmethod
     def _blocks(t: Tensor, width: int) -> tuple[Tensor, ...]:
@@ -152,8 +169,7 @@ class CudaQuantMatrix(_CudaMatrix):
 
     def _large(self, x: Tensor, out: Tensor) -> None:
         x, weight = x.view(-1, self.in_features), self.dequantize()
-        plain = self._bias is None and self._prescale == 1.0
-        if plain and x.dtype == out.dtype == torch.float16:
+        if self._plain and x.dtype == out.dtype == torch.float16:
             torch.mm(x, weight, out=out.view(-1, self.out_features))
             return
         if x.dtype == torch.float16:
@@ -164,7 +180,7 @@ class CudaQuantMatrix(_CudaMatrix):
             factor = torch.exp2(-torch.floor(torch.log2(largest.clamp(min=1e-30))))
             product = (x.float() * factor).half() @ weight
             product = product.float() / factor
-        if not plain:
+        if not self._plain:
             product = product.float()
             product = (product if self._bias is None else product + self._bias) * self._prescale
         out.view(-1, self.out_features).copy_(product)

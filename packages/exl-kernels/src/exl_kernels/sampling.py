@@ -146,7 +146,7 @@ class Row:
 Meanwhile = Callable[[Tensor | None], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
     """A token with its final probability, and the first candidates by falling probability, at most `top_n`."""
 
@@ -156,7 +156,7 @@ class Sampled:
     top_probabilities: Sequence[float] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Failure:
     """No token: everything is excluded, or (`not_finite`) an allowed logit is NaN or +inf; of a pair of prompts (CFG)
     any logit, allowed or not: the mix sums over all of them."""

@@ -166,7 +166,7 @@ class DecodeGraphs:
     def prepare(self, q_len: int, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> PreparedStep | None:
         """All of a step of `q_len` tokens a row that can be done before its ids are known; None as for `step`."""
         batch = params.batch_size
-        if q_len > MAX_Q_LEN or batch * q_len > MAX_TOKENS or cache is None:
+        if q_len > MAX_Q_LEN or batch * q_len > MAX_TOKENS or cache is None or params.q_lens is not None:
             return None
         model = self._model()
         if model is None or not self._usable(model) or cache.batch_size != 1:
@@ -186,6 +186,22 @@ class DecodeGraphs:
             return None
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
         return PreparedStep(self, captured, past, table, limits, offsets, longest)
+
+    def prompt_plan(self, step: Step) -> DecodePlan | None:
+        """The plan for a pass that is no captured step; None where the modules' own passes are the way."""
+        model = self._model()
+        if model is None or model.device is None or model.device.type != "cuda" or self._refusal_of(model):
+            return None
+        if step.loras or step.embeddings or step.shards or step.key_mask is not None or step.abort_event is not None:
+            return None
+        plan = self._planned(model)
+        return plan if isinstance(plan, DecodePlan) else None
+
+    def _planned(self, model: ExLlamaV2) -> DecodePlan | str:
+        if self._plan is None:
+            self._plan = plan_of(model)
+        self.plan_reason = self._plan if isinstance(self._plan, str) else None
+        return self._plan
 
     def clear(self) -> None:
         """Forget every captured step and give its memory back."""
@@ -216,13 +232,16 @@ class DecodeGraphs:
             self._pool = None  # torch forgets a pool with its last graph; its number must not be used again
 
     def _usable(self, model: ExLlamaV2) -> bool:
+        self.reason = self._refusal_of(model)
+        return self.reason is None
+
+    def _refusal_of(self, model: ExLlamaV2) -> str | None:
         if not self._checked or self._interventions != Intervention.made:
             self._checked, self._interventions = True, Intervention.made
             self._refused = _refusal(model)
             # torch's products of float matrices may change with the number of rows: no padding there.
             self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model._linears())
-        self.reason = self._refused
-        return self._refused is None
+        return self._refused
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
         rows = batch if self._exact_batch else next(b for b in BATCHES if b >= batch)
@@ -281,10 +300,7 @@ class DecodeGraphs:
         assert isinstance(head, Head)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
 
-        if self._plan is None:
-            self._plan = plan_of(model)
-        plan = self._plan
-        self.plan_reason = plan if isinstance(plan, str) else None
+        plan = self._planned(model)
 
         def body() -> None:
             if isinstance(plan, DecodePlan):

@@ -1,4 +1,5 @@
-"""The decode step of dense models with the launches between matrix products joined (performance 4.2).
+"""The decode step of dense models, and the pass of a prompt, with the launches between matrix products joined
+(performance 4.2).
 
 A plan is read off the loaded modules. It covers the Llama shape: RMS norms before attention and before a gated MLP,
 nothing else between. Whatever a module has beyond that makes the plan refuse, and the step is captured as the modules'
@@ -7,7 +8,8 @@ own forward pass. Results are the modules' own to the bit.
 Of few rows a layer is five launches: norm and q, k, v; rotation, storing and attention; o and residual; norm, gate, up
 and activation; down and residual. From three rows on the input of a product is laid out by a launch of its own, but
 for down's, which the product before lays out. Where the matrices do not allow that it is ten launches. Beyond FEW rows
-each of the four products takes one launch behind one that lays out its input, where the matrices allow that.
+each of the four products takes one launch behind one that lays out its input, where the matrices allow that. A prompt
+of more rows than have bits of their own (`INVARIANT_ROWS`) is multiplied by torch, residual sums included.
 """
 
 from __future__ import annotations
@@ -16,15 +18,20 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast, get_args
 
+import torch
 from torch import Tensor
 
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
 from exl_kernels.attention_cuda import attend_own
+from exl_kernels.device import row_invariant
 from exl_kernels.fused import add_rms_norm, embed, rope_store
 from exl_kernels.fused_linear import Activation, FusedLinear
 from exl_kernels.fused_linear import Norm as InputNorm
+from exl_kernels.kv import store_kv
+from exl_kernels.linear_cuda import INVARIANT_ROWS, CudaQuantMatrix
 from exl_kernels.norm import rms_norm
+from exl_kernels.rope import apply_rope
 
 from ..errors import InputError
 from ..modules import Attention, Embedding, GatedMLP, Head, Linear, Module, Norm, RMSNorm, Step
@@ -85,20 +92,44 @@ class _Layer:
 
     def run(self, x: Tensor, h: Tensor, following: RMSNorm, step: Step) -> None:
         """h = norm(x) on the way in, `following`(x) on the way out; both changed in place."""
-        a, m, rows = self.attention, self.mlp, x.shape[0]
-        if FEW < rows <= self.qkv_normed.batch_rows:
-            q, k, v = self._split(self.qkv_normed(h, h.new_empty(rows, self.qkv_normed.out_features)))
-        else:
+        a, rows = self.attention, x.shape[0]
+        qkv = _in_blocks(self.qkv_normed, h)
+        if qkv is None:
             q, k, v = (p.quant.matmul(h).view(rows, -1, a.head_dim) for p in (a.q_proj, a.k_proj, a.v_proj))
-        y = a.o_proj.quant.matmul(_attend(a, q, k, v, step).view(rows, -1))
-        add_rms_norm(x, y, _weight(self.norms[1]), self.norms[1].eps, out=h)
-        if FEW < rows <= self.gate_up_normed.batch_rows:
-            gated = self.gate_up_normed(h, h.new_empty(rows, self.gate_up_normed.out_features))
         else:
+            q, k, v = self._split(qkv)
+        _add_product(x, a.o_proj, _attend(a, q, k, v, step).view(rows, -1), self.norms[1], h)
+        self._run_mlp(x, h, following)
+
+    def _run_mlp(self, x: Tensor, h: Tensor, following: RMSNorm) -> None:
+        m = self.mlp
+        gated = _in_blocks(self.gate_up_normed, h)
+        if gated is None:
             gate, up = m.gate_proj.quant.matmul(h), m.up_proj.quant.matmul(h)
             gated = gated_activation(gate, up, m.activation, out=gate)
-        y = m.down_proj.quant.matmul(gated)
-        add_rms_norm(x, y, _weight(following), following.eps, out=h)
+        _add_product(x, m.down_proj, gated, following, h)
+
+    def run_last(self, x: Tensor, h: Tensor, following: RMSNorm, step: Step, batch: int) -> Tensor:
+        """`run`, but for the last token of each of `batch` rows alone: `following`(x) of these, [batch, hidden]."""
+        a = self.attention
+        self.store(h, step)
+        x, h, rows, places, turns = (
+            t.view(batch, -1, *t.shape[1:])[:, -1].contiguous()
+            for t in (x, h, step.rows, step.positions, step.rope_positions)
+        )
+        q = a.q_proj.quant.matmul(h).view(batch, -1, a.head_dim)
+        apply_rope(q, *step.table(a.rope), turns, interleaved=a.interleaved)
+        mixed = _attend_stored(a, q, step, rows, places)
+        _add_product(x, a.o_proj, mixed.view(batch, -1), self.norms[1], h)
+        self._run_mlp(x, h, following)
+        return h
+
+    def store(self, h: Tensor, step: Step) -> None:
+        """Keys and values of the normed h [T, hidden] into the cache."""
+        a, rows = self.attention, h.shape[0]
+        k, v = (p.quant.matmul(h).view(rows, -1, a.head_dim) for p in (a.k_proj, a.v_proj))
+        apply_rope(k, *step.table(a.rope), step.rope_positions, interleaved=a.interleaved)
+        store_kv(step.pages(a.layer_idx), k, v, step.slots)
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [T, heads, head_dim], views of rows that hold them side by side."""
@@ -119,18 +150,67 @@ class DecodePlan:
 
     def run(self, ids: Tensor, step: Step, logits: Tensor) -> None:
         """ids int64 [T] on the device; writes logits float32 [T, padded vocabulary]."""
-        assert self._embedding.weight is not None
-        x = embed(self._embedding.weight, ids, factor=self._embedding.scale)
-        if x.shape[0] <= joined_rows() and all(layer.join(x.shape[0]) for layer in self._layers):
+        self._head.forward(self.hidden(ids, step), step, out=logits)
+
+    def hidden(self, ids: Tensor, step: Step, last_of: int = 0) -> Tensor:
+        """ids int64 [T] on the device; what the head takes, [T, hidden], or with `last_of` that of the last token of
+        each of so many rows of equal length."""
+        x, joined = self._begin(ids)
+        if joined:
             for layer in self._layers:
                 layer.run_joined(x, step)
             h = rms_norm(x, _weight(self._norm), self._norm.eps)
-        else:
-            first = [layer.norms[0] for layer in self._layers] + [self._norm]
-            h = rms_norm(x, _weight(first[0]), first[0].eps)
-            for layer, following in zip(self._layers, first[1:], strict=True):
-                layer.run(x, h, following, step)
-        self._head.forward(h, step, out=logits)
+            return h.view(last_of, -1, h.shape[1])[:, -1].contiguous() if last_of else h
+        first = [layer.norms[0] for layer in self._layers] + [self._norm]
+        h = rms_norm(x, _weight(first[0]), first[0].eps)
+        for layer, following in zip(self._layers, first[1:], strict=True):
+            if last_of and following is self._norm:
+                return layer.run_last(x, h, following, step, last_of)
+            layer.run(x, h, following, step)
+        return h
+
+    def head(self, h: Tensor, step: Step) -> Tensor:
+        """Logits float32 [T, padded vocabulary] of what `hidden` gives."""
+        return self._head.forward(h, step)
+
+    def store(self, ids: Tensor, step: Step) -> None:
+        """The keys and values of ids int64 [T] into the cache, and nothing else."""
+        x, joined = self._begin(ids)
+        *layers, last = self._layers
+        h = rms_norm(x, _weight(layers[0].norms[0] if layers else last.norms[0]), last.norms[0].eps)
+        for layer, following in zip(layers, self._layers[1:], strict=True):
+            if joined:
+                layer.run_joined(x, step)
+            else:
+                layer.run(x, h, following.norms[0], step)
+        last.store(rms_norm(x, _weight(last.norms[0]), last.norms[0].eps) if joined else h, step)
+
+    def _begin(self, ids: Tensor) -> tuple[Tensor, bool]:
+        """The embedded ids, and whether layers take them joined."""
+        assert self._embedding.weight is not None
+        x = embed(self._embedding.weight, ids, factor=self._embedding.scale)
+        return x, x.shape[0] <= joined_rows() and all(layer.join(x.shape[0]) for layer in self._layers)
+
+
+def _in_blocks(product: FusedLinear, h: Tensor) -> Tensor | None:
+    """The product of the normed h on the packed weights, at most 64 rows at a time; None where that is not the way."""
+    rows = h.shape[0]
+    if rows <= FEW or not product.batch_rows or (rows > INVARIANT_ROWS and not row_invariant()):
+        return None
+    out = h.new_empty(rows, product.out_features)
+    for some, to in zip(torch.split(h, product.batch_rows), torch.split(out, product.batch_rows), strict=True):
+        product(some, to)
+    return out
+
+
+def _add_product(x: Tensor, linear: Linear, y: Tensor, norm: RMSNorm, h: Tensor) -> None:
+    """x += y @ W, h = norm(x)."""
+    matrix = linear.quant
+    if isinstance(matrix, CudaQuantMatrix) and x.shape[0] > INVARIANT_ROWS:
+        matrix.add_matmul(y, x)
+        rms_norm(x, _weight(norm), norm.eps, out=h)
+    else:
+        add_rms_norm(x, matrix.matmul(y), _weight(norm), norm.eps, out=h)
 
 
 def _joined(*linears: Linear, norm: RMSNorm | None = None, activation: Activation | None = None) -> FusedLinear:
@@ -168,12 +248,16 @@ def _attend_one(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Te
 def _attend_many(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
     q, k, v, pages = q.contiguous(), k.contiguous(), v.contiguous(), step.pages(a.layer_idx)
     rope_store(pages, q, k, v, *step.table(a.rope), step.rope_positions, step.slots, interleaved=a.interleaved)
+    return _attend_stored(a, q, step, step.rows, step.positions)
+
+
+def _attend_stored(a: Attention, q: Tensor, step: Step, rows: Tensor, positions: Tensor) -> Tensor:
     return paged_attention(
         q,
-        pages,
+        step.pages(a.layer_idx),
         step.block_table,
-        step.rows,
-        step.positions,
+        rows,
+        positions,
         scale=a.scale,
         window=a.window,
         softcap=a.softcap,

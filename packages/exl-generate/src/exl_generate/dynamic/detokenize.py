@@ -23,6 +23,7 @@ class PieceTable:
     def __init__(self, pieces: list[bytes]) -> None:
         self._pieces = pieces
         self._starting: dict[bytes, NDArray[np.int64]] = {}
+        self._texts: dict[int, str | None] = {}
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, special: bool) -> PieceTable:
@@ -39,6 +40,14 @@ class PieceTable:
             ids = [i for i, piece in enumerate(self._pieces) if piece.startswith(prefix)]
             found = self._starting[prefix] = np.array(ids, dtype=np.int64)
         return found
+
+    def text_of(self, token: int) -> str | None:
+        """Text of a token whose bytes are whole characters by themselves; None for any other."""
+        try:
+            return self._texts[token]
+        except KeyError:
+            text, pending = decode_incremental(b"", self[token])
+            return self._texts.setdefault(token, None if pending else text)
 
     def __getitem__(self, token: int) -> bytes:
         return self._pieces[token] if 0 <= token < len(self._pieces) else b""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from exl_generate.dynamic.ahead import Ahead, can_run_ahead
+from exl_generate.dynamic.prompts import Prompts
 from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.speculation import Drafter
@@ -97,7 +97,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._drafter = drafter
-        self._max_chunk_size = max_chunk_size
+        self._prompts = Prompts(scheduler, runner, drafter, max_chunk_size, deliver)
         self._deliver = deliver
         self._pool = pool
         #: the step that was queued at the end of the last round
@@ -110,7 +110,7 @@ class Engine:
         try:
             for job in self._scheduler.admit():
                 self._deliver(job.start())
-            self._prefill()
+            self._prompts.step()
             self._decode(self._turns(), ahead)
         finally:
             self._scheduler.retire()
@@ -127,43 +127,6 @@ class Engine:
             for turn in turns:
                 turn.settle()
                 self._deliver(turn.results)
-
-    def _prefill(self) -> None:
-        """Prompt tokens for jobs in the order they started, a fixed number in all, so that running streams never wait
-        longer than for one chunk."""
-        left = self._max_chunk_size
-        for job in self._scheduler.active:
-            if job.is_finished or job.prefilled:
-                continue
-            spent: list[int] = []
-            try:
-                self._deliver(self._prefill_job(job, left, spent))
-            except Exception as error:
-                self._deliver([job.fail(error)])
-            left -= sum(spent)
-            if left < min(self._max_chunk_size, self._scheduler.table.page_size):
-                break
-
-    def _prefill_job(self, job: ExLlamaV2DynamicJob, budget: int, spent: list[int]) -> Results:
-        """One chunk of one job; what it computed is appended to `spent`."""
-        job.mark_prefill()
-        copied: list[int] = []
-        copy = partial(self._copy_page_head, copied)
-        for sequence in job.sequences:
-            sequence.skip_cached(copy)
-            if not sequence.prefilled and budget > sum(spent):
-                start, end = sequence.next_chunk(budget - sum(spent))
-                sequence.provide(end)
-                self._drafter.prefill(sequence, start, end)
-                self._runner.compute(sequence, start, end)
-                sequence.commit(end)
-                spent.append(end - start)
-        return [job.progress()] if (spent or copied) and not job.resumed else []
-
-    def _copy_page_head(self, copied: list[int], source: int, target: int, tokens: int) -> None:
-        self._runner.copy_page_head(source, target, tokens)
-        self._drafter.copy_page_head(source, target, tokens)
-        copied.append(tokens)
 
     def _turns(self) -> list[Turn]:
         """The jobs that are past their prompt, with what each evaluates in this round."""

@@ -135,11 +135,15 @@ class ExLlamaV2DynamicJob:
         heal = token_healing and min(map(len, rows)) > 1 and int(max(row[-1] for row in rows)) < EMBEDDING_INDEX
         #: the last id of the prompt, which the first sampled token replaces and must begin with; None = no healing
         self.healed_id = int(rows[0][-1]) if heal else None
+        #: 1 for a job that regenerates the last token of its prompt, else 0
+        self.healing = int(heal)
         kept = [row[:-1] if heal else row for row in rows]
         self.sequences = [
             Sequence(row, self.embeddings, keys_of(row, self.embeddings), pictures_of(row, self.embeddings))
             for row in kept
         ]
+        #: the sequence that is decoded: the only one, or the positive prompt
+        self.sequence = self.sequences[0]
 
         self.serial_number: int | None = None
         #: tokens generated so far, a healed one not counted
@@ -175,11 +179,6 @@ class ExLlamaV2DynamicJob:
         self._results = Results(self)
 
     @property
-    def sequence(self) -> Sequence:
-        """The sequence that is decoded: the only one, or the positive prompt."""
-        return self.sequences[0]
-
-    @property
     def full_completion(self) -> str:
         """All text released so far."""
         return "" if self._output is None else self._output.full_text
@@ -191,7 +190,10 @@ class ExLlamaV2DynamicJob:
 
     @property
     def prefilled(self) -> bool:
-        return all(sequence.prefilled for sequence in self.sequences)
+        first = self.sequence
+        if first.kv_position < first.prefill_end:
+            return False
+        return len(self.sequences) == 1 or all(sequence.prefilled for sequence in self.sequences)
 
     @property
     def cached_pages(self) -> int:
@@ -200,11 +202,6 @@ class ExLlamaV2DynamicJob:
     @property
     def cached_tokens(self) -> int:
         return sum(s.cached_tokens for s in self.sequences) // len(self.sequences)
-
-    @property
-    def healing(self) -> int:
-        """1 for a job that regenerates the last token of its prompt, else 0."""
-        return int(self.healed_id is not None)
 
     @property
     def generated(self) -> int:
@@ -300,12 +297,14 @@ class ExLlamaV2DynamicJob:
     @property
     def has_room(self) -> bool:
         """Whether the next token has a place in every sequence's pages."""
+        if len(self.sequences) == 1:
+            return self.sequence.room >= 0
         return all(sequence.room >= 0 for sequence in self.sequences)
 
     @property
     def room(self) -> int:
         """Tokens that have a place already beside the next step's own."""
-        return min(sequence.room for sequence in self.sequences)
+        return self.sequence.room if len(self.sequences) == 1 else min(sequence.room for sequence in self.sequences)
 
     def reserve_more(self, table: PageTable) -> bool:
         """Reserve another share; False if there are not enough free pages for it."""
@@ -378,8 +377,10 @@ class ExLlamaV2DynamicJob:
             sample, feed = self._hooked(drawn, window.row(at))
         held, rewinds = sample.token == guess, self._rewinds
         self.accepted_draft_tokens += held
-        record = Record(sample.token, sample.probability, sample.top_tokens, sample.top_probabilities)
-        record.drawn, record.fed = drawn.token, feed
+        record = Record(
+            sample.token, sample.probability, sample.top_tokens, sample.top_probabilities, drawn=drawn.token, fed=feed
+        )
+        record.ids = sample.ids
         if self.return_logits:
             record.logits = window.row(at).cpu().clone()
         if self.return_hidden_state and window.state is not None:
@@ -399,7 +400,7 @@ class ExLlamaV2DynamicJob:
     def _constraint(self, explored: set[int] | None) -> Constraint:
         mask = None if self._filters is None else self._filter_mask()
         early = self.stop_tokens if self.new_tokens < self.min_new_tokens else ()
-        heal = self.generated < self.healing
+        heal = self.new_tokens < 0
         if mask is None and not (explored or early or heal or self.avoided):
             return UNCONSTRAINED
         return Constraint(
@@ -429,7 +430,7 @@ class ExLlamaV2DynamicJob:
             raise RequestError(
                 f"a post-sampling hook chose token {token}; the vocabulary has ids 0 to {len(logits) - 1}"
             )
-        return replace(sample, token=token), seen.feed_filters
+        return replace(sample, token=token, ids=None), seen.feed_filters
 
     def _filter_mask(self) -> NDArray[np.int32] | None:
         if self._filters is None:
@@ -450,7 +451,7 @@ class ExLlamaV2DynamicJob:
     def _accept(self, record: Record) -> Result:
         """Take a token in and say what may be shown: stop token, then text, then filter end, then the limit."""
         assert self._output is not None
-        filter_ended = self._filters_end(record)
+        filter_ended = self._filters is not None and self._filters_end(record)
         for sequence in self.sequences:
             sequence.append(record.token)
         self.new_tokens += 1

@@ -49,6 +49,8 @@ class Record:
     drawn: int = -1
     #: whether the filters have seen it
     fed: bool = True
+    #: the token as int64 [1, 1], where somebody has made that already
+    ids: torch.Tensor | None = None
     #: characters of the whole output up to the end of this token; one more while its last character is incomplete
     end: int = 0
     #: the token's last character is incomplete
@@ -97,6 +99,8 @@ class TextStream:
         stop."""
         record.before = self._scan
         self._held.append(record)
+        if not (self._scan.pending or self._scan.skip) and (whole := self._pieces.text_of(record.token)) is not None:
+            return self._append(record, whole, b"")
         data = self._pieces[record.token]
         data = data[len(self._scan.skip) :]  # the first token begins with the prefix: it was chosen so
         text, pending = decode_incremental(self._scan.pending, data)

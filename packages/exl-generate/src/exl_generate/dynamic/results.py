@@ -33,7 +33,8 @@ class Results:
         }
 
     def streaming(self, released: Released, suppressed: tuple[str, list[Record]] | None = None) -> Result:
-        result = self._common("streaming") | self._data(released.text, released.records)
+        result = self._common("streaming")
+        self._fill_in(result, released.text, released.records)
         if suppressed is not None:
             text, records = suppressed
             result["suppressed_text"] = text
@@ -83,12 +84,16 @@ class Results:
 
     def _data(self, text: str, records: list[Record]) -> Result:
         """Text and per-token data, each key only where there is something to say."""
-        job = self._job
         data: Result = {}
+        self._fill_in(data, text, records)
+        return data
+
+    def _fill_in(self, data: Result, text: str, records: list[Record]) -> None:
+        job = self._job
         if text:
             data["text"] = text
         if not records:
-            return data
+            return
         data["token_ids"] = _ids(records)
         if job.return_probs:
             data["token_probs"] = torch.tensor([[r.probability for r in records]], dtype=torch.float32)
@@ -99,7 +104,6 @@ class Results:
             data["logits"] = torch.stack([r.logits for r in records if r.logits is not None]).unsqueeze(0)
         if job.return_hidden_state:
             data["hidden_states"] = torch.stack([r.state for r in records if r.state is not None]).unsqueeze(0)
-        return data
 
     def _statistics(self) -> Result:
         job = self._job
@@ -124,4 +128,6 @@ class Results:
 
 
 def _ids(records: list[Record]) -> torch.Tensor:
+    if len(records) == 1 and records[0].ids is not None:
+        return records[0].ids
     return torch.tensor([[r.token for r in records]], dtype=torch.int64)

@@ -1,11 +1,13 @@
-"""Runs the model over pages: one sequence's prompt chunk, or one step of a whole batch."""
+"""Runs the model over pages: chunks of prompts, or one step of a whole batch."""
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +21,25 @@ from exl_generate.interrupts import lent
 if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Model
 
-__all__ = ["Runner", "Window"]
+__all__ = ["Chunk", "Runner", "Window"]
 
 Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Ids start..end of a sequence's prompt."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def ids(self) -> Ids:
+        return self.sequence.ids[self.start : self.end]
 
 
 class Window:
@@ -71,10 +89,31 @@ class Runner:
         size = self._page_size
         self._cache.copy_states(self._cache, source * size, tokens, target * size, tokens, 0, 1, 0, 1)
 
-    def compute(self, sequence: Sequence, start: int, end: int) -> None:
-        """Compute the K/V of ids start..end, which must follow what is there and have pages."""
-        ids = np.ascontiguousarray(sequence.ids[None, start:end])
-        self.forward(ids, [sequence], [start], sequence.embeddings, preprocess_only=True)
+    def kind_of(self, chunk: Chunk) -> tuple[object, int]:
+        """Chunks of one kind may be computed in one pass, of at most so many tokens."""
+        if chunk.sequence.embeddings and int(chunk.ids.max()) >= EMBEDDING_INDEX:
+            return chunk, len(chunk)  # by itself
+        alike = getattr(self._model, "invariant_tokens", None)
+        if alike is None or len(chunk) > alike:
+            return (chunk.sequence.loras, "any"), sys.maxsize
+        return (chunk.sequence.loras, "alike"), alike
+
+    def compute(self, chunks: SequenceOf[Chunk]) -> list[Exception | None]:
+        """Compute the K/V of these ids, which must follow what is there and have pages: in one pass, or if that fails
+        one by one. What went wrong with each."""
+        try:
+            self._compute(chunks)
+        except Exception as error:
+            return [error] if len(chunks) == 1 else [self.compute([chunk])[0] for chunk in chunks]
+        return [None] * len(chunks)
+
+    def _compute(self, chunks: SequenceOf[Chunk]) -> None:
+        sequences = [chunk.sequence for chunk in chunks]
+        ids = np.concatenate([chunk.ids for chunk in chunks])[None]
+        lengths = None if len(chunks) == 1 else [len(chunk) for chunk in chunks]
+        embeddings = sequences[0].embeddings if lengths is None else ()
+        starts = [chunk.start for chunk in chunks]
+        self.forward(ids, sequences, starts, embeddings, preprocess_only=True, lengths=lengths)
 
     def decode(self, windows: list[Window]) -> None:
         """Evaluate every window, those of a kind together. A failing call is repeated window by window, so that only
@@ -120,10 +159,13 @@ class Runner:
         embeddings: tuple[Any, ...] = (),
         preprocess_only: bool = False,
         wants_state: bool = False,
+        lengths: list[int] | None = None,
     ) -> dict[str, Any]:
         """One pass over int64 `ids` [B, q], row b at places positions[b].. of sequences[b], which have the same
-        adapters."""
+        adapters. With `lengths`, ids are [1, sum of them], one sequence after the other."""
         params = self._params(sequences, positions, ids.shape[1])
+        if lengths is not None:
+            params.q_lens = torch.tensor(lengths, dtype=torch.int32)
         extra: dict[str, Any] = {}
         if self._draft:
             ids = np.where(ids < EMBEDDING_INDEX, ids, 0)

@@ -149,7 +149,8 @@ class Sequence:
     @property
     def room(self) -> int:
         """Ids that still fit under the pages held and reserved."""
-        return (len(self.allocated_pages) + self._reserved) * self._pages.page_size - self._length
+        assert self._table is not None
+        return (len(self.allocated_pages) + self._reserved) * self._table.page_size - self._length
 
     def pages_missing(self, more: int) -> int:
         """Pages to reserve before `more` ids fit."""
@@ -195,6 +196,31 @@ class Sequence:
         self.cached_tokens += 0 if self._resumed else gained
         return gained
 
+    def reusable(self) -> int:
+        """The place up to which `skip_cached` would get."""
+        at, size = self.kv_position, self._pages.page_size
+        while at < self.prefill_end:
+            k, offset = divmod(at, size)
+            valid = self.allocated_pages[k].valid if k < len(self.allocated_pages) else 0
+            if valid <= offset:
+                found = None if offset else self._partial(k)
+                return at if found is None else at + found[1]
+            at = min(k * size + valid, self.prefill_end)
+        return at
+
+    def common_prefix(self, other: Sequence) -> int:
+        """Ids of the prompt from its start on that stand in the other's prompt too, under the same adapters."""
+        length = min(self.prefill_end, other.prefill_end)
+        if self._root != other._root:
+            return 0
+        differ = np.flatnonzero(self.keys[:length] != other.keys[:length])
+        return int(differ[0]) if len(differ) else length
+
+    def pages_between(self, start: int, end: int) -> set[int]:
+        """Numbers of the pages held so far under ids start..end."""
+        size = self._pages.page_size
+        return {page.index for page in self.allocated_pages[start // size : -(-end // size)]}
+
     def next_chunk(self, budget: int) -> tuple[int, int]:
         """Bounds of the next prompt ids to compute: at most `budget`, to a page boundary where that is not the whole
         rest, and more than that where an image that must stay whole takes more."""
@@ -217,6 +243,14 @@ class Sequence:
     def commit(self, end: int) -> None:
         """The K/V of ids kv_position..end now stand in the pages."""
         size = self._pages.page_size
+        at = self.kv_position
+        if end - at == 1 and (offset := at % size) and (page := self.allocated_pages[at // size]).label is None:
+            # One token behind others of its page, as in most steps: what `fill` does.
+            page.tokens[offset] = self._keys[at]
+            if page.valid == offset:
+                page.valid = offset + 1
+                self.kv_position = end
+                return
         while self.kv_position < end:
             k, offset = divmod(self.kv_position, size)
             stop = min(end, (k + 1) * size)
@@ -277,16 +311,20 @@ class Sequence:
 
     def _copy_partial(self, k: int, copy: Callable[[int, int, int], None]) -> bool:
         """Reuse the head of a page that begins like the prompt's page `k` behind the same prefix."""
-        if k > len(self.labels):
-            return False  # after give_way with ids that may yet be taken back: the prefix has no name to look under
-        size = self._pages.page_size
-        ids = self.keys[k * size : min((k + 1) * size, self.prefill_end)]
-        found = self._pages.partial(self._parent(k), ids)
+        found = self._partial(k)
         if found is None:
             return False
         source, length = found
         target = self.allocated_pages[k] if k < len(self.allocated_pages) else self._take_next(keep=source)
         if target is not source:
             copy(source.index, target.index, length)
-        self._pages.fill(target, 0, ids[:length])
+        start = k * self._pages.page_size
+        self._pages.fill(target, 0, self.keys[start : start + length])
         return True
+
+    def _partial(self, k: int) -> tuple[Page, int] | None:
+        """A page that begins like the prompt's page `k` behind the same prefix, and how far."""
+        if k > len(self.labels):
+            return None  # after give_way with ids that may yet be taken back: the prefix has no name to look under
+        size = self._pages.page_size
+        return self._pages.partial(self._parent(k), self.keys[k * size : min((k + 1) * size, self.prefill_end)])

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from exl_generate.dynamic.runner import Runner
-from exl_generate.dynamic.sequence import Sequence
+from exl_generate.dynamic.runner import Chunk, Runner
 
 if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
@@ -38,8 +37,8 @@ class Drafter:
         """Up to `most` guesses for each job, and never more than it may still generate after its next token."""
         return {}
 
-    def prefill(self, sequence: Sequence, start: int, end: int) -> None:
-        """The model is about to compute the prompt ids start..end."""
+    def prefill(self, chunks: SequenceOf[Chunk]) -> None:
+        """The model is about to compute these parts of prompts."""
 
     def copy_page_head(self, source: int, target: int, tokens: int) -> None:
         """The model's K/V of the head of a page have been copied."""
@@ -139,11 +138,10 @@ class ModelDrafter(Drafter):
         self._runner = runner
         self._vocab_size = vocab_size
 
-    def prefill(self, sequence: Sequence, start: int, end: int) -> None:
-        try:
-            self._runner.compute(sequence, start, end)
-        except Exception as error:
-            log.warning("the draft model failed in prefill: %s", error)
+    def prefill(self, chunks: SequenceOf[Chunk]) -> None:
+        for error in self._runner.compute(chunks):
+            if error is not None:
+                log.warning("the draft model failed in prefill: %s", error)
 
     def copy_page_head(self, source: int, target: int, tokens: int) -> None:
         self._runner.copy_page_head(source, target, tokens)

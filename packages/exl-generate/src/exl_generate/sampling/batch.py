@@ -72,9 +72,15 @@ def sample_batch(draws: Sequence[Draw], meanwhile: Meanwhile | None = None) -> l
         if meanwhile is not None:
             meanwhile(None)
     left = iter(outcomes)
-    return [
+    samples = [
         draw.take(row, row if isinstance(row, Exception) else next(left)) for draw, row in zip(draws, rows, strict=True)
     ]
+    drawn = [sample for sample in samples if isinstance(sample, Sample)]
+    # One tensor for all is cheaper than one for each: these are what most results show.
+    ids = torch.tensor([sample.token for sample in drawn], dtype=torch.int64).view(-1, 1, 1)
+    for sample, own in zip(drawn, ids.unbind(0), strict=True):
+        sample.ids = own
+    return samples
 
 
 def _prepared(draw: Draw) -> Row | Exception:

@@ -51,7 +51,7 @@ class Constraint:
 UNCONSTRAINED = Constraint()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sample:
     """A chosen token, its final probability, and the `top_n` most probable candidates padded with probability 0."""
 
@@ -59,6 +59,8 @@ class Sample:
     probability: float
     top_tokens: Ids
     top_probabilities: NDArray[np.float32]
+    #: the token as int64 [1, 1], where somebody has made that already
+    ids: torch.Tensor | None = None
 
 
 _NO_IDS = np.zeros(0, dtype=np.int64)
@@ -98,7 +100,7 @@ class RequestSampler:
         return kernels.Row(
             self._plan,
             _tensor(logits),
-            uniform=skewed(self.random.uniform(position, attempt), s.skew),
+            uniform=0.0 if self._plan.greedy else skewed(self.random.uniform(position, attempt), s.skew),
             negative=None if negative is None or s.cfg_scale is None else _tensor(negative),
             context=np.ascontiguousarray(context) if self._reads_context else None,
             mirostat=self._least_share(position) if s.mirostat else 0.0,

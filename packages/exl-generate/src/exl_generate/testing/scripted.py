@@ -112,24 +112,28 @@ class ScriptedModel:
         adapters = tuple(loras or ())
         batch, q_len = ids.shape
         self.calls.append((batch, q_len, preprocess_only))
-        table, lengths = attn_params.block_index.numpy(), attn_params.cache_seqlens.numpy()
-        slots = [self._slots(table[b], int(lengths[b]) + q_len, attn_params.page_size) for b in range(batch)]
-        written = np.concatenate([row[len(row) - q_len :] for row in slots])
+        table, past = attn_params.block_index.numpy(), attn_params.cache_seqlens.numpy()
+        joined = attn_params.q_lens
+        rows = list(ids) if joined is None else np.split(ids[0], np.cumsum(joined.numpy())[:-1])
+        slots = [self._slots(table[b], int(past[b]) + len(row), attn_params.page_size) for b, row in enumerate(rows)]
+        written = np.concatenate([mine[len(mine) - len(row) :] for mine, row in zip(slots, rows, strict=True)])
         if len(np.unique(written)) != len(written):
             raise AssertionError("two rows of a batch write the same slots")
-        state = np.zeros((batch, q_len, self.config.hidden_size), dtype=np.float32)
-        out = np.empty((batch, q_len, -(-self.config.vocab_size // 32) * 32), dtype=np.float32)
-        for b in range(batch):
-            chain = self._store(cache, slots[b], ids[b], adapters)
-            state[b] = (chain[len(chain) - q_len :, None] % np.uint64(1009)).astype(np.float32)
-            for i in range(q_len):
-                context = cache.tokens[slots[b][: len(slots[b]) - q_len + i + 1]]
+        state = np.zeros((ids.size, self.config.hidden_size), dtype=np.float32)
+        out = np.empty((ids.size, -(-self.config.vocab_size // 32) * 32), dtype=np.float32)
+        at = 0
+        for mine, row in zip(slots, rows, strict=True):
+            chain = self._store(cache, mine, row, adapters)
+            state[at : at + len(row)] = (chain[len(chain) - len(row) :, None] % np.uint64(1009)).astype(np.float32)
+            for i in range(len(row)):
+                context = cache.tokens[mine[: len(mine) - len(row) + i + 1]]
                 if int(context[-1]) in self.faults:
                     raise self.faults[int(context[-1])]
                 if not preprocess_only:
-                    out[b, i] = self.logits(context, adapters)
-        result = {} if preprocess_only else {"logits": torch.from_numpy(out)}
-        return result | ({"last_state": torch.from_numpy(state)} if return_last_state else {})
+                    out[at + i] = self.logits(context, adapters)
+            at += len(row)
+        result = {} if preprocess_only else {"logits": torch.from_numpy(out).view(batch, q_len, -1)}
+        return result | ({"last_state": torch.from_numpy(state).view(batch, q_len, -1)} if return_last_state else {})
 
     def logits(self, context: NDArray[np.int64], loras: Sequence[ScriptedLora] = ()) -> NDArray[np.float32]:
         """float32 [Vp] for the token after `context`: what a correct generator must have sampled from."""

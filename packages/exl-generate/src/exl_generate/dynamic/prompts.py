@@ -1,0 +1,161 @@
+"""Prompts on their way into the cache: which parts are computed in a round, and which of them in one pass.
+
+A pass over several prompts costs a GPU little more than one over a short prompt: every matrix is read, and beyond a few
+rows dequantized, once. What a job's tokens are does not depend on it where a row's bits do not depend on the other rows
+(`ExLlamaV2.invariant_tokens`): prompts of up to that many tokens go together up to that many, longer ones together.
+A prompt waits for the pass before it where that computes a prefix they have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from exl_generate.dynamic.runner import Chunk, Runner
+from exl_generate.dynamic.scheduler import Scheduler
+from exl_generate.dynamic.sequence import Sequence
+from exl_generate.dynamic.speculation import Drafter
+
+if TYPE_CHECKING:
+    from exl_generate.dynamic.job import ExLlamaV2DynamicJob
+
+__all__ = ["Prompts"]
+
+Results = list[dict[str, Any]]
+
+#: A prefix in common that is at least as long is computed once, whatever else could share the pass.
+WORTH_WAITING = 16
+
+
+class Prompts:
+    """Computes prompt tokens for jobs in the order they started, a fixed number a round in all, so that running streams
+    never wait longer than for as many."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        drafter: Drafter,
+        max_chunk_size: int,
+        deliver: Callable[[Results], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._drafter = drafter
+        self._budget = max_chunk_size
+        self._deliver = deliver
+        #: ids in common from which on a prompt waits for another
+        self.worth = max(2, min(WORTH_WAITING, scheduler.table.page_size // 8))
+
+    def step(self) -> None:
+        """One round's share, at most one chunk of each sequence. If something breaks in, what was computed is kept and
+        the rest is computed by the next round."""
+        round_ = _Round(self)
+        try:
+            left = self._budget
+            for job in self._scheduler.active:
+                if job.is_finished or job.prefilled:
+                    continue
+                left -= round_.take(job, left)
+                if left < min(self._budget, self._scheduler.table.page_size):
+                    break
+            round_.compute()
+        finally:
+            self._deliver(round_.results())
+
+
+class _Round:
+    """What one round computes. Chunks wait until others that could go with them are known."""
+
+    def __init__(self, owner: Prompts) -> None:
+        self._owner = owner
+        self._runner, self._drafter = owner._runner, owner._drafter
+        self._waiting: dict[object, list[tuple[ExLlamaV2DynamicJob, Chunk]]] = {}
+        self._heads: dict[bytes, list[Chunk]] = {}
+        self._failed: dict[ExLlamaV2DynamicJob, Results] = {}
+        #: jobs in order, and whether they have something to say
+        self._moved: dict[ExLlamaV2DynamicJob, bool] = {}
+
+    def take(self, job: ExLlamaV2DynamicJob, budget: int) -> int:
+        """Plan one chunk of each of the job's sequences, of at most `budget` tokens in all; returns the tokens."""
+        job.mark_prefill()
+        self._moved[job] = False
+        spent = 0
+        try:
+            for sequence in job.sequences:
+                if self._has_to_wait(sequence):
+                    self.compute()
+                sequence.skip_cached(partial(self._copy_page_head, job))
+                if sequence.prefilled or spent >= budget:
+                    continue
+                chunk = Chunk(sequence, *sequence.next_chunk(budget - spent))
+                sequence.provide(chunk.end)
+                spent += len(chunk)
+                self._put(job, chunk)
+        except Exception as error:
+            self._fail(job, error)
+        return spent
+
+    def compute(self) -> None:
+        """Compute all chunks that wait."""
+        for kind in list(self._waiting):
+            self._compute(kind)
+
+    def results(self) -> Results:
+        """What the jobs have to say, in their order."""
+        said: Results = []
+        for job, moved in self._moved.items():
+            said += self._failed.get(job, [job.progress()] if moved and not job.resumed else [])
+        return said
+
+    def _has_to_wait(self, sequence: Sequence) -> bool:
+        """Whether a chunk that waits computes what the sequence would take over: enough of it, or a page that both
+        share. Either way the prompts begin alike."""
+        alike = self._heads.get(self._head(sequence), ())
+        if not alike:
+            return False
+        reusable, ours = sequence.reusable(), sequence.pages_between(sequence.kv_position, sequence.prefill_end)
+        return any(
+            not ours.isdisjoint(chunk.sequence.pages_between(chunk.start, chunk.end))
+            or min(sequence.common_prefix(chunk.sequence), chunk.end) - reusable >= self._owner.worth
+            for chunk in alike
+        )
+
+    def _head(self, sequence: Sequence) -> bytes:
+        """What prompts that have to wait for each other have in common at least."""
+        return sequence.keys[: min(self._owner.worth, sequence.page_size)].tobytes()
+
+    def _put(self, job: ExLlamaV2DynamicJob, chunk: Chunk) -> None:
+        kind, most = self._runner.kind_of(chunk)
+        held = self._waiting.setdefault(kind, [])
+        if held and sum(len(other) for _, other in held) + len(chunk) > most:
+            self._compute(kind)
+            held = self._waiting.setdefault(kind, [])
+        held.append((job, chunk))
+        self._heads.setdefault(self._head(chunk.sequence), []).append(chunk)
+
+    def _compute(self, kind: object) -> None:
+        held = self._waiting.pop(kind)
+        for _, chunk in held:
+            self._heads[self._head(chunk.sequence)].remove(chunk)
+        held = [(job, chunk) for job, chunk in held if job not in self._failed]
+        chunks = [chunk for _, chunk in held]
+        if not chunks:
+            return
+        self._drafter.prefill(chunks)
+        for (job, chunk), error in zip(held, self._runner.compute(chunks), strict=True):
+            if error is not None:
+                self._fail(job, error)
+                continue
+            chunk.sequence.commit(chunk.end)
+            self._moved[job] = True
+
+    def _fail(self, job: ExLlamaV2DynamicJob, error: Exception) -> None:
+        if job not in self._failed:
+            self._failed[job] = [job.fail(error)]
+
+    def _copy_page_head(self, job: ExLlamaV2DynamicJob, source: int, target: int, tokens: int) -> None:
+        self._runner.copy_page_head(source, target, tokens)
+        self._drafter.copy_page_head(source, target, tokens)
+        self._moved[job] = True

@@ -1,0 +1,91 @@
+"""Prompts that one round computes go through the model together: how many passes, whose tokens, whose failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_generate.testing import ScriptedLora, check_pages, drain, streamed_tokens
+from exl_generate.testing.small import VOCAB, ids, job, make, naive, speculate
+
+PROMPTS = ["hello there", "abc def abc", "xyz, you and me", "q"]
+
+
+def passes(generator: ExLlamaV2DynamicGenerator) -> list[int]:
+    """Tokens of each pass over prompts so far."""
+    return [q for _, q, preprocess in generator.model.calls if preprocess]  # type: ignore[attr-defined]
+
+
+def said(generator: ExLlamaV2DynamicGenerator, jobs: list[ExLlamaV2DynamicJob]) -> list[list[int]]:
+    generator.enqueue(jobs)
+    results = drain(generator)
+    check_pages(generator)
+    return [streamed_tokens(results[one]) for one in jobs]
+
+
+def expected(generator: ExLlamaV2DynamicGenerator, new: int, **kw: Any) -> list[list[int]]:
+    return [naive(generator, ids(prompt)[0].tolist(), new, **kw) for prompt in PROMPTS]
+
+
+@pytest.mark.covers("generators.md: 49")
+def test_prompts_of_one_round_share_a_pass() -> None:
+    generator = make()
+    assert said(generator, [job(prompt, 5) for prompt in PROMPTS]) == expected(generator, 5)
+    assert passes(generator) == [sum(ids(prompt).shape[1] - 1 for prompt in PROMPTS)]
+
+
+def test_a_round_computes_no_more_than_its_budget() -> None:
+    generator = make(max_chunk_size=16)
+    prompts = ["abcdefgh" * 3, "hgfedcba" * 4]
+    found = said(generator, [job(prompt, 3) for prompt in prompts])
+    assert found == [naive(generator, ids(prompt)[0].tolist(), 3) for prompt in prompts]
+    assert max(passes(generator)) <= 16
+
+
+def test_tokens_whose_bits_do_not_depend_on_others_stay_among_themselves() -> None:
+    """As on a GPU: short prompts up to so many tokens, longer ones together."""
+    generator = make()
+    generator.model.invariant_tokens = 12  # type: ignore[attr-defined]
+    prompts = ["abc def abc", "hello there", "x" * 22, "qr", "z" * 24]
+    jobs = [job(prompt, 3) for prompt in prompts]
+    assert said(generator, jobs) == [naive(generator, ids(prompt)[0].tolist(), 3) for prompt in prompts]
+    lengths = [ids(prompt).shape[1] - 1 for prompt in prompts]
+    assert lengths == [10, 7, 21, 1, 23]
+    assert sorted(passes(generator)) == [7 + 1, 10, 21 + 23]
+
+
+def test_adapters_part_them() -> None:
+    generator, adapter = make(), ScriptedLora(3)
+    jobs = [job(prompt, 4, loras=[adapter] if i % 2 else []) for i, prompt in enumerate(PROMPTS)]
+    plain, adapted = expected(generator, 4), expected(generator, 4, loras=[adapter])
+    assert said(generator, jobs) == [adapted[i] if i % 2 else plain[i] for i in range(len(PROMPTS))]
+    assert len(passes(generator)) == 2
+
+
+@pytest.mark.covers("generators.md: 43")
+def test_a_prompt_waits_for_what_another_computes() -> None:
+    """Pages in common, a head in common, and the same prompt twice: each computed once, the rest in one pass."""
+    generator = make()
+    prompts = ["abcdefgh" * 4 + tail for tail in ("xyz", "uvw", "")] + ["hello you", "hello yes"]
+    found = said(generator, [job(prompt, 3) for prompt in [*prompts, prompts[0]]])
+    assert found == [naive(generator, ids(prompt)[0].tolist(), 3) for prompt in [*prompts, prompts[0]]]
+    assert sum(passes(generator)) <= len("abcdefgh" * 4) + 2 * len("xyz") + len("hello you") + len("yes")
+
+
+@pytest.mark.covers("generators.md: 61")
+@pytest.mark.parametrize("how", ["none", "model"])
+def test_one_that_fails_fails_alone(how: str) -> None:
+    generator = make() if how == "none" else speculate("model")
+    seen = {token for prompt in PROMPTS for token in ids(prompt)[0].tolist()}.union(*expected(generator, 4))
+    bad = next(token for token in range(3, VOCAB) if token not in seen)
+    generator.model.faults[bad] = MemoryError("no room")  # type: ignore[attr-defined]
+    jobs = [job(prompt, 4) for prompt in PROMPTS]
+    poisoned = ExLlamaV2DynamicJob(ids("abc").clone().fill_(bad), 4)
+    generator.enqueue([*jobs[:2], poisoned, *jobs[2:]])
+    results = drain(generator)
+    check_pages(generator)
+    last = results[poisoned][-1]
+    assert (last["eos_reason"], type(last["exception"])) == ("error", MemoryError)
+    assert [streamed_tokens(results[one]) for one in jobs] == expected(generator, 4)
