@@ -3,95 +3,22 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from itertools import pairwise
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from exl_kernels import _native, attention_cuda
+from exl_kernels import _native
 from exl_kernels.attention import paged_attention
 from exl_kernels.errors import DTypeError, ShapeError
-from exl_kernels.kv import KVPages, store_kv
-from exl_kernels.reference import attention as twin
-from exl_kernels.rope import apply_rope
+from exl_kernels.kv import store_kv
+
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_cases import BOUND, KINDS, assert_close, make_case, randn
 
 pytestmark = pytest.mark.cuda
-
-KINDS: tuple[Any, ...] = ("fp16", "fp8", "q8", "q6", "q4")
-# Queries, weights and scaled codes are rounded to half (2^-11 of each), the result once more.
-BOUND = 3e-3
-
-
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@dataclass
-class Case:
-    """Sequences of random tokens in shuffled pages on the GPU; a copy on the CPU for the twin."""
-
-    pages: KVPages
-    block_table: Tensor
-    q: Tensor  # [B, n, Hq, D] on the CPU, representable in half
-    scale: float
-    dtype: torch.dtype = torch.float16
-
-    def run(self, rows: list[int], positions: list[int], **options: Any) -> Tensor:
-        r, p = torch.tensor(rows, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
-        q = self.q[r.long().clamp(0, self.q.shape[0] - 1), p.long().clamp(min=0)].to("cuda", self.dtype).contiguous()
-        return paged_attention(
-            q, self.pages, self.block_table.cuda(), r.cuda(), p.cuda(), scale=self.scale, **options
-        ).cpu()
-
-    def oracle(self, rows: list[int], positions: list[int], **options: Any) -> Tensor:
-        r, p = torch.tensor(rows, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
-        cpu = KVPages(
-            self.pages.kind,
-            self.pages.head_dim,
-            *(None if t is None else t.cpu() for t in (self.pages.key, self.pages.value)),
-            *(None if t is None else t.cpu() for t in (self.pages.key_scales, self.pages.value_scales)),
-        )
-        q = self.q[r.long(), p.long().clamp(min=0)].double()
-        return twin.paged_attention(q, cpu, self.block_table, r, p, scale=self.scale, **options)
-
-
-def make_case(
-    kind: Any,
-    lengths: list[int],
-    *,
-    heads: int = 2,
-    groups: int = 2,
-    dim: int = 64,
-    page_size: int = 16,
-    shuffle: int = 0,
-    dtype: torch.dtype = torch.float16,
-) -> Case:
-    """`shuffle` changes where the pages lie. Unused memory holds NaN, or nonsense where there is none."""
-    n, spare = max(lengths), 3
-    used = sum(-(-length // page_size) for length in lengths)
-    pages = KVPages.allocate(kind, used + spare, page_size, heads, dim, "cuda")
-    for t in pages.tensors():
-        t.fill_(torch.nan if t.dtype == torch.float16 else 0xFF)
-    order = torch.randperm(used + spare, generator=torch.Generator().manual_seed(shuffle)).tolist()
-    table = torch.full((len(lengths), -(-n // page_size) + shuffle), -12345, dtype=torch.int32)
-    k, v = randn(len(lengths), n, heads, dim, seed=1), randn(len(lengths), n, heads, dim, seed=2)
-    for b, length in enumerate(lengths):
-        for i in range(-(-length // page_size)):
-            table[b, i] = order.pop()
-        at = torch.arange(length)
-        slots = table[b].long()[at // page_size] * page_size + at % page_size
-        store_kv(pages, k[b, :length].cuda(), v[b, :length].cuda(), slots.cuda())
-    q = randn(len(lengths), n, heads * groups, dim, seed=3).bfloat16().float()
-    return Case(pages, table, q, dim**-0.5, dtype)
-
-
-def assert_close(got: Tensor, oracle: Tensor, bound: float = BOUND) -> None:
-    assert got.isfinite().all()
-    scale = oracle.abs().amax().clamp(min=0.05)
-    assert float((got.double() - oracle).abs().max() / scale) < bound
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -344,178 +271,6 @@ def test_a_batchs_clusters_give_the_same_bits(kind: Any, groups: int, dim: int) 
         got = case.run(list(range(batch)), [n - 1 for n in lengths[:batch]])
         for i in range(batch):
             assert torch.equal(got[i], alone[i]), (batch, lengths[i])
-
-
-@dataclass
-class OwnStep:
-    """A decode step whose own keys and values are in q, k, v [B, heads, D] and not yet in the pages."""
-
-    case: Case
-    lengths: list[int]
-    rotated: int
-    interleaved: bool
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        pages, batch = self.case.pages, len(self.lengths)
-        q_heads, width = self.case.q.shape[2], pages.heads * pages.head_dim
-        self.qkv = randn(batch, q_heads * pages.head_dim + 2 * width, seed=5).to("cuda", self.dtype)
-        self.positions = torch.tensor(self.lengths, dtype=torch.int32, device="cuda") - 1
-        self.rope_positions = self.positions.long().clamp(min=0)
-        self.rows = torch.arange(batch, dtype=torch.int32, device="cuda")
-        self.table = self.case.block_table.cuda()
-        page = self.table[self.rows.long(), self.rope_positions // pages.key.shape[1]].long()
-        at = page * pages.key.shape[1] + self.rope_positions % pages.key.shape[1]
-        self.slots = torch.where(self.positions >= 0, at, -1)
-        angles = randn(max(self.lengths) + 1, self.rotated // 2, seed=6).cuda()
-        self.cos, self.sin = angles.cos(), angles.sin()
-
-    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of the fused rows."""
-        pages, batch = self.case.pages, len(self.lengths)
-        q_width, width = self.case.q.shape[2] * pages.head_dim, pages.heads * pages.head_dim
-        ends = (0, q_width, q_width + width, q_width + 2 * width)
-        q, k, v = (self.qkv[:, a:b].view(batch, -1, pages.head_dim) for a, b in pairwise(ends))
-        return q, k, v
-
-    def forget(self) -> None:
-        for t in self.case.pages.tensors():
-            flat = t.view(-1, *t.shape[2:])
-            flat[self.slots[self.slots >= 0]] = torch.nan if t.dtype == torch.float16 else 0xFF
-
-    def apart(self, **options: Any) -> Tensor:
-        q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in self.parts())
-        for t in (q, k):
-            if self.rotated:
-                apply_rope(t, self.cos, self.sin, self.rope_positions, interleaved=self.interleaved)
-        store_kv(self.case.pages, k, v, self.slots)
-        return paged_attention(
-            q, self.case.pages, self.table, self.rows, self.positions, scale=self.case.scale, **options
-        )
-
-    def together(self, **options: Any) -> Tensor:
-        where = (self.table, self.rows, self.positions, self.slots)
-        rope = (self.cos, self.sin, self.rope_positions)
-        return attention_cuda.attend_own(
-            *self.parts(),
-            self.case.pages,
-            *where,
-            *rope,
-            scale=self.case.scale,
-            interleaved=self.interleaved,
-            **options,
-        )
-
-
-def own_step(kind: Any, lengths: list[int], **options: Any) -> OwnStep:
-    rope = {k: options.pop(k) for k in ("rotated", "interleaved", "dtype") if k in options}
-    case = make_case(kind, [max(n, 1) for n in lengths], **options)
-    return OwnStep(
-        case,
-        lengths,
-        rope.get("rotated", case.pages.head_dim),
-        rope.get("interleaved", False),
-        rope.get("dtype", torch.float16),
-    )
-
-
-def assert_same_step(step: OwnStep, **options: Any) -> None:
-    step.forget()
-    want = step.apart(**options)
-    stored = [t.clone() for t in step.case.pages.tensors()]
-    for early in (False, True):
-        step.forget()
-        torch.cuda.synchronize()
-        got = step.together(early=early, **options)
-        assert got.isfinite().all()
-        assert torch.equal(got, want)
-        for a, b in zip(step.case.pages.tensors(), stored, strict=True):
-            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("heads", "groups", "dim", "rotated", "interleaved"),
-    [
-        (2, 4, 128, 128, False),
-        (2, 4, 64, 64, True),
-        (8, 4, 128, 64, False),
-        (2, 2, 256, 256, False),
-        (2, 1, 80, 32, False),
-        (1, 7, 96, 96, True),
-        (1, 16, 64, 32, False),
-        (1, 20, 128, 128, False),
-        (3, 2, 8, 8, False),
-        (2, 3, 192, 64, True),
-        (2, 4, 128, 0, False),
-    ],
-)
-def test_own_keys_in_the_same_launch_give_the_bits_of_separate_doors(
-    kind: Any, heads: int, groups: int, dim: int, rotated: int, interleaved: bool
-) -> None:
-    lengths = [1, 64, 65, 150, 0, 1000, 513, 2100]
-    options = {"heads": heads, "groups": groups, "dim": dim, "rotated": rotated, "interleaved": interleaved}
-    for part in (lengths[5:6], lengths[3:4], lengths[:1], lengths):
-        assert_same_step(own_step(kind, part, **options))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    ("groups", "dim", "rotated", "interleaved"),
-    [(4, 128, 128, False), (4, 128, 128, True), (7, 64, 64, False), (1, 64, 64, True), (12, 128, 0, False)],
-)
-def test_own_keys_in_pages_of_whole_units(
-    kind: Any, dtype: torch.dtype, groups: int, dim: int, rotated: int, interleaved: bool
-) -> None:
-    lengths = [1, 64, 65, 150, 0, 1000, 513, 2100, 449, 512]
-    options = {"heads": 2, "groups": groups, "dim": dim, "rotated": rotated, "interleaved": interleaved, "dtype": dtype}
-    for part in (lengths[7:8], lengths[6:7], lengths[3:4], lengths):
-        assert_same_step(own_step(kind, part, page_size=64 if groups == 7 else 256, **options))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_own_keys_of_other_types_windows_and_caps(kind: Any, dtype: torch.dtype) -> None:
-    step = own_step(kind, [700, 30, 129], dim=128, groups=4, dtype=dtype)
-    assert_same_step(step)
-    assert_same_step(step, window=100)
-    assert_same_step(step, softcap=20.0)
-
-
-@pytest.mark.parametrize("kind", ["fp16", "q4"])
-@pytest.mark.parametrize("page_size", [16, 256])
-@pytest.mark.parametrize("lengths", [[300], [2300], [300, 17, 0, 1025]])
-def test_own_keys_in_a_graph_read_ahead_of_the_launches_before(kind: Any, page_size: int, lengths: list[int]) -> None:
-    step = own_step(kind, lengths, dim=128, groups=4, heads=4, page_size=page_size)
-    want = step.apart()
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream), attention_cuda.counters("cuda") as held:
-        step.together(early=True)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            outs = [step.together(early=True) for _ in range(20)]
-    for _ in range(3):
-        step.forget()
-        for out in outs:
-            out.fill_(torch.nan)
-        graph.replay()
-        for out in outs:
-            assert torch.equal(out, want)
-    assert not held.any()
-
-
-def test_own_keys_that_do_not_fit_are_refused() -> None:
-    step = own_step("fp16", [5, 9], dim=64)
-    q, k, v = step.parts()
-    where = (step.table, step.rows, step.positions, step.slots, step.cos, step.sin, step.rope_positions)
-    with pytest.raises(ShapeError, match="attend_own: k"):
-        attention_cuda.attend_own(q, k[:1], v, step.case.pages, *where, scale=1.0)
-    with pytest.raises(DTypeError, match="float32"):
-        attention_cuda.attend_own(q, k.float(), v, step.case.pages, *where, scale=1.0)
-    with pytest.raises(ShapeError, match="own keys"):
-        attention_cuda.attend_own(q, k, v, step.case.pages, *where[:3], step.slots[:1], *where[4:], scale=1.0)
 
 
 def test_one_sequences_nan_stays_with_it() -> None:

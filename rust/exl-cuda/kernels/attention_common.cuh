@@ -23,6 +23,11 @@ struct Attention {  // mirrored in ops/attention.rs
   int q_stride, new_stride;  // elements between tokens
   int rotated, table_rows, interleaved, early;
   int element;  // of q, new keys and values and out: 0 half, 1 bfloat16, 2 float
+  // Results as the input of a product of few rows instead (see `store_ordered`), else null, and that product's counters, to be zeroed.
+  uint8_t* ordered;
+  const uint16_t* row_of_feature;  // null where rows stand in the features' order
+  int* arrivals;
+  int arrivals_count, columns;
   int tokens, q_heads, heads, dim, group, tile_heads, tile_tokens;
   int page_size, page_shift, max_pages, num_pages, batch, mask_width, window;
   int chunks, part_slots, ring;  // blocks that share a tile's keys, parts they may leave, units in shared memory
@@ -147,6 +152,30 @@ DEVICE void store_pair(const Attention& a, int64_t at, float x, float y) {
   else *reinterpret_cast<float2*>(static_cast<float*>(a.out) + at) = make_float2(x, y);
 }
 
+// Two neighbouring results of a token (halves; feature `feature`, even, and the next) in the order in which a product of few rows wants its
+// input: prepared.cuh for `columns` of 16 and more, rows.cuh for 8. `rows`: their rows of K. Columns past the tokens become zeros.
+DEVICE uint32_t ordered_rows(const Attention& a, int feature) {
+  return a.row_of_feature ? __ldg(reinterpret_cast<const uint32_t*>(a.row_of_feature + feature)) : feature * 0x10001u + 0x10000u;
+}
+DEVICE uint32_t ordered_place(int columns, int row, int column) {
+  const int eight = row >> 3 & 3, pair = row >> 1 & 3;
+  if (columns == 8) return (row >> 5) * 512 + column * 64 + eight * 16 + (row & 7) * 2;
+  return (row >> 5) * 64 * columns + pair * 16 * columns + column * 16 + eight * 4 + (row & 1) * 2;
+}
+DEVICE void store_ordered(const Attention& a, int token, uint32_t rows, uint32_t pair) {
+#pragma unroll
+  for (int e = 0; e < 2; e++)
+    for (int column = token; column < a.columns; column += a.tokens) {
+      uint8_t* to = a.ordered + ordered_place(a.columns, e ? rows >> 16 : rows & 0xffff, column);
+      *reinterpret_cast<uint16_t*>(to) = column == token ? pair >> 16 * e : 0;
+    }
+}
+// The counters of that product; after the wait, by one block.
+DEVICE void clear_arrivals(const Attention& a) {
+  if ((blockIdx.x | blockIdx.y | blockIdx.z) == 0)
+    for (int i = threadIdx.x; i < a.arrivals_count; i += blockDim.x) a.arrivals[i] = 0;
+}
+
 // Logits as products gave them to units of log 2: scaled, capped. A function: few models cap, and the code would stand in every loop.
 static __device__ __noinline__ float capped(float x, float scale, float cap) { return __fmul_rn(cap * LOG2E, tanhf(__fmul_rn(x, scale / cap))); }
 template <int N>
@@ -164,7 +193,8 @@ DEVICE void scale_logits(const Attention& a, float (&x)[N]) {
 DEVICE float masked(float x, float added) { return __fadd_rn(x, added == -INFINITY ? added : fmaxf(__fmul_rn(added, LOG2E), -1.7e38f)); }
 
 // Block `block` of 64 dimensions of a result row: transformed back where values are, times `inverse`.
-DEVICE void result_to_out(const Attention& a, const float* row, int block, float inverse, int64_t out, bool transformed) {
+template <bool ORDERED>
+DEVICE void result_to_out(const Attention& a, const float* row, int block, float inverse, int token, int head, bool transformed) {
   const int lane = threadIdx.x & 31, e = block * 64 + 2 * lane;
   float even = row[e], odd = row[e + 1];
   if (transformed) {
@@ -172,5 +202,12 @@ DEVICE void result_to_out(const Attention& a, const float* row, int block, float
     even *= 1.f / 32.f;
     odd *= 1.f / 32.f;
   }
-  if (e < a.dim) store_pair(a, out + e, __fmul_rn(even, inverse), __fmul_rn(odd, inverse));
+  if (e >= a.dim) return;
+  even = __fmul_rn(even, inverse), odd = __fmul_rn(odd, inverse);
+  if (ORDERED && a.ordered) {
+    const __half2 pair = __floats2half2_rn(even, odd);
+    store_ordered(a, token, ordered_rows(a, head * a.dim + e), *reinterpret_cast<const uint32_t*>(&pair));
+  } else {
+    store_pair(a, ((int64_t)token * a.q_heads + head) * a.dim + e, even, odd);
+  }
 }

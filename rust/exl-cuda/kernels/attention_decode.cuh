@@ -19,6 +19,9 @@ struct Decode : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 106496> {
   static constexpr int OF_ROW = DIM / 4, PART_ROWS = 32 * WARPS / OF_ROW, PART_BYTES = 16 * 32 * WARPS + 32 * PART_ROWS;
 };
 
+// Which of the four warps that work on a unit together this is.
+DEVICE int team_warp() { return threadIdx.x >> 5 & 3; }
+
 // Running softmax and sums. Element [j][e] is column 8 j + 2 t + e; acc[m][j]: dimensions `dim_of(m, 0)` in elements 0, 1, `dim_of(m, 1)` in 2, 3.
 template <class S>
 struct Sums {
@@ -47,8 +50,8 @@ struct Sums {
       }
   }
   DEVICE static int dim_of(int m, int i) {
-    const int warp = threadIdx.x >> 5, g = threadIdx.x >> 2 & 7;
-    return warp * 16 * S::MT + (S::VC == F16 ? 16 * m + g + 8 * i : 2 * S::MT * g + 2 * m + i);
+    const int g = threadIdx.x >> 2 & 7;
+    return team_warp() * 16 * S::MT + (S::VC == F16 ? 16 * m + g + 8 * i : 2 * S::MT * g + 2 * m + i);
   }
   // Row `column` of `rows` gets that column. `valid`: bit c, column c exists.
   DEVICE void write(float* rows, uint32_t valid) const {
@@ -60,7 +63,7 @@ struct Sums {
         const int column = 8 * j + 2 * t + e;
         if (!(valid >> column & 1)) continue;
         float* row = rows + column * S::ROW;
-        if (threadIdx.x < 4) *reinterpret_cast<float2*>(row + S::DIM) = make_float2(max[j][e], sum[j][e]);
+        if ((threadIdx.x & 127) < 4) *reinterpret_cast<float2*>(row + S::DIM) = make_float2(max[j][e], sum[j][e]);
 #pragma unroll
         for (int m = 0; m < S::MT; m++) {
           if constexpr (S::VC == F16) row[dim_of(m, 0)] = acc[m][j][e], row[dim_of(m, 1)] = acc[m][j][2 + e];
@@ -87,7 +90,7 @@ DEVICE uint32_t transposed(uint32_t pair) {
 template <class S>
 DEVICE void unit_logits(float (&x)[S::NT][4], const uint8_t* stage, const uint4 (*queries)[S::NT], const uint4* query_words) {
   constexpr int STRIDE = key_stride<S::KC, S::DIM>();
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = 16 * warp + (lane >> 2);
+  const int warp = team_warp(), lane = threadIdx.x & 31, row = 16 * warp + (lane >> 2);
 #pragma unroll
   for (int j = 0; j < S::NT; j++) x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
   uint32_t low[S::KC == F16 ? 4 : S::DIM / 8], high[S::KC == F16 ? 4 : S::DIM / 8];
@@ -116,7 +119,7 @@ template <class S>
 DEVICE void unit_values(Sums<S>& unit, const uint8_t* stage, const uint2* weights) {
   constexpr int STRIDE = value_stride<S::VC, S::DIM>();
   constexpr uint32_t ONES = 0x3c003c00u;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int warp = team_warp(), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   float total[S::NT][4];
 #pragma unroll
   for (int j = 0; j < S::NT; j++) total[j][0] = total[j][1] = total[j][2] = total[j][3] = 0.f;
@@ -153,10 +156,49 @@ DEVICE void unit_values(Sums<S>& unit, const uint8_t* stage, const uint2* weight
   for (int j = 0; j < S::NT; j++) unit.sum[j][0] = total[j][0], unit.sum[j][1] = total[j][1];
 }
 
+// The largest of this warp's logits of each column, for all four.
+template <class S>
+DEVICE void unit_maxima(const float (&x)[S::NT][4], float* maxima) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int j = 0; j < S::NT; j++) {
+    float most[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      most[e] = fmaxf(x[j][e], x[j][2 + e]);
+#pragma unroll
+      for (int o = 4; o < 32; o *= 2) most[e] = fmaxf(most[e], __shfl_xor_sync(~0u, most[e], o));
+    }
+    if (lane < 4) *reinterpret_cast<float2*>(maxima + team_warp() * S::COLUMNS + 8 * j + 2 * lane) = make_float2(most[0], most[1]);
+  }
+}
+// The unit's largest logits, from those of the four warps, and its weights where `unit_values` wants them.
+template <class S>
+DEVICE void unit_weights(Sums<S>& unit, float (&x)[S::NT][4], const float* maxima, uint2* weights) {
+  const int warp = team_warp(), lane = threadIdx.x & 31, t = lane & 3;
+#pragma unroll
+  for (int j = 0; j < S::NT; j++) {
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+      const float2 most = *reinterpret_cast<const float2*>(maxima + w * S::COLUMNS + 8 * j + 2 * t);
+      unit.max[j][0] = w ? fmaxf(unit.max[j][0], most.x) : most.x;
+      unit.max[j][1] = w ? fmaxf(unit.max[j][1], most.y) : most.y;
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float reference = unit.max[j][e] == -INFINITY ? 0.f : unit.max[j][e];
+      x[j][e] = weight_of(x[j][e], reference);
+      x[j][2 + e] = weight_of(x[j][2 + e], reference);
+    }
+    weights[(warp * S::NT + j) * 32 + lane] = make_uint2(transposed(as_word(__floats2half2_rn(x[j][0], x[j][1]))),
+                                                         transposed(as_word(__floats2half2_rn(x[j][2], x[j][3]))));
+  }
+}
+
 template <class S>
 DEVICE void attend_unit(const Attention& a, const Keys& keys, Ring<S>& ring, Sums<S>& unit, const Sight<S>& sight, int index,
                         const uint4 (*queries)[S::NT], uint8_t* rest) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, t = lane & 3, key = index * UNIT + 16 * warp + (lane >> 2);
+  const int key = index * UNIT + 16 * team_warp() + ((threadIdx.x & 31) >> 2);
   float* maxima = reinterpret_cast<float*>(rest + S::MAXIMA_AT);
   uint2* weights = reinterpret_cast<uint2*>(rest + S::WEIGHTS_AT);
   const bool all = index * UNIT >= sight.all_from && (index + 1) * UNIT <= sight.all_to && !keys.mask;
@@ -172,33 +214,10 @@ DEVICE void attend_unit(const Attention& a, const Keys& keys, Ring<S>& ring, Sum
         const bool seen = k >= sight.from[j][i & 1] && k < sight.to[j][i & 1];
         x[j][i] = !seen ? -INFINITY : keys.mask ? masked(x[j][i], keys.mask[k]) : x[j][i];
       }
-    float most[2];
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      most[e] = fmaxf(x[j][e], x[j][2 + e]);
-#pragma unroll
-      for (int o = 4; o < 32; o *= 2) most[e] = fmaxf(most[e], __shfl_xor_sync(~0u, most[e], o));
-    }
-    if (lane < 4) *reinterpret_cast<float2*>(maxima + warp * S::COLUMNS + 8 * j + 2 * t) = make_float2(most[0], most[1]);
   }
+  unit_maxima<S>(x, maxima);
   const uint8_t* values = ring.take_values();  // its barrier shows the maxima to all
-#pragma unroll
-  for (int j = 0; j < S::NT; j++) {
-#pragma unroll
-    for (int w = 0; w < S::WARPS; w++) {
-      const float2 most = *reinterpret_cast<const float2*>(maxima + w * S::COLUMNS + 8 * j + 2 * t);
-      unit.max[j][0] = w ? fmaxf(unit.max[j][0], most.x) : most.x;
-      unit.max[j][1] = w ? fmaxf(unit.max[j][1], most.y) : most.y;
-    }
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const float reference = unit.max[j][e] == -INFINITY ? 0.f : unit.max[j][e];
-      x[j][e] = weight_of(x[j][e], reference);
-      x[j][2 + e] = weight_of(x[j][2 + e], reference);
-    }
-    weights[(warp * S::NT + j) * 32 + lane] = make_uint2(transposed(as_word(__floats2half2_rn(x[j][0], x[j][1]))),
-                                                         transposed(as_word(__floats2half2_rn(x[j][2], x[j][3]))));
-  }
+  unit_weights<S>(unit, x, maxima, weights);
   __syncthreads();
   unit_values<S>(unit, values, weights);
 }
@@ -467,8 +486,7 @@ DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, 
     const int row = item / blocks;
     if (!(valid >> row & 1)) continue;
     const Place p = place_of(a, row, first, end, key_head, head_tile);
-    result_to_out(a, rows + row * S::ROW, item % blocks, inverse_of(rows[row * S::ROW + S::DIM + 1]), ((int64_t)p.token * a.q_heads + p.head) * a.dim,
-                  is_hadamard<S::VC>());
+    result_to_out<true>(a, rows + row * S::ROW, item % blocks, inverse_of(rows[row * S::ROW + S::DIM + 1]), p.token, p.head, is_hadamard<S::VC>());
   }
   __syncthreads();
 }
@@ -489,6 +507,7 @@ DEVICE void attention_decode(const Attention& a) {
   }
   // A launch none of whose blocks waits would let its successor overtake its predecessor.
   if (a.early) pdl_wait();
+  clear_arrivals(a);
 }
 
 #define DECODE(kind, KC, VC, DIM, NT, BLOCKS)                                                                                \

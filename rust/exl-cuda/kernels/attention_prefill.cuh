@@ -158,7 +158,7 @@ DEVICE void totals_to_out(const Attention& a, float4* total, const float (&sum)[
     const float inverse = inverse_of(__shfl_sync(~0u, half ? sum[1] : sum[0], owner));
     if (token < 0) continue;
     for (int block = 0; block * 64 < a.dim; block++)
-      result_to_out(a, rows + row * S::DIM, block, inverse, ((int64_t)token * a.q_heads + head) * a.dim, is_hadamard<S::VC>());
+      result_to_out<false>(a, rows + row * S::DIM, block, inverse, token, head, is_hadamard<S::VC>());
   }
   __syncwarp();
 }

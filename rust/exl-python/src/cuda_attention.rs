@@ -3,13 +3,14 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::ops::attention::{self, Attention, MAX_DIM, Mode, Own};
+use exl_cuda::ops::attention::{self, Attention, MAX_DIM, Mode, ORDERED_COLUMNS, Ordered, Own};
 use exl_cuda::ops::kv::{self, Direction, KINDS, Kind};
 use exl_cuda::ops::{Element, Target};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::cuda::{device_error, element, target};
+use crate::cuda_linear::CudaMatrix;
 use crate::tensor::{DType, Tensor, same_length, shape_error};
 
 /// One layer's pages on a GPU: the addresses, and the tensors that own them.
@@ -210,6 +211,7 @@ fn operands(
         window: options.1,
         softcap: options.2,
         own: None,
+        ordered: None,
     })
 }
 
@@ -262,6 +264,49 @@ fn own_operands(op: &Attention, q: &Tensor, own: &OwnArguments) -> PyResult<Own>
     })
 }
 
+/// The input of a product in place of plain results: its matrix, columns, scratch memory, and where in that its counters are and how many.
+type OrderedArguments<'py> = (Bound<'py, CudaMatrix>, usize, Tensor, (usize, usize));
+
+fn ordered_operands(op: &Attention, to: &OrderedArguments<'_>) -> Result<Ordered, String> {
+    let (matrix, columns, scratch, (arrivals, arrivals_count)) = to;
+    let matrix = &matrix.get().matrix;
+    let features = op.q_heads * op.pages.head_dim;
+    if matrix.in_features() != features {
+        return Err(format!(
+            "the product takes {} inputs, a token has {features} results",
+            matrix.in_features()
+        ));
+    }
+    if op.element != 0 {
+        return Err("a product's input in its order: of float16 only".to_owned());
+    }
+    if !ORDERED_COLUMNS.contains(columns) || op.tokens > *columns {
+        return Err(format!(
+            "{} tokens in {columns} columns: expected at most that many, of {ORDERED_COLUMNS:?}",
+            op.tokens
+        ));
+    }
+    let ordered = Ordered::of(matrix, *columns, scratch.ptr)
+        .ok_or("the product's matrix pads its input: lay that out by itself")?;
+    let end = arrivals + 4 * arrivals_count;
+    let fits = scratch.dtype == DType::U8
+        && scratch.ptr.is_multiple_of(16)
+        && arrivals.is_multiple_of(4)
+        && scratch.numel() >= end.max(ordered.bytes(features));
+    if !fits {
+        return Err(format!(
+            "scratch of {} elements: at least {} bytes are needed, aligned to 16",
+            scratch.numel(),
+            end.max(ordered.bytes(features))
+        ));
+    }
+    Ok(Ordered {
+        arrivals: scratch.ptr + arrivals,
+        arrivals_count: *arrivals_count,
+        ..ordered
+    })
+}
+
 /// (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over `max_keys`
 /// keys; `own`: the tokens' keys and values are not in the pages yet.
 #[pyfunction]
@@ -295,6 +340,7 @@ fn cuda_attention_plan(
         window: 0,
         softcap: 0.0,
         own: own.then_some(Own::default()),
+        ordered: None,
     };
     let plan = attention::plan(pages.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
     let mode = match plan.mode {
@@ -307,7 +353,7 @@ fn cuda_attention_plan(
 /// See `exl_kernels.attention_cuda`; q: flat, `q_stride` elements between tokens; workspace (float32) and tickets (int32 zeros): at
 /// least what the plan asks for.
 #[pyfunction]
-#[pyo3(signature = (q, q_stride, pages, block_table, rows, positions, scale, window, softcap, key_mask, own, out, max_keys, workspace, tickets, stream, programmatic))]
+#[pyo3(signature = (q, q_stride, pages, block_table, rows, positions, scale, window, softcap, key_mask, own, out, max_keys, workspace, tickets, stream, programmatic, ordered=None))]
 fn cuda_paged_attention(
     py: Python<'_>,
     q: Tensor,
@@ -327,6 +373,7 @@ fn cuda_paged_attention(
     tickets: Option<Tensor>,
     stream: usize,
     programmatic: bool,
+    ordered: Option<OrderedArguments<'_>>,
 ) -> PyResult<()> {
     let pages = pages.get();
     let mut all = vec![
@@ -340,6 +387,7 @@ fn cuda_paged_attention(
     all.extend(workspace.iter().map(|t| ("workspace", t)));
     all.extend(tickets.iter().map(|t| ("tickets", t)));
     all.extend(own.iter().flat_map(|o| &o.0).map(|t| ("own keys", t)));
+    all.extend(ordered.iter().map(|o| ("scratch", &o.2)));
     let to = pages.target(&all, stream, programmatic)?;
     let tables = [&block_table, &rows, &positions];
     let options = (scale, window, softcap);
@@ -352,6 +400,15 @@ fn cuda_paged_attention(
         options,
     )?;
     op.own = own.as_ref().map(|o| own_operands(&op, &q, o)).transpose()?;
+    if let Some(ordered) = &ordered {
+        let fits = ordered_operands(&op, ordered).map_err(PyValueError::new_err)?;
+        if op.own.is_none() || ordered.0.get().device != to.device {
+            return Err(PyValueError::new_err(
+                "a product's input: with own keys and a matrix on the same GPU only",
+            ));
+        }
+        op.ordered = Some(fits);
+    }
     let plan = attention::plan(to.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
     let holds = |t: &Option<Tensor>, dtype: DType, count: usize| match t {
         Some(t) => t.dtype == dtype && t.numel() >= count && t.ptr % 16 == 0,

@@ -163,8 +163,8 @@ impl CudaLayout {
 /// A matrix whose tensors are on a GPU.
 #[pyclass(frozen, name = "CudaMatrix", module = "exl_kernels._native")]
 pub struct CudaMatrix {
-    matrix: Matrix,
-    device: u32,
+    pub matrix: Matrix,
+    pub device: u32,
     /// Keeps the tensors alive whose addresses `matrix` holds.
     _tensors: Vec<Tensor>,
 }

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,13 +30,29 @@ from .index_checks import check_slots, check_tables, checks_enabled
 
 if TYPE_CHECKING:
     from .kv import KVPages
+    from .linear_cuda import CudaQuantMatrix
 
-__all__ = ["attend_own", "counters", "load_kv", "paged_attention", "store_kv"]
+__all__ = ["ProductInput", "attend_own", "counters", "load_kv", "paged_attention", "store_kv"]
 
 _by_stream: dict[tuple[torch.device, int], Tensor] = {}
 """Counters by device and stream: zero before and after every launch, so one tensor serves all launches of a stream."""
 
 _current = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class ProductInput:
+    """Where a product of few rows wants its input, laid out as that product's own layout launch leaves it."""
+
+    matrix: CudaQuantMatrix
+    """The product's, on the same GPU. Its layout must not pad K: where it does, ShapeError."""
+    columns: int
+    """Rows that the product is laid out for: 8 (`kernels/rows.cuh`) or 16, 32, 64 (`kernels/prepared.cuh`, wgmma)."""
+    scratch: Tensor
+    """uint8, aligned to 16 bytes. From byte 0 on 512 x columns bytes for every 256 features are written; columns past
+    the tokens become zeros, features past K in the last 256 stay as they are."""
+    arrivals: tuple[int, int] = (0, 0)
+    """First byte in scratch and number of the int32 counters of the product, which become zeros."""
 
 
 @contextlib.contextmanager
@@ -48,7 +65,8 @@ def counters(device: torch.device | str) -> Iterator[Tensor]:
     """
     place = torch.device(device)
     blocks = 2 * torch.cuda.get_device_properties(place).multi_processor_count
-    held = torch.zeros(16 * (blocks + 1), dtype=torch.int32, device=place)  # a tile has at most 16 tokens
+    # A tile has at most 16 tokens, or 64 parts of 64 dimensions of its rows.
+    held = torch.zeros(64 * (blocks + 1), dtype=torch.int32, device=place)
     before = getattr(_current, "counters", None)
     _current.counters = held
     try:
@@ -136,6 +154,7 @@ def attend_own(
     out: Tensor | None = None,
     max_keys: int | None = None,
     early: bool = False,
+    into: ProductInput | None = None,
 ) -> Tensor:
     """`apply_rope` on q and k, `store_kv` of k and v, `paged_attention` of q: one launch, the same bits; GPU only.
 
@@ -149,6 +168,7 @@ def attend_own(
     early: everything but q, k, v (so: tables, positions, slots, stored keys of earlier positions) may be read before
     the launches right before this one have ended. Only for callers that know all of it to be written before, such as
     by work before the launch of the captured graph that this is part of.
+    into: the results go there instead, of float16 and without `out`; its scratch is returned.
     Capturable: allocates only `out` (if not given) and a workspace, reads nothing back. Raises ShapeError, DTypeError.
     """
     what = "attend_own"
@@ -163,10 +183,13 @@ def attend_own(
     for name, tensor in (("k", k), ("v", v)):
         require_shape(f"{what}: {name}", tensor, (q.shape[0], pages.heads, pages.head_dim))
         require_dtype(f"{what}: {name}", tensor, q.dtype)
+    if into is not None:
+        _check_into(what, into, q, out)
+    # With `into` only its shape counts.
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     require_shape(f"{what}: out", out, tuple(q.shape))
     if not q.shape[0]:
-        return out
+        return out if into is None else into.scratch
     if k.stride(0) != v.stride(0) and q.shape[0] > 1:
         raise ShapeError(
             f"{what}: k and v are {k.stride(0)} and {v.stride(0)} elements a token apart; expected one stride"
@@ -174,11 +197,22 @@ def attend_own(
     flat = [_flat(what, name, t) for name, t in (("q", q), ("k", k), ("v", v))]
     tensors = [flat[1][0], flat[2][0], cos.contiguous(), sin.contiguous(), rope_positions, slots]
     own = (tensors, flat[1][1], interleaved, early)
+    tables, options = (block_table, rows, positions), (scale, window, softcap)
     try:
-        _launch(flat[0], pages, (block_table, rows, positions), (scale, window, softcap), key_mask, own, out, max_keys)
+        _launch(flat[0], pages, tables, options, key_mask, own, out, max_keys, into)
     except ValueError as error:
         raise ShapeError(f"{what}: {error}") from None
-    return out
+    return out if into is None else into.scratch
+
+
+def _check_into(what: str, into: ProductInput, q: Tensor, out: Tensor | None) -> None:
+    require_dtype(f"{what}: q, into a product", q, torch.float16)
+    require_dtype(f"{what}: scratch", into.scratch, torch.uint8)
+    if out is not None:
+        raise UnsupportedError(f"{what}: out and into; the results go to one of them")
+    for name, device in (("matrix", into.matrix.device), ("scratch", into.scratch.device)):
+        if device != q.device:
+            raise DTypeError(f"{what}: the product's {name} is on {device}, q on {q.device}; use one device")
 
 
 def _flat(what: str, name: str, t: Tensor) -> tuple[Tensor, int]:
@@ -199,6 +233,7 @@ def _launch(
     own: tuple[list[Tensor], int, bool, bool] | None,
     out: Tensor,
     max_keys: int | None,
+    into: ProductInput | None = None,
 ) -> None:
     native, stream = pages.native(), stream_of(out)
     tokens, q_heads = out.shape[:2]
@@ -209,8 +244,9 @@ def _launch(
     _, _, floats, count = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit, own is not None)
     space = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
     tickets = _zeros(out.device, stream, count) if count else None
+    to = None if into is None else (into.matrix._native, into.columns, into.scratch, into.arrivals)
     _native.cuda_paged_attention(
-        *q, native, *tables, *options, key_mask, own, out, limit, space, tickets, stream, programmatic_launch()
+        *q, native, *tables, *options, key_mask, own, out, limit, space, tickets, stream, programmatic_launch(), to
     )
 
 

@@ -1,7 +1,14 @@
 //! Attention over pages: which kernel, what launch, how much workspace.
 
-use super::kv::{Codec, KINDS, Kind, Pages};
-use super::{Element, Target, index32};
+mod ordered;
+mod room;
+mod single;
+
+pub use ordered::{ORDERED_COLUMNS, Ordered};
+use room::{decode_shared, prefill_shared, prefill_warps, wide_shared};
+
+use super::kv::{KINDS, Kind, Pages};
+use super::{Target, index32};
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -27,16 +34,6 @@ const DIMS: [usize; 3] = [64, 128, 256];
 
 /// Of these, the ones that sm_90a's prefill kernel exists for.
 const WIDE_DIMS: [usize; 2] = [64, 128];
-
-/// And the ones that the kernel for one token a sequence exists for (compute capability 9.0 and later).
-const FEW_DIMS: [usize; 2] = [64, 128];
-
-/// What its queries may be.
-const FEW_ELEMENTS: [Element; 2] = [Element::F16, Element::BF16];
-
-/// Blocks of that kernel that fit a multiprocessor, and most that join in a cluster.
-const FEW_BLOCKS: usize = 5;
-const MOST_CLUSTER: usize = 8;
 
 /// Warps of its blocks: two warpgroups that calculate, one that feeds them.
 const WIDE_WARPS: usize = 12;
@@ -76,6 +73,8 @@ pub struct Attention {
     pub softcap: f32,
     /// Keys and values that the pages lack: one token a row, decode only.
     pub own: Option<Own>,
+    /// Where results go in place of `out`; with `own` only.
+    pub ordered: Option<Ordered>,
 }
 
 /// The tokens' own keys and values, to be rotated, stored and attended to; queries are rotated too.
@@ -151,6 +150,11 @@ struct Argument {
     interleaved: i32,
     early: i32,
     element: i32,
+    ordered: usize,
+    row_of_feature: usize,
+    arrivals: usize,
+    arrivals_count: i32,
+    columns: i32,
     tokens: i32,
     q_heads: i32,
     heads: i32,
@@ -183,24 +187,12 @@ fn decode_name(kind: Kind, dim: usize, column_tiles: usize) -> String {
     format!("attention_{}_{dim}_decode{column_tiles}", kind.name)
 }
 
-fn few_name(kind: Kind, element: Element, dim: usize, column_tiles: usize) -> String {
-    let (kind, element) = (kind.name, element.suffix());
-    format!("attention_{kind}_{element}_{dim}_few{column_tiles}")
-}
-
 fn prefill_name(kind: Kind, dim: usize) -> String {
     format!("attention_{}_{dim}_prefill", kind.name)
 }
 
 fn wide_name(dim: usize) -> String {
     format!("attention_fp16_{dim}_wide")
-}
-
-/// Bytes of a block of `kernels/attention_wide.cuh`.
-fn wide_shared(dim: usize) -> usize {
-    let (ring, rows) = (384 / dim, 8 * ROWS);
-    let (units, queries, totals) = (ring * 4 * UNIT * dim, 4 * rows * dim, 4 * rows * dim);
-    units + queries + totals + 16 * rows + 64 + 8 * (2 * ring + 4)
 }
 
 /// Whether prefill takes the kernel of sm_90a: the same bits, for half pages without softcap and mask.
@@ -223,13 +215,8 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     if file == "attention_wide" {
         return WIDE_DIMS.into_iter().map(wide_name).collect();
     }
-    if let Some(suffix) = file.strip_prefix("attention_few_") {
-        return all(suffix, &|kind, dim| {
-            let each = |tiles| FEW_ELEMENTS.map(|element| few_name(kind, element, dim, tiles));
-            let there = FEW_DIMS.contains(&dim);
-            (1..=2).filter(|_| there).flat_map(each).collect()
-        })
-        .unwrap_or_default();
+    if let Some(names) = single::kernels(file) {
+        return names;
     }
     if let Some(suffix) = file.strip_prefix("attention_decode_") {
         return all(suffix, &|kind, dim| {
@@ -240,172 +227,6 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
     file.strip_prefix("attention_prefill_")
         .and_then(|suffix| all(suffix, &|kind, dim| vec![prefill_name(kind, dim)]))
         .unwrap_or_default()
-}
-
-/// Warps of a prefill block.
-fn prefill_warps(dim: usize) -> usize {
-    if dim <= 128 { 8 } else { 4 }
-}
-
-/// Bytes of a packed row of one head, scales aside, and of its scales.
-fn packed(codec: Codec, dim: usize) -> (usize, usize) {
-    let scales = if codec.is_hadamard() { dim / 16 } else { 0 };
-    (codec.row_bytes(dim), scales)
-}
-
-/// Bytes of a unit: 64 keys and values in shared memory, `Stages` of `kernels/attention_ring.cuh`.
-fn unit_bytes(kind: Kind, dim: usize) -> usize {
-    let (key, key_scales) = packed(kind.key, dim);
-    let (value, value_scales) = packed(kind.value, dim);
-    let key = key + if key <= 64 { 0 } else { 16 } + key_scales;
-    UNIT * (key + value + 16 + value_scales)
-}
-
-/// What a decode block has beside its ring: the end of `Decode` of `kernels/attention_decode.cuh`, or the rows of results.
-fn decode_rest(kind: Kind, dim: usize, column_tiles: usize) -> usize {
-    let columns = 8 * column_tiles;
-    let own = |codec| {
-        let (row, scales) = packed(codec, dim);
-        (row + scales).next_multiple_of(16)
-    };
-    let work = columns * dim * 2 + 1024 * column_tiles + 16 * columns;
-    (work + own(kind.key) + own(kind.value) + 16 * dim).max(columns * (dim + 4) * 4)
-}
-
-/// Units of a ring: what the kernel is made for, or two, or one, whichever `room` holds.
-fn ring(kind: Kind, dim: usize, budget: usize, room: usize) -> usize {
-    let unit = unit_bytes(kind, dim);
-    let full = (budget / unit).clamp(2, 4);
-    [full, 2]
-        .into_iter()
-        .find(|units| units * unit <= room)
-        .unwrap_or(1)
-}
-
-/// Units and bytes of a decode block's shared memory.
-fn decode_shared(kind: Kind, dim: usize, column_tiles: usize, per_block: usize) -> (usize, usize) {
-    let rest = decode_rest(kind, dim, column_tiles);
-    let units = ring(kind, dim, 106_496, per_block.saturating_sub(rest));
-    (units, units * unit_bytes(kind, dim) + rest)
-}
-
-/// How the kernel for one token a sequence shares a call's keys.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Few {
-    /// Blocks of a cluster, clusters of a key head.
-    size: usize,
-    clusters: usize,
-    shared: usize,
-}
-
-/// Bytes of a block of `kernels/attention_few.cuh`.
-fn few_shared(kind: Kind, dim: usize, rows: usize, size: usize) -> usize {
-    let columns = rows.next_multiple_of(8);
-    let own = |codec| {
-        let (row, scales) = packed(codec, dim);
-        (row + scales).next_multiple_of(16)
-    };
-    let work = columns * dim * 2 + 128 * columns + 16 * columns;
-    let items = (rows * dim / 64).div_ceil(size);
-    let joins = 16 + rows * (dim + 4) * 4 + items * SPLIT_UNITS * 68 * 4;
-    unit_bytes(kind, dim) + work + own(kind.key) + own(kind.value) + joins
-}
-
-/// Blocks of a cluster and clusters of a key head: a cluster a split, of as many blocks as leave all of them resident at once. By what was
-/// measured (docs/performance.md): clusters of four only where a row is one split; more blocks than are resident only of short rows of
-/// half pages; else None, and the blocks of `kernels/attention_decode.cuh`, which stay for several splits, are faster.
-fn few_clusters(
-    groups: usize,
-    units: usize,
-    packed: bool,
-    multiprocessors: usize,
-) -> Option<(usize, usize)> {
-    let clusters = units.div_ceil(SPLIT_UNITS);
-    let (blocks, resident) = (groups * clusters, FEW_BLOCKS * multiprocessors);
-    let most = if clusters == 1 && !packed {
-        8 * multiprocessors
-    } else {
-        resident
-    };
-    let size = if MOST_CLUSTER * blocks <= resident {
-        MOST_CLUSTER.min(units.next_power_of_two().max(2))
-    } else if clusters == 1 && 4 * blocks <= resident {
-        4
-    } else if 2 * blocks <= most {
-        2
-    } else {
-        return None;
-    };
-    Some((size, clusters))
-}
-
-/// Bytes of shared memory that keep more than an even share of a launch's blocks off a multiprocessor: blocks come as those before them
-/// end, at different times, and whoever is free first would be filled. Few blocks stand beside one of the ring kernel, with no room for this.
-fn few_room(blocks: usize, multiprocessors: usize, per_block: usize) -> usize {
-    let share = blocks.div_ceil(multiprocessors);
-    if (3..=FEW_BLOCKS).contains(&share) {
-        (per_block + 1024) / (share + 1) - 1024 + 128
-    } else {
-        0
-    }
-}
-
-/// Whether and how that kernel takes this call: whole heads, units that lie in one page, nothing but the tokens' positions that
-/// hides keys, one token a sequence.
-fn few(device: &Device, op: &Attention, plan: &Plan) -> Option<Few> {
-    let (dim, heads) = (op.pages.head_dim, op.pages.heads);
-    let group = op.q_heads / heads;
-    let turned = op
-        .own
-        .is_none_or(|own| own.cos == 0 || own.rotated == 0 || own.rotated == dim);
-    let elements = (op.tokens * op.q_heads * dim).max(op.tokens * op.q_stride);
-    if plan.mode != Mode::Decode
-        || op.element >= FEW_ELEMENTS.len() as i32
-        || elements > i32::MAX as usize
-        // Whether other cards can hold its clusters has not been tried.
-        || device.info.compute_capability.0 != 9
-        || !device.info.hopper_code
-        || !FEW_DIMS.contains(&dim)
-        || group > ROWS
-        || plan.tile_rows != group
-        || op.window > 0
-        || op.softcap > 0.0
-        || op.key_mask != 0
-        || !op.pages.page_size.is_multiple_of(UNIT)
-        || !turned
-    {
-        return None;
-    }
-    let multiprocessors = device.info.multiprocessors as usize;
-    let units = plan.key_limit.div_ceil(UNIT).max(1);
-    let groups = op.tokens * heads;
-    let packed = op.pages.kind.key != Codec::F16;
-    let (size, clusters) = few_clusters(groups, units, packed, multiprocessors)?;
-    if clusters > 1 && plan.part_slots == 0 {
-        return None;
-    }
-    let natural = few_shared(op.pages.kind, dim, group, size);
-    let per_block = device.info.shared_bytes_per_block as usize;
-    // Blocks of one unit are soon gone.
-    let shared = if size == 2 {
-        natural.max(few_room(2 * groups * clusters, multiprocessors, per_block))
-    } else {
-        natural
-    };
-    (shared <= per_block).then_some(Few {
-        size,
-        clusters,
-        shared,
-    })
-}
-
-/// Of a prefill block's.
-fn prefill_shared(kind: Kind, dim: usize, per_block: usize) -> (usize, usize) {
-    let (queries, totals) = (ROWS * dim * 2, ROWS * dim * 4);
-    let own = if dim <= 128 { totals } else { queries + totals };
-    let rest = prefill_warps(dim) * own;
-    let units = ring(kind, dim, 0, per_block.saturating_sub(rest));
-    (units, units * unit_bytes(kind, dim) + rest)
 }
 
 /// How query rows are laid out in tiles: heads and tokens of a tile, tiles of heads.
@@ -456,8 +277,14 @@ pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaEr
     let wanted = (BLOCKS_PER_MULTIPROCESSOR * multiprocessors)
         .div_ceil(groups.max(1))
         .min(units);
-    let slots = splits.max(units.min(UNIT_PARTS) + 1);
-    let shared = wanted > 1 && groups * slots * tile_rows * dim <= MOST_PARTS;
+    let slots = if wanted > 1 {
+        splits.max(units.min(UNIT_PARTS) + 1)
+    } else {
+        splits
+    };
+    // Blocks of whole splits leave parts however many there are.
+    let whole_splits = tile_tokens == 1 && units > SPLIT_UNITS;
+    let shared = (wanted > 1 || whole_splits) && groups * slots * tile_rows * dim <= MOST_PARTS;
     Ok(Plan {
         mode: Mode::Decode,
         chunks: if shared { wanted } else { 1 },
@@ -493,28 +320,20 @@ pub unsafe fn attend(
     let device = Device::get(to.device)?;
     let (kind, dim) = (op.pages.kind, padded(op.pages.head_dim));
     let decode = plan.mode == Mode::Decode;
-    if let Some(few) = few(device, op, plan) {
+    if let Some(blocks) = single::blocks(device, op, plan) {
         let group = op.q_heads / op.pages.heads;
-        let kernel = few_name(
-            kind,
-            FEW_ELEMENTS[op.element as usize],
-            dim,
-            group.div_ceil(8),
-        );
-        let shift = few.size.trailing_zeros() as usize;
-        let mut argument = argument(op, plan, memory, (group, 1), shift)?;
-        argument.chunks = index32("clusters", few.clusters)?;
+        let argument = argument(op, plan, memory, (group, 1), blocks.ring)?;
         let launch = Launch {
-            kernel: &kernel,
-            grid: [op.tokens, op.pages.heads, few.size * few.clusters].map(|n| n as u32),
-            block: 128,
-            shared_bytes: few.shared as u32,
+            kernel: &blocks.kernel,
+            grid: [op.tokens, op.pages.heads, blocks.count].map(|n| n as u32),
+            block: blocks.threads as u32,
+            shared_bytes: blocks.shared as u32,
             stream: to.stream,
             programmatic: to.programmatic,
         };
         let arguments = &mut kernel_arguments![argument];
         // SAFETY: the kernel takes this struct; validity is the caller's promise.
-        return unsafe { launch.run_in_clusters(device, few.size as u32, arguments) };
+        return unsafe { launch.run_in_clusters(device, blocks.cluster as u32, arguments) };
     }
     let wide = !decode && is_wide(device, op, dim);
     let warps = if decode { 4 } else { prefill_warps(dim) };
@@ -567,6 +386,8 @@ fn argument(
     index32("keys of a sequence", op.max_pages * pages.page_size)?;
     let own = op.own.as_ref();
     let address = |field: fn(&Own) -> usize| own.map_or(0, field);
+    let ordered = op.ordered.as_ref();
+    let order = |field: fn(&Ordered) -> usize| ordered.map_or(0, field);
     Ok(Argument {
         q: op.q,
         out: op.out,
@@ -593,6 +414,11 @@ fn argument(
         interleaved: i32::from(own.is_some_and(|o| o.interleaved)),
         early: i32::from(own.is_some_and(|o| o.early)),
         element: op.element,
+        ordered: order(|o| o.to),
+        row_of_feature: order(|o| o.row_of_feature),
+        arrivals: order(|o| o.arrivals),
+        arrivals_count: index32("counters", order(|o| o.arrivals_count))?,
+        columns: index32("columns", order(|o| o.columns))?,
         tokens: index32("tokens", op.tokens)?,
         q_heads: index32("query heads", op.q_heads)?,
         heads: index32("heads", pages.heads)?,
@@ -637,38 +463,6 @@ mod tests {
                 }
                 let per_block = if dim == 256 { 227 } else { 99 } * 1024;
                 assert!(prefill_shared(kind, dim, per_block).1 <= per_block);
-            }
-        }
-    }
-
-    #[test]
-    fn clusters_of_one_token_a_sequence() {
-        // An 8B Llama's 8 key heads on 132 multiprocessors: by keys, then by sequences of 512 keys.
-        let of_keys = |keys: usize| few_clusters(8, keys / UNIT, false, 132);
-        assert_eq!(of_keys(64), Some((2, 1)));
-        assert_eq!(of_keys(512), Some((8, 1)));
-        assert_eq!(of_keys(5120), Some((8, 10)));
-        assert_eq!(of_keys(8704), Some((2, 17)));
-        assert_eq!(of_keys(20480), Some((2, 40)));
-        assert_eq!(of_keys(32768), None);
-        let of_batch = |batch: usize, packed| few_clusters(8 * batch, 8, packed, 132);
-        assert_eq!(of_batch(8, true), Some((8, 1)));
-        assert_eq!(of_batch(16, true), Some((4, 1)));
-        assert_eq!(of_batch(32, true), Some((2, 1)));
-        assert_eq!(
-            (of_batch(64, true), of_batch(64, false)),
-            (None, Some((2, 1)))
-        );
-        // Four blocks of 512 on each multiprocessor, not five; no say over few.
-        let room = few_room(512, 132, 227 * 1024);
-        assert!(4 * (room + 1024) <= 228 * 1024 && 5 * (room + 1024) > 228 * 1024);
-        assert_eq!(few_room(128, 132, 227 * 1024), 0);
-        for kind in KINDS {
-            for dim in FEW_DIMS {
-                for size in [2, 4, 8] {
-                    assert!(few_shared(kind, dim, ROWS, size) <= 99 * 1024);
-                }
-                assert!(few_shared(kind, dim, 4, 8) <= 45 * 1024);
             }
         }
     }

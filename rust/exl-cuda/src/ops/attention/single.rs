@@ -1,0 +1,318 @@
+//! The kernels for one token a sequence (`kernels/attention_few.cuh`, `attention_long.cuh`): which calls they take, in what blocks.
+
+use super::room::{packed, unit_bytes};
+use super::{Attention, Mode, Plan, ROWS, SPLIT_UNITS, UNIT};
+use crate::device::Device;
+use crate::ops::Element;
+use crate::ops::kv::{Codec, KINDS, Kind};
+
+/// Head dimensions that these kernels exist for (compute capability 9.0 and later).
+const FEW_DIMS: [usize; 2] = [64, 128];
+
+/// What their queries may be.
+const FEW_ELEMENTS: [Element; 2] = [Element::F16, Element::BF16];
+
+/// Blocks of the kernel in clusters that fit a multiprocessor, and most that join in a cluster.
+const FEW_BLOCKS: usize = 5;
+const MOST_CLUSTER: usize = 8;
+
+fn few_name(kind: Kind, element: Element, dim: usize, column_tiles: usize) -> String {
+    let (kind, element) = (kind.name, element.suffix());
+    format!("attention_{kind}_{element}_{dim}_few{column_tiles}")
+}
+
+type NameOf = fn(Kind, Element, usize, usize) -> String;
+
+/// Kernels of `attention_few_<kind>.cu` or `attention_long_<kind>.cu`; None: of other files.
+pub(super) fn kernels(file: &str) -> Option<Vec<String>> {
+    let of = |prefix, name: NameOf| {
+        let suffix = file.strip_prefix(prefix)?;
+        let kind = KINDS.into_iter().find(|k| k.name == suffix)?;
+        let each = |dim, tiles| FEW_ELEMENTS.map(|element| name(kind, element, dim, tiles));
+        let all = FEW_DIMS
+            .into_iter()
+            .flat_map(|dim| (1..=2).flat_map(move |tiles| each(dim, tiles)));
+        Some(all.collect())
+    };
+    of("attention_few_", few_name).or_else(|| of("attention_long_", long_name))
+}
+
+fn long_name(kind: Kind, element: Element, dim: usize, column_tiles: usize) -> String {
+    few_name(kind, element, dim, column_tiles).replace("_few", "_long")
+}
+
+/// A launch of one of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Blocks {
+    pub kernel: String,
+    /// Blocks of a token's key head; blocks of a cluster, or 0.
+    pub count: usize,
+    pub cluster: usize,
+    pub threads: usize,
+    pub shared: usize,
+    /// What the kernel takes as `ring`.
+    pub ring: usize,
+}
+
+/// The launch for a call that one of these kernels can take.
+pub(super) fn blocks(device: &Device, op: &Attention, plan: &Plan) -> Option<Blocks> {
+    if !is_single(device, op, plan) {
+        return None;
+    }
+    let group = op.q_heads / op.pages.heads;
+    let element = FEW_ELEMENTS[op.element as usize];
+    let named = |name: NameOf| name(op.pages.kind, element, op.pages.head_dim, group.div_ceil(8));
+    let few = few(device, op, plan);
+    let long = long(device, op, plan)
+        .filter(|long| prefers_long(op.pages.kind.key == Codec::F16, few, long.splits));
+    if let Some(long) = long {
+        return Some(Blocks {
+            kernel: named(long_name),
+            count: long.splits,
+            cluster: 0,
+            threads: 32 * (long.warps + 1),
+            shared: long.shared,
+            ring: long.slots,
+        });
+    }
+    let few = few?;
+    Some(Blocks {
+        kernel: named(few_name),
+        count: few.size * few.clusters,
+        cluster: few.size,
+        threads: 128,
+        shared: few.shared,
+        ring: few.size.trailing_zeros() as usize,
+    })
+}
+
+/// Whether blocks of whole splits are the better ones, by what was measured (docs/performance.md): never where clusters of more than two
+/// blocks have room; else for packed pages, and for half pages (`half`) where sequences are short.
+fn prefers_long(half: bool, few: Option<Few>, splits: usize) -> bool {
+    match few {
+        Some(few) if few.size > 2 => false,
+        Some(few) => !half || few.clusters == 1,
+        None => !half || splits <= MOST_HALF_SPLITS,
+    }
+}
+
+/// How blocks in clusters share a call's keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Few {
+    /// Blocks of a cluster, clusters of a key head.
+    size: usize,
+    clusters: usize,
+    shared: usize,
+}
+
+/// Bytes of a block of `kernels/attention_few.cuh`.
+fn few_shared(kind: Kind, dim: usize, rows: usize, size: usize) -> usize {
+    let columns = rows.next_multiple_of(8);
+    let own = |codec| {
+        let (row, scales) = packed(codec, dim);
+        (row + scales).next_multiple_of(16)
+    };
+    let work = columns * dim * 2 + 128 * columns + 16 * columns;
+    let items = (rows * dim / 64).div_ceil(size);
+    let joins = 16 + 512 + rows * (dim + 4) * 4 + items * SPLIT_UNITS * 68 * 4;
+    unit_bytes(kind, dim) + work + own(kind.key) + own(kind.value) + joins
+}
+
+/// Blocks of a cluster and clusters of a key head: a cluster a split, of as many blocks as leave all of them resident at once. By what was
+/// measured (docs/performance.md): clusters of four only where a row is one split; more blocks than are resident only of short rows of
+/// half pages; else None.
+fn few_clusters(
+    groups: usize,
+    units: usize,
+    packed: bool,
+    multiprocessors: usize,
+) -> Option<(usize, usize)> {
+    let clusters = units.div_ceil(SPLIT_UNITS);
+    let (blocks, resident) = (groups * clusters, FEW_BLOCKS * multiprocessors);
+    let most = if clusters == 1 && !packed {
+        8 * multiprocessors
+    } else {
+        resident
+    };
+    let size = if MOST_CLUSTER * blocks <= resident {
+        MOST_CLUSTER.min(units.next_power_of_two().max(2))
+    } else if clusters == 1 && 4 * blocks <= resident {
+        4
+    } else if 2 * blocks <= most {
+        2
+    } else {
+        return None;
+    };
+    Some((size, clusters))
+}
+
+/// Bytes of shared memory that keep more than an even share of a launch's blocks off a multiprocessor: blocks come as those before them
+/// end, at different times, and whoever is free first would be filled. Few blocks stand beside one of the ring kernel, with no room for this.
+fn few_room(blocks: usize, multiprocessors: usize, per_block: usize) -> usize {
+    let share = blocks.div_ceil(multiprocessors);
+    if (3..=FEW_BLOCKS).contains(&share) {
+        (per_block + 1024) / (share + 1) - 1024 + 128
+    } else {
+        0
+    }
+}
+
+/// Whether the kernels of one token a sequence can take this call: whole heads, units that lie in one page, nothing but the tokens'
+/// positions that hides keys.
+fn is_single(device: &Device, op: &Attention, plan: &Plan) -> bool {
+    let (dim, heads) = (op.pages.head_dim, op.pages.heads);
+    let group = op.q_heads / heads;
+    let turned = op
+        .own
+        .is_none_or(|own| own.cos == 0 || own.rotated == 0 || own.rotated == dim);
+    let elements = (op.tokens * op.q_heads * dim).max(op.tokens * op.q_stride);
+    plan.mode == Mode::Decode
+        && op.element < FEW_ELEMENTS.len() as i32
+        && i32::try_from(elements).is_ok()
+        // Whether other cards can hold its clusters has not been tried.
+        && device.info.compute_capability.0 == 9
+        && device.info.hopper_code
+        && FEW_DIMS.contains(&dim)
+        && group <= ROWS
+        && plan.tile_rows == group
+        && op.window == 0
+        && op.softcap == 0.0
+        && op.key_mask == 0
+        && op.pages.page_size.is_multiple_of(UNIT)
+        && turned
+}
+
+/// How blocks in clusters share a call's keys, if they are to.
+fn few(device: &Device, op: &Attention, plan: &Plan) -> Option<Few> {
+    let (dim, heads) = (op.pages.head_dim, op.pages.heads);
+    let group = op.q_heads / heads;
+    let multiprocessors = device.info.multiprocessors as usize;
+    let units = plan.key_limit.div_ceil(UNIT).max(1);
+    let groups = op.tokens * heads;
+    let packed = op.pages.kind.key != Codec::F16;
+    let (size, clusters) = few_clusters(groups, units, packed, multiprocessors)?;
+    if clusters > 1 && plan.part_slots == 0 {
+        return None;
+    }
+    let natural = few_shared(op.pages.kind, dim, group, size);
+    let per_block = device.info.shared_bytes_per_block as usize;
+    // Blocks of one unit are soon gone.
+    let shared = if size == 2 {
+        natural.max(few_room(2 * groups * clusters, multiprocessors, per_block))
+    } else {
+        natural
+    };
+    (shared <= per_block).then_some(Few {
+        size,
+        clusters,
+        shared,
+    })
+}
+
+/// How blocks of whole splits take a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Long {
+    splits: usize,
+    /// Units in a block's shared memory, and all of that.
+    slots: usize,
+    shared: usize,
+    /// Warps that calculate; one more fetches.
+    warps: usize,
+}
+
+/// Splits of a sequence up to which half pages take that kernel.
+const MOST_HALF_SPLITS: usize = 4;
+
+/// Blocks of that kernel on a multiprocessor.
+const LONG_BLOCKS: usize = 2;
+
+/// Bytes of a block of `kernels/attention_long.cuh` beside its units.
+fn long_rest(kind: Kind, dim: usize, rows: usize, teams: usize) -> usize {
+    let columns = rows.next_multiple_of(8);
+    let own = |codec| {
+        let (row, scales) = packed(codec, dim);
+        (row + scales).next_multiple_of(16)
+    };
+    let work = columns * dim * 2 + teams * (128 * columns + 16 * columns);
+    let parts = if teams == 1 { 1 } else { SPLIT_UNITS };
+    let barriers = 4 * 8 * SPLIT_UNITS;
+    (work + own(kind.key) + own(kind.value) + barriers + parts * rows * (dim + 4) * 4)
+        .next_multiple_of(128)
+}
+
+fn long(device: &Device, op: &Attention, plan: &Plan) -> Option<Long> {
+    let group = op.q_heads / op.pages.heads;
+    let units = plan.key_limit.div_ceil(UNIT).max(1);
+    let splits = units.div_ceil(SPLIT_UNITS);
+    if splits > 1 && plan.part_slots == 0 {
+        return None;
+    }
+    let (kind, dim) = (op.pages.kind, op.pages.head_dim);
+    let teams = if kind.key == Codec::F16 { 1 } else { 2 };
+    let rest = long_rest(kind, dim, group, teams);
+    let per_block = device.info.shared_bytes_per_block as usize;
+    let room = ((per_block + 1024) / LONG_BLOCKS - 1024).checked_sub(rest)?;
+    let slots = (room / unit_bytes(kind, dim)).min(units.min(SPLIT_UNITS));
+    (slots >= 1).then_some(Long {
+        splits,
+        slots,
+        shared: rest + slots * unit_bytes(kind, dim),
+        warps: 4 * teams,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clusters_of_one_token_a_sequence() {
+        // An 8B Llama's 8 key heads on 132 multiprocessors: by keys, then by sequences of 512 keys.
+        let of_keys = |keys: usize| few_clusters(8, keys / UNIT, false, 132);
+        assert_eq!(of_keys(64), Some((2, 1)));
+        assert_eq!(of_keys(512), Some((8, 1)));
+        assert_eq!(of_keys(5120), Some((8, 10)));
+        assert_eq!(of_keys(8704), Some((2, 17)));
+        assert_eq!(of_keys(20480), Some((2, 40)));
+        assert_eq!(of_keys(32768), None);
+        let of_batch = |batch: usize, packed| few_clusters(8 * batch, 8, packed, 132);
+        assert_eq!(of_batch(8, true), Some((8, 1)));
+        assert_eq!(of_batch(16, true), Some((4, 1)));
+        assert_eq!(of_batch(32, true), Some((2, 1)));
+        assert_eq!(
+            (of_batch(64, true), of_batch(64, false)),
+            (None, Some((2, 1)))
+        );
+        let clusters = |size, clusters| {
+            Some(Few {
+                size,
+                clusters,
+                shared: 0,
+            })
+        };
+        let long = |half| {
+            let few = [(8, 1), (4, 1), (2, 1), (2, 32)].map(|(size, count)| clusters(size, count));
+            few.map(|few| prefers_long(half, few, 1))
+        };
+        assert_eq!(long(false), [false, false, true, true]);
+        assert_eq!(long(true), [false, false, true, false]);
+        assert!(prefers_long(false, None, 64) && prefers_long(true, None, 2));
+        assert!(!prefers_long(true, None, 64));
+        // Four blocks of 512 on each multiprocessor, not five; no say over few.
+        let room = few_room(512, 132, 227 * 1024);
+        assert!(4 * (room + 1024) <= 228 * 1024 && 5 * (room + 1024) > 228 * 1024);
+        assert_eq!(few_room(128, 132, 227 * 1024), 0);
+        for kind in KINDS {
+            for dim in FEW_DIMS {
+                for size in [2, 4, 8] {
+                    assert!(few_shared(kind, dim, ROWS, size) <= 99 * 1024);
+                }
+                assert!(few_shared(kind, dim, 4, 8) <= 45 * 1024);
+                let teams = if kind.key == Codec::F16 { 1 } else { 2 };
+                let units =
+                    (114 * 1024 - long_rest(kind, dim, ROWS, teams)) / unit_bytes(kind, dim);
+                assert!(units >= teams, "{} {dim}", kind.name);
+            }
+        }
+    }
+}

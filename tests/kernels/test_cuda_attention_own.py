@@ -1,0 +1,220 @@
+"""Rotation, storing and attention of one token a sequence in one launch: bits of the separate doors; needs a GPU."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_kernels import attention_cuda
+from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear_cuda import CudaQuantMatrix
+
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_cases import KINDS, OwnStep, own_step
+
+pytestmark = pytest.mark.cuda
+
+
+def assert_same_step(step: OwnStep, **options: Any) -> None:
+    step.forget()
+    want = step.apart(**options)
+    stored = [t.clone() for t in step.case.pages.tensors()]
+    for early in (False, True):
+        step.forget()
+        torch.cuda.synchronize()
+        got = step.together(early=early, **options)
+        assert got.isfinite().all()
+        assert torch.equal(got, want)
+        for a, b in zip(step.case.pages.tensors(), stored, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "rotated", "interleaved"),
+    [
+        (2, 4, 128, 128, False),
+        (2, 4, 64, 64, True),
+        (8, 4, 128, 64, False),
+        (2, 2, 256, 256, False),
+        (2, 1, 80, 32, False),
+        (1, 7, 96, 96, True),
+        (1, 16, 64, 32, False),
+        (1, 20, 128, 128, False),
+        (3, 2, 8, 8, False),
+        (2, 3, 192, 64, True),
+        (2, 4, 128, 0, False),
+    ],
+)
+def test_own_keys_in_the_same_launch_give_the_bits_of_separate_doors(
+    kind: Any, heads: int, groups: int, dim: int, rotated: int, interleaved: bool
+) -> None:
+    lengths = [1, 64, 65, 150, 0, 1000, 513, 2100]
+    options = {"heads": heads, "groups": groups, "dim": dim, "rotated": rotated, "interleaved": interleaved}
+    for part in (lengths[5:6], lengths[3:4], lengths[:1], lengths):
+        assert_same_step(own_step(kind, part, **options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("groups", "dim", "rotated", "interleaved"),
+    [(4, 128, 128, False), (4, 128, 128, True), (7, 64, 64, False), (1, 64, 64, True), (12, 128, 0, False)],
+)
+def test_own_keys_in_pages_of_whole_units(
+    kind: Any, dtype: torch.dtype, groups: int, dim: int, rotated: int, interleaved: bool
+) -> None:
+    lengths = [1, 64, 65, 150, 0, 1000, 513, 2100, 449, 512]
+    options = {"heads": 2, "groups": groups, "dim": dim, "rotated": rotated, "interleaved": interleaved, "dtype": dtype}
+    for part in (lengths[7:8], lengths[6:7], lengths[3:4], lengths):
+        assert_same_step(own_step(kind, part, page_size=64 if groups == 7 else 256, **options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_own_keys_of_other_types_windows_and_caps(kind: Any, dtype: torch.dtype) -> None:
+    step = own_step(kind, [700, 30, 129], dim=128, groups=4, dtype=dtype)
+    assert_same_step(step)
+    assert_same_step(step, window=100)
+    assert_same_step(step, softcap=20.0)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "q4"])
+@pytest.mark.parametrize("page_size", [16, 256])
+@pytest.mark.parametrize("lengths", [[300], [2300], [300, 17, 0, 1025]])
+def test_own_keys_in_a_graph_read_ahead_of_the_launches_before(kind: Any, page_size: int, lengths: list[int]) -> None:
+    step = own_step(kind, lengths, dim=128, groups=4, heads=4, page_size=page_size)
+    want = step.apart()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream), attention_cuda.counters("cuda") as held:
+        step.together(early=True)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            outs = [step.together(early=True) for _ in range(20)]
+    for _ in range(3):
+        step.forget()
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        for out in outs:
+            assert torch.equal(out, want)
+    assert not held.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("groups", "dim"), [(4, 128), (12, 128), (3, 64)])
+def test_many_sequences_give_the_bits_of_each_alone(kind: Any, groups: int, dim: int) -> None:
+    """More blocks than are resident: a block has a whole split of a sequence, or all of it."""
+    step = own_step(kind, [1, 512, 513, 1024, 0, 63, 700, 2100] * 8, heads=4, groups=groups, dim=dim, page_size=64)
+    assert_same_step(step)
+    many = step.together(early=True)
+    q, k, v = step.parts()
+    for b in (0, 2, 7, 8, 30, 63):
+        one = slice(b, b + 1)
+        alone = attention_cuda.attend_own(
+            *(t[one] for t in (q, k, v)),
+            step.case.pages,
+            *(step.table, step.rows[one], step.positions[one], step.slots[one]),
+            *(step.cos, step.sin, step.rope_positions[one]),
+            scale=step.case.scale,
+            max_keys=step.lengths[b],
+        )
+        assert torch.equal(alone[0], many[b]), b
+
+
+def test_own_keys_that_do_not_fit_are_refused() -> None:
+    step = own_step("fp16", [5, 9], dim=64)
+    q, k, v = step.parts()
+    where = (step.table, step.rows, step.positions, step.slots, step.cos, step.sin, step.rope_positions)
+    with pytest.raises(ShapeError, match="attend_own: k"):
+        attention_cuda.attend_own(q, k[:1], v, step.case.pages, *where, scale=1.0)
+    with pytest.raises(DTypeError, match="float32"):
+        attention_cuda.attend_own(q, k.float(), v, step.case.pages, *where, scale=1.0)
+    with pytest.raises(ShapeError, match="own keys"):
+        attention_cuda.attend_own(q, k, v, step.case.pages, *where[:3], step.slots[:1], *where[4:], scale=1.0)
+
+
+def product_of(k: int, kind: str) -> CudaQuantMatrix:
+    """[k, 64] at four bits: EXL2 with a permutation, or GPTQ, whose rows stand in the features' order."""
+    generator = torch.Generator().manual_seed(k)
+    words = torch.randint(-(2**31), 2**31, (k // 8 + k // 128, 64), generator=generator).to(torch.int32)
+    scales = torch.rand(k // 128, 64, generator=generator).half() * 0.01 + 0.001
+    if kind == "gptq":
+        parts = {"qweight": words[: k // 8], "qzeros": words[k // 8 :, :8].contiguous(), "scales": scales}
+        made = QuantMatrix.from_gptq(parts, bits=4, group_size=128, device="cuda")
+    else:
+        groups = torch.tensor([[4, 16 * i] for i in range(k // 128)], dtype=torch.int16).flatten()
+        perm = torch.randperm(k, generator=generator).to(torch.int32)
+        parts = {"q_weight": words[: k // 8], "q_scale": words[k // 8 :, :8].contiguous(), "q_scale_max": scales[:, 0]}
+        made = QuantMatrix.from_exl2(parts | {"q_groups": groups, "q_invperm": perm}, device="cuda")
+    assert isinstance(made, CudaQuantMatrix)
+    return made
+
+
+def laid_out(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
+    """Columns, and scratch memory as the product's own layout launch leaves it for x [T, K]."""
+    ring, y, stream = matrix._ring, x.new_empty(x.shape[0], 64), torch.cuda.current_stream().cuda_stream
+    if x.shape[0] <= 8:
+        scratch = torch.zeros(ring.few_bytes(), dtype=torch.uint8, device="cuda")
+        ring.run_few(x, y, scratch, stream, False)
+        return 8, scratch
+    scratch = torch.zeros(ring.scratch_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
+    ring.run_batch(x, scratch, torch.empty(x.shape[0], device="cuda"), y, stream, False)
+    return next(n for n in (16, 32, 64) if x.shape[0] <= n), scratch
+
+
+@pytest.mark.parametrize("kind", ["fp16", "q4"])
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(2, 4, 128), (1, 5, 128), (4, 7, 64), (1, 16, 128), (2, 4, 96)])
+@pytest.mark.parametrize("matrix", ["exl2", "gptq"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0}], ids=["few", "decode"])
+def test_results_in_a_products_order(
+    kind: Any, heads: int, groups: int, dim: int, matrix: str, options: dict[str, float]
+) -> None:
+    made = product_of(heads * groups * dim, matrix)
+    cycle = [65, 1, 700, 0, 256, 130, 513, 64]
+    for tokens in (1, 3, 8, 9, 16, 23, 64):
+        step = own_step(kind, (cycle * 8)[:tokens], heads=heads, groups=groups, dim=dim, page_size=64)
+        want = step.apart(**options)
+        columns, reference = laid_out(made, want.view(tokens, -1))
+        count = made.in_features // 32 * 64 * columns  # of rows that are there
+        for early in (False, True):
+            scratch = torch.full((reference.numel() + 64,), 0xA5, dtype=torch.uint8, device="cuda")
+            counters = (scratch.numel() - 40, 7)
+            into = attention_cuda.ProductInput(made, columns, scratch, counters)
+            step.forget()
+            torch.cuda.synchronize()
+            assert step.together(early=early, into=into, **options) is scratch
+            assert torch.equal(scratch[:count], reference[:count]), (tokens, early)
+            assert (scratch[count : counters[0]] == 0xA5).all()
+            assert not scratch[counters[0] : counters[0] + 28].any()
+            assert (scratch[counters[0] + 28 :] == 0xA5).all()
+
+
+def test_a_products_order_that_does_not_fit_is_refused() -> None:
+    step, made = own_step("fp16", [5] * 9, dim=128, groups=4), product_of(1024, "exl2")
+    scratch = torch.zeros(1 << 16, dtype=torch.uint8, device="cuda")
+    good = attention_cuda.ProductInput(made, 16, scratch)
+    with pytest.raises(UnsupportedError, match="out and into"):
+        step.together(into=good, out=torch.empty(9, 8, 128, dtype=torch.float16, device="cuda"))
+    for into, why in (
+        (replace(good, columns=8), "9 tokens in 8 columns"),
+        (replace(good, columns=24), "in 24 columns"),
+        (replace(good, matrix=product_of(512, "exl2")), "takes 512 inputs"),
+        (replace(good, scratch=scratch[: 1 << 14]), "32768 bytes"),
+        (replace(good, scratch=scratch[8:]), "aligned to 16"),
+        (replace(good, arrivals=((1 << 16) - 4, 2)), "65540 bytes"),
+    ):
+        with pytest.raises(ShapeError, match=why):
+            step.together(into=into)
+    with pytest.raises(DTypeError, match="bfloat16"):
+        own_step("fp16", [5], dim=128, groups=4, dtype=torch.bfloat16).together(into=good)
+    with pytest.raises(DTypeError, match="scratch"):
+        step.together(into=replace(good, scratch=scratch.view(torch.int32)))
