@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,9 @@ from exl_kernels.attention import paged_attention
 from exl_kernels.kv import KVPages, store_kv
 from exl_kernels.reference import attention as twin
 from exl_kernels.rope import apply_rope
+
+UNDER_A_TOOL = "EXL_SANITIZER" in os.environ
+"""compute-sanitizer: a launch takes a thousand times as long, so that a case is content with fewer."""
 
 KINDS: tuple[Any, ...] = ("fp16", "fp8", "q8", "q6", "q4")
 # Queries, weights and scaled codes are rounded to half (2^-11 of each), the result once more.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.cuda
 
 K = 1024
 DTYPES = [torch.float16, torch.bfloat16]
-ROWS = [1, 2, 3, 5, 8, 9, 33, 64]
+UNDER_A_TOOL = "EXL_SANITIZER" in os.environ  # as in attention_cases.py
+ROWS = [1, 2, 5, 9, 64] if UNDER_A_TOOL else [1, 2, 3, 5, 8, 9, 33, 64]
 
 
 def words(*shape: int, seed: int) -> Tensor:
@@ -157,7 +159,7 @@ def test_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
     first = FusedLinear([gate, up], norm=norm, activation="silu", dtype=dtype)
     second = FusedLinear([down], dtype=dtype)
     h = torch.randn(64, down.out_features, device="cuda").to(dtype)
-    for m in (*ROWS, 4, 6, 7):
+    for m in ROWS if UNDER_A_TOOL else (*ROWS, 4, 6, 7):
         x = activations(m, K, dtype)
         want = second(first(x, x.new_empty(m, K)), x.new_empty(m, down.out_features), h[:m])
         got = torch.full_like(want, float("nan"))

@@ -19,6 +19,7 @@ from exl_kernels.linear_cuda import CudaFloatMatrix, CudaQuantMatrix
 
 pytestmark = pytest.mark.cuda
 
+UNDER_A_TOOL = "EXL_SANITIZER" in os.environ  # as in attention_cases.py
 PRECISION = 2e-5
 """Relative RMS against float64 with the kernels' own convention; 5.4e-6 was seen (docs/performance.md)."""
 
@@ -176,7 +177,7 @@ def test_a_row_does_not_depend_on_the_others(case: str, dtype: torch.dtype) -> N
     made, _, _ = matrix(case)
     x = activations(64, made.in_features, dtype)
     whole = made.matmul(x)
-    for m in (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63):
+    for m in (1, 3, 9, 33) if UNDER_A_TOOL else (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63):
         for first in {0, 1, 64 - m}:
             if first + m <= 64:
                 assert torch.equal(made.matmul(x[first : first + m]), whole[first : first + m]), (m, first)
@@ -414,7 +415,7 @@ def test_a_shallow_ring_ends_with_the_same_bits_every_time(rows: int) -> None:
     x = activations(rows, made.in_features)
     want, out = made.matmul(x), made.matmul(x)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    turns, products, seconds = (1, 2, 120) if "EXL_SANITIZER" in os.environ else (40, 200, 10)
+    turns, products, seconds = (1, 2, 120) if UNDER_A_TOOL else (40, 200, 10)
     for _ in range(turns):
         for _ in range(products):
             made.matmul(x, out=out)
