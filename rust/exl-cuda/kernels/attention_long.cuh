@@ -52,7 +52,14 @@ DEVICE void fetch_split(const Attention& a, const Job& job, uint8_t* ring, const
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-DEVICE void team_meets(int team) { asm volatile("bar.sync %0, 128;" ::"r"(1 + team) : "memory"); }
+// In the build for racecheck both teams meet at one barrier, as often as one another: the tool loses count of teams that meet apart.
+template <class S>
+constexpr bool TEAMS_MEET_TOGETHER = RACECHECK && S::TEAMS == 2;
+template <class S>
+DEVICE void team_meets(int team) {
+  if constexpr (TEAMS_MEET_TOGETHER<S>) bar<9>(S::THREADS);
+  else asm volatile("bar.sync %0, 128;" ::"r"(1 + team) : "memory");
+}
 
 // A team's unit, up to its weighted sums.
 template <class S>
@@ -69,7 +76,9 @@ DEVICE void attend_unit_long(const Attention& a, const Job& job, Sums<S>& unit, 
     if (team_warp() == 0) bring_home<S::KC, S::DIM, key_stride<S::KC, S::DIM>()>(stage, own, job.fresh % UNIT);
     if (team_warp() == 1)
       bring_home<S::VC, S::DIM, value_stride<S::VC, S::DIM>()>(stage + S::KEY_BYTES, own + packed_bytes<S::KC, S::DIM>(), job.fresh % UNIT);
-    team_meets(team);
+    team_meets<S>(team);
+  } else if (TEAMS_MEET_TOGETHER<S>) {
+    team_meets<S>(team);
   }
   unit_logits<S>(x, stage, nullptr, reinterpret_cast<const uint4*>(shared + S::QUERIES_AT));
 #pragma unroll
@@ -78,9 +87,9 @@ DEVICE void attend_unit_long(const Attention& a, const Job& job, Sums<S>& unit, 
     for (int i = 0; i < 4; i++) x[j][i] = key + 8 * (i >> 1) < job.to ? __fmul_rn(x[j][i], scale) : -INFINITY;
   warp_arrives(slots.empty(turn.slot, 0), lane);
   unit_maxima<S>(x, maxima);
-  team_meets(team);
+  team_meets<S>(team);
   unit_weights<S>(unit, x, maxima, weights);
-  team_meets(team);
+  team_meets<S>(team);
   barrier_wait(slots.full(turn.slot, 1), turn.phase);
   unit_values<S>(unit, stage + S::KEY_BYTES, weights);
   warp_arrives(slots.empty(turn.slot, 1), lane);
@@ -141,6 +150,8 @@ DEVICE void attention_long(const Attention& a) {
     else unit.write(rows + i * a.group * S::ROW, valid);
     turn.skip(S::TEAMS, a.ring);
   }
+  if (TEAMS_MEET_TOGETHER<S> && team == 1 && of_split % 2 == 1)
+    for (int i = 0; i < 3; i++) team_meets<S>(team);
   if constexpr (S::TEAMS == 1) total.write(rows, valid);
   bar<9>(S::THREADS);
 #pragma unroll 1
