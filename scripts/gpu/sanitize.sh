@@ -10,7 +10,7 @@
 # tests that capture graphs cannot run so, and run under the other tools.
 # racecheck, synccheck: the kernels that hand over through barriers are compiled anew (racecheck_images.py; EXL_CUDA_IMAGES, if it
 # is set, names a folder where that was done). racecheck is tried first: it must accept a right hand-over and report a wrong one
-# (racecheck_mbarrier.cu). It takes two launches of one kernel that overlap for one, so programmatic launches are off under it.
+# (racecheck_mbarrier.cu). Both take two launches of one kernel that overlap for one, so programmatic launches are off under them.
 #
 # Exit code 0: the tests passed and the tool found nothing in our kernels (racecheck cannot leave cuBLAS out: its reports on
 # kernels named nvjet are counted apart). SANITIZE_LOG is a folder for the processes' output and the list of what ran,
@@ -35,9 +35,9 @@ case $tool in
     fi
     ;;
 esac
+case $tool in racecheck | synccheck) export EXL_CUDA_PDL=0 EXL_SUBSET_WITHOUT=set_programmatic_launch,programmatic] ;; esac
 if [ "$tool" = racecheck ]; then
   options+=(--racecheck-report analysis --racecheck-num-workers 2)
-  export EXL_CUDA_PDL=0 EXL_SUBSET_WITHOUT=set_programmatic_launch,programmatic]
   scripts/gpu/racecheck_probe.sh || exit 3
 fi
 rm -rf "$log/$tool-queue"
