@@ -63,13 +63,21 @@ def test_add_rms_norm_unaligned_and_in_place() -> None:
     [(128, 128, 32, 8), (64, 64, 6, 2), (64, 32, 3, 3), (80, 80, 5, 1), (96, 48, 4, 4), (256, 256, 8, 2), (8, 8, 3, 1)],
 )
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_store(kind: KVKind, dim: int, rotated: int, q_heads: int, heads: int, interleaved: bool) -> None:
-    table_rows, tokens = 40, 9
+@pytest.mark.parametrize("tokens", [9, 72])
+def test_rope_store(
+    kind: KVKind, dim: int, rotated: int, q_heads: int, heads: int, interleaved: bool, tokens: int
+) -> None:
+    table_rows = 40
     cos, sin = randn(table_rows, rotated // 2, seed=3), randn(table_rows, rotated // 2, seed=4)
     positions = torch.tensor([0, 1, 39, 40, -1, 7, 7, 12, 1000], device="cuda")
     slots = torch.tensor([0, 95, 17, 18, 40, -1, 96, 3, 4], device="cuda")
+    if tokens > 9:
+        positions, slots = positions.repeat(8), torch.randperm(96, device="cuda")[:tokens]
+        slots[5], slots[6] = -1, 96
     for dtype in DTYPES:
         q, k, v = (randn(tokens, h, dim, dtype=dtype, seed=i) for i, h in enumerate((q_heads, heads, heads)))
+        if kind == "fp16":
+            k[0, 0, 1] = v[0, 0, 1] = 1e5  # infinite as a half, and larger than a page's half as a float
         separate, joined = (KVPages.allocate(kind, 6, 16, heads, dim, torch.device("cuda")) for _ in range(2))
         q1, k1 = q.clone(), k.clone()
         apply_rope(q1, cos, sin, positions, interleaved=interleaved)

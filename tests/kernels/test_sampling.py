@@ -328,6 +328,25 @@ def test_gpu_leaves_flat_rows_and_rare_transforms_to_the_cpu() -> None:
     assert all(same(a, b) for a, b in zip(sampling.sample(rows), want, strict=True))
 
 
+class Reader:
+    """`Following` that keeps what it is launched on; `rows` 0: nothing follows."""
+
+    def __init__(self, rows: int, limit: int) -> None:
+        self.ids = torch.full((rows,), -1, dtype=torch.int64, device="cuda")
+        self.limit = limit
+        self.tokens: torch.Tensor | None = None
+        self.withdrawn = False
+
+    def stage(self) -> tuple[torch.Tensor, int] | None:
+        return (self.ids, self.limit) if len(self.ids) else None
+
+    def launch(self) -> None:
+        self.tokens = self.ids.clone()
+
+    def withdraw(self) -> None:
+        self.withdrawn = True
+
+
 @pytest.mark.cuda
 def test_tokens_are_on_the_gpu_before_anybody_waits() -> None:
     logits = torch.randn(40, 3000, device="cuda") * 4
@@ -335,19 +354,26 @@ def test_tokens_are_on_the_gpu_before_anybody_waits() -> None:
         Row(Plan(size=3000, top_k=20 + i, greedy=i % 5 == 0), logits[i], uniform=0.02 * i, top_n=i % 3)
         for i in range(40)
     ]
-    seen: list[torch.Tensor | None] = []
-    found = sampling.sample(rows, lambda tokens: seen.append(None if tokens is None else tokens.long().clone()))
-    (tokens,) = seen
-    assert tokens is not None
-    assert tokens.is_cuda
-    assert tokens.tolist() == [one.token for one in found if isinstance(one, Sampled)]
+    following = Reader(40, 3000)
+    found = sampling.sample(rows, following)
+    assert following.tokens is not None
+    assert following.tokens.tolist() == [one.token for one in found if isinstance(one, Sampled)]
+    # Where there is no room for them nothing follows; ids are cut to the limit.
+    assert sampling.sample(rows, silent := Reader(0, 3000)) == found
+    assert (silent.tokens, silent.withdrawn) == (None, False)
+    low = Reader(40, 7)
+    assert sampling.sample(rows, low) == found
+    assert low.tokens is not None
+    assert low.tokens.tolist() == [min(one.token, 6) for one in found if isinstance(one, Sampled)]
     typical = Row(Plan(size=3000, typical=0.9), logits[0], uniform=0.3)  # left to the CPU
-    seen.clear()
-    assert sampling.sample([rows[1], typical], seen.append)[0] == found[1]
-    assert [tokens is None for tokens in seen] == [False, True]
-    seen.clear()
-    sampling.sample([rows[1], replace(rows[2], logits=rows[2].logits.cpu())], seen.append)
-    assert not seen
+    mixed = Reader(2, 3000)
+    assert sampling.sample([rows[1], typical], mixed)[0] == found[1]
+    assert mixed.tokens is not None
+    assert mixed.withdrawn
+    elsewhere = Reader(2, 3000)
+    sampling.sample([rows[1], replace(rows[2], logits=rows[2].logits.cpu())], elsewhere)
+    assert elsewhere.tokens is None
+    assert not elsewhere.withdrawn
 
 
 @pytest.mark.cuda

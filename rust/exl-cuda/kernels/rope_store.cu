@@ -62,6 +62,57 @@ DEVICE void rope_store_kernel(const Pages& p, const Rotation& r, T* q, T* k, con
     encode(p, kind - 1, slot * p.heads + kv_head, block, row[block * 64 + 2 * lane], row[block * 64 + 2 * lane + 1]);
 }
 
+DEVICE void store8_saturated(__half* to, const float (&v)[8]) {
+  __align__(16) __half items[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) items[i] = saturating_half(v[i]);
+  *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(items);
+}
+
+// The same of halves into pages of halves, for many tokens: a block a token, eight elements a load. All of a head is rotated, in two halves;
+// its size is a multiple of 16, and addresses are aligned to 16 bytes.
+extern "C" __global__ void __launch_bounds__(WARPS * 32) rope_store_many(
+    const __grid_constant__ Pages p, const __grid_constant__ Rotation r, __half* q, __half* k, const __half* v, const int64_t* slots,
+    int q_heads) {
+  pdl_trigger();
+  const int64_t token = blockIdx.x, position = r.positions[token], slot = slots[token];
+  const int half_dim = p.dim / 2, eights = half_dim / 8;
+  const bool turns = position >= 0 && position < r.table_rows, stored = slot >= 0 && slot < p.slots;
+  __half* const rows[2] = {reinterpret_cast<__half*>(p.data[0]) + slot * p.heads * p.dim,
+                           reinterpret_cast<__half*>(p.data[1]) + slot * p.heads * p.dim};
+  pdl_wait();
+  for (int i = threadIdx.x; i < (q_heads + p.heads) * eights; i += WARPS * 32) {
+    const int head = i / eights, kv_head = head - q_heads, at = i % eights * 8;
+    __half* x = kv_head < 0 ? q + (token * q_heads + head) * p.dim : k + (token * p.heads + kv_head) * p.dim;
+    float low[8], high[8];
+    load8(low, x + at);
+    load8(high, x + half_dim + at);
+    if (turns) {
+      float c[8], s[8];
+      load8(c, r.cos + position * half_dim + at);
+      load8(s, r.sin + position * half_dim + at);
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        const float2 turned = rotate(low[j], high[j], c[j], s[j]);
+        low[j] = to_float(from_float<__half>(turned.x));
+        high[j] = to_float(from_float<__half>(turned.y));
+      }
+      store8(x + at, low);
+      store8(x + half_dim + at, high);
+    }
+    if (kv_head >= 0 && stored) {
+      store8_saturated(rows[0] + kv_head * p.dim + at, low);
+      store8_saturated(rows[0] + kv_head * p.dim + half_dim + at, high);
+    }
+  }
+  if (!stored) return;
+  for (int i = threadIdx.x * 8; i < p.heads * p.dim; i += WARPS * 32 * 8) {
+    float value[8];
+    load8(value, v + token * p.heads * p.dim + i);
+    store8_saturated(rows[1] + i, value);
+  }
+}
+
 #define ROPE_STORE(T, t)                                                                                              \
   extern "C" __global__ void __launch_bounds__(WARPS * 32) rope_store_##t(                                            \
       const __grid_constant__ Pages p, const __grid_constant__ Rotation r, T* q, T* k, const T* v,                    \

@@ -140,6 +140,13 @@ DEVICE u64 draw_target(double uniform, u64 total) {
   return min(__double2ull_rz(__dmul_rn(uniform, __ull2double_rn(total))), total - 1);
 }
 
+// Where a row's results go: the answer in pinned host memory; the token, cut to ids below `limit`, also to the inputs of the next step.
+struct Results {
+  Answer* answer;
+  int64_t* next;
+  int limit;
+};
+
 DEVICE void report(const Table& table, int n, int top_n, Answer* answer) {
   const int top = min(n, top_n);
   if ((int)threadIdx.x < top) {
@@ -149,27 +156,28 @@ DEVICE void report(const Table& table, int n, int top_n, Answer* answer) {
   if (threadIdx.x == 0) answer->top = top;
 }
 
-DEVICE void finish(Answer* answer, int status, int token, u64 weight, u64 total) {
+DEVICE void finish(const Results& to, int status, int token, u64 weight, u64 total) {
   if (threadIdx.x == 0) {
-    answer->token = token;
-    answer->weight = weight;
-    answer->total = total;
-    answer->status = status;
+    if (to.next) *to.next = max(0, min(token, to.limit - 1));
+    to.answer->token = token;
+    to.answer->weight = weight;
+    to.answer->total = total;
+    to.answer->status = status;
   }
 }
 
 // A draw over all logits by ascending id.
-DEVICE void draw_all(const Row& row, const View& view, const Table& table, const Slope& slope, Answer* answer) {
+DEVICE void draw_all(const Row& row, const View& view, const Table& table, const Slope& slope, const Results& to) {
   u64 sum = 0;
   for (int b = threadIdx.x; b < view.blocks; b += THREADS) sum += view.sums[b];
   const u64 total = block_sum(sum), target = draw_target(row.uniform, total);
   if (row.top_n) {
     int n = row.top_n < view.blocks ? gather(view, table, border(view, row.top_n), nullptr, 0) : CAPACITY + 1;
     if (n > CAPACITY) n = gather_by_bins(view, table, slope, row.top_n, 0);
-    if (n == 0) return finish(answer, FALLBACK, 0, 0, 0);
+    if (n == 0) return finish(to, FALLBACK, 0, 0, 0);
     sort_pairs<false>(table.place, table.q, n);
     weigh_table(table, n, slope);
-    report(table, n, row.top_n, answer);
+    report(table, n, row.top_n, to.answer);
   }
   scan(view.sums, table.running, view.blocks);
   int block = view.blocks;
@@ -185,10 +193,10 @@ DEVICE void draw_all(const Row& row, const View& view, const Table& table, const
   int at = BLOCK;
   if (threadIdx.x < BLOCK && before + table.running[threadIdx.x] > target) at = threadIdx.x;
   at = block_min(at);
-  finish(answer, OK, block * BLOCK + at, table.q[at], total);
+  finish(to, OK, block * BLOCK + at, table.q[at], total);
 }
 
-DEVICE void greedy(const Row& row, const View& view, int peak, Answer* answer) {
+DEVICE void greedy(const Row& row, const View& view, int peak, const Results& to) {
   int block = view.blocks;
   for (int b = threadIdx.x; b < view.blocks; b += THREADS)
     if (view.maxima[b] == peak) block = min(block, b);
@@ -197,11 +205,11 @@ DEVICE void greedy(const Row& row, const View& view, int peak, Answer* answer) {
   const bool best = threadIdx.x < BLOCK && id < view.size && key_of(view.x[id]) == peak;
   const int token = block_min(best ? id : 0x7fffffff);
   if (threadIdx.x == 0 && row.top_n) {
-    answer->top = 1;
-    answer->top_ids[0] = token;
-    answer->top_weights[0] = 1;
+    to.answer->top = 1;
+    to.answer->top_ids[0] = token;
+    to.answer->top_weights[0] = 1;
   }
-  finish(answer, OK, token, 1, 1);
+  finish(to, OK, token, 1, 1);
 }
 
 enum Cut { NONE, TOP_P, TOP_A, MIN_P, TFS, MIROSTAT };
@@ -279,12 +287,13 @@ DEVICE int later_cuts(const Row& row, const Table& table, int n, Cut made) {
 
 // Steps 9 to 22, one block a row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sample_choose(const Row* rows, const float* shaped, const int* maxima, const u64* sums, Answer* answers, int pitch) {
+    sample_choose(const Row* rows, const float* shaped, const int* maxima, const u64* sums, Answer* answers, int pitch,
+                  int64_t* next, int limit) {
   extern __shared__ u64 memory[];
   __shared__ Row row;
   load_row(&row, rows + blockIdx.x);
   if (row.flags & SKIP) return;
-  Answer* answer = answers + blockIdx.x;
+  const Results to{answers + blockIdx.x, next ? next + blockIdx.x : nullptr, limit};
   const Table table{memory, memory + CAPACITY, memory + 2 * CAPACITY};
   __shared__ int high[MOST_BLOCKS];
   const View view{shaped + (size_t)blockIdx.x * pitch, high, sums + blockIdx.x * MOST_BLOCKS, row.size, (row.size + BLOCK - 1) / BLOCK};
@@ -294,14 +303,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     peak = max(peak, high[b]);
   }
   peak = block_max<THREADS>(peak);
-  if (peak == BAD) return finish(answer, NOT_FINITE, 0, 0, 0);
-  if (peak <= NEG_INF) return finish(answer, EMPTY, 0, 0, 0);
-  if (row.flags & GREEDY) return greedy(row, view, peak, answer);
+  if (peak == BAD) return finish(to, NOT_FINITE, 0, 0, 0);
+  if (peak <= NEG_INF) return finish(to, EMPTY, 0, 0, 0);
+  if (row.flags & GREEDY) return greedy(row, view, peak, to);
   const Slope slope = slope_of(row, peak);
-  if (row.flags & PLAIN) return draw_all(row, view, table, slope, answer);
+  if (row.flags & PLAIN) return draw_all(row, view, table, slope, to);
   Cut made;
   int n = first_candidates(row, view, table, slope, peak, &made);
-  if (n == 0) return finish(answer, FALLBACK, 0, 0, 0);
+  if (n == 0) return finish(to, FALLBACK, 0, 0, 0);
   n = later_cuts(row, table, n, made);
   if (row.flags & (LATE_FIXED | LATE_DYNAMIC) && n > 1) late(row, table, n, slope, total_of(table, n));
   if (row.xtc_probability > 0.0) {
@@ -309,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (row.flags & DESCENDING || row.top_n) sort_pairs<true>(table.place, table.q, n);
   }
   const u64 total = total_of(table, n), target = draw_target(row.uniform, total);
-  report(table, n, row.top_n, answer);
+  report(table, n, row.top_n, to.answer);
   if (!(row.flags & DESCENDING)) {
     __syncthreads();
     for (int i = threadIdx.x; i < n; i += THREADS) table.place[i] = table.place[i] << 32 | table.place[i] >> 32;
@@ -321,5 +330,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (table.running[i] > target) at = min(at, i);
   at = block_min(at);
   const u64 place = table.place[at];
-  finish(answer, OK, (int)(row.flags & DESCENDING ? place & 0xffffffff : place >> 32), table.q[at], total);
+  finish(to, OK, (int)(row.flags & DESCENDING ? place & 0xffffffff : place >> 32), table.q[at], total);
 }

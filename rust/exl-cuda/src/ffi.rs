@@ -82,6 +82,7 @@ functions! {
     function_attribute = "cuFuncSetAttribute" (CuFunction, c_int, c_int);
     occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor" (*mut c_int, CuFunction, c_int, usize);
     launch = "cuLaunchKernelEx" (*const LaunchConfig, CuFunction, *mut *mut c_void, *mut *mut c_void);
+    copy_to_device = "cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, CuStream);
     stream_context = "cuStreamGetCtx" (CuStream, *mut CuContext);
     capture_mode = "cuThreadExchangeStreamCaptureMode" (*mut c_int);
     error_name = "cuGetErrorName" (CuResult, *mut *const c_char);

@@ -157,6 +157,32 @@ impl Launch<'_> {
     }
 }
 
+/// Queues a copy of `bytes` bytes of pinned host memory at `from` to device memory at `to`, on a stream of this GPU.
+///
+/// # Safety
+/// Both addresses must be valid for that many bytes and stay so, the host's unchanged, until the stream has passed the copy.
+pub unsafe fn copy_to_device(
+    device: &Device,
+    to: usize,
+    from: usize,
+    bytes: usize,
+    stream: usize,
+) -> Result<(), CudaError> {
+    let driver = device.driver;
+    device.in_context(|| {
+        // SAFETY: by this function's contract.
+        let code = unsafe {
+            (driver.functions.copy_to_device)(
+                to as u64,
+                from as *const c_void,
+                bytes,
+                stream as ffi::CuStream,
+            )
+        };
+        check(driver, code, "cuMemcpyHtoDAsync", "the inputs of a launch")
+    })
+}
+
 /// The arguments of a launch as the array of pointers the driver wants. Values live until the end of the statement's block.
 #[macro_export]
 macro_rules! kernel_arguments {

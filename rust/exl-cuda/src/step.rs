@@ -1,5 +1,9 @@
 //! The inputs of a captured decode step, checked and laid out in one buffer that one copy brings to the GPU.
 
+use crate::device::Device;
+use crate::launch::{CudaError, copy_to_device};
+use crate::ops::Target;
+
 /// Sizes that a captured step is fixed to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
@@ -59,6 +63,16 @@ pub fn fits(sizes: &Sizes, limits: &Limits, step: &Request<'_>) -> bool {
                     .iter()
                     .all(|&page| (0..limits.num_pages).contains(&i64::from(page)))
         })
+}
+
+/// Queues the copy of a written buffer of `bytes` bytes at `from` (pinned) to the GPU's at `to`.
+///
+/// # Safety
+/// Both must be valid for that many bytes, and the host's unchanged, until the stream has passed the copy.
+pub unsafe fn send(target: Target, to: usize, from: usize, bytes: usize) -> Result<(), CudaError> {
+    let device = Device::get(target.device)?;
+    // SAFETY: by this function's contract.
+    unsafe { copy_to_device(device, to, from, bytes, target.stream) }
 }
 
 /// Writes a step that [`fits`] into `out` of [`Sizes::bytes`] bytes. Padding rows: token 0 at position -1, which sees nothing, in slot

@@ -199,19 +199,32 @@ impl StepStage {
     }
 
     /// Lays a step out in the buffer; False, with the buffer as it was, when something about it is wrong or too large.
-    /// ids int64 [rows, q_len], past int32 [rows], table int32 [rows, width]; limits = (vocabulary, positions, pages).
+    /// ids int64 [rows, q_len] or None for zeros, past int32 [rows], table int32 [rows, width]; limits = (vocabulary, positions, pages).
     fn fill(
         &self,
-        ids: Tensor,
+        ids: Option<Tensor>,
         past: Tensor,
         table: Tensor,
         limits: (i64, i64, i64),
     ) -> PyResult<bool> {
-        if ids.shape != [past.numel(), self.sizes.q_len] || table.shape.len() != 2 {
+        let rows = past.numel();
+        let shaped = |ids: &Tensor| ids.shape == [rows, self.sizes.q_len];
+        if !ids.as_ref().is_none_or(shaped) || table.shape.len() != 2 || rows > self.sizes.batch {
             return Ok(false);
         }
+        let zeros = vec![
+            0;
+            if ids.is_none() {
+                rows * self.sizes.q_len
+            } else {
+                0
+            }
+        ];
         let request = Request {
-            ids: ids.slice::<i64>("ids")?,
+            ids: match &ids {
+                Some(ids) => ids.slice::<i64>("ids")?,
+                None => &zeros,
+            },
             past: past.slice::<i32>("past")?,
             table: table.slice::<i32>("table")?,
             width: table.shape[1],
@@ -230,6 +243,19 @@ impl StepStage {
             self.buffer.slice_mut::<u8>("buffer")?,
         );
         Ok(true)
+    }
+
+    /// Queues the copy of the buffer to `to`, uint8 on a GPU and as long.
+    fn send(&self, py: Python<'_>, to: Tensor, stream: usize) -> PyResult<()> {
+        let target = target(&[("to", &to)], stream, false)?;
+        let bytes = self.buffer.numel();
+        expect(
+            to.dtype == DType::U8 && to.numel() == bytes,
+            "to must be uint8 and as long as the buffer",
+        )?;
+        // SAFETY: sizes were checked; the caller writes to the buffer again only when the stream has passed.
+        py.detach(|| unsafe { step::send(target, to.ptr, self.buffer.ptr, bytes) })
+            .map_err(|e| device_error(py, &e))
     }
 }
 

@@ -204,8 +204,8 @@ fn row(
     })
 }
 
-/// Writes the rows to `staging` (pinned uint8), as they are to lie in `device_copy` (uint8 on the GPU, as long). Returns the bytes that
-/// are needed (more than there are: nothing of use was written), where the part to copy begins, and whether a row needs sums.
+/// Writes the rows to `staging` (pinned uint8) and queues their copy to `device_copy` (uint8 on the GPU, as long). Returns the bytes that
+/// are needed (more than there are: nothing of use was written, nothing is queued) and whether a row needs sums.
 #[pyfunction]
 fn cuda_sample_fill(
     py: Python<'_>,
@@ -214,7 +214,8 @@ fn cuda_sample_fill(
     staging: Tensor,
     device_copy: Tensor,
     pitch: usize,
-) -> PyResult<(usize, usize, bool)> {
+    stream: usize,
+) -> PyResult<(usize, bool)> {
     let mut all = vec![("device_copy", &device_copy)];
     for (request, (bias, ignored)) in requests.iter().zip(&constants) {
         all.push(("logits", &request.1));
@@ -222,7 +223,7 @@ fn cuda_sample_fill(
         all.extend(ignored.as_ref().map(|t| ("xtc_ignored", t)));
         check_row(request, pitch)?;
     }
-    target(&all, 0, false)?;
+    let to = target(&all, stream, false)?;
     let rows = requests.len();
     expect(constants.len() == rows, "constants must be one a request")?;
     let bytes = staging.slice_mut::<u8>("staging")?;
@@ -234,7 +235,7 @@ fn cuda_sample_fill(
     // SAFETY: the caller synchronizes after every launch, so nothing reads or writes it now; torch owns it.
     let Some(mut memory) = (unsafe { Staging::new(base, device, bytes.len(), rows) }) else {
         let front = size_of::<sampling::Answer>() + size_of::<Row>();
-        return Ok((2 * rows * front + (1 << 16), 0, false));
+        return Ok((2 * rows * front + (1 << 16), false));
     };
     let edits = prepared(py, &requests, |edits, size| Grouped::of(&edits, size))?;
     let mut with_sums = false;
@@ -243,12 +244,20 @@ fn cuda_sample_fill(
         with_sums |= row.flags & flag::SUMS != 0;
         memory.set_row(i, &row);
     }
-    Ok((memory.used(), memory.rows_at(), with_sums))
+    let (start, end) = (memory.rows_at(), memory.used());
+    if !memory.overflows() {
+        // SAFETY: both are as long; the caller keeps them until the stream has passed.
+        py.detach(|| unsafe { sampling::send(to, base, device, start, end - start) })
+            .map_err(|e| device_error(py, &e))?;
+    }
+    Ok((end, with_sums))
 }
 
 /// Launches for `count` rows that were filled in and copied; the answers are in `staging` once the stream has passed. `shaped` float32
-/// [N, pitch], `maxima` int32 and `sums` int64 [N, 2048] on the GPU, for N rows or more.
+/// [N, pitch], `maxima` int32 and `sums` int64 [N, 2048] on the GPU, for N rows or more. `next`: int64 [count] on the GPU that gets the
+/// tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing).
 #[pyfunction]
+#[pyo3(signature = (count, with_sums, staging, device_copy, shaped, maxima, sums, stream, next = None))]
 fn cuda_sample_launch(
     py: Python<'_>,
     count: usize,
@@ -259,13 +268,15 @@ fn cuda_sample_launch(
     maxima: Tensor,
     sums: Tensor,
     stream: usize,
+    next: Option<(Tensor, usize)>,
 ) -> PyResult<()> {
-    let all = [
+    let mut all = vec![
         ("device_copy", &device_copy),
         ("shaped", &shaped),
         ("maxima", &maxima),
         ("sums", &sums),
     ];
+    all.extend(next.as_ref().map(|(ids, _)| ("next", ids)));
     let to = target(&all, stream, false)?;
     expect(
         shaped.dtype == DType::F32 && maxima.dtype == DType::I32 && sums.dtype == DType::I64,
@@ -278,6 +289,17 @@ fn cuda_sample_launch(
             && sums.shape[1] == sampling::BLOCKS,
         "shaped must be [N, pitch], maxima and sums [N, 2048], with a row a request",
     )?;
+    let fits = |(ids, limit): &(Tensor, usize)| {
+        ids.dtype == DType::I64 && ids.numel() == count && *limit > 0
+    };
+    expect(
+        next.as_ref().is_none_or(fits),
+        "next must be int64, with an id a request and a limit of at least 1",
+    )?;
+    let next = next.map(|(ids, limit)| sampling::Next {
+        ids: ids.ptr,
+        limit,
+    });
     let host = staging.slice_mut::<u8>("staging")?.as_mut_ptr() as usize;
     let workspace = Workspace {
         shaped: shaped.ptr,
@@ -287,7 +309,7 @@ fn cuda_sample_launch(
     };
     let copy = device_copy.ptr;
     // SAFETY: sizes were checked above and when filling; the caller keeps the tensors until the stream has passed.
-    py.detach(|| unsafe { sampling::sample(to, host, copy, count, workspace, with_sums) })
+    py.detach(|| unsafe { sampling::sample(to, host, copy, count, workspace, with_sums, next) })
         .map_err(|e| device_error(py, &e))
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from threading import Event
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from .attn_params import AttentionParams, PagedParams
 from .axes import chunk_end
 from .cache import ExLlamaV2Cache, ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
-from .decode import DecodeGraphs, DecodePlan
+from .decode import DecodeGraphs, DecodePlan, PreparedStep
 from .device import GIB, Device, device_error, devices, out_of_memory_as_error
 from .embeddings import ExLlamaV2MMEmbedding
 from .errors import CacheError, InputError, ModelStateError, SequenceTooLongError, UnsupportedError
@@ -73,6 +73,7 @@ class ExLlamaV2:
         self.loaded = False
         self.decode = DecodeGraphs(self)  # captured steps on a GPU; `decode.reason` says why there are none
         self.load_count = 0  # how often weights were loaded: adapters belong to one load
+        self._quantized: tuple[int, bool] | None = None  # whether all matrices of that load are
 
     # ------------------------------------------------------------------------------------------------------- loading
 
@@ -348,7 +349,9 @@ class ExLlamaV2:
         """
         if self.device is None or self.device.type != "cuda":
             return None
-        if not all(linear.is_quant() for linear in self._linears()):
+        if self._quantized is None or self._quantized[0] != self.load_count:
+            self._quantized = (self.load_count, all(linear.is_quant() for linear in self._linears()))
+        if not self._quantized[1]:
             return 0
         return None if row_invariant() else INVARIANT_ROWS
 
@@ -480,31 +483,20 @@ class ExLlamaV2:
         )
         return {"aborted": True} if result is None else result
 
-    def prepare_step(
-        self, q_len: int, cache: ExLlamaV2CacheBase, attn_params: PagedParams
-    ) -> Callable[[Tensor], Tensor | None] | None:
+    def prepare_step(self, q_len: int, cache: ExLlamaV2CacheBase, attn_params: PagedParams) -> PreparedStep | None:
         """A paged step of `q_len` tokens a row whose ids are not known yet: everything but them is prepared, so that
         little is left to do when they come. None where `forward_chunk` would not launch a captured graph.
 
-        What is returned takes int64 ids [batch, q_len] on the CPU, queues the step and returns its logits as
-        `forward_chunk` does, or None, with nothing queued, for ids that it would refuse. It also takes integers on the
-        model's GPU that the current stream has still to compute, cut to the vocabulary when they are there. It is to be
-        called before any other pass of this model, or not at all; a second call computes the step again.
+        What is returned can be called with int64 ids [batch, q_len] on the CPU, queues the step and returns its logits
+        as `forward_chunk` does, or None, with nothing queued, for ids that it would refuse. It also takes integers on
+        the model's GPU that the current stream has still to compute, cut to the vocabulary when they are there; or they
+        are written to where its `stage` says, before its `launch`. It is to be called before any other pass of this
+        model, or not at all; a second call computes the step again.
         """
         if not self._graphs_possible:
             return None
         with out_of_memory_as_error("prepare a decode step"):
-            prepared = self.decode.prepare(q_len, cache, attn_params)
-        if prepared is None:
-            return None
-
-        def run(ids: Tensor) -> Tensor | None:
-            with out_of_memory_as_error("run a decode step"):
-                logits = prepared.run(ids)
-            cache.current_seq_len = self.decode.longest
-            return logits
-
-        return run
+            return self.decode.prepare(q_len, cache, attn_params)
 
     @property
     def _graphs_possible(self) -> bool:

@@ -8,6 +8,7 @@ may never return but holds no books (`lent`): a filter, a hook, a pass of the mo
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` makes enum members of what goes through it: 10 us a round
 import contextlib
 import signal
 import threading
@@ -48,9 +49,9 @@ class Unbroken:
 
     def __enter__(self) -> Unbroken:
         if _in_main_thread():
-            self._before = signal.getsignal(signal.SIGINT)
+            self._before = _signal.getsignal(signal.SIGINT)
             if callable(self._before):
-                signal.signal(signal.SIGINT, self._note)
+                _signal.signal(signal.SIGINT, self._note)
             self._opened = True
             _open.append(self)
         return self
@@ -59,8 +60,8 @@ class Unbroken:
         if not self._opened:
             return
         _open.remove(self)
-        if callable(self._before) and signal.getsignal(signal.SIGINT) == self._note:
-            signal.signal(signal.SIGINT, self._before)
+        if callable(self._before) and _signal.getsignal(signal.SIGINT) == self._note:
+            _signal.signal(signal.SIGINT, self._before)
         if self._noted and not isinstance(error, KeyboardInterrupt):
             self._pass_on()
 
@@ -103,11 +104,11 @@ class Unbroken:
 
     def _stay(self) -> None:
         """Stand before whatever handler the former one may have put in its own place."""
-        found = signal.getsignal(signal.SIGINT)
+        found = _signal.getsignal(signal.SIGINT)
         if callable(self._before) and found != self._note:
             _open[0]._before = found
             if callable(found):
-                signal.signal(signal.SIGINT, self._note)
+                _signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._noted and self._lent:

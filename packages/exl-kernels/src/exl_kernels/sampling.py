@@ -11,9 +11,9 @@ probable one weighs nothing until a later temperature gives it weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,18 @@ from torch import Tensor
 from . import _native, sampling_cuda
 from .errors import DTypeError, ShapeError, UnsupportedError
 
-__all__ = ["MAX_WIDTH", "Failure", "Plan", "Row", "Sampled", "distribution", "pack_ids", "sample", "shaped"]
+__all__ = [
+    "MAX_WIDTH",
+    "Failure",
+    "Following",
+    "Plan",
+    "Row",
+    "Sampled",
+    "distribution",
+    "pack_ids",
+    "sample",
+    "shaped",
+]
 
 #: Widest row of logits: 2^19 weights of 2^44 fit an unsigned 64-bit sum.
 MAX_WIDTH = 1 << 19
@@ -143,7 +154,18 @@ class Row:
         )
 
 
-Meanwhile = Callable[[Tensor | None], None]
+class Following(Protocol):
+    """What is to be queued right behind a call's sampling, on tokens that the host has not seen yet."""
+
+    def stage(self) -> tuple[Tensor, int] | None:
+        """int64 [rows] on the rows' GPU, contiguous, and a number: the tokens are written there in the order of the
+        current stream, cut to ids below the number. None: nothing follows."""
+
+    def launch(self) -> None:
+        """Queues what reads them, on the current stream; it is not waited for. Must not raise."""
+
+    def withdraw(self) -> None:
+        """A row was left to the CPU: one of them was not its token."""
 
 
 @dataclass(slots=True)
@@ -164,13 +186,11 @@ class Failure:
     not_finite: bool
 
 
-def sample(rows: Sequence[Row], meanwhile: Meanwhile | None = None) -> list[Sampled | Failure]:
+def sample(rows: Sequence[Row], following: Following | None = None) -> list[Sampled | Failure]:
     """One token a row. Rows may differ in width, settings and device.
 
-    `meanwhile`: called before the answers are waited for if all rows are on one GPU, with int32 [rows] tokens there,
-    in the order of the current stream; what it queues on the stream is not waited for. Called again with None if a row
-    is left to the CPU, so that one of them was not its token (a row without any has any number there). With rows
-    elsewhere it is not called.
+    `following` is asked if all rows are on one GPU, and launched before their answers are waited for. A row without a
+    token (`Failure`) gives it any id.
 
     Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read
     back; a row whose transforms the GPU has no code for (typical, CFG, more than 2,048 candidates or 64 to report) is
@@ -183,7 +203,7 @@ def sample(rows: Sequence[Row], meanwhile: Meanwhile | None = None) -> list[Samp
     try:
         on_cpu = [i for i, row in enumerate(rows) if not row.logits.is_cuda]
         if len(on_cpu) < len(rows):
-            on_cpu += _sample_on_gpus(rows, results, meanwhile)
+            on_cpu += _sample_on_gpus(rows, results, following)
         for i, answer in zip(on_cpu, _native.sample_rows([_on_cpu(rows[i]).request() for i in on_cpu]), strict=True):
             results[i] = answer
     except (AttributeError, TypeError, ValueError, BufferError):
@@ -193,7 +213,7 @@ def sample(rows: Sequence[Row], meanwhile: Meanwhile | None = None) -> list[Samp
     return [_result(*answer) for answer in results]
 
 
-def _sample_on_gpus(rows: Sequence[Row], results: list[Any], meanwhile: Meanwhile | None = None) -> list[int]:
+def _sample_on_gpus(rows: Sequence[Row], results: list[Any], following: Following | None = None) -> list[int]:
     """Fills in the results of rows on GPUs; returns those that are left to the CPU."""
     devices: dict[torch.device, list[int]] = {}
     for i, row in enumerate(rows):
@@ -201,13 +221,13 @@ def _sample_on_gpus(rows: Sequence[Row], results: list[Any], meanwhile: Meanwhil
             devices.setdefault(row.logits.device, []).append(i)
     left = []
     for indices in devices.values():
-        then = meanwhile if len(indices) == len(rows) else None
+        then = following if len(indices) == len(rows) else None
         for i, answer in zip(indices, sampling_cuda.answers([rows[i] for i in indices], then), strict=True):
             results[i] = answer
             if answer[0] == _LEFT_TO_CPU:
                 left.append(i)
         if left and then is not None:
-            then(None)
+            then.withdraw()
     return left
 
 

@@ -7,7 +7,7 @@ memory by the kernels. Buffers grow to the largest call and stay; one call at a 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,15 +17,12 @@ from . import _native
 from .cuda_ops import stream_of
 
 if TYPE_CHECKING:
-    from .sampling import Plan, Row
+    from .sampling import Following, Plan, Row
 
 __all__ = ["answers", "launch"]
 
 _SEGMENT = 2048
 _BLOCKS = 2048
-_ANSWER_BYTES = (
-    800  # as `Answer` of kernels/sampling.cu, which begins with its token; answers come first in the staging
-)
 _places: dict[torch.device, _Place] = {}
 _places_lock = threading.Lock()
 
@@ -37,6 +34,7 @@ class _Place:
         self.device = device
         self.lock = threading.Lock()
         self.sampled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._streams: dict[int, torch.cuda.Stream] = {}
         self.grow(1 << 18)
         self.shaped = torch.empty(0, 0, device=device)
         self.maxima = torch.empty(0, _BLOCKS, dtype=torch.int32, device=device)
@@ -58,29 +56,27 @@ class _Place:
         self.maxima = torch.empty(rows, _BLOCKS, dtype=torch.int32, device=self.device)
         self.sums = torch.empty(rows, _BLOCKS, dtype=torch.int64, device=self.device)
 
-    def launch(self, rows: Sequence[Row]) -> None:
-        """Fill the staging memory, copy it and launch."""
+    def launch(self, rows: Sequence[Row], following: tuple[Tensor, int] | None = None) -> None:
+        """Fill the staging memory, copy it and launch. following: as `Following.stage` gives it."""
         self.reserve(len(rows), max(row.logits.shape[0] for row in rows))
         requests = [row.request() for row in rows]
         constants = [_constants(row.plan, self.device) for row in rows]
-        pitch = self.shaped.shape[1]
-        need, start, sums = _native.cuda_sample_fill(requests, constants, self.staging, self.copy, pitch)
+        pitch, stream = self.shaped.shape[1], stream_of(rows[0].logits)
+        need, sums = _native.cuda_sample_fill(requests, constants, self.staging, self.copy, pitch, stream)
         while need > self.staging.numel():
             self.grow(2 * need)
-            need, start, sums = _native.cuda_sample_fill(requests, constants, self.staging, self.copy, pitch)
-        self.copy[start:need].copy_(self.staging[start:need], non_blocking=True)
-        stream = stream_of(rows[0].logits)
+            need, sums = _native.cuda_sample_fill(requests, constants, self.staging, self.copy, pitch, stream)
         _native.cuda_sample_launch(
-            len(rows), sums, self.staging, self.copy, self.shaped, self.maxima, self.sums, stream
+            len(rows), sums, self.staging, self.copy, self.shaped, self.maxima, self.sums, stream, following
         )
 
-    def tokens(self, count: int) -> Tensor:
-        """int32 [count] on the GPU, in stream order behind the last launch: its tokens. Where there is none it is any
-        number. Memory of its own: calls on another stream do not touch it."""
-        size = count * _ANSWER_BYTES
-        told = torch.empty(size, dtype=torch.uint8, device=self.device)
-        told.copy_(self.staging[:size], non_blocking=True)
-        return told.view(torch.int32).view(count, -1)[:, 0]
+    def stream(self) -> torch.cuda.Stream:
+        """Torch's current stream; its object is kept, since making one costs 4 to 8 us."""
+        number = stream_of(self.shaped)
+        found = self._streams.get(number)
+        if found is None:
+            found = self._streams[number] = torch.cuda.current_stream(self.device)
+        return found
 
     def answers(self, count: int) -> list[tuple[int, float, Any]]:
         """What the last launch answered; its stream must have passed it."""
@@ -108,28 +104,25 @@ def _place(device: torch.device) -> _Place:
         return found
 
 
-def launch(rows: Sequence[Row]) -> _Place:
+def launch(rows: Sequence[Row], following: tuple[Tensor, int] | None = None) -> _Place:
     """Launches on torch's current stream and returns at once; nothing is allocated once a call as large has been made,
     so that a capture may hold it. The answers are at the returned place after the stream has passed."""
     place = _place(rows[0].logits.device)
-    with torch.cuda.device(place.device):
-        place.launch(rows)
+    place.launch(rows, following)
     return place
 
 
-def answers(rows: Sequence[Row], meanwhile: Callable[[Tensor], None] | None = None) -> list[tuple[int, float, Any]]:
+def answers(rows: Sequence[Row], following: Following | None = None) -> list[tuple[int, float, Any]]:
     """(token, probability, top) of rows on one GPU, as `_native.sample_rows` gives them; token -3: the row needs the
-    CPU. `meanwhile` is called once all is launched, with the tokens on the GPU as `tokens` gives them; what it queues
-    is not waited for."""
+    CPU. What `following` queues behind the launches is not waited for."""
     place = _place(rows[0].logits.device)
     with place.lock:
-        launch(rows)
-        if meanwhile is None:
-            torch.cuda.current_stream(place.device).synchronize()
+        staged = None if following is None else following.stage()
+        place.launch(rows, staged)
+        if following is None or staged is None:
+            place.stream().synchronize()
         else:
-            # The copy of the tokens is waited for too: the next call writes over the memory it reads.
-            tokens = place.tokens(len(rows))
-            place.sampled.record(torch.cuda.current_stream(place.device))
-            meanwhile(tokens)
+            place.sampled.record(place.stream())
+            following.launch()
             place.sampled.synchronize()
         return place.answers(len(rows))

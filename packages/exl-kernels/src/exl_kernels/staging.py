@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _native
+from .cuda_ops import stream_of
 
 __all__ = ["StepStage"]
 
@@ -31,8 +32,13 @@ class StepStage:
         """Bytes of the buffer."""
         return int(_native.StepStage.bytes(sizes))
 
-    def fill(self, ids: Tensor, past: Tensor, table: Tensor, limits: tuple[int, int, int]) -> bool:
-        """Lays out a step: int64 ids [b, q_len], int32 tokens already stored [b], int32 page numbers [b, n], contiguous
-        and on the CPU. False, with the buffer as it was, when an id (-1 is allowed), a position or a page number in use
-        is not below its limit, or the step does not fit the sizes."""
+    def fill(self, ids: Tensor | None, past: Tensor, table: Tensor, limits: tuple[int, int, int]) -> bool:
+        """Lays out a step: int64 ids [b, q_len] (None: zeros), int32 tokens already stored [b], int32 page numbers
+        [b, n], contiguous and on the CPU. False, with the buffer as it was, when an id (-1 is allowed), a position or a
+        page number in use is not below its limit, or the step does not fit the sizes."""
         return bool(self._native.fill(ids, past, table, limits))
+
+    def send(self, to: Tensor) -> None:
+        """Queues the copy to `to`, uint8 on a GPU and as long, on torch's current stream; the buffer must stay as it is
+        until the stream has passed it. Raises DeviceError."""
+        self._native.send(to, stream_of(to))

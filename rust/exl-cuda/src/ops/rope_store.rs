@@ -1,6 +1,6 @@
 //! Rotation of queries and keys and storing of keys and values, in one launch.
 
-use super::kv::Pages;
+use super::kv::{Codec, Pages};
 use super::rope::Rope;
 use super::{Element, Target, index32};
 use crate::device::Device;
@@ -27,7 +27,27 @@ fn name(element: Element) -> String {
 }
 
 pub(super) fn kernels() -> Vec<String> {
-    Element::ALL.map(name).to_vec()
+    let mut all = Element::ALL.map(name).to_vec();
+    all.push(MANY.to_owned());
+    all
+}
+
+/// Halves into pages of halves, whole heads rotated in two halves: a block a token, to the same bits.
+const MANY: &str = "rope_store_many";
+
+/// Tokens from which that kernel has blocks enough.
+const MANY_TOKENS: usize = 64;
+
+/// Whether that kernel takes this call.
+fn many(q: &Rope, pages: &Pages, k: usize, v: usize) -> bool {
+    let aligned = [q.x, k, v, q.cos, q.sin, pages.data[0], pages.data[1]];
+    q.tokens >= MANY_TOKENS
+        && q.element == Element::F16
+        && (pages.kind.key, pages.kind.value) == (Codec::F16, Codec::F16)
+        && q.rotated == q.head_dim
+        && !q.interleaved
+        && q.head_dim.is_multiple_of(16)
+        && aligned.iter().all(|address| address.is_multiple_of(16))
 }
 
 /// Rotates q (the operand `x` of `q`) and k `[tokens, pages.heads, head_dim]` in place and encodes k and v into `slots`: what
@@ -55,12 +75,18 @@ pub unsafe fn rope_store(
         table_rows: index32("table rows", q.table_rows)?,
         interleaved: i32::from(q.interleaved),
     };
-    let kernel = name(q.element);
+    let many = many(q, pages, k, v);
+    let kernel = if many {
+        MANY.to_owned()
+    } else {
+        name(q.element)
+    };
+    let quarters = (q.heads + 2 * pages.heads).div_ceil(WARPS) as u32;
     let launch = Launch {
         kernel: &kernel,
         grid: [
             index32("tokens", q.tokens)? as u32,
-            (q.heads + 2 * pages.heads).div_ceil(WARPS) as u32,
+            if many { 1 } else { quarters },
             1,
         ],
         block: 32 * WARPS as u32,

@@ -7,7 +7,7 @@
 use super::Target;
 use crate::device::Device;
 use crate::kernel_arguments;
-use crate::launch::{CudaError, Launch};
+use crate::launch::{CudaError, Launch, copy_to_device};
 
 /// Ids a block of the shaping kernel handles: edits are grouped by it.
 pub const SEGMENT: usize = 2048;
@@ -193,7 +193,31 @@ pub(super) fn kernels() -> Vec<String> {
         .to_vec()
 }
 
+/// Where sampled tokens go beside the answers: i64 a row, cut to ids below `limit`. Rows with [`flag::SKIP`] write nothing.
+#[derive(Clone, Copy, Debug)]
+pub struct Next {
+    pub ids: usize,
+    pub limit: usize,
+}
+
+/// Copies `bytes` bytes from `start` on of the staging memory at `host` to its copy on the GPU, in stream order.
+///
+/// # Safety
+/// As [`sample`].
+pub unsafe fn send(
+    to: Target,
+    host: usize,
+    device_copy: usize,
+    start: usize,
+    bytes: usize,
+) -> Result<(), CudaError> {
+    let device = Device::get(to.device)?;
+    // SAFETY: by this function's contract.
+    unsafe { copy_to_device(device, device_copy + start, host + start, bytes, to.stream) }
+}
+
 /// Samples `count` rows whose staging memory stands at `host` and, copied, at `device_copy`. `with_sums`: a row has [`flag::SUMS`].
+/// `next`: memory for tokens of as many rows.
 ///
 /// # Safety
 /// The workspace must be device memory of the stated sizes, no row wider than its pitch; it, the staging memory and everything the rows
@@ -205,6 +229,7 @@ pub unsafe fn sample(
     count: usize,
     workspace: Workspace,
     with_sums: bool,
+    next: Option<Next>,
 ) -> Result<(), CudaError> {
     if count == 0 {
         return Ok(());
@@ -243,7 +268,9 @@ pub unsafe fn sample(
         stream: to.stream,
         programmatic: false,
     };
-    let mut arguments = kernel_arguments![rows, shaped, maxima, sums, answers, width];
+    let (ids, limit) = next.map_or((0, 1), |next| (next.ids, next.limit));
+    let limit = super::index32("limit", limit)?;
+    let mut arguments = kernel_arguments![rows, shaped, maxima, sums, answers, width, ids, limit];
     // SAFETY: as above.
     unsafe { choose.run(device, &mut arguments) }
 }

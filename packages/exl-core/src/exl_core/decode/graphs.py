@@ -19,6 +19,7 @@ from torch import Tensor
 from exl_kernels.attention_cuda import counters
 
 from ..attn_params import PagedParams
+from ..device import device_error
 from ..errors import DeviceError
 from ..modules import Head, Intervention, Step
 from ..step import build_step
@@ -91,37 +92,70 @@ class _Graph:
 
 
 class PreparedStep:
-    """A captured step that waits for its ids. To be run before anything else of its model is, or not at all."""
+    """A captured step that waits for its ids. To be run before anything else of its model is, or not at all.
 
-    __slots__ = ("_captured", "_limits", "_longest", "_offsets", "_owner", "_past", "_table")
+    Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites.
+    """
+
+    __slots__ = ("_cache", "_captured", "_inputs", "_limits", "_longest", "_offsets", "_owner", "_shape")
 
     def __init__(
         self,
         owner: DecodeGraphs,
+        cache: ExLlamaV2CacheBase,
         captured: _Graph,
-        past: Tensor,
-        table: Tensor,
+        shape: tuple[int, int],
+        inputs: tuple[Tensor, Tensor],
         limits: tuple[int, int, int],
         offsets: Tensor | None,
         longest: int,
     ) -> None:
-        self._owner, self._captured, self._past, self._table = owner, captured, past, table
+        self._owner, self._cache, self._captured, self._shape, self._inputs = owner, cache, captured, shape, inputs
         self._limits, self._offsets, self._longest = limits, offsets, longest
 
     def run(self, ids: Tensor) -> Tensor | None:
         """Queues the step of ids [B, q], int64 on the CPU, or of any integers on the model's GPU in stream order; those
-        are cut to the vocabulary. Returns its logits float32 [B, q, padded vocabulary], in memory that the model's next
-        step overwrites. None, and nothing is queued, if the ids are not right."""
-        captured, there = self._captured, ids.is_cuda
-        tokens = torch.zeros(ids.shape, dtype=torch.int64) if there else _on_cpu(ids, torch.int64)
-        if tokens is None or not captured.inputs.send(tokens, self._past, self._table, self._limits, self._offsets):
+        are cut to the vocabulary. Returns its logits. None, and nothing is queued, if the ids are not right."""
+        there = ids.is_cuda
+        tokens = None if there else _on_cpu(ids, torch.int64)
+        if (tokens is None and not there) or tuple(ids.shape) != self._shape or not self._send(tokens):
             return None
-        batch, q_len = ids.shape
         if there:
-            captured.inputs.ids[: batch * q_len].copy_(ids.reshape(-1)).clamp_(0, self._limits[0] - 1)
-        captured.graph.replay()
-        self._owner.longest = self._longest
-        return captured.logits_of(batch, q_len)
+            self._ids().copy_(ids.reshape(-1)).clamp_(0, self._limits[0] - 1)
+        return self._replay()
+
+    __call__ = run
+
+    def stage(self) -> tuple[Tensor, int] | None:
+        """Queues everything but the ids: int64 [B * q] on the model's GPU, to be filled in by what is queued until
+        `launch`, and the size of the vocabulary, which they must be below. None, with nothing queued, if the step is
+        not right."""
+        return (self._ids(), self._limits[0]) if self._send(None) else None
+
+    def launch(self) -> Tensor:
+        """Queues the step whose ids have been filled in; returns its logits."""
+        return self._replay()
+
+    def _ids(self) -> Tensor:
+        return self._captured.inputs.first_ids(self._shape[0] * self._shape[1])
+
+    def _send(self, ids: Tensor | None) -> bool:
+        try:
+            return self._captured.inputs.send(ids, *self._inputs, self._limits, self._offsets)
+        except RuntimeError as error:
+            raise _typed(error) from error
+
+    def _replay(self) -> Tensor:
+        try:
+            self._captured.graph.replay()
+        except RuntimeError as error:
+            raise _typed(error) from error
+        self._owner.longest = self._cache.current_seq_len = self._longest
+        return self._captured.logits_of(*self._shape)
+
+
+def _typed(error: RuntimeError) -> Exception:
+    return device_error("run a decode step", error) or error
 
 
 class DecodeGraphs:
@@ -185,7 +219,7 @@ class DecodeGraphs:
         if captured is None:
             return None
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
-        return PreparedStep(self, captured, past, table, limits, offsets, longest)
+        return PreparedStep(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest)
 
     def prompt_plan(self, step: Step) -> DecodePlan | None:
         """The plan for a pass that is no captured step; None where the modules' own passes are the way."""

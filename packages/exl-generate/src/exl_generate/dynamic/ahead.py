@@ -49,8 +49,7 @@ class Ahead:
         self._logits: torch.Tensor | None = None
         for sequence, position in zip(sequences, self._positions, strict=True):
             sequence.provide(position + 1)
-        self._run: Callable[[list[int] | torch.Tensor], torch.Tensor | None]
-        self._run = runner.prepare(sequences, self._positions)
+        self._next = runner.prepare(sequences, self._positions)
         self._pages = [self._page(sequence, position) for sequence, position in self._places()]
 
     @property
@@ -58,37 +57,61 @@ class Ahead:
         """Whether the step is on its way."""
         return self._logits is not None
 
-    def launch(self, tokens: list[int] | torch.Tensor | None) -> None:
-        """Queue the step for these tokens, one a sequence: a list, or int32 on the GPU, where they may still have to be
-        sampled; None takes back what was queued for others. If it fails, nothing has been foreseen: whoever computes
+    def stage(self) -> tuple[torch.Tensor, int] | None:
+        """As `exl_kernels.sampling.Following`: where the sampler is to write tokens, one a sequence, for `launch`."""
+        with contextlib.suppress(Exception):
+            return self._next.stage()
+        return None
+
+    def launch(self) -> None:
+        """Queue the step behind the sampling of its tokens. If it fails, nothing has been foreseen: whoever computes
         the step again meets the failure."""
+        self._take(self._next.launch)
+
+    def withdraw(self) -> None:
+        """What was queued was for other tokens."""
         self._logits = None
-        if tokens is not None:
-            with contextlib.suppress(Exception):
-                self._logits = self._run(tokens)
+
+    def run(self, tokens: list[int]) -> None:
+        """Queue the step for these tokens, one a sequence. Failures as of `launch`."""
+        self._take(lambda: self._next.run(tokens))
+
+    def _take(self, compute: Callable[[], torch.Tensor]) -> None:
+        self._logits = None
+        with contextlib.suppress(Exception):
+            self._logits = compute()
 
     def know(self, tokens: list[int]) -> None:
         """What the tokens turned out to be."""
         self._tokens = tokens
 
-    def serve(self, windows: list[Window]) -> list[Window]:
-        """Gives logits to the windows that were foreseen; returns the others."""
-        return [window for window in windows if not self._serves(window)]
+    def serve(self, windows: list[Window], keep: bool) -> list[Window]:
+        """Gives logits to the windows that were foreseen; returns the others. `keep`: somebody reads them when the
+        model has run again."""
+        if self._logits is None:
+            return windows
+        rows = [self._row_of(window) for window in windows]
+        logits = (self._logits.clone() if keep or None in rows else self._logits).unbind(0)
+        left = []
+        for window, row in zip(windows, rows, strict=True):
+            if row is None:
+                left.append(window)
+            else:
+                window.logits = logits[row]
+        return left
 
-    def _serves(self, window: Window) -> bool:
+    def _row_of(self, window: Window) -> int | None:
+        """The row that is just what the window asks for."""
         sequence = window.sequence
         row = self._rows.get(id(sequence))
-        if row is None or self._logits is None or window.wants_state or sequence.loras:
-            return False
+        if row is None or window.wants_state or sequence.loras:
+            return None
         if not self._tokens:  # an interrupt came between the sampler and us
-            return False
+            return None
         position = self._positions[row]
         if window.ids != [self._tokens[row]] or sequence.kv_position != position or len(sequence) != position + 1:
-            return False
-        if self._page(sequence, position) != self._pages[row]:
-            return False
-        window.logits = self._logits[row]
-        return True
+            return None
+        return row if self._page(sequence, position) == self._pages[row] else None
 
     def _places(self) -> list[tuple[Sequence, int]]:
         return list(zip(self._sequences, self._positions, strict=True))

@@ -121,7 +121,9 @@ class Engine:
             return
         windows = [window for turn in turns for window in turn.windows]
         try:
-            self._runner.decode(windows if ahead is None else ahead.serve(windows))
+            if ahead is not None:
+                windows = ahead.serve(windows, keep=not all(turn.job.reads_logits_once for turn in turns))
+            self._runner.decode(windows)
             self._sample(turns)
         finally:
             for turn in turns:
@@ -163,9 +165,7 @@ class Engine:
             asked = [(turn, draw) for turn in live if (draw := turn.ask(at)) is not None]
             # Straight from the sampler where it answers for just those jobs.
             straight = self._ahead is not None and [turn for turn, _ in asked] == foreseen
-            samples = sample_batch(
-                [draw for _, draw in asked], self._ahead.launch if straight and self._ahead is not None else None
-            )
+            samples = sample_batch([draw for _, draw in asked], self._ahead if straight else None)
             if foreseen:
                 self._run_ahead(foreseen, {turn: sample for (turn, _), sample in zip(asked, samples, strict=True)})
                 foreseen = []
@@ -195,4 +195,4 @@ class Engine:
             isinstance(sample, Sample) and sample.token not in turn.job.stop_tokens
             for turn, sample in zip(foreseen, drawn, strict=True)
         ):
-            self._ahead.launch(tokens)
+            self._ahead.run(tokens)

@@ -112,6 +112,12 @@ class ExLlamaV2DynamicJob:
             raise RequestError(f"seed is {seed!r}; pass an int or None")
         self.gen_settings = (Settings() if gen_settings is None else gen_settings).clone()
         self.gen_settings.validate()
+        #: whether nobody but the sampler of a GPU reads its logits: rows that it may leave to the CPU are read later
+        self.reads_logits_once = (
+            self.gen_settings.is_greedy
+            and not self.gen_settings.post_sampling_hooks
+            and not (return_logits or self.return_top_tokens)
+        )
         self.seed = seed
         self.identifier = identifier
         self.decode_special_tokens = decode_special_tokens

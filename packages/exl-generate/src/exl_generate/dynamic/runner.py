@@ -181,42 +181,56 @@ class Runner:
                 torch.from_numpy(ids), cache=self._cache, attn_params=params, preprocess_only=preprocess_only, **extra
             )
 
-    def prepare(
-        self, sequences: list[Sequence], positions: list[int]
-    ) -> Callable[[list[int] | torch.Tensor], torch.Tensor | None]:
+    def prepare(self, sequences: list[Sequence], positions: list[int]) -> NextStep:
         """A pass over one token of each sequence at places `positions`, for sequences without adapters and embeddings
-        there, that only waits for its tokens. To be called before the next pass, and again if they were others; returns
-        logits [B, 1, Vp] that stay. Tokens that the GPU has still to sample (int32 [B]) are taken as they are where the
-        pass allows it: None where it does not."""
-        params = self._params(sequences, positions, 1)
-        make = getattr(self._model, "prepare_step", None)
-        prepared = None if make is None else make(1, self._cache, params)
-
-        def run(tokens: list[int] | torch.Tensor) -> torch.Tensor | None:
-            there = isinstance(tokens, torch.Tensor)
-            ids = tokens if isinstance(tokens, torch.Tensor) else torch.tensor(tokens, dtype=torch.int64)
-            logits: torch.Tensor | None = None if prepared is None else prepared(ids.unsqueeze(1))
-            if logits is None and not there:
-                with torch.inference_mode():
-                    found = self._model.forward_chunk(ids.unsqueeze(1), cache=self._cache, attn_params=params)
-                logits = found["logits"]
-            return None if logits is None else logits.float().clone()
-
-        return run
+        there, that only waits for its tokens. To be run before the next pass, and again if they were others."""
+        return NextStep(self._model, self._cache, self._params(sequences, positions, 1))
 
     def _params(self, sequences: list[Sequence], positions: list[int], q_len: int) -> PagedParams:
-        table = np.zeros((len(sequences), max(len(sequence.block) for sequence in sequences)), dtype=np.int32)
-        for row, sequence in zip(table, sequences, strict=True):
-            row[: len(sequence.block)] = sequence.block
+        blocks = [sequence.block for sequence in sequences]
+        width = max(map(len, blocks))
+        table = np.zeros((len(blocks), width), dtype=np.int32)
+        for row, block in enumerate(blocks):
+            table[row, : len(block)] = block
         return PagedParams(
             batch_size=len(sequences),
             block_index=torch.from_numpy(table),
-            cache_seqlens=torch.tensor(positions, dtype=torch.int32),
+            cache_seqlens=torch.from_numpy(np.array(positions, dtype=np.int32)),
             max_cache_seqlen=max(positions),
             page_size=self._page_size,
             q_len=q_len,
             rope_offsets=None if self._draft else _offsets(sequences, positions),
         )
+
+
+class NextStep:
+    """A pass that waits for its tokens, one a row. Its logits float32 [B, 1, Vp] stay until the model runs again."""
+
+    def __init__(self, model: Model, cache: Cache, params: PagedParams) -> None:
+        self._model, self._cache, self._params = model, cache, params
+        make = getattr(model, "prepare_step", None)
+        self._prepared = None if make is None else make(1, cache, params)
+
+    def stage(self) -> tuple[torch.Tensor, int] | None:
+        """Where tokens that the GPU has still to sample are to be written, int64 [B], and what they must be below;
+        None where the pass does not allow that."""
+        return None if self._prepared is None else self._prepared.stage()
+
+    def launch(self) -> torch.Tensor:
+        """Queue the pass over the tokens that have been written there."""
+        assert self._prepared is not None
+        logits: torch.Tensor = self._prepared.launch()
+        return logits.float()
+
+    def run(self, tokens: list[int]) -> torch.Tensor:
+        """The pass over these tokens."""
+        ids = torch.tensor(tokens, dtype=torch.int64).unsqueeze(1)
+        logits: torch.Tensor | None = None if self._prepared is None else self._prepared(ids)
+        if logits is None:
+            with torch.inference_mode():
+                found = self._model.forward_chunk(ids, cache=self._cache, attn_params=self._params)
+            return torch.as_tensor(found["logits"]).float()
+        return logits.float()
 
 
 def _offsets(sequences: list[Sequence], places: list[int]) -> torch.Tensor | None:

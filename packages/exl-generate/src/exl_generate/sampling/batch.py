@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from exl_generate.interrupts import contained
 from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample, sample_rows
-from exl_kernels.sampling import Failure, Meanwhile, Row, Sampled
+from exl_kernels.sampling import Failure, Following, Row, Sampled
 
 __all__ = ["Draw", "sample_batch"]
 
@@ -54,23 +54,22 @@ class Draw:
             return contained(error)
 
 
-def sample_batch(draws: Sequence[Draw], meanwhile: Meanwhile | None = None) -> list[Sample | Exception]:
+def sample_batch(draws: Sequence[Draw], following: Following | None = None) -> list[Sample | Exception]:
     """A sample for each draw, or what went wrong with it, by one native call. A sample depends on its own draw
     alone; if the call fails, rows are tried one by one, so that only those that fail by themselves do.
 
-    `meanwhile` is called with the tokens, int32 [draws] on their GPU, before anybody waits for them, if all draws are
-    sampled there, and with None if these were not all of them after all; it must not raise."""
+    `following` is queued behind them on their GPU, before anybody waits for them, if all draws are sampled there."""
     if not draws:
         return []
     rows = [_prepared(draw) for draw in draws]
     good = [row for row in rows if not isinstance(row, Exception)]
     outcomes: Sequence[Sampled | Failure | Exception]
     try:
-        outcomes = sample_rows(good, meanwhile if len(good) == len(rows) else None) if good else []
+        outcomes = sample_rows(good, following if len(good) == len(rows) else None) if good else []
     except Exception:
         outcomes = [_alone(row) for row in good]
-        if meanwhile is not None:
-            meanwhile(None)
+        if following is not None:
+            following.withdraw()
     left = iter(outcomes)
     samples = [
         draw.take(row, row if isinstance(row, Exception) else next(left)) for draw, row in zip(draws, rows, strict=True)

@@ -164,10 +164,10 @@ class RequestSampler:
 
 
 def sample_rows(
-    rows: Sequence[kernels.Row], meanwhile: kernels.Meanwhile | None = None
+    rows: Sequence[kernels.Row], following: kernels.Following | None = None
 ) -> list[kernels.Sampled | kernels.Failure]:
-    """All rows of a step in one native call; `meanwhile` as in `exl_kernels.sampling.sample`."""
-    return kernels.sample(rows, meanwhile)
+    """All rows of a step in one native call; `following` as in `exl_kernels.sampling.sample`."""
+    return kernels.sample(rows, following)
 
 
 def skewed(uniform: float, amount: float) -> float:
