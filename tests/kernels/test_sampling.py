@@ -377,6 +377,19 @@ def test_tokens_are_on_the_gpu_before_anybody_waits() -> None:
 
 
 @pytest.mark.cuda
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_plans_that_say_so_are_never_left_to_the_cpu(data: st.DataObject) -> None:
+    """Behind them logits may be overwritten as soon as the launches have read them."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 20)))
+    row, _ = broken_row(rng, 300)
+    plan = replace(row.plan, greedy=True, typical=data.draw(st.sampled_from([0.0, 0.5])), top_k=1, cfg_scale=None)
+    row = replace(on_gpu(row), plan=plan, top_n=0, negative=None)
+    if plan.never_left_to_cpu:
+        assert sampling_cuda.answers([row])[0][0] != -3
+
+
+@pytest.mark.cuda
 def test_gpu_reports_empty_and_broken_rows() -> None:
     plan, x = Plan(size=500), torch.randn(500)
     broken = x.clone()

@@ -109,6 +109,11 @@ class Plan:
         object.__setattr__(self, "native", native)
 
     @property
+    def never_left_to_cpu(self) -> bool:
+        """Whether a GPU samples every row of this plan that reports no candidates, whatever its logits are."""
+        return self.greedy and self.typical == 0.0 and self.cfg_scale is None
+
+    @property
     def scale(self) -> float:
         """What a distance from the largest logit, or its square with smoothing, is multiplied by."""
         scale = (self.smoothing if self.smoothing > 0 else 1.0) / max(self.temperature, 1e-30)

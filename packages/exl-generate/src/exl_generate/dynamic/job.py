@@ -112,12 +112,6 @@ class ExLlamaV2DynamicJob:
             raise RequestError(f"seed is {seed!r}; pass an int or None")
         self.gen_settings = (Settings() if gen_settings is None else gen_settings).clone()
         self.gen_settings.validate()
-        #: whether nobody but the sampler of a GPU reads its logits: rows that it may leave to the CPU are read later
-        self.reads_logits_once = (
-            self.gen_settings.is_greedy
-            and not self.gen_settings.post_sampling_hooks
-            and not (return_logits or self.return_top_tokens)
-        )
         self.seed = seed
         self.identifier = identifier
         self.decode_special_tokens = decode_special_tokens
@@ -193,6 +187,15 @@ class ExLlamaV2DynamicJob:
     def effective_seed(self) -> int | None:
         """The seed in use, drawn from the operating system if none was given; None before the job is enqueued."""
         return None if self._sampler is None else self._sampler.random.seed
+
+    @property
+    def reads_logits_once(self) -> bool:
+        """Whether nobody but the sampler of a GPU reads its logits, and that at once."""
+        return (
+            self._sampler is not None
+            and self._sampler.never_left_to_cpu
+            and not (self.return_logits or self.return_top_tokens or self.gen_settings.post_sampling_hooks)
+        )
 
     @property
     def prefilled(self) -> bool:

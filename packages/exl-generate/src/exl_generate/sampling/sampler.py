@@ -76,6 +76,8 @@ class RequestSampler:
         self.random = RequestRandom(seed)
         self._plan = plan_of(self.settings, vocabulary)
         s = self.settings
+        #: whether a GPU that has the logits never leaves them to be read later
+        self.never_left_to_cpu = self._plan.never_left_to_cpu
         self._reads_context = s.dry_multiplier > 0 or s.has_penalties
         #: mu before position i; a rewind simply samples an earlier position again
         self._mu = [2.0 * s.mirostat_tau]
