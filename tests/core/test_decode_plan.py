@@ -28,7 +28,7 @@ PAGE = 16
 class FusedDouble:
     """`FusedLinear` as its documentation states it, out of CPU operators."""
 
-    joined_rows = 8
+    joined_rows = 64
     batch_rows = 64
     calls = 0
 
@@ -45,6 +45,9 @@ class FusedDouble:
         parts = [matrix.matmul(h) for matrix in self.matrices]
         y = gated_activation(parts[0], parts[1], self.activation) if self.activation else torch.cat(parts, 1)
         return out.copy_(y if residual is None else residual + y)
+
+    def input_of(self, m: int) -> None:
+        return None
 
     def then(self, following: FusedDouble, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
         between = torch.empty((x.shape[0], self.out_features), dtype=x.dtype)
@@ -66,10 +69,12 @@ def own_double(
     *,
     interleaved: bool,
     early: bool,
+    into: None,
     **options: Any,
 ) -> Tensor:
     """`attend_own` as its documentation states it: one token a row of the block table."""
     assert early
+    assert into is None
     assert len(set(rows.tolist())) == len(rows)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     rope_store(pages, q, k, v, cos, sin, rope_positions, slots, interleaved=interleaved)
@@ -85,7 +90,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
     return loaded
 
 
-@pytest.mark.parametrize("joined", ["0", "8"])
+@pytest.mark.parametrize("joined", ["0", "8", "64"])
 @pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (2, 1), (1, 3), (2, 4), (3, 5)])
 def test_the_plan_is_the_modules_own_pass(
     model: ExLlamaV2, joined: str, batch: int, q_len: int, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +165,7 @@ def test_what_a_plan_does_not_know_is_named(model: ExLlamaV2) -> None:
 def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EXL_DECODE_JOINED_ROWS", raising=False)
     assert joined_rows() == plans.JOINED_ROWS
-    for text, rows in (("0", 0), ("5", 5), ("99", 8)):
+    for text, rows in (("0", 0), ("5", 5), ("99", 64)):
         monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", text)
         assert joined_rows() == rows
     monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", "few")

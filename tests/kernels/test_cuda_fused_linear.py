@@ -186,6 +186,27 @@ def test_so_many_tiles_that_a_block_has_all_of_k() -> None:
         assert torch.equal(single(x, apart, h), h + torch.cat([want[1], want[0]], 1)), m
 
 
+@pytest.mark.parametrize("kind", ["exl2", "gptq act-order"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [8200, 16640])
+def test_a_gate_inside_the_product_of_many_rows(kind: str, dtype: torch.dtype, n: int) -> None:
+    """Odd numbers of tiles, and more than all blocks have at once (n = 16640: 260 pairs of items)."""
+    perm = torch.randperm(K, generator=torch.Generator().manual_seed(5))
+    if kind == "exl2":
+        gate, up = exl2(n, 5, 4, seed=1, perm=perm), exl2(n, 5, 4, seed=2, perm=perm, bias=True)
+    else:
+        gate, up = gptq(n, True), gptq(n, True)
+    norm = norm_of(dtype)
+    fused = FusedLinear([gate, up], norm=norm, activation="silu", dtype=dtype)
+    assert fused.joined_rows == 64
+    for m in (9, 16, 17, 32, 33, 50, 64):
+        x = activations(m, K, dtype)
+        out = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
+        inner = rms_norm(x, norm.weight, norm.eps)
+        assert torch.equal(fused(x, out), gated_activation(gate.matmul(inner), up.matmul(inner), "silu")), m
+        assert torch.equal(fused(x, torch.empty_like(out)), out), m
+
+
 def test_bad_operands() -> None:
     a, b = exl2(64, 4), exl2(96, 4)
     with pytest.raises(UnsupportedError, match="one output size"):

@@ -11,6 +11,7 @@
 // warp goes one way. What a warp passes once is short, since it is cold in a decode step. (Clusters in place of the workspace: the H200 ran
 // only a third of their blocks at a time.)
 #pragma once
+#include "activate.cuh"
 #include "pipeline.cuh"
 #include "prepared.cuh"
 #include "wgmma.cuh"
@@ -37,7 +38,9 @@ struct BatchTask {
   int slots, resident;   // stages of the ring; whether activations stay
   uint32_t stage_stride, unit_room;
   uint32_t ring_at, x_at, barriers_at;
-  int cut;  // blocks that share K: 1 or QUARTERS
+  int cut;   // blocks that share K: 1 or QUARTERS
+  int gate;  // activation of the first of two matrices that gates the second, feature by feature, or -1; then K is not cut
+  const void* residual;  // like y, added to it; null when there is none
   BatchPart part[BATCH_MATRICES];
 };
 
@@ -82,10 +85,20 @@ struct Batch {
         order{static_cast<int>(blockIdx.x % p.cut), QUARTERS / p.cut, p.part[0].a.unit_count},
         own(order.own()) {}
 
-  DEVICE int matrix_of(int item) const {
-    int i = 0;
-    while (i + 1 < p.count && item >= p.part[i + 1].first_item) i++;
-    return i;
+  // What a warpgroup of a block has: a matrix and the first of four tiles. Of two gated matrices half of the groups have each, the same tiles.
+  struct Place {
+    int matrix, tile, item;
+    bool some;
+  };
+  DEVICE bool gated() const { return p.gate >= 0; }
+  DEVICE int per_block() const { return gated() ? p.groups / 2 : p.groups; }
+  DEVICE Place place(int block, int group) const {
+    const int each = per_block(), item = block * each + group % each;
+    int matrix = group / each;
+    if (!gated())
+      for (matrix = 0; matrix + 1 < p.count && item >= p.part[matrix + 1].first_item;) matrix++;
+    const int first = gated() ? 0 : p.part[matrix].first_item;
+    return {matrix, (item - first) * ITEM_TILES, item, item < p.items};
   }
 
   // The streaming warp's part: barriers, and of every unit {offset, widths, bytes, number}.
@@ -129,11 +142,11 @@ struct Batch {
     bool some;
   };
   DEVICE Source source(int block) const {
-    const int lane = threadIdx.x % 32, item = min(block * p.groups + lane / ITEM_TILES, p.items - 1);
-    const BatchPart& part = p.part[matrix_of(item)];
-    const int tile = (item - part.first_item) * ITEM_TILES + lane % ITEM_TILES;
-    return {part.a.image + (size_t)tile * part.a.tile_bytes, base + part.units_at,
-            lane < p.groups * ITEM_TILES && block * p.groups + lane / ITEM_TILES < p.items && tile < part.a.tiles};
+    const int lane = threadIdx.x % 32, group = lane / ITEM_TILES;
+    const Place at = place(block, min(group, p.groups - 1));
+    const BatchPart& part = p.part[at.matrix];
+    const int tile = at.tile + lane % ITEM_TILES;
+    return {part.a.image + (size_t)tile * part.a.tile_bytes, base + part.units_at, group < p.groups && at.some && tile < part.a.tiles};
   }
   DEVICE void copy_weights(const Source& source, int i, Turn turn, uint64_t policy) const {
     const int lane = threadIdx.x % 32;
@@ -153,7 +166,7 @@ struct Batch {
   }
   DEVICE void stream() const {
     const uint64_t once = evict_first(), again = evict_last();
-    const int blocks = (p.items + p.groups - 1) / p.groups, mine = (blocks - first + step - 1) / step, total = mine * own;
+    const int blocks = (p.items + per_block() - 1) / per_block(), mine = (blocks - first + step - 1) / step, total = mine * own;
     const int ahead = min(p.slots, total);
     Turn turn;
     int block = first, i = 0;
@@ -238,28 +251,48 @@ struct Batch {
     // Four chunks of one width, entries of 128 rows: while one is multiplied, the next is unpacked.
     template <int B>
     DEVICE void uniform() {
-      uint32_t w[2][B], a[2][4][4], scale_of[2];
+      uint32_t w[B], a[2][2][4], scale_of[2];
       float sums[S];
-      load_words<B>(w[0], SharedBytes{weights}, lane);
+      load_words<B>(w, SharedBytes{weights}, lane);
       scales.load({weights + 512 * B}, lane >> 2);
-      load_words<B>(w[1], SharedBytes{weights + 128 * B}, lane);
-      unpack_here<B>(a[0], w[0], scales.zeros(0), scales.zeros(0));
-      multiply<4, false>(sums, a[0], 0);
-      load_words<B>(w[0], SharedBytes{weights + 256 * B}, lane);
-      unpack_here<B>(a[1], w[1], scales.zeros(0), scales.zeros(0));
-      multiply<4, true>(sums, a[1], 4);
-      load_words<B>(w[1], SharedBytes{weights + 384 * B}, lane);
+      unpack_half<B, 0>(a[0], w, 0);
+      multiply<2, false>(sums, a[0], 0);
+      unpack_half<B, 1>(a[1], w, 0);
+      load_words<B>(w, SharedBytes{weights + 128 * B}, lane);
+      multiply<2, true>(sums, a[1], 2);
+      products_pending<1>();
+      unpack_half<B, 0>(a[0], w, 0);
+      multiply<2, true>(sums, a[0], 4);
+      products_pending<1>();
+      unpack_half<B, 1>(a[1], w, 0);
+      load_words<B>(w, SharedBytes{weights + 256 * B}, lane);
+      multiply<2, true>(sums, a[1], 6);
       scale_of[0] = scale(0);
       scale_of[1] = scale(1);
       products_pending<1>();
-      unpack_here<B>(a[0], w[0], scales.zeros(1), scales.zeros(1));
+      unpack_half<B, 0>(a[0], w, 1);
       products_wait<0>(sums);
       fold(sums, total, scale_of[0]);
-      multiply<4, false>(sums, a[0], 8);
-      unpack_here<B>(a[1], w[1], scales.zeros(1), scales.zeros(1));
-      multiply<4, true>(sums, a[1], 12);
+      multiply<2, false>(sums, a[0], 8);
+      unpack_half<B, 1>(a[1], w, 1);
+      load_words<B>(w, SharedBytes{weights + 384 * B}, lane);
+      multiply<2, true>(sums, a[1], 10);
+      products_pending<1>();
+      unpack_half<B, 0>(a[0], w, 1);
+      multiply<2, true>(sums, a[0], 12);
+      products_pending<1>();
+      unpack_half<B, 1>(a[1], w, 1);
+      multiply<2, true>(sums, a[1], 14);
       products_wait<0>(sums);
       fold(sums, total, scale_of[1]);
+    }
+    template <int B, int H>
+    DEVICE void unpack_half(uint32_t (&a)[2][4], const uint32_t (&w)[B], int entry) {
+      const uint2 zeros = scales.zeros(entry);
+      unpack<B, 2 * H>(a[0], w, zeros);
+      unpack<B, 2 * H + 1>(a[1], w, zeros);
+#pragma unroll
+      for (int j = 0; j < 8; j++) asm volatile("" : "+r"(a[j / 4][j % 4]));
     }
 
     template <int B>
@@ -336,9 +369,8 @@ struct Batch {
     Turn turn;
     bool waits = p.resident;
 #pragma unroll 1
-    for (int block = first; block * p.groups < p.items; block += step, waits = false) {
-      const int item = block * p.groups + group;
-      const BatchPart& part = p.part[matrix_of(min(item, p.items - 1))];
+    for (int block = first; block * per_block() < p.items; block += step, waits = false) {
+      const BatchPart& part = p.part[place(block, group).matrix];
       const uint32_t units = base + part.units_at, maxima = base + part.maxima_at;
       int i = 0;
 #pragma unroll 1
@@ -357,7 +389,9 @@ struct Batch {
             const uint32_t widths = SharedBytes{units}.get4(i * 16 + 4);
             if (waits) barrier_wait(present + i * 8, 0);
             barrier_wait(full + turn.slot * 8, turn.phase);
-            Unit unit{at + mine, x >> 4 | (16 * N >> 4) << 16, maxima + i * (ENTRIES * 2), lane, total, {}};
+            // From one lane, so that the compiler keeps descriptors in uniform registers.
+            const uint32_t descriptor = __shfl_sync(~0u, x >> 4 | (16 * N >> 4) << 16, 0);
+            Unit unit{at + mine, descriptor, maxima + i * (ENTRIES * 2), lane, total, {}};
             unit.run(widths);
             warp_arrives(empty + turn.slot * 8, lane);
             turn.advance(p.slots);
@@ -365,19 +399,23 @@ struct Batch {
 #pragma unroll
           for (int e = 0; e < S; e++) sum[e] += total[e];
         }
-        if (item < p.items) leave(item, quarter, sum);
+        leave(block, quarter, sum);
       }
     }
   }
 
   // ---- results. A thread has float4s of a warp's 16 features and eight rows: (feature, row) = (g, 2 t), (g, 2 t + 1), (g + 8, 2 t),
-  // (g + 8, 2 t + 1). A warp's sums go to the workspace; the last of the tile's four quarters to arrive adds them and stores results.
-  DEVICE void leave(int item, int quarter, const float (&sums)[S]) const {
+  // (g + 8, 2 t + 1). A warp's sums go to the workspace; the last of the tile's four quarters to arrive adds them and stores results. Where
+  // one matrix gates another, the warps that have the same tile of both meet and take half of the rows each.
+  DEVICE void leave(int block, int quarter, const float (&sums)[S]) const {
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const Place here = place(block, group);
+    if (!here.some) return;
+    constexpr int TILE_SUMS = QUARTERS * EIGHTS * 32;
     // Uncut, the memory is this warp's own and used again.
-    const int place = p.cut == 1 ? blockIdx.x * p.groups + group : item;
-    float4* const places = p.sums + (size_t)(place * ITEM_TILES + warp) * (QUARTERS * EIGHTS * 32);
-    float4* const to = places + quarter * (EIGHTS * 32) + lane;
+    const int number = p.cut == 1 ? blockIdx.x * p.groups + group : here.item;
+    const float4* places = p.sums + (size_t)(number * ITEM_TILES + warp) * TILE_SUMS;
+    float4* const to = p.sums + (size_t)(number * ITEM_TILES + warp) * TILE_SUMS + quarter * (EIGHTS * 32) + lane;
 #pragma unroll
     for (int q = 0; q < EIGHTS; q++) __stcg(to + q * 32, make_float4(sums[4 * q], sums[4 * q + 1], sums[4 * q + 2], sums[4 * q + 3]));
     __syncwarp();
@@ -387,49 +425,124 @@ struct Batch {
       int before = 0;
       if (lane == 0) {
         __threadfence();
-        before = atomicAdd(p.arrivals + item * ITEM_TILES + warp, 1);
+        before = atomicAdd(p.arrivals + here.item * ITEM_TILES + warp, 1);
         __threadfence();
       }
       __syncwarp();  // a shuffle orders no memory: what lane 0 has seen, the others see
       if (__shfl_sync(~0u, before, 0) != QUARTERS - 1) return;
     }
-    // A thread adds and stores features n, n + 1, n + 8 and n + 9 of two rows at a time.
-    const BatchPart& part = p.part[matrix_of(item)];
-    const int pair = lane >> 3, t = lane & 3, odd = lane >> 2 & 1, n = ((item - part.first_item) * ITEM_TILES + warp) * TILE + 2 * pair;
-    const float4* from = places + odd * 32 + 8 * pair + t;
-    float bias[4];
+    const int n = (here.tile + warp) * TILE + 2 * (lane >> 3);
+    if (gated()) {
+      const int half = p.groups / 2, mine = group / half;
+      meet(group % half);
+      store_gated(places - (size_t)mine * half * ITEM_TILES * TILE_SUMS, (size_t)half * ITEM_TILES * TILE_SUMS, n, mine);
+      // What has been read here is written again in the next round.
+      meet(group % half);
+    } else {
+      store_sums(places, p.part[here.matrix], n);
+    }
+  }
+  // The warpgroups of two gated items.
+  DEVICE static void meet(int pair) { asm volatile("bar.sync %0, 256;" ::"r"(2 + pair) : "memory"); }
+
+  // A thread adds and stores features n, n + 1, n + 8 and n + 9 of two rows at a time: of pairs of eight rows the one that `odd` says.
+  DEVICE static const float4* of_pair(const float4* places, int lane) { return places + (lane >> 2 & 1) * 32 + 8 * (lane >> 3) + (lane & 3); }
+  DEVICE static void fetch(float4 (&v)[2][QUARTERS], const float4* from) {
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int k = 0; k < QUARTERS; k++) v[j][k] = __ldcg(from + k * EIGHTS * 32 + 4 * j);
+  }
+  DEVICE static void bias_of(float (&bias)[4], const BatchPart& part, int n) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int feature = n + i / 2 * 8 + i % 2;
       bias[i] = part.a.bias && feature < part.a.out_features ? part.a.bias[feature] : 0.f;
     }
-    constexpr int AT_ONCE = EIGHTS < 4 ? EIGHTS : 4;
+  }
+  DEVICE void store_sums(const float4* places, const BatchPart& part, int n) const {
+    const int lane = threadIdx.x % 32, t = lane & 3, odd = lane >> 2 & 1;
+    const float4* from = of_pair(places, lane);
+    float bias[4];
+    bias_of(bias, part, n);
+    constexpr int PAIRS = EIGHTS < 4 ? 1 : 2;
 #pragma unroll 1
-    for (int q = 0; q < EIGHTS; q += AT_ONCE, from += AT_ONCE * 32) {
-      float4 v[AT_ONCE / 2][2][QUARTERS];
+    for (int q = 0; q < EIGHTS; q += 2 * PAIRS, from += PAIRS * 64) {
+      float4 v[PAIRS][2][QUARTERS];
+      uint32_t residual[PAIRS][4];
 #pragma unroll
-      for (int i = 0; i < AT_ONCE / 2; i++)
+      for (int i = 0; i < PAIRS; i++) {
+        fetch(v[i], from + i * 64);
+        if (p.residual)
 #pragma unroll
-        for (int j = 0; j < 2; j++)
+          for (int k = 0; k < 4; k++) residual[i][k] = residual_of(part, n + k / 2 * 8, 8 * (q + 2 * i + odd) + 2 * t + k % 2);
+      }
 #pragma unroll
-          for (int k = 0; k < QUARTERS; k++) v[i][j][k] = __ldcg(from + k * EIGHTS * 32 + i * 64 + 4 * j);
-#pragma unroll
-      for (int i = 0; i < AT_ONCE / 2; i++) {
+      for (int i = 0; i < PAIRS; i++) {
         const float4 low = added(v[i][0]), high = added(v[i][1]);
         const int token = 8 * (q + 2 * i + odd) + 2 * t;
-        store_pair_of(part, n, token, low.x, high.x, bias);
-        store_pair_of(part, n, token + 1, low.y, high.y, bias);
-        store_pair_of(part, n + 8, token, low.z, high.z, bias + 2);
-        store_pair_of(part, n + 8, token + 1, low.w, high.w, bias + 2);
+        store_pair_of(part, n, token, low.x, high.x, bias, residual[i][0]);
+        store_pair_of(part, n, token + 1, low.y, high.y, bias, residual[i][1]);
+        store_pair_of(part, n + 8, token, low.z, high.z, bias + 2, residual[i][2]);
+        store_pair_of(part, n + 8, token + 1, low.w, high.w, bias + 2, residual[i][3]);
       }
     }
   }
-  DEVICE void store_pair_of(const BatchPart& part, int n, int token, float a, float b, const float* bias) const {
+  // `between`: from a gate's sums to those that it gates; rows 16 i .. 16 i + 15 with i of the kind of `mine`.
+  DEVICE void store_gated(const float4* places, size_t between, int n, int mine) const {
+    const int lane = threadIdx.x % 32, t = lane & 3, odd = lane >> 2 & 1;
+    const float4* from = of_pair(places, lane) + mine * 64;
+    float bias[2][4];
+    bias_of(bias[0], p.part[0], n);
+    bias_of(bias[1], p.part[1], n);
+#pragma unroll 1
+    for (int q = 2 * mine; q < EIGHTS; q += 4, from += 128) {
+      float4 v[2][2][QUARTERS];
+      fetch(v[0], from);
+      fetch(v[1], from + between);
+      float4 low = added(v[0][0]), high = added(v[0][1]), up_low = added(v[1][0]), up_high = added(v[1][1]);
+      const int token = 8 * (q + odd) + 2 * t;
+#pragma unroll 1
+      for (int k = 0; k < 4; k++) {
+        const int row = token + (k & 1), feature = n + (k >> 1) * 8;
+        store_gated_pair(feature, row, make_float2(low.x, high.x), make_float2(up_low.x, up_high.x), k >> 1 ? make_float4(bias[0][2], bias[0][3], bias[1][2], bias[1][3]) : make_float4(bias[0][0], bias[0][1], bias[1][0], bias[1][1]));
+        low = turned(low), high = turned(high), up_low = turned(up_low), up_high = turned(up_high);
+      }
+    }
+  }
+  DEVICE static float4 turned(float4 v) { return make_float4(v.y, v.z, v.w, v.x); }
+  // A gate's and the other's sums of features n and n + 1, biases likewise.
+  DEVICE void store_gated_pair(int n, int token, float2 gate, float2 up, float4 bias) const {
+    const int limit = p.part[0].a.out_features;
+    if (token >= p.m || n >= limit) return;
+    const float multiplier = p.scaled ? __ldcg(p.multipliers + token) : 1.f;
+    const float g = p.part[0].a.prescale, u = p.part[1].a.prescale;
+    store_two(p.part[0], n, token, one_gated(finish(gate.x, multiplier, bias.x, g), finish(up.x, multiplier, bias.z, u)),
+              one_gated(finish(gate.y, multiplier, bias.y, g), finish(up.y, multiplier, bias.w, u)));
+  }
+  DEVICE float one_gated(float gate, float up) const { return activate(rounded(gate, p.y_kind), p.gate) * rounded(up, p.y_kind); }
+
+  DEVICE size_t place_of(const BatchPart& part, int n, int token) const { return (size_t)token * p.y_stride + part.y_offset + n; }
+  // Two halves of the residual; where there is one, results are halves and stored in pairs.
+  DEVICE uint32_t residual_of(const BatchPart& part, int n, int token) const {
+    if (token >= p.m || n >= part.a.out_features) return 0;
+    return __ldcg(static_cast<const uint32_t*>(p.residual) + place_of(part, n, token) / 2);
+  }
+  DEVICE void store_pair_of(const BatchPart& part, int n, int token, float a, float b, const float* bias, uint32_t residual) const {
     if (token >= p.m || n >= part.a.out_features) return;
     const float multiplier = p.scaled ? __ldcg(p.multipliers + token) : 1.f;
     a = finish(a, multiplier, bias[0], part.a.prescale);
     b = finish(b, multiplier, bias[1], part.a.prescale);
-    const size_t at = (size_t)token * p.y_stride + part.y_offset + n;
+    if (p.residual) {
+      const bool bf16 = p.y_kind == OUT_BF16;
+      const __half2 halves = *reinterpret_cast<__half2*>(&residual);
+      a = rounded(a, p.y_kind) + (bf16 ? __uint_as_float(residual << 16) : __low2float(halves));
+      b = rounded(b, p.y_kind) + (bf16 ? __uint_as_float(residual & 0xffff0000u) : __high2float(halves));
+    }
+    store_two(part, n, token, a, b);
+  }
+  DEVICE void store_two(const BatchPart& part, int n, int token, float a, float b) const {
+    const size_t at = place_of(part, n, token);
     if (p.paired) {
       if (p.y_kind == OUT_F16) static_cast<__half2*>(p.y)[at / 2] = __floats2half2_rn(a, b);
       else if (p.y_kind == OUT_BF16) static_cast<__nv_bfloat162*>(p.y)[at / 2] = __floats2bfloat162_rn(a, b);
@@ -479,13 +592,14 @@ DEVICE void batch_matmul(const BatchTask& p) {
 #endif
 }
 
-#define BATCH(KIND, kind, ENTRY, N, W, MORE, FEWER)                                                                       \
-  extern "C" __global__ void __launch_bounds__(W * 128 + 128, 1) batch_##kind##_##ENTRY##_##N(                            \
-      const __grid_constant__ BatchTask p) {                                                                              \
-    batch_matmul<KIND, ENTRY, N, W, MORE, FEWER>(p);                                                                      \
+// REGISTERS of a thread at the launch leave 128 threads of 32 to a block of the kernel that prepares the next input.
+#define BATCH(KIND, kind, ENTRY, N, W, REGISTERS, MORE, FEWER)                                                                    \
+  extern "C" __global__ void __maxnreg__(REGISTERS) batch_##kind##_##ENTRY##_##N(const __grid_constant__ BatchTask p) {           \
+    static_assert((W + 1) * REGISTERS == W * MORE + FEWER && (W + 1) * 128 * REGISTERS <= 65536 - 4096, "registers are handed on"); \
+    batch_matmul<KIND, ENTRY, N, W, MORE, FEWER>(p);                                                                              \
   }
-// As `VARIANTS` in src/ops/batch.rs has them; registers of a thread that multiplies and of one that does not.
-#define BATCHES(KIND, kind, ENTRY)           \
-  BATCH(KIND, kind, ENTRY, 16, 4, 112, 32)   \
-  BATCH(KIND, kind, ENTRY, 32, 4, 112, 32)   \
-  BATCH(KIND, kind, ENTRY, 64, 3, 160, 32)
+// As `VARIANTS` in src/ops/batch.rs has them; registers of a thread at the launch, of one that multiplies and of one that does not.
+#define BATCHES(KIND, kind, ENTRY)              \
+  BATCH(KIND, kind, ENTRY, 16, 4, 96, 112, 32)  \
+  BATCH(KIND, kind, ENTRY, 32, 4, 96, 112, 32)  \
+  BATCH(KIND, kind, ENTRY, 64, 3, 120, 152, 24)

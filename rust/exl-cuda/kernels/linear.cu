@@ -1,6 +1,7 @@
 // Around the matrix products: activations into layout order, and a whole matrix as halves.
 #include <type_traits>
 
+#include "batch_rows.cuh"
 #include "prepared.cuh"
 
 // BF16 rows to the inverses of their factors; one block a row.
@@ -60,8 +61,7 @@ DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* o
   // Column c, values 8 h .. 8 h + 7 of K of instruction i: a pair of each of the four lanes of that column.
   const int c = tid % 8, half = tid / 8 % 2, i = tid / 16, word = 2 * (i % 2) + half;
   const uint32_t* from = reinterpret_cast<const uint32_t*>(block + i / 2 * 32 + 4 * c) + word;
-  out += (size_t)u * columns * 512 + (2 * i + half) * 16 * columns + (8 * n + c) * 16;
-  *reinterpret_cast<uint4*>(out) = make_uint4(from[0], from[4], from[8], from[12]);
+  *reinterpret_cast<uint4*>(out + prepared_eight(32 * u + 2 * i + half, 8 * n + c, columns)) = make_uint4(from[0], from[4], from[8], from[12]);
 }
 extern "C" __global__ void __launch_bounds__(256) prepare_f16(
     const __grid_constant__ Matrix a, const int* features, const __half* x, uint8_t* out, float* multipliers, int m, int columns,
@@ -74,99 +74,8 @@ extern "C" __global__ void __launch_bounds__(256) prepare_bf16(
   prepare(a, features, x, out, multipliers, m, columns, arrivals, groups);
 }
 
-// The same for wgmma and rows of whole 16 bytes: a block takes two rows into shared memory as they stand and lays out its share of their
-// units; `arrivals` as above. Rows get their multipliers here, BF16 rows too.
-template <class T>
-DEVICE void prepare_pair(const Matrix& a, const int* features, const T* x, uint8_t* out, float* multipliers, int m, int columns,
-                         int* arrivals, int groups) {
-  constexpr bool SCALED = !std::is_same<T, __half>::value;
-  extern __shared__ __align__(16) uint8_t memory[];
-  __shared__ float largest[2][8];
-  T* rows = reinterpret_cast<T*>(memory);
-  const int tid = threadIdx.x, k = a.in_features, token = 2 * blockIdx.x + (tid & 1), half = tid >> 1 & 1, i = tid >> 2 & 15;
-  const int row = 32 * (i / 2) + 4 * (i % 2) + 2 * half, step = 4 * gridDim.y;
-  int2 next[4];
-  auto fetch = [&](int u) {
-#pragma unroll
-    for (int t = 0; t < 4; t++) {
-      const int at = u * UNIT_ROWS + row + 8 * t;
-      next[t] = u < a.unit_count && at < a.rows ? __ldg(reinterpret_cast<const int2*>(features + at)) : make_int2(-1, -1);
-    }
-  };
-  pdl_trigger();
-  int u = 4 * blockIdx.y + tid / 64;
-  fetch(u);
-  pdl_wait();
-  if (blockIdx.x == 0 && blockIdx.y == 0)
-    for (int g = tid; g < groups; g += 256) arrivals[g] = 0;
-  float most[2] = {0.f, 0.f};
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    if (2 * static_cast<int>(blockIdx.x) + r >= m) continue;
-    const uint4* from = reinterpret_cast<const uint4*>(x + (size_t)(2 * blockIdx.x + r) * k);
-#pragma unroll 4
-    for (int e = tid; e < k / 8; e += 256) {
-      union {
-        uint4 word;
-        T v[8];
-      } w;
-      w.word = __ldcg(from + e);
-      reinterpret_cast<uint4*>(rows + r * k)[e] = w.word;
-      if constexpr (SCALED)
-#pragma unroll
-        for (int j = 0; j < 8; j++) most[r] = fmaxf(most[r], fabsf(to_float(w.v[j])));
-    }
-  }
-  if constexpr (SCALED) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-#pragma unroll
-      for (int o = 16; o; o >>= 1) most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], o));
-      if (tid % 32 == 0) largest[r][tid / 32] = most[r];
-    }
-  }
-  __syncthreads();
-  float factor = 1.f;
-  if constexpr (SCALED) {
-    float v = largest[tid & 1][0];
-    for (int w = 1; w < 8; w++) v = fmaxf(v, largest[tid & 1][w]);
-    factor = row_factor(v);
-  }
-  if (tid < 2 && token < m && blockIdx.y == 0) multipliers[token] = 1.f / factor;
-  const T* mine = rows + (tid & 1) * k;
-  out += (2 * i + half) * 16 * columns + token * 16;
-#pragma unroll 1
-  for (; u < a.unit_count; u += step) {
-    union {
-      uint4 word;
-      __half v[8];
-    } piece;
-    int2 now[4];
-#pragma unroll
-    for (int t = 0; t < 4; t++) now[t] = next[t];
-    fetch(u + step);
-#pragma unroll
-    for (int e = 0; e < 8; e++) {
-      const int feature = e % 2 ? now[e / 2].y : now[e / 2].x;
-      piece.v[e] = __half(0.f);
-      if (token < m && feature >= 0) {
-        if constexpr (SCALED) piece.v[e] = __float2half_rn(to_float(mine[feature]) * factor);
-        else piece.v[e] = mine[feature];
-      }
-    }
-    *reinterpret_cast<uint4*>(out + (size_t)u * columns * 512) = piece.word;
-  }
-}
-extern "C" __global__ void __launch_bounds__(256) prepare_pair_f16(
-    const __grid_constant__ Matrix a, const int* features, const __half* x, uint8_t* out, float* multipliers, int m, int columns,
-    int* arrivals, int groups) {
-  prepare_pair(a, features, x, out, multipliers, m, columns, arrivals, groups);
-}
-extern "C" __global__ void __launch_bounds__(256) prepare_pair_bf16(
-    const __grid_constant__ Matrix a, const int* features, const __nv_bfloat16* x, uint8_t* out, float* multipliers, int m, int columns,
-    int* arrivals, int groups) {
-  prepare_pair(a, features, x, out, multipliers, m, columns, arrivals, groups);
-}
+LAY_OUT(__half, f16)
+LAY_OUT(__nv_bfloat16, bf16)
 
 // ---------------------------------------------------------------------------------------------------- dequantization
 constexpr int BLOCK_COLUMNS = 8 * TILE;

@@ -8,6 +8,9 @@
 
 constexpr int PREPARED_BYTES = 4096;
 
+// Place of an eight of a column in the layout for wgmma: eight values of K, half `eight % 2` of matrix instruction `eight / 2`.
+DEVICE size_t prepared_eight(int eight, int column, int columns) { return ((size_t)eight * columns + column) * 16; }
+
 DEVICE size_t prepared_block(int u, int n, int column_tiles) { return ((size_t)u * column_tiles + n) * PREPARED_BYTES; }
 
 template <int NT>

@@ -428,6 +428,17 @@ impl CudaRing {
         Ok(batch::fits(&info.info, &self.parts()))
     }
 
+    /// Whether `run_batch` applies the activation of the first of two matrices itself.
+    fn batch_gates(&self) -> bool {
+        self.gate.is_some() && batch::gates(&self.parts())
+    }
+
+    /// Whether `run_batch` can norm its input.
+    fn batch_norms(&self, py: Python<'_>) -> PyResult<bool> {
+        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
+        Ok(batch::norms(&info.info, &self.parts()))
+    }
+
     /// Bytes of scratch memory that `run_batch` needs for `rows` rows.
     #[pyo3(signature = (rows, tuning=None))]
     fn scratch_bytes(
@@ -441,31 +452,50 @@ impl CudaRing {
             &info.info,
             &self.parts(),
             rows,
+            self.batch_gates(),
             batch_tuning(tuning),
         ))
     }
 
-    /// y [m, N], or [2, m, N] for a matrix that gates another, whose activation is left to the caller; `scratch` uint8 and `multipliers` [m] float32; `tuning` = (slots, activations, cut, groups) is for benchmarks.
-    #[pyo3(signature = (x, scratch, multipliers, y, stream, programmatic, tuning=None))]
+    /// (columns, byte of counters, number of counters) by which another launch lays out `rows` rows in the scratch memory of `run_batch`, or None.
+    fn batch_input(&self, py: Python<'_>, rows: usize) -> PyResult<Option<(usize, usize, usize)>> {
+        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
+        Ok(match self.gate {
+            None => batch::input(&info.info, &self.parts(), rows),
+            Some(_) => None,
+        })
+    }
+
+    /// y [m, N], or [2, m, N] for a matrix that gates another where not `batch_gates`, whose activation is left to the caller; `scratch` uint8
+    /// and `multipliers` [m] float32; `residual` like y, even and of halves; `norm` where `batch_norms`; `tuning` = (slots, activations, cut,
+    /// groups) is for benchmarks. Without x its rows stand laid out in scratch (`batch_input`).
+    #[pyo3(signature = (x, scratch, multipliers, y, stream, programmatic, residual=None, norm=None, tuning=None))]
     fn run_batch(
         &self,
         py: Python<'_>,
-        x: Tensor,
+        x: Option<Tensor>,
         scratch: Tensor,
         multipliers: Tensor,
         y: Tensor,
         stream: usize,
         programmatic: bool,
+        residual: Option<Tensor>,
+        norm: Option<NormArgument>,
         tuning: Option<(usize, usize, usize, usize)>,
     ) -> PyResult<()> {
         let k = self.in_features;
+        // With a gate that is left to the caller, y has both matrices' results.
         let n: usize = self.parts().iter().map(|p| p.out_features()).sum();
-        let m = x.numel() / k;
+        let m = x.as_ref().map_or(y.numel() / n, |x| x.numel() / k);
+        let gated = self.batch_gates();
+        let n = if gated { self.out_features } else { n };
         expect(
-            x.numel() == m * k && y.numel() == m * n && m <= batch::MOST_ROWS,
+            x.as_ref().is_none_or(|x| x.numel() == m * k)
+                && y.numel() == m * n
+                && m <= batch::MOST_ROWS,
             "x or y has the wrong size",
         )?;
-        let x_type = kind(&x, "x")?;
+        let x_type = x.as_ref().map_or(Ok(Half::F16), |x| kind(x, "x"))?;
         expect(x_type != Half::F32, "x must be float16 or bfloat16")?;
         let room = scratch.dtype == DType::U8
             && scratch.numel() >= self.scratch_bytes(py, m, tuning)?
@@ -473,21 +503,35 @@ impl CudaRing {
             && multipliers.dtype == DType::F32
             && multipliers.numel() >= m;
         expect(room, "scratch tensors are too small")?;
-        let all = [
-            ("x", &x),
+        let mut all = vec![
             ("scratch", &scratch),
             ("multipliers", &multipliers),
             ("y", &y),
         ];
+        all.extend(x.as_ref().map(|x| ("x", x)));
+        if let Some(residual) = &residual {
+            expect(
+                self.gate.is_none() && residual.dtype == y.dtype && residual.numel() == y.numel(),
+                "residual must be like y, and a gated product takes none",
+            )?;
+            all.push(("residual", residual));
+        }
+        if let Some(norm) = &norm {
+            self.check_norm(norm)?;
+            all.push(("norm", &norm.0));
+        }
         let to = target(&all, stream, programmatic)?;
         expect(to.device == self.device, "operands on another GPU")?;
         let op = batch::Product {
-            x: x.ptr,
+            x: x.as_ref().map_or(0, |x| x.ptr),
             x_type,
             y: y.ptr,
             y_type: kind(&y, "y")?,
             m,
-            apart: self.gate.is_some(),
+            apart: self.gate.is_some() && !gated,
+            norm: norm.as_ref().map(norm_of),
+            residual: residual.as_ref().map_or(0, |r| r.ptr),
+            gate: self.gate.filter(|_| gated),
         };
         let tuning = batch_tuning(tuning);
         let parts = self.parts();

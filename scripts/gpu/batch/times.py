@@ -20,7 +20,7 @@ def launches(rot: Rotating, x: torch.Tensor, y: torch.Tensor, plan: tuple[int, i
         ring = rot.rings[i % len(rot.rings)]
         scratch = torch.empty(ring.scratch_bytes(m, plan), dtype=torch.uint8, device="cuda")
         multipliers = torch.empty(m, device="cuda")
-        ring.run_batch(x, scratch, multipliers, y, torch.cuda.current_stream().cuda_stream, True, plan)
+        ring.run_batch(x, scratch, multipliers, y, torch.cuda.current_stream().cuda_stream, True, tuning=plan)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import _native
+from .attention_cuda import ProductInput
 from .cuda_ops import gated_activation, rms_norm, stream_of
 from .device import programmatic_launch
 from .errors import DTypeError, ShapeError, UnsupportedError
@@ -107,18 +108,20 @@ class FusedLinear:
         if self._ring is not None:
             self._ring_rows = self._ring.rows(norm is not None, dtype == torch.bfloat16)
             self._few_rows, self._few_bytes = self._ring.few_rows(), self._ring.few_bytes()
-        self._batch_rows: int = MATRIX_ROWS if self._ring is not None and self._ring.batch_fits() else 0
+        self._batch_rows: int = 0
+        if self._ring is not None and self._ring.batch_fits() and (norm is None or self._ring.batch_norms()):
+            self._batch_rows = MATRIX_ROWS
+        self._even = all(matrix.out_features % 2 == 0 for matrix in matrices)
         self._norm_weight = None if norm is None else norm.weight.float().contiguous()
 
     @property
     def joined_rows(self) -> int:
         """Rows up to which a call is one launch or two; 0 where these matrices always take several."""
-        return max(self._ring_rows, self._few_rows)
+        return max(self._ring_rows, self._few_rows, self._batch_rows if self._even else 0)
 
     @property
     def batch_rows(self) -> int:
-        """Rows up to which a call without a residual is one product between a norm, a reordering of the input and an
-        activation; 0 where never."""
+        """Rows up to which a call can be the product of many rows behind a launch that lays out its input; 0: never."""
         return self._batch_rows
 
     def _one_launch(self) -> _native.CudaRing | None:
@@ -140,13 +143,50 @@ class FusedLinear:
                 self._ring.run_few(x, out, scratch, stream_of(x), programmatic_launch(), residual, norm)
             else:
                 self._ring.run(x, out, stream_of(x), programmatic_launch(), residual, norm)
+        elif 0 < m <= self._batch_rows and self._batch_takes(x, out, residual):
+            self._batched(x, out, residual)
         elif m:
             if self.norm is not None:
                 x = rms_norm(x, self.norm.weight, self.norm.eps, weight_offset=self.norm.offset)
-            if self._ring_rows < m <= self._batch_rows and residual is None:
-                self._batched(x, out)
-            else:
-                self._separate(x, out, residual)
+            self._separate(x, out, residual)
+        return out
+
+    def _batch_takes(self, x: Tensor, out: Tensor, residual: Tensor | None) -> bool:
+        """Whether the operands lie as the batch kernel wants them."""
+        whole = x.data_ptr() % 16 == 0 or self.norm is None
+        if residual is None:
+            return whole
+        return whole and self._even and out.data_ptr() % 8 == 0 and residual.data_ptr() % 4 == 0
+
+    def input_of(self, m: int) -> ProductInput | None:
+        """Where another launch may lay out m rows of float16 for `from_input`; None where it may not."""
+        matrix = self.matrices[0]
+        if not (
+            self._ring is not None
+            and isinstance(matrix, CudaQuantMatrix)
+            and len(self.matrices) == 1
+            and self.norm is None
+            and self.dtype == torch.float16
+            and max(self._ring_rows, self._few_rows) < m <= self._batch_rows
+            and self._even
+        ):
+            return None
+        known = self._ring.batch_input(m)
+        if known is None:
+            return None
+        scratch = torch.empty(self._ring.scratch_bytes(m), dtype=torch.uint8, device=self.device)
+        return ProductInput(matrix, known[0], scratch, (known[1], known[2]))
+
+    def from_input(self, given: ProductInput, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The product of what has been laid out in `given` (of `input_of` the rows of out), as `__call__`."""
+        m = out.shape[0]
+        self._check_operand("out", out, (m, self.out_features))
+        if residual is not None:
+            self._check_operand("residual", residual, (m, self.out_features))
+        multipliers = torch.empty(m, dtype=torch.float32, device=self.device)
+        assert self._ring is not None
+        stream = stream_of(out)
+        self._ring.run_batch(None, given.scratch, multipliers, out, stream, programmatic_launch(), residual)
         return out
 
     def then(self, following: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -199,15 +239,17 @@ class FusedLinear:
         if t.dtype != self.dtype or t.device != self.device:
             raise DTypeError(f"{name} is {t.dtype} on {t.device}: expected {self.dtype} on {self.device}")
 
-    def _batched(self, x: Tensor, out: Tensor) -> None:
-        """The product as one launch behind one that lays out its input; x is already normed."""
+    def _batched(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
+        """The product as one launch behind one that lays out its input."""
         m = x.shape[0]
         assert self._ring is not None
         scratch = torch.empty(self._ring.scratch_bytes(m), dtype=torch.uint8, device=x.device)
         multipliers = torch.empty(m, dtype=torch.float32, device=x.device)
-        to = out.new_empty((2, *out.shape)) if self.activation else out
-        self._ring.run_batch(x, scratch, multipliers, to, stream_of(x), programmatic_launch())
-        if self.activation:
+        apart = self.activation is not None and not self._ring.batch_gates()
+        to = out.new_empty((2, *out.shape)) if apart else out
+        norm = None if self.norm is None else (self._norm_weight, self.norm.eps, self.norm.offset)
+        self._ring.run_batch(x, scratch, multipliers, to, stream_of(x), programmatic_launch(), residual, norm)
+        if apart and self.activation is not None:
             gated_activation(to[0], to[1], self.activation, out=out)
 
     def _separate(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:

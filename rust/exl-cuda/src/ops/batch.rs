@@ -1,6 +1,7 @@
 //! The batch kernel: products of 9 to 64 rows on sm_90a, of up to three matrices over one input.
 
 use super::linear::{self, Half, Matrix, MatrixArgument};
+use super::ring::Norm;
 use super::{Target, index32};
 use crate::device::{Device, DeviceInfo};
 use crate::images;
@@ -23,6 +24,11 @@ const MOST_SLOTS: usize = 16;
 const SHARED_BYTES: usize = 232_448 - 256;
 /// From so many items on a block has all of K: sums of quarters then need no meeting of blocks.
 const UNCUT_ITEMS: usize = 256;
+/// Left free for a block of the kernel that lays out the next input.
+const LEFT_FREE: usize = 44 * 1024;
+const LAYOUT_THREADS: u32 = 128;
+/// Blocks of a launch that lays out, about: one a multiprocessor stands beside the product before.
+const LAYOUT_BLOCKS: usize = 128;
 /// Most units of an item of a short launch.
 const SHORT: usize = 4;
 
@@ -62,13 +68,35 @@ struct Task {
     x_at: u32,
     barriers_at: u32,
     cut: i32,
+    gate: i32,
+    residual: usize,
     parts: [Part; MATRICES],
+}
+
+/// `struct LayoutTask` of `kernels/batch_rows.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Preparation {
+    x: usize,
+    weight: usize,
+    out: usize,
+    multipliers: usize,
+    arrivals: usize,
+    features: usize,
+    layout_rows: i32,
+    units: i32,
+    k: i32,
+    m: i32,
+    columns: i32,
+    arrivals_count: i32,
+    eps: f32,
+    offset: f32,
 }
 
 /// One product; device addresses, row-major and contiguous.
 #[derive(Clone, Copy, Debug)]
 pub struct Product {
-    /// `[m, in_features]` of `x_type`, F16 or BF16.
+    /// `[m, in_features]` of `x_type`, F16 or BF16; 0 where another launch has laid F16 rows out as [`input`] says.
     pub x: usize,
     pub x_type: Half,
     /// `[m, sum of out_features]` of `y_type`, or, `apart`, a matrix's `[m, out_features]` after the other's.
@@ -76,6 +104,12 @@ pub struct Product {
     pub y_type: Half,
     pub m: usize,
     pub apart: bool,
+    /// RMS norm of x before the product, where [`norms`] says so.
+    pub norm: Option<Norm>,
+    /// Like y, of a half type, and added to it; may be y itself. 0 when there is none.
+    pub residual: usize,
+    /// Number of the activation of the first of two matrices that gates the second, where [`gates`] says so.
+    pub gate: Option<i32>,
 }
 
 /// Choices for benchmarks; zero leaves one to the plan.
@@ -104,14 +138,49 @@ struct Shares {
     blocks: usize,
     /// Items of the busiest warpgroup.
     rounds: usize,
+    /// Whether the first of two matrices gates the second; then an item is four tiles of both, the work of two warpgroups.
+    gated: bool,
+}
+
+fn variant(m: usize) -> (usize, usize) {
+    VARIANTS
+        .into_iter()
+        .find(|&(columns, _)| m <= columns)
+        .unwrap_or(VARIANTS[VARIANTS.len() - 1])
 }
 
 impl Shares {
-    fn new(device: &DeviceInfo, matrices: &[&Matrix], m: usize, tuning: Tuning) -> Self {
-        let (columns, warpgroups) = VARIANTS
-            .into_iter()
-            .find(|&(columns, _)| m <= columns)
-            .unwrap_or(VARIANTS[VARIANTS.len() - 1]);
+    fn new(
+        device: &DeviceInfo,
+        matrices: &[&Matrix],
+        m: usize,
+        gated: bool,
+        tuning: Tuning,
+    ) -> Self {
+        let (columns, warpgroups) = variant(m);
+        if gated {
+            let items = items(matrices) / 2;
+            let teams = device.multiprocessors as usize;
+            let rounds = |groups: usize| items.div_ceil(groups / 2).div_ceil(teams);
+            let fewest = (2..=warpgroups).step_by(2).map(rounds).min().unwrap_or(1);
+            let groups = match tuning.groups {
+                0 => (2..=warpgroups)
+                    .step_by(2)
+                    .find(|&groups| rounds(groups) == fewest)
+                    .unwrap_or(2),
+                forced => forced.min(warpgroups).max(2) / 2 * 2,
+            };
+            return Self {
+                columns,
+                warpgroups,
+                items,
+                cut: 1,
+                groups,
+                blocks: items.div_ceil(groups / 2).min(teams),
+                rounds: rounds(groups),
+                gated,
+            };
+        }
         let items = items(matrices);
         let units = matrices
             .first()
@@ -146,6 +215,15 @@ impl Shares {
             groups,
             blocks: cut * items.div_ceil(groups).min(teams),
             rounds: rounds(groups),
+            gated,
+        }
+    }
+    /// Counters of blocks that meet.
+    fn arrivals(&self) -> usize {
+        if self.cut > 1 {
+            self.items * ITEM_TILES
+        } else {
+            0
         }
     }
     /// Places in the workspace: of an item where blocks meet, of a warpgroup where they do not.
@@ -201,14 +279,58 @@ impl Scratch {
 }
 
 /// Bytes of scratch memory for `m` rows.
-pub fn scratch_bytes(device: &DeviceInfo, matrices: &[&Matrix], m: usize, tuning: Tuning) -> usize {
-    let shares = Shares::new(device, matrices, m, tuning);
+pub fn scratch_bytes(
+    device: &DeviceInfo,
+    matrices: &[&Matrix],
+    m: usize,
+    gated: bool,
+    tuning: Tuning,
+) -> usize {
+    let shares = Shares::new(device, matrices, m, gated, tuning);
     Scratch::new(matrices, &shares).end
+}
+
+/// Whether the first of these matrices, which [`fits`] takes, can gate the second within a launch.
+pub fn gates(matrices: &[&Matrix]) -> bool {
+    matrices.len() == 2
+        && matrices[0].out_features() == matrices[1].out_features()
+        && items(matrices) >= UNCUT_ITEMS
+}
+
+/// How another launch lays out the input of `m` rows at the beginning of the scratch memory: for so many columns, with so many counters at
+/// this byte of it set to zero. None where the layout has rows that are no features.
+pub fn input(device: &DeviceInfo, matrices: &[&Matrix], m: usize) -> Option<(usize, usize, usize)> {
+    let first = matrices.first()?;
+    let shares = Shares::new(device, matrices, m, false, Tuning::default());
+    (first.rows() == first.in_features()).then(|| {
+        let at = Scratch::new(matrices, &shares).arrivals;
+        (shares.columns, at, shares.arrivals())
+    })
+}
+
+/// Whether the input, at an address that is a multiple of 16, can be normed on its way into layout order.
+pub fn norms(device: &DeviceInfo, matrices: &[&Matrix]) -> bool {
+    matrices.iter().all(|matrix| lays_out(device, matrix, true))
+}
+
+/// Blocks that share a row in a launch that lays out, and their shared memory: the row, the norm's weights, the features of a share.
+fn layout_shape(matrix: &Matrix, columns: usize, norm: bool) -> (usize, usize) {
+    let eights = matrix.argument.unit_count as usize * UNIT_ROWS / 8;
+    let blocks = (LAYOUT_BLOCKS / columns).clamp(1, eights.div_ceil(LAYOUT_THREADS as usize));
+    let units = (eights.div_ceil(blocks) * 8).div_ceil(UNIT_ROWS) + 1;
+    let row = if norm { 2 + 4 } else { 2 } * matrix.in_features();
+    (blocks, row + 4 * UNIT_ROWS * units)
+}
+
+fn lays_out(device: &DeviceInfo, matrix: &Matrix, norm: bool) -> bool {
+    let most = SHARED_BYTES.min(device.shared_bytes_per_block as usize);
+    matrix.in_features().is_multiple_of(8) && layout_shape(matrix, MOST_ROWS, norm).1 <= most
 }
 
 /// Whether these matrices can share a launch on this GPU: the kernels are there, the input's order and the form are the same.
 pub fn fits(device: &DeviceInfo, matrices: &[&Matrix]) -> bool {
-    let planned = |(columns, _)| plan(device, matrices, columns, Tuning::default()).is_some();
+    let fits = |columns, gated| plan(device, matrices, columns, gated, Tuning::default()).is_some();
+    let planned = |(columns, _)| fits(columns, false) && (!gates(matrices) || fits(columns, true));
     device.compute_capability == (9, 0)
         && images::ARCHS.contains(&"90a")
         && alike(matrices)
@@ -227,9 +349,35 @@ fn alike(matrices: &[&Matrix]) -> bool {
     matrices.len() <= MATRICES && matrices.iter().all(same)
 }
 
-fn plan(device: &DeviceInfo, matrices: &[&Matrix], m: usize, tuning: Tuning) -> Option<Plan> {
+fn plan(
+    device: &DeviceInfo,
+    matrices: &[&Matrix],
+    m: usize,
+    gated: bool,
+    tuning: Tuning,
+) -> Option<Plan> {
+    let space = SHARED_BYTES.min(device.shared_bytes_per_block as usize);
+    plan_within(
+        space - LEFT_FREE.min(space),
+        device,
+        matrices,
+        m,
+        gated,
+        tuning,
+    )
+    .or_else(|| plan_within(space, device, matrices, m, gated, tuning))
+}
+
+fn plan_within(
+    shared: usize,
+    device: &DeviceInfo,
+    matrices: &[&Matrix],
+    m: usize,
+    gated: bool,
+    tuning: Tuning,
+) -> Option<Plan> {
     let first = *matrices.first()?;
-    let shares = Shares::new(device, matrices, m, tuning);
+    let shares = Shares::new(device, matrices, m, gated, tuning);
     let x_bytes = unit_bytes(shares.columns);
     let units = first.argument.unit_count as usize;
     let own = units.div_ceil(shares.cut);
@@ -265,9 +413,7 @@ fn plan(device: &DeviceInfo, matrices: &[&Matrix], m: usize, tuning: Tuning) -> 
         part
     });
     let barriers_at = take((2 * MOST_SLOTS + own) * 8);
-    let space = SHARED_BYTES
-        .min(device.shared_bytes_per_block as usize)
-        .checked_sub(at)?;
+    let space = shared.checked_sub(at)?;
     let weights = (shares.groups * ITEM_TILES * unit_room as usize).next_multiple_of(128);
     let kept = own * x_bytes;
     let resident = match tuning.activations {
@@ -312,6 +458,8 @@ fn plan(device: &DeviceInfo, matrices: &[&Matrix], m: usize, tuning: Tuning) -> 
             x_at: x_at as u32,
             barriers_at,
             cut: shares.cut as i32,
+            gate: -1,
+            residual: 0,
             parts,
         },
         shared: ring_at + slots * stage,
@@ -337,7 +485,7 @@ pub unsafe fn launch(
     }
     let device = Device::get(to.device)?;
     let planned = (op.m <= MOST_ROWS && alike(matrices))
-        .then(|| plan(&device.info, matrices, op.m, tuning))
+        .then(|| plan(&device.info, matrices, op.m, op.gate.is_some(), tuning))
         .flatten();
     let Some(Plan {
         mut task,
@@ -351,31 +499,79 @@ pub unsafe fn launch(
         });
     };
     let first = matrices[0];
-    let alone = linear::Product {
-        x: op.x,
-        x_type: op.x_type,
-        y: op.y,
-        y_type: op.y_type,
-        m: op.m,
-    };
     let places = Scratch::new(matrices, &shares);
-    let batch = linear::ForBatch {
-        columns: shares.columns,
-        arrivals: scratch + places.arrivals,
-        count: if task.cut > 1 {
-            task.items * ITEM_TILES as i32
-        } else {
-            0
-        },
-    };
-    // SAFETY: this function's contract.
-    unsafe { linear::prepare(to, first, &alone, scratch, multipliers, batch)? };
+    let (arrivals, count) = (scratch + places.arrivals, shares.arrivals() as i32);
+    let even = |matrix: &&Matrix| matrix.argument.out_features % 2 == 0;
+    let refused = op.gate.is_some() && !gates(matrices)
+        || op.norm.is_some() && !(norms(&device.info, matrices) && op.x.is_multiple_of(16))
+        || op.residual != 0
+            && !(matrices.iter().all(even)
+                && op.y.is_multiple_of(8)
+                && op.residual.is_multiple_of(4)
+                && op.y_type != Half::F32);
+    if refused {
+        return Err(CudaError::Argument {
+            what: "a norm, gate or residual for the batch kernel".to_owned(),
+            limit: "norm: rows of whole 16 bytes; gate: large matrices of one size; residual: halves in pairs"
+                .to_owned(),
+        });
+    }
+    if op.x == 0 {
+        if op.norm.is_some() || op.x_type != Half::F16 {
+            return Err(CudaError::Argument {
+                what: "an input that is laid out already".to_owned(),
+                limit: "F16, no norm".to_owned(),
+            });
+        }
+    } else if lays_out(&device.info, first, op.norm.is_some())
+        && op.x.is_multiple_of(16)
+        && op.x_type != Half::F32
+    {
+        let norm = op.norm;
+        let preparation = Preparation {
+            x: op.x,
+            weight: norm.map_or(0, |norm| norm.weight),
+            out: scratch,
+            multipliers,
+            arrivals,
+            features: first.features,
+            layout_rows: first.argument.rows,
+            units: first.argument.unit_count,
+            k: first.argument.in_features,
+            m: task.m,
+            columns: shares.columns as i32,
+            arrivals_count: count,
+            eps: norm.map_or(0.0, |norm| norm.eps),
+            offset: norm.map_or(0.0, |norm| norm.offset),
+        };
+        // SAFETY: this function's contract.
+        unsafe { lay_out(to, device, first, op.x_type, preparation)? };
+    } else {
+        let alone = linear::Product {
+            x: op.x,
+            x_type: op.x_type,
+            y: op.y,
+            y_type: op.y_type,
+            m: op.m,
+        };
+        let batch = linear::ForBatch {
+            columns: shares.columns,
+            arrivals,
+            count,
+        };
+        // SAFETY: this function's contract.
+        unsafe { linear::prepare(to, first, &alone, scratch, multipliers, batch)? };
+    }
     (task.x, task.multipliers) = (scratch, multipliers);
-    (task.arrivals, task.sums) = (batch.arrivals, scratch + places.sums);
+    (task.arrivals, task.sums) = (arrivals, scratch + places.sums);
+    (task.gate, task.residual) = (op.gate.unwrap_or(-1), op.residual);
     (task.y, task.y_kind) = (op.y, op.y_type as i32);
     task.scaled = i32::from(op.x_type == Half::BF16);
     let mut before = 0;
     for (part, matrix) in task.parts.iter_mut().zip(matrices) {
+        if shares.gated {
+            before = 0;
+        }
         part.y_offset = before;
         before += matrix.argument.out_features * if op.apart { task.m } else { 1 };
     }
@@ -385,15 +581,9 @@ pub unsafe fn launch(
     } else {
         before
     };
-    let even = |value: i32| value % 2 == 0;
     // Two results are stored at once, of four bytes each at most.
-    task.paired = i32::from(
-        op.y.is_multiple_of(8)
-            && even(task.y_stride)
-            && matrices
-                .iter()
-                .all(|matrix| even(matrix.argument.out_features)),
-    );
+    task.paired =
+        i32::from(op.y.is_multiple_of(8) && task.y_stride % 2 == 0 && matrices.iter().all(even));
     let kernel = format!(
         "batch_{}_{}_{}",
         first.kind, first.entry_rows, shares.columns
@@ -408,6 +598,34 @@ pub unsafe fn launch(
     };
     let mut arguments = kernel_arguments![task];
     // SAFETY: the order is that of `batch_matmul`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+/// # Safety
+/// As [`launch`].
+unsafe fn lay_out(
+    to: Target,
+    device: &Device,
+    matrix: &Matrix,
+    x_type: Half,
+    preparation: Preparation,
+) -> Result<(), CudaError> {
+    let columns = preparation.columns as usize;
+    let (blocks, shared) = layout_shape(matrix, columns, preparation.weight != 0);
+    let launch = Launch {
+        kernel: if x_type == Half::BF16 {
+            "lay_out_bf16"
+        } else {
+            "lay_out_f16"
+        },
+        grid: [columns as u32, blocks as u32, 1],
+        block: LAYOUT_THREADS,
+        shared_bytes: shared as u32,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![preparation];
+    // SAFETY: the struct is the kernel's; validity is the caller's promise.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -430,7 +648,7 @@ mod tests {
         up.argument.out_features = 14336;
         let o = matrix(16, 2064);
         let shares_of = |m, matrices: &[&Matrix]| {
-            plan(&hopper(), matrices, m, Tuning::default())
+            plan(&hopper(), matrices, m, false, Tuning::default())
                 .expect("fits")
                 .shares
         };
@@ -456,7 +674,7 @@ mod tests {
             let made = matrix(units, bytes);
             for m in 1..=MOST_ROWS {
                 for together in [vec![&made], vec![&made, &made], vec![&made; 3]] {
-                    let plan = plan(&hopper(), &together, m, Tuning::default())
+                    let plan = plan(&hopper(), &together, m, false, Tuning::default())
                         .expect("two stages fit at eight bits");
                     assert!(plan.shared <= 232_192, "{units} {bytes} {m}");
                     assert!(plan.shares.blocks <= 132 && plan.shares.groups <= 4);
@@ -469,6 +687,6 @@ mod tests {
     #[test]
     fn the_task_has_the_size_the_kernel_expects() {
         assert_eq!(std::mem::size_of::<Part>(), 72 + 4 * 4);
-        assert_eq!(std::mem::size_of::<Task>(), 5 * 8 + 16 * 4 + 3 * 88);
+        assert_eq!(std::mem::size_of::<Task>(), 5 * 8 + 18 * 4 + 8 + 3 * 88);
     }
 }

@@ -8,8 +8,6 @@ use crate::layout::{Layout, Scales, UNIT_ROWS};
 
 /// Most rows of a call that the matrix kernels take; more are cheaper by dequantizing once.
 pub const MAX_ROWS: usize = 64;
-/// Shared memory up to which two activation rows are laid out by one block.
-const MOST_PAIR_BYTES: usize = 100 * 1024;
 /// Element type of results, as the kernels number them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Half {
@@ -143,8 +141,8 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
                 [
                     "prepare_f16",
                     "prepare_bf16",
-                    "prepare_pair_f16",
-                    "prepare_pair_bf16",
+                    "lay_out_f16",
+                    "lay_out_bf16",
                     "row_multipliers",
                 ]
                 .map(str::to_owned),
@@ -230,25 +228,6 @@ pub(super) unsafe fn prepare(
             });
         }
     };
-    let pair_bytes = 4 * matrix.in_features();
-    if columns > 0
-        && matrix.in_features().is_multiple_of(8)
-        && op.x.is_multiple_of(16)
-        && pair_bytes <= MOST_PAIR_BYTES
-    {
-        // Two rows a block, and about as many blocks as multiprocessors.
-        let pairs = batch.columns as u32 / 2;
-        let launch = Launch {
-            kernel: &format!("prepare_pair_{suffix}"),
-            grid: [pairs, (128 / pairs).clamp(1, 16), 1],
-            block: 256,
-            shared_bytes: pair_bytes as u32,
-            stream: to.stream,
-            programmatic: to.programmatic,
-        };
-        // SAFETY: the order is that of `prepare_pair`; validity is the caller's promise.
-        return unsafe { launch.run(device, &mut arguments) };
-    }
     let base = Launch {
         kernel: "row_multipliers",
         grid: [m as u32, 1, 1],

@@ -5,11 +5,11 @@ A plan is read off the loaded modules. It covers the Llama shape: RMS norms befo
 nothing else between. Whatever a module has beyond that makes the plan refuse, and the step is captured as the modules'
 own forward pass. Results are the modules' own to the bit.
 
-Of few rows a layer is five launches: norm and q, k, v; rotation, storing and attention; o and residual; norm, gate, up
-and activation; down and residual. From three rows on the input of a product is laid out by a launch of its own, but
-for down's, which the product before lays out. Where the matrices do not allow that it is ten launches. Beyond FEW rows
-each of the four products takes one launch behind one that lays out its input, where the matrices allow that. A prompt
-of more rows than have bits of their own (`INVARIANT_ROWS`) is multiplied by torch, residual sums included.
+Of up to 64 rows a layer is five launches: norm and q, k, v; rotation, storing and attention; o and residual; norm,
+gate, up and activation; down and residual. From three rows on the input of a product is normed and laid out by a launch
+of its own, but for down's of few rows, which the product before lays out. Where the matrices do not allow that it is
+ten launches, and more to lay out. A prompt of more rows than have bits of their own (`INVARIANT_ROWS`) is multiplied by
+torch, residual sums included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
-from exl_kernels.attention_cuda import attend_own
+from exl_kernels.attention_cuda import ProductInput, attend_own
 from exl_kernels.device import row_invariant
 from exl_kernels.fused import add_rms_norm, embed, rope_store
 from exl_kernels.fused_linear import Activation, FusedLinear
@@ -49,19 +49,22 @@ _NORM = {"key", "shapes", "eps", "weight", "offset"}
 _EMBEDDING = {"key", "vocab_size", "hidden_size", "scale", "weight"}
 
 FEW = 8
-"""Rows up to which products can be joined with what stands around them (the kernels' for few rows)."""
+"""Rows of the kernels for few rows."""
+
+MOST = 64
+"""Rows up to which products can be joined with what stands around them."""
 
 JOINED_ROWS_VARIABLE = "EXL_DECODE_JOINED_ROWS"
-JOINED_ROWS = FEW
+JOINED_ROWS = MOST
 """Rows up to which they are joined, unless the variable says otherwise."""
 
 
 def joined_rows() -> int:
-    """JOINED_ROWS or what EXL_DECODE_JOINED_ROWS says (0: never join), at most FEW."""
+    """JOINED_ROWS or what EXL_DECODE_JOINED_ROWS says (0: never join), at most MOST."""
     text = os.environ.get(JOINED_ROWS_VARIABLE, "").strip()
     if text and not text.isdecimal():
-        raise InputError(f"{JOINED_ROWS_VARIABLE} is {text!r}, must be a number of rows from 0 to {FEW}")
-    return min(int(text or JOINED_ROWS), FEW)
+        raise InputError(f"{JOINED_ROWS_VARIABLE} is {text!r}, must be a number of rows from 0 to {MOST}")
+    return min(int(text or JOINED_ROWS), MOST)
 
 
 class _Layer:
@@ -87,7 +90,12 @@ class _Layer:
         """x [T, hidden] half, changed in place."""
         a, rows = self.attention, x.shape[0]
         q, k, v = self._split(self.qkv(x, x.new_empty(rows, self.qkv.out_features)))
-        self.o(_attend(a, q, k, v, step).view(rows, -1), x, residual=x)
+        given = self.o.input_of(rows) if step.q_len == 1 else None
+        if given is None:
+            self.o(_attend(a, q, k, v, step).view(rows, -1), x, residual=x)
+        else:
+            _attend_one(a, q, k, v, step, given)
+            self.o.from_input(given, x, residual=x)
         self.gate_up.then(self.down, x, x, residual=x)
 
     def run(self, x: Tensor, h: Tensor, following: RMSNorm, step: Step) -> None:
@@ -223,7 +231,7 @@ def _attend(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor
     return _attend_one(a, q, k, v, step) if step.q_len == 1 else _attend_many(a, q, k, v, step)
 
 
-def _attend_one(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+def _attend_one(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step, into: ProductInput | None = None) -> Tensor:
     return attend_own(
         q,
         k,
@@ -242,6 +250,7 @@ def _attend_one(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Te
         max_keys=step.max_keys,
         # The step's tensors are older than the graph's launches, and so are all keys but the tokens' own.
         early=True,
+        into=into,
     )
 
 
