@@ -96,6 +96,23 @@ def test_in_any_company(pair: Pair, chunk: int, how: str) -> None:
             assert streamed_tokens(results[job]) == meant(pair, job, 12)
 
 
+@pytest.mark.covers("generators.md: 57")
+def test_guesses_are_never_rows_of_pictures(pair: Pair) -> None:
+    """What stood before a picture is said again, by the prompt or by the model: the guess must not be the picture."""
+    one = see(pair, 60, 24, seed=1)
+    alias = one.text_alias
+    texts = [f"qrs{alias}{letter * 3}{'qrs'[: 1 + i % 3]}" for i, letter in enumerate("abcdefgh")]
+    texts += [f"{alias}ab{alias}ab", *(f"abc{chr(0x21 + i)}{alias}abc{chr(0x21 + i)}" for i in range(4))]
+    generator = generator_of(pair, use_ngram_draft=True)
+    jobs = [ask(pair, text, 12, one) for text in texts]
+    generator.enqueue(jobs)
+    results = drain(generator)
+    check_pages(generator)
+    for job in jobs:
+        assert results[job][-1]["eos_reason"] == "max_new_tokens"
+        assert streamed_tokens(results[job]) == meant(pair, job, 12)
+
+
 def test_one_after_the_other_with_little_room(pair: Pair) -> None:
     """Jobs that give way to each other and come back behind their images."""
     generator = generator_of(pair, tokens=PAGE * 8)

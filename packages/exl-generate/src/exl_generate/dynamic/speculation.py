@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exl_generate.dynamic.runner import Chunk, Runner
+from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 
 if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
@@ -48,7 +49,8 @@ class Drafter:
 
 
 class NGramTrie:
-    """Which token followed each context of up to `max_ngram` - 1 tokens most often, the latest of equals."""
+    """Which token followed each context of up to `max_ngram` - 1 tokens most often, the latest of equals. Rows of
+    embeddings are no tokens: they are part of contexts, and never what follows."""
 
     def __init__(self, max_ngram: int) -> None:
         self._depth = max_ngram - 1
@@ -63,6 +65,8 @@ class NGramTrie:
         shift = len(ids) - len(tail)
         for at in range(max(start, 1), len(ids)):
             token = tail[at - shift]
+            if token >= EMBEDDING_INDEX:
+                continue
             for n in range(1, min(self._depth, at - shift) + 1):
                 context = tuple(tail[at - shift - n : at - shift])
                 counts = self._counts[context]
