@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2Lora, PagedParams, errors
+from exl_core import (
+    ExLlamaV2,
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Config,
+    ExLlamaV2Lora,
+    PagedParams,
+    errors,
+)
+from exl_kernels.device import set_row_invariant
 from exl_kernels.safetensors_file import read_safetensors_header, read_tensor, write_safetensors
 
 peft = pytest.importorskip("peft")
@@ -19,6 +28,7 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.covers("core.md: lora")
 
+QUANTIZED = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
 TOLERANCE = 2e-3  # of the largest logit
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
@@ -193,6 +203,28 @@ def test_of_two_replacements_the_first_counts(bench: Bench, ids: Tensor) -> None
     assert torch.equal(bench.logits(ids, first, second), bench.logits(ids, first))
     assert torch.equal(bench.logits(ids, second, first), bench.logits(ids, second))
     assert not torch.equal(bench.logits(ids, second), bench.logits(ids, first))
+
+
+def test_on_a_gpu_bits_of_float_replacements_depend_on_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the model tells generators: a quantized model's rows are alike up to a number, under such adapters none."""
+    model = ExLlamaV2(ExLlamaV2Config(str(QUANTIZED)))
+    model.load()
+    shape = (model.config.intermediate_size, model.config.hidden_size)
+    name = "base_model.model.model.layers.0.mlp.up_proj"
+    whole = {f"{name}.weight": torch.zeros(shape)}
+    pair = {f"{name}.lora_A.weight": torch.zeros(4, shape[1]), f"{name}.lora_B.weight": torch.zeros(shape[0], 4)}
+    bring = [ExLlamaV2Lora.from_directory(model, save(tmp_path / "whole", whole, r=4, lora_alpha=4))]
+    add = [ExLlamaV2Lora.from_directory(model, save(tmp_path / "pair", pair, r=4, lora_alpha=4))]
+    assert model.invariant_tokens(bring) is None
+    monkeypatch.setattr(model, "device", torch.device("cuda", 0))
+    assert (model.invariant_tokens(), model.invariant_tokens(add), model.invariant_tokens(bring)) == (128, 128, 0)
+    set_row_invariant(True)
+    try:
+        assert (model.invariant_tokens(), model.invariant_tokens(add), model.invariant_tokens(bring)) == (None, None, 0)
+    finally:
+        set_row_invariant(False)
 
 
 # ----------------------------------------------------------------------------------------------------------- same bits

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, Intervention
+from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.bundled import draft_model_dir
 from exl_generate.testing import ScriptedLora, check_pages, drain, streamed_tokens
 from exl_generate.testing.small import VOCAB, ids, job, make, naive, speculate
 
@@ -47,7 +50,7 @@ def test_a_round_computes_no_more_than_its_budget() -> None:
 def test_tokens_whose_bits_do_not_depend_on_others_stay_among_themselves() -> None:
     """As on a GPU: short prompts up to so many tokens, longer ones together."""
     generator = make()
-    generator.model.invariant_tokens = 12  # type: ignore[attr-defined]
+    generator.model.invariant_tokens = lambda loras: 12  # type: ignore[attr-defined]
     prompts = ["abc def abc", "hello there", "x" * 22, "qr", "z" * 24]
     jobs = [job(prompt, 3) for prompt in prompts]
     assert said(generator, jobs) == [naive(generator, ids(prompt)[0].tolist(), 3) for prompt in prompts]
@@ -62,6 +65,58 @@ def test_adapters_part_them() -> None:
     plain, adapted = expected(generator, 4), expected(generator, 4, loras=[adapter])
     assert said(generator, jobs) == [adapted[i] if i % 2 else plain[i] for i in range(len(PROMPTS))]
     assert len(passes(generator)) == 2
+
+
+def test_an_adapter_may_have_a_number_of_its_own() -> None:
+    """As on a GPU one that brings float matrices: no prompt under it is to be alike with company and without."""
+    generator, adapter = make(), ScriptedLora(3)
+    generator.model.invariant_tokens = lambda loras: 0 if loras else 12  # type: ignore[attr-defined]
+    prompts = ["abc def abc", "hello there", "xyz, you", "ef hello"]
+    lengths = [ids(prompt).shape[1] - 1 for prompt in prompts]
+    assert max(lengths) <= 12 < min(sum(lengths[:2]), sum(lengths[2:]))
+    jobs = [job(prompt, 3, loras=[adapter] if i > 1 else []) for i, prompt in enumerate(prompts)]
+    said(generator, jobs)
+    assert sorted(passes(generator)) == sorted([*lengths[:2], sum(lengths[2:])])
+
+
+def hooked_model(pooled: list[list[int]]) -> ExLlamaV2:
+    """A model with a hook that adds what stands in front of its pass to everything in it."""
+    model = ExLlamaV2(ExLlamaV2Config(str(draft_model_dir())))
+    model.load()
+
+    def pool(state: torch.Tensor, step: Any) -> torch.Tensor:
+        pooled.append(list(state.shape))
+        return state + state[:, :1]
+
+    model.modules[3] = Intervention(model.modules[3], pre_forward=pool)
+    return model
+
+
+@pytest.mark.covers("core.md: helpers")
+@pytest.mark.parametrize("role", ["model", "draft"])
+def test_hooks_that_look_along_a_sequence_see_one_users_prompt(role: str) -> None:
+    shapes: list[list[int]] = []
+    hooked = hooked_model(shapes)
+    other = ExLlamaV2(hooked.config)
+    other.load()
+    tokenizer = ExLlamaV2Tokenizer(hooked.config)
+    prompts = [tokenizer.encode(text) for text in ("Once upon a time", "The dog, who", "Far away there was a big red")]
+
+    def tokens(*some: torch.Tensor) -> list[list[int]]:
+        model, draft = (other, hooked) if role == "draft" else (hooked, other)
+        draft_cache = ExLlamaV2Cache(draft, max_seq_len=512)
+        generator = ExLlamaV2DynamicGenerator(
+            *(model, ExLlamaV2Cache(model, max_seq_len=512), tokenizer),
+            page_size=16,
+            draft_model=draft,
+            draft_cache=draft_cache,
+        )
+        greedy = ExLlamaV2Sampler.Settings.greedy()
+        return said(generator, [ExLlamaV2DynamicJob(prompt, 8, gen_settings=greedy) for prompt in some])
+
+    together = tokens(*prompts)
+    assert [q for batch, q, _ in shapes if batch == 1][:3] == [prompt.shape[1] - 1 for prompt in prompts]
+    assert together == [tokens(prompt)[0] for prompt in prompts]
 
 
 @pytest.mark.covers("generators.md: 43")

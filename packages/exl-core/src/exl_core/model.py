@@ -36,7 +36,7 @@ from .loading.parallel_plan import plan_parallel
 from .loading.plan import LoadPlan, check_split, plan_modules
 from .loading.sizes import CacheSize
 from .lora import ExLlamaV2Lora
-from .modules import Attention, Linear, Module, Step, build_modules
+from .modules import Attention, Intervention, Linear, Module, Step, build_modules
 from .parallel import TensorParallel
 from .parallel.cutting import cut_modules, mend_modules
 from .placement import Placement
@@ -341,17 +341,21 @@ class ExLlamaV2:
         return sum(m.weight_bytes() for m in self.modules)
 
     @property
-    def invariant_tokens(self) -> int | None:
+    def hooked(self) -> bool:
+        """Whether a module is wrapped in an `Intervention`, whose hooks may look along a sequence."""
+        return any(isinstance(module, Intervention) for module in self.modules)
+
+    def invariant_tokens(self, loras: Sequence[ExLlamaV2Lora] = ()) -> int | None:
         """Tokens of a pass up to which none of its bits depends on how many there are; None: however many there are.
 
         On a CPU, and with `exl_kernels.device.set_row_invariant`, that is always so; on a GPU longer prompts are
-        multiplied by torch, and so is every float matrix.
+        multiplied by torch, and so is every float matrix, of the model or in the place of one of its (`loras`).
         """
         if self.device is None or self.device.type != "cuda":
             return None
         if self._quantized is None or self._quantized[0] != self.load_count:
             self._quantized = (self.load_count, all(linear.is_quant() for linear in self._linears()))
-        if not self._quantized[1]:
+        if not self._quantized[1] or any(lora.replacements for lora in loras):
             return 0
         return None if row_invariant() else INVARIANT_ROWS
 

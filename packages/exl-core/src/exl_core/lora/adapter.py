@@ -40,7 +40,8 @@ class ExLlamaV2Lora:
     rank_pattern and alpha_pattern), after the base result and its bias; several adapters add up in the order of the
     list. Whole matrices in `modules_to_save` (head, embedding, any projection) replace the model's while the adapter is
     active; of several adapters that replace the same one, the first in the list counts. All arithmetic is that of a
-    float matrix: float32 on the CPU, half on a GPU, and a row's result does not depend on the other rows.
+    float matrix: float32 on the CPU, half on a GPU, and a row's result does not depend on the other rows (on a GPU that
+    holds for the added pairs; whole matrices are multiplied by torch, as the model's own float matrices are).
 
     Attributes: lora_r, lora_alpha (of adapter_config.json), lora_scaling (the effective factor of modules without
     patterns), target_modules, bias_ignored (a bias of zeros was left out), embed_tokens and lm_head (replacements or

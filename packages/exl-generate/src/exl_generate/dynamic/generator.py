@@ -35,7 +35,7 @@ class ExLlamaV2DynamicGenerator:
     """Runs any number of jobs over one model and one cache, whose length is shared by all of them.
 
     A job's tokens depend on model, prompt, settings and seed alone: not on other jobs, chunk sizes or what was
-    cached (on CUDA prompts of more than `model.invariant_tokens` share passes that may change their last bits). A job
+    cached (on CUDA prompts of more than `model.invariant_tokens()` share passes that may change their last bits). A job
     that fails ends with a result of its own (`eos_reason` "error", "filter_error" or "filter_dead_end", with
     `exception`) and disturbs no other. `enqueue`, `cancel`, `iterate` and `generate` may be called from any thread; one
     call works at a time.

@@ -91,12 +91,19 @@ class Runner:
 
     def kind_of(self, chunk: Chunk) -> tuple[object, int]:
         """Chunks of one kind may be computed in one pass, of at most so many tokens."""
-        if chunk.sequence.embeddings and int(chunk.ids.max()) >= EMBEDDING_INDEX:
+        loras = chunk.sequence.loras
+        if self.hooked or (chunk.sequence.embeddings and int(chunk.ids.max()) >= EMBEDDING_INDEX):
             return chunk, len(chunk)  # by itself
-        alike = getattr(self._model, "invariant_tokens", None)
+        invariant_tokens = getattr(self._model, "invariant_tokens", None)
+        alike = None if invariant_tokens is None else invariant_tokens(loras)
         if alike is None or len(chunk) > alike:
-            return (chunk.sequence.loras, "any"), sys.maxsize
-        return (chunk.sequence.loras, "alike"), alike
+            return (loras, "any"), sys.maxsize
+        return (loras, "alike"), alike
+
+    @property
+    def hooked(self) -> bool:
+        """Whether hooks of the caller's own look at the model's states: each prompt must then go by itself."""
+        return bool(getattr(self._model, "hooked", False))
 
     def compute(self, chunks: SequenceOf[Chunk]) -> list[Exception | None]:
         """Compute the K/V of these ids, which must follow what is there and have pages: in one pass, or if that fails

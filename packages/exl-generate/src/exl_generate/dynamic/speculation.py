@@ -143,9 +143,10 @@ class ModelDrafter(Drafter):
         self._vocab_size = vocab_size
 
     def prefill(self, chunks: SequenceOf[Chunk]) -> None:
-        for error in self._runner.compute(chunks):
-            if error is not None:
-                log.warning("the draft model failed in prefill: %s", error)
+        for together in [[chunk] for chunk in chunks] if self._runner.hooked else [chunks]:
+            for error in self._runner.compute(together):
+                if error is not None:
+                    log.warning("the draft model failed in prefill: %s", error)
 
     def copy_page_head(self, source: int, target: int, tokens: int) -> None:
         self._runner.copy_page_head(source, target, tokens)
