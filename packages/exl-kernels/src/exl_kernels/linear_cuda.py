@@ -28,9 +28,10 @@ __all__ = ["INVARIANT_ROWS", "CudaFloatMatrix", "CudaQuantMatrix", "exl2_matrix"
 MATRIX_ROWS = 64
 """Most rows that the quantized kernels take at once."""
 
-INVARIANT_ROWS = 2 * MATRIX_ROWS
-"""Rows up to which a product runs on the packed weights, at most MATRIX_ROWS at a time: there a row's result does not
-depend on their number. Beyond, the matrix is dequantized and multiplied by torch, which is faster from there on."""
+INVARIANT_ROWS = MATRIX_ROWS
+"""Rows up to which a product runs on the packed weights: there a row's result does not depend on their number. Beyond,
+the matrix is dequantized and multiplied by torch. (At 128 rows both take the GPU as long, but two passes over the
+packed weights take the host twice the launches, and prompts that may share passes only with few are many passes.)"""
 
 _HALVES = (torch.float16, torch.bfloat16)
 
