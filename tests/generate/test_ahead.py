@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exl_core import PagedParams
 from exl_filters import ExLlamaV2Filter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.testing import (
@@ -19,6 +20,7 @@ from exl_generate.testing import (
     ScriptedModel,
     ScriptedTokenizer,
     check_pages,
+    streamed_tokens,
 )
 
 TOKENIZER = ScriptedTokenizer(["a", "b", "c", "ab", "bc", " ", "A", "cab", ".", "é"])
@@ -67,6 +69,49 @@ class Overwriting(ScriptedModel):
                 logits.fill_(float("nan"))
             self.given = [found["logits"]]
         return found
+
+
+class OneBuffer(ScriptedModel):
+    """Its logits lie in one buffer for all passes of a size, whoever asked for them, as those of captured steps."""
+
+    def __init__(self, config: ScriptedConfig) -> None:
+        super().__init__(config)
+        self.steps = 0
+        self.buffers: dict[int, torch.Tensor] = {}
+
+    def forward_chunk(self, *args: Any, **kw: Any) -> dict[str, torch.Tensor]:
+        found = super().forward_chunk(*args, **kw)
+        self.steps += 1
+        if "logits" in found:
+            fresh = found["logits"]
+            rows = fresh.shape[0] * fresh.shape[1]
+            buffer = self.buffers.setdefault(rows, torch.empty(rows, fresh.shape[2]))
+            found["logits"] = buffer.copy_(fresh.view(rows, -1)).view(fresh.shape)
+        return found
+
+
+class Prepared:
+    """A step of `Preparing` that waits for its ids."""
+
+    def __init__(self, model: Preparing, cache: Any, params: PagedParams) -> None:
+        self.model, self.cache, self.params, self.number = model, cache, params, -1
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = self.model.forward_chunk(ids, cache=self.cache, attn_params=self.params)["logits"]
+        self.number = self.model.steps
+        return logits
+
+    @property
+    def stands(self) -> bool:
+        return self.number == self.model.steps
+
+
+class Preparing(OneBuffer):
+    """A model with steps whose inputs are made beforehand."""
+
+    def prepare_step(self, q_len: int, cache: Any, params: PagedParams) -> Prepared:
+        return Prepared(self, cache, params)
 
 
 @dataclass(frozen=True)
@@ -154,6 +199,36 @@ def test_steps_are_foreseen_and_computed_once() -> None:
     (said, ahead), (expected, plain) = play(asks, ahead=True), play(asks, ahead=False)
     assert said == expected
     assert ahead.calls == plain.calls
+
+
+@pytest.mark.parametrize("kind", [OneBuffer, Preparing])
+def test_generators_that_share_a_model_keep_their_logits(kind: type[OneBuffer]) -> None:
+    """In turns, each with a cache of its own; and a caller's own passes in between."""
+
+    def play_all(company: bool) -> list[list[int]]:
+        model = kind(ScriptedConfig(vocab_size=VOCAB, max_seq_len=96, max_input_len=32))
+        generators = []
+        for prompt in ([3, 4, 5], [6, 7]):
+            cache = ScriptedCache(model, max_seq_len=160)
+            generator = ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=8)
+            generator._engine._runner.asynchronous = True
+            generator.enqueue(ExLlamaV2DynamicJob(torch.tensor([prompt]), 16, gen_settings=Settings.greedy()))
+            generators.append(generator)
+        own = ScriptedCache(model, max_seq_len=64)
+        said: list[list[Any]] = [[], []]
+        table = torch.arange(8, dtype=torch.int32)[None]
+        for round_ in range(400):
+            for generator, results in zip(generators, said, strict=True):
+                if generator.num_remaining_jobs() and (company or generator is generators[0] or round_ >= 200):
+                    results += generator.iterate()
+                if company and round_ < 8:
+                    params = PagedParams(1, table, torch.tensor([round_], dtype=torch.int32), round_, 8, 1)
+                    with torch.inference_mode():
+                        model.forward_chunk(torch.tensor([[7]]), cache=own, attn_params=params)
+        assert not any(generator.num_remaining_jobs() for generator in generators)
+        return [streamed_tokens(results) for results in said]
+
+    assert play_all(company=True) == play_all(company=False)
 
 
 def test_a_step_that_cannot_be_queued_is_computed_in_its_round() -> None:

@@ -100,6 +100,19 @@ def test_steps_ahead_change_nothing() -> None:
     assert {reason for _, reason in found} >= {"stop_string", "max_new_tokens"}
 
 
+def test_generators_that_share_a_model_take_turns() -> None:
+    """A round of each after the other, so that captured steps of the same size write over each other's logits."""
+    alone = [said(generator(), [job(at)]) for at in range(3)]
+    made, results = [generator() for _ in alone], [[] for _ in alone]  # type: ignore[var-annotated]
+    for at, one in enumerate(made):
+        one.enqueue(job(at))
+    while any(one.num_remaining_jobs() for one in made):
+        for one, said_by_it in zip(made, results, strict=True):
+            if one.num_remaining_jobs():
+                said_by_it += one.iterate()
+    assert [streamed_tokens(found) for found in results] == [tokens for [(tokens, _)] in alone]
+
+
 def test_sixty_four_at_once_say_what_each_says_alone() -> None:
     """Logits to the bit, at any place of any batch."""
     jobs = [job(at, 4 + at % 13, return_logits=True) for at in range(64)]

@@ -94,10 +94,11 @@ class _Graph:
 class PreparedStep:
     """A captured step that waits for its ids. To be run before anything else of its model is, or not at all.
 
-    Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites.
+    Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites: `stands` says
+    whether one has.
     """
 
-    __slots__ = ("_cache", "_captured", "_inputs", "_limits", "_longest", "_offsets", "_owner", "_shape")
+    __slots__ = ("_cache", "_captured", "_inputs", "_limits", "_longest", "_number", "_offsets", "_owner", "_shape")
 
     def __init__(
         self,
@@ -112,6 +113,12 @@ class PreparedStep:
     ) -> None:
         self._owner, self._cache, self._captured, self._shape, self._inputs = owner, cache, captured, shape, inputs
         self._limits, self._offsets, self._longest = limits, offsets, longest
+        self._number = -1
+
+    @property
+    def stands(self) -> bool:
+        """Whether the logits returned last are still this step's: no captured step of the model has run since."""
+        return self._number == self._owner.steps
 
     def run(self, ids: Tensor) -> Tensor | None:
         """Queues the step of ids [B, q], int64 on the CPU, or of any integers on the model's GPU in stream order; those
@@ -146,10 +153,12 @@ class PreparedStep:
             raise _typed(error) from error
 
     def _replay(self) -> Tensor:
+        self._owner.steps += 1
         try:
             self._captured.graph.replay()
         except RuntimeError as error:
             raise _typed(error) from error
+        self._number = self._owner.steps
         self._owner.longest = self._cache.current_seq_len = self._longest
         return self._captured.logits_of(*self._shape)
 
@@ -182,6 +191,7 @@ class DecodeGraphs:
         self._checked = False
         self._interventions = 0
         self.longest = 0  # tokens of the longest sequence after the last captured step
+        self.steps = 0  # captured steps run or recorded so far, each of which may write over the logits of another
         self.reason: str | None = None
         self.plan_reason: str | None = None
 
@@ -326,6 +336,7 @@ class DecodeGraphs:
         return made
 
     def _record(self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, bucket: Bucket) -> _Graph:
+        self.steps += 1  # its first run writes logits
         device = model.device
         assert device is not None
         inputs = StepInputs(bucket, device)

@@ -88,8 +88,8 @@ class Ahead:
     def serve(self, windows: list[Window], keep: bool) -> list[Window]:
         """Gives logits to the windows that were foreseen; returns the others. `keep`: somebody reads them when the
         model has run again."""
-        if self._logits is None:
-            return windows
+        if self._logits is None or not self._next.stands:
+            return windows  # who else uses the model has had it since
         rows = [self._row_of(window) for window in windows]
         logits = (self._logits.clone() if keep or None in rows else self._logits).unbind(0)
         left = []

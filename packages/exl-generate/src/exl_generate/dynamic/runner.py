@@ -211,10 +211,12 @@ class Runner:
 
 
 class NextStep:
-    """A pass that waits for its tokens, one a row. Its logits float32 [B, 1, Vp] stay until the model runs again."""
+    """A pass that waits for its tokens, one a row. Its logits float32 [B, 1, Vp] stay while `stands` is true: until the
+    model runs again, for another generator, say, or for a caller of its own."""
 
     def __init__(self, model: Model, cache: Cache, params: PagedParams) -> None:
         self._model, self._cache, self._params = model, cache, params
+        self._set_aside = False  # logits are ours, whatever the model does
         make = getattr(model, "prepare_step", None)
         self._prepared = None if make is None else make(1, cache, params)
 
@@ -223,9 +225,15 @@ class NextStep:
         None where the pass does not allow that."""
         return None if self._prepared is None else self._prepared.stage()
 
+    @property
+    def stands(self) -> bool:
+        """Whether the logits returned last are still what this pass computed."""
+        return self._set_aside or (self._prepared is not None and bool(self._prepared.stands))
+
     def launch(self) -> torch.Tensor:
         """Queue the pass over the tokens that have been written there."""
         assert self._prepared is not None
+        self._set_aside = False
         logits: torch.Tensor = self._prepared.launch()
         return logits.float()
 
@@ -233,10 +241,11 @@ class NextStep:
         """The pass over these tokens."""
         ids = torch.tensor(tokens, dtype=torch.int64).unsqueeze(1)
         logits: torch.Tensor | None = None if self._prepared is None else self._prepared(ids)
+        self._set_aside = logits is None
         if logits is None:
             with torch.inference_mode():
                 found = self._model.forward_chunk(ids, cache=self._cache, attn_params=self._params)
-            return torch.as_tensor(found["logits"]).float()
+            return torch.as_tensor(found["logits"]).float().clone()  # what forward_chunk gives may be the model's own
         return logits.float()
 
 
