@@ -18,6 +18,7 @@ from exl_core.step import build_step
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
 from exl_kernels.fused import rope_store
+from exl_kernels.fused_linear import Prepared
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.norm import rms_norm
 
@@ -30,6 +31,7 @@ class FusedDouble:
 
     joined_rows = 64
     batch_rows = 64
+    takes_prepared = True
     calls = 0
 
     def __init__(
@@ -53,6 +55,21 @@ class FusedDouble:
         between = torch.empty((x.shape[0], self.out_features), dtype=x.dtype)
         return following(self(x, between), out, residual)
 
+    def room(self) -> list[Tensor]:
+        """Where a prepared input is left: the plain one, here."""
+        return []
+
+    def in_a_row(
+        self,
+        x: Tensor | Prepared,
+        out: Tensor | None = None,
+        residual: Tensor | None = None,
+        following: FusedDouble | None = None,
+    ) -> Prepared | None:
+        plain: Any = x.scratch[0] if isinstance(x, Prepared) else x
+        y = self(plain, torch.empty(plain.shape[0], self.out_features) if out is None else out, residual)
+        return None if following is None else Prepared([y.clone()], len(y))  # type: ignore[arg-type]
+
 
 def own_double(
     q: Tensor,
@@ -69,7 +86,7 @@ def own_double(
     *,
     interleaved: bool,
     early: bool,
-    into: None,
+    into: Any = None,
     **options: Any,
 ) -> Tensor:
     """`attend_own` as its documentation states it: one token a row of the block table."""
@@ -78,13 +95,18 @@ def own_double(
     assert len(set(rows.tolist())) == len(rows)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     rope_store(pages, q, k, v, cos, sin, rope_positions, slots, interleaved=interleaved)
-    return paged_attention(q, pages, block_table, rows, positions, **options)
+    mixed = paged_attention(q, pages, block_table, rows, positions, **options)
+    if into is not None:
+        assert into.columns == 8
+        into.scratch.append(mixed.flatten(1))
+    return mixed
 
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
     monkeypatch.setattr(plans, "FusedLinear", FusedDouble)
     monkeypatch.setattr(plans, "attend_own", own_double)
+    monkeypatch.setattr(plans, "_cuda", lambda linear: linear.quant)
     loaded = ExLlamaV2(ExLlamaV2Config(FOLDER))
     loaded.load()
     return loaded
@@ -115,7 +137,8 @@ def test_the_plan_is_the_modules_own_pass(
             layers = sum(isinstance(module, Attention) for module in model.modules)
             rows = batch * q_len
             joins = 4 if rows <= int(joined) else 2 if rows > plans.FEW else 0  # all of a layer, or qkv and gate, up
-            assert FusedDouble.calls == joins * layers
+            head = plans.RING_ROWS < rows <= min(int(joined), plans.FEW)
+            assert FusedDouble.calls == joins * layers + head
         else:
             logits = model.forward_chunk(ids[:, 20:], cache, attn_params=params)["logits"].flatten(0, 1)
         out.append((logits, cache.all_tensors()))

@@ -31,18 +31,20 @@ def activations(m: int, k: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype).cuda()
 
 
-def exl2(n: int, *widths: int, seed: int = 0, perm: Tensor | None = None, bias: bool = False) -> QuantMatrix:
+def exl2(
+    n: int, *widths: int, seed: int = 0, perm: Tensor | None = None, bias: bool = False, k: int = K
+) -> QuantMatrix:
     table, first = [], 0
-    for bits in widths * (K // 128 // len(widths)):
+    for bits in (widths * (k // 128))[: k // 128]:
         table += [bits, first]
         first += 4 * bits
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         "q_weight": words(first, n, seed=seed),
-        "q_scale": words(K // 128, n // 8, seed=seed + 1),
-        "q_scale_max": (torch.rand(K // 128, generator=generator) * 0.02 + 0.001).half(),
+        "q_scale": words(k // 128, n // 8, seed=seed + 1),
+        "q_scale_max": (torch.rand(k // 128, generator=generator) * 0.02 + 0.001).half(),
         "q_groups": torch.tensor(table, dtype=torch.int16),
-        "q_invperm": torch.randperm(K, generator=generator).to(torch.int32),
+        "q_invperm": torch.randperm(k, generator=generator).to(torch.int32),
     }
     if perm is not None:
         tensors["q_invperm"] = perm.to(torch.int32)
@@ -171,6 +173,43 @@ def test_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
         for i in range(m):
             alone = first.then(second, x[i : i + 1].clone(), x.new_empty(1, down.out_features), h[i : i + 1])
             assert torch.equal(alone[0], got[i]), (m, i)
+
+
+@pytest.mark.parametrize("k", [256, K, 2304, 4096])
+def test_results_go_from_product_to_product(k: int) -> None:
+    """A layer's products, each with its input from the one before and its own norm: the separate operators' bits."""
+    perms = [torch.randperm(k, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    norms = [Norm(torch.rand(k, device="cuda").half() + 0.5, eps, offset) for eps, offset in ((1e-5, 0.0), (1e-3, 1.0))]
+    o, down = exl2(k, 4, 3, seed=1, k=k, bias=True), exl2(k, 5, 4, seed=2, k=2048)
+    gate, up = (exl2(2048, 6, 4, seed=3 + i, perm=perms[0], k=k) for i in range(2))
+    qkv = [exl2(n, 4, seed=5 + i, perm=perms[1], k=k) for i, n in enumerate((320, 64, 80))]
+    products = [FusedLinear([o]), FusedLinear([gate, up], norm=norms[0], activation="gelu"), FusedLinear([down])]
+    products.append(FusedLinear(qkv, norm=norms[1]))
+    assert all(product.takes_prepared for product in products[1:])
+    for m in range(3, 9):
+        attended, before = (
+            torch.randn(m, k, generator=torch.Generator().manual_seed(m + i)).half().cuda() for i in (0, 9)
+        )
+        want = before + o.matmul(attended)
+        h = rms_norm(want, norms[0].weight, norms[0].eps, weight_offset=norms[0].offset)
+        want_after = want + down.matmul(gated_activation(gate.matmul(h), up.matmul(h), "gelu"))
+        h = rms_norm(want_after, norms[1].weight, norms[1].eps, weight_offset=norms[1].offset)
+        want_qkv = torch.cat([matrix.matmul(h) for matrix in qkv], 1)
+        x, out = before.clone(), torch.full_like(want_qkv, float("nan"))
+        normed = products[0].in_a_row(attended, x, x, products[1])
+        assert normed is not None
+        assert torch.equal(x, want), m
+        gated = products[1].in_a_row(normed, following=products[2])
+        assert gated is not None
+        normed = products[2].in_a_row(gated, x, x, products[3])
+        assert normed is not None
+        assert torch.equal(x, want_after), m
+        assert products[3].in_a_row(normed, out) is None
+        assert torch.equal(out, want_qkv), m
+        logits = torch.full(out.shape, float("nan"), device="cuda")
+        products[3].in_a_row(normed, logits)
+        assert torch.equal(logits.half(), want_qkv), m
+        assert not torch.equal(logits, want_qkv.float()), m
 
 
 def test_so_many_tiles_that_a_block_has_all_of_k() -> None:

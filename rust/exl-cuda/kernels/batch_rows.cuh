@@ -71,8 +71,10 @@ DEVICE void lay_out_row(const LayoutTask& p) {
       for (int h = 0; h < 2; h++) {
         Eight v;
         v.word = i + h * LAYOUT_THREADS < eights ? row[i + h * LAYOUT_THREADS] : make_uint4(0, 0, 0, 0);
+        float u[8];
 #pragma unroll
-        for (int e = 0; e < 8; e++) sum[h] = fmaf(to_float(v.v[e]), to_float(v.v[e]), sum[h]);
+        for (int e = 0; e < 8; e++) u[e] = to_float(v.v[e]);
+        sum[h] += eight_squares(u);
       }
     }
 #pragma unroll

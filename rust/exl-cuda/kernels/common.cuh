@@ -72,3 +72,11 @@ DEVICE float warp_sum(float v) {
   for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
   return v;
 }
+// What eight neighbouring elements add to an RMS norm's sum of squares: the one order of all kernels, so that whoever makes a row can
+// leave these sums for who norms it. By pairs, as lanes that hold an element each would add.
+DEVICE float eight_squares(const float (&v)[8]) {
+  float s[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) s[i] = __fmul_rn(v[i], v[i]);
+  return __fadd_rn(__fadd_rn(__fadd_rn(s[0], s[1]), __fadd_rn(s[2], s[3])), __fadd_rn(__fadd_rn(s[4], s[5]), __fadd_rn(s[6], s[7])));
+}

@@ -10,7 +10,7 @@ DEVICE void rms_norm_kernel(const T* x, const W* weight, T* out, int width, int 
   weight += (size_t)(blockIdx.x % heads) * width;
   const bool wide = width % 8 == 0 && aligned8(x) && aligned8(out) && aligned8(weight);
   pdl_wait();
-  // Element k is added by thread (k / 8) % 256 on both paths, so that an address's alignment cannot change the sum.
+  // Element k is added by thread (k / 8) % 256, with its seven neighbours, on both paths: an address's alignment cannot change the sum.
   float sum = 0.f;
   for (int k = threadIdx.x * 8; k < width; k += THREADS * 8) {
     float v[8];
@@ -19,8 +19,7 @@ DEVICE void rms_norm_kernel(const T* x, const W* weight, T* out, int width, int 
     } else {
       for (int i = 0; i < 8; i++) v[i] = k + i < width ? to_float(x[k + i]) : 0.f;
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) sum = fmaf(v[i], v[i], sum);
+    sum += eight_squares(v);
   }
   const float scale = 1.f / sqrtf(block_sum(sum) / (float)width + eps);
   for (int k = threadIdx.x * 8; k < width; k += THREADS * 8) {

@@ -30,8 +30,7 @@ DEVICE void add_rms_norm_kernel(T* x, const T* y, const float* weight, T* out, i
 #pragma unroll
     for (int j = 0; j < 8; j++) v[j] = to_float(from_float<T>(v[j] + u[j]));
     store8(x + k, v);
-#pragma unroll
-    for (int j = 0; j < 8; j++) sum = fmaf(v[j], v[j], sum);
+    sum += eight_squares(v);
   };
   if (wide) {
 #pragma unroll
@@ -44,16 +43,15 @@ DEVICE void add_rms_norm_kernel(T* x, const T* y, const float* weight, T* out, i
       add(v, k);
     }
   } else {
-    for (int k = threadIdx.x * 8; k < width; k += THREADS * 8)
-      for (int j = 0; j < 8; j++) {
-        float v = 0.f;
-        if (k + j < width) {
-          const T added = from_float<T>(to_float(x[k + j]) + to_float(y[k + j]));
-          x[k + j] = added;
-          v = to_float(added);
-        }
-        sum = fmaf(v, v, sum);
+    for (int k = threadIdx.x * 8; k < width; k += THREADS * 8) {
+      float v[8] = {};
+      for (int j = 0; j < 8 && k + j < width; j++) {
+        const T added = from_float<T>(to_float(x[k + j]) + to_float(y[k + j]));
+        x[k + j] = added;
+        v[j] = to_float(added);
       }
+      sum += eight_squares(v);
+    }
   }
   const float scale = 1.f / sqrtf(block_sum(sum) / (float)width + eps);
   if (wide) {

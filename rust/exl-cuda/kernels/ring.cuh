@@ -247,8 +247,10 @@ struct Fill {
   DEVICE void normalise(int turn_) {
     float sum = 0.f;
     each(0, [&](int) {
+      float v[8];
 #pragma unroll
-      for (int e = 0; e < 8; e++) sum = fmaf(to_float(in[0].v[e]), to_float(in[0].v[e]), sum);
+      for (int e = 0; e < 8; e++) v[e] = to_float(in[0].v[e]);
+      sum += eight_squares(v);
     });
     sum = warp_sum(sum);
     if (rank % 32 == 0) parts[0][turn_][threadIdx.x / 32] = sum;

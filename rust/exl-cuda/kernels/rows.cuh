@@ -69,8 +69,10 @@ DEVICE void prepare_rows(const RowsTask& p) {
       if (first + j * ROWS_THREADS >= eights) break;
       row[first + j * ROWS_THREADS] = v[j].word;
       if (p.weight) {
+        float u[8];
 #pragma unroll
-        for (int e = 0; e < 8; e++) sum[j % 2] = fmaf(to_float(v[j].v[e]), to_float(v[j].v[e]), sum[j % 2]);
+        for (int e = 0; e < 8; e++) u[e] = to_float(v[j].v[e]);
+        sum[j % 2] += eight_squares(u);
       }
     }
   }

@@ -219,6 +219,14 @@ DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 #endif
 }
 
+// Bytes of a unit's codes; its scales stand behind them.
+DEVICE uint32_t code_bytes(uint32_t widths) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int c = 0; c < 4; c++) bits += widths >> (4 * c) & 15;
+  return 128 * bits;
+}
+
 // Sums of one row tile: element [n][i] is register i of the accumulator of activation rows 8 n .. 8 n + 7.
 template <int NT>
 using Sums = float[NT][4];
@@ -233,11 +241,11 @@ DEVICE void clear(Sums<NT>& s) {
 //
 // An entry's products with the exact codes less their zeros are one chain of matrix instructions in the order of k; its sum times the
 // entry's scale is added to `total`, entries in order.
-template <int KIND, int ENTRY, int NT, int R, class W, class X>
+template <int KIND, int ENTRY, int NT, int R, class W, class X, class M = const __half*>
 struct UnitProduct {
   const W (&weights)[R];
   const X& x;
-  const __half* maxima;  // of this unit's entries
+  const M maxima;  // of this unit's entries
   Sums<NT> (&total)[R];
   const int lane;
   UnitScales<KIND, ENTRY, W> scales[R];
@@ -326,11 +334,12 @@ struct UnitProduct {
     }
   }
 
-  DEVICE void run(uint32_t widths) {
-    uint32_t bits = 0;
+  DEVICE void run(uint32_t widths) { run(widths, code_bytes(widths)); }
+  template <int B>
+  DEVICE void run_uniform() {
 #pragma unroll
-    for (int c = 0; c < 4; c++) bits += widths >> (4 * c) & 15;
-    run(widths, 128 * bits);
+    for (int r = 0; r < R; r++) scales[r].load(weights[r] + 512 * B, lane >> 2);
+    uniform<B>();
   }
   // `scales_at`: where in the unit its scales begin.
   DEVICE void run(uint32_t widths, uint32_t scales_at) {

@@ -316,7 +316,10 @@ fn load_all(driver: &'static Driver) -> Result<HashMap<String, Function>, CudaEr
             };
             check(driver, code, "cuModuleGetFunction", &name)?;
             // Kernels of a step that stand beside each other on a multiprocessor must agree on how much of its memory is shared.
-            if name.starts_with("ring_") || name.starts_with("attention_") {
+            if ["ring_", "few_", "attention_"]
+                .iter()
+                .any(|start| name.starts_with(start))
+            {
                 // SAFETY: a live function handle and a documented attribute.
                 let code = unsafe {
                     (driver.functions.function_attribute)(handle, ffi::FUNC_CARVEOUT, 100)

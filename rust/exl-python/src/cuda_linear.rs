@@ -561,6 +561,18 @@ impl CudaRing {
         ))
     }
 
+    /// Whether who makes the input of `run_few` can leave it prepared in its scratch memory, normed already or not.
+    fn few_takes_prepared(&self, py: Python<'_>, unnormed: bool) -> PyResult<bool> {
+        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
+        let gated = self.gate.is_some();
+        Ok(few::takes_prepared(
+            &info.info,
+            &self.parts(),
+            gated,
+            unnormed,
+        ))
+    }
+
     /// `run` in two launches, for 3 to 8 rows; `scratch` uint8, `tuning` = (cut, slots, window) is for benchmarks.
     #[pyo3(signature = (x, y, scratch, stream, programmatic, residual=None, norm=None, tuning=None))]
     fn run_few(
@@ -582,81 +594,106 @@ impl CudaRing {
         expect(scratch.dtype == DType::U8, "scratch must be uint8")?;
         let room = (scratch.ptr, scratch.numel());
         // SAFETY: as in `CudaMatrix::matmul`.
-        py.detach(|| unsafe { few::launch(to, &parts, &op, room, tuning) })
+        py.detach(|| unsafe { few::launch(to, &parts, &op, few::Input::Rows, room, None, tuning) })
             .map_err(|error| device_error(py, &error))
     }
 
-    /// Bytes of scratch memory that `run_few_pair` needs; 0 where it cannot run.
-    fn few_pair_bytes(&self, py: Python<'_>, following: &Self) -> PyResult<usize> {
-        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        let first = (&self.parts()[..], self.gate.is_some());
-        let bytes = few::pair_bytes(&info.info, first, &following.parts());
-        Ok(bytes.filter(|_| following.gate.is_none()).unwrap_or(0))
-    }
-
-    /// y = following(self(x)) (+ residual) of float16 in three launches, for 3 to 8 rows; `scratch` uint8.
-    #[pyo3(signature = (following, x, y, scratch, stream, programmatic, residual=None, norm=None))]
-    fn run_few_pair(
+    /// A product of `rows` rows of float16 whose input, results or both go from launch to launch prepared: `x` None where it stands in
+    /// `scratch`, `y` None where only `following` = (product, its scratch, whether it norms them) wants the results. `norm` is as in
+    /// `run_few` with an x; without one weight and offset added up, [units * 256], in the order of the layout.
+    #[pyo3(signature = (x, y, rows, scratch, stream, programmatic, residual=None, norm=None, following=None, tuning=None))]
+    fn run_few_in_a_row(
         &self,
         py: Python<'_>,
-        following: &Self,
-        x: Tensor,
-        y: Tensor,
+        x: Option<Tensor>,
+        y: Option<Tensor>,
+        rows: usize,
         scratch: Tensor,
         stream: usize,
         programmatic: bool,
         residual: Option<Tensor>,
         norm: Option<NormArgument>,
+        following: Option<(PyRef<'_, Self>, Tensor, bool)>,
+        tuning: Option<(i32, i32, i32)>,
     ) -> PyResult<()> {
-        let m = x.numel() / self.in_features;
-        expect(
-            x.numel() == m * self.in_features && y.numel() == m * following.out_features,
-            "x or y has the wrong size",
-        )?;
-        expect(x.ptr.is_multiple_of(16), "x must be aligned to 16 bytes")?;
-        expect(
-            x.dtype == DType::F16 && y.dtype == DType::F16 && scratch.dtype == DType::U8,
-            "x and y must be float16 and scratch uint8",
-        )?;
-        let mut all = vec![("x", &x), ("y", &y), ("scratch", &scratch)];
-        if let Some(residual) = &residual {
+        let mut all = vec![("scratch", &scratch)];
+        let (wide, narrow) = (rows * self.out_features, rows * self.in_features);
+        for (name, tensor, size) in [
+            ("x", &x, narrow),
+            ("y", &y, wide),
+            ("residual", &residual, wide),
+        ] {
+            let Some(tensor) = tensor else { continue };
+            let alone = name == "y" && residual.is_none() && following.is_none();
+            let fits = tensor.dtype == DType::F16 || (alone && tensor.dtype == DType::F32);
             expect(
-                residual.dtype == y.dtype && residual.numel() == y.numel(),
-                "residual must be like y",
+                fits && tensor.numel() == size,
+                "x, y and residual must be float16 of the right size",
             )?;
-            all.push(("residual", residual));
+            all.push((name, tensor));
         }
+        expect(
+            x.as_ref().is_none_or(|x| x.ptr.is_multiple_of(16)),
+            "x must be aligned to 16 bytes",
+        )?;
+        expect(
+            (y.is_some() || following.is_some()) && (residual.is_none() || self.gate.is_none()),
+            "results must go somewhere, and a gated product takes no residual",
+        )?;
+        expect(scratch.dtype == DType::U8, "scratch must be uint8")?;
+        let parts = self.parts();
         if let Some(norm) = &norm {
-            self.check_norm(norm)?;
+            if x.is_some() {
+                self.check_norm(norm)?;
+            } else {
+                let padded = parts[0].rows().next_multiple_of(256);
+                let fits = norm.0.dtype == DType::F32
+                    && norm.0.numel() == padded
+                    && norm.0.ptr.is_multiple_of(16);
+                expect(
+                    fits,
+                    "norm weight must be float32, as many as the layout has rows",
+                )?;
+            }
             all.push(("norm", &norm.0));
         }
+        if let Some((_, tensor, _)) = &following {
+            expect(tensor.dtype == DType::U8, "scratch must be uint8")?;
+            all.push(("following", tensor));
+        }
         let to = target(&all, stream, programmatic)?;
-        expect(
-            to.device == self.device && to.device == following.device,
-            "operands on another GPU",
-        )?;
-        let first = ring::Product {
-            x: x.ptr,
+        expect(to.device == self.device, "operands on another GPU")?;
+        let input = match (&x, &norm) {
+            (Some(_), _) => few::Input::Rows,
+            (None, None) => few::Input::Prepared,
+            (None, Some((weight, eps, _))) => few::Input::Unnormed {
+                weight: weight.ptr,
+                eps: *eps,
+            },
+        };
+        let address = |tensor: &Option<Tensor>| tensor.as_ref().map_or(0, |t| t.ptr);
+        let op = ring::Product {
+            x: address(&x),
             x_type: Half::F16,
-            y: 0,
-            y_type: Half::F16,
-            m,
-            residual: 0,
+            y: address(&y),
+            y_type: y.as_ref().map_or(Ok(Half::F16), |y| kind(y, "y"))?,
+            m: rows,
+            residual: address(&residual),
             gate: self.gate,
-            norm: norm.as_ref().map(norm_of),
+            norm: norm.as_ref().filter(|_| x.is_some()).map(norm_of),
         };
-        let second = ring::Product {
-            x: 0,
-            y: y.ptr,
-            residual: residual.as_ref().map_or(0, |r| r.ptr),
-            gate: None,
-            norm: None,
-            ..first
-        };
-        let (one, two) = (self.parts(), following.parts());
+        let next_parts = following.as_ref().map(|(next, _, _)| next.parts());
+        let next = following.as_ref().zip(next_parts.as_ref()).map(
+            |((product, tensor, unnormed), matrices)| few::Next {
+                matrices,
+                gated: product.gate.is_some(),
+                scratch: (tensor.ptr, tensor.numel()),
+                unnormed: *unnormed,
+            },
+        );
         let room = (scratch.ptr, scratch.numel());
         // SAFETY: as in `CudaMatrix::matmul`.
-        py.detach(|| unsafe { few::launch_pair(to, (&one, &first), (&two, &second), room) })
+        unsafe { few::launch(to, &parts, &op, input, room, next, few_tuning(tuning)) }
             .map_err(|error| device_error(py, &error))
     }
 }

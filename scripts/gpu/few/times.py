@@ -134,19 +134,59 @@ def times(m: int, layers: list[Layer]) -> None:
         else:
             each(f"few {name} {tuning}", lambda layer: few(layer.down, wide, out[4096], x, None, tuning))
 
-    for name in ("qkv", "o", "gate"):
-        for tuning in ((1, 0, 0), (1, 4, 0), (1, 6, 0), (2, 0, 0)):
-            run(name, tuning)
-    for tuning in ((2, 0, 0), (2, 8, 3), (4, 0, 0)):
-        run("down", tuning)
+    for name in ("qkv", "o", "gate", "down"):
+        run(name, (0, 0, 0))
+
+    def room(ring: _native.CudaRing) -> torch.Tensor:
+        return torch.empty(ring.few_bytes(), dtype=torch.uint8, device="cuda")
 
     def whole(layer: Layer) -> None:
         few(layer.qkv, x, out[6144], None, norm)
         few(layer.o, x, out[4096], x, None)
-        scratch = torch.empty(layer.gate.few_pair_bytes(layer.down), dtype=torch.uint8, device="cuda")
-        layer.gate.run_few_pair(layer.down, x, out[4096], scratch, stream(), True, x, norm)
+        rooms = room(layer.gate), room(layer.down)
+        layer.gate.run_few_in_a_row(x, None, m, rooms[0], stream(), True, None, norm, (layer.down, rooms[1], False))
+        layer.down.run_few_in_a_row(None, out[4096], m, rooms[1], stream(), True, x)
 
-    each("the layer's products in a row", whole)
+    ordered = (torch.rand(4096, device="cuda") + 0.5, 1e-5, 0.0)
+    inputs = {ring: room(ring).zero_() for layer in layers for ring in (layer.qkv, layer.o, layer.gate, layer.down)}
+
+    def qkv(layer: Layer, tuning: Tuning | None = None) -> None:
+        layer.qkv.run_few_in_a_row(None, out[6144], m, inputs[layer.qkv], stream(), True, None, ordered, None, tuning)
+
+    def o(layer: Layer, tuning: Tuning | None = None) -> None:
+        layer.o.run_few_in_a_row(
+            None, x, m, inputs[layer.o], stream(), True, x, None, (layer.gate, inputs[layer.gate], True), tuning
+        )
+
+    def gate(layer: Layer, tuning: Tuning | None = None) -> None:
+        layer.gate.run_few_in_a_row(
+            None,
+            None,
+            m,
+            inputs[layer.gate],
+            stream(),
+            True,
+            None,
+            ordered,
+            (layer.down, inputs[layer.down], False),
+            tuning,
+        )
+
+    def down(layer: Layer, tuning: Tuning | None = None) -> None:
+        layer.down.run_few_in_a_row(
+            None, x, m, inputs[layer.down], stream(), True, x, None, (layer.qkv, inputs[layer.qkv], True), tuning
+        )
+
+    def in_a_row(layer: Layer) -> None:
+        for product in (qkv, o, gate, down):
+            product(layer)
+
+    each("a layer's products, each laid out", whole)
+    for made in (qkv, o, gate, down):
+        each(f"{made.__name__} prepared", made)
+    for tuning in ((2, 9, 0), (18, 0, 0), (18, 5, 0), (18, 5, 2)):
+        each(f"down prepared {tuning}", lambda layer, tuning=tuning: down(layer, tuning))
+    each("a layer's products in a row", in_a_row)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from .errors import DTypeError, ShapeError, UnsupportedError
 from .linear import QuantMatrix
 from .linear_cuda import MATRIX_ROWS, CudaQuantMatrix
 
-__all__ = ["FusedLinear", "Norm"]
+__all__ = ["RING_ROWS", "FusedLinear", "Norm", "Prepared"]
 
 Activation = Literal["silu", "gelu", "quickgelu"]
 
@@ -39,6 +39,15 @@ class Norm:
     """[K], on the matrices' GPU."""
     eps: float
     offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The input of a product of few rows as another has left it: in the product's own order, normed or yet to be."""
+
+    scratch: Tensor
+    """uint8, aligned to 128 bytes; the product's scratch memory, which begins with its input (`kernels/rows.cuh`)."""
+    rows: int
 
 
 class FusedLinear:
@@ -104,15 +113,21 @@ class FusedLinear:
         self._ring_rows: int = 0
         self._few_rows: int = 0
         self._few_bytes: int = 0
-        self._pair: tuple[FusedLinear, int] | None = None
+        self._takes_prepared: bool = False
         if self._ring is not None:
             self._ring_rows = self._ring.rows(norm is not None, dtype == torch.bfloat16)
             self._few_rows, self._few_bytes = self._ring.few_rows(), self._ring.few_bytes()
+            self._takes_prepared = dtype == torch.float16 and self._ring.few_takes_prepared(norm is not None)
         self._batch_rows: int = 0
         if self._ring is not None and self._ring.batch_fits() and (norm is None or self._ring.batch_norms()):
             self._batch_rows = MATRIX_ROWS
         self._even = all(matrix.out_features % 2 == 0 for matrix in matrices)
         self._norm_weight = None if norm is None else norm.weight.float().contiguous()
+        self._prepared_norm: Tensor | None = None
+        if self._takes_prepared and norm is not None:
+            assert isinstance(first, CudaQuantMatrix)
+            assert self._norm_weight is not None
+            self._prepared_norm = first.in_layout(self._norm_weight + norm.offset)
 
     @property
     def joined_rows(self) -> int:
@@ -123,6 +138,16 @@ class FusedLinear:
     def batch_rows(self) -> int:
         """Rows up to which a call can be the product of many rows behind a launch that lays out its input; 0: never."""
         return self._batch_rows
+
+    @property
+    def takes_prepared(self) -> bool:
+        """Whether a call of more than RING_ROWS and at most `joined_rows` rows can have its input from another product,
+        without a launch that norms it and lays it out: float16, all matrices in one order that does not pad K."""
+        return self._takes_prepared and self._few_rows > 0
+
+    def room(self) -> Tensor:
+        """Scratch memory for `Prepared`."""
+        return torch.empty(self._few_bytes, dtype=torch.uint8, device=self.device)
 
     def _one_launch(self) -> _native.CudaRing | None:
         """The ring kernel over all matrices, where they are quantized; matrices it cannot join report zero rows."""
@@ -193,33 +218,67 @@ class FusedLinear:
         """`following(self(x), out, residual)` without the result between, where that can be: the same bits."""
         m = x.shape[0]
         pair = (
-            self._ring is not None
-            and following._ring is not None
+            self.dtype == torch.float16
+            and following.takes_prepared
             and following.norm is None
-            and following.activation is None
-            and self.dtype == following.dtype == torch.float16
+            and self._goes_on_to(following)
             and RING_ROWS < m <= min(self._few_rows, following._few_rows)
             and x.data_ptr() % 16 == 0
         )
-        size = self._pair_bytes(following) if pair else 0
-        if size == 0:
+        if not pair:
             between = torch.empty((m, self.out_features), dtype=self.dtype, device=self.device)
             return following(self(x, between), out, residual)
         self._check_operand("x", x, (m, self.in_features))
         following._check_operand("out", out, (m, following.out_features))
         if residual is not None:
             following._check_operand("residual", residual, (m, following.out_features))
-        norm = None if self.norm is None else (self._norm_weight, self.norm.eps, self.norm.offset)
-        scratch = torch.empty(size, dtype=torch.uint8, device=x.device)
-        assert self._ring is not None
-        self._ring.run_few_pair(following._ring, x, out, scratch, stream_of(x), programmatic_launch(), residual, norm)
+        between_ = self.in_a_row(x, following=following)
+        assert between_ is not None
+        following.in_a_row(between_, out, residual)
         return out
 
-    def _pair_bytes(self, following: FusedLinear) -> int:
-        if self._pair is None or self._pair[0] is not following:
-            assert self._ring is not None
-            self._pair = (following, self._ring.few_pair_bytes(following._ring))
-        return self._pair[1]
+    def _goes_on_to(self, following: FusedLinear) -> bool:
+        whole = self.activation is not None or len(self.matrices) == 1
+        return whole and self._few_rows > 0 and self.out_features == following.in_features
+
+    def in_a_row(
+        self,
+        x: Tensor | Prepared,
+        out: Tensor | None = None,
+        residual: Tensor | None = None,
+        following: FusedLinear | None = None,
+    ) -> Prepared | None:
+        """`self(x, out, residual)` of more than RING_ROWS and at most `joined_rows` rows. Results also, or only, go on
+        to `following`: what is returned is the input of its `in_a_row`. The same bits.
+
+        x and out [m, ..] float16 (out float32, too, where there is neither residual nor following), or what the product
+        before returned; the caller sees to it that sizes fit, and that a product `takes_prepared` what it gets so. A
+        norm of `following` is its own and applied there.
+        """
+        assert self._ring is not None
+        rows = x.rows if isinstance(x, Prepared) else x.shape[0]
+        scratch = x.scratch if isinstance(x, Prepared) else self.room()
+        norm = None
+        if self.norm is not None:
+            norm = (self._norm_weight, self.norm.eps, self.norm.offset)
+            if isinstance(x, Prepared):
+                norm = (self._prepared_norm, self.norm.eps, 0.0)
+        onward, to = None, None
+        if following is not None:
+            onward = Prepared(following.room(), rows)
+            to = (following._ring, onward.scratch, following.norm is not None)
+        self._ring.run_few_in_a_row(
+            None if isinstance(x, Prepared) else x,
+            out,
+            rows,
+            scratch,
+            stream_of(scratch),
+            programmatic_launch(),
+            residual,
+            norm,
+            to,
+        )
+        return onward
 
     def _check(self, x: Tensor, out: Tensor, residual: Tensor | None) -> int:
         m = x.shape[0] if x.dim() == 2 else -1

@@ -75,7 +75,7 @@ class _CudaMatrix(QuantMatrix):
 class CudaQuantMatrix(_CudaMatrix):
     """An EXL2 or GPTQ matrix on a GPU. Attributes as `QuantMatrix`; `compute` is kept for information only."""
 
-    __slots__ = ("_batch", "_bias", "_prescale", "_ring", "_ring_rows")
+    __slots__ = ("_batch", "_bias", "_features", "_prescale", "_ring", "_ring_rows")
 
     def __init__(
         self,
@@ -92,6 +92,7 @@ class CudaQuantMatrix(_CudaMatrix):
         parts = [layout.image, layout.units, layout.maxima, layout.features, layout.row_of_feature]
         moved = [part.to(device) for part in parts]
         self._bias = None if bias is None else bias.to(device)
+        self._features = moved[3]
         self._native = _native.CudaMatrix(layout, *moved, self._bias, prescale)
         self._prescale = prescale
         self._ring = _native.CudaRing([self._native])
@@ -155,6 +156,12 @@ class CudaQuantMatrix(_CudaMatrix):
             self._batched(x, out, rows, stream)
         else:
             self._direct(x, out, rows, stream)
+
+    def in_layout(self, values: Tensor) -> Tensor:
+        """values [K] in the order of the layout's rows, zero where one pads, as many as whole units of 256 have."""
+        features = self._features.long()
+        ordered = torch.where(features >= 0, values[features.clamp(min=0)], torch.zeros((), device=values.device))
+        return torch.nn.functional.pad(ordered, (0, -len(ordered) % 256)).contiguous()
 
     def _batched(self, x: Tensor, out: Tensor, rows: int, stream: int) -> None:
         """The product on the tensor cores of whole warpgroups (compute capability 9.0)."""

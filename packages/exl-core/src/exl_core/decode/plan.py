@@ -26,7 +26,7 @@ from exl_kernels.attention import paged_attention
 from exl_kernels.attention_cuda import ProductInput, attend_own
 from exl_kernels.device import row_invariant
 from exl_kernels.fused import add_rms_norm, embed, rope_store
-from exl_kernels.fused_linear import Activation, FusedLinear
+from exl_kernels.fused_linear import RING_ROWS, Activation, FusedLinear, Prepared
 from exl_kernels.fused_linear import Norm as InputNorm
 from exl_kernels.kv import store_kv
 from exl_kernels.linear_cuda import INVARIANT_ROWS, CudaQuantMatrix
@@ -47,6 +47,9 @@ _ATTENTION |= {"num_key_value_heads", "scale", "window", "softcap", "interleaved
 _MLP = {"key", "layer_idx", "norm", "gate_proj", "up_proj", "down_proj", "activation", "block"}
 _NORM = {"key", "shapes", "eps", "weight", "offset"}
 _EMBEDDING = {"key", "vocab_size", "hidden_size", "scale", "weight"}
+
+PREPARED_COLUMNS = 8
+"""Columns of the order in which products of few rows take a prepared input."""
 
 FEW = 8
 """Rows of the kernels for few rows."""
@@ -97,6 +100,33 @@ class _Layer:
             _attend_one(a, q, k, v, step, given)
             self.o.from_input(given, x, residual=x)
         self.gate_up.then(self.down, x, x, residual=x)
+
+    def in_a_row(self, rows: int) -> bool:
+        """Whether the products of `rows` rows can have their inputs from one another."""
+        joined = (self.qkv, self.gate_up, self.down)
+        return self.join(rows) and RING_ROWS < rows <= FEW and all(product.takes_prepared for product in joined)
+
+    def run_in_a_row(
+        self, x: Tensor, prepared: Prepared | None, following: FusedLinear | None, step: Step
+    ) -> Prepared | None:
+        """x [T, hidden] half, changed in place; what the product before has prepared of it; what of x is to be prepared
+        for the product that comes next."""
+        a, rows = self.attention, x.shape[0]
+        qkv = x.new_empty(rows, self.qkv.out_features)
+        self.qkv.in_a_row(x if prepared is None else prepared, qkv)
+        attended: Tensor | Prepared
+        if step.q_len == 1 and self.o.takes_prepared:
+            attended = Prepared(self.o.room(), rows)
+            _attend_one(
+                a, *self._split(qkv), step, into=ProductInput(_cuda(a.o_proj), PREPARED_COLUMNS, attended.scratch)
+            )
+        else:
+            attended = _attend(a, *self._split(qkv), step).view(rows, -1)
+        normed = self.o.in_a_row(attended, x, x, self.gate_up)
+        assert normed is not None
+        gated = self.gate_up.in_a_row(normed, following=self.down)
+        assert gated is not None
+        return self.down.in_a_row(gated, x, x, following)
 
     def run(self, x: Tensor, h: Tensor, following: RMSNorm, step: Step) -> None:
         """h = norm(x) on the way in, `following`(x) on the way out; both changed in place."""
@@ -155,15 +185,23 @@ class DecodePlan:
         self._layers = [_Layer(attention, mlp) for attention, mlp in layers]
         self._norm = norm
         self._head = head
+        whole = head.linear.quant.out_features == head.linear.out_features
+        self._joined_head = _joined(head.linear, norm=norm) if whole else None
 
     def run(self, ids: Tensor, step: Step, logits: Tensor) -> None:
         """ids int64 [T] on the device; writes logits float32 [T, padded vocabulary]."""
-        self._head.forward(self.hidden(ids, step), step, out=logits)
+        x, joined = self._begin(ids)
+        if joined and all(layer.in_a_row(x.shape[0]) for layer in self._layers):
+            self._run_in_a_row(x, step, logits)
+        else:
+            self._head.forward(self._hidden(x, joined, step), step, out=logits)
 
     def hidden(self, ids: Tensor, step: Step, last_of: int = 0) -> Tensor:
         """ids int64 [T] on the device; what the head takes, [T, hidden], or with `last_of` that of the last token of
         each of so many rows of equal length."""
-        x, joined = self._begin(ids)
+        return self._hidden(*self._begin(ids), step, last_of)
+
+    def _hidden(self, x: Tensor, joined: bool, step: Step, last_of: int = 0) -> Tensor:
         if joined:
             for layer in self._layers:
                 layer.run_joined(x, step)
@@ -198,6 +236,23 @@ class DecodePlan:
         assert self._embedding.weight is not None
         x = embed(self._embedding.weight, ids, factor=self._embedding.scale)
         return x, x.shape[0] <= joined_rows() and all(layer.join(x.shape[0]) for layer in self._layers)
+
+    def _run_in_a_row(self, x: Tensor, step: Step, logits: Tensor) -> None:
+        head = self._normed_head(step, logits)
+        prepared: Prepared | None = None
+        for layer, following in zip(self._layers, [*(layer.qkv for layer in self._layers[1:]), head], strict=True):
+            prepared = layer.run_in_a_row(x, prepared, following, step)
+        if head is None or prepared is None:
+            self._head.forward(rms_norm(x, _weight(self._norm), self._norm.eps), step, out=logits)
+        else:
+            head.in_a_row(prepared, logits)
+            self._head.finish(logits)
+
+    def _normed_head(self, step: Step, logits: Tensor) -> FusedLinear | None:
+        """The last norm and the head as one product, where it is that of few rows."""
+        head = self._joined_head
+        fits = head is not None and head.takes_prepared and head.out_features == logits.shape[-1]
+        return head if fits and not step.loras else None
 
 
 def _in_blocks(product: FusedLinear, h: Tensor) -> Tensor | None:
@@ -272,6 +327,12 @@ def _attend_stored(a: Attention, q: Tensor, step: Step, rows: Tensor, positions:
         softcap=a.softcap,
         max_keys=step.max_keys,
     )
+
+
+def _cuda(linear: Linear) -> CudaQuantMatrix:
+    matrix = linear.quant
+    assert isinstance(matrix, CudaQuantMatrix)
+    return matrix
 
 
 def _rms(norm: Norm | None) -> RMSNorm:

@@ -51,6 +51,10 @@ class Head(Module):
         if logits is None:
             logits = torch.empty((x.shape[0], self.padded_vocab_size), dtype=torch.float32, device=x.device)
         self.linear.forward_into(x, logits, () if step is None else step.loras)
+        return self.finish(logits)
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """What follows the product, in place."""
         if self.softcap:
             activation(logits.div_(self.softcap), "tanh", out=logits).mul_(self.softcap)
         logits[:, self.linear.out_features :] = PADDING_LOGIT

@@ -1,27 +1,22 @@
-//! Products of 3 to 8 rows in two launches: activations into layout order once, then weights at the pace of one row.
+//! What a launch of the kernel of 3 to 8 rows is made of: how K is cut, who has which tiles, what stands where in shared memory.
 
-use super::Target;
-use super::linear::{Half, Matrix, MatrixArgument};
-use super::ring::{MATRICES, Product};
-use crate::device::{Device, DeviceInfo};
-use crate::kernel_arguments;
-use crate::launch::{CudaError, Launch};
+use super::super::linear::{Matrix, MatrixArgument};
+use super::super::ring::MATRICES;
+use super::MOST_ROWS;
+use crate::device::DeviceInfo;
 
-/// Most rows of the kernel.
-pub const MOST_ROWS: usize = 8;
 /// Warps that multiply, one that streams weights, and those that finish tiles.
-const THREADS: u32 = (16 + 1 + FINISHERS as u32) * 32;
+pub(super) const THREADS: u32 = (16 + 1 + FINISHERS as u32) * 32;
 /// Warps that finish tiles, each with result buffers of its own.
 const FINISHERS: usize = 2;
-const ROWS_THREADS: u32 = 128;
 /// Classes of units; `sum_classes` in `kernels/tile.cuh`. Each has a warp.
 const CLASSES: usize = 16;
 /// By how much a warp's class moves on from one round to the next.
 const NEXT: usize = 5;
+/// Sums of squares of eight features of eight rows each, of a unit.
+pub(super) const SQUARES_BYTES: usize = 32 * 8 * 4;
 /// Prepared activations of a unit and eight rows.
 const X_BYTES: usize = 4096;
-/// Results that are the prepared input of another launch; the number follows those of [`Half`].
-const PREPARED: i32 = 3;
 /// A partial sum of a tile: 16 features of eight rows.
 const PART_BYTES: usize = 512;
 /// Bytes in flight per multiprocessor beyond which everything else waits behind weights (spec/kernels-measured.md 6.1).
@@ -30,75 +25,84 @@ const BYTES_IN_FLIGHT: usize = 33 * 1024;
 /// kernels in between, which then start early.
 const RING_BYTES: usize = 88 * 1024;
 const LEAST_RING: usize = 60 * 1024;
+/// The kernel's static arrays.
+const STATIC_BYTES: usize = 512;
+/// A norm's weights of a unit, which stand in the place of results until there are some.
+const NORM_BYTES: usize = 1024;
 /// More than half of a multiprocessor's shared memory, so that one block is placed on each (spec/kernels-measured.md 6.2).
 const LEAST_SHARED: usize = 116 * 1024;
 
 /// `struct FewPart` of `kernels/few.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct Part {
-    matrix: MatrixArgument,
-    pieces_at: u32,
-    units_at: u32,
-    maxima_at: u32,
-    x_at: u32,
-    copy: i32,
-    y_offset: i32,
+pub(super) struct Part {
+    pub(super) matrix: MatrixArgument,
+    pub(super) pieces_at: u32,
+    pub(super) units_at: u32,
+    pub(super) maxima_at: u32,
+    pub(super) x_at: u32,
+    pub(super) copy: i32,
+    pub(super) y_offset: i32,
 }
 
 /// `struct FewTask` of `kernels/few.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct Task {
-    barriers_at: u32,
-    stage_stride: u32,
-    slots: i32,
-    window: i32,
-    count: i32,
-    cut: i32,
-    units: i32,
-    stages: i32,
-    stage_log: i32,
-    rounds: i32,
-    longer: i32,
-    tiles: i32,
-    gate: i32,
-    results_at: u32,
-    places_at: u32,
-    mail_at: u32,
-    buffers: i32,
-    mails: i32,
-    m: i32,
-    y_kind: i32,
-    y_stride: i32,
-    scaled: i32,
-    copies: i32,
-    copy_bytes: usize,
-    x: usize,
-    multipliers: usize,
-    y: usize,
-    residual: usize,
-    row_of_feature: usize,
-    parts: [Part; MATRICES],
+pub(super) struct Task {
+    pub(super) barriers_at: u32,
+    pub(super) stage_stride: u32,
+    pub(super) slots: i32,
+    pub(super) window: i32,
+    pub(super) count: i32,
+    pub(super) cut: i32,
+    pub(super) units: i32,
+    pub(super) stages: i32,
+    pub(super) stage_log: i32,
+    pub(super) rounds: i32,
+    pub(super) longer: i32,
+    pub(super) tiles: i32,
+    pub(super) gate: i32,
+    pub(super) results_at: u32,
+    pub(super) places_at: u32,
+    pub(super) mail_at: u32,
+    pub(super) mails: i32,
+    pub(super) m: i32,
+    pub(super) y_kind: i32,
+    pub(super) y_stride: i32,
+    pub(super) scaled: i32,
+    pub(super) copies: i32,
+    pub(super) copy_bytes: usize,
+    pub(super) x: usize,
+    pub(super) multipliers: usize,
+    pub(super) norm: usize,
+    pub(super) squares: usize,
+    pub(super) eps: f32,
+    pub(super) k: i32,
+    pub(super) y: usize,
+    pub(super) residual: usize,
+    pub(super) next: usize,
+    pub(super) next_rows: usize,
+    pub(super) next_squares: usize,
+    pub(super) parts: [Part; MATRICES],
 }
 
 /// `struct RowsTask` of `kernels/rows.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct Preparation {
-    x: usize,
-    weight: usize,
-    out: usize,
-    multipliers: usize,
-    copy_bytes: usize,
-    features: [usize; MATRICES],
-    layout_rows: [i32; MATRICES],
-    copies: i32,
-    units: i32,
-    k: i32,
-    m: i32,
-    eps: f32,
-    offset: f32,
+pub(super) struct Preparation {
+    pub(super) x: usize,
+    pub(super) weight: usize,
+    pub(super) out: usize,
+    pub(super) multipliers: usize,
+    pub(super) copy_bytes: usize,
+    pub(super) features: [usize; MATRICES],
+    pub(super) layout_rows: [i32; MATRICES],
+    pub(super) copies: i32,
+    pub(super) units: i32,
+    pub(super) k: i32,
+    pub(super) m: i32,
+    pub(super) eps: f32,
+    pub(super) offset: f32,
 }
 
 /// Parts of K (1, 2 or 4), slots and window of the ring, for benchmarks that try others than the planned ones; zero leaves one as
@@ -111,11 +115,11 @@ pub struct Tuning {
 }
 
 /// A planned launch, its addresses missing.
-struct Plan {
-    task: Task,
-    rows: Preparation,
-    shared: usize,
-    groups: usize,
+pub(super) struct Plan {
+    pub(super) task: Task,
+    pub(super) rows: Preparation,
+    pub(super) shared: usize,
+    pub(super) groups: usize,
 }
 
 /// How K is cut and staged: parts, units of a tile in a stage as a power of two.
@@ -231,21 +235,24 @@ fn fits(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> bool {
 }
 
 /// Plans both launches for `m` rows; None where the kernels cannot take them: other hardware, matrices of different kinds, no room.
-fn plan(
+pub(super) fn plan(
     device: &DeviceInfo,
     matrices: &[&Matrix],
     m: usize,
     gated: bool,
+    unnormed: bool,
     tuning: Tuning,
 ) -> Option<Plan> {
     if !(1..=MOST_ROWS).contains(&m) || !fits(device, matrices, gated) {
         return None;
     }
-    let shapes = [(1, 3), (2, 1), (4, 1)].map(|(cut, stage_log)| Shape { cut, stage_log });
+    let wide = tuning.cut >= 16;
+    let shapes = [(1, 3), (2, if wide { 2 } else { 1 }), (4, 1)]
+        .map(|(cut, stage_log)| Shape { cut, stage_log });
     let plans = shapes
         .into_iter()
-        .filter(|shape| tuning.cut == 0 || shape.cut == tuning.cut as usize)
-        .filter_map(|shape| plan_cut(device, matrices, m, gated, shape, tuning));
+        .filter(|shape| tuning.cut == 0 || shape.cut == (tuning.cut % 16) as usize)
+        .filter_map(|shape| plan_cut(device, matrices, m, gated, unnormed, shape, tuning));
     let mut best: Option<Plan> = None;
     for plan in plans {
         let ring = |plan: &Plan| plan.task.slots as usize * plan.task.stage_stride as usize;
@@ -264,10 +271,11 @@ fn plan_cut(
     matrices: &[&Matrix],
     m: usize,
     gated: bool,
+    unnormed: bool,
     shape: Shape,
     tuning: Tuning,
 ) -> Option<Plan> {
-    let space = device.shared_bytes_per_block as usize;
+    let space = (device.shared_bytes_per_block as usize).checked_sub(STATIC_BYTES)?;
     let cut = shape.cut;
     let count = |a: &Matrix| a.unit_offsets.len() - 1;
     let units = matrices.iter().map(|a| count(a)).max()?;
@@ -294,7 +302,6 @@ fn plan_cut(
         0
     };
     let copies = copies(matrices);
-    let buffers = FINISHERS * if turns { 2 } else { 1 };
     let mut arena = Arena(0);
     let copy_count = copies.iter().max()? + 1;
     let own = stages << shape.stage_log;
@@ -316,8 +323,11 @@ fn plan_cut(
         column += matrix.argument.out_features;
         part
     });
-    let results_at = arena.take(buffers * CLASSES * PART_BYTES);
-    let mail_at = arena.take(mails * tiles_each * 4 * PART_BYTES);
+    let norm = if unnormed { own * NORM_BYTES } else { 0 };
+    let results_at = arena.take(norm.max(FINISHERS * CLASSES * PART_BYTES));
+    // Gates of a block's tiles stand there, too.
+    let mail_at =
+        arena.take((mails * tiles_each * 4).max(if turns { rounds / 2 } else { 0 }) * PART_BYTES);
     let places_at = arena.take(16 * MATRICES);
     let wanted = match tuning.slots {
         0 => RING_BYTES / stride.max(1),
@@ -328,7 +338,7 @@ fn plan_cut(
     let rest = arena.0;
     let total = |slots: usize| {
         let ring = slots * stride;
-        ring + (rest.next_multiple_of(128)) + (2 * slots + 2 * buffers + 1 + mails) * 8
+        ring + (rest.next_multiple_of(128)) + (2 * slots + 2 * FINISHERS + stages + mails) * 8
     };
     let slots = (spare + 1..=wanted)
         .rev()
@@ -360,7 +370,6 @@ fn plan_cut(
         results_at: behind + results_at,
         places_at: behind + places_at,
         mail_at: behind + mail_at,
-        buffers: buffers as i32,
         mails: mails as i32,
         m: m as i32,
         y_kind: 0,
@@ -370,9 +379,15 @@ fn plan_cut(
         copy_bytes: units * X_BYTES,
         x: 0,
         multipliers: 0,
+        norm: 0,
+        squares: 0,
+        eps: 0.0,
+        k: matrices[0].argument.in_features,
         y: 0,
         residual: 0,
-        row_of_feature: 0,
+        next: 0,
+        next_rows: 0,
+        next_squares: 0,
         parts,
     };
     for part in &mut task.parts {
@@ -411,207 +426,9 @@ fn plan_cut(
     })
 }
 
-/// How many activation rows a product of these matrices takes on this GPU; 0 when it cannot run there.
-pub fn rows(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> usize {
-    match plan(device, matrices, MOST_ROWS, gated, Tuning::default()) {
-        Some(_) => MOST_ROWS,
-        None => 0,
-    }
-}
-
-/// Bytes of scratch memory that [`launch`] needs, whatever the number of rows.
-pub fn scratch_bytes(
-    device: &DeviceInfo,
-    matrices: &[&Matrix],
-    gated: bool,
-    tuning: Tuning,
-) -> usize {
-    plan(device, matrices, MOST_ROWS, gated, tuning).map_or(0, |plan| plan.scratch_bytes())
-}
-
-/// Bytes of scratch memory that [`launch_pair`] needs; None where the second product cannot take over the first's results.
-pub fn pair_bytes(
-    device: &DeviceInfo,
-    first: (&[&Matrix], bool),
-    second: &[&Matrix],
-) -> Option<usize> {
-    let one = plan(device, first.0, MOST_ROWS, first.1, Tuning::default())?;
-    let two = plan(device, second, MOST_ROWS, false, Tuning::default())?;
-    // The first writes every row of the second's layout, and nothing between them.
-    let whole = second.len() == 1 && second[0].rows() == second[0].in_features();
-    let fits = one.task.y_stride == two.rows.k && (first.1 || first.0.len() == 1);
-    (whole && fits && second[0].rows() < 1 << 16).then(|| one.scratch_bytes() + two.scratch_bytes())
-}
-
-fn planned(
-    device: &DeviceInfo,
-    matrices: &[&Matrix],
-    op: &Product,
-    tuning: Tuning,
-) -> Result<Plan, CudaError> {
-    plan(device, matrices, op.m, op.gate.is_some(), tuning).ok_or_else(|| CudaError::Argument {
-        what: format!("{} rows for the kernel of few rows", op.m),
-        limit: format!("1 to {MOST_ROWS}, of matrices that can share a launch"),
-    })
-}
-
-fn check_scratch((at, room): (usize, usize), needed: usize) -> Result<(), CudaError> {
-    if room >= needed && at.is_multiple_of(128) {
-        return Ok(());
-    }
-    Err(CudaError::Argument {
-        what: format!("{room} bytes of scratch memory at {at:#x}"),
-        limit: format!("at least {needed}, aligned to 128"),
-    })
-}
-
-impl Plan {
-    /// Prepared activations, and behind them the rows' multipliers.
-    fn scratch_bytes(&self) -> usize {
-        self.prepared_bytes() + 128
-    }
-
-    fn prepared_bytes(&self) -> usize {
-        self.task.copies as usize * self.task.copy_bytes
-    }
-
-    /// The addresses of a call.
-    fn bind(&mut self, op: &Product, scratch: usize) {
-        let prepared = self.prepared_bytes();
-        let (rows, task) = (&mut self.rows, &mut self.task);
-        rows.x = op.x;
-        rows.out = scratch;
-        rows.multipliers = scratch + prepared;
-        if let Some(norm) = op.norm {
-            rows.weight = norm.weight;
-            (rows.eps, rows.offset) = (norm.eps, norm.offset);
-        }
-        task.x = scratch;
-        task.multipliers = rows.multipliers;
-        (task.y, task.y_kind) = (op.y, op.y_type as i32);
-        task.residual = op.residual;
-        task.gate = op.gate.unwrap_or(-1);
-        task.scaled = i32::from(op.x_type == Half::BF16);
-    }
-
-    /// # Safety
-    /// As [`launch`].
-    unsafe fn prepare(&self, to: Target, device: &Device, x_type: Half) -> Result<(), CudaError> {
-        let kernel = match x_type {
-            Half::F16 => "prepare_rows_f16",
-            Half::BF16 => "prepare_rows_bf16",
-            Half::F32 => {
-                return Err(CudaError::Argument {
-                    what: "activations in FP32".to_owned(),
-                    limit: "F16 or BF16".to_owned(),
-                });
-            }
-        };
-        let launch = Launch {
-            kernel,
-            grid: [
-                MOST_ROWS as u32,
-                (self.task.units as u32 * 32).div_ceil(ROWS_THREADS),
-                1,
-            ],
-            block: ROWS_THREADS,
-            shared_bytes: 2 * self.rows.k as u32,
-            stream: to.stream,
-            programmatic: to.programmatic,
-        };
-        let rows = self.rows;
-        let mut arguments = kernel_arguments![rows];
-        // SAFETY: the struct is the kernel's; validity is the caller's promise.
-        unsafe { launch.run(device, &mut arguments) }
-    }
-
-    /// # Safety
-    /// As [`launch`].
-    unsafe fn multiply(
-        &self,
-        to: Target,
-        device: &Device,
-        matrix: &Matrix,
-    ) -> Result<(), CudaError> {
-        let kernel = format!("few_{}_{}", matrix.kind, matrix.entry_rows);
-        let launch = Launch {
-            kernel: &kernel,
-            grid: [self.groups as u32, 1, self.task.cut as u32],
-            block: THREADS,
-            shared_bytes: self.shared as u32,
-            stream: to.stream,
-            programmatic: to.programmatic,
-        };
-        let task = self.task;
-        let cluster = if task.cut > 1 { task.cut as u32 } else { 0 };
-        let mut arguments = kernel_arguments![task];
-        // SAFETY: the struct is the kernel's; validity is the caller's promise.
-        unsafe { launch.run_in_clusters(device, cluster, &mut arguments) }
-    }
-}
-
-/// The product in two launches, for up to [`rows`] rows. Results stand beside each other in the order of `matrices`. Same bits as
-/// `ops::ring`.
-///
-/// # Safety
-/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch; scratch is an address,
-/// aligned to 128, and bytes, at least [`scratch_bytes`]; it is used by no other launch meanwhile.
-pub unsafe fn launch(
-    to: Target,
-    matrices: &[&Matrix],
-    op: &Product,
-    scratch: (usize, usize),
-    tuning: Tuning,
-) -> Result<(), CudaError> {
-    let device = Device::get(to.device)?;
-    let mut plan = planned(&device.info, matrices, op, tuning)?;
-    check_scratch(scratch, plan.scratch_bytes())?;
-    plan.bind(op, scratch.0);
-    // SAFETY: this function's contract.
-    unsafe {
-        plan.prepare(to, device, op.x_type)?;
-        plan.multiply(to, device, matrices[0])
-    }
-}
-
-/// Two products in three launches: the second's input are the first's results, of F16, whose `y` is not used.
-///
-/// # Safety
-/// As [`launch`], with [`pair_bytes`] of scratch memory.
-pub unsafe fn launch_pair(
-    to: Target,
-    first: (&[&Matrix], &Product),
-    second: (&[&Matrix], &Product),
-    scratch: (usize, usize),
-) -> Result<(), CudaError> {
-    let device = Device::get(to.device)?;
-    let gated = first.1.gate.is_some();
-    let needed = pair_bytes(&device.info, (first.0, gated), second.0);
-    let halves = first.1.x_type == Half::F16 && first.1.y_type == Half::F16;
-    let (Some(needed), true) = (needed, halves) else {
-        return Err(CudaError::Argument {
-            what: "two products in a row".to_owned(),
-            limit: "F16 between them, as many results as inputs, no padding".to_owned(),
-        });
-    };
-    check_scratch(scratch, needed)?;
-    let mut one = planned(&device.info, first.0, first.1, Tuning::default())?;
-    let mut two = planned(&device.info, second.0, second.1, Tuning::default())?;
-    one.bind(first.1, scratch.0);
-    two.bind(second.1, scratch.0 + one.scratch_bytes());
-    one.task.y = two.task.x;
-    one.task.y_kind = PREPARED;
-    one.task.row_of_feature = second.0[0].argument.row_of_feature;
-    // SAFETY: this function's contract.
-    unsafe {
-        one.prepare(to, device, first.1.x_type)?;
-        one.multiply(to, device, first.0[0])?;
-        two.multiply(to, device, second.0[0])
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::rows;
     use super::*;
     use crate::ops::linear::tests::{hopper, matrix};
 
@@ -679,12 +496,12 @@ mod tests {
                 (vec![&made, &made, &made], false),
                 (vec![&made, &made], true),
             ] {
-                for cut in [0, 1, 2, 4] {
+                for (cut, unnormed) in [(0, false), (1, false), (2, false), (4, false), (0, true)] {
                     let tuning = Tuning {
                         cut,
                         ..Tuning::default()
                     };
-                    let Some(plan) = plan(&hopper(), &together, 8, gated, tuning) else {
+                    let Some(plan) = plan(&hopper(), &together, 8, gated, unnormed, tuning) else {
                         continue;
                     };
                     let task = plan.task;
@@ -703,7 +520,14 @@ mod tests {
             }
         }
         assert_eq!(rows(&hopper(), &[&matrix(16, 2064)], false), 8);
-        let down = plan(&hopper(), &[&matrix(56, 2064)], 8, false, Tuning::default());
+        let down = plan(
+            &hopper(),
+            &[&matrix(56, 2064)],
+            8,
+            false,
+            false,
+            Tuning::default(),
+        );
         assert_eq!(down.map(|p| (p.task.cut, p.task.window)), Some((2, 4)));
         let ampere = DeviceInfo {
             compute_capability: (8, 6),
@@ -716,7 +540,7 @@ mod tests {
     #[test]
     fn structs_have_the_sizes_the_kernels_expect() {
         assert_eq!(std::mem::size_of::<Part>(), 72 + 6 * 4);
-        assert_eq!(std::mem::size_of::<Task>(), 23 * 4 + 4 + 6 * 8 + 3 * 96);
+        assert_eq!(std::mem::size_of::<Task>(), 22 * 4 + 11 * 8 + 3 * 96);
         assert_eq!(
             std::mem::size_of::<Preparation>(),
             8 * 8 + 3 * 4 + 6 * 4 + 4
