@@ -21,6 +21,7 @@ from exl_core import (
     errors,
 )
 from exl_kernels.device import set_row_invariant
+from exl_kernels.linear_cuda import INVARIANT_ROWS
 from exl_kernels.safetensors_file import read_safetensors_header, read_tensor, write_safetensors
 
 peft = pytest.importorskip("peft")
@@ -219,7 +220,7 @@ def test_on_a_gpu_bits_of_float_replacements_depend_on_the_rows(
     add = [ExLlamaV2Lora.from_directory(model, save(tmp_path / "pair", pair, r=4, lora_alpha=4))]
     assert model.invariant_tokens(bring) is None
     monkeypatch.setattr(model, "device", torch.device("cuda", 0))
-    assert (model.invariant_tokens(), model.invariant_tokens(add), model.invariant_tokens(bring)) == (128, 128, 0)
+    assert (model.invariant_tokens(), model.invariant_tokens(add), model.invariant_tokens(bring)) == (INVARIANT_ROWS, INVARIANT_ROWS, 0)
     set_row_invariant(True)
     try:
         assert (model.invariant_tokens(), model.invariant_tokens(add), model.invariant_tokens(bring)) == (None, None, 0)

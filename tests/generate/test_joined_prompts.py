@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, Intervention
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.bundled import draft_model_dir
+from exl_generate.dynamic.pages import PageTable
 from exl_generate.testing import ScriptedLora, check_pages, drain, streamed_tokens
 from exl_generate.testing.small import VOCAB, ids, job, make, naive, speculate
 
@@ -127,6 +131,45 @@ def test_a_prompt_waits_for_what_another_computes() -> None:
     found = said(generator, [job(prompt, 3) for prompt in [*prompts, prompts[0]]])
     assert found == [naive(generator, ids(prompt)[0].tolist(), 3) for prompt in [*prompts, prompts[0]]]
     assert sum(passes(generator)) <= len("abcdefgh" * 4) + 2 * len("xyz") + len("hello you") + len("yes")
+
+
+@pytest.mark.covers("generators.md: 43")
+def test_many_prompts_with_one_beginning_look_for_it_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a beginning that is cached there is a page of every job before, and only the best of them is copied."""
+    looked: list[int] = []
+    partial = PageTable.partial
+
+    def counting(table: PageTable, parent: bytes, some: Any) -> Any:
+        looked.append(len(some))
+        return partial(table, parent, some)
+
+    monkeypatch.setattr(PageTable, "partial", counting)
+    generator = make(cache_tokens=4096, max_batch_size=64)
+    beginning = "abcdefgh" * 5 + "xyz"
+    generator.generate(beginning, 1)
+    letters = "abcdefgh"
+    prompts = [f"{beginning}{one}{two}{one}q" for one in letters for two in letters]
+    looked.clear()
+    generator.model.calls.clear()  # type: ignore[attr-defined]
+    found = said(generator, [job(prompt, 2) for prompt in prompts])
+    assert found == [naive(generator, ids(prompt)[0].tolist(), 2) for prompt in prompts]
+    assert len(looked) <= len(prompts)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.text("ab", min_size=1, max_size=16), max_size=12), st.text("ab", min_size=1, max_size=16))
+def test_the_page_found_begins_like_the_prompt_for_longest(heads: list[str], wanted: str) -> None:
+    table = PageTable(16, 16)
+    for head in heads:
+        table.fill(table.take(b"parent"), 0, np.array([ord(letter) for letter in head]))
+    common = [next((n for n in range(len(head)) if head[n] != wanted[n : n + 1]), len(head)) for head in heads]
+    found = table.partial(b"parent", np.array([ord(letter) for letter in wanted]))
+    if max(common, default=0) < 2:
+        assert found is None
+    else:
+        assert found is not None
+        assert found[1] == max(common)
+        assert found[0].index == common.index(max(common))
 
 
 @pytest.mark.covers("generators.md: 61")

@@ -188,16 +188,18 @@ class PageTable:
     def partial(self, parent: bytes, ids: Ids) -> tuple[Page, int] | None:
         """The page behind `parent` whose valid ids share the longest prefix with `ids`, and that length (at least
         2)."""
-        if len(ids) < 2:
-            return None
-        best: tuple[Page, int] | None = None
-        for page in self._children.get((parent, int(ids[0])), {}).values():
+        best, most = None, 1
+        for page in self._children.get((parent, int(ids[0])), {}).values() if len(ids) > 1 else ():
             length = min(page.valid, len(ids))
+            if length <= most or page.tokens[most] != ids[most]:
+                continue  # no better than what was found: of many pages with one head only a few are compared
             differ = np.flatnonzero(page.tokens[:length] != ids[:length])
             common = int(differ[0]) if len(differ) else length
-            if common >= 2 and (best is None or common > best[1]):
-                best = (page, common)
-        return best
+            if common > most:
+                best, most = page, common
+            if most == len(ids):
+                break
+        return None if best is None else (best, most)
 
     def _index(self, page: Page) -> None:
         if page.parent is not None:

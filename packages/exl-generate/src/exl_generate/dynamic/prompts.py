@@ -8,7 +8,7 @@ A prompt waits for the pass before it where that computes a prefix they have in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,8 @@ class _Round:
         self._owner = owner
         self._runner, self._drafter = owner._runner, owner._drafter
         self._waiting: dict[object, list[tuple[ExLlamaV2DynamicJob, Chunk]]] = {}
-        self._heads: dict[bytes, list[Chunk]] = {}
+        #: chunks that wait, and the pages they write, by how their prompts begin
+        self._heads: dict[bytes, dict[Chunk, set[int]]] = {}
         self._failed: dict[ExLlamaV2DynamicJob, Results] = {}
         #: jobs in order, and whether they have something to say
         self._moved: dict[ExLlamaV2DynamicJob, bool] = {}
@@ -84,9 +85,7 @@ class _Round:
         spent = 0
         try:
             for sequence in job.sequences:
-                if self._has_to_wait(sequence):
-                    self.compute()
-                sequence.skip_cached(partial(self._copy_page_head, job))
+                self._catch_up(job, sequence)
                 if sequence.prefilled or spent >= budget:
                     continue
                 chunk = Chunk(sequence, *sequence.next_chunk(budget - spent))
@@ -109,18 +108,28 @@ class _Round:
             said += self._failed.get(job, [job.progress()] if moved and not job.resumed else [])
         return said
 
-    def _has_to_wait(self, sequence: Sequence) -> bool:
-        """Whether a chunk that waits computes what the sequence would take over: enough of it, or a page that both
-        share. Either way the prompts begin alike."""
-        alike = self._heads.get(self._head(sequence), ())
-        if not alike:
+    def _catch_up(self, job: ExLlamaV2DynamicJob, sequence: Sequence) -> None:
+        """Take over what is there. Chunks that wait are computed before if one of them computes what the sequence would
+        take over: enough of it, or a page that both share. Either way the prompts begin alike."""
+        alike = self._heads.get(self._head(sequence), {})
+        head = None
+        if alike:
+            ours = sequence.pages_between(sequence.kv_position, sequence.prefill_end)
+            if any(not ours.isdisjoint(pages) for pages in alike.values()):
+                self.compute()
+            elif self._worth_waiting(alike, sequence, sequence.standing()):
+                head = sequence.head_elsewhere()
+                if self._worth_waiting(alike, sequence, head.end):
+                    self.compute()
+                    head = None  # there may be a better one now
+        sequence.skip_cached(partial(self._copy_page_head, job), head)
+
+    def _worth_waiting(self, alike: Iterable[Chunk], sequence: Sequence, start: int) -> bool:
+        """Whether one of these chunks computes enough of the sequence behind `start`."""
+        end = start + self._owner.worth
+        if end > sequence.prefill_end:
             return False
-        reusable, ours = sequence.reusable(), sequence.pages_between(sequence.kv_position, sequence.prefill_end)
-        return any(
-            not ours.isdisjoint(chunk.sequence.pages_between(chunk.start, chunk.end))
-            or min(sequence.common_prefix(chunk.sequence), chunk.end) - reusable >= self._owner.worth
-            for chunk in alike
-        )
+        return any(chunk.end >= end and sequence.begins_like(chunk.sequence, end) for chunk in alike)
 
     def _head(self, sequence: Sequence) -> bytes:
         """What prompts that have to wait for each other have in common at least."""
@@ -133,12 +142,13 @@ class _Round:
             self._compute(kind)
             held = self._waiting.setdefault(kind, [])
         held.append((job, chunk))
-        self._heads.setdefault(self._head(chunk.sequence), []).append(chunk)
+        pages = chunk.sequence.pages_between(chunk.start, chunk.end)
+        self._heads.setdefault(self._head(chunk.sequence), {})[chunk] = pages
 
     def _compute(self, kind: object) -> None:
         held = self._waiting.pop(kind)
         for _, chunk in held:
-            self._heads[self._head(chunk.sequence)].remove(chunk)
+            del self._heads[self._head(chunk.sequence)][chunk]
         held = [(job, chunk) for job, chunk in held if job not in self._failed]
         chunks = [chunk for _, chunk in held]
         if not chunks:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from exl_generate.dynamic.pages import Page, PageTable, page_hash
 
-__all__ = ["EMBEDDING_INDEX", "NO_PICTURES", "Pictures", "Sequence"]
+__all__ = ["EMBEDDING_INDEX", "NO_PICTURES", "Head", "Pictures", "Sequence"]
 
 Ids = NDArray[np.int64]
 
@@ -37,6 +37,15 @@ class Pictures:
 
 
 NO_PICTURES = Pictures()
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What stands for the head of a sequence's page number `page` in another page, and where it ends."""
+
+    page: int
+    end: int
+    found: tuple[Page, int] | None
 
 
 class Sequence:
@@ -177,17 +186,17 @@ class Sequence:
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
-    def skip_cached(self, copy: Callable[[int, int, int], None]) -> int:
+    def skip_cached(self, copy: Callable[[int, int, int], None], head: Head | None = None) -> int:
         """Advance over prompt K/V that is there already; `copy(source, target, tokens)` copies the head of a page.
 
-        Returns the number of tokens gained. Stops where something has to be computed.
+        Returns the number of tokens gained. Stops where something has to be computed. `head`: what `head_elsewhere` has
+        just found.
         """
         start = self.kv_position
         size = self._pages.page_size
         while not self.prefilled:
             k, offset = divmod(self.kv_position, size)
-            valid = self.allocated_pages[k].valid if k < len(self.allocated_pages) else 0
-            if valid <= offset and not (offset == 0 and self._copy_partial(k, copy)):
+            if self._valid(k) <= offset and not (offset == 0 and self._copy_partial(k, copy, head)):
                 break
             valid = self.allocated_pages[k].valid
             self.cached_pages += int(valid == size and offset == 0 and not self._resumed)
@@ -196,25 +205,28 @@ class Sequence:
         self.cached_tokens += 0 if self._resumed else gained
         return gained
 
-    def reusable(self) -> int:
-        """The place up to which `skip_cached` would get."""
+    def standing(self) -> int:
+        """The place in the prompt up to which K/V stand in the pages held."""
         at, size = self.kv_position, self._pages.page_size
         while at < self.prefill_end:
             k, offset = divmod(at, size)
-            valid = self.allocated_pages[k].valid if k < len(self.allocated_pages) else 0
-            if valid <= offset:
-                found = None if offset else self._partial(k)
-                return at if found is None else at + found[1]
+            if (valid := self._valid(k)) <= offset:
+                break
             at = min(k * size + valid, self.prefill_end)
         return at
 
-    def common_prefix(self, other: Sequence) -> int:
-        """Ids of the prompt from its start on that stand in the other's prompt too, under the same adapters."""
-        length = min(self.prefill_end, other.prefill_end)
-        if self._root != other._root:
-            return 0
-        differ = np.flatnonzero(self.keys[:length] != other.keys[:length])
-        return int(differ[0]) if len(differ) else length
+    def head_elsewhere(self) -> Head:
+        """The page that continues what stands in the pages held: its head is what `skip_cached` would copy."""
+        at = self.standing()
+        k, offset = divmod(at, self._pages.page_size)
+        found = None if offset or at >= self.prefill_end else self._partial(k)
+        return Head(k, at, None) if found is None else Head(k, at + found[1], found)
+
+    def begins_like(self, other: Sequence, length: int) -> bool:
+        """Whether both prompts begin with the same `length` ids, before their last, under the same adapters."""
+        if length > min(self.prefill_end, other.prefill_end) or self._keys[length - 1] != other._keys[length - 1]:
+            return False
+        return self._root == other._root and np.array_equal(self._keys[:length], other._keys[:length])
 
     def pages_between(self, start: int, end: int) -> set[int]:
         """Numbers of the pages held so far under ids start..end."""
@@ -309,9 +321,13 @@ class Sequence:
         self._pages.unreserve(self._reserved)
         self._reserved = 0
 
-    def _copy_partial(self, k: int, copy: Callable[[int, int, int], None]) -> bool:
+    def _valid(self, k: int) -> int:
+        """Ids of page `k` whose K/V stand, if it is held."""
+        return self.allocated_pages[k].valid if k < len(self.allocated_pages) else 0
+
+    def _copy_partial(self, k: int, copy: Callable[[int, int, int], None], head: Head | None) -> bool:
         """Reuse the head of a page that begins like the prompt's page `k` behind the same prefix."""
-        found = self._partial(k)
+        found = self._partial(k) if head is None or head.page != k else head.found
         if found is None:
             return False
         source, length = found
