@@ -220,7 +220,11 @@ def test_on_a_gpu_bits_of_float_replacements_depend_on_the_rows(
     add = [ExLlamaV2Lora.from_directory(model, save(tmp_path / "pair", pair, r=4, lora_alpha=4))]
     assert model.invariant_tokens(bring) is None
     monkeypatch.setattr(model, "device", torch.device("cuda", 0))
-    assert (model.invariant_tokens(), model.invariant_tokens(add), model.invariant_tokens(bring)) == (INVARIANT_ROWS, INVARIANT_ROWS, 0)
+    assert (model.invariant_tokens(), model.invariant_tokens(add), model.invariant_tokens(bring)) == (
+        INVARIANT_ROWS,
+        INVARIANT_ROWS,
+        0,
+    )
     set_row_invariant(True)
     try:
         assert (model.invariant_tokens(), model.invariant_tokens(add), model.invariant_tokens(bring)) == (None, None, 0)
