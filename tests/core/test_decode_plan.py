@@ -173,6 +173,32 @@ def test_a_planned_prompt_is_the_modules_own_pass(model: ExLlamaV2, lengths: lis
         assert all(torch.equal(tensor, tensors[0]) for tensor in tensors[1:])
 
 
+def test_a_planned_prompt_that_fails_has_stored_nothing(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next try begins where this one did, and so do callers that ask the cache how far it is."""
+    plan = plan_of(model)
+    assert isinstance(plan, DecodePlan), plan
+    monkeypatch.setattr(model.decode, "prompt_plan", lambda step: plan)
+    ids = torch.randint(0, model.config.vocab_size, (1, 30), generator=torch.Generator().manual_seed(1))
+    want = model.forward(ids, ExLlamaV2Cache(model, max_seq_len=64))
+    cache = ExLlamaV2Cache(model, max_seq_len=64)
+    model.forward(ids[:, :10], cache, preprocess_only=True)
+
+    def full(*args: Any) -> None:
+        raise MemoryError("no room")
+
+    for name, how in (("store", {"preprocess_only": True}), ("hidden", {})):
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodePlan, name, full)
+            with pytest.raises(MemoryError):
+                model.forward(ids[:, 10:], cache, **how)
+        assert cache.current_seq_len == 10
+    assert torch.equal(model.forward(ids[:, 10:], cache), want[:, 10:])
+    assert cache.current_seq_len == 30
+    for wrong in ("", "last", 2):
+        with pytest.raises(InputError, match="return_last_state"):
+            model.forward(ids, None, return_last_state=wrong)  # type: ignore[arg-type]
+
+
 def test_what_a_plan_does_not_know_is_named(model: ExLlamaV2) -> None:
     for name, value in (("clip", 8.0), ("post", torch.ones(1)), ("rope", "none")):
         module = model.modules[1]

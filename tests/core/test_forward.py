@@ -267,6 +267,18 @@ def test_rows_of_unequal_steps_are_checked(
         run()
 
 
+def test_rows_of_unequal_steps_are_a_tensor_of_one_number_a_row(model: ExLlamaV2) -> None:
+    cache, ids = ExLlamaV2Cache(model, max_seq_len=16 * 8), torch.zeros((1, 8), dtype=torch.int64)
+    table, past = torch.zeros((2, 1), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(errors.InputError, match="q_lens is a list"):
+        PagedParams(2, table, past, 0, 16, q_lens=[4, 4])  # type: ignore[arg-type]
+    params = PagedParams(2, table, past, 0, 16)
+    for later in ([4, 4], torch.tensor([8], dtype=torch.int32), torch.tensor([[4, 4]], dtype=torch.int32)):
+        params.q_lens = later  # type: ignore[assignment]
+        with pytest.raises(errors.InputError, match="q_lens"):
+            model.forward_chunk(ids, cache=cache, attn_params=params)
+
+
 def test_paged_batch_of_unequal_lengths(model: ExLlamaV2, ids: torch.Tensor) -> None:
     """Two sequences of 30 and 21 tokens on scattered pages, then one decode step of both together."""
     expected = [model.forward(ids[:1])[0], model.forward(ids[1:, :22])[0]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -187,3 +189,38 @@ def test_one_that_fails_fails_alone(how: str) -> None:
     last = results[poisoned][-1]
     assert (last["eos_reason"], type(last["exception"])) == ("error", MemoryError)
     assert [streamed_tokens(results[one]) for one in jobs] == expected(generator, 4)
+
+
+@pytest.mark.parametrize("fails", ["prompts", "steps"])
+def test_what_a_failed_pass_held_is_free_when_it_is_repeated(fails: str) -> None:
+    """The memory that it lacked may be its own; also that of an error which is kept."""
+    generator = make()
+    forward, held, alive = generator.model.forward_chunk, [], []
+
+    class Big:
+        pass
+
+    def full(ids: torch.Tensor, *args: Any, **kw: Any) -> Any:
+        alive.append(any(one() is not None for one in held))
+        several = kw["attn_params"].q_lens is not None if kw.get("preprocess_only") else ids.shape[0] > 1
+        if bool(kw.get("preprocess_only")) == (fails == "prompts") and (several or ids.shape[1] == 7):
+            big = Big()
+            held.append(weakref.ref(big))
+            try:
+                raise MemoryError("no room")
+            except MemoryError as error:
+                raise RuntimeError("typed") from error
+        return forward(ids, *args, **kw)
+
+    generator.model.forward_chunk = full  # type: ignore[method-assign]
+    jobs = [job(prompt, 3) for prompt in PROMPTS]
+    generator.enqueue(jobs)
+    gc.disable()
+    try:
+        results = drain(generator)
+    finally:
+        gc.enable()
+    assert held
+    assert not any(alive)
+    reasons = {results[one][-1]["eos_reason"] for one in jobs}
+    assert reasons == ({"max_new_tokens", "error"} if fails == "prompts" else {"max_new_tokens"})

@@ -73,6 +73,8 @@ class PagedParams:
         if self.q_lens is not None:
             tensors.append(("q_lens", self.q_lens, 1))
         for name, tensor, dims in tensors:
+            if not isinstance(tensor, Tensor):
+                raise InputError(f"PagedParams: {name} is a {type(tensor).__name__}, expected an int32 tensor")
             if tensor.dim() != dims or tensor.shape[0] != self.batch_size:
                 raise InputError(
                     f"PagedParams: {name} has shape {list(tensor.shape)}, expected {dims} dimension(s), "

@@ -555,13 +555,14 @@ class ExLlamaV2:
         )
         step = first
         result: dict[str, Any] = {}
-        plan = None if return_last_state or extract else self.decode.prompt_plan(step)
-        if plan is not None:
-            if cache is not None:
-                cache.current_seq_len = _end_of_chunk(params, q_len)
-            return _run_planned(plan, ids, step, preprocess_only=preprocess_only, last_id_only=last_id_only)
         if return_last_state not in (True, False, "normed"):
             raise InputError(f'return_last_state is {return_last_state!r}, must be True, False or "normed"')
+        plan = None if return_last_state or extract else self.decode.prompt_plan(step)
+        if plan is not None:
+            result = _run_planned(plan, ids, step, preprocess_only=preprocess_only, last_id_only=last_id_only)
+            if cache is not None:  # only now: a pass that fails has stored nothing
+                cache.current_seq_len = _end_of_chunk(params, q_len)
+            return result
         normed = return_last_state == "normed"
         state_at = self.head_layer_idx - (not normed)  # what has no logits ends in front of this
         x = ids.reshape(-1).to(place.device(0))

@@ -188,6 +188,8 @@ def _lengths(params: PagedParams, batch: int, q_len: int) -> Tensor:
                 f"ids are {batch} x {q_len}, PagedParams says batch_size {params.batch_size}, q_len {params.q_len}"
             )
         return torch.full((batch,), q_len)
+    if not isinstance(params.q_lens, Tensor) or tuple(params.q_lens.shape) != (params.batch_size,):
+        raise InputError(f"PagedParams: q_lens is {params.q_lens!r}, expected int32 [batch_size = {params.batch_size}]")
     lengths = params.q_lens.to("cpu", torch.int64)
     if batch != 1 or int(lengths.sum()) != q_len or params.q_len not in (0, q_len) or int(lengths.min()) < 1:
         raise InputError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,12 +109,12 @@ class Runner:
 
     def compute(self, chunks: SequenceOf[Chunk]) -> list[Exception | None]:
         """Compute the K/V of these ids, which must follow what is there and have pages: in one pass, or if that fails
-        one by one. What went wrong with each."""
-        try:
-            self._compute(chunks)
-        except Exception as error:
-            return [error] if len(chunks) == 1 else [self.compute([chunk])[0] for chunk in chunks]
-        return [None] * len(chunks)
+        by halves. What went wrong with each."""
+        error = _attempt(lambda: self._compute(chunks))
+        if error is None or len(chunks) == 1:
+            return [error] * len(chunks)
+        half = len(chunks) // 2
+        return [*self.compute(chunks[:half]), *self.compute(chunks[half:])]
 
     def _compute(self, chunks: SequenceOf[Chunk]) -> None:
         sequences = [chunk.sequence for chunk in chunks]
@@ -128,18 +130,11 @@ class Runner:
         groups: dict[tuple[Any, ...], list[Window]] = defaultdict(list)
         for window in windows:
             groups[window.kind].append(window)
+        keep = self.asynchronous or len(groups) > 1
         for group in groups.values():
-            try:
-                self._evaluate(group, keep=self.asynchronous or len(groups) > 1)
-            except Exception:
+            if _attempt(partial(self._evaluate, group, keep)) is not None:
                 for window in group:
-                    self._evaluate_alone(window)
-
-    def _evaluate_alone(self, window: Window) -> None:
-        try:
-            self._evaluate([window], keep=True)
-        except Exception as error:
-            window.error = error
+                    window.error = _attempt(partial(self._evaluate, [window], True))
 
     def _evaluate(self, group: list[Window], keep: bool) -> None:
         """`keep`: the model may run again before these logits are read, and overwrite them."""
@@ -247,6 +242,19 @@ class NextStep:
                 found = self._model.forward_chunk(ids, cache=self._cache, attn_params=self._params)
             return torch.as_tensor(found["logits"]).float().clone()  # what forward_chunk gives may be the model's own
         return logits.float()
+
+
+def _attempt(run: Callable[[], object]) -> Exception | None:
+    """What `run` raised. Nothing of a failed pass stays alive by it: its memory may be what the next one needs."""
+    try:
+        run()
+        return None
+    except Exception as error:
+        found: BaseException | None = error
+        while found is not None:
+            traceback.clear_frames(found.__traceback__)
+            found = found.__cause__
+        return error
 
 
 def _offsets(sequences: list[Sequence], places: list[int]) -> torch.Tensor | None:
