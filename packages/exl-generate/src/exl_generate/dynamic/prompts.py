@@ -3,6 +3,7 @@
 A pass over several prompts costs a GPU little more than one over a short prompt: every matrix is read, and beyond a few
 rows dequantized, once. What a job's tokens are does not depend on it where a row's bits do not depend on the other rows
 (`ExLlamaV2.invariant_tokens`): prompts of up to that many tokens go together up to that many, longer ones together.
+Where a hook of the caller's own looks at the model's states (`Intervention`) each goes by itself.
 A prompt waits for the pass before it where that computes a prefix they have in common.
 """
 
