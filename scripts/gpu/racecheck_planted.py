@@ -34,7 +34,8 @@ class Race:
 
 
 ARRIVES = "    warp_arrives(s.ready + result.slot * 8, lane);\n"
-FEW_STORES = "    store_four(result_place + (result.slot * MULTIPLIERS + at) * 512, total[0][0]);\n"
+FEW_STORES = "    store_four(base + p.results_at + (buffer * MULTIPLIERS + at) * 512 + lane * 16, total[0]);\n"
+FEW_ARRIVES = "    warp_arrives(s.ready + buffer * 8, lane);\n"
 SET_UP, MEET = "    batch.set_up_maxima();\n", "    bar<1>(MEETING);\n"
 RACES = [
     Race(
@@ -54,7 +55,7 @@ RACES = [
     Race(
         "sums of few rows arrive before they are stored",
         "few.cuh",
-        ((FEW_STORES + ARRIVES, ARRIVES + FEW_STORES),),
+        ((FEW_STORES + FEW_ARRIVES, FEW_ARRIVES + FEW_STORES),),
         ("few",),
         f"{FUSED}[False-dtype0-one order]",
     ),
