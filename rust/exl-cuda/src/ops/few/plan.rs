@@ -105,7 +105,7 @@ pub(super) struct Preparation {
     pub(super) offset: f32,
 }
 
-/// Parts of K (1, 2 or 4), slots and window of the ring, for benchmarks that try others than the planned ones; zero leaves one as
+/// Parts of K (1, 2 or 4; 18: two, with stages of four units a tile in place of two), slots and window of the ring, for benchmarks that try others than the planned ones; zero leaves one as
 /// planned.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tuning {
