@@ -6,10 +6,10 @@ nothing else between. Whatever a module has beyond that makes the plan refuse, a
 own forward pass. Results are the modules' own to the bit.
 
 Of up to 64 rows a layer is five launches: norm and q, k, v; rotation, storing and attention; o and residual; norm,
-gate, up and activation; down and residual. Of three to eight rows products take their inputs from one another, laid
-out already, and the last norm is the head's; of more, and of BF16, the input of a product is normed and laid out by a
-launch of its own. Where the matrices do not allow that it is ten launches, and more to lay out. A prompt of more rows than have bits of their own (`INVARIANT_ROWS`) is multiplied by
-torch, residual sums included.
+gate, up and activation; down and residual. Of three to eight rows products take their inputs from one another, laid out
+already, and the last norm is the head's; of more, and of BF16, the input of a product is normed and laid out by a
+launch of its own. Where the matrices do not allow that it is ten launches, and more to lay out. A prompt of more rows
+than have bits of their own (`INVARIANT_ROWS`) is multiplied by torch, residual sums included.
 """
 
 from __future__ import annotations
