@@ -208,6 +208,15 @@ def test_preloaded_ngrams_are_consulted() -> None:
     assert generator.accepted_draft_tokens > 2
 
 
+@pytest.mark.parametrize("bad", [-1, TOKENIZER.get_vocab_size()])
+def test_preloaded_ngrams_are_tokens_of_the_model(bad: int) -> None:
+    """Else a guess would end the stream that made it."""
+    generator = ExLlamaV2StreamingGenerator(*parts())
+    with pytest.raises(RequestError, match=rf"token id {bad}; the vocabulary has ids 0 to"):
+        generator.ngram_preload([3, 4, bad])
+    assert generator.ngram_preloaded is None
+
+
 @pytest.mark.covers("generators.md: 11", "generators.md: 17")
 def test_stop_conditions_replace_eos() -> None:
     generator = ExLlamaV2StreamingGenerator(*parts(spelling("hi yo", 1, EOS)))

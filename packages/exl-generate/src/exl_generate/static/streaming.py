@@ -82,7 +82,11 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     def ngram_preload(self, input_ids: torch.Tensor | list[int]) -> None:
         """Example text for n-gram guesses, consulted where the request's own text has nothing to offer."""
         flat = input_ids.reshape(-1).tolist() if isinstance(input_ids, torch.Tensor) else list(input_ids)
-        self.ngram_preloaded = [int(i) for i in flat]
+        preloaded, vocab = [int(i) for i in flat], self.model.config.vocab_size
+        bad = next((i for i in preloaded if i < 0 or vocab <= i < EMBEDDING_INDEX), None)
+        if bad is not None:
+            raise RequestError(f"ngram_preload: token id {bad}; the vocabulary has ids 0 to {vocab - 1}")
+        self.ngram_preloaded = preloaded
 
     def begin_stream(
         self,
