@@ -177,11 +177,12 @@ template <class S>
 DEVICE void attention_long(const Attention&) {}
 #endif
 
-#define LONG(kind, element, ELEMENT, KC, VC, DIM, NT, TEAMS)                                                                             \
-  extern "C" __global__ void __launch_bounds__(128 * TEAMS + 32, 2) attention_##kind##_##element##_##DIM##_long##NT(const __grid_constant__ Attention a) { \
-    attention_long<Long<ELEMENT, KC, VC, DIM, NT, TEAMS>>(a);                                                                            \
+#define LONG(kind, element, ELEMENT, KC, VC, DIM, NT, TEAMS)                                                            \
+  extern "C" __global__ void __launch_bounds__(128 * TEAMS + 32, TEAMS == 1 ? 4 : 2)                                    \
+      attention_##kind##_##element##_##DIM##_long##NT##x##TEAMS(const __grid_constant__ Attention a) {                  \
+    attention_long<Long<ELEMENT, KC, VC, DIM, NT, TEAMS>>(a);                                                           \
   }
-#define LONGS_OF(kind, element, ELEMENT, KC, VC, TEAMS)                                                                \
-  LONG(kind, element, ELEMENT, KC, VC, 64, 1, TEAMS) LONG(kind, element, ELEMENT, KC, VC, 64, 2, TEAMS)               \
+#define LONGS_OF(kind, element, ELEMENT, KC, VC, TEAMS)                                                                 \
+  LONG(kind, element, ELEMENT, KC, VC, 64, 1, TEAMS) LONG(kind, element, ELEMENT, KC, VC, 64, 2, TEAMS)                 \
   LONG(kind, element, ELEMENT, KC, VC, 128, 1, TEAMS) LONG(kind, element, ELEMENT, KC, VC, 128, 2, TEAMS)
 #define LONGS(kind, KC, VC, TEAMS) LONGS_OF(kind, f16, __half, KC, VC, TEAMS) LONGS_OF(kind, bf16, __nv_bfloat16, KC, VC, TEAMS)

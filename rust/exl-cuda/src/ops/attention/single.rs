@@ -21,24 +21,42 @@ fn few_name(kind: Kind, element: Element, dim: usize, column_tiles: usize) -> St
     format!("attention_{kind}_{element}_{dim}_few{column_tiles}")
 }
 
-type NameOf = fn(Kind, Element, usize, usize) -> String;
+fn long_name(
+    kind: Kind,
+    element: Element,
+    dim: usize,
+    column_tiles: usize,
+    teams: usize,
+) -> String {
+    let (kind, element) = (kind.name, element.suffix());
+    format!("attention_{kind}_{element}_{dim}_long{column_tiles}x{teams}")
+}
 
 /// Kernels of `attention_few_<kind>.cu` or `attention_long_<kind>.cu`; None: of other files.
 pub(super) fn kernels(file: &str) -> Option<Vec<String>> {
-    let of = |prefix, name: NameOf| {
+    let of = |prefix| {
         let suffix = file.strip_prefix(prefix)?;
         let kind = KINDS.into_iter().find(|k| k.name == suffix)?;
-        let each = |dim, tiles| FEW_ELEMENTS.map(|element| name(kind, element, dim, tiles));
-        let all = FEW_DIMS
+        let elements = |dim, tiles| FEW_ELEMENTS.map(|element| (element, dim, tiles));
+        let each = FEW_DIMS
             .into_iter()
-            .flat_map(|dim| (1..=2).flat_map(move |tiles| each(dim, tiles)));
-        Some(all.collect())
+            .flat_map(move |dim| (1..=2).flat_map(move |tiles| elements(dim, tiles)));
+        Some((kind, each))
     };
-    of("attention_few_", few_name).or_else(|| of("attention_long_", long_name))
+    if let Some((kind, each)) = of("attention_few_") {
+        return Some(each.map(|(e, d, t)| few_name(kind, e, d, t)).collect());
+    }
+    let (kind, each) = of("attention_long_")?;
+    let teams = if is_half(kind) { 1 } else { MOST_TEAMS };
+    let all = (1..=teams).flat_map(|teams| {
+        each.clone()
+            .map(move |(e, d, t)| long_name(kind, e, d, t, teams))
+    });
+    Some(all.collect())
 }
 
-fn long_name(kind: Kind, element: Element, dim: usize, column_tiles: usize) -> String {
-    few_name(kind, element, dim, column_tiles).replace("_few", "_long")
+fn is_half(kind: Kind) -> bool {
+    kind.key == Codec::F16
 }
 
 /// A launch of one of them.
@@ -61,23 +79,29 @@ pub(super) fn blocks(device: &Device, op: &Attention, plan: &Plan) -> Option<Blo
     }
     let group = op.q_heads / op.pages.heads;
     let element = FEW_ELEMENTS[op.element as usize];
-    let named = |name: NameOf| name(op.pages.kind, element, op.pages.head_dim, group.div_ceil(8));
+
     let few = few(device, op, plan);
     let long = long(device, op, plan)
-        .filter(|long| prefers_long(op.pages.kind.key == Codec::F16, few, long.splits));
+        .filter(|long| prefers_long(is_half(op.pages.kind), few, long.splits));
     if let Some(long) = long {
         return Some(Blocks {
-            kernel: named(long_name),
+            kernel: long_name(
+                op.pages.kind,
+                element,
+                op.pages.head_dim,
+                group.div_ceil(8),
+                long.teams,
+            ),
             count: long.splits,
             cluster: 0,
-            threads: 32 * (long.warps + 1),
+            threads: 128 * long.teams + 32,
             shared: long.shared,
             ring: long.slots,
         });
     }
     let few = few?;
     Some(Blocks {
-        kernel: named(few_name),
+        kernel: few_name(op.pages.kind, element, op.pages.head_dim, group.div_ceil(8)),
         count: few.size * few.clusters,
         cluster: few.size,
         threads: 128,
@@ -189,7 +213,7 @@ fn few(device: &Device, op: &Attention, plan: &Plan) -> Option<Few> {
     let multiprocessors = device.info.multiprocessors as usize;
     let units = plan.key_limit.div_ceil(UNIT).max(1);
     let groups = op.tokens * heads;
-    let packed = op.pages.kind.key != Codec::F16;
+    let packed = !is_half(op.pages.kind);
     let (size, clusters) = few_clusters(groups, units, packed, multiprocessors)?;
     if clusters > 1 && plan.part_slots == 0 {
         return None;
@@ -216,15 +240,27 @@ struct Long {
     /// Units in a block's shared memory, and all of that.
     slots: usize,
     shared: usize,
-    /// Warps that calculate; one more fetches.
-    warps: usize,
+    /// Teams of four warps; one warp more fetches.
+    teams: usize,
 }
 
 /// Splits of a sequence up to which half pages take that kernel.
 const MOST_HALF_SPLITS: usize = 4;
 
-/// Blocks of that kernel on a multiprocessor.
-const LONG_BLOCKS: usize = 2;
+/// Most teams of a block.
+const MOST_TEAMS: usize = 2;
+
+/// Teams of a block, and how many blocks share a multiprocessor: many short sequences of packed keys are better in small blocks, all of which
+/// are resident; half pages are bound by memory, which one team keeps busy.
+fn teams(half: bool, blocks: usize, splits: usize, multiprocessors: usize) -> (usize, usize) {
+    if half {
+        (1, 2)
+    } else if splits == 1 && blocks > 2 * multiprocessors {
+        (1, 4)
+    } else {
+        (MOST_TEAMS, 2)
+    }
+}
 
 /// Bytes of a block of `kernels/attention_long.cuh` beside its units.
 fn long_rest(kind: Kind, dim: usize, rows: usize, teams: usize) -> usize {
@@ -248,16 +284,21 @@ fn long(device: &Device, op: &Attention, plan: &Plan) -> Option<Long> {
         return None;
     }
     let (kind, dim) = (op.pages.kind, op.pages.head_dim);
-    let teams = if kind.key == Codec::F16 { 1 } else { 2 };
+    let (teams, share) = teams(
+        is_half(kind),
+        op.tokens * op.pages.heads * splits,
+        splits,
+        device.info.multiprocessors as usize,
+    );
     let rest = long_rest(kind, dim, group, teams);
     let per_block = device.info.shared_bytes_per_block as usize;
-    let room = ((per_block + 1024) / LONG_BLOCKS - 1024).checked_sub(rest)?;
+    let room = ((per_block + 1024) / share - 1024).checked_sub(rest)?;
     let slots = (room / unit_bytes(kind, dim)).min(units.min(SPLIT_UNITS));
     (slots >= 1).then_some(Long {
         splits,
         slots,
         shared: rest + slots * unit_bytes(kind, dim),
-        warps: 4 * teams,
+        teams,
     })
 }
 
@@ -308,10 +349,14 @@ mod tests {
                     assert!(few_shared(kind, dim, ROWS, size) <= 99 * 1024);
                 }
                 assert!(few_shared(kind, dim, 4, 8) <= 45 * 1024);
-                let teams = if kind.key == Codec::F16 { 1 } else { 2 };
-                let units =
-                    (114 * 1024 - long_rest(kind, dim, ROWS, teams)) / unit_bytes(kind, dim);
-                assert!(units >= teams, "{} {dim}", kind.name);
+                for (blocks, splits) in [(256, 1), (512, 1), (256, 32)] {
+                    let (teams, share) = teams(is_half(kind), blocks, splits, 132);
+                    let units = |rows| {
+                        let rest = long_rest(kind, dim, rows, teams);
+                        (228 * 1024 / share - 1024 - rest) / unit_bytes(kind, dim)
+                    };
+                    assert!(units(4) >= teams && units(ROWS) >= 1, "{} {dim}", kind.name);
+                }
             }
         }
     }
