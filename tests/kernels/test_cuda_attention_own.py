@@ -186,16 +186,16 @@ def test_results_in_a_products_order(
         columns, reference = laid_out(made, want.view(tokens, -1))
         count = made.in_features // 32 * 64 * columns  # of rows that are there
         for early in (False, True):
-            scratch = torch.full((reference.numel() + 64,), 0xA5, dtype=torch.uint8, device="cuda")
-            counters = (scratch.numel() - 40, 7)
+            scratch = torch.full((reference.numel() + 1300,), 0xA5, dtype=torch.uint8, device="cuda")
+            counters = (scratch.numel() - 1244, 307)
             into = attention_cuda.ProductInput(made, columns, scratch, counters)
             step.forget()
             torch.cuda.synchronize()
             assert step.together(early=early, into=into, **options) is scratch
             assert torch.equal(scratch[:count], reference[:count]), (tokens, early)
             assert (scratch[count : counters[0]] == 0xA5).all()
-            assert not scratch[counters[0] : counters[0] + 28].any()
-            assert (scratch[counters[0] + 28 :] == 0xA5).all()
+            assert not scratch[counters[0] : counters[0] + 1228].any()
+            assert (scratch[counters[0] + 1228 :] == 0xA5).all()
 
 
 def test_a_products_order_that_does_not_fit_is_refused() -> None:

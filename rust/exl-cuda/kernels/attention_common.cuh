@@ -170,10 +170,10 @@ DEVICE void store_ordered(const Attention& a, int token, uint32_t rows, uint32_t
       *reinterpret_cast<uint16_t*>(to) = column == token ? pair >> 16 * e : 0;
     }
 }
-// The counters of that product; after the wait, by one block.
-DEVICE void clear_arrivals(const Attention& a) {
+// The counters of that product; after the wait, by the first `threads` threads of one block.
+DEVICE void clear_arrivals(const Attention& a, int threads) {
   if ((blockIdx.x | blockIdx.y | blockIdx.z) == 0)
-    for (int i = threadIdx.x; i < a.arrivals_count; i += blockDim.x) a.arrivals[i] = 0;
+    for (int i = threadIdx.x; i < a.arrivals_count; i += threads) a.arrivals[i] = 0;
 }
 
 // Logits as products gave them to units of log 2: scaled, capped. A function: few models cap, and the code would stand in every loop.

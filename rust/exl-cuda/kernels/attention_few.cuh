@@ -165,7 +165,7 @@ DEVICE void attention_few(const Attention& a) {
   __syncthreads();
   cluster_meet();
   if (a.early) pdl_wait();
-  clear_arrivals(a);
+  clear_arrivals(a, S::THREADS);
   uint32_t raw[2][S::BLOCKS];
   load_items<S>(raw, source, second);
   prepare_items<S>(a, job, rotation, shared, home_unit, slot, raw);

@@ -27,10 +27,10 @@ from .cuda_ops import check_operand, stream_of
 from .device import programmatic_launch
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .index_checks import check_slots, check_tables, checks_enabled
+from .linear_cuda import CudaQuantMatrix
 
 if TYPE_CHECKING:
     from .kv import KVPages
-    from .linear_cuda import CudaQuantMatrix
 
 __all__ = ["ProductInput", "attend_own", "counters", "load_kv", "paged_attention", "store_kv"]
 
@@ -208,6 +208,10 @@ def attend_own(
 def _check_into(what: str, into: ProductInput, q: Tensor, out: Tensor | None) -> None:
     require_dtype(f"{what}: q, into a product", q, torch.float16)
     require_dtype(f"{what}: scratch", into.scratch, torch.uint8)
+    if not isinstance(into.matrix, CudaQuantMatrix):
+        raise UnsupportedError(
+            f"{what}: into {into.matrix!r}, which has no such order; expected a CudaQuantMatrix"
+        )
     if out is not None:
         raise UnsupportedError(f"{what}: out and into; the results go to one of them")
     for name, device in (("matrix", into.matrix.device), ("scratch", into.scratch.device)):
