@@ -71,15 +71,11 @@ DEVICE void attend_unit_long(const Attention& a, const Job& job, Sums<S>& unit, 
   const float scale = a.scale * LOG2E;
   float x[S::NT][4];
   barrier_wait(slots.full(turn.slot, 0), turn.phase);
-  if (job.fresh >= 0 && job.fresh / UNIT == index) {
-    const uint8_t* own = shared + S::OWN_AT;
-    if (team_warp() == 0) bring_home<S::KC, S::DIM, key_stride<S::KC, S::DIM>()>(stage, own, job.fresh % UNIT);
-    if (team_warp() == 1)
-      bring_home<S::VC, S::DIM, value_stride<S::VC, S::DIM>()>(stage + S::KEY_BYTES, own + packed_bytes<S::KC, S::DIM>(), job.fresh % UNIT);
-    team_meets<S>(team);
-  } else if (TEAMS_MEET_TOGETHER<S>) {
-    team_meets<S>(team);
-  }
+  // The own key, and further down the value: a slot's keys may be this unit's while values of the unit before are still read there.
+  const bool home = job.fresh >= 0 && job.fresh / UNIT == index;
+  const uint8_t* own = shared + S::OWN_AT;
+  if (home && team_warp() == 0) bring_home<S::KC, S::DIM, key_stride<S::KC, S::DIM>()>(stage, own, job.fresh % UNIT);
+  if (home || TEAMS_MEET_TOGETHER<S>) team_meets<S>(team);
   unit_logits<S>(x, stage, nullptr, reinterpret_cast<const uint4*>(shared + S::QUERIES_AT));
 #pragma unroll
   for (int j = 0; j < S::NT; j++)
@@ -91,6 +87,9 @@ DEVICE void attend_unit_long(const Attention& a, const Job& job, Sums<S>& unit, 
   unit_weights<S>(unit, x, maxima, weights);
   team_meets<S>(team);
   barrier_wait(slots.full(turn.slot, 1), turn.phase);
+  if (home && team_warp() == 0)
+    bring_home<S::VC, S::DIM, value_stride<S::VC, S::DIM>()>(stage + S::KEY_BYTES, own + packed_bytes<S::KC, S::DIM>(), job.fresh % UNIT);
+  if (home || TEAMS_MEET_TOGETHER<S>) team_meets<S>(team);
   unit_values<S>(unit, stage + S::KEY_BYTES, weights);
   warp_arrives(slots.empty(turn.slot, 1), lane);
 }
