@@ -150,7 +150,7 @@ DEVICE void attention_long(const Attention& a) {
     turn.skip(S::TEAMS, a.ring);
   }
   if (TEAMS_MEET_TOGETHER<S> && team == 1 && of_split % 2 == 1)
-    for (int i = 0; i < 3; i++) team_meets<S>(team);
+    for (int i = 0; i < 4; i++) team_meets<S>(team);
   if constexpr (S::TEAMS == 1) total.write(rows, valid);
   bar<9>(S::THREADS);
 #pragma unroll 1
