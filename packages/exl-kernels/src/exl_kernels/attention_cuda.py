@@ -209,9 +209,7 @@ def _check_into(what: str, into: ProductInput, q: Tensor, out: Tensor | None) ->
     require_dtype(f"{what}: q, into a product", q, torch.float16)
     require_dtype(f"{what}: scratch", into.scratch, torch.uint8)
     if not isinstance(into.matrix, CudaQuantMatrix):
-        raise UnsupportedError(
-            f"{what}: into {into.matrix!r}, which has no such order; expected a CudaQuantMatrix"
-        )
+        raise UnsupportedError(f"{what}: into {into.matrix!r}, which has no such order; expected a CudaQuantMatrix")
     if out is not None:
         raise UnsupportedError(f"{what}: out and into; the results go to one of them")
     for name, device in (("matrix", into.matrix.device), ("scratch", into.scratch.device)):
