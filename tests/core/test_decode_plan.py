@@ -55,6 +55,9 @@ class FusedDouble:
         between = torch.empty((x.shape[0], self.out_features), dtype=x.dtype)
         return following(self(x, between), out, residual)
 
+    def goes_on_to(self, following: FusedDouble) -> bool:
+        return self.activation is not None or len(self.matrices) == 1
+
     def room(self) -> list[Tensor]:
         """Where a prepared input is left: the plain one, here."""
         return []

@@ -110,7 +110,7 @@ def test_own_keys_in_a_graph_read_ahead_of_the_launches_before(kind: Any, page_s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("groups", "dim"), [(4, 128), (12, 128), (3, 64)])
+@pytest.mark.parametrize(("groups", "dim"), [(4, 128), (12, 128), (16, 128), (3, 64)])
 def test_many_sequences_give_the_bits_of_each_alone(kind: Any, groups: int, dim: int) -> None:
     """More blocks than are resident: a block has a whole split of a sequence, or all of it."""
     step = own_step(kind, [1, 512, 513, 1024, 0, 63, 700, 2100] * 8, heads=4, groups=groups, dim=dim, page_size=64)

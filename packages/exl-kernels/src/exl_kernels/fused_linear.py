@@ -221,7 +221,7 @@ class FusedLinear:
             self.dtype == torch.float16
             and following.takes_prepared
             and following.norm is None
-            and self._goes_on_to(following)
+            and self.goes_on_to(following)
             and RING_ROWS < m <= min(self._few_rows, following._few_rows)
             and x.data_ptr() % 16 == 0
         )
@@ -237,7 +237,8 @@ class FusedLinear:
         following.in_a_row(between_, out, residual)
         return out
 
-    def _goes_on_to(self, following: FusedLinear) -> bool:
+    def goes_on_to(self, following: FusedLinear) -> bool:
+        """Whether `in_a_row` of these matrices can lay out the input of `following`'s."""
         whole = self.activation is not None or len(self.matrices) == 1
         return whole and self._few_rows > 0 and self.out_features == following.in_features
 

@@ -365,17 +365,20 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream), counters(device) as held:
-            body()  # every row is padding: it is stored nowhere
-            stream.synchronize()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                body()
-            except BaseException:
-                _abandon(graph)
-                raise
-            graph.capture_end()
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream), counters(device) as held:
+                body()  # every row is padding: it is stored nowhere
+                stream.synchronize()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    body()
+                except BaseException:
+                    _abandon(graph)
+                    raise
+                graph.capture_end()
+        finally:
+            # Also after a failure halfway: what was launched still reads memory that is free for others from here on.
+            current.wait_stream(stream)
         return _Graph(graph, inputs, logits, (step.cos, step.sin, *(step.alt or ()), held))
 
     def _logits_of(self, tokens: int, columns: int, device: torch.device) -> Tensor:

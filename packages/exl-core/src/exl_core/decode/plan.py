@@ -104,7 +104,12 @@ class _Layer:
     def in_a_row(self, rows: int) -> bool:
         """Whether the products of `rows` rows can have their inputs from one another."""
         joined = (self.qkv, self.gate_up, self.down)
-        return self.join(rows) and RING_ROWS < rows <= FEW and all(product.takes_prepared for product in joined)
+        return (
+            self.join(rows)
+            and RING_ROWS < rows <= FEW
+            and all(product.takes_prepared for product in joined)
+            and self.o.goes_on_to(self.gate_up)
+        )
 
     def run_in_a_row(
         self, x: Tensor, prepared: Prepared | None, following: FusedLinear | None, step: Step

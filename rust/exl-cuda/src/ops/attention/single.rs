@@ -276,6 +276,28 @@ fn long_rest(kind: Kind, dim: usize, rows: usize, teams: usize) -> usize {
         .next_multiple_of(128)
 }
 
+/// Teams of a block and its slots, when at most `most` are of use. Teams take slots in turn and tell a slot's rounds apart by one bit: with
+/// fewer slots than teams, one would read what has not landed.
+fn long_slots(
+    kind: Kind,
+    dim: usize,
+    rows: usize,
+    wanted: usize,
+    share: usize,
+    per_block: usize,
+    most: usize,
+) -> Option<(usize, usize)> {
+    let slots = |teams: usize| {
+        let room =
+            ((per_block + 1024) / share - 1024).checked_sub(long_rest(kind, dim, rows, teams))?;
+        Some((room / unit_bytes(kind, dim)).min(most))
+    };
+    match slots(wanted) {
+        Some(found) if found >= wanted.min(most) => Some((wanted, found)),
+        _ => slots(1).map(|found| (1, found)),
+    }
+}
+
 fn long(device: &Device, op: &Attention, plan: &Plan) -> Option<Long> {
     let group = op.q_heads / op.pages.heads;
     let units = plan.key_limit.div_ceil(UNIT).max(1);
@@ -284,16 +306,16 @@ fn long(device: &Device, op: &Attention, plan: &Plan) -> Option<Long> {
         return None;
     }
     let (kind, dim) = (op.pages.kind, op.pages.head_dim);
-    let (teams, share) = teams(
+    let (wanted, share) = teams(
         is_half(kind),
         op.tokens * op.pages.heads * splits,
         splits,
         device.info.multiprocessors as usize,
     );
-    let rest = long_rest(kind, dim, group, teams);
+    let most = units.min(SPLIT_UNITS);
     let per_block = device.info.shared_bytes_per_block as usize;
-    let room = ((per_block + 1024) / share - 1024).checked_sub(rest)?;
-    let slots = (room / unit_bytes(kind, dim)).min(units.min(SPLIT_UNITS));
+    let (teams, slots) = long_slots(kind, dim, group, wanted, share, per_block, most)?;
+    let rest = long_rest(kind, dim, group, teams);
     (slots >= 1).then_some(Long {
         splits,
         slots,
@@ -351,11 +373,20 @@ mod tests {
                 assert!(few_shared(kind, dim, 4, 8) <= 45 * 1024);
                 for (blocks, splits) in [(256, 1), (512, 1), (256, 32)] {
                     let (teams, share) = teams(is_half(kind), blocks, splits, 132);
-                    let units = |rows| {
-                        let rest = long_rest(kind, dim, rows, teams);
-                        (228 * 1024 / share - 1024 - rest) / unit_bytes(kind, dim)
+                    let fit = |rows, most| {
+                        long_slots(kind, dim, rows, teams, share, 227 * 1024, most).unwrap()
                     };
-                    assert!(units(4) >= teams && units(ROWS) >= 1, "{} {dim}", kind.name);
+                    assert!(fit(4, 8).0 == teams, "{} {dim}", kind.name);
+                    for rows in 1..=ROWS {
+                        for most in 1..=8 {
+                            let (teams, slots) = fit(rows, most);
+                            assert!(
+                                slots >= teams.min(most),
+                                "{} {dim} {rows} {most}",
+                                kind.name
+                            );
+                        }
+                    }
                 }
             }
         }
