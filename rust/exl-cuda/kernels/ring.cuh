@@ -6,6 +6,10 @@
 // adds the classes in order, does what follows the product, and stores.
 // Weights are fetched before the wait for the predecessor kernel; activations after it.
 //
+// Where a block has many tiles of 9 to 16 units (`keep`), a warp keeps its class for eight tiles and finds what belongs to its unit once; gated
+// pairs then are all tiles that gate and after them what these gate. The walk tile by tile begins sooner, which is what short launches are. Both
+// are one kernel: in a decode step, a kernel of its own for each costs more in instructions fetched than it saves.
+//
 // In a decode step other kernels run in between, and a launch finds none of its instructions and parameters in the multiprocessor's
 // caches: code that is passed once costs more than what it does. So loops are not unrolled where they need not be.
 #pragma once
@@ -38,6 +42,8 @@ struct Task {
   int tiles, longer;
   int gate;  // activation of the first of two matrices that gates the second, or -1
   uint32_t results_at, multipliers_at, x_stride;
+  uint32_t gates_at;  // what gates, of a pair or (`keep`) of all pairs of a block, two rows by 16 features a time
+  int keep;           // whether a warp keeps its class over tiles
   int m, columns;  // columns: m, made even
   int x_kind, y_kind, y_stride;
   float eps, offset;
@@ -50,6 +56,10 @@ struct Task {
 };
 
 #if __CUDA_ARCH__ >= 900
+struct SharedMaxima {
+  uint32_t at;
+  DEVICE __half operator[](int entry) const { return __ushort_as_half(SharedBytes{at}.get2(entry * 2)); }
+};
 struct SharedColumns {
   uint32_t at;
   DEVICE uint4 get(int, int k) const { return SharedBytes{at}.get16(k * 2); }
@@ -75,24 +85,34 @@ DEVICE void touch_parameters(const Task& p) {
 
 // The tiles of this block, one after the other.
 struct Walk {
-  int at, end;
+  int at, end, half;  // half: of gated pairs
   DEVICE Walk(const Task& p) {
     const int pair = p.gate >= 0 ? 2 : 1;
     const int block = blockIdx.x;
+    half = p.tiles + (block < p.longer);
     at = pair * (block * p.tiles + min(block, p.longer));
-    end = at + pair * (p.tiles + (block < p.longer));
+    end = at + pair * half;
   }
   DEVICE bool more() const { return at < end; }
   DEVICE void find(const Task& p, int& matrix, int& tile) const {
     matrix = 0;
     tile = at;
-    if (p.gate >= 0) {
+    if (p.gate >= 0 && p.keep) {
+      const int first = end - 2 * half;
+      matrix = at - first >= half;
+      tile = first / 2 + at - first - (matrix ? half : 0);
+    } else if (p.gate >= 0) {
       matrix = at & 1;
       tile = at >> 1;
     } else {
 #pragma unroll 1
       while (matrix + 1 < p.count && tile >= p.part[matrix].a.tiles) tile -= p.part[matrix++].a.tiles;
     }
+  }
+  // How many tiles of the matrix found follow each other, where warps keep their class.
+  DEVICE int rest(const Task& p, int matrix, int tile) const {
+    if (p.gate >= 0) return matrix ? end - at : end - half - at;
+    return min(end - at, p.part[matrix].a.tiles - tile);
   }
 };
 
@@ -381,6 +401,102 @@ DEVICE void fill_shared(const Task& p, uint8_t* memory) {
 }
 
 // ---------------------------------------------------------------------------------------------------- products
+// What a warp that keeps its class does, for matrices of 9 to 16 units each: it has one unit of a tile at most.
+template <int KIND, int ENTRY>
+struct Keeper {
+  static constexpr int ENTRIES = UNIT_ROWS / ENTRY, NEXT_CLASS = 5;
+  static constexpr int STAY = 8;  // tiles in a row in which a warp keeps its class
+  const Task& p;
+  const uint32_t base, full, empty, row;
+  const int lane, slots;
+  int cls, tile = 0, slot = 0;  // slot: of the next tile's first stage
+  uint32_t phase = 0;
+
+  DEVICE Keeper(const Task& p, uint32_t base, const Barriers& s)
+      : p(p), base(base), full(s.full), empty(s.empty),
+        row(min(static_cast<int>(threadIdx.x) % 32 >> 2, p.m - 1) * p.x_stride * 2 + threadIdx.x % 4 * 16), lane(threadIdx.x % 32),
+        slots(p.slots), cls(threadIdx.x / 32) {}
+
+  DEVICE void skip(int count) {
+    slot += count;
+    if (slot >= slots) {
+      slot -= slots;
+      phase ^= 1;
+    }
+  }
+  // Hands the sum of a class over.
+  DEVICE void leave(const Sums<1>& total) {
+    const Barriers s(p, base);
+    const uint32_t buffer = tile % RESULT_BUFFERS, result_row = p.columns * 4;
+    barrier_wait(s.free + buffer * 8, (tile / RESULT_BUFFERS & 1) ^ 1);
+    if (2 * (lane & 3) < p.columns) {
+      const uint32_t to = base + p.results_at + ((buffer * CLASSES + cls) * TILE + (lane >> 2)) * result_row + 8 * (lane & 3);
+      store_pair(to, total[0][0], total[0][1]);
+      store_pair(to + 8 * result_row, total[0][2], total[0][3]);
+    }
+    warp_arrives(s.ready + buffer * 8, lane);
+    tile++;
+  }
+  // Tiles up to `end`. B: the unit's bits, 0 where there is none, -1 for several widths.
+  template <int B>
+  DEVICE void tiles(const uint4& place, uint2 unit, int end) {
+    const uint32_t codes = base + unit.x;
+    const SharedColumns columns{place.x + row + cls * UNIT_ROWS * 2};
+    const SharedMaxima maxima{place.z + cls * ENTRIES * 2};
+#pragma unroll 1
+    while (tile < end) {
+      barrier_wait(full + slot * 8, phase);
+      Sums<1> total[1];
+      clear(total[0]);
+      if constexpr (B != 0) {
+        const SharedBytes weights[1] = {{codes + slot * p.stage_stride}};
+        UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns, SharedMaxima> product{weights, columns, maxima, total, lane, {}};
+        if constexpr (B > 0) product.template run_uniform<B>();
+        else product.run(unit.y);
+      }
+      warp_arrives(empty + slot * 8, lane);
+      skip(2);  // stages a tile
+      leave(total[0]);
+    }
+  }
+  DEVICE void some_tiles(const uint4& place, int end) {
+    const int stage = cls >> 3;
+    const uint2 unit = cls < place.w ? SharedBytes{place.y}.get8(cls * 8) : make_uint2(0, 0);
+    skip(stage);
+    switch (unit.y) {
+      case 0: tiles<0>(place, unit, end); break;
+      case 0x4444: tiles<4>(place, unit, end); break;
+      case 0x3333: tiles<3>(place, unit, end); break;
+      case 0x2222: tiles<2>(place, unit, end); break;
+      case 0x8888: tiles<8>(place, unit, end); break;
+      case 0x5555: if constexpr (KIND == EXL2) tiles<5>(place, unit, end); break;
+      case 0x6666: if constexpr (KIND == EXL2) tiles<6>(place, unit, end); break;
+      default: tiles<-1>(place, unit, end);
+    }
+    slot -= stage;
+    if (slot < 0) {
+      slot += slots;
+      phase ^= 1;
+    }
+    cls = (cls + NEXT_CLASS) & (CLASSES - 1);
+  }
+  DEVICE void run(const uint4* places) {
+    Walk walk(p);
+    int end = 0;
+#pragma unroll 1
+    while (walk.more()) {
+      int matrix, number;
+      walk.find(p, matrix, number);
+      const int count = walk.rest(p, matrix, number);
+      const uint4 place = places[matrix];
+      walk.at += count;
+      end += count;
+#pragma unroll 1
+      while (tile < end) some_tiles(place, min(tile + STAY, end));
+    }
+  }
+};
+
 template <int KIND, int ENTRY>
 DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base) {
   constexpr int ENTRIES = UNIT_ROWS / ENTRY, NEXT_CLASS = 5, NEVER = 0x7fffffff;
@@ -394,9 +510,13 @@ DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base) {
   // Where a matrix's data stand, as the loop wants it: activations, unit table, maxima, number of units.
   if (threadIdx.x < p.count) {
     const Part& part = p.part[threadIdx.x];
-    places[threadIdx.x] = make_uint4(base + part.x_at, part.units_at, part.maxima_at, part.a.unit_count);
+    places[threadIdx.x] = make_uint4(base + part.x_at, base + part.units_at, base + part.maxima_at, part.a.unit_count);
   }
   bar<1>(RING_THREADS);
+  if (p.keep) {
+    Keeper<KIND, ENTRY>(p, base, s).run(places);
+    return;
+  }
   const uint32_t row = min(g, p.m - 1) * p.x_stride * 2 + t * 16;
   const bool gated = p.gate >= 0;
   const int second = p.count > 1 ? p.part[0].a.tiles : NEVER, third = p.count > 2 ? second + p.part[1].a.tiles : NEVER;
@@ -413,13 +533,13 @@ DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base) {
     clear(total[0]);
 #pragma unroll 1
     for (int u = cls; u < 8 * stages; u += CLASSES) {
-      const uint2 unit = u < units ? reinterpret_cast<const uint2*>(memory + place.y)[u] : make_uint2(0, 0);
+      const uint2 unit = u < units ? SharedBytes{place.y}.get8(u * 8) : make_uint2(0, 0);
       barrier_wait(s.full + mine.slot * 8, mine.phase);
       if (u < units) {
         const SharedBytes weights[1] = {{base + mine.slot * stride + unit.x}};
         const SharedColumns columns{place.x + row + u * UNIT_ROWS * 2};
-        const __half* maxima = reinterpret_cast<const __half*>(memory + place.z) + u * ENTRIES;
-        UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns> product{weights, columns, maxima, total, lane, {}};
+        const SharedMaxima maxima{place.z + u * ENTRIES * 2};
+        UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns, SharedMaxima> product{weights, columns, maxima, total, lane, {}};
         product.run(unit.y);
       }
       warp_arrives(s.empty + mine.slot * 8, lane);
@@ -440,9 +560,8 @@ DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base) {
 
 // ---------------------------------------------------------------------------------------------------- after the products
 // What follows a product: bias and prescale, the gate's activation, the residual; each rounded where separate operators round.
-DEVICE void store_tiles(const Task& p, const uint8_t* memory, uint32_t base) {
+DEVICE void store_tiles(const Task& p, uint8_t* memory, uint32_t base) {
   constexpr int TURNS = 4;  // of two rows
-  __shared__ float gates[TURNS][32];
   const Barriers s(p, base);
   const int lane = threadIdx.x % 32, row = lane % 16;
   const float* multipliers = reinterpret_cast<const float*>(memory + p.multipliers_at);
@@ -454,6 +573,8 @@ DEVICE void store_tiles(const Task& p, const uint8_t* memory, uint32_t base) {
     int matrix, tile;
     walk.find(p, matrix, tile);
     const Part& part = p.part[matrix];
+    float* gates = reinterpret_cast<float*>(memory + p.gates_at) + lane;
+    if (p.keep) gates += (tile - (walk.end / 2 - walk.half)) * (p.columns / 2 * 32);
     const int n = tile * TILE + row;
     const size_t at = (size_t)part.y_offset + n;
     const bool known = n < part.a.out_features, gated = p.gate >= 0, gates_next = gated && matrix == 0;
@@ -477,9 +598,9 @@ DEVICE void store_tiles(const Task& p, const uint8_t* memory, uint32_t base) {
       const float sum = sum_classes([&](int c) { return parts[c * TILE * p.columns + min(token, p.m - 1)]; });
       float v = finish(sum, wanted ? multipliers[token] : 1.f, bias, prescale);
       if (gates_next) {
-        gates[i][lane] = rounded(v, p.y_kind);
+        gates[i * 32] = rounded(v, p.y_kind);
       } else if (gated) {
-        v = activate(gates[i][lane], p.gate) * rounded(v, p.y_kind);
+        v = activate(gates[i * 32], p.gate) * rounded(v, p.y_kind);
       }
       if (p.residual) v = residual[i] + rounded(v, p.y_kind);
       if (wanted && !gates_next) store_result(p.y, (size_t)token * p.y_stride + at, p.y_kind, v);

@@ -55,6 +55,8 @@ struct Task {
     results_at: u32,
     multipliers_at: u32,
     x_stride: u32,
+    gates_at: u32,
+    keep: i32,
     m: i32,
     columns: i32,
     x_kind: i32,
@@ -118,6 +120,46 @@ pub struct Around {
 struct Plan {
     task: Task,
     shared: usize,
+    deal: Deal,
+}
+
+/// Tiles, or pairs of them when gated, as blocks have them.
+#[derive(Clone, Copy, Debug)]
+struct Deal {
+    blocks: usize,
+    /// Of every block.
+    tiles: usize,
+    /// How many blocks have one more.
+    longer: usize,
+}
+
+impl Deal {
+    fn new(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> Self {
+        let tiles: usize = matrices.iter().map(|a| a.argument.tiles as usize).sum();
+        let tiles = if gated { tiles / 2 } else { tiles };
+        let blocks = tiles.clamp(1, device.multiprocessors as usize);
+        Self {
+            blocks,
+            tiles: tiles / blocks,
+            longer: tiles % blocks,
+        }
+    }
+
+    fn most(self) -> usize {
+        self.tiles + usize::from(self.longer > 0)
+    }
+}
+
+/// Fewest tiles of a block for which finding a warp's unit once pays.
+const KEPT_TILES: usize = 4;
+
+/// Whether a warp keeps its unit over tiles.
+fn keeps(matrices: &[&Matrix], deal: Deal, gated: bool) -> bool {
+    let each = if gated { 2 } else { 1 };
+    each * deal.tiles >= KEPT_TILES
+        && matrices
+            .iter()
+            .all(|a| (9..=16).contains(&a.argument.unit_count))
 }
 
 fn stages(matrix: &Matrix) -> Option<[u32; MOST_STAGES + 1]> {
@@ -193,6 +235,8 @@ fn plan(
         bytes += matrix.argument.tile_bytes as usize;
         count += matrix.argument.unit_count as usize;
     }
+    let deal = Deal::new(device, matrices, gated);
+    let keep = keeps(matrices, deal, gated);
     let mean = (8 * bytes / count.max(1)).max(1);
     let stride = largest.next_multiple_of(128);
     let rows = matrices.iter().map(|a| a.rows()).max().unwrap_or(0);
@@ -239,6 +283,12 @@ fn plan(
         }
         let results_at = arena.take(RESULT_BUFFERS * 16 * TILE * columns * 4);
         let multipliers_at = arena.take(32);
+        let pairs = match (gated, keep) {
+            (false, _) => 0,
+            (true, false) => 1,
+            (true, true) => deal.most(),
+        };
+        let gates_at = arena.take(pairs * columns * 64);
         let barriers_at = arena.take((2 * slots + 2 * RESULT_BUFFERS) * 8);
         if arena.0 > space {
             continue;
@@ -256,9 +306,11 @@ fn plan(
             multipliers_at,
             stage_stride: stride as u32,
             x_stride: x_stride as u32,
+            gates_at,
+            keep: i32::from(keep),
             count: matrices.len() as i32,
-            tiles: 0,
-            longer: 0,
+            tiles: deal.tiles as i32,
+            longer: deal.longer as i32,
             m: m as i32,
             columns: columns as i32,
             slots: slots as i32,
@@ -273,6 +325,7 @@ fn plan(
         return Some(Plan {
             task,
             shared: arena.0.max(LEAST_SHARED.min(space)),
+            deal,
         });
     }
     None
@@ -303,7 +356,12 @@ pub unsafe fn launch(
         scaled: op.x_type == Half::BF16,
     };
     let gated = around.gated;
-    let Some(Plan { mut task, shared }) = plan(&device.info, matrices, op.m, around, tuning) else {
+    let Some(Plan {
+        mut task,
+        shared,
+        deal,
+    }) = plan(&device.info, matrices, op.m, around, tuning)
+    else {
         return Err(CudaError::Argument {
             what: format!("{} rows for the ring kernel", op.m),
             limit: format!("1 to {}", rows(&device.info, matrices, around)),
@@ -323,15 +381,11 @@ pub unsafe fn launch(
         columns += matrix.argument.out_features;
     }
     task.y_stride = if gated { columns / 2 } else { columns };
-    let tiles: i32 = matrices.iter().map(|a| a.argument.tiles).sum();
-    let tiles = if gated { tiles / 2 } else { tiles };
-    let blocks = tiles.min(device.info.multiprocessors);
-    (task.tiles, task.longer) = (tiles / blocks, tiles % blocks);
     let (kind, entry) = (matrices[0].kind, matrices[0].entry_rows);
     let kernel = format!("ring_{kind}_{entry}");
     let launch = Launch {
         kernel: &kernel,
-        grid: [blocks as u32, 1, 1],
+        grid: [deal.blocks as u32, 1, 1],
         block: THREADS,
         shared_bytes: shared as u32,
         stream: to.stream,
@@ -399,18 +453,51 @@ mod tests {
         assert_eq!((plan.task.slots, plan.task.window), (4, 1));
     }
 
+    #[test]
+    fn only_blocks_of_many_tiles_keep_a_warp_s_unit() {
+        let planned = |matrix: &Matrix, count: usize, gated| {
+            let around = Around {
+                gated,
+                ..Around::default()
+            };
+            plan(&hopper(), &vec![matrix; count], 1, around, None).expect("fits")
+        };
+        let sized = |units, out_features: i32| {
+            let mut made = matrix(units, 2064);
+            made.argument.out_features = out_features;
+            made.argument.tiles = out_features / 16;
+            made
+        };
+        let gate_up = planned(&sized(16, 14336), 2, true);
+        assert_eq!(gate_up.task.keep, 1);
+        assert_eq!((gate_up.deal.blocks, gate_up.deal.tiles), (132, 6));
+        assert_eq!(gate_up.deal.longer, 896 - 132 * 6);
+        // Two columns of 16 features of seven pairs stand between this and what follows.
+        let task = gate_up.task;
+        assert!(task.gates_at + 7 * 2 * 64 <= task.barriers_at);
+        let keeps =
+            |units, out_features| planned(&sized(units, out_features), 1, false).task.keep == 1;
+        assert!(keeps(9, 128_256));
+        assert!(!keeps(16, 4096), "two tiles");
+        assert!(!keeps(8, 128_256));
+        assert!(!keeps(17, 128_256));
+    }
+
     /// Most stages that lie between two that a warp consumes, as `kernels/ring.cuh` deals classes out, over tiles of these lengths.
-    fn longest_step(lengths: &[usize]) -> usize {
+    /// `stay`: tiles in a row of one class.
+    fn longest_step(lengths: &[usize], stay: usize) -> usize {
         let mut longest = 0;
         for warp in 0..16 {
             let (mut class, mut first, mut last) = (warp, 0, None);
-            for &stages in lengths {
+            for (tile, &stages) in lengths.iter().enumerate() {
                 for stage in (class / 8..stages).step_by(2) {
                     longest = longest.max(last.map_or(0, |last| first + stage - last));
                     last = Some(first + stage);
                 }
                 first += stages;
-                class = (class + 5) % 16;
+                if (tile + 1) % stay == 0 {
+                    class = (class + 5) % 16;
+                }
             }
         }
         longest
@@ -418,13 +505,16 @@ mod tests {
 
     #[test]
     fn no_warp_steps_further_than_the_spare_slots_allow() {
+        for stay in 1..=8 {
+            assert!(longest_step(&[2; 64], stay) <= SPARE_SLOTS);
+        }
         for a in 1..=MOST_STAGES {
             for b in [a, a + 1, a + 2] {
                 for turn in 0..40usize {
                     let mixed = |i: usize| if (i * i + turn * i) % 7 < 3 { a } else { b };
                     let lengths: Vec<usize> = (0..64).map(mixed).collect();
                     assert!(
-                        longest_step(&lengths) <= spare_slots([a, b].into_iter()),
+                        longest_step(&lengths, 1) <= spare_slots([a, b].into_iter()),
                         "{a} {b}"
                     );
                 }
@@ -446,7 +536,7 @@ mod tests {
         assert_eq!(std::mem::size_of::<Part>(), 72 + 6 * 4);
         assert_eq!(
             std::mem::size_of::<Task>(),
-            4 * 8 + 18 * 4 + 3 * 96 + 3 * 33 * 4 + 4
+            4 * 8 + 20 * 4 + 3 * 96 + 3 * 33 * 4 + 4
         );
     }
 }
