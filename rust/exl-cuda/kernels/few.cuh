@@ -220,16 +220,17 @@ struct FewConsumer {
   int round = 0;
   Turn turn;               // of the round's first stage
   uint32_t phases = 0;     // of the result buffers
-  bool fresh;              // the activations may not be there yet
+  const bool awaits;       // the activations may not be there yet: each stage's have a barrier, which stays complete
 
   DEVICE FewConsumer(const FewTask& p, const Cut& c, uint32_t base)
       : p(p), c(c), walk(p), s(p, base), base(base), lane(threadIdx.x % 32), slots(p.slots), step(c.classes() >> c.stage_log), at(threadIdx.x / 32),
-        fresh(!p.norm) {}
+        awaits(!p.norm) {}
   DEVICE uint4 where(int matrix) const { return SharedBytes{base + p.places_at}.get16(matrix * 16); }
-  DEVICE void wait_for(int stage, const Turn& mine) const {
-    if (fresh) barrier_wait(s.present + stage * 8, 0);
-    barrier_wait(s.full + mine.slot * 8, mine.phase);
+  // Before the first unit of a stage that this warp meets, in whichever round: the first may have given it another stage, or none.
+  DEVICE void wait_for_activations(int stage) const {
+    if (awaits) barrier_wait(s.present + stage * 8, 0);
   }
+  DEVICE void wait_for_weights(const Turn& mine) const { barrier_wait(s.full + mine.slot * 8, mine.phase); }
   // Hands a class's sum over.
   DEVICE void leave(const Sums<1>& total) {
     const int buffer = walk.finisher(round);
@@ -238,7 +239,6 @@ struct FewConsumer {
     warp_arrives(s.ready + buffer * 8, lane);
     phases ^= 1u << buffer;
     round++;
-    fresh = false;
     if (round == 1) {
       FEW_STAMP(7);
     }
@@ -258,7 +258,8 @@ struct FewConsumer {
 #pragma unroll 1
     for (int u = cls; u < end; u += classes) {
       const uint2 unit = SharedBytes{tables.y}.get8(u * 8);
-      wait_for(u >> c.stage_log, mine);
+      wait_for_activations(u >> c.stage_log);
+      wait_for_weights(mine);
       if (some && unit.y) {
         const SharedBytes weights[1] = {{codes + mine.slot * p.stage_stride + (unit.x & 0xffff)}};
         const SharedPrepared columns{tables.x + u * X_BYTES + lane * 16};
@@ -282,9 +283,10 @@ struct FewConsumer {
     Turn mine = turn;
     mine.skip(stage, slots);
     turn.skip(2 * count, slots);
+    wait_for_activations(stage);
 #pragma unroll 1
     for (; count > 0; count--) {
-      wait_for(stage, mine);
+      wait_for_weights(mine);
       Sums<1> total[1];
       clear(total[0]);
       if constexpr (B != 0) {
