@@ -20,7 +20,7 @@ COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 PLAIN = """
 cuDevicePrimaryCtxRetain cuCtxGetCurrent cuCtxPushCurrent_v2 cuCtxPopCurrent_v2 cuModuleLoadData cuModuleGetFunction
 cuFuncSetAttribute cuOccupancyMaxActiveBlocksPerMultiprocessor cuLaunchKernelEx cuStreamGetCtx
-cuThreadExchangeStreamCaptureMode
+cuThreadExchangeStreamCaptureMode cuMemcpyHtoDAsync_v2
 """
 STANDIN = """
 #include <stdlib.h>
