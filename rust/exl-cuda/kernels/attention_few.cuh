@@ -7,6 +7,8 @@
 // order of attention_common.cuh: the bits are those of attention_decode.cuh.
 #pragma once
 #include "attention_single.cuh"
+#include "cluster.cuh"
+#include "pipeline.cuh"
 
 template <class ELEMENT, int KEY_CODEC, int VALUE_CODEC, int DIM_, int COLUMN_TILES>
 struct Few : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
@@ -25,39 +27,6 @@ struct Few : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {
 };
 
 #if __CUDA_ARCH__ >= 900
-// Meeting of a cluster's threads. Nothing is handed over by it: arriving with release would wait for all writes on their way.
-DEVICE void cluster_meet() {
-  __syncwarp();  // lanes may have left a wait one by one
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-  asm volatile("barrier.cluster.wait;" ::: "memory");
-}
-DEVICE int cluster_rank() {
-  int rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-DEVICE uint32_t address_of_block(uint32_t at, int rank) {
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-  return there;
-}
-// Into another block's memory, counted by its barrier: what has been counted is there to be read.
-DEVICE void send(uint32_t to, uint32_t barrier, float4 v) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(__float_as_int(v.x)),
-               "r"(__float_as_int(v.y)), "r"(__float_as_int(v.z)), "r"(__float_as_int(v.w)), "r"(barrier)
-               : "memory");
-}
-DEVICE void inbox_init(uint32_t barrier) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
-DEVICE void inbox_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-DEVICE void inbox_wait(uint32_t barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
 // Zero, but the compiler does not know: addresses that depend on it are worked out where they are needed, not kept in registers.
 DEVICE uint32_t not_before() {
   uint32_t zero = 0;
@@ -156,14 +125,15 @@ DEVICE void attention_few(const Attention& a) {
   const uint32_t barrier = (uint32_t)__cvta_generic_to_shared(shared + S::BARRIER_AT);
   const float* inbox = reinterpret_cast<const float*>(shared + S::ROWS_AT) + a.group * S::ROW;
   if (threadIdx.x == 0) {
-    inbox_init(barrier);
+    barrier_init(barrier, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    inbox_expect(barrier, my_items * max(of_split, 0) * S::ITEM_BYTES);
+    barrier_expect(barrier, my_items * max(of_split, 0) * S::ITEM_BYTES);
   }
   const int before = own ? 2 : 0;
   const unsigned *source = source_of<S>(a, job, warp_index(), before), *second = source_of<S>(a, job, warp_index() + S::WARPS, before);
   __syncthreads();
-  cluster_meet();
+  cluster_arrive();  // lanes may have left a wait one by one
+  cluster_wait();
   if (a.early) pdl_wait();
   clear_arrivals(a, S::THREADS);
   uint32_t raw[2][S::BLOCKS];
@@ -185,7 +155,7 @@ DEVICE void attention_few(const Attention& a) {
     attend_unit_few<S>(a, job, unit, here_now, index, next, rows);
     send_items<S>(a, unit, here_now, (turn << shift) + job.rank);
   }
-  if (warp_index() < my_items) inbox_wait(barrier, 0);
+  if (warp_index() < my_items) barrier_wait_cluster(barrier, 0);
   __syncwarp();
 #pragma unroll 1
   for (int number = warp_index(); number < my_items; number += S::WARPS) {

@@ -9,6 +9,11 @@ DEVICE void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+DEVICE int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
 DEVICE uint32_t address_of_block(uint32_t at, int rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));

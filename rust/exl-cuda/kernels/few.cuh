@@ -47,7 +47,6 @@ DEVICE void few_stream(const FewTask& p, uint8_t* memory, uint32_t base) {
     }
   }
   __syncwarp();
-  FEW_STAMP(1);
   const uint64_t policy = evict_first();
   Turn turn, landed;
   int count = 0;
@@ -108,7 +107,6 @@ DEVICE void few_activations(const FewTask& p, uint32_t base) {
   const int lane = threadIdx.x % 32, own = p.stages << c.stage_log;
   const uint64_t again = evict_last();
   pdl_wait();
-  FEW_STAMP(2);
 #pragma unroll 1
   for (int copy = 0; copy < p.copies; copy++) {
     int m = 0;
@@ -179,11 +177,9 @@ DEVICE void few_normalise(const FewTask& p, const Cut& c, uint32_t base, const S
 #pragma unroll
   for (int w = 0; w < 8; w++) all += parts[w][lane / 4];
   const float scale = 1.f / sqrtf(all / (float)p.k + p.eps);
-  FEW_STAMP(4);
 #pragma unroll 1
   for (int i = warp; i < own; i += MULTIPLIERS) {
     barrier_wait(s.present + (i >> c.stage_log) * 8, 0);
-    FEW_STAMP(5);
     const uint32_t x = base + p.part[0].x_at + i * X_BYTES + lane * 16, weights = base + p.results_at + i * NORM_BYTES + lane % 4 * 32;
 #pragma unroll 2
     for (int j = 0; j < 8; j++) {
@@ -239,9 +235,6 @@ struct FewConsumer {
     warp_arrives(s.ready + buffer * 8, lane);
     phases ^= 1u << buffer;
     round++;
-    if (round == 1) {
-      FEW_STAMP(7);
-    }
   }
 
   // A round in which a warp may have any number of units.
@@ -299,8 +292,8 @@ struct FewConsumer {
       leave(total[0]);
     }
   }
-  // As many rounds as may be of one matrix whose tiles have two stages of eight units; whether it was done.
-  DEVICE bool some_rounds() {
+  // As many rounds as may be of one matrix whose tiles have two stages of eight units.
+  DEVICE void some_rounds() {
     int matrix, tile;
     walk.find(p, round, 0, matrix, tile);
     const int left = walk.rounds - round;
@@ -320,7 +313,6 @@ struct FewConsumer {
 #pragma unroll 1
         for (; count > 0; count--) one_round();
     }
-    return true;
   }
   DEVICE void run() {
     const bool stays = p.cut == 1 && p.stages == 2;
@@ -349,11 +341,8 @@ DEVICE void few_multiply(const FewTask& p, uint8_t* memory, uint32_t base) {
   if (p.norm) few_squares(p, parts);
   bar<1>(FEW_THREADS);
   if (p.cut > 1) cluster_wait();
-  FEW_STAMP(3);
   if (p.norm) few_normalise(p, c, base, parts);
-  FEW_STAMP(6);
   FewConsumer<KIND, ENTRY>(p, c, base).run();
-  FEW_STAMP(8);
 }
 
 // ---------------------------------------------------------------------------------------------------- after the products
@@ -386,7 +375,6 @@ DEVICE void few_finish(const FewTask& p, uint32_t base) {
   } else {
     finish_whole(p, base, finisher);
   }
-  FEW_STAMP(10 + finisher);
 }
 #endif
 
@@ -397,7 +385,6 @@ DEVICE void few_matmul(const FewTask& p) {
   const uint32_t base = shared_address(memory);
   const int warp = threadIdx.x / 32;
   if (warp == MULTIPLIERS) {
-    FEW_STAMP(0);
     if (p.cut > 1) cluster_arrive();
     few_stream(p, memory, base);
     __syncwarp();

@@ -3,7 +3,6 @@
 #include "pipeline.cuh"
 #include "tile.cuh"
 
-
 // Two quarters of a multiprocessor hold five of these warps and then 72 registers a lane of one more: a block of attention
 // (attention_few.cuh). With a fifth warp in every quarter it is the same. Each finisher has result buffers of its own: one that skipped
 // over others' rounds could meet a buffer's barrier in the phase before the last.
@@ -48,18 +47,6 @@ struct FewTask {
   float* next_squares;
   FewPart part[FEW_MATRICES];
 };
-
-// Stamps of time for looking into a launch: sixteen of each block, behind the sums of squares in its scratch memory.
-#ifdef FEW_TRACE
-#define FEW_STAMP(i)                                                                                                                          \
-  if (threadIdx.x % 32 == 0) {                                                                                                                \
-    uint64_t now;                                                                                                                             \
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));                                                                                   \
-    reinterpret_cast<uint32_t*>(const_cast<float*>(p.multipliers))[32 + p.units * 256 + (blockIdx.x + gridDim.x * blockIdx.z) * 16 + (i)] = now; \
-  }
-#else
-#define FEW_STAMP(i)
-#endif
 
 #if __CUDA_ARCH__ >= 900
 // How K is cut: a block has 16 / cut classes, of each of the `cut` tiles of a round. A quarter has every fourth unit, a block `quarters`
