@@ -40,7 +40,7 @@ SET_UP, MEET = "    batch.set_up_maxima();\n", "    bar<1>(MEETING);\n"
 RACES = [
     Race(
         "a norm's sums are read unmet",
-        "ring.cuh",
+        "ring_fill.cuh",
         (("meet();", ";"),),
         ("ring",),
         f"{FUSED}[True-dtype0-one order]",

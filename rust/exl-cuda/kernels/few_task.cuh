@@ -106,10 +106,6 @@ struct FewBarriers {
         mail(present + p.stages * 8) {}
 };
 
-struct SharedMaxima {
-  uint32_t at;
-  DEVICE __half operator[](int entry) const { return __ushort_as_half(SharedBytes{at}.get2(entry * 2)); }
-};
 struct SharedPrepared {
   uint32_t at;  // with the lane's place
   DEVICE uint4 get(int, int k) const { return SharedBytes{at}.get16(k * 16); }

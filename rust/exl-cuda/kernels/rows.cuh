@@ -107,13 +107,7 @@ DEVICE void prepare_rows(const RowsTask& p) {
   }
   float factor = 1.f;
   if constexpr (SCALED) {
-#pragma unroll
-    for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-    if (tid % 32 == 0) largest[tid / 32] = most;
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) most = fmaxf(most, largest[w]);
-    factor = row_factor(most);
+    factor = block_row_factor<WARPS>(tid, most, largest);
     if (tid == 0 && blockIdx.y == 0) p.multipliers[token] = 1.f / factor;
   }
   __syncthreads();

@@ -47,6 +47,11 @@ struct SharedBytes {
     return v;
   }
 };
+// Entries' maxima in shared memory.
+struct SharedMaxima {
+  uint32_t at;
+  DEVICE __half operator[](int entry) const { return __ushort_as_half(SharedBytes{at}.get2(entry * 2)); }
+};
 // Weights in global memory: read once, so first to be evicted.
 struct GlobalBytes {
   const uint8_t* at;
@@ -383,6 +388,17 @@ DEVICE float row_factor(float largest) {
   const int exponent = static_cast<int>(__float_as_uint(largest) >> 23 & 255) - 127;
   if (largest == 0.f || exponent == 128) return 1.f;
   return __uint_as_float(static_cast<uint32_t>(min(14 - exponent, 120) + 127) << 23);
+}
+// Of a row that a block of WARPS warps has; `most`: the largest magnitude of this thread's elements, `largest` for the warps'.
+template <int WARPS>
+DEVICE float block_row_factor(int tid, float most, float (&largest)[WARPS]) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+  if (tid % 32 == 0) largest[tid / 32] = most;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) most = fmaxf(most, largest[w]);
+  return row_factor(most);
 }
 
 enum { OUT_F16 = 0, OUT_BF16 = 1, OUT_F32 = 2 };

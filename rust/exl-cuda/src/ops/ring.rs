@@ -27,7 +27,7 @@ const SPARE_SLOTS: usize = 3;
 const LEAST_SHARED: usize = 116 * 1024;
 const THREADS: u32 = 576;
 
-/// `struct Part` of `kernels/ring.cuh`.
+/// `struct Part` of `kernels/ring_task.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Part {
@@ -40,7 +40,7 @@ struct Part {
     y_offset: i32,
 }
 
-/// `struct Task` of `kernels/ring.cuh`.
+/// `struct Task` of `kernels/ring_task.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Task {

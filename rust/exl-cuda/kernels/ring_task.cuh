@@ -1,0 +1,98 @@
+// What the ring kernel (ring.cuh) is told, and how its blocks and warps share the work.
+#pragma once
+#include "pipeline.cuh"
+#include "tile.cuh"
+
+constexpr int CONSUMERS = 16, RING_THREADS = CONSUMERS * 32 + 64, RESULT_BUFFERS = 4;
+constexpr int MATRICES = 3, MOST_STAGES = 32;
+// Two quarters of a multiprocessor hold five of these warps, and then 72 registers a lane of one more: a block of attention
+// (attention_few.cuh) that runs beside the product before it. A GPTQ step of an 8B model took 115 us longer with 94.
+constexpr int RING_REGISTERS = 88;
+
+// One matrix of a product; places are bytes in shared memory.
+struct Part {
+  Matrix a;
+  uint32_t units_at, maxima_at, x_at;
+  int stages;
+  int order;  // the first matrix whose rows stand in the same order; its x_at is this one's too
+  int y_offset;
+};
+
+// Everything a launch needs, worked out by the host; the same struct as `ops::ring::Task`. First what the streaming thread reads.
+struct Task {
+  uint32_t barriers_at, stage_stride;
+  int slots, window, count;
+  // A block's tiles (pairs of them when gated), and how many blocks have one more.
+  int tiles, longer;
+  int gate;  // activation of the first of two matrices that gates the second, or -1
+  uint32_t results_at, multipliers_at, x_stride;
+  uint32_t gates_at;  // what gates, of a pair or (`keep`) of all pairs of a block, two rows by 16 features a time
+  int keep;           // whether a warp keeps its class over tiles
+  int m, columns;  // columns: m, made even
+  int x_kind, y_kind, y_stride;
+  float eps, offset;
+  const void* x;
+  void* y;
+  const void* residual;  // like y; null when there is none
+  const float4* norm;    // weight of an RMS norm of x; null when there is none
+  Part part[MATRICES];
+  uint32_t stage_begin[MATRICES][MOST_STAGES + 1];  // bytes within a tile
+};
+
+#if __CUDA_ARCH__ >= 900
+struct SharedColumns {
+  uint32_t at;
+  DEVICE uint4 get(int, int k) const { return SharedBytes{at}.get16(k * 2); }
+};
+
+// Barriers of the ring and of the result buffers.
+struct Barriers {
+  uint32_t full, empty, ready, free;
+  DEVICE Barriers(const Task& p, uint32_t base)
+      : full(base + p.barriers_at), empty(full + p.slots * 8), ready(empty + p.slots * 8), free(ready + RESULT_BUFFERS * 8) {}
+};
+
+// A launch's parameters reach an SM a line at a time, each after a trip to L2: every consumer warp asks for some of them at once.
+DEVICE void touch_parameters(const Task& p) {
+  __shared__ int touched[CONSUMERS];
+  constexpr int WORDS = sizeof(Task) / 4;
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x % 32 != 0) return;
+  int v = 0;
+  for (int i = warp * 16 + 4; i < WORDS; i += CONSUMERS * 16) v += reinterpret_cast<const int*>(&p)[i];
+  touched[warp] = v;
+}
+
+// The tiles of this block, one after the other.
+struct Walk {
+  int at, end, half;  // half: of gated pairs
+  DEVICE Walk(const Task& p) {
+    const int pair = p.gate >= 0 ? 2 : 1;
+    const int block = blockIdx.x;
+    half = p.tiles + (block < p.longer);
+    at = pair * (block * p.tiles + min(block, p.longer));
+    end = at + pair * half;
+  }
+  DEVICE bool more() const { return at < end; }
+  DEVICE void find(const Task& p, int& matrix, int& tile) const {
+    matrix = 0;
+    tile = at;
+    if (p.gate >= 0 && p.keep) {
+      const int first = end - 2 * half;
+      matrix = at - first >= half;
+      tile = first / 2 + at - first - (matrix ? half : 0);
+    } else if (p.gate >= 0) {
+      matrix = at & 1;
+      tile = at >> 1;
+    } else {
+#pragma unroll 1
+      while (matrix + 1 < p.count && tile >= p.part[matrix].a.tiles) tile -= p.part[matrix++].a.tiles;
+    }
+  }
+  // How many tiles of the matrix found follow each other, where warps keep their class.
+  DEVICE int rest(const Task& p, int matrix, int tile) const {
+    if (p.gate >= 0) return matrix ? end - at : end - half - at;
+    return min(end - at, p.part[matrix].a.tiles - tile);
+  }
+};
+#endif
