@@ -10,7 +10,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::cuda::{device_error, element, target};
-use crate::cuda_linear::CudaMatrix;
+use crate::cuda_matrix::CudaMatrix;
 use crate::tensor::{DType, Tensor, same_length, shape_error};
 
 /// One layer's pages on a GPU: the addresses, and the tensors that own them.
