@@ -123,6 +123,26 @@ def test_one_capture_serves_every_length_of_its_bucket(model: ExLlamaV2, monkeyp
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "a captured step allocated"
 
 
+def test_a_capture_leaves_the_logits_of_the_step_before(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator prepares the next step while the logits of the last wait to be sampled: with plan and without."""
+    ids = torch.full((2, 1), 7)
+    for plan in (True, False):
+        captured(model, monkeypatch)
+        cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
+        with monkeypatch.context() as patch:
+            if not plan:
+                patch.setattr("exl_core.decode.graphs.plan_of", lambda _: "not covered")
+            step = model.prepare_step(1, cache, params(table(2, 4), [15, 3], 1))
+            assert step is not None
+            logits = step.run(ids)
+            assert logits is not None
+            expected = logits.clone()
+            assert model.prepare_step(1, cache, params(table(2, 4), [16, 4], 1)) is not None
+            assert model.decode.count == 2
+            assert step.stands
+            assert torch.equal(logits, expected)
+
+
 def test_captures_die_with_their_cache_and_others_live_on(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(model, monkeypatch)
     ids = torch.zeros((1, 1), dtype=torch.int64)

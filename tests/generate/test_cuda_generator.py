@@ -100,6 +100,18 @@ def test_steps_ahead_change_nothing() -> None:
     assert {reason for _, reason in found} >= {"stop_string", "max_new_tokens"}
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_step_that_is_captured_ahead_changes_nothing(batch: int) -> None:
+    """Sequences grow over many pages, so that again and again the next step is one that has not been captured yet."""
+    found = []
+    for ahead in (True, False):
+        made = generator(ahead=ahead, max_batch_size=batch)
+        found.append(said(made, [job(6 * at, 90) for at in range(batch)]))
+        assert made.model.decode.reason is None
+        assert made.model.decode.count >= 5
+    assert found[0] == found[1]
+
+
 def test_generators_that_share_a_model_take_turns() -> None:
     """A round of each after the other, so that captured steps of the same size write over each other's logits."""
     alone = [said(generator(), [job(at)]) for at in range(3)]

@@ -191,7 +191,7 @@ class DecodeGraphs:
         self._checked = False
         self._interventions = 0
         self.longest = 0  # tokens of the longest sequence after the last captured step
-        self.steps = 0  # captured steps run or recorded so far, each of which may write over the logits of another
+        self.steps = 0  # captured steps run so far, each of which may write over the logits of another
         self.reason: str | None = None
         self.plan_reason: str | None = None
 
@@ -336,7 +336,6 @@ class DecodeGraphs:
         return made
 
     def _record(self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, bucket: Bucket) -> _Graph:
-        self.steps += 1  # its first run writes logits
         device = model.device
         assert device is not None
         inputs = StepInputs(bucket, device)
@@ -347,15 +346,17 @@ class DecodeGraphs:
 
         plan = self._planned(model)
 
-        def body() -> None:
+        def body(out: Tensor) -> None:
             if isinstance(plan, DecodePlan):
-                plan.run(inputs.ids, step, logits)
+                plan.run(inputs.ids, step, out)
                 return
             x = inputs.ids
             for module in model.modules[:-1]:
                 x = module.forward(x, step)
-            head.forward(x, step, out=logits)
+            head.forward(x, step, out=out)
 
+        # A step is prepared, and so captured, while somebody has still to read the logits of the one before.
+        scratch = torch.empty_like(logits)
         current = torch.cuda.current_stream(device)
         # One stream for all captures: torch's allocator keeps what a stream has freed for that stream alone.
         if self._stream is None or self._stream.device != device:
@@ -367,11 +368,11 @@ class DecodeGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.stream(stream), counters(device) as held:
-                body()  # every row is padding: it is stored nowhere
+                body(scratch)  # every row is padding: it is stored nowhere
                 stream.synchronize()
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    body()
+                    body(logits)
                 except BaseException:
                     _abandon(graph)
                     raise
