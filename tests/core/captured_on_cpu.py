@@ -1,0 +1,122 @@
+"""Captured steps without a GPU: all of `exl_core.decode` but the recording, whose replay is the modules' own pass.
+
+What a first run of padding leaves in the logits that it is given is NaN here. A copy to the GPU is made when the stream
+comes to it: when a graph is replayed, or somebody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core import ExLlamaV2
+from exl_core.decode import graphs
+from exl_core.decode.plan import DecodePlan
+from exl_core.modules import Head, Step
+from exl_kernels.staging import StepStage
+
+__all__ = ["Stream", "captured_on_cpu"]
+
+
+class Stream:
+    """What has been queued, in order; `held`: until somebody waits."""
+
+    queue: ClassVar[list[Callable[[], object]]] = []
+    held: ClassVar[bool] = False
+
+    device = torch.device("cpu")
+
+    def __init__(self, device: object = None) -> None: ...
+
+    @classmethod
+    def add(cls, work: Callable[[], object]) -> None:
+        cls.queue.append(work)
+        if not cls.held:
+            cls.run()
+
+    @classmethod
+    def run(cls) -> None:
+        while cls.queue:
+            cls.queue.pop(0)()
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def synchronize(self) -> None:
+        self.run()
+
+
+class Event:
+    """One that counts where it was put in the stream."""
+
+    def record(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None:
+        Stream.run()
+
+
+class Graph:
+    recording: ClassVar[Graph | None] = None
+    body: Callable[[], None]
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        Graph.recording = self
+
+    def capture_end(self) -> None:
+        Graph.recording = None
+
+    def replay(self) -> None:
+        Stream.add(self.body)
+
+
+class Modules(DecodePlan):
+    """The modules' own pass."""
+
+    def __init__(self, model: ExLlamaV2) -> None:
+        self._model = model
+
+    def run(self, ids: Tensor, step: Step, logits: Tensor) -> None:
+        if Graph.recording is None:
+            Stream.add(lambda: logits.fill_(float("nan")))
+        else:
+            Graph.recording.body = lambda: self._compute(ids, step, logits)
+
+    def _compute(self, ids: Tensor, step: Step, logits: Tensor) -> None:
+        assert bool((step.positions >= 0).all()), "these stand-ins know no padding: ask for 1, 2, 4, .. rows"
+        x = ids
+        with torch.inference_mode():
+            for module in self._model.modules[:-1]:
+                x = module.forward(x, step)
+            head = self._model.modules[-1]
+            assert isinstance(head, Head)
+            logits.copy_(head.forward(x, step))
+
+
+def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:
+    """Every model on the CPU has captured steps, as those on a GPU have."""
+    Stream.queue.clear()
+    patch.setattr(Stream, "held", False)
+    patch.setattr(ExLlamaV2, "_graphs_possible", True)
+    patch.setattr(graphs, "_refusal", lambda model: None)
+    patch.setattr(graphs, "plan_of", Modules)
+    patch.setattr(graphs, "counters", lambda device: nullcontext(torch.zeros(1)))
+
+    def send(stage: StepStage, to: Tensor) -> int:
+        Stream.add(lambda: to.copy_(stage.pinned))
+        return 0
+
+    patch.setattr(StepStage, "send", send)
+    cuda: dict[str, Any] = {
+        "current_stream": Stream,
+        "Stream": Stream,
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": Graph,
+        "Event": Event,
+        "graph_pool_handle": lambda: (0, 0),
+    }
+    for name, stand_in in cuda.items():
+        patch.setattr(torch.cuda, name, stand_in)

@@ -1,0 +1,55 @@
+"""What the host does about captured steps, without a GPU: who may read what while the next step is made."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
+
+sys.path.insert(0, str(Path(__file__).parent))
+from captured_on_cpu import captured_on_cpu
+
+FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
+PAGE = 16
+
+
+@cache
+def loaded() -> ExLlamaV2:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXL_DEVICE", "cpu")
+        model = ExLlamaV2(ExLlamaV2Config(FOLDER))
+        model.load()
+    return model
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
+    captured_on_cpu(monkeypatch)
+    model = loaded()
+    model.decode.clear()
+    return model
+
+
+def params(lengths: list[int], width: int = 4) -> PagedParams:
+    pages = torch.arange(len(lengths) * width, dtype=torch.int32).view(-1, width)
+    return PagedParams(len(lengths), pages, torch.tensor(lengths, dtype=torch.int32), max(lengths), PAGE, 1)
+
+
+def test_a_capture_leaves_the_logits_of_the_step_before(model: ExLlamaV2) -> None:
+    """A generator prepares the next step while the logits of the last wait to be sampled."""
+    cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)
+    step = model.prepare_step(1, cache, params([15, 3]))
+    assert step is not None
+    logits = step.run(torch.full((2, 1), 7))
+    assert logits is not None
+    expected = logits.clone()
+    assert bool(expected.isfinite().all())
+    assert model.prepare_step(1, cache, params([16, 4])) is not None
+    assert model.decode.count == 2
+    assert step.stands
+    assert torch.equal(logits, expected)
