@@ -1,4 +1,4 @@
-"""Paged sequences on a GPU for the tests of attention; a copy on the CPU for the twin."""
+"""Paged sequences for the tests of attention, on a CPU or a GPU, and decode steps of own keys and values."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ def randn(*shape: int, seed: int) -> Tensor:
 
 @dataclass
 class Case:
-    """Sequences of random tokens in shuffled pages on the GPU; a copy on the CPU for the twin."""
+    """Sequences of random tokens in shuffled pages; on a GPU with a copy on the CPU for the twin."""
 
     pages: KVPages
     block_table: Tensor
-    q: Tensor  # [B, n, Hq, D] on the CPU, representable in half
+    q: Tensor  # [B, n, Hq, D] on the CPU, for a GPU representable in half
     scale: float
-    dtype: torch.dtype = torch.float16
+    dtype: torch.dtype
 
     def run(self, rows: list[int], positions: list[int], **options: Any) -> Tensor:
+        """Attention for the listed (sequence, position) pairs."""
+        device = self.pages.device
         r, p = torch.tensor(rows, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
-        q = self.q[r.long().clamp(0, self.q.shape[0] - 1), p.long().clamp(min=0)].to("cuda", self.dtype).contiguous()
-        return paged_attention(
-            q, self.pages, self.block_table.cuda(), r.cuda(), p.cuda(), scale=self.scale, **options
-        ).cpu()
+        q = self.q[r.long().clamp(0, self.q.shape[0] - 1), p.long().clamp(min=0)].to(device, self.dtype).contiguous()
+        where = (self.block_table.to(device), r.to(device), p.to(device))
+        return paged_attention(q, self.pages, *where, scale=self.scale, **options).cpu()
 
     def oracle(self, rows: list[int], positions: list[int], **options: Any) -> Tensor:
         r, p = torch.tensor(rows, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
@@ -65,26 +66,34 @@ def make_case(
     groups: int = 2,
     dim: int = 64,
     page_size: int = 16,
+    spare: int = 3,
     shuffle: int = 0,
-    dtype: torch.dtype = torch.float16,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> Case:
     """`shuffle` changes where the pages lie. Unused memory holds NaN, or nonsense where there is none."""
-    n, spare = max(lengths), 3
+    n = max(lengths)
     used = sum(-(-length // page_size) for length in lengths)
-    pages = KVPages.allocate(kind, used + spare, page_size, heads, dim, "cuda")
+    pages = KVPages.allocate(kind, used + spare, page_size, heads, dim, device)
     for t in pages.tensors():
         t.fill_(torch.nan if t.dtype == torch.float16 else 0xFF)
     order = torch.randperm(used + spare, generator=torch.Generator().manual_seed(shuffle)).tolist()
+    # Entries beyond a sequence's pages are nonsense on purpose: they must never be read.
     table = torch.full((len(lengths), -(-n // page_size) + shuffle), -12345, dtype=torch.int32)
-    k, v = randn(len(lengths), n, heads, dim, seed=1), randn(len(lengths), n, heads, dim, seed=2)
+    k, v = randn(len(lengths), n, heads, dim, seed=seed + 1), randn(len(lengths), n, heads, dim, seed=seed + 2)
     for b, length in enumerate(lengths):
         for i in range(-(-length // page_size)):
             table[b, i] = order.pop()
         at = torch.arange(length)
         slots = table[b].long()[at // page_size] * page_size + at % page_size
-        store_kv(pages, k[b, :length].cuda(), v[b, :length].cuda(), slots.cuda())
-    q = randn(len(lengths), n, heads * groups, dim, seed=3).bfloat16().float()
-    return Case(pages, table, q, dim**-0.5, dtype)
+        store_kv(pages, k[b, :length].to(device), v[b, :length].to(device), slots.to(device))
+    q = randn(len(lengths), n, heads * groups, dim, seed=seed + 3)
+    return Case(pages, table, q if device == "cpu" else q.bfloat16().float(), dim**-0.5, dtype)
+
+
+def make_cuda_case(kind: Any, lengths: list[int], *, dtype: torch.dtype = torch.float16, **options: Any) -> Case:
+    return make_case(kind, lengths, device="cuda", dtype=dtype, **options)
 
 
 def assert_close(got: Tensor, oracle: Tensor, bound: float = BOUND) -> None:
@@ -156,7 +165,7 @@ class OwnStep:
 
 def own_step(kind: Any, lengths: list[int], **options: Any) -> OwnStep:
     rope = {k: options.pop(k) for k in ("rotated", "interleaved", "dtype") if k in options}
-    case = make_case(kind, [max(n, 1) for n in lengths], **options)
+    case = make_cuda_case(kind, [max(n, 1) for n in lengths], **options)
     return OwnStep(
         case,
         lengths,

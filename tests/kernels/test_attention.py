@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,66 +16,9 @@ from exl_kernels import threads
 from exl_kernels.attention import paged_attention
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.kv import KVPages, store_kv
-from exl_kernels.reference import attention as twin
 
-KINDS: tuple[Any, ...] = ("fp16", "fp8", "q8", "q6", "q4")
-
-
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@dataclass
-class Case:
-    """Sequences of random tokens, stored in shuffled pages."""
-
-    pages: KVPages
-    block_table: Tensor
-    q: Tensor  # [B, n, Hq, D]
-    scale: float
-
-    def run(self, rows: list[int], positions: list[int], **options: Any) -> Tensor:
-        """Attention for the listed (sequence, position) pairs."""
-        r, p = torch.tensor(rows, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
-        q = self.q[r.long(), p.long().clamp(min=0)].contiguous()
-        return paged_attention(q, self.pages, self.block_table, r, p, scale=self.scale, **options)
-
-    def oracle(self, rows: list[int], positions: list[int], **options: Any) -> Tensor:
-        r, p = torch.tensor(rows, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
-        q = self.q[r.long(), p.long().clamp(min=0)].double()
-        return twin.paged_attention(q, self.pages, self.block_table, r, p, scale=self.scale, **options)
-
-
-def make_case(
-    kind: Any,
-    lengths: list[int],
-    *,
-    heads: int = 2,
-    groups: int = 2,
-    dim: int = 64,
-    page_size: int = 16,
-    spare: int = 3,
-    shuffle: int = 0,
-    seed: int = 0,
-) -> Case:
-    """`shuffle` changes where the pages lie. Unused memory holds nonsense, NaN where there is one."""
-    n = max(lengths)
-    per_row = -(-n // page_size)
-    used = sum(-(-length // page_size) for length in lengths)
-    pages = KVPages.allocate(kind, used + spare, page_size, heads, dim)
-    for t in pages.tensors():
-        t.fill_(torch.nan if t.dtype == torch.float16 else 0xFF)
-    order = torch.randperm(used + spare, generator=torch.Generator().manual_seed(shuffle)).tolist()
-    # Entries beyond a sequence's pages are nonsense on purpose: they must never be read.
-    table = torch.full((len(lengths), per_row + shuffle), -12345, dtype=torch.int32)
-    k, v = randn(len(lengths), n, heads, dim, seed=seed + 1), randn(len(lengths), n, heads, dim, seed=seed + 2)
-    for b, length in enumerate(lengths):
-        for i in range(-(-length // page_size)):
-            table[b, i] = order.pop()
-        at = torch.arange(length)
-        slots = table[b].long()[at // page_size] * page_size + at % page_size
-        store_kv(pages, k[b, :length], v[b, :length], slots)
-    return Case(pages, table, randn(len(lengths), n, heads * groups, dim, seed=seed + 3), dim**-0.5)
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_cases import KINDS, Case, make_case, randn
 
 
 def assert_close(got: Tensor, oracle: Tensor, tolerance: float = 3e-6) -> None:
@@ -273,7 +217,7 @@ def test_contiguous_cache_is_pages_of_the_whole_length() -> None:
     case = make_case("q8", [256, 100], page_size=256, spare=0)
     small = KVPages("q8", 64, *(t.view(-1, 16, *t.shape[2:]) for t in case.pages.tensors()))
     table = case.block_table.repeat_interleave(16, dim=1) * 16 + torch.arange(16, dtype=torch.int32)
-    fine = Case(small, table.int(), case.q, case.scale)
+    fine = Case(small, table.int(), case.q, case.scale, case.dtype)
     rows, positions = [0, 1, 0], [255, 99, 64]
     assert torch.equal(case.run(rows, positions), fine.run(rows, positions))
 

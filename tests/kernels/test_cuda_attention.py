@@ -16,7 +16,7 @@ from exl_kernels.errors import DTypeError, ShapeError
 from exl_kernels.kv import store_kv
 
 sys.path.insert(0, str(Path(__file__).parent))
-from attention_cases import BOUND, KINDS, UNDER_A_TOOL, assert_close, make_case, randn
+from attention_cases import BOUND, KINDS, UNDER_A_TOOL, assert_close, make_cuda_case, randn
 
 pytestmark = pytest.mark.cuda
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.cuda
     ],
 )
 def test_matches_the_oracle(kind: Any, heads: int, groups: int, dim: int) -> None:
-    case = make_case(kind, [150, 70], heads=heads, groups=groups, dim=dim)
+    case = make_cuda_case(kind, [150, 70], heads=heads, groups=groups, dim=dim)
     rows, positions = [0] * 6 + [1] * 4 + [0], [0, 1, 63, 64, 65, 149, 0, 30, 69, 64, 127]
     assert_close(case.run(rows, positions), case.oracle(rows, positions))
 
@@ -48,7 +48,7 @@ def test_matches_the_oracle(kind: Any, heads: int, groups: int, dim: int) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_prefill_matches_the_oracle(kind: Any, dim: int) -> None:
-    case = make_case(kind, [200, 333], heads=2, groups=4, dim=dim)
+    case = make_cuda_case(kind, [200, 333], heads=2, groups=4, dim=dim)
     rows, positions = [0] * 100 + [1] * 150, [*range(100, 200), *range(150, 300)]
     plan = _native.cuda_attention_plan(case.pages.native(), 250, 8, 2, case.block_table.shape[1], 300, False)
     pick = [0, 1, 15, 16, 37, 99, 100, 101, 180, 249]
@@ -68,7 +68,7 @@ def test_random_shapes_match_the_oracle(seed: int) -> None:
         options["window"] = rng.randint(1, 400)
     if rng.random() < 0.15:
         options["softcap"] = rng.uniform(5.0, 60.0)
-    case = make_case(
+    case = make_cuda_case(
         kind,
         lengths,
         heads=rng.randint(1, 3),
@@ -93,13 +93,13 @@ def test_random_shapes_match_the_oracle(seed: int) -> None:
 @pytest.mark.parametrize("kind", ["fp16", "q6"])
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64, 100, 256, 2048])
 def test_long_contexts_match_the_oracle(kind: Any, page_size: int) -> None:
-    case = make_case(kind, [1300, 600], page_size=page_size, heads=1, groups=2)
+    case = make_cuda_case(kind, [1300, 600], page_size=page_size, heads=1, groups=2)
     rows, positions = [0, 0, 0, 0, 1], [1299, 255, 256, 512, 599]
     assert_close(case.run(rows, positions), case.oracle(rows, positions))
 
 
 def test_forty_splits_match_the_oracle() -> None:
-    case = make_case("fp16", [40 * 256], heads=1, groups=2, page_size=256)
+    case = make_cuda_case("fp16", [40 * 256], heads=1, groups=2, page_size=256)
     rows, positions = [0, 0, 0], [40 * 256 - 1, 33 * 256, 32 * 256 - 1]
     assert_close(case.run(rows, positions), case.oracle(rows, positions))
 
@@ -107,7 +107,7 @@ def test_forty_splits_match_the_oracle() -> None:
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 255, 256, 500, 513, 5000])
 @pytest.mark.parametrize("kind", ["fp16", "q4"])
 def test_window_keeps_the_last_w_keys(window: int, kind: Any) -> None:
-    case = make_case(kind, [1100])
+    case = make_cuda_case(kind, [1100])
     rows, positions = [0] * 6, [0, 64, 500, 512, 1024, 1099]
     assert_close(case.run(rows, positions, window=window), case.oracle(rows, positions, window=window))
     many = list(range(700, 1000))
@@ -119,7 +119,7 @@ def test_window_keeps_the_last_w_keys(window: int, kind: Any) -> None:
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
 @pytest.mark.parametrize("kind", ["fp16", "q4"])
 def test_softcap(softcap: float, kind: Any) -> None:
-    case = make_case(kind, [200])
+    case = make_cuda_case(kind, [200])
     case.scale = 1.0
     rows, positions = [0] * 3, [5, 100, 199]
     # Logits reach 20, where the halves' roundings of queries and keys are worth 0.01 of a logit.
@@ -129,7 +129,7 @@ def test_softcap(softcap: float, kind: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_other_activation_types(kind: Any, dtype: torch.dtype) -> None:
-    case = make_case(kind, [150], dim=128, dtype=dtype)
+    case = make_cuda_case(kind, [150], dim=128, dtype=dtype)
     got = case.run([0, 0, 0], [5, 64, 149])
     assert got.dtype == dtype
     assert_close(got, case.oracle([0, 0, 0], [5, 64, 149]), 8e-3 if dtype == torch.bfloat16 else BOUND)
@@ -138,7 +138,7 @@ def test_other_activation_types(kind: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 90])
 def test_key_mask_is_added_and_infinity_takes_a_key_out(kind: Any, tokens: int) -> None:
-    case = make_case(kind, [330, 290])
+    case = make_cuda_case(kind, [330, 290])
     mask = randn(2, 330, seed=9)
     mask[:, :40] = -torch.inf  # left padding
     rows, positions = [0] * tokens + [1] * tokens, [*range(329, 329 - tokens, -1), *range(100, 100 + tokens)]
@@ -158,7 +158,7 @@ def test_key_mask_is_added_and_infinity_takes_a_key_out(kind: Any, tokens: int) 
 
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_rows_that_see_only_finitely_masked_keys_stay_finite(tokens: int) -> None:
-    case = make_case("fp16", [300])
+    case = make_cuda_case("fp16", [300])
     mask = torch.zeros(1, 300)
     mask[:, :290] = -1e30
     rows, positions = [0] * (tokens + 1), [*range(200, 200 + tokens), 299]
@@ -171,7 +171,7 @@ def test_rows_that_see_only_finitely_masked_keys_stay_finite(tokens: int) -> Non
 @pytest.mark.parametrize(("dim", "groups"), [(64, 1), (128, 4), (256, 3)])
 def test_a_token_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(kind: Any, dim: int, groups: int) -> None:
     lengths = [600, 420]
-    case = make_case(kind, lengths, dim=dim, groups=groups)
+    case = make_cuda_case(kind, lengths, dim=dim, groups=groups)
     rows = [0] * lengths[0] + [1] * lengths[1]
     positions = [*range(lengths[0]), *range(lengths[1])]
     whole = case.run(rows, positions)
@@ -195,7 +195,7 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(kind: Any, 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 20.0}])
 def test_prefill_and_decode_kernels_give_the_same_bits(kind: Any, options: dict[str, Any]) -> None:
-    case = make_case(kind, [900], dim=128, groups=4, heads=2)
+    case = make_cuda_case(kind, [900], dim=128, groups=4, heads=2)
     native, pages = _native.cuda_attention_plan, case.pages.native()
     columns = case.block_table.shape[1]
     assert native(pages, 900, 8, 1, columns, 1, False)[0] == "prefill"
@@ -209,14 +209,14 @@ def test_prefill_and_decode_kernels_give_the_same_bits(kind: Any, options: dict[
 @pytest.mark.parametrize("kind", KINDS)
 def test_page_placement_and_page_size_change_no_bit(kind: Any) -> None:
     rows, positions = [0, 0, 1, 1], [10, 511, 300, 299]
-    first = make_case(kind, [512, 301], dim=128).run(rows, positions)
-    assert torch.equal(make_case(kind, [512, 301], dim=128, shuffle=2).run(rows, positions), first)
-    assert torch.equal(make_case(kind, [512, 301], dim=128, page_size=256, shuffle=1).run(rows, positions), first)
-    assert torch.equal(make_case(kind, [512, 301], dim=128, page_size=3).run(rows, positions), first)
+    first = make_cuda_case(kind, [512, 301], dim=128).run(rows, positions)
+    assert torch.equal(make_cuda_case(kind, [512, 301], dim=128, shuffle=2).run(rows, positions), first)
+    assert torch.equal(make_cuda_case(kind, [512, 301], dim=128, page_size=256, shuffle=1).run(rows, positions), first)
+    assert torch.equal(make_cuda_case(kind, [512, 301], dim=128, page_size=3).run(rows, positions), first)
 
 
 def test_a_bound_on_keys_changes_no_bit() -> None:
-    case = make_case("q8", [700, 700], dim=128)
+    case = make_cuda_case("q8", [700, 700], dim=128)
     rows, positions = [0, 1, 0, 1, 0], [699, 4, 30, 698, 256]
     whole = case.run(rows, positions)
     assert torch.equal(case.run(rows, positions, max_keys=700), whole)
@@ -227,7 +227,7 @@ def test_a_bound_on_keys_changes_no_bit() -> None:
 def test_any_number_of_blocks_that_share_a_row_gives_the_same_bits(kind: Any, dim: int) -> None:
     """Batches of 1 to 64: shares of a unit, of splits, and whole rows; lengths on and beside their borders."""
     lengths = [3000, 2049, 2048, 513, 512, 511, 65, 64, 1]
-    case = make_case(kind, lengths, dim=dim, groups=4, heads=8)
+    case = make_cuda_case(kind, lengths, dim=dim, groups=4, heads=8)
     alone = [case.run([b], [n - 1])[0] for b, n in enumerate(lengths)]
     modes = set()
     for batch in (2, 5, 9, 16, 64):
@@ -255,7 +255,7 @@ def test_tokens_one_a_sequence_have_the_bits_of_tokens_many(
     lengths = [n + d for n in (64, 128, 256, 512) for d in (-1, 0, 1)] + [1, 2, 33, 200, 448, 577, 1500, 4097, 9000]
     if UNDER_A_TOOL:
         lengths = [1, 65, 513, 1500, 4097]
-    case = make_case(kind, [max(lengths)], heads=heads, groups=groups, dim=dim, page_size=page_size)
+    case = make_cuda_case(kind, [max(lengths)], heads=heads, groups=groups, dim=dim, page_size=page_size)
     for n in lengths:
         many = case.run([0] * 17, [n - 1] * 17)
         for bound in ({}, {"max_keys": n}, {"max_keys": n + 700}):
@@ -267,7 +267,7 @@ def test_tokens_one_a_sequence_have_the_bits_of_tokens_many(
 @pytest.mark.parametrize(("groups", "dim"), [(2, 128), (4, 64)])
 def test_a_batchs_clusters_give_the_same_bits(kind: Any, groups: int, dim: int) -> None:
     lengths = [513, 512, 511, 65, 64, 1, 300] + [257 + 5 * i for i in range(9 if UNDER_A_TOOL else 57)]
-    case = make_case(kind, lengths, dim=dim, groups=groups, heads=4, page_size=256)
+    case = make_cuda_case(kind, lengths, dim=dim, groups=groups, heads=4, page_size=256)
     alone = [case.run([b], [n - 1], max_keys=n)[0] for b, n in enumerate(lengths)]
     for batch in (2, 16) if UNDER_A_TOOL else (2, 4, 8, 16, 33, 64):
         got = case.run(list(range(batch)), [n - 1 for n in lengths[:batch]])
@@ -276,7 +276,7 @@ def test_a_batchs_clusters_give_the_same_bits(kind: Any, groups: int, dim: int) 
 
 
 def test_one_sequences_nan_stays_with_it() -> None:
-    case = make_case("fp16", [64, 64], groups=1)
+    case = make_cuda_case("fp16", [64, 64], groups=1)
     case.pages.value[case.block_table[1, 0]] = torch.nan
     alone = case.run([0, 0], [20, 50])
     mixed = case.run([0, 1, 1, 0], [20, 3, 40, 50])
@@ -285,7 +285,7 @@ def test_one_sequences_nan_stays_with_it() -> None:
 
 
 def test_bad_rows_pages_and_positions_touch_no_foreign_memory() -> None:
-    case = make_case("fp16", [64])
+    case = make_cuda_case("fp16", [64])
     assert not case.run([5, -1], [3, 3]).any()
     assert not case.run([0], [-1]).any()
     assert torch.equal(case.run([0], [63]), case.run([0], [63]))
@@ -295,7 +295,7 @@ def test_bad_rows_pages_and_positions_touch_no_foreign_memory() -> None:
 
 
 def test_bad_indices_are_refused_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case("fp16", [64])
+    case = make_cuda_case("fp16", [64])
     monkeypatch.setenv("EXL_CUDA_CHECKS", "1")
     with pytest.raises(ShapeError, match="row 5 of token 0"):
         case.run([5], [3])
@@ -307,7 +307,7 @@ def test_bad_indices_are_refused_on_request(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bad_operands_are_refused() -> None:
-    case = make_case("fp16", [64])
+    case = make_cuda_case("fp16", [64])
     q = torch.zeros(1, 4, 64, device="cuda", dtype=torch.float16)
     zero = torch.zeros(1, dtype=torch.int32, device="cuda")
     table = case.block_table.cuda()
@@ -322,7 +322,7 @@ def test_bad_operands_are_refused() -> None:
 
 
 def test_runs_in_a_captured_graph_with_lengths_that_change() -> None:
-    case = make_case("q4", [300], dim=128)
+    case = make_cuda_case("q4", [300], dim=128)
     table = case.block_table.cuda()
     position, row = torch.tensor([40], dtype=torch.int32, device="cuda"), torch.zeros(1, dtype=torch.int32).cuda()
     q = case.q[0, 40:41].half().cuda()
