@@ -6,8 +6,9 @@
 use exl_cpu::attention::{self, Attention};
 use pyo3::prelude::*;
 
+use crate::errors::shape_error;
 use crate::kv::Pages;
-use crate::tensor::{Tensor, same_shape, shape_error};
+use crate::tensor::{Tensor, same_shape};
 
 /// See `exl_kernels.attention.paged_attention`.
 #[pyfunction]

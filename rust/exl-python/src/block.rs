@@ -10,9 +10,10 @@ use exl_cpu::rope::Tables;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::errors::shape_error;
 use crate::kv::Pages;
 use crate::linear::Matrix;
-use crate::tensor::{Tensor, shape_error};
+use crate::tensor::Tensor;
 
 fn refused(py: Python<'_>, what: &str, error: BlockError) -> PyErr {
     shape_error(py, format!("{what}: {error}"))

@@ -4,23 +4,12 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::ops::{Element, Target, elementwise, norm, probe, rope};
-use exl_cuda::{CudaError, Driver, devices, images};
+use exl_cuda::{Driver, devices, images};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::errors::device_error;
 use crate::tensor::{DType, Tensor};
-
-/// `exl_kernels.errors.DeviceError` with the text of `error`.
-pub fn device_error(py: Python<'_>, error: &CudaError) -> PyErr {
-    let text = error.to_string();
-    match py
-        .import("exl_kernels.errors")
-        .and_then(|m| m.getattr("DeviceError")?.call1((text,)))
-    {
-        Ok(instance) => PyErr::from_value(instance),
-        Err(broken) => broken,
-    }
-}
 
 /// The activation type of `tensor`, named `what` in errors.
 pub fn element(tensor: &Tensor, what: &str) -> PyResult<Element> {

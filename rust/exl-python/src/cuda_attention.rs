@@ -9,9 +9,10 @@ use exl_cuda::ops::{Element, Target};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::cuda::{device_error, element, target};
+use crate::cuda::{element, target};
 use crate::cuda_matrix::CudaMatrix;
-use crate::tensor::{DType, Tensor, same_length, shape_error};
+use crate::errors::{device_error, shape_error};
+use crate::tensor::{DType, Tensor, same_length};
 
 /// One layer's pages on a GPU: the addresses, and the tensors that own them.
 #[pyclass(frozen, name = "CudaPages")]

@@ -7,8 +7,9 @@ use exl_cuda::ops::{embedding, residual, rope, rope_store};
 use exl_cuda::step::{self, Limits, Request, Sizes};
 use pyo3::prelude::*;
 
-use crate::cuda::{device_error, element, expect, target};
+use crate::cuda::{element, expect, target};
 use crate::cuda_attention::Pages;
+use crate::errors::device_error;
 use crate::tensor::{DType, Tensor};
 
 /// x += y, out = rms_norm(x); all [rows, width] of one type, weight float32 [width].

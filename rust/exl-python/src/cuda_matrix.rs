@@ -6,14 +6,15 @@
 use exl_cuda::layout::{Codes, Layout};
 use exl_cuda::ops::linear::{self, Addresses, Half, Matrix, Product};
 use exl_format::exl2::Exl2View;
-use exl_format::gptq::{GptqView, Zeros};
+use exl_format::gptq::GptqView;
 use half::f16;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::cuda::{device_error, expect, target};
+use crate::cuda::{expect, target};
 use crate::cuda_operands::{Scratch, kind};
-use crate::linear::{Exl2Parts, GptqParts, format_error};
+use crate::errors::{device_error, format_error, unsupported_error};
+use crate::matrix_parts::{Exl2Parts, GptqParts, zeros};
 use crate::tensor::{DType, Element, Tensor};
 
 /// A new CPU tensor of `count` elements, filled by `fill`.
@@ -88,14 +89,7 @@ impl CudaLayout {
 }
 
 fn layout_error(py: Python<'_>, name: &str, error: &exl_cuda::layout::Problem) -> PyErr {
-    let raised = py
-        .import("exl_kernels.errors")
-        .and_then(|module| module.getattr("UnsupportedError"))
-        .and_then(|class| class.call1((format!("{name}: {error}"),)));
-    match raised {
-        Ok(error) => PyErr::from_value(error),
-        Err(error) => error,
-    }
+    unsupported_error(py, format!("{name}: {error}"))
 }
 
 #[pymethods]
@@ -119,8 +113,7 @@ impl CudaLayout {
         group_size: Option<usize>,
         threads: usize,
     ) -> PyResult<Self> {
-        let zeros = if v2 { Zeros::V2 } else { Zeros::Classic };
-        let view = GptqView::new(name, parts.tensors()?, bits, zeros, group_size)
+        let view = GptqView::new(name, parts.tensors()?, bits, zeros(v2), group_size)
             .map_err(|error| format_error(py, &error))?;
         let layout = Layout::gptq(&view).map_err(|error| layout_error(py, name, &error))?;
         Self::new(py, layout, &view, threads)

@@ -8,9 +8,10 @@ use exl_cuda::ops::{Target, batch, few, ring};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::cuda::{device_error, expect, target};
+use crate::cuda::{expect, target};
 use crate::cuda_matrix::CudaMatrix;
 use crate::cuda_operands::{NormArgument, Scratch, kind, norm_of};
+use crate::errors::device_error;
 use crate::tensor::{DType, Tensor};
 
 /// Several matrices over one input as one launch of the ring kernel: what `FusedLinear` calls.

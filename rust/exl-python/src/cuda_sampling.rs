@@ -12,7 +12,8 @@ use exl_cuda::ops::sampling::{
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::cuda::{device_error, expect, target};
+use crate::cuda::{expect, target};
+use crate::errors::device_error;
 use crate::sampling::{Answer, Edits, Request, mask, only, prepared};
 use crate::tensor::{DType, Tensor};
 

@@ -6,64 +6,28 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use std::collections::BTreeMap;
-use std::fmt::Display;
 use std::path::PathBuf;
 
-use exl_format::exl2::{self, Exl2Matrix, Exl2Tensors, Exl2View, Plan, Search};
-use exl_format::gptq::{self, GptqTensors, GptqView, Settings, Zeros};
+use exl_format::exl2::{self, Exl2Matrix, Exl2View, Plan, Search};
+use exl_format::gptq::{self, GptqView, Settings};
 use exl_format::source::Weight;
 use exl_format::{FormatError, Problem, safetensors};
 use half::{bf16, f16};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::errors::format_error;
+use crate::matrix_parts::{Exl2Parts, GptqParts, two, zeros};
 use crate::tensor::{DType, Tensor};
 
 /// Bytes that one task of a positional read fills.
 const READ_CHUNK: usize = 16 << 20;
 
-/// `exl_kernels.errors.FormatError` with this text.
-pub(crate) fn format_error(py: Python<'_>, error: &dyn Display) -> PyErr {
-    let class = py
-        .import("exl_kernels.errors")
-        .and_then(|module| module.getattr("FormatError"))
-        .and_then(|class| class.call1((error.to_string(),)));
-    match class {
-        Ok(instance) => PyErr::from_value(instance),
-        Err(error) => error,
-    }
-}
-
 fn problem(py: Python<'_>, name: &str, problem: Problem) -> PyErr {
     format_error(py, &FormatError::new(name, problem))
 }
 
-fn two(tensor: &Tensor, what: &'static str) -> PyResult<[usize; 2]> {
-    <[usize; 2]>::try_from(&tensor.shape[..]).map_err(|_| {
-        PyValueError::new_err(format!(
-            "{what} has shape {:?}, expected two dimensions",
-            tensor.shape
-        ))
-    })
-}
-
-/// The five tensors of an EXL2 matrix, in the order of the specification.
-#[derive(FromPyObject)]
-struct Exl2Parts(Tensor, Tensor, Tensor, Tensor, Tensor);
-
 impl Exl2Parts {
-    fn tensors(&self) -> PyResult<Exl2Tensors<'_>> {
-        Ok(Exl2Tensors {
-            q_weight: self.0.slice("q_weight")?,
-            q_weight_shape: two(&self.0, "q_weight")?,
-            q_scale: self.1.slice("q_scale")?,
-            q_scale_shape: two(&self.1, "q_scale")?,
-            q_scale_max: self.2.slice("q_scale_max")?,
-            q_groups: self.3.slice("q_groups")?,
-            q_invperm: self.4.slice("q_invperm")?,
-        })
-    }
-
     fn fill(&self, matrix: &Exl2Matrix) -> PyResult<()> {
         copy(&matrix.q_weight, self.0.slice_mut("q_weight")?, "q_weight")?;
         copy(&matrix.q_scale, self.1.slice_mut("q_scale")?, "q_scale")?;
@@ -109,10 +73,6 @@ fn permutation(perm: Option<&Tensor>) -> PyResult<Option<Vec<u32>>> {
         rows.map(|&row| u32::try_from(row).unwrap_or(u32::MAX))
             .collect(),
     ))
-}
-
-fn zeros(v2: bool) -> Zeros {
-    if v2 { Zeros::V2 } else { Zeros::Classic }
 }
 
 fn plan(py: Python<'_>, name: &str, text: &str) -> PyResult<Plan> {
@@ -224,24 +184,6 @@ fn exl2_pack(
     )
     .map_err(|error| problem(py, name, error))?;
     parts.fill(&matrix)
-}
-
-/// The tensors of a GPTQ matrix: qweight, qzeros, scales, g_idx.
-#[derive(FromPyObject)]
-struct GptqParts(Tensor, Tensor, Tensor, Option<Tensor>);
-
-impl GptqParts {
-    fn tensors(&self) -> PyResult<GptqTensors<'_>> {
-        Ok(GptqTensors {
-            qweight: self.0.slice("qweight")?,
-            qweight_shape: two(&self.0, "qweight")?,
-            qzeros: self.1.slice("qzeros")?,
-            qzeros_shape: two(&self.1, "qzeros")?,
-            scales: self.2.slice("scales")?,
-            scales_shape: two(&self.2, "scales")?,
-            g_idx: self.3.as_ref().map(|g| g.slice("g_idx")).transpose()?,
-        })
-    }
 }
 
 /// Checks a GPTQ matrix; the group of each row.

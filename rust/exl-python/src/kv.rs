@@ -7,7 +7,8 @@ use exl_cpu::kv;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::tensor::{Tensor, same_length, same_shape, shape_error};
+use crate::errors::shape_error;
+use crate::tensor::{Tensor, same_length, same_shape};
 
 /// One layer's pages: the addresses, and the tensors that own them.
 #[pyclass(frozen, name = "Pages")]

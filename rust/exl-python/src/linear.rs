@@ -4,33 +4,15 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cpu::matmul::{Compute, Epilogue, QuantMatrix};
-use exl_format::exl2::{Exl2Tensors, Exl2View};
-use exl_format::gptq::{GptqTensors, GptqView, Zeros};
+use exl_format::exl2::Exl2View;
+use exl_format::gptq::GptqView;
 use half::{bf16, f16};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::errors::format_error;
+use crate::matrix_parts::{Exl2Parts, GptqParts, two, zeros};
 use crate::tensor::{DType, Tensor};
-
-pub(crate) fn format_error(py: Python<'_>, error: &exl_format::FormatError) -> PyErr {
-    let raised = py
-        .import("exl_kernels.errors")
-        .and_then(|module| module.getattr("FormatError"))
-        .and_then(|class| class.call1((error.to_string(),)));
-    match raised {
-        Ok(error) => PyErr::from_value(error),
-        Err(error) => error,
-    }
-}
-
-pub(crate) fn two(tensor: &Tensor, what: &str) -> PyResult<[usize; 2]> {
-    <[usize; 2]>::try_from(&tensor.shape[..]).map_err(|_| {
-        let shape = &tensor.shape;
-        PyValueError::new_err(format!(
-            "{what} has shape {shape:?}, expected two dimensions"
-        ))
-    })
-}
 
 fn epilogue(bias: Option<&Tensor>, prescale: f32) -> PyResult<Epilogue> {
     let bias = bias.map(|t| Ok::<_, PyErr>(t.slice::<f32>("bias")?.to_vec()));
@@ -42,44 +24,6 @@ fn epilogue(bias: Option<&Tensor>, prescale: f32) -> PyResult<Epilogue> {
 
 fn compute(exact: bool) -> Compute {
     if exact { Compute::Exact } else { Compute::Int8 }
-}
-
-/// The tensors of an EXL2 matrix: q_weight, q_scale, q_scale_max, q_groups, q_invperm.
-#[derive(FromPyObject)]
-pub(crate) struct Exl2Parts(pub Tensor, pub Tensor, pub Tensor, pub Tensor, pub Tensor);
-
-/// The tensors of a GPTQ matrix: qweight, qzeros, scales, g_idx.
-#[derive(FromPyObject)]
-pub(crate) struct GptqParts(pub Tensor, pub Tensor, pub Tensor, pub Option<Tensor>);
-
-impl Exl2Parts {
-    pub(crate) fn tensors(&self) -> PyResult<Exl2Tensors<'_>> {
-        let Self(q_weight, q_scale, q_scale_max, q_groups, q_invperm) = self;
-        Ok(Exl2Tensors {
-            q_weight: q_weight.slice("q_weight")?,
-            q_weight_shape: two(q_weight, "q_weight")?,
-            q_scale: q_scale.slice("q_scale")?,
-            q_scale_shape: two(q_scale, "q_scale")?,
-            q_scale_max: q_scale_max.slice::<f16>("q_scale_max")?,
-            q_groups: q_groups.slice("q_groups")?,
-            q_invperm: q_invperm.slice("q_invperm")?,
-        })
-    }
-}
-
-impl GptqParts {
-    pub(crate) fn tensors(&self) -> PyResult<GptqTensors<'_>> {
-        let Self(qweight, qzeros, scales, g_idx) = self;
-        Ok(GptqTensors {
-            qweight: qweight.slice("qweight")?,
-            qweight_shape: two(qweight, "qweight")?,
-            qzeros: qzeros.slice("qzeros")?,
-            qzeros_shape: two(qzeros, "qzeros")?,
-            scales: scales.slice::<f16>("scales")?,
-            scales_shape: two(scales, "scales")?,
-            g_idx: g_idx.as_ref().map(|t| t.slice("g_idx")).transpose()?,
-        })
-    }
 }
 
 /// A matrix in the kernels' layout.
@@ -120,7 +64,7 @@ impl Matrix {
         exact: bool,
     ) -> PyResult<Self> {
         let tensors = parts.tensors()?;
-        let zeros = if v2 { Zeros::V2 } else { Zeros::Classic };
+        let zeros = zeros(v2);
         let epilogue = epilogue(bias.as_ref(), prescale)?;
         let view = GptqView::new(name, tensors, bits, zeros, group_size)
             .map_err(|e| format_error(py, &e))?;

@@ -6,7 +6,8 @@
 use exl_cpu::rope::{Tables, apply};
 use pyo3::prelude::*;
 
-use crate::tensor::{Tensor, same_shape, shape_error};
+use crate::errors::shape_error;
+use crate::tensor::{Tensor, same_shape};
 
 /// Rotates x [T, H, D] in place; cos, sin [S, R/2].
 #[pyfunction]

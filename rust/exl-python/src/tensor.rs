@@ -188,17 +188,6 @@ impl Tensor {
     }
 }
 
-/// `exl_kernels.errors.ShapeError` with this text.
-pub fn shape_error(py: Python<'_>, text: String) -> PyErr {
-    let class = py
-        .import("exl_kernels.errors")
-        .and_then(|errors| errors.getattr("ShapeError"));
-    match class.and_then(|class| class.call1((text,))) {
-        Ok(error) => PyErr::from_value(error),
-        Err(error) => error,
-    }
-}
-
 /// Refuses two tensors of different shape; the Python doors then say it better.
 pub fn same_shape(what: &str, got: &Tensor, expected: &[usize]) -> PyResult<()> {
     if got.shape == expected {
