@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exl_core import ExLlamaV2
-from exl_core.decode import graphs
+from exl_core.decode import graphs, inputs
 from exl_core.decode.plan import DecodePlan
 from exl_core.modules import Head, Step
 from exl_kernels.staging import StepStage
@@ -110,6 +110,7 @@ def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:
         return 0
 
     patch.setattr(StepStage, "send", send)
+    patch.setattr(inputs, "stream_of", lambda memory: 0)
     cuda: dict[str, Any] = {
         "current_stream": Stream,
         "Stream": Stream,

@@ -143,6 +143,29 @@ def test_a_capture_leaves_the_logits_of_the_step_before(model: ExLlamaV2, monkey
             assert torch.equal(logits, expected)
 
 
+def test_a_queued_step_outlives_its_graph(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured steps are forgotten while the GPU has one still before it: its inputs are read as they were."""
+    captured(model, monkeypatch)
+    cache, ids = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE), torch.full((4, 1), 7)
+    at = params(table(4, 4), [15, 3, 30, 40], 1)
+    expected = model.forward_chunk(ids, cache, attn_params=at)["logits"].clone()
+    for others in (at, params(table(4, 4, seed=1), [1, 2, 3, 50], 1)):
+        step = model.prepare_step(1, cache, at)
+        assert step is not None
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        logits = step.run(ids)
+        del step
+        model.decode.clear()
+        for _ in range(3):  # whoever gets the pinned memory writes to it at once
+            torch.full((1 << 12,), 99, dtype=torch.uint8, pin_memory=True)
+            torch.full((4 * 28 + 16 * 4,), 99, dtype=torch.uint8, pin_memory=True)
+        assert logits is not None
+        kept = logits.clone()
+        assert model.prepare_step(1, cache, others) is not None
+        assert torch.equal(kept, expected)
+
+
 def test_captures_die_with_their_cache_and_others_live_on(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(model, monkeypatch)
     ids = torch.zeros((1, 1), dtype=torch.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
 
 sys.path.insert(0, str(Path(__file__).parent))
-from captured_on_cpu import captured_on_cpu
+from captured_on_cpu import Stream, captured_on_cpu
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
@@ -53,3 +54,21 @@ def test_a_capture_leaves_the_logits_of_the_step_before(model: ExLlamaV2) -> Non
     assert model.decode.count == 2
     assert step.stands
     assert torch.equal(logits, expected)
+
+
+def test_what_is_still_to_be_copied_to_the_gpu_outlives_its_step(
+    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured steps are forgotten while one is queued: its inputs are not given to others before the GPU has them."""
+    cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)
+    prepared = model.prepare_step(1, cache, params([15, 3]))
+    assert prepared is not None
+    monkeypatch.setattr(Stream, "held", True)
+    prepared.run(torch.full((2, 1), 7))
+    stages = [weakref.ref(stage.pinned) for stage in prepared._captured.inputs._stages]
+    model.decode.clear()
+    del prepared
+    Stream.queue.clear()  # of the stand-ins; the driver holds no tensor either
+    assert all(stage() is not None for stage in stages)
+    assert model.prepare_step(1, cache, params([1])) is not None  # a capture, which waits for what is queued
+    assert all(stage() is None for stage in stages)

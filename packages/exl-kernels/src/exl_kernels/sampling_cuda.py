@@ -123,6 +123,8 @@ def answers(rows: Sequence[Row], following: Following | None = None) -> list[tup
             place.stream().synchronize()
         else:
             place.sampled.record(place.stream())
-            following.launch()
-            place.sampled.synchronize()
+            try:
+                following.launch()
+            finally:
+                place.sampled.synchronize()  # the next call writes to the same memory, also if an interrupt came in
         return place.answers(len(rows))

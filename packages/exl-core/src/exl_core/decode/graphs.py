@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from ..device import device_error
 from ..errors import DeviceError
 from ..modules import Head, Intervention, Step
 from ..step import build_step
-from .inputs import Bucket, StepInputs
+from .inputs import Bucket, StepInputs, passed
 from .plan import DecodePlan, plan_of
 
 if TYPE_CHECKING:
@@ -355,6 +356,12 @@ class DecodeGraphs:
                 x = module.forward(x, step)
             head.forward(x, step, out=out)
 
+        graph, held = self._capture(body, logits)
+        return _Graph(graph, inputs, logits, (step.cos, step.sin, *(step.alt or ()), held))
+
+    def _capture(self, body: Callable[[Tensor], None], logits: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Records what `body` launches to fill `logits`, once it has run; with attention's counters."""
+        device = logits.device
         # A step is prepared, and so captured, while somebody has still to read the logits of the one before.
         scratch = torch.empty_like(logits)
         current = torch.cuda.current_stream(device)
@@ -362,25 +369,27 @@ class DecodeGraphs:
         if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._stream
-        stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        try:
-            with torch.cuda.stream(stream), counters(device) as held:
-                body(scratch)  # every row is padding: it is stored nowhere
-                stream.synchronize()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    body(logits)
-                except BaseException:
-                    _abandon(graph)
-                    raise
-                graph.capture_end()
-        finally:
-            # Also after a failure halfway: what was launched still reads memory that is free for others from here on.
-            current.wait_stream(stream)
-        return _Graph(graph, inputs, logits, (step.cos, step.sin, *(step.alt or ()), held))
+        with passed(logits) as all_read:
+            stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(stream), counters(device) as held:
+                    body(scratch)  # every row is padding: it is stored nowhere
+                    stream.synchronize()
+                    all_read()
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    try:
+                        body(logits)
+                    except BaseException:
+                        _abandon(graph)
+                        raise
+                    graph.capture_end()
+            finally:
+                # Also after a failure halfway: what was launched still reads memory that is free for others from here.
+                current.wait_stream(stream)
+        return graph, held
 
     def _logits_of(self, tokens: int, columns: int, device: torch.device) -> Tensor:
         """One buffer for all steps of a size: a step's logits hold until the next step."""

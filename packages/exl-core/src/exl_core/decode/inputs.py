@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from exl_kernels.cuda_ops import stream_of
 from exl_kernels.staging import StepStage
 
-__all__ = ["Bucket", "StepInputs"]
+__all__ = ["Bucket", "StepInputs", "passed"]
 
 STAGES = 4
 """Steps that have their pinned copies of the inputs before an event says that all have been read. There are two such
 rounds of copies, so that as many steps more may be queued before the host waits."""
+
+_unread: dict[tuple[torch.device, int], list[list[StepStage]]] = {}
+"""Pinned copies of inputs that are gone, by the stream they were sent on. It may not have come to them yet, and torch
+gives pinned memory that nobody holds to the next who asks."""
+
+
+@contextmanager
+def passed(memory: Tensor) -> Iterator[Callable[[], None]]:
+    """Within it the caller waits for torch's current stream on the GPU of `memory`, and then calls what it gives: the
+    copies of inputs that were gone when it was entered are free for others."""
+    key = (memory.device, stream_of(memory))
+    gone = _unread.pop(key, [])
+    try:
+        yield gone.clear
+    finally:
+        if gone:
+            _unread.setdefault(key, []).extend(gone)
 
 
 @dataclass(frozen=True)
@@ -52,7 +72,14 @@ class StepInputs:
         self._stages = [StepStage(sizes) for _ in range(2 * STAGES)]
         self._read = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._next = 0
+        self._sent: int | None = None  # the stream of the last copy
         self._firsts: dict[int, Tensor] = {}
+
+    def __del__(self) -> None:
+        # No waiting here: this may be a garbage collection in the middle of a capture.
+        sent = getattr(self, "_sent", None)
+        if sent is not None:
+            _unread.setdefault((self._device.device, sent), []).append(self._stages)
 
     def first_ids(self, count: int) -> Tensor:
         """The first `count` ids, a view made once: making it costs the host 3 us a step."""
@@ -83,7 +110,7 @@ class StepInputs:
             t, q_len = self.bucket.tokens, self.bucket.q_len
             rope = stage.pinned[16 * t : 24 * t].view(torch.int64)
             rope[: q_len * len(past)] += offsets.repeat_interleave(q_len)
-        stage.send(self._device)
+        self._sent = stage.send(self._device)
         if place == STAGES - 1:
             self._read[self._next // STAGES].record(torch.cuda.current_stream(self._device.device))
         self._next = (self._next + 1) % (2 * STAGES)
