@@ -101,7 +101,7 @@ def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:
     Stream.queue.clear()
     patch.setattr(Stream, "held", False)
     patch.setattr(ExLlamaV2, "_graphs_possible", True)
-    patch.setattr(graphs, "_refusal", lambda model: None)
+    patch.setattr(graphs, "_refusal", lambda model: "a module is wrapped" if model.hooked else None)
     patch.setattr(graphs, "plan_of", Modules)
     patch.setattr(graphs, "counters", lambda device: nullcontext(torch.zeros(1)))
 

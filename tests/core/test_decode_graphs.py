@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, Intervention, PagedParams
 
 sys.path.insert(0, str(Path(__file__).parent))
 from captured_on_cpu import Stream, captured_on_cpu
@@ -72,3 +72,21 @@ def test_what_is_still_to_be_copied_to_the_gpu_outlives_its_step(
     assert all(stage() is not None for stage in stages)
     assert model.prepare_step(1, cache, params([1])) is not None  # a capture, which waits for what is queued
     assert all(stage() is None for stage in stages)
+
+
+def test_no_step_is_captured_around_a_hook(model: ExLlamaV2) -> None:
+    """Whenever it was made, and whatever has been captured before it was put in, or back."""
+    cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]
+    hook = Intervention(inner, post_forward=lambda state, step: state * 1.1)
+    before = model.prepare_step(1, cache, params([1]))
+    assert before is not None
+    try:
+        for _ in range(2):
+            model.modules[3] = hook
+            assert model.prepare_step(1, cache, params([1])) is None
+            assert "wrapped" in (model.decode.reason or "")
+            model.modules[3] = inner
+            assert model.prepare_step(1, cache, params([1])) is not None
+            assert model.decode.reason is None
+    finally:
+        model.modules[3] = inner

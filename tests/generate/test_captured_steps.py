@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, Intervention
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.testing import check_pages, drain, streamed_tokens
 
@@ -52,3 +52,30 @@ def test_steps_captured_while_logits_wait(lengths: list[int], style: Any, monkey
     for ahead in (False, True):
         assert said(lengths, style, 60, ahead) == plain
         assert loaded()[0].decode.steps > 0
+
+
+def test_a_hook_takes_effect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put in between two rounds: the step that is queued already was computed without it."""
+    model, tokenizer = loaded()
+    inner = model.modules[3]
+    hook = Intervention(inner, post_forward=lambda state, step: state.flip(-1))
+    found = []
+    for ahead in (False, True):
+        if ahead:
+            captured_on_cpu(monkeypatch)
+            model.decode.clear()
+        cache = ExLlamaV2Cache(model, max_seq_len=256)
+        made = ExLlamaV2DynamicGenerator(model, cache, tokenizer, page_size=16)
+        made._engine._runner.asynchronous = ahead
+        made.enqueue(ExLlamaV2DynamicJob(tokenizer.encode("import os"), 20, gen_settings=Settings.greedy()))
+        results: list[Any] = []
+        try:
+            for round_ in range(30):
+                if round_ in (5, 11):
+                    model.modules[3] = hook if round_ == 5 else inner
+                results += made.iterate()
+        finally:
+            model.modules[3] = inner
+        found.append(streamed_tokens(results))
+    assert len(found[0]) == 20
+    assert found[0] == found[1]

@@ -58,6 +58,7 @@ class ExLlamaV2:
         config.check_for_load()
         self.config = config
         self.modules: list[Module] = build_modules(config)
+        self._arrangement = list(self.modules)
         self.modules_dict: dict[str, Module | Linear] = {}
         for module in self.modules:
             submodules = list(module.submodules())
@@ -344,6 +345,14 @@ class ExLlamaV2:
     def hooked(self) -> bool:
         """Whether a module is wrapped in an `Intervention`, whose hooks may look along a sequence."""
         return any(isinstance(module, Intervention) for module in self.modules)
+
+    @property
+    def arrangement(self) -> list[Module]:
+        """The modules as they stand: one and the same list, not to be changed, until one of `modules` is replaced, or
+        wrapped in an `Intervention`, or taken out of one. What was computed under another is of no use any more."""
+        if self._arrangement != self.modules:
+            self._arrangement = list(self.modules)
+        return self._arrangement
 
     def invariant_tokens(self, loras: Sequence[ExLlamaV2Lora] = ()) -> int | None:
         """Tokens of a pass up to which none of its bits depends on how many there are; None: however many there are.

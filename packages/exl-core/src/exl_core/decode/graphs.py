@@ -22,7 +22,7 @@ from exl_kernels.attention_cuda import counters
 from ..attn_params import PagedParams
 from ..device import device_error
 from ..errors import DeviceError
-from ..modules import Head, Intervention, Step
+from ..modules import Head, Intervention, Module, Step
 from ..step import build_step
 from .inputs import Bucket, StepInputs, passed
 from .plan import DecodePlan, plan_of
@@ -189,8 +189,7 @@ class DecodeGraphs:
         self._stream: torch.cuda.Stream | None = None
         self._refused: str | None = None
         self._exact_batch = False
-        self._checked = False
-        self._interventions = 0
+        self._arrangement: list[Module] | None = None  # the modules that all this is of
         self.longest = 0  # tokens of the longest sequence after the last captured step
         self.steps = 0  # captured steps run so far, each of which may write over the logits of another
         self.reason: str | None = None
@@ -254,7 +253,7 @@ class DecodeGraphs:
         self._failed.clear()
         self._logits.clear()
         self._plan = None
-        self._checked = False
+        self._arrangement = None
         self._refused = self.reason = None
 
     @property
@@ -281,8 +280,10 @@ class DecodeGraphs:
         return self.reason is None
 
     def _refusal_of(self, model: ExLlamaV2) -> str | None:
-        if not self._checked or self._interventions != Intervention.made:
-            self._checked, self._interventions = True, Intervention.made
+        if self._arrangement is not model.arrangement:
+            if self._arrangement is not None:
+                self.clear()  # steps are captured of other modules
+            self._arrangement = model.arrangement
             self._refused = _refusal(model)
             # torch's products of float matrices may change with the number of rows: no padding there.
             self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model._linears())

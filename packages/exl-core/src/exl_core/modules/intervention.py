@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +27,10 @@ class Intervention(Module):
 
     The rows of a batch are sequences; of each a pass sees only the tokens that are not in the cache yet. A row may be
     several prompts only where the caller joined them (`PagedParams.q_lens`), which the generators do not do while a
-    model holds an Intervention, nor for a draft model that does.
+    model holds an Intervention, nor for a draft model that does. A dynamic generator reuses nothing that was computed
+    before one was put in or taken out; it cannot know of hooks that begin to do something else: put a new one in, or
+    call its `reset_page_table`.
     """
-
-    made: ClassVar[int] = 0  # how many there ever were: captured graphs look again when it changes
 
     def __init__(self, inner: Module, pre_forward: Hook | None = None, post_forward: Hook | None = None) -> None:
         for name, hook in (("pre_forward", pre_forward), ("post_forward", post_forward)):
@@ -43,7 +43,6 @@ class Intervention(Module):
         self.post_forward = post_forward
         self.key = inner.key
         self.name = inner.name
-        Intervention.made += 1
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # not yet set: while copying or unpickling

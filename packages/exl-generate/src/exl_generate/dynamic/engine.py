@@ -103,6 +103,10 @@ class Engine:
         #: the step that was queued at the end of the last round
         self._ahead: Ahead | None = None
 
+    def forget_ahead(self) -> None:
+        """The model is another: what was queued of the next round is of no use."""
+        self._ahead = None
+
     def step(self) -> None:
         """Schedule, run, sample, settle. If something breaks in, what was reached is kept: what a job has said is
         delivered, what has not been sampled is computed again, and finished jobs are taken out."""

@@ -116,6 +116,8 @@ class ExLlamaV2DynamicGenerator:
             filter_pool if filter_background_eval else None,
         )
         self._caches = [cache] if draft_cache is None else [cache, draft_cache]
+        self._arrangement = getattr(model, "arrangement", None)
+        self._arrangements = 0  # there have been before this one
         self._in_round = False
         self._sinks: dict[ExLlamaV2DynamicJob, list[Result]] = {}
         self._outbox: list[Result] = []
@@ -269,7 +271,7 @@ class ExLlamaV2DynamicGenerator:
 
     def namespace_of(self, loras: Sequence[Any]) -> bytes:
         """What stands before the first page of every sequence under these adapters."""
-        return namespace_digest([type(self.cache).__name__, *adapter_names(loras)])
+        return namespace_digest([type(self.cache).__name__, f"modules {self._arrangements}", *adapter_names(loras)])
 
     def leave_caches(self) -> None:
         """As `Tenant`: another generator queues jobs on a cache of this one."""
@@ -359,9 +361,20 @@ class ExLlamaV2DynamicGenerator:
     def _step(self) -> None:
         was, self._in_round = self._in_round, True
         try:
+            self._meet_arrangement()
             self._engine.step()
         finally:
             self._in_round = was
+
+    def _meet_arrangement(self) -> None:
+        """What was computed before a module of the model was put into an `Intervention`, or taken out of one, is found
+        under names that no job has from now on, but those that have begun."""
+        now = getattr(self.model, "arrangement", None)
+        if now is not self._arrangement:
+            self._arrangement, self._arrangements = now, self._arrangements + 1
+            self._engine.forget_ahead()
+            for job in self._scheduler.pending:
+                job.rename_pages(self)
 
     def _deliver(self, results: list[Result]) -> None:
         for result in results:

@@ -257,10 +257,16 @@ class ExLlamaV2DynamicJob:
                 lora.check_usable(generator.model)
         for sequence in self.sequences:
             sequence.loras = self.loras
-            sequence.prepare(generator.page_table, generator.namespace_of(self.loras))
+        self.rename_pages(generator)
         self._sampler, self._output = sampler, output
         self.serial_number = serial
         self.time_enqueue = time.monotonic()
+
+    def rename_pages(self, generator: ExLlamaV2DynamicGenerator) -> None:
+        """Its pages are those of the generator's namespace, unless it has begun."""
+        if not self.resumed:
+            for sequence in self.sequences:
+                sequence.prepare(generator.page_table, generator.namespace_of(self.loras or ()))
 
     def forget_generator(self) -> None:
         """Undo `attach`, however far it came, for a job that was refused, so that it may be enqueued elsewhere."""

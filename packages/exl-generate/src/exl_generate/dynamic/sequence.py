@@ -124,6 +124,7 @@ class Sequence:
     def prepare(self, table: PageTable, root: bytes) -> None:
         """Compute the labels of the context's full pages under namespace `root`."""
         self._table, self._root = table, root
+        self.labels.clear()
         size = table.page_size
         for k in range(self.prefill_end // size):
             self.labels.append(page_hash(self._parent(k), self.keys[k * size : (k + 1) * size]))
