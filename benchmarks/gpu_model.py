@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from make_random_model import SHAPES, Shape, write_tokenizer
+from make_random_model import SHAPES, Shape, llama_config, write_tokenizer
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
@@ -173,21 +173,6 @@ def build(shape_name: str, recipe_name: str, max_seq_len: int, device: str = "cu
 
 
 def _write_config(folder: Path, shape: Shape, max_seq_len: int) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "max_position_embeddings": max_seq_len,
-        "model_type": "llama",
-        "num_attention_heads": shape.heads,
-        "num_hidden_layers": shape.layers,
-        "num_key_value_heads": shape.kv_heads,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "vocab_size": shape.vocab,
-    }
+    config = llama_config(shape, max_seq_len, rope_theta=500000.0)
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder, shape.vocab)

@@ -11,6 +11,7 @@ import argparse
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -110,26 +111,31 @@ def make_model(folder: Path, shape: Shape, bits: float, head_bits: float = 6, se
     tensors["model.norm.weight"] = torch.ones(shape.hidden, dtype=torch.float16)
     add("lm_head", shape.hidden, shape.vocab, head_bits)
     write_safetensors(folder / "model.safetensors", tensors)
-    config = {
+    quantization = {"quant_method": "exl2", "bits": bits, "head_bits": head_bits}
+    config = {**llama_config(shape, 4096, rope_theta=10000.0), "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    write_tokenizer(folder, shape.vocab)
+    return sum(t.nbytes for t in tensors.values())
+
+
+def llama_config(shape: Shape, positions: int, *, rope_theta: float) -> dict[str, Any]:
+    """What config.json says of a model of this shape."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "bos_token_id": 1,
         "eos_token_id": 2,
         "hidden_act": "silu",
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": positions,
         "model_type": "llama",
         "num_attention_heads": shape.heads,
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
+        "rope_theta": rope_theta,
         "vocab_size": shape.vocab,
-        "quantization_config": {"quant_method": "exl2", "bits": bits, "head_bits": head_bits},
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    write_tokenizer(folder, shape.vocab)
-    return sum(t.nbytes for t in tensors.values())
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:

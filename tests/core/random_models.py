@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from exl_core import ExLlamaV2Config
+from exl_core import ExLlamaV2, ExLlamaV2Config
 from exl_core.modules import (
     Attention,
     Embedding,
@@ -22,7 +23,7 @@ from exl_core.modules import (
 )
 from exl_kernels.safetensors_file import write_safetensors
 
-__all__ = ["write_random_model"]
+__all__ = ["loaded_on", "write_random_model"]
 
 
 def write_random_model(folder: Path, config: dict[str, Any]) -> Path:
@@ -71,3 +72,13 @@ def write_random_model(folder: Path, config: dict[str, Any]) -> Path:
         add(module)
     write_safetensors(folder / "model.safetensors", tensors)
     return folder
+
+
+def loaded_on(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
+    """The model in `folder`, with the CPU's products exact."""
+    monkeypatch.setenv("EXL_DEVICE", device)
+    config = ExLlamaV2Config(folder)
+    config.cpu_matmul = "exact"
+    model = ExLlamaV2(config)
+    model.load()
+    return model

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
+from exl_core import ExLlamaV2Cache, PagedParams
 from exl_core.modules import MoE
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_models import write_random_model
+from random_models import loaded_on, write_random_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -47,15 +47,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4ForCausalLM": {},
     "Starcoder2ForCausalLM": {},
 }
-
-
-def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> ExLlamaV2:
-    monkeypatch.setenv("EXL_DEVICE", device)
-    config = ExLlamaV2Config(folder)
-    config.cpu_matmul = "exact"
-    model = ExLlamaV2(config)
-    model.load()
-    return model
 
 
 def divergence(reference: Tensor, found: Tensor) -> float:
@@ -104,7 +95,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_chunks_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the GPU is compared with, alone: the same in one piece and in chunks, and sure of something."""
-    model = loaded(folder, monkeypatch, "cpu")
+    model = loaded_on("cpu", folder, monkeypatch)
     ids = torch.randint(0, 96, (2, 45), generator=torch.Generator().manual_seed(1))
     whole = model.forward(ids)
     cache = ExLlamaV2Cache(model, batch_size=2, max_seq_len=64)
@@ -116,8 +107,8 @@ def test_chunks_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_logits_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choices, flat = Choices(monkeypatch), torch.arange(90).view(2, 45)
     ids = torch.randint(0, 96, (2, 45), generator=torch.Generator().manual_seed(1))
-    expected = loaded(folder, monkeypatch, "cpu").forward(ids)
-    model = loaded(folder, monkeypatch, "cuda:0")
+    expected = loaded_on("cpu", folder, monkeypatch).forward(ids)
+    model = loaded_on("cuda:0", folder, monkeypatch)
     whole = divergence(expected, model.forward(ids))
     cache = ExLlamaV2Cache(model, batch_size=2, max_seq_len=64)
     parts = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2MMEmbedding, PagedParams
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2MMEmbedding, PagedParams
 from exl_core.axes import marks_of
 from exl_core.decode.graphs import GRAPHS_VARIABLE
 from exl_core.vision.encoder import Encoder
@@ -21,7 +21,7 @@ from exl_core.vision.qwen_settings import read_qwen_settings
 from exl_core.vision.siglip import SiglipEncoder, read_siglip_settings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_models import write_random_model
+from random_models import loaded_on, write_random_model
 from vision_models import FAMILIES, error, picture
 
 VOCAB = 96
@@ -60,15 +60,6 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def folder(name: str, tmp_path: Path) -> Path:
     return write_random_model(tmp_path / name, {**SIZES, "architectures": [name], **MODELS[name]})
-
-
-def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> ExLlamaV2:
-    monkeypatch.setenv("EXL_DEVICE", device)
-    config = ExLlamaV2Config(folder)
-    config.cpu_matmul = "exact"
-    model = ExLlamaV2(config)
-    model.load()
-    return model
 
 
 def pictures(model: ExLlamaV2) -> list[ExLlamaV2MMEmbedding]:
@@ -128,7 +119,7 @@ def steps_over_pages(model: ExLlamaV2) -> Tensor:
 
 def test_steps_over_pages_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the GPU is compared with: to the bits of whole passes."""
-    model = loaded(folder, monkeypatch, "cpu")
+    model = loaded_on("cpu", folder, monkeypatch)
     images = pictures(model)
     found = steps_over_pages(model)
     assert torch.equal(found[:1], model.forward(prompt(images), indexed_embeddings=images)[:, -10:])
@@ -137,10 +128,10 @@ def test_steps_over_pages_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.cuda
 def test_logits_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = loaded(folder, monkeypatch, "cpu")
+    model = loaded_on("cpu", folder, monkeypatch)
     images = pictures(model)
     expected = model.forward(prompt(images), indexed_embeddings=images)
-    model = loaded(folder, monkeypatch, "cuda:0")
+    model = loaded_on("cuda:0", folder, monkeypatch)
     images = pictures(model)
     ids = prompt(images)
     assert divergence(expected, model.forward(ids, indexed_embeddings=images)) < 2e-3
@@ -154,11 +145,11 @@ def test_logits_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.cuda
 def test_captured_steps_behind_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of eager steps, and close to the CPU's."""
-    expected = steps_over_pages(loaded(folder, monkeypatch, "cpu"))
+    expected = steps_over_pages(loaded_on("cpu", folder, monkeypatch))
     monkeypatch.setenv(GRAPHS_VARIABLE, "0")
-    eager = steps_over_pages(loaded(folder, monkeypatch, "cuda:0"))
+    eager = steps_over_pages(loaded_on("cuda:0", folder, monkeypatch))
     monkeypatch.delenv(GRAPHS_VARIABLE)
-    model = loaded(folder, monkeypatch, "cuda:0")
+    model = loaded_on("cuda:0", folder, monkeypatch)
     captured = steps_over_pages(model)
     assert torch.equal(eager, captured)
     assert divergence(expected, captured) < 2e-3

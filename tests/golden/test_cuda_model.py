@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -25,24 +25,11 @@ from exl_core import (
     PagedParams,
 )
 from exl_kernels.device import set_row_invariant
-from exl_kernels.safetensors_file import read_safetensors_header, read_tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from golden_models import DATA, GREEDY_KEY, MODELS, kl_divergence
 
 pytestmark = pytest.mark.cuda
-
-DATA = Path(__file__).parent / "data"
-MODELS = ("fp16", "exl2-3.5", "exl2-4.5")
-GREEDY_KEY = {"fp16": "tiny", "exl2-3.5": "exl2-3.5", "exl2-4.5": "exl2-4.5"}
-
-
-@pytest.fixture(scope="module")
-def golden() -> dict[str, Tensor]:
-    return {n: read_tensor(e) for n, e in read_safetensors_header(DATA / "golden.safetensors").entries.items()}
-
-
-@pytest.fixture(scope="module")
-def texts() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((DATA / "golden.json").read_text())
-    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +41,6 @@ def models() -> Iterator[dict[str, ExLlamaV2]]:
             loaded[name] = ExLlamaV2(ExLlamaV2Config(DATA / f"pylib-4m-{name}"))
             loaded[name].load()
         yield loaded
-
-
-def kl_divergence(reference: Tensor, logits: Tensor) -> float:
-    """Mean over positions of KL(reference || logits), in float64."""
-    p, q = reference.cpu().double().log_softmax(-1), logits.cpu().double().log_softmax(-1)
-    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,9 @@ from exl_core import (
     ExLlamaV2Config,
     ExLlamaV2Tokenizer,
 )
-from exl_kernels.safetensors_file import read_safetensors_header, read_tensor
 
-DATA = Path(__file__).parent / "data"
-MODELS = ("fp16", "exl2-3.5", "exl2-4.5")
-GREEDY_KEY = {"fp16": "tiny", "exl2-3.5": "exl2-3.5", "exl2-4.5": "exl2-4.5"}
-
-
-@pytest.fixture(scope="module")
-def golden() -> dict[str, Tensor]:
-    return {n: read_tensor(e) for n, e in read_safetensors_header(DATA / "golden.safetensors").entries.items()}
-
-
-@pytest.fixture(scope="module")
-def texts() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((DATA / "golden.json").read_text())
-    return loaded
+sys.path.insert(0, str(Path(__file__).parent))
+from golden_models import DATA, GREEDY_KEY, MODELS, kl_divergence
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +38,6 @@ def models() -> dict[tuple[str, str], ExLlamaV2]:
             model.load()
             loaded[name, mode] = model
     return loaded
-
-
-def kl_divergence(reference: Tensor, logits: Tensor) -> float:
-    """Mean over positions of KL(reference || logits), in float64."""
-    p, q = reference.double().log_softmax(-1), logits.double().log_softmax(-1)
-    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("name", MODELS[1:])

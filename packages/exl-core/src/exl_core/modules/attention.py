@@ -17,8 +17,9 @@ from ..architectures.windows import LayerRope
 from ..loading.checkpoint import TensorSource
 from .linear import Linear
 from .mlp import FeedForward
-from .module import Module, Step
+from .module import Step
 from .norm import Norm, fused_norm
+from .sublayer import SubLayer
 
 if TYPE_CHECKING:
     from exl_kernels.kv import KVPages
@@ -30,7 +31,7 @@ __all__ = ["Attention", "ParallelDecoder"]
 PICTURE_TOKENS = 64  # tokens of pictures in one call, each with a mask over all keys
 
 
-class Attention(Module):
+class Attention(SubLayer[AttentionBlock]):
     """x + post(o_proj(attention(rope(q), rope(k), v))) with q, k, v from norm(x) (spec core.md 1.3, 6).
 
     Keys and values of the chunk are stored before they are read, so that a token's result does not depend on how the
@@ -76,7 +77,6 @@ class Attention(Module):
         self.interleaved = interleaved
         self.rope: LayerRope = rope
         self.clip = clip
-        self.block: AttentionBlock | None = None
         self.cut: HeadCut | None = None  # where the heads are, if on several devices
 
     def submodules(self) -> Iterator[Linear]:
@@ -86,28 +86,14 @@ class Attention(Module):
         yield from (norm for norm in (self.norm, self.post, self.q_norm, self.k_norm) if norm is not None)
         yield from (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
 
-    def load(self, source: TensorSource, device: torch.device) -> None:
-        try:
-            for part in self._parts():
-                part.load(source, device)
-            self.block = self._fuse()
-        except BaseException:
-            self.unload()
-            raise
-
     def unload(self) -> None:
-        self.block = None
+        super().unload()
         if self.cut is not None:
             self.cut.reset()
-        for part in self._parts():
-            part.unload()
 
     @property
     def loaded(self) -> bool:
         return self.o_proj.matrix is not None
-
-    def weight_bytes(self) -> int:
-        return sum(part.weight_bytes() for part in self._parts())
 
     def _fuse(self) -> AttentionBlock | None:
         """All of `forward` as one native call, where the matrices allow it."""

@@ -12,7 +12,7 @@ from ..embeddings import EMBEDDING_INDEX
 from ..errors import FormatError, ModelStateError
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import check_vocabulary, require_finite_float
-from .module import Module, Step
+from .module import Step, WeightModule
 
 if TYPE_CHECKING:
     from ..lora import ExLlamaV2Lora
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Embedding"]
 
 
-class Embedding(Module):
+class Embedding(WeightModule):
     """Rows of the table [vocab, hidden], kept in the file's float type; given out as float32, on a GPU as half.
 
     Negative ids read row 0 (a pad id of -1, spec core.md 4.1); the model refuses ids beyond the vocabulary.
@@ -49,16 +49,6 @@ class Embedding(Module):
         check_vocabulary(weight.shape[0], self.vocab_size, source.describe(name))
         require_finite_float(weight, source.describe(name))
         self.weight = weight.to(device)
-
-    def unload(self) -> None:
-        self.weight = None
-
-    @property
-    def loaded(self) -> bool:
-        return self.weight is not None
-
-    def weight_bytes(self) -> int:
-        return 0 if self.weight is None else self.weight.nbytes
 
     def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
         """x: int64 [T] -> [T, hidden]. Ids of `step.embeddings` give their rows, unscaled.

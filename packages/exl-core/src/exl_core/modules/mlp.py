@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from exl_kernels.activation import activation as activate
@@ -14,11 +13,11 @@ from exl_kernels.activation import gated_activation
 from exl_kernels.block import MlpBlock
 
 from ..architectures.base import Activation
-from ..loading.checkpoint import TensorSource
 from ..parallel.matrix import Part, over_parts
 from .linear import Linear
-from .module import Module, Step
+from .module import Step
 from .norm import Norm, fused_norm
+from .sublayer import SubLayer
 
 if TYPE_CHECKING:
     from ..lora import ExLlamaV2Lora
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["FeedForward", "GatedMLP", "PlainMLP"]
 
 
-class FeedForward(Module):
+class FeedForward(SubLayer[MlpBlock]):
     """x + post(inner(norm(x))), where either norm may be absent (spec core.md 1.3, 4.4)."""
 
     def __init__(self, key: str, layer_idx: int, norm: Norm | None, post: Norm | None, activation: Activation) -> None:
@@ -35,7 +34,6 @@ class FeedForward(Module):
         self.norm = norm
         self.post = post
         self.activation: Activation = activation
-        self.block: MlpBlock | None = None
 
     @abstractmethod
     def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
@@ -45,30 +43,9 @@ class FeedForward(Module):
         yield from (norm for norm in (self.norm, self.post) if norm is not None)
         yield from self.submodules()
 
-    def load(self, source: TensorSource, device: torch.device) -> None:
-        try:
-            for part in self._parts():
-                part.load(source, device)
-            self.block = self._fuse()
-        except BaseException:
-            self.unload()
-            raise
-
-    def _fuse(self) -> MlpBlock | None:
-        """All of `forward` as one native call, where the kind and the matrices allow it."""
-        return None
-
-    def unload(self) -> None:
-        self.block = None
-        for part in self._parts():
-            part.unload()
-
     @property
     def loaded(self) -> bool:
         return all(linear.matrix is not None for linear in self.submodules())
-
-    def weight_bytes(self) -> int:
-        return sum(part.weight_bytes() for part in self._parts())
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         if self.block is not None and not any(linear.adapted(step.loras) for linear in self.submodules()):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from exl_kernels.block import Tokens
 
+from ..errors import ModelStateError
 from ..loading.checkpoint import TensorSource
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ..lora import ExLlamaV2Lora
     from .linear import Linear
 
-__all__ = ["Module", "Step"]
+__all__ = ["Module", "Step", "WeightModule"]
 
 
 @dataclass
@@ -113,3 +114,26 @@ class Module(ABC):
     def submodules(self) -> Iterator[Linear]:
         """The linears inside, which stand in `model.modules_dict` instead of this module."""
         return iter(())
+
+
+class WeightModule(Module):
+    """A module of one weight."""
+
+    weight: Tensor | None = None
+
+    def unload(self) -> None:
+        self.weight = None
+
+    @property
+    def loaded(self) -> bool:
+        return self.weight is not None
+
+    def weight_bytes(self) -> int:
+        return 0 if self.weight is None else self.weight.nbytes
+
+    @property
+    def loaded_weight(self) -> Tensor:
+        """Raises ModelStateError before load()."""
+        if self.weight is None:
+            raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
+        return self.weight

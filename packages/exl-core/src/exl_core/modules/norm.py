@@ -9,15 +9,15 @@ from exl_kernels.block import BlockNorm
 from exl_kernels.norm import layer_norm, rms_norm
 
 from ..device import activation_dtype
-from ..errors import FormatError, ModelStateError
+from ..errors import FormatError
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import require_finite_float
-from .module import Module, Step
+from .module import Step, WeightModule
 
 __all__ = ["LayerNorm", "Norm", "RMSNorm", "fused_norm"]
 
 
-class Norm(Module):
+class Norm(WeightModule):
     """What both norms share: a float32 weight of one of the given shapes."""
 
     def __init__(self, key: str, shape: int | tuple[int, ...], eps: float, *shapes: tuple[int, ...]) -> None:
@@ -39,16 +39,6 @@ class Norm(Module):
         require_finite_float(tensor, source.describe(name))
         return tensor.float()
 
-    def unload(self) -> None:
-        self.weight = None
-
-    @property
-    def loaded(self) -> bool:
-        return self.weight is not None
-
-    def weight_bytes(self) -> int:
-        return 0 if self.weight is None else self.weight.nbytes
-
     def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
         """The normalised x in the type that linears take: float32, on a GPU half."""
         return self.apply(x).to(activation_dtype(x.device))
@@ -60,11 +50,6 @@ class Norm(Module):
     def block(self) -> BlockNorm:
         """The loaded norm as a part of a fused block (CPU)."""
         raise NotImplementedError
-
-    def _loaded_weight(self) -> Tensor:
-        if self.weight is None:
-            raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
-        return self.weight
 
 
 def fused_norm(norm: Norm | None) -> BlockNorm | None:
@@ -91,10 +76,10 @@ class RMSNorm(Norm):
             self.weight += self.offset
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return rms_norm(x, self._loaded_weight(), self.eps, out=out)
+        return rms_norm(x, self.loaded_weight, self.eps, out=out)
 
     def block(self) -> BlockNorm:
-        return BlockNorm(self._loaded_weight(), self.eps)
+        return BlockNorm(self.loaded_weight, self.eps)
 
 
 class LayerNorm(Norm):
@@ -125,7 +110,7 @@ class LayerNorm(Norm):
         return super().weight_bytes() + (0 if self.bias is None else self.bias.nbytes)
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return layer_norm(x, self._loaded_weight(), self.bias, self.eps, out=out)
+        return layer_norm(x, self.loaded_weight, self.bias, self.eps, out=out)
 
     def block(self) -> BlockNorm:
-        return BlockNorm(self._loaded_weight(), self.eps, self.bias, layer=True)
+        return BlockNorm(self.loaded_weight, self.eps, self.bias, layer=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import FormatError, ModelStateError
+from ..errors import FormatError
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import require_finite_float
-from .module import Module, Step
+from .module import Step, WeightModule
 
 __all__ = ["PositionEmbedding"]
 
 
-class PositionEmbedding(Module):
+class PositionEmbedding(WeightModule):
     """x + table[position], table [positions, hidden] (spec core.md 4.2); positions as RoPE counts them."""
 
     name = "PosEmbedding"
@@ -40,17 +40,5 @@ class PositionEmbedding(Module):
         require_finite_float(weight, source.describe(name))
         self.weight = weight.to(device)
 
-    def unload(self) -> None:
-        self.weight = None
-
-    @property
-    def loaded(self) -> bool:
-        return self.weight is not None
-
-    def weight_bytes(self) -> int:
-        return 0 if self.weight is None else self.weight.nbytes
-
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        if self.weight is None:
-            raise ModelStateError(f"{self.key} is not loaded: call model.load() first")
-        return x.add_(self.weight[step.rope_positions].to(x.dtype))
+        return x.add_(self.loaded_weight[step.rope_positions].to(x.dtype))
