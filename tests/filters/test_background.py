@@ -2,7 +2,6 @@
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -46,12 +45,6 @@ class Slow(ExLlamaV2Filter):
 
     def use_background_worker(self):
         return True
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(2, thread_name_prefix="pool") as pool:
-        yield pool
 
 
 def stack(*filters):

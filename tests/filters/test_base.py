@@ -27,12 +27,6 @@ class Counting(ExLlamaV2Filter):
         return {10 + len(self.fed)}, set()
 
 
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
-
-
 @pytest.mark.covers("filters.md: CAP-1")
 def test_defaults_of_the_base_class():
     base = ExLlamaV2Filter("model", "tokenizer")
