@@ -1,8 +1,11 @@
 //! One tile: some query tokens of one sequence, the heads that share one key/value head, all their visible keys.
 
+mod block;
+
+use self::block::BlockRows;
 use super::math::{ROWS, accumulate, cap, exp_scalar, largest, logits, scale_by, weigh};
 use super::{Attention, KEY_BLOCK, SPLIT, visible};
-use crate::kv::{CodeRow, Codec, E5M2Row, HalfRow, Plane, RowFormat, decode_row, hadamard_rows};
+use crate::kv::{Plane, hadamard_rows};
 use crate::simd::{Kernel, Lanes, MAX_LANES};
 
 /// Tokens `first..first + tokens` of sequence `row`, and the union `from..to` of the keys they see.
@@ -230,15 +233,6 @@ impl Kernel for Join<'_> {
     }
 }
 
-/// Where the keys `from..to` of a block lie: row numbers of the planes.
-struct BlockRows {
-    first_key: usize,
-    /// Keys of the block that exist for this tile: `from..to`, relative to `first_key`.
-    from: usize,
-    to: usize,
-    rows: [usize; KEY_BLOCK],
-}
-
 impl Work<'_> {
     #[inline(always)]
     fn query_visible(&self, row: usize) -> (usize, usize) {
@@ -323,139 +317,6 @@ impl Work<'_> {
                 self.drop_masked_values(scratch, &here);
                 self.add_values::<V>(scratch, &here, state);
             }
-        }
-    }
-
-    /// Finds the rows of a block's keys through the block table.
-    #[inline(always)]
-    fn locate(&self, block: usize) -> BlockRows {
-        let pages = self.args.pages;
-        let first_key = block * KEY_BLOCK;
-        let from = self.tile.from.max(first_key) - first_key;
-        let to = self.tile.to.min(first_key + KEY_BLOCK) - first_key;
-        let table =
-            &self.args.block_table[self.tile.row * self.args.max_pages..][..self.args.max_pages];
-        let mut rows = [0; KEY_BLOCK];
-        let mut key = from;
-        while key < to {
-            let (page, offset) = (
-                (first_key + key) / pages.page_size,
-                (first_key + key) % pages.page_size,
-            );
-            let run = (pages.page_size - offset).min(to - key);
-            let slot = table[page] as usize * pages.page_size + offset;
-            for i in 0..run {
-                rows[key + i] = (slot + i) * pages.heads + self.head;
-            }
-            key += run;
-        }
-        BlockRows {
-            first_key,
-            from,
-            to,
-            rows,
-        }
-    }
-
-    /// Decodes the block's keys to `keys` [key_dim, KEY_BLOCK]. Columns outside the tile's keys hold anything: their logits are
-    /// thrown away.
-    #[inline(always)]
-    unsafe fn load_keys<V: Lanes>(&self, here: &BlockRows, next: &BlockRows, keys: &mut [f32]) {
-        let keys = keys.as_mut_ptr();
-        // SAFETY: the format is the plane's.
-        unsafe {
-            match self.args.pages.key.codec() {
-                Codec::F16 => self.load_keys_as::<V, HalfRow>(here, next, keys),
-                Codec::E5M2 => self.load_keys_as::<V, E5M2Row>(here, next, keys),
-                Codec::Hadamard8 => self.load_keys_as::<V, CodeRow<8>>(here, next, keys),
-                Codec::Hadamard4 => self.load_keys_as::<V, CodeRow<4>>(here, next, keys),
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn load_keys_as<V: Lanes, F: RowFormat>(
-        &self,
-        here: &BlockRows,
-        next: &BlockRows,
-        keys: *mut f32,
-    ) {
-        let plane = &self.args.pages.key;
-        let n = self.args.pages.head_dim;
-        let whole = F::whole::<V>(n);
-        let mut first = here.from - here.from % V::LANES;
-        while first < here.to {
-            let mut rows = [(std::ptr::null(), std::ptr::null()); MAX_LANES];
-            for (i, row) in rows.iter_mut().enumerate().take(V::LANES) {
-                *row = plane.row(here.rows[(first + i).clamp(here.from, here.to - 1)]);
-                plane.prefetch(next.rows[first + i]);
-            }
-            let mut columns = [V::splat(0.0); MAX_LANES];
-            let mut e = 0;
-            // SAFETY: rows were located within checked pages; `keys` has key_dim * KEY_BLOCK floats.
-            unsafe {
-                while e < whole {
-                    for i in 0..V::LANES {
-                        columns[i] = F::load::<V>(rows[i].0, rows[i].1, e);
-                    }
-                    V::store_columns(&columns, keys.add(e * KEY_BLOCK + first), KEY_BLOCK);
-                    e += V::LANES;
-                }
-                if e < n {
-                    for i in 0..V::LANES {
-                        columns[i] = F::load_tail::<V>(rows[i].0, e, n);
-                    }
-                    V::store_columns(&columns, keys.add(e * KEY_BLOCK + first), KEY_BLOCK);
-                }
-            }
-            first += V::LANES;
-        }
-    }
-
-    /// Decodes the tile's keys' values of the block to `values` [KEY_BLOCK, value_dim]; other rows stay as they were.
-    #[inline(always)]
-    unsafe fn load_values<V: Lanes>(&self, here: &BlockRows, next: &BlockRows, values: &mut [f32]) {
-        let values = values.as_mut_ptr();
-        // SAFETY: the format is the plane's.
-        unsafe {
-            match self.args.pages.value.codec() {
-                Codec::F16 => self.load_values_as::<V, HalfRow>(here, next, values),
-                Codec::E5M2 => self.load_values_as::<V, E5M2Row>(here, next, values),
-                Codec::Hadamard8 => self.load_values_as::<V, CodeRow<8>>(here, next, values),
-                Codec::Hadamard4 => self.load_values_as::<V, CodeRow<4>>(here, next, values),
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn load_values_as<V: Lanes, F: RowFormat>(
-        &self,
-        here: &BlockRows,
-        next: &BlockRows,
-        values: *mut f32,
-    ) {
-        let plane = &self.args.pages.value;
-        for key in here.from..here.to {
-            let (data, scales) = plane.row(here.rows[key]);
-            plane.prefetch(next.rows[key]);
-            // SAFETY: as above; `values` has KEY_BLOCK * value_dim floats.
-            unsafe {
-                decode_row::<V, F>(
-                    data,
-                    scales,
-                    self.args.pages.head_dim,
-                    values.add(key * self.value_dim),
-                );
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn load_mask(&self, here: &BlockRows, mask: &mut [f32]) {
-        if let Some((values, width)) = self.args.key_mask {
-            let row = &values[self.tile.row * width..][..width];
-            mask[here.from..here.to]
-                .copy_from_slice(&row[here.first_key + here.from..here.first_key + here.to]);
         }
     }
 
