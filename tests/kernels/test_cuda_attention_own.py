@@ -13,6 +13,7 @@ from torch import Tensor
 
 from exl_kernels import attention_cuda
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
+from exl_kernels.fused_linear import FusedLinear
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear_cuda import CudaQuantMatrix
 
@@ -196,6 +197,31 @@ def test_results_in_a_products_order(
             assert (scratch[count : counters[0]] == 0xA5).all()
             assert not scratch[counters[0] : counters[0] + 1228].any()
             assert (scratch[counters[0] + 1228 :] == 0xA5).all()
+
+
+def test_a_product_takes_what_was_laid_out_for_it_alone() -> None:
+    product, other = (FusedLinear([product_of(1024, kind)]) for kind in ("exl2", "gptq"))
+    for tokens in (9, 16, 23, 64):
+        step = own_step("fp16", [5 + at for at in range(tokens)], dim=128, groups=4, page_size=64)
+        x = step.apart().view(tokens, -1)
+        residual = x[:, :64].contiguous()
+        step.forget()
+        given = product.input_of(tokens)
+        assert given is not None
+        step.together(into=given)
+        want = product(x, x.new_empty(tokens, 64), residual)
+        assert torch.equal(product.from_input(given, x.new_empty(tokens, 64), residual), want)
+        out = x.new_empty(tokens, 64)
+        for who, what, to in (
+            (other, given, out),
+            (FusedLinear([product.matrices[0], other.matrices[0]]), given, x.new_empty(tokens, 128)),
+            (product, given, x.new_empty(80 - tokens, 64)),
+            (product, replace(given, arrivals=(0, 0)), out),
+        ):
+            with pytest.raises(ShapeError, match="laid out for"):
+                who.from_input(what, to)
+        with pytest.raises(ShapeError, match="expected contiguous"):
+            product.from_input(given, out[:, :32])
 
 
 def test_a_products_order_that_does_not_fit_is_refused() -> None:

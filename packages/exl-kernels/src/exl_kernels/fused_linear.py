@@ -185,10 +185,18 @@ class FusedLinear:
 
     def input_of(self, m: int) -> ProductInput | None:
         """Where another launch may lay out m rows of float16 for `from_input`; None where it may not."""
-        matrix = self.matrices[0]
+        matrix, layout = self.matrices[0], self._layout_of_input(m)
+        if layout is None:
+            return None
+        assert isinstance(matrix, CudaQuantMatrix)
+        assert self._ring is not None
+        scratch = torch.empty(self._ring.scratch_bytes(m), dtype=torch.uint8, device=self.device)
+        return ProductInput(matrix, layout[0], scratch, layout[1])
+
+    def _layout_of_input(self, m: int) -> tuple[int, tuple[int, int]] | None:
+        """Columns and counters of a `ProductInput` of m rows; None where there is none."""
         if not (
             self._ring is not None
-            and isinstance(matrix, CudaQuantMatrix)
             and len(self.matrices) == 1
             and self.norm is None
             and self.dtype == torch.float16
@@ -197,14 +205,18 @@ class FusedLinear:
         ):
             return None
         known = self._ring.batch_input(m)
-        if known is None:
-            return None
-        scratch = torch.empty(self._ring.scratch_bytes(m), dtype=torch.uint8, device=self.device)
-        return ProductInput(matrix, known[0], scratch, (known[1], known[2]))
+        return None if known is None else (known[0], known[1:])
 
     def from_input(self, given: ProductInput, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The product of what has been laid out in `given` (of `input_of` the rows of out), as `__call__`."""
+        """The product of what has been laid out in `given`, of this product's own `input_of` the rows of out, as
+        `__call__`. Raises ShapeError (it is another's, or of another number of rows) and as `__call__`."""
         m = out.shape[0]
+        layout = self._layout_of_input(m)
+        if layout is None or given.matrix is not self.matrices[0] or (given.columns, given.arrivals) != layout:
+            raise ShapeError(
+                f"the input is laid out for {given.columns} rows of {given.matrix.name or 'a matrix'}: expected what "
+                f"input_of({m}) of {self.matrices[0].name or 'this product'} gives"
+            )
         self._check_operand("out", out, (m, self.out_features))
         if residual is not None:
             self._check_operand("residual", residual, (m, self.out_features))
