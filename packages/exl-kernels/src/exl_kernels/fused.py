@@ -74,9 +74,9 @@ def rope_store(
 ) -> None:
     """`apply_rope` on q [T, Hq, D] and k [T, H, D], in place, then `store_kv` of k and v [T, H, D]; arguments as there.
 
-    On a GPU positions, slots, cos and sin are read before the launches right before this one have ended, as with `early`
-    of `attention_cuda.attend_own`: they must have been written before those began, such as by a copy that the host has
-    waited for, or before the launch of the captured graph that this is part of.
+    On a GPU positions, slots, cos and sin are read before the launches right before this one have ended (as with
+    `early` of `attend_own`): they must have been written before those began, such as by a copy that the host has waited
+    for, or before the launch of the captured graph that this is part of.
     """
     if not q.is_cuda:
         apply_rope(q, cos, sin, positions, interleaved=interleaved)
