@@ -19,8 +19,7 @@ MODEL = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 PLAIN = """
 cuDevicePrimaryCtxRetain cuCtxGetCurrent cuCtxPushCurrent_v2 cuCtxPopCurrent_v2 cuModuleLoadData cuModuleGetFunction
-cuFuncSetAttribute cuOccupancyMaxActiveBlocksPerMultiprocessor cuLaunchKernelEx cuStreamGetCtx
-cuThreadExchangeStreamCaptureMode cuMemcpyHtoDAsync_v2
+cuFuncSetAttribute cuLaunchKernelEx cuStreamGetCtx cuThreadExchangeStreamCaptureMode cuMemcpyHtoDAsync_v2
 """
 STANDIN = """
 #include <stdlib.h>

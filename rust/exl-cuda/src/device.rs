@@ -101,35 +101,6 @@ impl Device {
         Ok(function.handle)
     }
 
-    /// How many blocks of `threads` with `shared` bytes fit one multiprocessor.
-    pub fn blocks_per_multiprocessor(
-        &self,
-        name: &str,
-        threads: u32,
-        shared: u32,
-    ) -> Result<u32, CudaError> {
-        let handle = self.function(name, shared)?;
-        let mut blocks: c_int = 0;
-        self.in_context(|| {
-            // SAFETY: writes one int; the handle is live in the current context.
-            let code = unsafe {
-                (self.driver.functions.occupancy)(
-                    &raw mut blocks,
-                    handle,
-                    threads as c_int,
-                    shared as usize,
-                )
-            };
-            check(
-                self.driver,
-                code,
-                "cuOccupancyMaxActiveBlocksPerMultiprocessor",
-                name,
-            )
-        })?;
-        Ok(blocks as u32)
-    }
-
     /// Runs `work` with this device's context current, leaving the caller's choice as it was.
     pub(crate) fn in_context<T>(
         &self,

@@ -80,7 +80,6 @@ functions! {
     module_load = "cuModuleLoadData" (*mut CuModule, *const c_void);
     module_function = "cuModuleGetFunction" (*mut CuFunction, CuModule, *const c_char);
     function_attribute = "cuFuncSetAttribute" (CuFunction, c_int, c_int);
-    occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor" (*mut c_int, CuFunction, c_int, usize);
     launch = "cuLaunchKernelEx" (*const LaunchConfig, CuFunction, *mut *mut c_void, *mut *mut c_void);
     copy_to_device = "cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, CuStream);
     stream_context = "cuStreamGetCtx" (CuStream, *mut CuContext);

@@ -68,26 +68,6 @@ pub struct Chain {
     pub descending: bool,
 }
 
-impl Chain {
-    /// No transform at all.
-    pub const NEUTRAL: Self = Self {
-        greedy: false,
-        scale: 1.0,
-        smooth: false,
-        top_k: 0,
-        top_p: 0.0,
-        top_a: 0.0,
-        min_p: 0.0,
-        tfs: 0.0,
-        typical: 0.0,
-        mirostat: 0.0,
-        late: Late::None,
-        xtc_probability: 0.0,
-        xtc_threshold: 0.0,
-        descending: false,
-    };
-}
-
 /// One row: logits and what changes them.
 #[derive(Clone, Copy, Debug)]
 pub struct Row<'a> {
