@@ -2,16 +2,17 @@
 //
 // A group of `cut` blocks, a cluster where there is more than one, walks a contiguous run of row tiles of up to three matrices over one
 // input, `cut` tiles a round. K is whole, in halves or in quarters (those of `sum_classes`): a block has its share of each tile of a round,
-// and its share of the activations (prepared.cuh) stays in shared memory. One warp streams stages, a few units of each tile of a round, through a ring of slots;
-// sixteen warps multiply, a class of units of one tile each, another with every round. Two warps take turns at what follows: they add
-// classes to quarters, send those of a cut tile to the block whose turn it is, add the quarters, do what follows the product and store.
+// and its share of the activations (prepared.cuh) stays in shared memory. One warp streams stages, a few units of each tile of a round, through
+// a ring of slots; sixteen warps multiply, a class of units of one tile each, another with every round. Three warps take turns at what follows:
+// they add classes to quarters, send those of a cut tile to the block whose turn it is, add the quarters, do what follows the product and store.
 // Same bits as the ring kernel.
 //
 // Results may go on as the prepared input of the launch that follows, with the sums of squares that its norm needs: then nothing stands
 // between two products.
 //
 // In a decode step other kernels run in between, and a launch finds neither its instructions nor its parameters in the
-// multiprocessor's caches: what is passed once is in loops that are not unrolled.
+// multiprocessor's caches: what is passed once is in loops that are not unrolled. The end of a tile is unrolled: it is met in its first round
+// beside products, and nothing is beside the last one.
 #pragma once
 #include "cluster.cuh"
 #include "few_finish.cuh"
@@ -25,8 +26,9 @@ DEVICE void few_stream(const FewTask& p, uint8_t* memory, uint32_t base) {
   const Cut c(p);
   const int pieces_log = c.pieces_log(), pieces = p.stages << pieces_log, units = 1 << c.piece_log();
 #pragma unroll 1
-  for (int i = lane; i < 2 * p.slots + 2 * FINISHERS; i += 32) {
-    const int count = i < p.slots ? 1 : i < 2 * p.slots ? (cut << c.stage_log) * WARP_ARRIVALS : i < 2 * p.slots + FINISHERS ? MULTIPLIERS * WARP_ARRIVALS : WARP_ARRIVALS;
+  for (int i = lane; i < 2 * p.slots + 2 * FINISHERS + 1; i += 32) {
+    const int result = i - 2 * p.slots, warps = result < 0 ? cut << c.stage_log : result <= FINISHERS ? MULTIPLIERS : 1;
+    const int count = i < p.slots ? 1 : warps * WARP_ARRIVALS;
     barrier_init(s.full + i * 8, count);
   }
   barriers_visible();
@@ -36,14 +38,14 @@ DEVICE void few_stream(const FewTask& p, uint8_t* memory, uint32_t base) {
   pdl_trigger();
 #pragma unroll 1
   for (int m = 0; m < p.count; m++) {
-    const Matrix& a = p.part[m].a;
+    const FewPart& part = p.part[m];
 #pragma unroll 1
     for (int i = lane; i < pieces; i += 32) {
       const int first = c.unit(i << c.piece_log()), before = c.unit((i & ~1) << c.piece_log());
-      const auto offset = [&](int u) { return __ldg(&a.units[min(u, a.unit_count)].x); };
+      const auto offset = [&](int u) { return few_unit(p, part, u).x; };
       const uint32_t begin = offset(first), end = offset(first + units);
       const uint32_t at = pieces_log && i % 2 ? offset(before + units) - offset(before) : 0;
-      reinterpret_cast<uint4*>(memory + p.part[m].pieces_at)[i] = make_uint4(begin, end - begin, at, 0);
+      reinterpret_cast<uint4*>(memory + part.pieces_at)[i] = make_uint4(begin, end - begin, at, 0);
     }
   }
   __syncwarp();
@@ -52,7 +54,7 @@ DEVICE void few_stream(const FewTask& p, uint8_t* memory, uint32_t base) {
   int count = 0;
   const FewWalk walk(p);
   const int place = lane >> pieces_log;
-  const uint32_t room = p.stage_stride / cut;
+  const uint32_t room = p.stage_stride >> c.log;
 #pragma unroll 1
   for (int round = 0; round < walk.rounds; round++) {
     int matrix = 0, tile = 0;
@@ -78,27 +80,14 @@ DEVICE void few_stream(const FewTask& p, uint8_t* memory, uint32_t base) {
   }
 }
 
-// One warp fetches the activations as soon as they are there. First what can be said and fetched before.
+// One warp fetches the activations as soon as they are there. First what can be said before.
 DEVICE void few_expect(const FewTask& p, uint32_t base) {
   const FewBarriers s(p, base);
   const Cut c(p);
-  const int lane = threadIdx.x % 32, own = p.stages << c.stage_log;
-  const uint64_t again = evict_last();
 #pragma unroll 1
-  for (int stage = lane; stage < p.stages; stage += 32) {
-    int known = 0;
-#pragma unroll 1
-    for (int i = stage << c.stage_log; i < (stage + 1) << c.stage_log; i++) known += c.unit(i) < p.units;
-    barrier_expect(s.present + stage * 8, known * (p.copies * X_BYTES + (p.norm ? NORM_BYTES : 0)));
-  }
-  __syncwarp();
-  if (p.norm) {
-    // Into the place of the results, of which there are none yet.
-#pragma unroll 1
-    for (int i = lane; i < own; i += 32) {
-      const int u = c.unit(i);
-      if (u < p.units) copy_to_shared(base + p.results_at + i * NORM_BYTES, p.norm + u * UNIT_ROWS, NORM_BYTES, s.present + (i >> c.stage_log) * 8, again);
-    }
+  for (int stage = threadIdx.x % 32; stage < p.stages; stage += 32) {
+    const int known = min(max(c.units(p.units) - (stage << c.stage_log), 0), 1 << c.stage_log);
+    barrier_expect(s.present + stage * 8, known * p.copies * X_BYTES);
   }
 }
 DEVICE void few_activations(const FewTask& p, uint32_t base) {
@@ -106,46 +95,55 @@ DEVICE void few_activations(const FewTask& p, uint32_t base) {
   const Cut c(p);
   const int lane = threadIdx.x % 32, own = p.stages << c.stage_log;
   const uint64_t again = evict_last();
-  pdl_wait();
 #pragma unroll 1
   for (int copy = 0; copy < p.copies; copy++) {
     int m = 0;
     while (p.part[m].copy != copy) m++;
     const uint32_t to = base + p.part[m].x_at;
     const uint8_t* from = p.x + copy * p.copy_bytes;
+    // All blocks read the same: they begin at different places, not all at the same part of L2.
 #pragma unroll 1
-    for (int i = lane; i < own; i += 32) {
-      const int u = c.unit(i);
-      if (u < p.units) copy_to_shared(to + i * X_BYTES, from + (size_t)u * X_BYTES, X_BYTES, s.present + (i >> c.stage_log) * 8, again);
+    for (int at = lane; at < (own + 7 & ~7); at += 32) {
+      const int i = (at & ~7) | ((at + blockIdx.x) & 7), u = c.unit(i);
+      pdl_wait();  // behind all that can be found out before; only the first time is one
+      if (i < own && u < p.units) copy_to_shared(to + i * X_BYTES, from + (size_t)u * X_BYTES, X_BYTES, s.present + (i >> c.stage_log) * 8, again);
     }
   }
+  pdl_wait();
 }
 
 // ---------------------------------------------------------------------------------------------------- products
-// What the loop needs of each unit, in shared memory.
+// `known` of BYTES (4 or 16) bytes, and zeros.
+template <int BYTES>
+DEVICE void copy_async(uint32_t to, const void* from, int known) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(known) : "memory");
+}
+DEVICE void copies_landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// What the loop needs of each unit, in shared memory; four warps a matrix. Maxima are on their way until `copies_landed`.
 template <int ENTRY>
 DEVICE void few_tables(const FewTask& p, const Cut& c, uint8_t* memory, uint32_t base) {
-  constexpr int ENTRIES = UNIT_ROWS / ENTRY, THREADS = MULTIPLIERS * 32;
-  const int own = p.stages << c.stage_log, each = own * ENTRIES;
+  constexpr int ENTRIES = UNIT_ROWS / ENTRY, TEAM = 128;
+  static_assert(FEW_MATRICES * TEAM <= MULTIPLIERS * 32, "a team a matrix");
+  const int own = p.stages << c.stage_log, m = threadIdx.x / TEAM;
+  const FewPart& part = p.part[min(m, FEW_MATRICES - 1)];
+  const int entries = part.a.maxima ? (part.a.rows + ENTRY - 1) / ENTRY : 0;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < p.count * each; i += THREADS) {
-    const int m = i / each, j = i % each, local = j / ENTRIES, u = c.unit(local), e = u * ENTRIES + j % ENTRIES;
-    const FewPart& part = p.part[m];
-    const bool known = part.a.maxima && e < (part.a.rows + ENTRY - 1) / ENTRY;
-    const __half maximum = known ? part.a.maxima[e] : __half(0.f);
-    if (j % ENTRIES == 0) {
-      const auto at = [&](int v) { return __ldg(&part.a.units[min(v, part.a.unit_count)]); };
-      const int units = 1 << c.piece_log(), piece = local >> c.piece_log();
-      const uint2 unit = at(u);
-      uint32_t place = unit.x - at(c.unit(piece << c.piece_log())).x;
-      if (c.pieces_log() && piece % 2) {
-        const int before = c.unit((piece - 1) << c.piece_log());
-        place += at(before + units).x - at(before).x;
-      }
-      const uint32_t widths = u < part.a.unit_count ? unit.y : 0;
-      reinterpret_cast<uint2*>(memory + part.units_at)[local] = make_uint2(place | code_bytes(widths) << 16, widths);
+  for (int local = threadIdx.x % TEAM; local < own && m < p.count; local += TEAM) {
+    const int u = c.unit(local), units = 1 << c.piece_log(), piece = local >> c.piece_log();
+    // Maxima of entries that are not there are zero.
+    if (entries) {
+      const int known = min(max(entries - u * ENTRIES, 0), ENTRIES);
+      copy_async<2 * ENTRIES>(base + part.maxima_at + local * ENTRIES * 2, part.a.maxima + (known ? u * ENTRIES : 0), 2 * known);
     }
-    reinterpret_cast<__half*>(memory + part.maxima_at)[j] = maximum;
+    const uint2 unit = few_unit(p, part, u);
+    uint32_t place = unit.x - few_unit(p, part, c.unit(piece << c.piece_log())).x;
+    if (c.pieces_log() && piece % 2) {
+      const int before = c.unit((piece - 1) << c.piece_log());
+      place += few_unit(p, part, before + units).x - few_unit(p, part, before).x;
+    }
+    const uint32_t widths = u < part.a.unit_count ? unit.y : 0;
+    reinterpret_cast<uint2*>(memory + part.units_at)[local] = make_uint2(place | code_bytes(widths) << 16, widths);
   }
   if (threadIdx.x < p.count) {
     const FewPart& part = p.part[threadIdx.x];
@@ -162,43 +160,65 @@ DEVICE void few_squares(const FewTask& p, SquareParts& parts) {
   pdl_wait();
 #pragma unroll 2
   for (int e = there * 32 + lane; e < p.k / 8; e += 256) sum = add4(sum, __ldcg(reinterpret_cast<const float4*>(p.squares + e * 8 + first)));
-#pragma unroll 1
-  for (int i = 0; i < 4; i++) {
-    sum.x = warp_sum(sum.x);
-    sum = turned(sum);
-  }
-  if (lane == 0) *reinterpret_cast<float4*>(&parts[there][first]) = sum;
-}
-// Norms the rows in their place.
-DEVICE void few_normalise(const FewTask& p, const Cut& c, uint32_t base, const SquareParts& parts) {
-  const FewBarriers s(p, base);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = p.stages << c.stage_log;
-  float all = 0.f;
+  // As `warp_sum` of each, pair for pair; lanes that are done with a row go on with another.
+  const auto swap = [](float v, int o) { return __shfl_xor_sync(~0u, v, o); };
+  const bool upper = lane & 16, second = lane & 8;
+  const float keep0 = upper ? sum.z : sum.x, keep1 = upper ? sum.w : sum.y;
+  const float x = keep0 + swap(upper ? sum.x : sum.z, 16), y = keep1 + swap(upper ? sum.y : sum.w, 16);
+  float v = (second ? y : x) + swap(second ? x : y, 8);
 #pragma unroll
-  for (int w = 0; w < 8; w++) all += parts[w][lane / 4];
-  const float scale = 1.f / sqrtf(all / (float)p.k + p.eps);
+  for (int o = 4; o; o >>= 1) v += swap(v, o);
+  if (lane % 8 == 0) parts[there][first + lane / 8] = v;
+}
+// Norms the rows in their place. A lane has the same eight values of K of each row, one row after the other, so that their weights are read
+// once; beginning with rows of their own, lanes meet in no bank.
+struct FewNorm {
+  const FewTask& p;
+  const Cut& c;
+  const int lane;
+  float4 low, high;  // the lane's weights of a unit
+
+  DEVICE FewNorm(const FewTask& p, const Cut& c) : p(p), c(c), lane(threadIdx.x % 32) {}
+  DEVICE void weights(int i) {
+    const float4* from = reinterpret_cast<const float4*>(p.norm + min(c.unit(i), p.units - 1) * UNIT_ROWS + lane * 8);
+    low = __ldg(from);
+    high = __ldg(from + 1);
+  }
+  DEVICE void run(uint32_t base, const SquareParts& parts) {
+    const FewBarriers s(p, base);
+    const int own = p.stages << c.stage_log;
+    float all = 0.f;
+#pragma unroll
+    for (int w = 0; w < 8; w++) all += parts[w][lane / 4];
+    const float scale = 1.f / sqrtf(all / (float)p.k + p.eps);
 #pragma unroll 1
-  for (int i = warp; i < own; i += MULTIPLIERS) {
-    barrier_wait(s.present + (i >> c.stage_log) * 8, 0);
-    const uint32_t x = base + p.part[0].x_at + i * X_BYTES + lane * 16, weights = base + p.results_at + i * NORM_BYTES + lane % 4 * 32;
+    for (int i = threadIdx.x / 32; i < own; i += MULTIPLIERS) {
+      if (i >= MULTIPLIERS) weights(i);
+      const uint32_t x = base + p.part[0].x_at + i * X_BYTES + lane / 4 * 512 + lane % 4 * 16;
+      const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      barrier_wait(s.present + (i >> c.stage_log) * 8, 0);
 #pragma unroll 2
-    for (int j = 0; j < 8; j++) {
-      union {
-        uint4 word;
-        __half v[8];
-      } eight;
-      eight.word = SharedBytes{x}.get16(j * 512);
-      const float4 a = shared_four(weights + j * 128), b = shared_four(weights + j * 128 + 16);
-      const float w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+      for (int j = 0; j < 8; j++) {
+        const int row = (lane / 4 + j) & 7;
+        const float by = __shfl_sync(~0u, scale, row * 4);
+        union {
+          uint4 word;
+          __half2 v[4];
+        } eight;
+        eight.word = SharedBytes{x}.get16(row * 64);
 #pragma unroll
-      for (int e = 0; e < 8; e++) eight.v[e] = __float2half_rn(__half2float(eight.v[e]) * scale * w[e]);
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(x + j * 512), "r"(eight.word.x), "r"(eight.word.y), "r"(eight.word.z),
-                   "r"(eight.word.w)
-                   : "memory");
+        for (int e = 0; e < 4; e++) {
+          const float2 v = __half22float2(eight.v[e]);
+          eight.v[e] = __floats2half2_rn(v.x * by * w[2 * e], v.y * by * w[2 * e + 1]);
+        }
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(x + row * 64), "r"(eight.word.x), "r"(eight.word.y), "r"(eight.word.z),
+                     "r"(eight.word.w)
+                     : "memory");
+      }
     }
+    warp_arrives(s.normed, lane);
   }
-  bar<3>(MULTIPLIERS * 32);
-}
+};
 
 // What a warp that multiplies keeps from round to round.
 template <int KIND, int ENTRY>
@@ -222,9 +242,11 @@ struct FewConsumer {
       : p(p), c(c), walk(p), s(p, base), base(base), lane(threadIdx.x % 32), slots(p.slots), step(c.classes() >> c.stage_log), at(threadIdx.x / 32),
         awaits(!p.norm) {}
   DEVICE uint4 where(int matrix) const { return SharedBytes{base + p.places_at}.get16(matrix * 16); }
-  // Before the first unit of a stage that this warp meets, in whichever round: the first may have given it another stage, or none.
+  // Before the first unit of a stage that this warp meets, in whichever round: the first may have given it another stage, or none. Where K is
+  // whole, a warp has normed itself what it multiplies in the first.
   DEVICE void wait_for_activations(int stage) const {
     if (awaits) barrier_wait(s.present + stage * 8, 0);
+    else if (round || c.log) barrier_wait(s.normed, 0);
   }
   DEVICE void wait_for_weights(const Turn& mine) const { barrier_wait(s.full + mine.slot * 8, mine.phase); }
   // Hands a class's sum over.
@@ -338,10 +360,15 @@ DEVICE void few_multiply(const FewTask& p, uint8_t* memory, uint32_t base) {
   touch_parameters(p);
   const Cut c(p);
   few_tables<ENTRY>(p, c, memory, base);
-  if (p.norm) few_squares(p, parts);
+  FewNorm norm(p, c);
+  if (p.norm) {
+    norm.weights(threadIdx.x / 32);
+    few_squares(p, parts);
+  }
+  copies_landed();
   bar<1>(FEW_THREADS);
   if (p.cut > 1) cluster_wait();
-  if (p.norm) few_normalise(p, c, base, parts);
+  if (p.norm) norm.run(base, parts);
   FewConsumer<KIND, ENTRY>(p, c, base).run();
 }
 

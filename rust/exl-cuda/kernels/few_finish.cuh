@@ -27,7 +27,7 @@ struct FewOutput {
   const int token;
   int feature, limit;
   size_t at;
-  float bias[2], prescale;
+  float bias[2], multiplier[2], prescale;
   float4 residual;
   uint32_t places;  // in the order of `next`: of features g and g + 8 in the halves of a word
 
@@ -40,7 +40,10 @@ struct FewOutput {
     residual = make_float4(0.f, 0.f, 0.f, 0.f);
     places = feature | (feature + 8) << 16;
 #pragma unroll
-    for (int h = 0; h < 2; h++) bias[h] = part.a.bias && feature + 8 * h < limit ? part.a.bias[feature + 8 * h] : 0.f;
+    for (int h = 0; h < 2; h++) {
+      bias[h] = part.a.bias && feature + 8 * h < limit ? part.a.bias[feature + 8 * h] : 0.f;
+      multiplier[h] = p.scaled && token + h < p.m ? __ldcg(p.multipliers + token + h) : 1.f;
+    }
     if (p.next && p.next_rows)
       places = (feature < limit ? p.next_rows[feature] : 0u) | (feature + 8 < limit ? p.next_rows[feature + 8] : 0u) << 16;
     if (!p.residual) return;
@@ -50,19 +53,25 @@ struct FewOutput {
   }
   DEVICE bool exists(int e) const { return token + (e & 1) < p.m && feature + (e >> 1) * 8 < limit; }
   DEVICE size_t place(int e) const { return (size_t)((e & 1) * p.y_stride + (e >> 1) * 8); }
-  DEVICE float value(int e, float sum) const {
-    const int row = token + (e & 1);
-    return finish(sum, p.scaled && row < p.m ? __ldcg(p.multipliers + row) : 1.f, e >> 1 ? bias[1] : bias[0], prescale);
-  }
-  // What the other matrix's results are multiplied by.
+  DEVICE float value(int e, float sum) const { return finish(sum, multiplier[e & 1], bias[e >> 1], prescale); }
+  // What the other matrix's results are multiplied by. Rows that are not there hold what their memory held, with which a division may take
+  // its long way: they are one.
   DEVICE float4 gates(float4 sum) const {
-    float4 v = sum;
+    float v[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+    for (int e = 0; e < 4; e++) v[e] = exists(e) ? rounded_half(value(e, v[e]), p.y_kind) : 1.f;
+    if (p.gate == SILU) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) v[e] = activate(v[e], SILU);
+      return make_float4(v[0], v[1], v[2], v[3]);
+    }
+    sum = make_float4(v[0], v[1], v[2], v[3]);
 #pragma unroll 1
     for (int e = 0; e < 4; e++) {
-      v.x = activate(rounded_half(value(e, v.x), p.y_kind), p.gate);
-      v = turned(v);
+      sum.x = activate(sum.x, p.gate);
+      sum = turned(sum);
     }
-    return v;
+    return sum;
   }
   DEVICE void put(int e, float v) const {
     if (p.next) {
@@ -74,18 +83,21 @@ struct FewOutput {
     else static_cast<uint16_t*>(p.y)[at + place(e)] = half_bits(v, p.y_kind);
   }
   DEVICE void store(float4 sum, float4 gate) {
-#pragma unroll 1
+    float v[4] = {sum.x, sum.y, sum.z, sum.w};
+    const float g[4] = {gate.x, gate.y, gate.z, gate.w}, r[4] = {residual.x, residual.y, residual.z, residual.w};
+#pragma unroll
     for (int e = 0; e < 4; e++) {
-      float v = value(e, sum.x);
-      if (p.gate >= 0) v = gate.x * rounded_half(v, p.y_kind);
-      if (p.residual) v = residual.x + rounded_half(v, p.y_kind);
-      const bool wanted = exists(e);
-      if (wanted) put(e, v);
-      sum.x = wanted ? rounded_half(v, OUT_F16) : 0.f;
-      sum = turned(sum);
-      gate = turned(gate);
-      residual = turned(residual);
+      v[e] = value(e, v[e]);
+      if (p.gate >= 0) v[e] = g[e] * rounded_half(v[e], p.y_kind);
+      if (p.residual) v[e] = r[e] + rounded_half(v[e], p.y_kind);
     }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const bool wanted = exists(e);
+      if (wanted) put(e, v[e]);
+      v[e] = wanted ? rounded_half(v[e], OUT_F16) : 0.f;
+    }
+    sum = make_float4(v[0], v[1], v[2], v[3]);
     if (p.next_squares) leave_squares(sum);
   }
   // As `eight_squares`: lanes 4 apart hold neighbouring features.
@@ -151,7 +163,7 @@ DEVICE void finish_cut(const FewTask& p, uint32_t base, int finisher) {
   const Cut c(p);
   const int lane = threadIdx.x % 32, cut = p.cut, quarters = c.quarters(), classes = c.classes();
   const bool gated = p.gate >= 0;
-  const int tiles = gated ? 2 : 1, items = cut / tiles;  // tiles of an item that one block finishes, items of a round
+  const int tiles_log = gated, tiles = 1 << tiles_log, items = cut >> tiles_log;  // tiles of an item that one block finishes, items of a round
   const FewWalk walk(p);
   const uint32_t parts = base + p.results_at + finisher * (MULTIPLIERS * 512) + lane * 16;
   uint32_t phase = 0;
@@ -159,19 +171,19 @@ DEVICE void finish_cut(const FewTask& p, uint32_t base, int finisher) {
   for (int round = finisher; round < walk.rounds; round += FINISHERS) {
     const int item = round * items;  // the first of the round
     // The one that this block finishes, if any, is the round's number `own`.
-    const int own = (c.rank - item) & (cut - 1), mine = (item + own) / cut;
+    const int own = (c.rank - item) & (cut - 1), mine = (item + own) >> c.log;
     int matrix = 0, tile = 0;
     const bool some = own < items && walk.find(p, round, tiles * own + tiles - 1, matrix, tile);
     FewOutput output(p, matrix, some ? tile : 1 << 24);  // else beyond all features
     barrier_wait(s.ready + finisher * 8, phase);
     phase ^= 1;
-#pragma unroll 1
-    for (int place = 0; place < cut; place++) {
-      const int number = item + place / tiles, to = number & (cut - 1), mail = number / cut;
-      const uint32_t at = base + p.mail_at + ((mail * tiles + place % tiles) * 4 + c.rank * quarters) * 512 + lane * 16;
-      const uint32_t there = address_of_block(at, to), barrier = address_of_block(s.mail + mail * 8, to);
-#pragma unroll 1
-      for (int j = 0; j < quarters; j++) send(there + j * 512, barrier, quarter_sum(parts + place * classes * 512, j, quarters));
+    // Four quarters in all: those of a round's tiles that this block has.
+#pragma unroll 2
+    for (int i = 0; i < 4; i++) {
+      const int place = i >> (2 - c.log), j = i & (quarters - 1);
+      const int number = item + (place >> tiles_log), to = number & (cut - 1), mail = number >> c.log;
+      const uint32_t at = base + p.mail_at + ((mail * tiles + (place & (tiles - 1))) * 4 + c.rank * quarters + j) * 512 + lane * 16;
+      send(address_of_block(at, to), address_of_block(s.mail + mail * 8, to), quarter_sum(parts + place * classes * 512, j, quarters));
     }
     warp_arrives(s.free + finisher * 8, lane);
     if (own >= items) continue;

@@ -6,8 +6,8 @@
 // Two quarters of a multiprocessor hold five of these warps and then 72 registers a lane of one more: a block of attention
 // (attention_few.cuh). With a fifth warp in every quarter it is the same. Each finisher has result buffers of its own: one that skipped
 // over others' rounds could meet a buffer's barrier in the phase before the last.
-constexpr int MULTIPLIERS = 16, FINISHERS = 2, FEW_THREADS = (MULTIPLIERS + 1 + FINISHERS) * 32, FEW_REGISTERS = 88;
-constexpr int FEW_MATRICES = 3, X_BYTES = 4096, NORM_BYTES = 4 * UNIT_ROWS;  // of a unit: eight activation rows as in prepared.cuh, a norm's weights
+constexpr int MULTIPLIERS = 16, FINISHERS = 3, FEW_THREADS = (MULTIPLIERS + 1 + FINISHERS) * 32, FEW_REGISTERS = 88;
+constexpr int FEW_MATRICES = 3, FEW_LISTED = 64, X_BYTES = 4096;  // of a unit: eight activation rows as in prepared.cuh
 
 // One matrix of a launch; places are bytes in shared memory.
 struct FewPart {
@@ -17,6 +17,7 @@ struct FewPart {
   uint32_t maxima_at, x_at;
   int copy;  // which of the prepared copies of x
   int y_offset;
+  int listed;  // where its units begin in `units_listed`; -1 where they do not stand there
 };
 
 // The same struct as `ops::few::Task`.
@@ -45,10 +46,19 @@ struct FewTask {
   uint8_t* next;
   const uint16_t* next_rows;  // null when rows stand in the features' order
   float* next_squares;
+  uint32_t units_listed[FEW_LISTED];  // {offset / 16, widths} in the halves of a word, with the end of each matrix's
   FewPart part[FEW_MATRICES];
 };
 
 #if __CUDA_ARCH__ >= 900
+// {offset in the tile, widths} of a unit, or of the last one's end. Parameters are there a trip to L2 before what they point to.
+DEVICE uint2 few_unit(const FewTask& p, const FewPart& part, int u) {
+  u = min(u, part.a.unit_count);
+  if (part.listed < 0) return __ldg(&part.a.units[u]);
+  const uint32_t unit = p.units_listed[part.listed + u];
+  return make_uint2((unit & 0xffff) * 16, unit >> 16);
+}
+
 // How K is cut: a block has 16 / cut classes, of each of the `cut` tiles of a round. A quarter has every fourth unit, a block `quarters`
 // of them, in whose order its units stand.
 struct Cut {
@@ -57,6 +67,8 @@ struct Cut {
   DEVICE int quarters() const { return 4 >> log; }
   DEVICE int classes() const { return MULTIPLIERS >> log; }
   DEVICE int unit(int local) const { return local >> (2 - log) << 2 | rank << (2 - log) | (local & (quarters() - 1)); }
+  // How many of `all` units are this block's: the first of its own.
+  DEVICE int units(int all) const { return all / 4 * quarters() + min(max(all % 4 - rank * quarters(), 0), quarters()); }
   // Units in a piece, which lie side by side in the tile, and pieces of a tile in a stage.
   DEVICE int piece_log() const { return log ? 2 - log : stage_log; }
   DEVICE int pieces_log() const { return stage_log - piece_log(); }
@@ -96,12 +108,13 @@ struct FewWalk {
 };
 
 struct FewBarriers {
-  uint32_t full, empty, ready, free, present, mail;
+  uint32_t full, empty, ready, normed, free, present, mail;
   DEVICE FewBarriers(const FewTask& p, uint32_t base)
       : full(base + p.barriers_at),
         empty(full + p.slots * 8),
         ready(empty + p.slots * 8),
-        free(ready + FINISHERS * 8),
+        normed(ready + FINISHERS * 8),
+        free(normed + 8),
         present(free + FINISHERS * 8),
         mail(present + p.stages * 8) {}
 };

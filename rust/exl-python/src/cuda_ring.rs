@@ -253,15 +253,10 @@ impl CudaRing {
     }
 
     /// Whether who makes the input of `run_few` can leave it prepared in its scratch memory, normed already or not.
-    fn few_takes_prepared(&self, py: Python<'_>, unnormed: bool) -> PyResult<bool> {
+    fn few_takes_prepared(&self, py: Python<'_>) -> PyResult<bool> {
         let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
         let gated = self.gate.is_some();
-        Ok(few::takes_prepared(
-            &info.info,
-            &self.parts(),
-            gated,
-            unnormed,
-        ))
+        Ok(few::takes_prepared(&info.info, &self.parts(), gated))
     }
 
     /// `run` in two launches, for 3 to 8 rows; `scratch` uint8, `tuning` = (cut, slots, window) is for benchmarks.

@@ -184,7 +184,7 @@ def times(m: int, layers: list[Layer]) -> None:
     each("a layer's products, each laid out", whole)
     for made in (qkv, o, gate, down):
         each(f"{made.__name__} prepared", made)
-    for tuning in ((2, 9, 0), (18, 0, 0), (18, 5, 0), (18, 5, 2)):
+    for tuning in ((2, 8, 0), (2, 9, 5)):
         each(f"down prepared {tuning}", lambda layer, tuning=tuning: down(layer, tuning))
     each("a layer's products in a row", in_a_row)
 

@@ -117,7 +117,7 @@ class FusedLinear:
         if self._ring is not None:
             self._ring_rows = self._ring.rows(norm is not None, dtype == torch.bfloat16)
             self._few_rows, self._few_bytes = self._ring.few_rows(), self._ring.few_bytes()
-            self._takes_prepared = dtype == torch.float16 and self._ring.few_takes_prepared(norm is not None)
+            self._takes_prepared = dtype == torch.float16 and self._ring.few_takes_prepared()
         self._batch_rows: int = 0
         if self._ring is not None and self._ring.batch_fits() and (norm is None or self._ring.batch_norms()):
             self._batch_rows = MATRIX_ROWS

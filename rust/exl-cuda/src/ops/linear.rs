@@ -60,6 +60,8 @@ pub struct Matrix {
     pub(super) entry_rows: usize,
     /// First byte of each unit within a tile, and the tile's size.
     pub(super) unit_offsets: Vec<u32>,
+    /// The units' widths, as the kernels are told them.
+    pub(super) unit_widths: Vec<u32>,
     /// [`Layout::features`]: matrices with the same ones can share a copy of the activations.
     pub(super) features_host: Vec<i32>,
 }
@@ -97,6 +99,7 @@ impl Matrix {
             },
             entry_rows: layout.entry_rows,
             unit_offsets: layout.units.iter().map(|unit| unit.offset).collect(),
+            unit_widths: layout.units.iter().map(|unit| unit.widths).collect(),
             features_host: layout.features.clone(),
         }
     }
@@ -365,6 +368,7 @@ pub(super) mod tests {
             kind: "exl2",
             entry_rows: 128,
             unit_offsets: (0..=units as u32).map(|u| u * unit_bytes).collect(),
+            unit_widths: vec![0x4444; units + 1],
             features_host: (0..256 * units as i32).collect(),
         }
     }

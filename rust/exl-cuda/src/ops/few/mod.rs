@@ -44,7 +44,7 @@ pub struct Next<'a> {
 
 /// How many activation rows a product of these matrices takes on this GPU; 0 when it cannot run there.
 pub fn rows(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> usize {
-    match plan(device, matrices, MOST_ROWS, gated, false, Tuning::default()) {
+    match plan(device, matrices, MOST_ROWS, gated, Tuning::default()) {
         Some(_) => MOST_ROWS,
         None => 0,
     }
@@ -57,18 +57,13 @@ pub fn scratch_bytes(
     gated: bool,
     tuning: Tuning,
 ) -> usize {
-    plan(device, matrices, MOST_ROWS, gated, false, tuning).map_or(0, |plan| plan.scratch_bytes())
+    plan(device, matrices, MOST_ROWS, gated, tuning).map_or(0, |plan| plan.scratch_bytes())
 }
 
 /// Whether whoever makes a product's input can leave it prepared: all matrices read it in one order, in which no rows pad.
-pub fn takes_prepared(
-    device: &DeviceInfo,
-    matrices: &[&Matrix],
-    gated: bool,
-    unnormed: bool,
-) -> bool {
+pub fn takes_prepared(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> bool {
     let tuning = Tuning::default();
-    plan(device, matrices, MOST_ROWS, gated, unnormed, tuning).is_some_and(|plan| {
+    plan(device, matrices, MOST_ROWS, gated, tuning).is_some_and(|plan| {
         plan.task.copies == 1
             && matrices[0].rows() == matrices[0].in_features()
             && matrices[0].rows() < 1 << 16
@@ -125,15 +120,8 @@ impl Plan {
     /// Results go on to `next`.
     fn bind_next(&mut self, device: &DeviceInfo, next: Next) -> Result<(), CudaError> {
         let tuning = Tuning::default();
-        let plan = plan(
-            device,
-            next.matrices,
-            MOST_ROWS,
-            next.gated,
-            next.unnormed,
-            tuning,
-        );
-        let fits = takes_prepared(device, next.matrices, next.gated, next.unnormed)
+        let plan = plan(device, next.matrices, MOST_ROWS, next.gated, tuning);
+        let fits = takes_prepared(device, next.matrices, next.gated)
             && next.matrices[0].in_features() == self.task.y_stride as usize
             && (self.task.gate >= 0 || self.task.count == 1);
         let (Some(plan), true) = (plan, fits) else {
@@ -225,8 +213,7 @@ pub unsafe fn launch(
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
     let gated = op.gate.is_some();
-    let unnormed = matches!(input, Input::Unnormed { .. });
-    let planned = plan(&device.info, matrices, op.m, gated, unnormed, tuning);
+    let planned = plan(&device.info, matrices, op.m, gated, tuning);
     let mut plan = planned.ok_or_else(|| CudaError::Argument {
         what: format!("{} rows for the kernel of few rows", op.m),
         limit: format!("1 to {MOST_ROWS}, of matrices that can share a launch"),

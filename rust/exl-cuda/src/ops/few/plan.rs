@@ -8,7 +8,7 @@ use crate::device::DeviceInfo;
 /// Warps that multiply, one that streams weights, and those that finish tiles.
 pub(super) const THREADS: u32 = (16 + 1 + FINISHERS as u32) * 32;
 /// Warps that finish tiles, each with result buffers of its own.
-const FINISHERS: usize = 2;
+const FINISHERS: usize = 3;
 /// Classes of units; `sum_classes` in `kernels/tile.cuh`. Each has a warp.
 const CLASSES: usize = 16;
 /// By how much a warp's class moves on from one round to the next.
@@ -23,12 +23,12 @@ const PART_BYTES: usize = 512;
 const BYTES_IN_FLIGHT: usize = 33 * 1024;
 /// Bytes of a ring, when they fit, and the least worth having before K is cut further: the rest of a multiprocessor is left to the small
 /// kernels in between, which then start early.
-const RING_BYTES: usize = 88 * 1024;
+const RING_BYTES: usize = 95 * 1024;
 const LEAST_RING: usize = 60 * 1024;
+/// Units that a launch's parameters have room for, and the end of each matrix's.
+const LISTED: usize = 64;
 /// The kernel's static arrays.
 const STATIC_BYTES: usize = 512;
-/// A norm's weights of a unit, which stand in the place of results until there are some.
-const NORM_BYTES: usize = 1024;
 /// More than half of a multiprocessor's shared memory, so that one block is placed on each (spec/kernels-measured.md 6.2).
 const LEAST_SHARED: usize = 116 * 1024;
 
@@ -43,6 +43,7 @@ pub(super) struct Part {
     pub(super) x_at: u32,
     pub(super) copy: i32,
     pub(super) y_offset: i32,
+    pub(super) listed: i32,
 }
 
 /// `struct FewTask` of `kernels/few.cuh`.
@@ -83,6 +84,7 @@ pub(super) struct Task {
     pub(super) next: usize,
     pub(super) next_rows: usize,
     pub(super) next_squares: usize,
+    pub(super) units_listed: [u32; LISTED],
     pub(super) parts: [Part; MATRICES],
 }
 
@@ -105,8 +107,7 @@ pub(super) struct Preparation {
     pub(super) offset: f32,
 }
 
-/// Parts of K (1, 2 or 4; 18: two, with stages of four units a tile in place of two), slots and window of the ring, for benchmarks that try others than the planned ones; zero leaves one as
-/// planned.
+/// Parts of K (1, 2 or 4), slots and window of the ring, for benchmarks that try others than the planned ones; zero leaves one as planned.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tuning {
     pub cut: i32,
@@ -215,6 +216,23 @@ fn copies(matrices: &[&Matrix]) -> Vec<usize> {
     found
 }
 
+/// The units of all matrices with the end of each, {offset / 16, widths} in the halves of a word, and where each matrix's begin; none
+/// where there is no room for all.
+fn listed(matrices: &[&Matrix]) -> ([u32; LISTED], [i32; MATRICES]) {
+    let (mut list, mut begin, mut at) = ([0; LISTED], [-1; MATRICES], 0);
+    for (matrix, begin) in matrices.iter().zip(&mut begin) {
+        *begin = at as i32;
+        for (&offset, &widths) in matrix.unit_offsets.iter().zip(&matrix.unit_widths) {
+            if at == LISTED || offset % 16 != 0 || offset >> 20 != 0 || widths >> 16 != 0 {
+                return ([0; LISTED], [-1; MATRICES]);
+            }
+            list[at] = offset >> 4 | widths << 16;
+            at += 1;
+        }
+    }
+    (list, begin)
+}
+
 fn fits(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> bool {
     let Some(first) = matrices.first() else {
         return false;
@@ -240,19 +258,16 @@ pub(super) fn plan(
     matrices: &[&Matrix],
     m: usize,
     gated: bool,
-    unnormed: bool,
     tuning: Tuning,
 ) -> Option<Plan> {
     if !(1..=MOST_ROWS).contains(&m) || !fits(device, matrices, gated) {
         return None;
     }
-    let wide = tuning.cut >= 16;
-    let shapes = [(1, 3), (2, if wide { 2 } else { 1 }), (4, 1)]
-        .map(|(cut, stage_log)| Shape { cut, stage_log });
+    let shapes = [(1, 3), (2, 1), (4, 1)].map(|(cut, stage_log)| Shape { cut, stage_log });
     let plans = shapes
         .into_iter()
-        .filter(|shape| tuning.cut == 0 || shape.cut == (tuning.cut % 16) as usize)
-        .filter_map(|shape| plan_cut(device, matrices, m, gated, unnormed, shape, tuning));
+        .filter(|shape| tuning.cut == 0 || shape.cut == tuning.cut as usize)
+        .filter_map(|shape| plan_cut(device, matrices, m, gated, shape, tuning));
     let mut best: Option<Plan> = None;
     for plan in plans {
         let ring = |plan: &Plan| plan.task.slots as usize * plan.task.stage_stride as usize;
@@ -271,7 +286,6 @@ fn plan_cut(
     matrices: &[&Matrix],
     m: usize,
     gated: bool,
-    unnormed: bool,
     shape: Shape,
     tuning: Tuning,
 ) -> Option<Plan> {
@@ -306,6 +320,7 @@ fn plan_cut(
     let copy_count = copies.iter().max()? + 1;
     let own = stages << shape.stage_log;
     let x_at: Vec<u32> = (0..copy_count).map(|_| arena.take(own * X_BYTES)).collect();
+    let (units_listed, begin) = listed(matrices);
     let mut column = 0;
     let parts = std::array::from_fn(|i| {
         let matrix = matrices.get(i).unwrap_or(&matrices[0]);
@@ -319,12 +334,12 @@ fn plan_cut(
             x_at: x_at[copy],
             copy: copy as i32,
             y_offset: column,
+            listed: begin[i],
         };
         column += matrix.argument.out_features;
         part
     });
-    let norm = if unnormed { own * NORM_BYTES } else { 0 };
-    let results_at = arena.take(norm.max(FINISHERS * CLASSES * PART_BYTES));
+    let results_at = arena.take(FINISHERS.min(rounds) * CLASSES * PART_BYTES);
     // Gates of a block's tiles stand there, too.
     let mail_at =
         arena.take((mails * tiles_each * 4).max(if turns { rounds / 2 } else { 0 }) * PART_BYTES);
@@ -338,7 +353,7 @@ fn plan_cut(
     let rest = arena.0;
     let total = |slots: usize| {
         let ring = slots * stride;
-        ring + (rest.next_multiple_of(128)) + (2 * slots + 2 * FINISHERS + stages + mails) * 8
+        ring + (rest.next_multiple_of(128)) + (2 * slots + 2 * FINISHERS + 1 + stages + mails) * 8
     };
     let slots = (spare + 1..=wanted)
         .rev()
@@ -388,6 +403,7 @@ fn plan_cut(
         next: 0,
         next_rows: 0,
         next_squares: 0,
+        units_listed,
         parts,
     };
     for part in &mut task.parts {
@@ -435,7 +451,7 @@ mod tests {
     #[test]
     fn parts_hold_every_unit_once() {
         for units in [1, 5, 9, 16, 17, 56, 255] {
-            for (cut, stage_log) in [(1, 3), (2, 1), (2, 2), (4, 1)] {
+            for (cut, stage_log) in [(1, 3), (2, 1), (4, 1)] {
                 let shape = Shape { cut, stage_log };
                 let own = shape.stages(units) << stage_log;
                 let mut all: Vec<usize> = (0..cut)
@@ -444,6 +460,28 @@ mod tests {
                     .collect();
                 all.sort_unstable();
                 assert!(all.into_iter().eq(0..units), "{units} {cut}");
+            }
+        }
+    }
+
+    #[test]
+    fn parameters_list_all_units_or_none() {
+        let (small, large) = (matrix(16, 2064), matrix(56, 2064));
+        for (matrices, known) in [
+            (vec![&small, &small, &small], true),
+            (vec![&large], true),
+            (vec![&large, &small], false),
+            (vec![&matrix(64, 2064)], false),
+            (vec![&matrix(16, 2060)], false),
+        ] {
+            let (list, begin) = listed(&matrices);
+            for (a, &begin) in matrices.iter().zip(&begin) {
+                assert_eq!(begin >= 0, known);
+                for (u, &offset) in a.unit_offsets.iter().enumerate().filter(|_| known) {
+                    let unit = list[begin as usize + u];
+                    assert_eq!((unit & 0xffff) * 16, offset);
+                    assert_eq!(unit >> 16, a.unit_widths[u]);
+                }
             }
         }
     }
@@ -469,7 +507,7 @@ mod tests {
 
     #[test]
     fn no_warp_steps_further_than_the_spare_slots_allow() {
-        for (cut, stage_log) in [(1, 3), (2, 1), (2, 2), (4, 1)] {
+        for (cut, stage_log) in [(1, 3), (2, 1), (4, 1)] {
             let shape = Shape { cut, stage_log };
             for stages in 1..40 {
                 assert!(
@@ -496,12 +534,12 @@ mod tests {
                 (vec![&made, &made, &made], false),
                 (vec![&made, &made], true),
             ] {
-                for (cut, unnormed) in [(0, false), (1, false), (2, false), (4, false), (0, true)] {
+                for cut in [0, 1, 2, 4] {
                     let tuning = Tuning {
                         cut,
                         ..Tuning::default()
                     };
-                    let Some(plan) = plan(&hopper(), &together, 8, gated, unnormed, tuning) else {
+                    let Some(plan) = plan(&hopper(), &together, 8, gated, tuning) else {
                         continue;
                     };
                     let task = plan.task;
@@ -520,14 +558,7 @@ mod tests {
             }
         }
         assert_eq!(rows(&hopper(), &[&matrix(16, 2064)], false), 8);
-        let down = plan(
-            &hopper(),
-            &[&matrix(56, 2064)],
-            8,
-            false,
-            false,
-            Tuning::default(),
-        );
+        let down = plan(&hopper(), &[&matrix(56, 2064)], 8, false, Tuning::default());
         assert_eq!(down.map(|p| (p.task.cut, p.task.window)), Some((2, 4)));
         let ampere = DeviceInfo {
             compute_capability: (8, 6),
@@ -539,8 +570,11 @@ mod tests {
 
     #[test]
     fn structs_have_the_sizes_the_kernels_expect() {
-        assert_eq!(std::mem::size_of::<Part>(), 72 + 6 * 4);
-        assert_eq!(std::mem::size_of::<Task>(), 22 * 4 + 11 * 8 + 3 * 96);
+        assert_eq!(std::mem::size_of::<Part>(), 72 + 8 * 4);
+        assert_eq!(
+            std::mem::size_of::<Task>(),
+            22 * 4 + 11 * 8 + LISTED * 4 + 3 * 104
+        );
         assert_eq!(
             std::mem::size_of::<Preparation>(),
             8 * 8 + 3 * 4 + 6 * 4 + 4
