@@ -329,19 +329,23 @@ def test_gpu_leaves_flat_rows_and_rare_transforms_to_the_cpu() -> None:
 
 
 class Reader:
-    """`Following` that keeps what it is launched on; `rows` 0: nothing follows."""
+    """`Following` that keeps what it is launched on; `rows` 0: nothing follows. The tokens stand at the front of its
+    inputs, of `size` bytes."""
 
-    def __init__(self, rows: int, limit: int) -> None:
-        self.ids = torch.full((rows,), -1, dtype=torch.int64, device="cuda")
+    def __init__(self, rows: int, limit: int, size: int = 0) -> None:
+        self.source = torch.randint(0, 256, (max(size, 8 * rows),), dtype=torch.uint8).pin_memory()
+        self.inputs = torch.full_like(self.source, 0xA5, device="cuda")
+        self.ids = self.inputs[: 8 * rows].view(torch.int64)
         self.limit = limit
         self.tokens: torch.Tensor | None = None
         self.withdrawn = False
 
-    def stage(self) -> tuple[torch.Tensor, int] | None:
-        return (self.ids, self.limit) if len(self.ids) else None
+    def stage(self) -> sampling.Staged | None:
+        return sampling.Staged(self.ids, self.limit, (self.source, self.inputs)) if len(self.ids) else None
 
     def launch(self) -> None:
         self.tokens = self.ids.clone()
+        self.copied = self.inputs[self.ids.nbytes :].clone()
 
     def withdraw(self) -> None:
         self.withdrawn = True
@@ -374,6 +378,29 @@ def test_tokens_are_on_the_gpu_before_anybody_waits() -> None:
     sampling.sample([rows[1], replace(rows[2], logits=rows[2].logits.cpu())], elsewhere)
     assert elsewhere.tokens is None
     assert not elsewhere.withdrawn
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("rows", "width", "size"), [(1, 50, 28), (1, 3000, 60), (3, 3000, 1028), (64, 9000, 300_000)])
+def test_inputs_of_what_follows_are_there_with_the_tokens(rows: int, width: int, size: int) -> None:
+    """Of any size, whatever the sampling before has queued, and also where every row is left to the CPU."""
+    logits = torch.randn(rows, width, device="cuda") * 4
+    for plan in (Plan(size=width, greedy=True), Plan(size=width, top_p=0.9), Plan(size=width, typical=0.9)):
+        asked = [Row(plan, logits[i], uniform=0.01 * i) for i in range(rows)]
+        for _ in range(3):
+            following = Reader(rows, width, size)
+            torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+            found = sampling.sample(asked, following)
+            assert following.tokens is not None
+            assert torch.equal(following.copied.cpu(), following.source[8 * rows :])
+            if plan.typical:
+                assert following.withdrawn
+            else:
+                assert following.tokens.tolist() == [one.token for one in found if isinstance(one, Sampled)]
+    staged = sampling.Staged(following.ids, width, (following.source[:-4], following.inputs))
+    following.stage = lambda: staged  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="as long as"):
+        sampling.sample(asked, following)
 
 
 @pytest.mark.cuda

@@ -2,15 +2,30 @@
 // integer sums, total orders. Three launches a batch: shape the logits and find block maxima; sum weights a block; choose, one block a
 // row. Rows whose candidates do not fit a block's table answer FALLBACK and are sampled on the CPU, to the same token.
 //
-// Answers are written to pinned host memory in place: no copy to wait for.
+// Answers are written to pinned host memory in place: no copy to wait for. Each launch begins while the one before it ends, and waits
+// for it before it reads what it made; so whatever follows the last one follows all.
 // Products and sums are written as intrinsics wherever the compiler could fuse them: a fused one gives other bits.
 #include "sampling_math.cuh"
 #include "sampling_table.cuh"
 
-// Steps 2 to 8: the shaped logits and the largest key of each block of ids.
-extern "C" __global__ void __launch_bounds__(256) sample_shape(const Row* rows, float* shaped, int* maxima, int pitch) {
+// What the step behind the sampling reads beside its tokens: in pinned host memory, and where it is to stand.
+struct Inputs {
+  const unsigned* from;
+  unsigned* to;
+  int words;
+};
+
+// Steps 2 to 8: the shaped logits and the largest key of each block of ids. The blocks beyond the last row bring the next step's inputs,
+// while the others work: a copy between this launch and the next would be waited for.
+extern "C" __global__ void __launch_bounds__(256)
+    sample_shape(const Row* rows, float* shaped, int* maxima, int pitch, int count, Inputs inputs) {
   __shared__ Row row;
   __shared__ float x[SEGMENT];
+  pdl_trigger();
+  if ((int)blockIdx.y == count) {
+    for (int i = blockIdx.x * 256 + threadIdx.x; i < inputs.words; i += gridDim.x * 256) inputs.to[i] = __ldcv(inputs.from + i);
+    return;
+  }
   load_row(&row, rows + blockIdx.y);
   const int base = blockIdx.x * SEGMENT;
   if (row.flags & SKIP || base >= row.size) return;
@@ -54,7 +69,9 @@ extern "C" __global__ void __launch_bounds__(256) sample_shape(const Row* rows, 
 extern "C" __global__ void __launch_bounds__(256)
     sample_sums(const Row* rows, const float* shaped, const int* maxima, u64* sums, int pitch) {
   __shared__ Row row;
+  pdl_trigger();
   load_row(&row, rows + blockIdx.y);
+  pdl_wait();
   const int base = blockIdx.x * SEGMENT;
   if (row.flags & SKIP || !(row.flags & SUMS) || base >= row.size) return;
   maxima += blockIdx.y * MOST_BLOCKS;
@@ -292,6 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   extern __shared__ u64 memory[];
   __shared__ Row row;
   load_row(&row, rows + blockIdx.x);
+  pdl_wait();
   if (row.flags & SKIP) return;
   const Results to{answers + blockIdx.x, next ? next + blockIdx.x : nullptr, limit};
   const Table table{memory, memory + CAPACITY, memory + 2 * CAPACITY};

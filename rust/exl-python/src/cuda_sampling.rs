@@ -20,6 +20,9 @@ use crate::tensor::{DType, Tensor};
 /// Constants of a row's plan on the GPU: bias float32, ids that XTC ignores as packed int32.
 type Constants = (Option<Tensor>, Option<Tensor>);
 
+/// What follows: int64 ids on the GPU, what they must be below, and uint8 in pinned memory that is copied to as much on the GPU.
+type Following = (Tensor, usize, Option<(Tensor, Tensor)>);
+
 /// Whether the kernels have all stages of this row; the CPU samples the others.
 fn fits(request: &Request, chain: &Chain, size: usize) -> bool {
     let all = chain.top_k == 0 || chain.top_k >= size;
@@ -256,9 +259,9 @@ fn cuda_sample_fill(
 
 /// Launches for `count` rows that were filled in and copied; the answers are in `staging` once the stream has passed. `shaped` float32
 /// [N, pitch], `maxima` int32 and `sums` int64 [N, 2048] on the GPU, for N rows or more. `next`: int64 [count] on the GPU that gets the
-/// tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing).
+/// tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing), and what is copied to where before.
 #[pyfunction]
-#[pyo3(signature = (count, with_sums, staging, device_copy, shaped, maxima, sums, stream, next = None))]
+#[pyo3(signature = (count, with_sums, staging, device_copy, shaped, maxima, sums, stream, programmatic, next = None))]
 fn cuda_sample_launch(
     py: Python<'_>,
     count: usize,
@@ -269,7 +272,8 @@ fn cuda_sample_launch(
     maxima: Tensor,
     sums: Tensor,
     stream: usize,
-    next: Option<(Tensor, usize)>,
+    programmatic: bool,
+    next: Option<Following>,
 ) -> PyResult<()> {
     let mut all = vec![
         ("device_copy", &device_copy),
@@ -277,8 +281,11 @@ fn cuda_sample_launch(
         ("maxima", &maxima),
         ("sums", &sums),
     ];
-    all.extend(next.as_ref().map(|(ids, _)| ("next", ids)));
-    let to = target(&all, stream, false)?;
+    if let Some((ids, _, inputs)) = &next {
+        all.push(("next", ids));
+        all.extend(inputs.as_ref().map(|(_, to)| ("inputs", to)));
+    }
+    let to = target(&all, stream, programmatic)?;
     expect(
         shaped.dtype == DType::F32 && maxima.dtype == DType::I32 && sums.dtype == DType::I64,
         "shaped must be float32, maxima int32, sums int64",
@@ -290,17 +297,7 @@ fn cuda_sample_launch(
             && sums.shape[1] == sampling::BLOCKS,
         "shaped must be [N, pitch], maxima and sums [N, 2048], with a row a request",
     )?;
-    let fits = |(ids, limit): &(Tensor, usize)| {
-        ids.dtype == DType::I64 && ids.numel() == count && *limit > 0
-    };
-    expect(
-        next.as_ref().is_none_or(fits),
-        "next must be int64, with an id a request and a limit of at least 1",
-    )?;
-    let next = next.map(|(ids, limit)| sampling::Next {
-        ids: ids.ptr,
-        limit,
-    });
+    let next = next.map(|next| following(count, &next)).transpose()?;
     let host = staging.slice_mut::<u8>("staging")?.as_mut_ptr() as usize;
     let workspace = Workspace {
         shaped: shaped.ptr,
@@ -312,6 +309,39 @@ fn cuda_sample_launch(
     // SAFETY: sizes were checked above and when filling; the caller keeps the tensors until the stream has passed.
     py.detach(|| unsafe { sampling::sample(to, host, copy, count, workspace, with_sums, next) })
         .map_err(|e| device_error(py, &e))
+}
+
+fn following(count: usize, (ids, limit, inputs): &Following) -> PyResult<sampling::Next> {
+    expect(
+        ids.dtype == DType::I64 && ids.numel() == count && *limit > 0,
+        "next must be int64, with an id a request and a limit of at least 1",
+    )?;
+    let inputs = inputs.as_ref().map(|(from, to)| copied(from, to));
+    Ok(sampling::Next {
+        ids: ids.ptr,
+        limit: *limit,
+        inputs: inputs.transpose()?.unwrap_or_default(),
+    })
+}
+
+fn copied(from: &Tensor, to: &Tensor) -> PyResult<sampling::Inputs> {
+    let source = from.slice::<u8>("what inputs are copied from")?;
+    expect(
+        to.dtype == DType::U8 && to.numel() == source.len() && source.len().is_multiple_of(4),
+        "inputs must be uint8, as long as what they are copied from, a multiple of 4",
+    )?;
+    let from = source.as_ptr() as usize;
+    expect(
+        (from | to.ptr).is_multiple_of(4),
+        "inputs must be aligned to 4 bytes",
+    )?;
+    let words = i32::try_from(source.len() / 4)
+        .map_err(|_| PyValueError::new_err("inputs are 8 GB or more"))?;
+    Ok(sampling::Inputs {
+        from,
+        to: to.ptr,
+        words,
+    })
 }
 
 fn check_row(request: &Request, pitch: usize) -> PyResult<()> {

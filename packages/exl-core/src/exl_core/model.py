@@ -503,8 +503,8 @@ class ExLlamaV2:
         What is returned can be called with int64 ids [batch, q_len] on the CPU, queues the step and returns its logits
         as `forward_chunk` does, or None, with nothing queued, for ids that it would refuse. It also takes integers on
         the model's GPU that the current stream has still to compute, cut to the vocabulary when they are there; or they
-        are written to where its `stage` says, before its `launch`. It is to be called before any other pass of this
-        model, or not at all; a second call computes the step again.
+        are written to where its `stage` says (an `exl_kernels.sampling.Staged`), before its `launch`. It is to be
+        called before any other pass of this model, or not at all; a second call computes the step again.
         """
         if not self._graphs_possible:
             return None

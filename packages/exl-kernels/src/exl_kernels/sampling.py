@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -159,12 +159,23 @@ class Row:
         )
 
 
+class Staged(NamedTuple):
+    """What a call's launches write for what follows them."""
+
+    ids: Tensor
+    """int64 [rows] on the rows' GPU, contiguous: gets the tokens."""
+    limit: int
+    """Tokens are cut to ids below it."""
+    inputs: tuple[Tensor, Tensor] | None = None
+    """Before that, the first is copied to the second: uint8 of one size, a multiple of 4, in pinned memory, which must
+    stay as it is until the stream has passed the call's launches, and on the GPU."""
+
+
 class Following(Protocol):
     """What is to be queued right behind a call's sampling, on tokens that the host has not seen yet."""
 
-    def stage(self) -> tuple[Tensor, int] | None:
-        """int64 [rows] on the rows' GPU, contiguous, and a number: the tokens are written there in the order of the
-        current stream, cut to ids below the number. None: nothing follows."""
+    def stage(self) -> Staged | None:
+        """Where the tokens are written, in the order of the current stream. None: nothing follows."""
 
     def launch(self) -> None:
         """Queues what reads them, on the current stream; it is not waited for. Must not raise."""

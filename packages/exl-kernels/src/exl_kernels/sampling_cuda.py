@@ -15,9 +15,10 @@ from torch import Tensor
 
 from . import _native
 from .cuda_ops import stream_of
+from .device import programmatic_launch
 
 if TYPE_CHECKING:
-    from .sampling import Following, Plan, Row
+    from .sampling import Following, Plan, Row, Staged
 
 __all__ = ["answers", "launch"]
 
@@ -33,17 +34,19 @@ class _Place:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.Lock()
-        self.sampled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.sampled, self._copied = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self.grow(1 << 18)
         self.shaped = torch.empty(0, 0, device=device)
+        self.grow(1 << 18)
         self.maxima = torch.empty(0, _BLOCKS, dtype=torch.int32, device=device)
         self.sums = torch.empty(0, _BLOCKS, dtype=torch.int64, device=device)
 
     def grow(self, size: int) -> None:
         """New staging memory, here and there."""
         self.staging = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-        self.copy = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self.copy = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._beside.wait_stream(self.stream())  # what had this memory before
 
     def reserve(self, rows: int, width: int) -> None:
         """Room for this many rows of this width."""
@@ -56,19 +59,23 @@ class _Place:
         self.maxima = torch.empty(rows, _BLOCKS, dtype=torch.int32, device=self.device)
         self.sums = torch.empty(rows, _BLOCKS, dtype=torch.int64, device=self.device)
 
-    def launch(self, rows: Sequence[Row], following: tuple[Tensor, int] | None = None) -> None:
-        """Fill the staging memory, copy it and launch. following: as `Following.stage` gives it."""
+    def launch(self, rows: Sequence[Row], following: Staged | None = None, beside: bool = False) -> None:
+        """Fill the staging memory, copy it and launch. `beside`: the copy is made on a stream of its own, while the
+        current one is still busy with what was queued before; for calls whose launches have all been waited for."""
         self.reserve(len(rows), max(row.logits.shape[0] for row in rows))
         requests = [row.request() for row in rows]
         constants = [_constants(row.plan, self.device) for row in rows]
         pitch, stream = self.shaped.shape[1], stream_of(rows[0].logits)
-        need, sums = _native.cuda_sample_fill(requests, constants, self.staging, self.copy, pitch, stream)
+        way = self._beside.cuda_stream if beside else stream
+        need, sums = _native.cuda_sample_fill(requests, constants, self.staging, self.copy, pitch, way)
         while need > self.staging.numel():
             self.grow(2 * need)
-            need, sums = _native.cuda_sample_fill(requests, constants, self.staging, self.copy, pitch, stream)
-        _native.cuda_sample_launch(
-            len(rows), sums, self.staging, self.copy, self.shaped, self.maxima, self.sums, stream, following
-        )
+            need, sums = _native.cuda_sample_fill(requests, constants, self.staging, self.copy, pitch, way)
+        if beside:
+            self._copied.record(self._beside)
+            self.stream().wait_event(self._copied)
+        buffers = (self.staging, self.copy, self.shaped, self.maxima, self.sums)
+        _native.cuda_sample_launch(len(rows), sums, *buffers, stream, programmatic_launch(), following)
 
     def stream(self) -> torch.cuda.Stream:
         """Torch's current stream; its object is kept, since making one costs 4 to 8 us."""
@@ -104,11 +111,11 @@ def _place(device: torch.device) -> _Place:
         return found
 
 
-def launch(rows: Sequence[Row], following: tuple[Tensor, int] | None = None) -> _Place:
+def launch(rows: Sequence[Row]) -> _Place:
     """Launches on torch's current stream and returns at once; nothing is allocated once a call as large has been made,
     so that a capture may hold it. The answers are at the returned place after the stream has passed."""
     place = _place(rows[0].logits.device)
-    place.launch(rows, following)
+    place.launch(rows)
     return place
 
 
@@ -118,7 +125,7 @@ def answers(rows: Sequence[Row], following: Following | None = None) -> list[tup
     place = _place(rows[0].logits.device)
     with place.lock:
         staged = None if following is None else following.stage()
-        place.launch(rows, staged)
+        place.launch(rows, staged, beside=True)
         if following is None or staged is None:
             place.stream().synchronize()
         else:

@@ -38,9 +38,7 @@ class StepStage:
         page number in use is not below its limit, or the step does not fit the sizes."""
         return bool(self._native.fill(ids, past, table, limits))
 
-    def send(self, to: Tensor) -> int:
-        """Queues the copy to `to`, uint8 on a GPU and as long, on torch's current stream, which it returns as the
-        driver's handle; the buffer must stay as it is until the stream has passed it. Raises DeviceError."""
-        stream = stream_of(to)
-        self._native.send(to, stream)
-        return stream
+    def send(self, to: Tensor) -> None:
+        """Queues the copy to `to`, uint8 on a GPU and as long, on torch's current stream; the buffer must stay as it is
+        until the stream has passed it. Raises DeviceError."""
+        self._native.send(to, stream_of(to))

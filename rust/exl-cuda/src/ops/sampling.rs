@@ -198,6 +198,16 @@ pub(super) fn kernels() -> Vec<String> {
 pub struct Next {
     pub ids: usize,
     pub limit: usize,
+    pub inputs: Inputs,
+}
+
+/// Words of 32 bits to be copied before tokens are written, from pinned host memory; `struct Inputs` of `kernels/sampling.cu`.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Inputs {
+    pub from: usize,
+    pub to: usize,
+    pub words: i32,
 }
 
 /// Copies `bytes` bytes from `start` on of the staging memory at `host` to its copy on the GPU, in stream order.
@@ -243,21 +253,25 @@ pub unsafe fn sample(
     } = workspace;
     let (rows, answers) = (device_copy + count * size_of::<Answer>(), host);
     let width = super::index32("pitch", pitch)?;
-    let wide = |kernel| Launch {
+    let wide = |kernel, rows: usize, programmatic| Launch {
         kernel,
-        grid: [pitch.div_ceil(SEGMENT) as u32, count as u32, 1],
+        grid: [pitch.div_ceil(SEGMENT) as u32, rows as u32, 1],
         block: 256,
         shared_bytes: 0,
         stream: to.stream,
-        programmatic: false,
+        programmatic,
     };
-    let mut arguments = kernel_arguments![rows, shaped, maxima, width];
+    let inputs = next.map_or_else(Inputs::default, |next| next.inputs);
+    let number = super::index32("rows", count)?;
+    let mut arguments = kernel_arguments![rows, shaped, maxima, width, number, inputs];
+    // Not programmatic: what it reads, and the inputs it overwrites, are others' to end with.
+    let shape = wide("sample_shape", count + usize::from(inputs.words > 0), false);
     // SAFETY: the order is that of the kernel; validity is the caller's promise.
-    unsafe { wide("sample_shape").run(device, &mut arguments)? };
+    unsafe { shape.run(device, &mut arguments)? };
     if with_sums {
         let mut arguments = kernel_arguments![rows, shaped, maxima, sums, width];
         // SAFETY: as above.
-        unsafe { wide("sample_sums").run(device, &mut arguments)? };
+        unsafe { wide("sample_sums", count, to.programmatic).run(device, &mut arguments)? };
     }
     let choose = Launch {
         kernel: "sample_choose",
@@ -266,7 +280,7 @@ pub unsafe fn sample(
         // A little more than the table: with the static variables it exceeds what needs no permission.
         shared_bytes: (3 * CAPACITY * size_of::<u64>() + 1024) as u32,
         stream: to.stream,
-        programmatic: false,
+        programmatic: to.programmatic,
     };
     let (ids, limit) = next.map_or((0, 1), |next| (next.ids, next.limit));
     let limit = super::index32("limit", limit)?;

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.attention_cuda import counters
+from exl_kernels.sampling import Staged
 
 from ..attn_params import PagedParams
 from ..device import device_error
@@ -134,14 +135,14 @@ class PreparedStep:
 
     __call__ = run
 
-    def stage(self) -> tuple[Tensor, int] | None:
-        """Queues everything but the ids: int64 [B * q] on the model's GPU, to be filled in by what is queued until
-        `launch`, and the size of the vocabulary, which they must be below. None, with nothing queued, if the step is
-        not right."""
-        return (self._ids(), self._limits[0]) if self._send(None) else None
+    def stage(self) -> Staged | None:
+        """Everything but the ids, int64 [B * q] on the model's GPU, to be copied and filled in by what is queued until
+        `launch`. None if the step is not right."""
+        inputs = self._captured.inputs.stage(*self._inputs, self._limits, self._offsets)
+        return None if inputs is None else Staged(self._ids(), self._limits[0], inputs)
 
     def launch(self) -> Tensor:
-        """Queues the step whose ids have been filled in; returns its logits."""
+        """Queues the step whose inputs have been copied and whose ids have been filled in; returns its logits."""
         return self._replay()
 
     def _ids(self) -> Tensor:

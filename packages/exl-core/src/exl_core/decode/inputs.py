@@ -101,17 +101,40 @@ class StepInputs:
         numbers [b, n], all on the CPU. offsets: int64 [b], added to the rope positions of each row, which must stay
         from 0 to their place (behind images positions are not places). False, and nothing is queued, when anything is
         wrong or larger than the bucket or the limits (ids, positions, pages)."""
-        stage, place = self._stages[self._next], self._next % STAGES
-        if place == 0:
-            self._read[self._next // STAGES].synchronize()  # the last copies of this round have been made
-        if not stage.fill(ids, past, table, limits):
+        stage = self._fill(ids, past, table, limits, offsets)
+        if stage is None:
             return False
+        stage.send(self._device)
+        return True
+
+    def stage(
+        self, past: Tensor, table: Tensor, limits: tuple[int, int, int], offsets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `send` without ids, but the copy is the caller's to queue, on the current stream and before the step after
+        this: from the first to the second, uint8."""
+        stage = self._fill(None, past, table, limits, offsets)
+        return None if stage is None else (stage.pinned, self._device)
+
+    def _fill(
+        self,
+        ids: Tensor | None,
+        past: Tensor,
+        table: Tensor,
+        limits: tuple[int, int, int],
+        offsets: Tensor | None,
+    ) -> StepStage | None:
+        """The next pinned copy, laid out; None as `send` says."""
+        stage, (half, place) = self._stages[self._next], divmod(self._next, STAGES)
+        if place == 0:
+            # Whatever reads the copies of the round that has ended has been queued by now.
+            self._read[1 - half].record(torch.cuda.current_stream(self._device.device))
+            self._read[half].synchronize()  # those of this round have been read
+        if not stage.fill(ids, past, table, limits):
+            return None
         if offsets is not None:
             t, q_len = self.bucket.tokens, self.bucket.q_len
             rope = stage.pinned[16 * t : 24 * t].view(torch.int64)
             rope[: q_len * len(past)] += offsets.repeat_interleave(q_len)
-        self._sent = stage.send(self._device)
-        if place == STAGES - 1:
-            self._read[self._next // STAGES].record(torch.cuda.current_stream(self._device.device))
+        self._sent = stream_of(self._device)
         self._next = (self._next + 1) % (2 * STAGES)
-        return True
+        return stage

@@ -20,6 +20,7 @@ from exl_generate.dynamic.sequence import Sequence
 
 if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
+    from exl_kernels.sampling import Staged
 
 __all__ = ["Ahead", "can_run_ahead"]
 
@@ -57,8 +58,8 @@ class Ahead:
         """Whether the step is on its way."""
         return self._logits is not None
 
-    def stage(self) -> tuple[torch.Tensor, int] | None:
-        """As `exl_kernels.sampling.Following`: where the sampler is to write tokens, one a sequence, for `launch`."""
+    def stage(self) -> Staged | None:
+        """As `exl_kernels.sampling.Following`: what the sampler is to write for `launch`: a token a sequence."""
         with contextlib.suppress(Exception):
             return self._next.stage()
         return None

@@ -22,6 +22,7 @@ from exl_generate.interrupts import lent
 
 if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Model
+    from exl_kernels.sampling import Staged
 
 __all__ = ["Chunk", "Runner", "Window"]
 
@@ -215,8 +216,8 @@ class NextStep:
         make = getattr(model, "prepare_step", None)
         self._prepared = None if make is None else make(1, cache, params)
 
-    def stage(self) -> tuple[torch.Tensor, int] | None:
-        """Where tokens that the GPU has still to sample are to be written, int64 [B], and what they must be below;
+    def stage(self) -> Staged | None:
+        """Where tokens that the GPU has still to sample are to be written, int64 [B], and what is to be copied before;
         None where the pass does not allow that."""
         return None if self._prepared is None else self._prepared.stage()
 

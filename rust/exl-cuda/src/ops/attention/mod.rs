@@ -229,7 +229,9 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
         .unwrap_or_default()
 }
 
-/// How query rows are laid out in tiles: heads and tokens of a tile, tiles of heads.
+/// How query rows are laid out in tiles: heads and tokens of a tile, tiles of heads. By the mean number of tokens a sequence, as the
+/// host has no other: how fast a call of uneven sequences is, not what it gives. A tile may hold tokens of several sequences, one run
+/// after the other, and no bit depends on tiles or on the kernel (tests: a token alone, in a batch, in any chunk).
 fn tile(op: &Attention, warps: usize) -> (usize, usize, usize) {
     let group = op.q_heads / op.pages.heads;
     let heads = group.min(ROWS);
