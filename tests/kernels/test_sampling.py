@@ -404,6 +404,26 @@ def test_inputs_of_what_follows_are_there_with_the_tokens(rows: int, width: int,
 
 
 @pytest.mark.cuda
+def test_an_interrupt_before_the_answers_leaves_the_next_call_alone() -> None:
+    class Interrupted(Reader):
+        def launch(self) -> None:
+            super().launch()
+            raise KeyboardInterrupt
+
+    logits = torch.randn(64, 9000, device="cuda") * 4
+    first, second = ([Row(Plan(size=9000, top_k=k), row, uniform=0.5) for row in logits] for k in (3, 2000))
+    want = sampling.sample(second)
+    for _ in range(5):
+        following = Interrupted(64, 9000)
+        torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
+        with pytest.raises(KeyboardInterrupt):
+            sampling.sample(first, following)
+        assert sampling.sample(second) == want
+        assert following.tokens is not None
+        assert following.tokens.tolist() == [one.token for one in sampling.sample(first) if isinstance(one, Sampled)]
+
+
+@pytest.mark.cuda
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_plans_that_say_so_are_never_left_to_the_cpu(data: st.DataObject) -> None:

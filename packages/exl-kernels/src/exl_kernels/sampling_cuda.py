@@ -34,6 +34,7 @@ class _Place:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.Lock()
+        self.under_way = False  # whether launches may read the buffers below
         self.sampled, self._copied = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -124,14 +125,16 @@ def answers(rows: Sequence[Row], following: Following | None = None) -> list[tup
     CPU. What `following` queues behind the launches is not waited for."""
     place = _place(rows[0].logits.device)
     with place.lock:
+        if place.under_way:  # an interrupt or a failure came in before the last call had waited
+            torch.cuda.synchronize(place.device)
+        place.under_way = True
         staged = None if following is None else following.stage()
         place.launch(rows, staged, beside=True)
         if following is None or staged is None:
             place.stream().synchronize()
         else:
             place.sampled.record(place.stream())
-            try:
-                following.launch()
-            finally:
-                place.sampled.synchronize()  # the next call writes to the same memory, also if an interrupt came in
+            following.launch()
+            place.sampled.synchronize()
+        place.under_way = False
         return place.answers(len(rows))
