@@ -18,6 +18,7 @@ from torch import Tensor
 
 from exl_kernels import _native
 from exl_kernels.device import require_cuda
+from exl_kernels.meeting import meeting_memory
 
 SHAPES = {
     "gateup": (4096, 28672),
@@ -98,7 +99,8 @@ class Rotating:
         elif self.batch:
             ring = self.rings[copy % len(self.copies)]
             scratch = torch.empty(ring.scratch_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
-            ring.run_batch(x, scratch, torch.empty(x.shape[0], device="cuda"), y, stream, programmatic)
+            meeting = meeting_memory(x.device, stream, ring.meeting_bytes(x.shape[0]))
+            ring.run_batch(x, scratch, torch.empty(x.shape[0], device="cuda"), meeting, y, stream, programmatic)
         else:
             prepared = torch.empty(made.prepared_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
             multipliers = torch.empty(x.shape[0], device="cuda")

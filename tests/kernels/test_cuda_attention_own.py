@@ -16,6 +16,7 @@ from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.fused_linear import FusedLinear
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear_cuda import CudaQuantMatrix
+from exl_kernels.meeting import meeting_memory
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attention_cases import KINDS, OwnStep, own_step
@@ -168,7 +169,8 @@ def laid_out(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
         ring.run_few(x, y, scratch, stream, False)
         return 8, scratch
     scratch = torch.zeros(ring.scratch_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
-    ring.run_batch(x, scratch, torch.empty(x.shape[0], device="cuda"), y, stream, False)
+    meeting = meeting_memory(x.device, stream, ring.meeting_bytes(x.shape[0]))
+    ring.run_batch(x, scratch, torch.empty(x.shape[0], device="cuda"), meeting, y, stream, False)
     return next(n for n in (16, 32, 64) if x.shape[0] <= n), scratch
 
 
@@ -216,12 +218,31 @@ def test_a_product_takes_what_was_laid_out_for_it_alone() -> None:
             (other, given, out),
             (FusedLinear([product.matrices[0], other.matrices[0]]), given, x.new_empty(tokens, 128)),
             (product, given, x.new_empty(80 - tokens, 64)),
-            (product, replace(given, arrivals=(0, 0)), out),
+            (product, replace(given, columns=128 - given.columns), out),
         ):
             with pytest.raises(ShapeError, match="laid out for"):
                 who.from_input(what, to)
         with pytest.raises(ShapeError, match="expected contiguous"):
             product.from_input(given, out[:, :32])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -> None:
+    made = product_of(4096, "exl2")
+    ring, stream = made._ring, torch.cuda.current_stream().cuda_stream
+    for rows in (9, 16, 23, 32, 64):
+        x = torch.randn(rows, 4096, device="cuda").to(dtype)
+        scratch = torch.zeros(ring.scratch_bytes(rows), dtype=torch.uint8, device="cuda")
+        meeting = torch.full((ring.meeting_bytes(rows),), 255, dtype=torch.uint8, device="cuda")
+        assert meeting.numel(), "K is shared"
+        want = None
+        for looks in [0, 1, 2, 3] * 8:
+            y = torch.full((rows, 64), torch.nan, dtype=dtype, device="cuda")
+            room = (scratch, torch.empty(rows, device="cuda"), meeting)
+            ring.run_batch(x, *room, y, stream, looks % 2 == 0, tuning=(0, 0, 4, 0, looks))
+            want = y if want is None else want
+            assert torch.equal(y, want)
+        assert bool((meeting[128:] == 255).all()), "left as it was found"
 
 
 def test_a_products_order_that_does_not_fit_is_refused() -> None:

@@ -12,9 +12,8 @@ struct LayoutTask {
   const float* weight;  // of an RMS norm; null when there is none
   uint8_t* out;         // as prepared.cuh has it for wgmma; columns past m are zero
   float* multipliers;   // [m], of BF16 rows
-  int* arrivals;        // to be zeroed
   const int* features;  // the feature in each row of the layout, or -1
-  int rows, units, k, m, columns, arrivals_count;
+  int rows, units, k, m, columns;
   float eps, offset;
 };
 
@@ -51,8 +50,6 @@ DEVICE void lay_out_row(const LayoutTask& p) {
       for (int i = tid; i < p.k / 4; i += LAYOUT_THREADS) copy_ahead(weight + 4 * i, p.weight + 4 * i);
   }
   pdl_wait();
-  if (token == 0)
-    for (int i = blockIdx.y * LAYOUT_THREADS + tid; i < p.arrivals_count; i += gridDim.y * LAYOUT_THREADS) p.arrivals[i] = 0;
   if (token >= p.m) {
     for (int place = first + tid; place < end; place += LAYOUT_THREADS)
       *reinterpret_cast<uint4*>(p.out + prepared_eight(place, token, p.columns)) = make_uint4(0, 0, 0, 0);

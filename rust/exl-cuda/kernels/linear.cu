@@ -22,10 +22,9 @@ extern "C" __global__ void __launch_bounds__(256) row_multipliers(const __nv_bfl
 }
 
 // x [m, in_features] to the blocks of prepared.cuh, for wgmma where `columns` (N) is not zero; a block of threads writes eight rows of
-// a unit. FP16 rows get multipliers of one; `groups` arrivals are set to zero.
+// a unit. FP16 rows get multipliers of one.
 template <class T>
-DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* out, float* multipliers, int m, int columns, int* arrivals,
-                    int groups) {
+DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* out, float* multipliers, int m, int columns) {
   constexpr bool SCALED = !std::is_same<T, __half>::value;
   __shared__ uint4 block[256];
   const int u = blockIdx.x, n = blockIdx.y, tid = threadIdx.x, lane = tid % 32, token = 8 * n + (lane >> 2);
@@ -39,8 +38,6 @@ DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* o
 #pragma unroll
   for (int e = 0; e < 8; e++) feature[e] = first + e < a.rows ? features[first + e] : -1;
   pdl_wait();
-  if (u == 0 && n == 0)
-    for (int i = tid; i < groups; i += 256) arrivals[i] = 0;
   float factor = 1.f;
   if (SCALED && token < m) factor = 1.f / multipliers[token];
 #pragma unroll
@@ -64,14 +61,12 @@ DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* o
   *reinterpret_cast<uint4*>(out + prepared_eight(32 * u + 2 * i + half, 8 * n + c, columns)) = make_uint4(from[0], from[4], from[8], from[12]);
 }
 extern "C" __global__ void __launch_bounds__(256) prepare_f16(
-    const __grid_constant__ Matrix a, const int* features, const __half* x, uint8_t* out, float* multipliers, int m, int columns,
-    int* arrivals, int groups) {
-  prepare(a, features, x, out, multipliers, m, columns, arrivals, groups);
+    const __grid_constant__ Matrix a, const int* features, const __half* x, uint8_t* out, float* multipliers, int m, int columns) {
+  prepare(a, features, x, out, multipliers, m, columns);
 }
 extern "C" __global__ void __launch_bounds__(256) prepare_bf16(
-    const __grid_constant__ Matrix a, const int* features, const __nv_bfloat16* x, uint8_t* out, float* multipliers, int m, int columns,
-    int* arrivals, int groups) {
-  prepare(a, features, x, out, multipliers, m, columns, arrivals, groups);
+    const __grid_constant__ Matrix a, const int* features, const __nv_bfloat16* x, uint8_t* out, float* multipliers, int m, int columns) {
+  prepare(a, features, x, out, multipliers, m, columns);
 }
 
 LAY_OUT(__half, f16)

@@ -11,6 +11,12 @@ constexpr int PREPARED_BYTES = 4096;
 // Place of an eight of a column in the layout for wgmma: eight values of K, half `eight % 2` of matrix instruction `eight / 2`.
 DEVICE size_t prepared_eight(int eight, int column, int columns) { return ((size_t)eight * columns + column) * 16; }
 
+// Place of one value: a row of the layout, a column.
+DEVICE size_t prepared_place(int row, int column, int columns) {
+  const int eight = row >> 5 << 2 | (row >> 2 & 1) << 1 | (row >> 1 & 1);
+  return prepared_eight(eight, column, columns) + (row >> 3 & 3) * 4 + (row & 1) * 2;
+}
+
 DEVICE size_t prepared_block(int u, int n, int column_tiles) { return ((size_t)u * column_tiles + n) * PREPARED_BYTES; }
 
 template <int NT>

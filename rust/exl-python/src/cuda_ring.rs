@@ -131,15 +131,20 @@ impl CudaRing {
     }
 
     /// Bytes of scratch memory that `run_batch` needs for `rows` rows.
+    fn scratch_bytes(&self, rows: usize) -> usize {
+        batch::scratch_bytes(&self.parts(), rows)
+    }
+
+    /// Bytes in which blocks of `run_batch` meet, for `rows` rows; 0 where they do not.
     #[pyo3(signature = (rows, tuning=None))]
-    fn scratch_bytes(
+    fn meeting_bytes(
         &self,
         py: Python<'_>,
         rows: usize,
-        tuning: Option<(usize, usize, usize, usize)>,
+        tuning: Option<BatchTuning>,
     ) -> PyResult<usize> {
         let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        Ok(batch::scratch_bytes(
+        Ok(batch::meeting_bytes(
             &info.info,
             &self.parts(),
             rows,
@@ -148,61 +153,81 @@ impl CudaRing {
         ))
     }
 
-    /// (columns, byte of counters, number of counters) by which another launch lays out `rows` rows in the scratch memory of `run_batch`, or None.
-    fn batch_input(&self, py: Python<'_>, rows: usize) -> PyResult<Option<(usize, usize, usize)>> {
-        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        Ok(match self.gate {
-            None => batch::input(&info.info, &self.parts(), rows),
+    /// For how many columns another launch lays out `rows` rows in the scratch memory of `run_batch`, or None.
+    fn batch_input(&self, rows: usize) -> Option<usize> {
+        match self.gate {
+            None => batch::input(&self.parts(), rows),
             Some(_) => None,
-        })
+        }
     }
 
     /// y [m, N], or [2, m, N] for a matrix that gates another where not `batch_gates`, whose activation is left to the caller; `scratch` uint8
-    /// and `multipliers` [m] float32; `residual` like y, even and of halves; `norm` where `batch_norms`; `tuning` = (slots, activations, cut,
-    /// groups) is for benchmarks. Without x its rows stand laid out in scratch (`batch_input`).
-    #[pyo3(signature = (x, scratch, multipliers, y, stream, programmatic, residual=None, norm=None, tuning=None))]
+    /// and `multipliers` [m] float32; `meeting` uint8 of `meeting_bytes`, all ones and left so; `residual` like y, even and of halves; `norm`
+    /// where `batch_norms`; `tuning` = (slots, activations, cut, groups, looks) is for benchmarks and tests. Without x its rows stand laid out in scratch
+    /// (`batch_input`). Without y gated results go on, laid out, to `following` = (product, its scratch).
+    #[pyo3(signature = (x, scratch, multipliers, meeting, y, stream, programmatic, residual=None, norm=None, following=None, tuning=None))]
     fn run_batch(
         &self,
         py: Python<'_>,
         x: Option<Tensor>,
         scratch: Tensor,
         multipliers: Tensor,
-        y: Tensor,
+        meeting: Option<Tensor>,
+        y: Option<Tensor>,
         stream: usize,
         programmatic: bool,
         residual: Option<Tensor>,
         norm: Option<NormArgument>,
-        tuning: Option<(usize, usize, usize, usize)>,
+        following: Option<(PyRef<'_, Self>, Tensor)>,
+        tuning: Option<BatchTuning>,
     ) -> PyResult<()> {
         let k = self.in_features;
-        // With a gate that is left to the caller, y has both matrices' results.
-        let n: usize = self.parts().iter().map(|p| p.out_features()).sum();
-        let m = x.as_ref().map_or(y.numel() / n, |x| x.numel() / k);
         let gated = self.batch_gates();
-        let n = if gated { self.out_features } else { n };
+        // With a gate that is left to the caller, y has both matrices' results.
+        let both: usize = self.parts().iter().map(|p| p.out_features()).sum();
+        let n = if gated { self.out_features } else { both };
         expect(
-            x.as_ref().is_none_or(|x| x.numel() == m * k)
-                && y.numel() == m * n
+            y.is_some() != following.is_some() && (gated || following.is_none()),
+            "results go to y or, gated, to what follows",
+        )?;
+        let m = match (&x, &y) {
+            (Some(x), _) => x.numel() / k,
+            (None, Some(y)) => y.numel() / n,
+            (None, None) => 0,
+        };
+        expect(
+            m > 0
+                && x.as_ref().is_none_or(|x| x.numel() == m * k)
+                && y.as_ref().is_none_or(|y| y.numel() == m * n)
                 && m <= batch::MOST_ROWS,
             "x or y has the wrong size",
         )?;
         let x_type = x.as_ref().map_or(Ok(Half::F16), |x| kind(x, "x"))?;
         expect(x_type != Half::F32, "x must be float16 or bfloat16")?;
         let needed = Scratch {
-            bytes: self.scratch_bytes(py, m, tuning)?,
+            bytes: self.scratch_bytes(m),
             alignment: 128,
             rows: m,
         };
         needed.check(&scratch, &multipliers)?;
-        let mut all = vec![
-            ("scratch", &scratch),
-            ("multipliers", &multipliers),
-            ("y", &y),
-        ];
-        all.extend(x.as_ref().map(|x| ("x", x)));
+        let bytes = |tensor: &Tensor, least: usize| {
+            tensor.dtype == DType::U8 && tensor.numel() >= least && tensor.ptr.is_multiple_of(128)
+        };
+        let meets = self.meeting_bytes(py, m, tuning)?;
+        expect(
+            meeting.as_ref().map_or(meets == 0, |t| bytes(t, meets)),
+            "memory to meet in is too small",
+        )?;
+        let mut all = vec![("scratch", &scratch), ("multipliers", &multipliers)];
+        for (name, tensor) in [("x", &x), ("y", &y), ("meeting", &meeting)] {
+            all.extend(tensor.as_ref().map(|tensor| (name, tensor)));
+        }
         if let Some(residual) = &residual {
+            let like_y = y
+                .as_ref()
+                .is_some_and(|y| residual.dtype == y.dtype && residual.numel() == y.numel());
             expect(
-                self.gate.is_none() && residual.dtype == y.dtype && residual.numel() == y.numel(),
+                self.gate.is_none() && like_y,
                 "residual must be like y, and a gated product takes none",
             )?;
             all.push(("residual", residual));
@@ -211,26 +236,45 @@ impl CudaRing {
             self.check_norm(norm)?;
             all.push(("norm", &norm.0));
         }
+        let next_parts = following.as_ref().map(|(next, _)| next.parts());
+        if let (Some((next, tensor)), Some(parts)) = (&following, &next_parts) {
+            let enough = next.scratch_bytes(m);
+            expect(
+                parts.len() == 1 && bytes(tensor, enough),
+                "the following product has one matrix, and scratch memory enough",
+            )?;
+            all.push(("following", tensor));
+        }
+        let next = following
+            .as_ref()
+            .zip(next_parts.as_ref())
+            .map(|((_, tensor), parts)| batch::Next {
+                matrix: parts[0],
+                scratch: tensor.ptr,
+            });
         let to = target(&all, stream, programmatic)?;
         expect(to.device == self.device, "operands on another GPU")?;
+        let address = |tensor: &Option<Tensor>| tensor.as_ref().map_or(0, |t| t.ptr);
         let op = batch::Product {
-            x: x.as_ref().map_or(0, |x| x.ptr),
+            x: address(&x),
             x_type,
-            y: y.ptr,
-            y_type: kind(&y, "y")?,
+            y: address(&y),
+            y_type: y.as_ref().map_or(Ok(Half::F16), |y| kind(y, "y"))?,
             m,
             apart: self.gate.is_some() && !gated,
             norm: norm.as_ref().map(norm_of),
-            residual: residual.as_ref().map_or(0, |r| r.ptr),
+            residual: address(&residual),
             gate: self.gate.filter(|_| gated),
         };
-        let tuning = batch_tuning(tuning);
-        let parts = self.parts();
+        let room = batch::Room {
+            scratch: scratch.ptr,
+            multipliers: multipliers.ptr,
+            meeting: address(&meeting),
+        };
+        let (parts, tuning) = (self.parts(), batch_tuning(tuning));
         // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
-        py.detach(|| unsafe {
-            batch::launch(to, &parts, &op, scratch.ptr, multipliers.ptr, tuning)
-        })
-        .map_err(|error| device_error(py, &error))
+        unsafe { batch::launch(to, &parts, &op, room, next, tuning) }
+            .map_err(|error| device_error(py, &error))
     }
 
     /// Most rows of `run_few` on this GPU; 0 where it cannot run.
@@ -389,14 +433,18 @@ fn few_tuning(tuning: Option<(i32, i32, i32)>) -> few::Tuning {
     few::Tuning { cut, slots, window }
 }
 
-fn batch_tuning(tuning: Option<(usize, usize, usize, usize)>) -> batch::Tuning {
+/// Slots, activations, cut, groups, looks.
+type BatchTuning = (usize, usize, usize, usize, usize);
+
+fn batch_tuning(tuning: Option<BatchTuning>) -> batch::Tuning {
     tuning.map_or_else(
         batch::Tuning::default,
-        |(slots, activations, cut, groups)| batch::Tuning {
+        |(slots, activations, cut, groups, looks)| batch::Tuning {
             slots,
             activations,
             cut,
             groups,
+            looks,
         },
     )
 }

@@ -10,17 +10,30 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from bench_gemv import SHAPES, Plan, Rotating
 from gpu_timing import time_graph
 
-# (slots, 1: activations streamed or 2: kept, cut of K, warpgroups); 0: the plan's own choice.
-PLANS = ((0, 0, 0, 0), (0, 2, 4, 2), (0, 2, 4, 3), (0, 2, 4, 4), (0, 1, 4, 2), (0, 1, 4, 3), (0, 1, 1, 0), (0, 1, 1, 2))
+from exl_kernels.meeting import meeting_memory
+
+# (slots, 1: activations streamed or 2: kept, cut of K, warpgroups, looks); 0: the plan's own choice.
+PLANS = (
+    (0, 0, 0, 0, 0),
+    (0, 2, 4, 2, 0),
+    (0, 2, 4, 3, 0),
+    (0, 2, 4, 4, 0),
+    (0, 1, 4, 2, 0),
+    (0, 1, 4, 3, 0),
+    (0, 1, 1, 0, 0),
+    (0, 1, 1, 2, 0),
+)
 
 
-def launches(rot: Rotating, x: torch.Tensor, y: torch.Tensor, plan: tuple[int, int, int, int], count: int) -> None:
+def launches(rot: Rotating, x: torch.Tensor, y: torch.Tensor, plan: tuple[int, ...], count: int) -> None:
     m = x.shape[0]
     for i in range(count):
         ring = rot.rings[i % len(rot.rings)]
-        scratch = torch.empty(ring.scratch_bytes(m, plan), dtype=torch.uint8, device="cuda")
+        scratch = torch.empty(ring.scratch_bytes(m), dtype=torch.uint8, device="cuda")
         multipliers = torch.empty(m, device="cuda")
-        ring.run_batch(x, scratch, multipliers, y, torch.cuda.current_stream().cuda_stream, True, tuning=plan)
+        stream = torch.cuda.current_stream().cuda_stream
+        meeting = meeting_memory(x.device, stream, ring.meeting_bytes(m, plan))
+        ring.run_batch(x, scratch, multipliers, meeting, y, stream, True, tuning=plan)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from .device import programmatic_launch
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .linear import QuantMatrix
 from .linear_cuda import MATRIX_ROWS, CudaQuantMatrix
+from .meeting import meeting_memory
 
 __all__ = ["RING_ROWS", "FusedLinear", "Norm", "Prepared"]
 
@@ -185,16 +186,14 @@ class FusedLinear:
 
     def input_of(self, m: int) -> ProductInput | None:
         """Where another launch may lay out m rows of float16 for `from_input`; None where it may not."""
-        matrix, layout = self.matrices[0], self._layout_of_input(m)
-        if layout is None:
+        matrix, columns = self.matrices[0], self._columns_of_input(m)
+        if columns is None:
             return None
         assert isinstance(matrix, CudaQuantMatrix)
-        assert self._ring is not None
-        scratch = torch.empty(self._ring.scratch_bytes(m), dtype=torch.uint8, device=self.device)
-        return ProductInput(matrix, layout[0], scratch, layout[1])
+        return ProductInput(matrix, columns, self._scratch(m))
 
-    def _layout_of_input(self, m: int) -> tuple[int, tuple[int, int]] | None:
-        """Columns and counters of a `ProductInput` of m rows; None where there is none."""
+    def _columns_of_input(self, m: int) -> int | None:
+        """Columns of a `ProductInput` of m rows; None where there is none."""
         if not (
             self._ring is not None
             and len(self.matrices) == 1
@@ -204,15 +203,14 @@ class FusedLinear:
             and self._even
         ):
             return None
-        known = self._ring.batch_input(m)
-        return None if known is None else (known[0], known[1:])
+        columns: int | None = self._ring.batch_input(m)
+        return columns
 
     def from_input(self, given: ProductInput, out: Tensor, residual: Tensor | None = None) -> Tensor:
         """The product of what has been laid out in `given`, of this product's own `input_of` the rows of out, as
         `__call__`. Raises ShapeError (it is another's, or of another number of rows) and as `__call__`."""
         m = out.shape[0]
-        layout = self._layout_of_input(m)
-        if layout is None or given.matrix is not self.matrices[0] or (given.columns, given.arrivals) != layout:
+        if given.matrix is not self.matrices[0] or given.columns != self._columns_of_input(m):
             raise ShapeError(
                 f"the input is laid out for {given.columns} rows of {given.matrix.name or 'a matrix'}: expected what "
                 f"input_of({m}) of {self.matrices[0].name or 'this product'} gives"
@@ -220,34 +218,45 @@ class FusedLinear:
         self._check_operand("out", out, (m, self.out_features))
         if residual is not None:
             self._check_operand("residual", residual, (m, self.out_features))
-        multipliers = torch.empty(m, dtype=torch.float32, device=self.device)
-        assert self._ring is not None
-        stream = stream_of(out)
-        self._ring.run_batch(None, given.scratch, multipliers, out, stream, programmatic_launch(), residual)
+        self._run_batch(m, None, given.scratch, out, residual)
         return out
 
     def then(self, following: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
         """`following(self(x), out, residual)` without the result between, where that can be: the same bits."""
         m = x.shape[0]
-        pair = (
-            self.dtype == torch.float16
+        alike = self.dtype == torch.float16 and following.norm is None and x.data_ptr() % 16 == 0
+        few = (
+            alike
             and following.takes_prepared
-            and following.norm is None
             and self.goes_on_to(following)
             and RING_ROWS < m <= min(self._few_rows, following._few_rows)
-            and x.data_ptr() % 16 == 0
         )
-        if not pair:
+        given = following.input_of(m) if alike and not few and self._lays_out(m, following) else None
+        if not few and given is None:
             between = torch.empty((m, self.out_features), dtype=self.dtype, device=self.device)
             return following(self(x, between), out, residual)
         self._check_operand("x", x, (m, self.in_features))
         following._check_operand("out", out, (m, following.out_features))
         if residual is not None:
             following._check_operand("residual", residual, (m, following.out_features))
+        if given is not None:
+            self._run_batch(m, x, self._scratch(m), None, following=(following._ring, given.scratch))
+            return following.from_input(given, out, residual)
         between_ = self.in_a_row(x, following=following)
         assert between_ is not None
         following.in_a_row(between_, out, residual)
         return out
+
+    def _lays_out(self, m: int, following: FusedLinear) -> bool:
+        """Whether a product of m rows can leave its gated results as the input of another's `from_input`."""
+        return (
+            self._ring is not None
+            and max(self._ring_rows, self._few_rows) < m <= min(self._batch_rows, self.max_rows)
+            and self._ring.batch_gates()
+            and self._even
+            and following.in_features == self.out_features
+            and following.device == self.device
+        )
 
     def goes_on_to(self, following: FusedLinear) -> bool:
         """Whether `in_a_row` of these matrices can lay out the input of `following`'s."""
@@ -315,14 +324,33 @@ class FusedLinear:
         """The product as one launch behind one that lays out its input."""
         m = x.shape[0]
         assert self._ring is not None
-        scratch = torch.empty(self._ring.scratch_bytes(m), dtype=torch.uint8, device=x.device)
-        multipliers = torch.empty(m, dtype=torch.float32, device=x.device)
         apart = self.activation is not None and not self._ring.batch_gates()
         to = out.new_empty((2, *out.shape)) if apart else out
-        norm = None if self.norm is None else (self._norm_weight, self.norm.eps, self.norm.offset)
-        self._ring.run_batch(x, scratch, multipliers, to, stream_of(x), programmatic_launch(), residual, norm)
+        self._run_batch(m, x, self._scratch(m), to, residual)
         if apart and self.activation is not None:
             gated_activation(to[0], to[1], self.activation, out=out)
+
+    def _scratch(self, m: int) -> Tensor:
+        assert self._ring is not None
+        return torch.empty(self._ring.scratch_bytes(m), dtype=torch.uint8, device=self.device)
+
+    def _run_batch(
+        self,
+        m: int,
+        x: Tensor | None,
+        scratch: Tensor,
+        out: Tensor | None,
+        residual: Tensor | None = None,
+        following: tuple[_native.CudaRing | None, Tensor] | None = None,
+    ) -> None:
+        """x None where its rows stand laid out in scratch; out None where results go on, laid out, to `following`."""
+        assert self._ring is not None
+        stream = stream_of(scratch)
+        norm = None if self.norm is None else (self._norm_weight, self.norm.eps, self.norm.offset)
+        multipliers = torch.empty(m, dtype=torch.float32, device=self.device)
+        meeting = meeting_memory(self.device, stream, self._ring.meeting_bytes(m))
+        early = programmatic_launch()
+        self._ring.run_batch(x, scratch, multipliers, meeting, out, stream, early, residual, norm, following)
 
     def _separate(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
         """The product as separate launches; x is already normed."""

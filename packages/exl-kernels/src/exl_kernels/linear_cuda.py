@@ -22,6 +22,7 @@ from .cuda_ops import stream_of
 from .device import programmatic_launch, require_cuda, row_invariant
 from .errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from .linear import Compute, Format, QuantMatrix
+from .meeting import meeting_memory
 
 __all__ = ["INVARIANT_ROWS", "CudaFloatMatrix", "CudaQuantMatrix", "exl2_matrix", "float_matrix", "gptq_matrix"]
 
@@ -167,7 +168,8 @@ class CudaQuantMatrix(_CudaMatrix):
         """The product on the tensor cores of whole warpgroups (compute capability 9.0)."""
         scratch = torch.empty(self._ring.scratch_bytes(rows), dtype=torch.uint8, device=x.device)
         multipliers = torch.empty(rows, dtype=torch.float32, device=x.device)
-        self._ring.run_batch(x, scratch, multipliers, out, stream, programmatic_launch())
+        meeting = meeting_memory(x.device, stream, self._ring.meeting_bytes(rows))
+        self._ring.run_batch(x, scratch, multipliers, meeting, out, stream, programmatic_launch())
 
     def _direct(self, x: Tensor, out: Tensor, rows: int, stream: int) -> None:
         """The product for any GPU."""

@@ -20,17 +20,17 @@ const QUARTERS: usize = 4;
 /// Row tiles of an item, what a warpgroup works on at a time.
 const ITEM_TILES: usize = 4;
 const MOST_SLOTS: usize = 16;
+/// Looks of a block for those that share K with it, some 0.3 us each: blocks begin within a few us of one another.
+const LOOKS: i32 = 64;
 /// Shared memory of a block, beside the little that is static.
 const SHARED_BYTES: usize = 232_448 - 256;
 /// From so many items on a block has all of K: sums of quarters then need no meeting of blocks.
 const UNCUT_ITEMS: usize = 256;
-/// Left free for a block of the kernel that lays out the next input.
+/// Left free for a block of the kernel that lays out the next input. Gated results go to the next product by themselves.
 const LEFT_FREE: usize = 44 * 1024;
 const LAYOUT_THREADS: u32 = 128;
 /// Blocks of a launch that lays out, about: one a multiprocessor stands beside the product before.
 const LAYOUT_BLOCKS: usize = 128;
-/// Most units of an item of a short launch.
-const SHORT: usize = 4;
 
 /// `struct BatchPart` of `kernels/batch.cuh`.
 #[repr(C)]
@@ -67,9 +67,14 @@ struct Task {
     ring_at: u32,
     x_at: u32,
     barriers_at: u32,
+    numbered_at: u32,
+    sums_at: u32,
     cut: i32,
+    looks: i32,
     gate: i32,
     residual: usize,
+    into: usize,
+    into_rows: usize,
     parts: [Part; MATRICES],
 }
 
@@ -81,14 +86,12 @@ struct Preparation {
     weight: usize,
     out: usize,
     multipliers: usize,
-    arrivals: usize,
     features: usize,
     layout_rows: i32,
     units: i32,
     k: i32,
     m: i32,
     columns: i32,
-    arrivals_count: i32,
     eps: f32,
     offset: f32,
 }
@@ -99,7 +102,7 @@ pub struct Product {
     /// `[m, in_features]` of `x_type`, F16 or BF16; 0 where another launch has laid F16 rows out as [`input`] says.
     pub x: usize,
     pub x_type: Half,
-    /// `[m, sum of out_features]` of `y_type`, or, `apart`, a matrix's `[m, out_features]` after the other's.
+    /// `[m, sum of out_features]` of `y_type`, or, `apart`, a matrix's `[m, out_features]` after the other's; unused where results go on.
     pub y: usize,
     pub y_type: Half,
     pub m: usize,
@@ -112,6 +115,24 @@ pub struct Product {
     pub gate: Option<i32>,
 }
 
+/// Memory of a product beside its operands.
+#[derive(Clone, Copy, Debug)]
+pub struct Room {
+    /// Of [`scratch_bytes`], aligned to 128 bytes; begins with the input as it is laid out.
+    pub scratch: usize,
+    /// `[m]` FP32.
+    pub multipliers: usize,
+    /// Of [`meeting_bytes`], aligned to 128 bytes: all ones before and after; of one launch at a time.
+    pub meeting: usize,
+}
+
+/// Where gated results in F16 go, laid out, as the input of the product that comes next, for which [`input`] knows the columns.
+#[derive(Clone, Copy)]
+pub struct Next<'a> {
+    pub matrix: &'a Matrix,
+    pub scratch: usize,
+}
+
 /// Choices for benchmarks; zero leaves one to the plan.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tuning {
@@ -122,6 +143,8 @@ pub struct Tuning {
     pub cut: usize,
     /// Warpgroups of a block that work.
     pub groups: usize,
+    /// How often a block looks whether those have begun that share K with it.
+    pub looks: usize,
 }
 
 /// How a launch's work is shared out.
@@ -182,9 +205,6 @@ impl Shares {
             };
         }
         let items = items(matrices);
-        let units = matrices
-            .first()
-            .map_or(0, |first| first.argument.unit_count as usize);
         let cut = match tuning.cut {
             0 if items >= UNCUT_ITEMS => 1,
             0 => QUARTERS,
@@ -195,15 +215,9 @@ impl Shares {
         let groups = match tuning.groups {
             0 => {
                 let fewest = (1..=warpgroups).map(rounds).min().unwrap_or(1);
-                // A short launch on fewer multiprocessors leaves the others to the kernels before and after it.
-                let least = if fewest == 1 && units.div_ceil(cut) <= SHORT {
-                    3
-                } else {
-                    1
-                };
-                (least..=warpgroups)
+                (1..=warpgroups)
                     .find(|&groups| rounds(groups) == fewest)
-                    .unwrap_or(least)
+                    .unwrap_or(1)
             }
             forced => forced.min(warpgroups),
         };
@@ -218,21 +232,13 @@ impl Shares {
             gated,
         }
     }
-    /// Counters of blocks that meet.
-    fn arrivals(&self) -> usize {
-        if self.cut > 1 {
-            self.items * ITEM_TILES
-        } else {
-            0
-        }
+    /// Bytes of the sums of an item's quarters.
+    fn place(&self) -> usize {
+        QUARTERS * ITEM_TILES * TILE * self.columns * 4
     }
-    /// Places in the workspace: of an item where blocks meet, of a warpgroup where they do not.
-    fn places(&self) -> usize {
-        if self.cut == 1 {
-            self.blocks * self.groups
-        } else {
-            self.items
-        }
+    /// Bytes of the counters of blocks that meet.
+    fn counters(&self) -> usize {
+        (4 * self.blocks / self.cut).next_multiple_of(128)
     }
 }
 
@@ -255,31 +261,16 @@ fn items(matrices: &[&Matrix]) -> usize {
         .sum()
 }
 
-/// Scratch memory of a launch, as offsets: prepared activations, arrivals, sums, end.
-struct Scratch {
-    arrivals: usize,
-    sums: usize,
-    end: usize,
+/// Bytes of scratch memory for `m` rows: the input as it is laid out.
+pub fn scratch_bytes(matrices: &[&Matrix], m: usize) -> usize {
+    let units = matrices
+        .first()
+        .map_or(0, |first| first.argument.unit_count as usize);
+    units * unit_bytes(variant(m).0)
 }
 
-impl Scratch {
-    fn new(matrices: &[&Matrix], shares: &Shares) -> Self {
-        let units = matrices
-            .first()
-            .map_or(0, |first| first.argument.unit_count as usize);
-        let arrivals = units * unit_bytes(shares.columns);
-        let sums = arrivals + (4 * ITEM_TILES * shares.items).next_multiple_of(128);
-        let place = QUARTERS * ITEM_TILES * TILE * shares.columns * 4;
-        Self {
-            arrivals,
-            sums,
-            end: sums + shares.places() * place,
-        }
-    }
-}
-
-/// Bytes of scratch memory for `m` rows.
-pub fn scratch_bytes(
+/// Bytes in which blocks that share K meet, for `m` rows.
+pub fn meeting_bytes(
     device: &DeviceInfo,
     matrices: &[&Matrix],
     m: usize,
@@ -287,7 +278,11 @@ pub fn scratch_bytes(
     tuning: Tuning,
 ) -> usize {
     let shares = Shares::new(device, matrices, m, gated, tuning);
-    Scratch::new(matrices, &shares).end
+    if shares.cut == 1 {
+        0
+    } else {
+        shares.counters() + shares.items * shares.place()
+    }
 }
 
 /// Whether the first of these matrices, which [`fits`] takes, can gate the second within a launch.
@@ -297,15 +292,11 @@ pub fn gates(matrices: &[&Matrix]) -> bool {
         && items(matrices) >= UNCUT_ITEMS
 }
 
-/// How another launch lays out the input of `m` rows at the beginning of the scratch memory: for so many columns, with so many counters at
-/// this byte of it set to zero. None where the layout has rows that are no features.
-pub fn input(device: &DeviceInfo, matrices: &[&Matrix], m: usize) -> Option<(usize, usize, usize)> {
+/// For how many columns another launch lays out the input of `m` rows at the beginning of the scratch memory. None where the layout has rows
+/// that are no features.
+pub fn input(matrices: &[&Matrix], m: usize) -> Option<usize> {
     let first = matrices.first()?;
-    let shares = Shares::new(device, matrices, m, false, Tuning::default());
-    (first.rows() == first.in_features()).then(|| {
-        let at = Scratch::new(matrices, &shares).arrivals;
-        (shares.columns, at, shares.arrivals())
-    })
+    (first.rows() == first.in_features()).then(|| variant(m).0)
 }
 
 /// Whether the input, at an address that is a multiple of 16, can be normed on its way into layout order.
@@ -357,15 +348,13 @@ fn plan(
     tuning: Tuning,
 ) -> Option<Plan> {
     let space = SHARED_BYTES.min(device.shared_bytes_per_block as usize);
-    plan_within(
-        space - LEFT_FREE.min(space),
-        device,
-        matrices,
-        m,
-        gated,
-        tuning,
-    )
-    .or_else(|| plan_within(space, device, matrices, m, gated, tuning))
+    let within = |shared| plan_within(shared, device, matrices, m, gated, tuning);
+    let left_free = if Shares::new(device, matrices, m, gated, tuning).cut == 1 {
+        0
+    } else {
+        LEFT_FREE.min(space)
+    };
+    within(space - left_free).or_else(|| within(space))
 }
 
 fn plan_within(
@@ -413,6 +402,12 @@ fn plan_within(
         part
     });
     let barriers_at = take((2 * MOST_SLOTS + own) * 8);
+    let numbered_at = take(16);
+    let sums_at = take(if shares.cut == 1 {
+        shares.groups * shares.place() / QUARTERS
+    } else {
+        0
+    });
     let space = shared.checked_sub(at)?;
     let weights = (shares.groups * ITEM_TILES * unit_room as usize).next_multiple_of(128);
     let kept = own * x_bytes;
@@ -457,9 +452,18 @@ fn plan_within(
             ring_at: ring_at as u32,
             x_at: x_at as u32,
             barriers_at,
+            numbered_at,
+            sums_at,
             cut: shares.cut as i32,
+            looks: if tuning.looks == 0 {
+                LOOKS
+            } else {
+                tuning.looks as i32
+            },
             gate: -1,
             residual: 0,
+            into: 0,
+            into_rows: 0,
             parts,
         },
         shared: ring_at + slots * stage,
@@ -467,8 +471,8 @@ fn plan_within(
     })
 }
 
-/// The product in two launches, activations into layout order and the rest: `scratch` is [`scratch_bytes`], aligned to
-/// 128 bytes, and `multipliers` `[m]` FP32 of scratch memory. Results stand beside each other in the order of `matrices`. Same bits as `ops::ring`.
+/// The product in two launches, activations into layout order and the rest. Results stand beside each other in the order of `matrices`, or go
+/// to the product that comes next. Same bits as `ops::ring`.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
@@ -476,8 +480,8 @@ pub unsafe fn launch(
     to: Target,
     matrices: &[&Matrix],
     op: &Product,
-    scratch: usize,
-    multipliers: usize,
+    room: Room,
+    next: Option<Next<'_>>,
     tuning: Tuning,
 ) -> Result<(), CudaError> {
     if op.m == 0 {
@@ -499,8 +503,11 @@ pub unsafe fn launch(
         });
     };
     let first = matrices[0];
-    let places = Scratch::new(matrices, &shares);
-    let (arrivals, count) = (scratch + places.arrivals, shares.arrivals() as i32);
+    let Room {
+        scratch,
+        multipliers,
+        meeting,
+    } = room;
     let even = |matrix: &&Matrix| matrix.argument.out_features % 2 == 0;
     let refused = op.gate.is_some() && !gates(matrices)
         || op.norm.is_some() && !(norms(&device.info, matrices) && op.x.is_multiple_of(16))
@@ -509,10 +516,18 @@ pub unsafe fn launch(
                 && op.y.is_multiple_of(8)
                 && op.residual.is_multiple_of(4)
                 && op.y_type != Half::F32);
-    if refused {
+    let onward = next.is_none_or(|next| {
+        op.gate.is_some()
+            && matrices.iter().all(even)
+            && input(&[next.matrix], op.m).is_some()
+            && next.matrix.in_features() == first.out_features()
+            && op.x_type == Half::F16
+            && op.y_type == Half::F16
+    });
+    if refused || !onward {
         return Err(CudaError::Argument {
-            what: "a norm, gate or residual for the batch kernel".to_owned(),
-            limit: "norm: rows of whole 16 bytes; gate: large matrices of one size; residual: halves in pairs"
+            what: "a norm, gate, residual or following product for the batch kernel".to_owned(),
+            limit: "norm: rows of whole 16 bytes; gate: large matrices of one size; residual: halves in pairs; following: of gated F16"
                 .to_owned(),
         });
     }
@@ -533,14 +548,12 @@ pub unsafe fn launch(
             weight: norm.map_or(0, |norm| norm.weight),
             out: scratch,
             multipliers,
-            arrivals,
             features: first.features,
             layout_rows: first.argument.rows,
             units: first.argument.unit_count,
             k: first.argument.in_features,
             m: task.m,
             columns: shares.columns as i32,
-            arrivals_count: count,
             eps: norm.map_or(0.0, |norm| norm.eps),
             offset: norm.map_or(0.0, |norm| norm.offset),
         };
@@ -554,16 +567,18 @@ pub unsafe fn launch(
             y_type: op.y_type,
             m: op.m,
         };
-        let batch = linear::ForBatch {
-            columns: shares.columns,
-            arrivals,
-            count,
-        };
         // SAFETY: this function's contract.
-        unsafe { linear::prepare(to, first, &alone, scratch, multipliers, batch)? };
+        unsafe { linear::prepare(to, first, &alone, scratch, multipliers, shares.columns)? };
     }
     (task.x, task.multipliers) = (scratch, multipliers);
-    (task.arrivals, task.sums) = (arrivals, scratch + places.sums);
+    (task.arrivals, task.sums) = if shares.cut == 1 {
+        (0, 0)
+    } else {
+        (meeting, meeting + shares.counters())
+    };
+    if let Some(next) = next {
+        (task.into, task.into_rows) = (next.scratch, next.matrix.argument.row_of_feature);
+    }
     (task.gate, task.residual) = (op.gate.unwrap_or(-1), op.residual);
     (task.y, task.y_kind) = (op.y, op.y_type as i32);
     task.scaled = i32::from(op.x_type == Half::BF16);
@@ -656,8 +671,8 @@ mod tests {
         assert_eq!((pair.items, pair.cut, pair.groups), (448, 1, 2));
         assert_eq!((pair.rounds, pair.blocks), (2, 132));
         let alone = shares_of(32, &[&o]);
-        assert_eq!((alone.items, alone.cut, alone.groups), (64, 4, 3));
-        assert_eq!((alone.rounds, alone.blocks), (1, 88));
+        assert_eq!((alone.items, alone.cut, alone.groups), (64, 4, 2));
+        assert_eq!((alone.rounds, alone.blocks), (1, 128));
         assert_eq!(shares_of(16, &[&o]).columns, 16);
     }
 
@@ -687,6 +702,6 @@ mod tests {
     #[test]
     fn the_task_has_the_size_the_kernel_expects() {
         assert_eq!(std::mem::size_of::<Part>(), 72 + 4 * 4);
-        assert_eq!(std::mem::size_of::<Task>(), 5 * 8 + 18 * 4 + 8 + 3 * 88);
+        assert_eq!(std::mem::size_of::<Task>(), 5 * 8 + 20 * 4 + 3 * 8 + 3 * 88);
     }
 }

@@ -187,15 +187,7 @@ pub struct Product {
     pub m: usize,
 }
 
-/// What the batch kernel wants of `prepare`: the order of wgmma for so many columns, and some integers set to zero.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct ForBatch {
-    pub columns: usize,
-    pub arrivals: usize,
-    pub count: i32,
-}
-
-/// Activations into the order of `kernels/prepared.cuh`, that of mma.sync by default.
+/// Activations into the order of `kernels/prepared.cuh`: that of wgmma for so many columns, of mma.sync with none.
 ///
 /// # Safety
 /// As [`matmul`].
@@ -205,11 +197,11 @@ pub(super) unsafe fn prepare(
     op: &Product,
     prepared: usize,
     multipliers: usize,
-    batch: ForBatch,
+    columns: usize,
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
     let m = index32("rows", op.m)?;
-    let columns = batch.columns as i32;
+    let wide = columns as i32;
     let mut arguments = kernel_arguments![
         matrix.argument,
         matrix.features,
@@ -217,9 +209,7 @@ pub(super) unsafe fn prepare(
         prepared,
         multipliers,
         m,
-        columns,
-        batch.arrivals,
-        batch.count
+        wide
     ];
     let suffix = match op.x_type {
         Half::F16 => "f16",
@@ -249,7 +239,7 @@ pub(super) unsafe fn prepare(
         kernel: &kernel,
         grid: [
             matrix.argument.unit_count as u32,
-            (op.m.max(batch.columns) as u32).div_ceil(8),
+            (op.m.max(columns) as u32).div_ceil(8),
             1,
         ],
         // Multipliers come from the launch before through ordinary loads.
@@ -278,7 +268,7 @@ pub unsafe fn matmul(
     let device = Device::get(to.device)?;
     let m = index32("rows", op.m)?;
     // SAFETY: this function's contract.
-    unsafe { prepare(to, matrix, op, prepared, multipliers, ForBatch::default())? };
+    unsafe { prepare(to, matrix, op, prepared, multipliers, 0)? };
     // (column tiles of 8 rows, row tiles) of a block.
     let (columns, tiles) = match op.m {
         ..=8 => (1, 1),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.attention_cuda import counters
+from exl_kernels.meeting import meeting_in
 from exl_kernels.sampling import Staged
 
 from ..attn_params import PagedParams
@@ -185,6 +186,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, ...], dict[Bucket, _Graph]] = {}
         self._failed: dict[tuple[tuple[int, ...], Bucket], CaptureFailure] = {}
         self._logits: dict[int, Tensor] = {}
+        self._meeting: list[Tensor] = []
         self._plan: DecodePlan | str | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -253,6 +255,7 @@ class DecodeGraphs:
         self._drop(list(self._graphs))
         self._failed.clear()
         self._logits.clear()
+        self._meeting.clear()
         self._plan = None
         self._arrangement = None
         self._refused = self.reason = None
@@ -377,7 +380,7 @@ class DecodeGraphs:
         with passed(logits) as all_read:
             stream.wait_stream(current)
             try:
-                with torch.cuda.stream(stream), counters(device) as held:
+                with torch.cuda.stream(stream), counters(device) as held, meeting_in(self._meeting):
                     body(scratch)  # every row is padding: it is stored nowhere
                     stream.synchronize()
                     all_read()
