@@ -175,7 +175,7 @@ def test_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
             assert torch.equal(alone[0], got[i]), (m, i)
 
 
-@pytest.mark.parametrize("k", [256, K, 2304, 4096])
+@pytest.mark.parametrize("k", [256, K, 1152, 2304, 4096])
 def test_results_go_from_product_to_product(k: int) -> None:
     """A layer's products, each with its input from the one before and its own norm: the separate operators' bits."""
     perms = [torch.randperm(k, generator=torch.Generator().manual_seed(i)) for i in range(2)]
