@@ -242,7 +242,7 @@ def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -
             ring.run_batch(x, *room, y, stream, looks % 2 == 0, tuning=(0, 0, 4, 0, looks))
             want = y if want is None else want
             assert torch.equal(y, want)
-        assert bool((meeting[128:] == 255).all()), "left as it was found"
+        assert bool((meeting[1024:] == 255).all()), "left as it was found"
 
 
 def test_a_products_order_that_does_not_fit_is_refused() -> None:

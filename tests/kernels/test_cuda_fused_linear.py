@@ -246,6 +246,40 @@ def test_a_gate_inside_the_product_of_many_rows(kind: str, dtype: torch.dtype, n
         assert torch.equal(fused(x, torch.empty_like(out)), out), m
 
 
+@pytest.mark.parametrize("n", [8320, 8448])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_many_gated_rows_are_left_in_the_order_of_the_next_product(n: int, ordered: bool) -> None:
+    """Half a unit of K at the end, and none; rows past the last are zero where biases would make them something."""
+    perm = torch.randperm(K, generator=torch.Generator().manual_seed(5))
+    gate, up = exl2(n, 5, 4, seed=1, perm=perm, bias=True), exl2(n, 5, 4, seed=2, perm=perm, bias=True)
+    down = exl2(528, 6, 3, seed=3, k=n, perm=torch.arange(n) if ordered else None)
+    first, second = FusedLinear([gate, up], norm=norm_of(torch.float16), activation="silu"), FusedLinear([down])
+    h = torch.randn(64, down.out_features, device="cuda").half()
+    for m in (9, 16, 17, 32, 33, 50, 64):
+        x = activations(m, K, torch.float16)
+        assert first._lays_out(m, second), m
+        assert second.input_of(m) is not None, m
+        want = second(first(x, x.new_empty(m, n)), x.new_empty(m, down.out_features), h[:m])
+        got = torch.full_like(want, float("nan"))
+        assert torch.equal(first.then(second, x, got, h[:m]), want), m
+
+
+def test_products_of_all_sizes_meet_in_the_same_memory() -> None:
+    """Each leaves it as the next wants it, whichever shares of items and blocks the two have."""
+    perm = torch.randperm(K, generator=torch.Generator().manual_seed(5))
+    matrices = [exl2(64 * items, 4, seed=items, perm=perm) for items in (1, 224, 64, 160, 27, 112)]
+    want: dict[tuple[int, int], Tensor] = {}
+    for m in (9, 32, 64, 17, 16, 33):
+        x = activations(m, K, torch.float16)
+        for _ in range(3):
+            for i, matrix in enumerate(matrices):
+                out = torch.full((m, matrix.out_features), float("nan"), dtype=x.dtype, device="cuda")
+                FusedLinear([matrix])(x, out)
+                assert torch.equal(out, want.setdefault((m, i), out)), (m, i)
+        alone = [matrix.matmul(x[:1].contiguous())[0] for matrix in matrices]
+        assert all(torch.equal(want[m, i][0], one) for i, one in enumerate(alone)), m
+
+
 def test_bad_operands() -> None:
     a, b = exl2(64, 4), exl2(96, 4)
     with pytest.raises(UnsupportedError, match="one output size"):

@@ -20,6 +20,9 @@ const QUARTERS: usize = 4;
 /// Row tiles of an item, what a warpgroup works on at a time.
 const ITEM_TILES: usize = 4;
 const MOST_SLOTS: usize = 16;
+/// Counters at the beginning of the memory in which blocks meet, one for four blocks. As many for all products: they count on, and what is
+/// behind them is all ones after every launch, whatever the product.
+const COUNTERS: usize = 256;
 /// Looks of a block for those that share K with it, some 0.3 us each: blocks begin within a few us of one another.
 const LOOKS: i32 = 64;
 /// Shared memory of a block, beside the little that is static.
@@ -210,7 +213,7 @@ impl Shares {
             0 => QUARTERS,
             forced => forced,
         };
-        let teams = (device.multiprocessors as usize / cut).max(1);
+        let teams = (device.multiprocessors as usize / cut).clamp(1, COUNTERS);
         let rounds = |groups: usize| items.div_ceil(groups).div_ceil(teams);
         let groups = match tuning.groups {
             0 => {
@@ -235,10 +238,6 @@ impl Shares {
     /// Bytes of the sums of an item's quarters.
     fn place(&self) -> usize {
         QUARTERS * ITEM_TILES * TILE * self.columns * 4
-    }
-    /// Bytes of the counters of blocks that meet.
-    fn counters(&self) -> usize {
-        (4 * self.blocks / self.cut).next_multiple_of(128)
     }
 }
 
@@ -281,7 +280,7 @@ pub fn meeting_bytes(
     if shares.cut == 1 {
         0
     } else {
-        shares.counters() + shares.items * shares.place()
+        COUNTERS * 4 + shares.items * shares.place()
     }
 }
 
@@ -574,7 +573,7 @@ pub unsafe fn launch(
     (task.arrivals, task.sums) = if shares.cut == 1 {
         (0, 0)
     } else {
-        (meeting, meeting + shares.counters())
+        (meeting, meeting + COUNTERS * 4)
     };
     if let Some(next) = next {
         (task.into, task.into_rows) = (next.scratch, next.matrix.argument.row_of_feature);
