@@ -1,4 +1,10 @@
-"""Memory in which the blocks of a product of 9 to 64 rows meet: all ones before and after every launch."""
+"""Memory in which the blocks of a product of 9 to 64 rows meet: all ones but for counters before and after every launch.
+
+Only the launch's own blocks write there, and who takes a word puts ones in its place (`Batch::take` in
+`kernels/batch.cuh`); counters count on. A launch of any size finds it as the one before leaves it. The next launch on
+the stream reads it behind its programmatic wait, so that nothing depends on when it begins. No block waits for one that
+may not be resident: one that does not see the others leaves what it has to the last (`Batch::agree`).
+"""
 
 from __future__ import annotations
 
@@ -12,17 +18,18 @@ from torch import Tensor
 __all__ = ["meeting_in", "meeting_memory"]
 
 _by_stream: dict[tuple[torch.device, int], list[Tensor]] = {}
-"""By device and stream, whose launches follow one another. The last is used, captured graphs may hold others."""
+"""By device and stream, whose launches follow one another. None is ever given back: captured graphs may hold it."""
 
 _current = threading.local()
 
 
 @contextlib.contextmanager
 def meeting_in(held: list[Tensor]) -> Iterator[None]:
-    """Within it, launches of this thread meet in the last tensor of `held`, to which larger ones are added.
+    """Within it, launches of this thread meet in tensors of `held`, to which larger ones are added.
 
-    For capturing. Launches that share memory must not run at the same time. Keep the list as long as the graph.
-    Without this, every captured launch fills memory of its own first.
+    For capturing, after a run of the same launches that was not captured. Launches that share memory must not run at
+    the same time. Keep the tensors as long as the graph. Without this, every captured launch that finds none on its
+    stream fills memory of its own first.
     """
     before = getattr(_current, "held", None)
     _current.held = held
@@ -39,8 +46,9 @@ def meeting_memory(device: torch.device, stream: int, size: int) -> Tensor | Non
     held: list[Tensor] | None = getattr(_current, "held", None)
     if held is None:
         held = _by_stream.setdefault((device, stream), [])
-    if held and held[-1].device == device and held[-1].numel() >= size:
-        return held[-1]
+    for known in reversed(held):
+        if known.device == device and known.numel() >= size:
+            return known
     made = torch.full((size,), 255, dtype=torch.uint8, device=device)
     if not torch.cuda.is_current_stream_capturing():
         held.append(made)

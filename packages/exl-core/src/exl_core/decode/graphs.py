@@ -82,7 +82,7 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: StepInputs
     logits: Tensor  # float32 [tokens, padded vocabulary]
-    kept: tuple[Tensor, ...]  # rope tables, counters of attention
+    kept: tuple[Tensor, ...]  # rope tables, counters of attention, memory in which products' blocks meet
     views: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def logits_of(self, batch: int, q_len: int) -> Tensor:
@@ -362,7 +362,7 @@ class DecodeGraphs:
             head.forward(x, step, out=out)
 
         graph, held = self._capture(body, logits)
-        return _Graph(graph, inputs, logits, (step.cos, step.sin, *(step.alt or ()), held))
+        return _Graph(graph, inputs, logits, (step.cos, step.sin, *(step.alt or ()), held, *self._meeting))
 
     def _capture(self, body: Callable[[Tensor], None], logits: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Records what `body` launches to fill `logits`, once it has run; with attention's counters."""
