@@ -1,4 +1,4 @@
-"""Memory in which the blocks of a product of 9 to 64 rows meet: all ones but for counters before and after every launch.
+"""Memory in which blocks of a product of 9 to 64 rows meet: all ones but for counters before and after every launch.
 
 Only the launch's own blocks write there, and who takes a word puts ones in its place (`Batch::take` in
 `kernels/batch.cuh`); counters count on. A launch of any size finds it as the one before leaves it. The next launch on
