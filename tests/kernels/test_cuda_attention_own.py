@@ -218,7 +218,8 @@ def test_a_product_takes_what_was_laid_out_for_it_alone() -> None:
             (other, given, out),
             (FusedLinear([product.matrices[0], other.matrices[0]]), given, x.new_empty(tokens, 128)),
             (product, given, x.new_empty(80 - tokens, 64)),
-            (product, replace(given, columns=128 - given.columns), out),
+            (product, replace(given, columns=given.columns + 8), out),
+            (product, given, x.new_empty(tokens - 1, 64)),
         ):
             with pytest.raises(ShapeError, match="laid out for"):
                 who.from_input(what, to)

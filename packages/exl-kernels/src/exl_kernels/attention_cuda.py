@@ -52,7 +52,9 @@ class ProductInput:
     """uint8, aligned to 16 bytes. From byte 0 on 512 x columns bytes for every 256 features are written; columns past
     the tokens become zeros, features past K in the last 256 stay as they are."""
     arrivals: tuple[int, int] = (0, 0)
-    """First byte in scratch and number of the int32 counters of the product, which become zeros."""
+    """First byte in scratch and number of int32 counters there, which become zeros."""
+    rows: int | None = None
+    """Rows for which a product's `input_of` gave this; its `from_input` takes no others."""
 
 
 @contextlib.contextmanager

@@ -190,7 +190,7 @@ class FusedLinear:
         if columns is None:
             return None
         assert isinstance(matrix, CudaQuantMatrix)
-        return ProductInput(matrix, columns, self._scratch(m))
+        return ProductInput(matrix, columns, self._scratch(m), rows=m)
 
     def _columns_of_input(self, m: int) -> int | None:
         """Columns of a `ProductInput` of m rows; None where there is none."""
@@ -210,10 +210,11 @@ class FusedLinear:
         """The product of what has been laid out in `given`, of this product's own `input_of` the rows of out, as
         `__call__`. Raises ShapeError (it is another's, or of another number of rows) and as `__call__`."""
         m = out.shape[0]
-        if given.matrix is not self.matrices[0] or given.columns != self._columns_of_input(m):
+        known = given.matrix is self.matrices[0] and given.rows == m
+        if not known or given.columns != self._columns_of_input(m):
             raise ShapeError(
-                f"the input is laid out for {given.columns} rows of {given.matrix.name or 'a matrix'}: expected what "
-                f"input_of({m}) of {self.matrices[0].name or 'this product'} gives"
+                f"the input is laid out for {given.rows} rows ({given.columns} columns) of "
+                f"{given.matrix.name or 'a matrix'}: expected what input_of({m}) of {self.matrices[0].name or 'this product'} gives"
             )
         self._check_operand("out", out, (m, self.out_features))
         if residual is not None:

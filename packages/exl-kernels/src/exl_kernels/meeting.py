@@ -17,8 +17,8 @@ from torch import Tensor
 
 __all__ = ["meeting_in", "meeting_memory"]
 
-_by_stream: dict[tuple[torch.device, int], list[Tensor]] = {}
-"""By device and stream, whose launches follow one another. None is ever given back: captured graphs may hold it."""
+_by_stream: dict[tuple[torch.device, int], Tensor] = {}
+"""By device and stream, whose launches follow one another; captured launches never use it."""
 
 _current = threading.local()
 
@@ -28,8 +28,8 @@ def meeting_in(held: list[Tensor]) -> Iterator[None]:
     """Within it, launches of this thread meet in tensors of `held`, to which larger ones are added.
 
     For capturing, after a run of the same launches that was not captured. Launches that share memory must not run at
-    the same time. Keep the tensors as long as the graph. Without this, every captured launch that finds none on its
-    stream fills memory of its own first.
+    the same time. Keep the tensors as long as the graph. Without this, every captured launch fills memory of its own
+    first.
     """
     before = getattr(_current, "held", None)
     _current.held = held
@@ -44,12 +44,15 @@ def meeting_memory(device: torch.device, stream: int, size: int) -> Tensor | Non
     if size == 0:
         return None
     held: list[Tensor] | None = getattr(_current, "held", None)
-    if held is None:
-        held = _by_stream.setdefault((device, stream), [])
-    for known in reversed(held):
-        if known.device == device and known.numel() >= size:
-            return known
+    capturing = torch.cuda.is_current_stream_capturing()
+    known = [] if capturing or (device, stream) not in _by_stream else [_by_stream[device, stream]]
+    for memory in known if held is None else held:
+        if memory.device == device and memory.numel() >= size:
+            return memory
     made = torch.full((size,), 255, dtype=torch.uint8, device=device)
-    if not torch.cuda.is_current_stream_capturing():
-        held.append(made)
+    if not capturing:
+        if held is None:
+            _by_stream[device, stream] = made
+        else:
+            held.append(made)
     return made
