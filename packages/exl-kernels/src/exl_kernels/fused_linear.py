@@ -214,7 +214,8 @@ class FusedLinear:
         if not known or given.columns != self._columns_of_input(m):
             raise ShapeError(
                 f"the input is laid out for {given.rows} rows ({given.columns} columns) of "
-                f"{given.matrix.name or 'a matrix'}: expected what input_of({m}) of {self.matrices[0].name or 'this product'} gives"
+                f"{given.matrix.name or 'a matrix'}: expected what input_of({m}) of "
+                f"{self.matrices[0].name or 'this product'} gives"
             )
         self._check_operand("out", out, (m, self.out_features))
         if residual is not None:
