@@ -179,17 +179,7 @@ def tune(common: dict[str, object], roof: float) -> bool:
         x = torch.randn(1, matrix.k, device="cuda", dtype=torch.float16)
         y = torch.empty(1, matrix.n, device="cuda", dtype=torch.float16)
         right &= matrix.error(x) < 1e-3
-        for tuning in (
-            (8, 2, 1),
-            (8, 2, 2),
-            (8, 3, 2),
-            (8, 4, 2),
-            (8, 8, 2),
-            (10, 2, 2),
-            (10, 3, 2),
-            (5, 3, 2),
-            (9, 3, 1),
-        ):
+        for tuning in TUNINGS:
             us = matrix.time(x, y, True, tuning).p50
             share = 100 * matrix.bytes / us * 1e6 / roof
             emit(
