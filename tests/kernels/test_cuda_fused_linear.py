@@ -262,6 +262,8 @@ def test_many_gated_rows_are_left_in_the_order_of_the_next_product(n: int, order
         want = second(first(x, x.new_empty(m, n)), x.new_empty(m, down.out_features), h[:m])
         got = torch.full_like(want, float("nan"))
         assert torch.equal(first.then(second, x, got, h[:m]), want), m
+        off = torch.full((want.numel() + 1,), float("nan"), dtype=want.dtype, device="cuda")[1:].view_as(want)
+        assert torch.equal(first.then(second, x, off, h[:m]), want), m
 
 
 def test_products_of_all_sizes_meet_in_the_same_memory() -> None:

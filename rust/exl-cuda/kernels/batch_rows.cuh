@@ -17,8 +17,19 @@ struct LayoutTask {
   float eps, offset;
 };
 
+// Before sm_80 there are no asynchronous copies (nor is this kernel chosen there: it is compiled with the others of its file).
 DEVICE void copy_ahead(void* to, const void* from) {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+#else
+  *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+#endif
+}
+
+DEVICE void await_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
 }
 
 // A block has a row, and lays out its share of the row's eights: eight values of K of a matrix instruction's half. It is small, so that it
@@ -58,7 +69,7 @@ DEVICE void lay_out_row(const LayoutTask& p) {
   const uint4* x = reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) + (size_t)token * p.k);
 #pragma unroll 4
   for (int i = tid; i < eights; i += LAYOUT_THREADS) copy_ahead(row + i, x + i);
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  await_copies();
   float scale = 1.f;
   if (p.weight) {
     float sum[2] = {0.f, 0.f};

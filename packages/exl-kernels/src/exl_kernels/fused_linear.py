@@ -179,10 +179,11 @@ class FusedLinear:
 
     def _batch_takes(self, x: Tensor, out: Tensor, residual: Tensor | None) -> bool:
         """Whether the operands lie as the batch kernel wants them."""
-        whole = x.data_ptr() % 16 == 0 or self.norm is None
-        if residual is None:
-            return whole
-        return whole and self._even and out.data_ptr() % 8 == 0 and residual.data_ptr() % 4 == 0
+        return (x.data_ptr() % 16 == 0 or self.norm is None) and self._stores_in(out, residual)
+
+    def _stores_in(self, out: Tensor, residual: Tensor | None) -> bool:
+        """Whether the batch kernel can add a residual that lies so: it stores in pairs then."""
+        return residual is None or (self._even and out.data_ptr() % 8 == 0 and residual.data_ptr() % 4 == 0)
 
     def input_of(self, m: int) -> ProductInput | None:
         """Where another launch may lay out m rows of float16 for `from_input`; None where it may not."""
@@ -233,7 +234,9 @@ class FusedLinear:
             and self.goes_on_to(following)
             and RING_ROWS < m <= min(self._few_rows, following._few_rows)
         )
-        given = following.input_of(m) if alike and not few and self._lays_out(m, following) else None
+        given = None
+        if alike and not few and self._lays_out(m, following) and following._stores_in(out, residual):
+            given = following.input_of(m)
         if not few and given is None:
             between = torch.empty((m, self.out_features), dtype=self.dtype, device=self.device)
             return following(self(x, between), out, residual)
