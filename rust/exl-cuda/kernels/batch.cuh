@@ -26,7 +26,7 @@ constexpr int QUARTERS = 4, ITEM_TILES = 4, ITEM_ROWS = ITEM_TILES * TILE, BATCH
 struct BatchPart {
   Matrix a;
   int y_offset, first_item;  // column in y; items of the launch are counted through its matrices
-  uint32_t units_at, maxima_at;
+  uint32_t units_at, padding;
 };
 
 // The same struct as `ops::batch::Task`; places are bytes in shared memory.
@@ -73,6 +73,8 @@ struct Batch {
   static constexpr int S = N / 2;  // sums a thread
   static constexpr int THREADS = W * 128 + 32;
   static constexpr int ENTRIES = UNIT_ROWS / ENTRY, X_BYTES = 512 * N, EIGHTS = N / 8;
+  // A unit's row in the block's table: {offset, bytes, widths | number << 16}, maxima.
+  static constexpr int ROW = ENTRY == 128 ? 16 : 32, MAXIMA_AT = ENTRY == 128 ? 12 : 16;
 
   const BatchTask& p;
   uint8_t* const memory;
@@ -88,9 +90,9 @@ struct Batch {
         full(base + p.barriers_at),
         empty(full + p.slots * 8),
         present(empty + p.slots * 8),
-        step(gridDim.x / p.cut),
-        first(blockIdx.x / p.cut),
-        order{static_cast<int>(blockIdx.x % p.cut), QUARTERS / p.cut, p.part[0].a.unit_count},
+        step(p.cut == 1 ? gridDim.x : gridDim.x / QUARTERS),
+        first(p.cut == 1 ? blockIdx.x : blockIdx.x / QUARTERS),
+        order{p.cut == 1 ? 0 : static_cast<int>(blockIdx.x % QUARTERS), p.cut == 1 ? QUARTERS : 1, p.part[0].a.unit_count},
         own(order.own()) {}
 
   // What a warpgroup of a block has: a matrix and the first of four tiles. Of two gated matrices half of the groups have each, the same tiles.
@@ -101,15 +103,15 @@ struct Batch {
   DEVICE bool gated() const { return p.gate >= 0; }
   DEVICE int per_block() const { return gated() ? p.groups / 2 : p.groups; }
   DEVICE Place place(int block, int group) const {
-    const int each = per_block(), item = block * each + group % each;
-    int matrix = group / each;
+    const int each = per_block(), second = gated() && group >= each, item = block * each + group - (second ? each : 0);
+    int matrix = second;
     if (!gated())
       for (matrix = 0; matrix + 1 < p.count && item >= p.part[matrix + 1].first_item;) matrix++;
     const int first = gated() ? 0 : p.part[matrix].first_item;
     return {matrix, (item - first) * ITEM_TILES, item, item < p.items};
   }
 
-  // The streaming warp's part: barriers, and of every unit {offset, widths, bytes, number}.
+  // The streaming warp's part: barriers, and tables.
   DEVICE void set_up_stream() const {
     const int lane = threadIdx.x % 32;
     for (int i = lane; i < p.slots; i += 32) {
@@ -127,7 +129,10 @@ struct Batch {
         const int u = order.unit(i);
         const uint2* units = p.part[m].a.units + u;
         const uint2 unit = __ldg(units);
-        reinterpret_cast<uint4*>(memory + p.part[m].units_at)[i] = make_uint4(unit.x, unit.y, __ldg(&units[1].x) - unit.x, u);
+        uint32_t* row = reinterpret_cast<uint32_t*>(memory + p.part[m].units_at + i * ROW);
+        row[0] = unit.x;
+        row[1] = __ldg(&units[1].x) - unit.x;
+        row[2] = unit.y | u << 16;
       }
     __syncwarp();
   }
@@ -136,10 +141,9 @@ struct Batch {
       const BatchPart& part = p.part[m];
       if (!part.a.maxima) continue;
       const int entries = (part.a.rows + ENTRY - 1) / ENTRY;
-      __half* to = reinterpret_cast<__half*>(memory + part.maxima_at);
       for (int i = threadIdx.x; i < own * ENTRIES; i += W * 128) {
         const int e = order.unit(i / ENTRIES) * ENTRIES + i % ENTRIES;
-        to[i] = e < entries ? part.a.maxima[e] : __half(0.f);
+        *reinterpret_cast<__half*>(memory + part.units_at + i / ENTRIES * ROW + MAXIMA_AT + i % ENTRIES * 2) = e < entries ? part.a.maxima[e] : __half(0.f);
       }
     }
   }
@@ -159,14 +163,14 @@ struct Batch {
   }
   DEVICE void copy_weights(const Source& source, int i, Turn turn, uint64_t policy) const {
     const int lane = threadIdx.x % 32;
-    const uint4 unit = SharedBytes{source.units}.get16(i * 16);
-    const uint32_t bar = full + turn.slot * 8, bytes = __reduce_add_sync(~0u, source.some ? unit.z : 0);
+    const uint2 unit = SharedBytes{source.units}.get8(i * ROW);
+    const uint32_t bar = full + turn.slot * 8, bytes = __reduce_add_sync(~0u, source.some ? unit.y : 0);
     if (lane == 0) barrier_expect(bar, bytes + (p.resident ? 0 : X_BYTES));
     __syncwarp();
-    if (source.some) copy_to_shared(base + p.ring_at + turn.slot * p.stage_stride + lane * p.unit_room, source.from + unit.x, unit.z, bar, policy);
+    if (source.some) copy_to_shared(base + p.ring_at + turn.slot * p.stage_stride + lane * p.unit_room, source.from + unit.x, unit.y, bar, policy);
   }
   DEVICE void copy_activations(int i, uint32_t to, uint32_t bar, uint64_t policy) const {
-    const uint32_t u = SharedBytes{base + p.part[0].units_at}.get4(i * 16 + 12);
+    const uint32_t u = SharedBytes{base + p.part[0].units_at}.get4(i * ROW + 8) >> 16;
     copy_to_shared(to, p.x + (size_t)u * X_BYTES, X_BYTES, bar, policy);
   }
   DEVICE void copy_staged_activations(int i, Turn turn, uint64_t policy) const {
@@ -234,12 +238,16 @@ struct Batch {
   // One unit of this warp's tile.
   struct Unit {
     const uint32_t weights, x;  // x: the low half of the descriptor of the first core matrices
-    const uint32_t maxima;
+    const uint32_t maxima;  // where they are, or, of entries of 128 rows, they themselves
     const int lane;
     float (&total)[S];
     UnitScales<KIND, ENTRY, SharedBytes> scales;
 
-    DEVICE uint32_t scale(int e) const { return scales.halves(e, KIND == EXL2 ? __ushort_as_half(SharedBytes{maxima}.get2(e * 2)) : __half(0.f)); }
+    DEVICE uint32_t scale(int e) const {
+      if constexpr (KIND == GPTQ) return scales.halves(e, __half(0.f));
+      else if constexpr (ENTRY == 128) return mul2(scales.squares(e), __byte_perm(maxima, 0, e ? 0x3232 : 0x1010));
+      else return scales.halves(e, __ushort_as_half(SharedBytes{maxima}.get2(e * 2)));
+    }
     // Matrix instructions i .. of the unit.
     template <int COUNT, bool ADD>
     DEVICE void multiply(float (&sums)[S], const uint32_t (*a)[4], int i) const {
@@ -380,8 +388,8 @@ struct Batch {
 #pragma unroll 1
     for (int block = first; block * per_block() < p.items; block += step, waits = false) {
       const BatchPart& part = p.part[place(block, group).matrix];
-      const uint32_t units = base + part.units_at, maxima = base + part.maxima_at;
-      int i = 0;
+      const uint32_t rows = base + part.units_at;
+      uint32_t row = rows;
 #pragma unroll 1
       for (int quarter = order.first; quarter < order.first + order.quarters; quarter++) {
         float total[S], sum[S];
@@ -392,16 +400,16 @@ struct Batch {
 #pragma unroll
           for (int e = 0; e < S; e++) total[e] = 0.f;
 #pragma unroll 1
-          for (const int end = i + order.in_class(quarter, s); i < end; i++) {
+          for (const uint32_t end = row + order.in_class(quarter, s) * ROW; row != end; row += ROW) {
             const uint32_t at = base + p.ring_at + turn.slot * p.stage_stride;
-            const uint32_t x = p.resident ? base + p.x_at + i * X_BYTES : at + p.groups * ITEM_TILES * p.unit_room;
-            const uint32_t widths = SharedBytes{units}.get4(i * 16 + 4);
-            if (waits) barrier_wait(present + i * 8, 0);
+            const uint32_t x = p.resident ? base + p.x_at + (row - rows) / ROW * X_BYTES : at + p.groups * ITEM_TILES * p.unit_room;
+            const uint2 unit_row = SharedBytes{row}.get8(8);
+            if (waits) barrier_wait(present + (row - rows) / ROW * 8, 0);
             barrier_wait(full + turn.slot * 8, turn.phase);
             // From one lane, so that the compiler keeps descriptors in uniform registers.
             const uint32_t descriptor = __shfl_sync(~0u, x >> 4 | (16 * N >> 4) << 16, 0);
-            Unit unit{at + mine, descriptor, maxima + i * (ENTRIES * 2), lane, total, {}};
-            unit.run(widths);
+            Unit unit{at + mine, descriptor, ENTRY == 128 ? unit_row.y : row + MAXIMA_AT, lane, total, {}};
+            unit.run(unit_row.x & 0xffff);
             warp_arrives(empty + turn.slot * 8, lane);
             turn.advance(p.slots);
           }
@@ -497,11 +505,11 @@ struct Batch {
     __syncwarp();
     const int n = (here.tile + warp) * TILE + 2 * (lane >> 3);
     if (gated()) {
-      const int half = p.groups / 2, mine = group / half, between = half * 4 * EIGHTS * 32;
-      meet(group % half);
+      const int half = p.groups / 2, mine = group >= half, pair = group - (mine ? half : 0), between = half * 4 * EIGHTS * 32;
+      meet(pair);
       store_gated(to - lane - mine * between, between, n, mine);
       // What has been read here is written again in the next round.
-      meet(group % half);
+      meet(pair);
     } else {
       store_sums(to - lane, p.part[here.matrix], n);
       __syncwarp();
@@ -757,7 +765,7 @@ DEVICE void batch_matmul(const BatchTask& p) {
 
 // REGISTERS of a thread at the launch leave 128 threads of 32 to a block of the kernel that prepares the next input.
 #define BATCH(KIND, kind, ENTRY, N, W, REGISTERS, MORE, FEWER)                                                                    \
-  extern "C" __global__ void __maxnreg__(REGISTERS) batch_##kind##_##ENTRY##_##N(const __grid_constant__ BatchTask p) {           \
+  extern "C" __global__ void __maxnreg__(REGISTERS) batch_##kind##_##ENTRY##_##N##x##W(const __grid_constant__ BatchTask p) {     \
     static_assert((W + 1) * REGISTERS == W * MORE + FEWER && (W + 1) * 128 * REGISTERS <= 65536 - 4096, "registers are handed on"); \
     batch_matmul<KIND, ENTRY, N, W, MORE, FEWER>(p);                                                                              \
   }
@@ -765,4 +773,5 @@ DEVICE void batch_matmul(const BatchTask& p) {
 #define BATCHES(KIND, kind, ENTRY)              \
   BATCH(KIND, kind, ENTRY, 16, 4, 96, 112, 32)  \
   BATCH(KIND, kind, ENTRY, 32, 4, 96, 112, 32)  \
+  BATCH(KIND, kind, ENTRY, 64, 2, 152, 208, 40) \
   BATCH(KIND, kind, ENTRY, 64, 3, 120, 152, 24)

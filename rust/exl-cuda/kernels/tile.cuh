@@ -182,13 +182,15 @@ struct UnitScales<EXL2, ENTRY, W> {
     }
   }
   DEVICE uint2 zeros(int) const { return {0, 0}; }
-  // h16((code + 1)^2 * maximum) of both features: two half roundings as the format demands; the square is exact.
-  DEVICE uint32_t halves(int entry, __half maximum) const {
+  // (code + 1)^2 of both features, exact.
+  DEVICE uint32_t squares(int entry) const {
     const uint32_t byte = static_cast<uint32_t>(codes >> (8 * entry)) & 0xff;
     const uint32_t v = and_or(byte | byte << 12, 0x000f000fu, magic(0));
     const uint32_t c = sub2(v, 0x63fe63feu);  // minus 1023
-    return mul2(mul2(c, c), __half_as_ushort(maximum) * 0x10001u);
+    return mul2(c, c);
   }
+  // h16((code + 1)^2 * maximum) of both features: two half roundings as the format demands.
+  DEVICE uint32_t halves(int entry, __half maximum) const { return mul2(squares(entry), __half_as_ushort(maximum) * 0x10001u); }
 };
 
 template <int ENTRY, class W>

@@ -14,7 +14,7 @@ pub const MOST_ROWS: usize = 64;
 /// Most matrices of a launch.
 pub const MATRICES: usize = 3;
 /// The kernel's variants: columns, and the warpgroups of a block that multiply.
-const VARIANTS: [(usize, usize); 3] = [(16, 4), (32, 4), (64, 3)];
+const VARIANTS: [(usize, usize); 4] = [(16, 4), (32, 4), (64, 2), (64, 3)];
 /// Parts of K that are added last.
 const QUARTERS: usize = 4;
 /// Row tiles of an item, what a warpgroup works on at a time.
@@ -43,7 +43,7 @@ struct Part {
     y_offset: i32,
     first_item: i32,
     units_at: u32,
-    maxima_at: u32,
+    padding: u32,
 }
 
 /// `struct BatchTask` of `kernels/batch.cuh`.
@@ -168,11 +168,25 @@ struct Shares {
     gated: bool,
 }
 
+/// Columns for `m` rows, and the most warpgroups that a block can have then.
 fn variant(m: usize) -> (usize, usize) {
+    let columns = VARIANTS
+        .into_iter()
+        .map(|(columns, _)| columns)
+        .find(|&columns| m <= columns)
+        .unwrap_or(MOST_ROWS);
+    let of = VARIANTS.into_iter().filter(|&(of, _)| of == columns);
+    (columns, of.map(|(_, most)| most).max().unwrap_or(1))
+}
+
+/// Warpgroups of the smallest block of so many columns that has `groups`: the fewer there are, the more registers each has.
+fn warpgroups(columns: usize, groups: usize) -> usize {
     VARIANTS
         .into_iter()
-        .find(|&(columns, _)| m <= columns)
-        .unwrap_or(VARIANTS[VARIANTS.len() - 1])
+        .filter(|&(of, most)| of == columns && groups <= most)
+        .map(|(_, most)| most)
+        .min()
+        .unwrap_or(groups)
 }
 
 impl Shares {
@@ -183,22 +197,22 @@ impl Shares {
         gated: bool,
         tuning: Tuning,
     ) -> Self {
-        let (columns, warpgroups) = variant(m);
+        let (columns, most) = variant(m);
         if gated {
             let items = items(matrices) / 2;
             let teams = device.multiprocessors as usize;
             let rounds = |groups: usize| items.div_ceil(groups / 2).div_ceil(teams);
-            let fewest = (2..=warpgroups).step_by(2).map(rounds).min().unwrap_or(1);
+            let fewest = (2..=most).step_by(2).map(rounds).min().unwrap_or(1);
             let groups = match tuning.groups {
-                0 => (2..=warpgroups)
+                0 => (2..=most)
                     .step_by(2)
                     .find(|&groups| rounds(groups) == fewest)
                     .unwrap_or(2),
-                forced => forced.min(warpgroups).max(2) / 2 * 2,
+                forced => forced.min(most).max(2) / 2 * 2,
             };
             return Self {
                 columns,
-                warpgroups,
+                warpgroups: warpgroups(columns, groups),
                 items,
                 cut: 1,
                 groups,
@@ -217,16 +231,16 @@ impl Shares {
         let rounds = |groups: usize| items.div_ceil(groups).div_ceil(teams);
         let groups = match tuning.groups {
             0 => {
-                let fewest = (1..=warpgroups).map(rounds).min().unwrap_or(1);
-                (1..=warpgroups)
+                let fewest = (1..=most).map(rounds).min().unwrap_or(1);
+                (1..=most)
                     .find(|&groups| rounds(groups) == fewest)
                     .unwrap_or(1)
             }
-            forced => forced.min(warpgroups),
+            forced => forced.min(most),
         };
         Self {
             columns,
-            warpgroups,
+            warpgroups: warpgroups(columns, groups),
             items,
             cut,
             groups,
@@ -250,6 +264,11 @@ struct Plan {
 /// Bytes of one unit of prepared activations.
 fn unit_bytes(columns: usize) -> usize {
     columns * 2 * UNIT_ROWS
+}
+
+/// Bytes of a unit in a block's table, the maxima of its entries included.
+fn unit_row(entry_rows: usize) -> usize {
+    if entry_rows == 128 { 16 } else { 32 }
 }
 
 /// Items of a launch.
@@ -387,15 +406,15 @@ fn plan_within(
                 y_offset: 0,
                 first_item: i32::MAX,
                 units_at: 0,
-                maxima_at: 0,
+                padding: 0,
             };
         };
         let part = Part {
             matrix: matrix.argument,
             y_offset: 0,
             first_item,
-            units_at: take(own * 16),
-            maxima_at: take(own * (UNIT_ROWS / first.entry_rows) * 2),
+            units_at: take(own * unit_row(first.entry_rows)),
+            padding: 0,
         };
         first_item += (matrix.argument.tiles as usize).div_ceil(ITEM_TILES) as i32;
         part
@@ -599,8 +618,8 @@ pub unsafe fn launch(
     task.paired =
         i32::from(op.y.is_multiple_of(8) && task.y_stride % 2 == 0 && matrices.iter().all(even));
     let kernel = format!(
-        "batch_{}_{}_{}",
-        first.kind, first.entry_rows, shares.columns
+        "batch_{}_{}_{}x{}",
+        first.kind, first.entry_rows, shares.columns, shares.warpgroups
     );
     let launch = Launch {
         kernel: &kernel,
@@ -646,7 +665,7 @@ unsafe fn lay_out(
 /// Kernels in the image of `batch_<form>`.
 pub(super) fn kernels(form: &str) -> Vec<String> {
     VARIANTS
-        .map(|(columns, _)| format!("batch_{form}_{columns}"))
+        .map(|(columns, warpgroups)| format!("batch_{form}_{columns}x{warpgroups}"))
         .to_vec()
 }
 
@@ -669,6 +688,7 @@ mod tests {
         let pair = shares_of(64, &[&up, &up]);
         assert_eq!((pair.items, pair.cut, pair.groups), (448, 1, 2));
         assert_eq!((pair.rounds, pair.blocks), (2, 132));
+        assert_eq!((pair.columns, pair.warpgroups), (64, 2));
         let alone = shares_of(32, &[&o]);
         assert_eq!((alone.items, alone.cut, alone.groups), (64, 4, 2));
         assert_eq!((alone.rounds, alone.blocks), (1, 128));
