@@ -1,0 +1,338 @@
+//! The batch kernel: products of 9 to 64 rows on sm_90a, of up to three matrices over one input.
+
+mod plan;
+
+use super::linear::{self, Half, Matrix};
+use super::ring::Norm;
+use super::{Target, index32};
+use crate::device::{Device, DeviceInfo};
+use crate::images;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::layout::UNIT_ROWS;
+pub use plan::Tuning;
+use plan::{
+    COUNTERS, Plan, SHARED_BYTES, Shares, UNCUT_ITEMS, VARIANTS, items, plan, unit_bytes, variant,
+};
+
+/// Most rows of the batch kernel.
+pub const MOST_ROWS: usize = 64;
+/// Most matrices of a launch.
+pub const MATRICES: usize = 3;
+const LAYOUT_THREADS: u32 = 128;
+/// Blocks of a launch that lays out, about: one a multiprocessor stands beside the product before.
+const LAYOUT_BLOCKS: usize = 128;
+
+/// `struct LayoutTask` of `kernels/batch_rows.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Preparation {
+    x: usize,
+    weight: usize,
+    out: usize,
+    multipliers: usize,
+    features: usize,
+    layout_rows: i32,
+    units: i32,
+    k: i32,
+    m: i32,
+    columns: i32,
+    eps: f32,
+    offset: f32,
+}
+
+/// One product; device addresses, row-major and contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct Product {
+    /// `[m, in_features]` of `x_type`, F16 or BF16; 0 where another launch has laid F16 rows out as [`input`] says.
+    pub x: usize,
+    pub x_type: Half,
+    /// `[m, sum of out_features]` of `y_type`, or, `apart`, a matrix's `[m, out_features]` after the other's; unused where results go on.
+    pub y: usize,
+    pub y_type: Half,
+    pub m: usize,
+    pub apart: bool,
+    /// RMS norm of x before the product, where [`norms`] says so.
+    pub norm: Option<Norm>,
+    /// Like y, of a half type, and added to it; may be y itself. 0 when there is none.
+    pub residual: usize,
+    /// Number of the activation of the first of two matrices that gates the second, where [`gates`] says so.
+    pub gate: Option<i32>,
+}
+
+/// Memory of a product beside its operands.
+#[derive(Clone, Copy, Debug)]
+pub struct Room {
+    /// Of [`scratch_bytes`], aligned to 128 bytes; begins with the input as it is laid out.
+    pub scratch: usize,
+    /// `[m]` FP32.
+    pub multipliers: usize,
+    /// Of [`meeting_bytes`], aligned to 128 bytes: all ones before and after; of one launch at a time.
+    pub meeting: usize,
+}
+
+/// Where gated results in F16 go, laid out, as the input of the product that comes next, for which [`input`] knows the columns.
+#[derive(Clone, Copy)]
+pub struct Next<'a> {
+    pub matrix: &'a Matrix,
+    pub scratch: usize,
+}
+
+/// Bytes of scratch memory for `m` rows: the input as it is laid out.
+pub fn scratch_bytes(matrices: &[&Matrix], m: usize) -> usize {
+    let units = matrices
+        .first()
+        .map_or(0, |first| first.argument.unit_count as usize);
+    units * unit_bytes(variant(m).0)
+}
+
+/// Bytes in which blocks that share K meet, for `m` rows.
+pub fn meeting_bytes(
+    device: &DeviceInfo,
+    matrices: &[&Matrix],
+    m: usize,
+    gated: bool,
+    tuning: Tuning,
+) -> usize {
+    let shares = Shares::new(device, matrices, m, gated, tuning);
+    if shares.cut == 1 {
+        0
+    } else {
+        COUNTERS * 4 + shares.items * shares.place()
+    }
+}
+
+/// Whether the first of these matrices, which [`fits`] takes, can gate the second within a launch.
+pub fn gates(matrices: &[&Matrix]) -> bool {
+    matrices.len() == 2
+        && matrices[0].out_features() == matrices[1].out_features()
+        && items(matrices) >= UNCUT_ITEMS
+}
+
+/// For how many columns another launch lays out the input of `m` rows at the beginning of the scratch memory. None where the layout has rows
+/// that are no features.
+pub fn input(matrices: &[&Matrix], m: usize) -> Option<usize> {
+    let first = matrices.first()?;
+    (first.rows() == first.in_features()).then(|| variant(m).0)
+}
+
+/// Whether the input, at an address that is a multiple of 16, can be normed on its way into layout order.
+pub fn norms(device: &DeviceInfo, matrices: &[&Matrix]) -> bool {
+    matrices.iter().all(|matrix| lays_out(device, matrix, true))
+}
+
+/// Blocks that share a row in a launch that lays out, and their shared memory: the row, the norm's weights, the features of a share.
+fn layout_shape(matrix: &Matrix, columns: usize, norm: bool) -> (usize, usize) {
+    let eights = matrix.argument.unit_count as usize * UNIT_ROWS / 8;
+    let blocks = (LAYOUT_BLOCKS / columns).clamp(1, eights.div_ceil(LAYOUT_THREADS as usize));
+    let units = (eights.div_ceil(blocks) * 8).div_ceil(UNIT_ROWS) + 1;
+    let row = if norm { 2 + 4 } else { 2 } * matrix.in_features();
+    (blocks, row + 4 * UNIT_ROWS * units)
+}
+
+fn lays_out(device: &DeviceInfo, matrix: &Matrix, norm: bool) -> bool {
+    let most = SHARED_BYTES.min(device.shared_bytes_per_block as usize);
+    matrix.in_features().is_multiple_of(8) && layout_shape(matrix, MOST_ROWS, norm).1 <= most
+}
+
+/// Whether these matrices can share a launch on this GPU: the kernels are there, the input's order and the form are the same.
+pub fn fits(device: &DeviceInfo, matrices: &[&Matrix]) -> bool {
+    let fits = |columns, gated| plan(device, matrices, columns, gated, Tuning::default()).is_some();
+    let planned = |(columns, _)| fits(columns, false) && (!gates(matrices) || fits(columns, true));
+    device.compute_capability == (9, 0)
+        && images::ARCHS.contains(&"90a")
+        && alike(matrices)
+        && VARIANTS.into_iter().all(planned)
+}
+
+fn alike(matrices: &[&Matrix]) -> bool {
+    let Some(first) = matrices.first() else {
+        return false;
+    };
+    let same = |matrix: &&Matrix| {
+        matrix.kind == first.kind
+            && matrix.entry_rows == first.entry_rows
+            && matrix.features_host == first.features_host
+    };
+    matrices.len() <= MATRICES && matrices.iter().all(same)
+}
+
+/// The product in two launches, activations into layout order and the rest. Results stand beside each other in the order of `matrices`, or go
+/// to the product that comes next. Same bits as `ops::ring`.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn launch(
+    to: Target,
+    matrices: &[&Matrix],
+    op: &Product,
+    room: Room,
+    next: Option<Next<'_>>,
+    tuning: Tuning,
+) -> Result<(), CudaError> {
+    if op.m == 0 {
+        return Ok(());
+    }
+    let device = Device::get(to.device)?;
+    let planned = (op.m <= MOST_ROWS && alike(matrices))
+        .then(|| plan(&device.info, matrices, op.m, op.gate.is_some(), tuning))
+        .flatten();
+    let Some(Plan {
+        mut task,
+        shared,
+        shares,
+    }) = planned
+    else {
+        return Err(CudaError::Argument {
+            what: format!("{} rows for the batch kernel", op.m),
+            limit: format!("up to {MOST_ROWS}, of matrices alike in form and order of rows"),
+        });
+    };
+    let first = matrices[0];
+    let Room {
+        scratch,
+        multipliers,
+        meeting,
+    } = room;
+    let even = |matrix: &&Matrix| matrix.argument.out_features % 2 == 0;
+    let refused = op.gate.is_some() && !gates(matrices)
+        || op.norm.is_some() && !(norms(&device.info, matrices) && op.x.is_multiple_of(16))
+        || op.residual != 0
+            && !(matrices.iter().all(even)
+                && op.y.is_multiple_of(8)
+                && op.residual.is_multiple_of(4)
+                && op.y_type != Half::F32);
+    let onward = next.is_none_or(|next| {
+        op.gate.is_some()
+            && matrices.iter().all(even)
+            && input(&[next.matrix], op.m).is_some()
+            && next.matrix.in_features() == first.out_features()
+            && op.x_type == Half::F16
+            && op.y_type == Half::F16
+    });
+    if refused || !onward {
+        return Err(CudaError::Argument {
+            what: "a norm, gate, residual or following product for the batch kernel".to_owned(),
+            limit: "norm: rows of whole 16 bytes; gate: large matrices of one size; residual: halves in pairs; following: of gated F16"
+                .to_owned(),
+        });
+    }
+    if op.x == 0 {
+        if op.norm.is_some() || op.x_type != Half::F16 {
+            return Err(CudaError::Argument {
+                what: "an input that is laid out already".to_owned(),
+                limit: "F16, no norm".to_owned(),
+            });
+        }
+    } else if lays_out(&device.info, first, op.norm.is_some())
+        && op.x.is_multiple_of(16)
+        && op.x_type != Half::F32
+    {
+        let norm = op.norm;
+        let preparation = Preparation {
+            x: op.x,
+            weight: norm.map_or(0, |norm| norm.weight),
+            out: scratch,
+            multipliers,
+            features: first.features,
+            layout_rows: first.argument.rows,
+            units: first.argument.unit_count,
+            k: first.argument.in_features,
+            m: task.m,
+            columns: shares.columns as i32,
+            eps: norm.map_or(0.0, |norm| norm.eps),
+            offset: norm.map_or(0.0, |norm| norm.offset),
+        };
+        // SAFETY: this function's contract.
+        unsafe { lay_out(to, device, first, op.x_type, preparation)? };
+    } else {
+        let alone = linear::Product {
+            x: op.x,
+            x_type: op.x_type,
+            y: op.y,
+            y_type: op.y_type,
+            m: op.m,
+        };
+        // SAFETY: this function's contract.
+        unsafe { linear::prepare(to, first, &alone, scratch, multipliers, shares.columns)? };
+    }
+    (task.x, task.multipliers) = (scratch, multipliers);
+    (task.arrivals, task.sums) = if shares.cut == 1 {
+        (0, 0)
+    } else {
+        (meeting, meeting + COUNTERS * 4)
+    };
+    if let Some(next) = next {
+        (task.into, task.into_rows) = (next.scratch, next.matrix.argument.row_of_feature);
+    }
+    (task.gate, task.residual) = (op.gate.unwrap_or(-1), op.residual);
+    (task.y, task.y_kind) = (op.y, op.y_type as i32);
+    task.scaled = i32::from(op.x_type == Half::BF16);
+    let mut before = 0;
+    for (part, matrix) in task.parts.iter_mut().zip(matrices) {
+        if shares.gated {
+            before = 0;
+        }
+        part.y_offset = before;
+        before += matrix.argument.out_features * if op.apart { task.m } else { 1 };
+    }
+    index32("elements of y", before as usize)?;
+    task.y_stride = if op.apart {
+        first.argument.out_features
+    } else {
+        before
+    };
+    // Two results are stored at once, of four bytes each at most.
+    task.paired =
+        i32::from(op.y.is_multiple_of(8) && task.y_stride % 2 == 0 && matrices.iter().all(even));
+    let kernel = format!(
+        "batch_{}_{}_{}x{}",
+        first.kind, first.entry_rows, shares.columns, shares.warpgroups
+    );
+    let launch = Launch {
+        kernel: &kernel,
+        grid: [shares.blocks as u32, 1, 1],
+        block: 128 * (shares.warpgroups as u32 + 1),
+        shared_bytes: shared as u32,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![task];
+    // SAFETY: the order is that of `batch_matmul`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+/// # Safety
+/// As [`launch`].
+unsafe fn lay_out(
+    to: Target,
+    device: &Device,
+    matrix: &Matrix,
+    x_type: Half,
+    preparation: Preparation,
+) -> Result<(), CudaError> {
+    let columns = preparation.columns as usize;
+    let (blocks, shared) = layout_shape(matrix, columns, preparation.weight != 0);
+    let launch = Launch {
+        kernel: if x_type == Half::BF16 {
+            "lay_out_bf16"
+        } else {
+            "lay_out_f16"
+        },
+        grid: [columns as u32, blocks as u32, 1],
+        block: LAYOUT_THREADS,
+        shared_bytes: shared as u32,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![preparation];
+    // SAFETY: the struct is the kernel's; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+/// Kernels in the image of `batch_<form>`.
+pub(super) fn kernels(form: &str) -> Vec<String> {
+    VARIANTS
+        .map(|(columns, warpgroups)| format!("batch_{form}_{columns}x{warpgroups}"))
+        .to_vec()
+}

@@ -1,0 +1,401 @@
+//! How a launch of the batch kernel is shared out among blocks and their shared memory.
+
+use super::{MATRICES, MOST_ROWS};
+use crate::device::DeviceInfo;
+use crate::layout::{TILE, UNIT_ROWS};
+use crate::ops::linear::{Matrix, MatrixArgument};
+
+/// The kernel's variants: columns, and the warpgroups of a block that multiply.
+pub const VARIANTS: [(usize, usize); 4] = [(16, 4), (32, 4), (64, 2), (64, 3)];
+/// Parts of K that are added last.
+const QUARTERS: usize = 4;
+/// Row tiles of an item, what a warpgroup works on at a time.
+const ITEM_TILES: usize = 4;
+const MOST_SLOTS: usize = 16;
+/// Counters at the beginning of the memory in which blocks meet, one for four blocks. As many for all products: they count on, and what is
+/// behind them is all ones after every launch, whatever the product.
+pub const COUNTERS: usize = 256;
+/// Looks of a block for those that share K with it, some 0.3 us each: blocks begin within a few us of one another.
+const LOOKS: i32 = 64;
+/// Shared memory of a block, beside the little that is static.
+pub const SHARED_BYTES: usize = 232_448 - 256;
+/// From so many items on a block has all of K: sums of quarters then need no meeting of blocks.
+pub const UNCUT_ITEMS: usize = 256;
+/// Left free for a block of the kernel that lays out the next input. Gated results go to the next product by themselves.
+const LEFT_FREE: usize = 44 * 1024;
+
+/// `struct BatchPart` of `kernels/batch_task.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Part {
+    pub matrix: MatrixArgument,
+    pub y_offset: i32,
+    pub first_item: i32,
+    pub units_at: u32,
+    pub padding: u32,
+}
+
+/// `struct BatchTask` of `kernels/batch_task.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Task {
+    pub x: usize,
+    pub multipliers: usize,
+    pub sums: usize,
+    pub arrivals: usize,
+    pub y: usize,
+    pub count: i32,
+    pub items: i32,
+    pub m: i32,
+    pub y_kind: i32,
+    pub y_stride: i32,
+    pub paired: i32,
+    pub groups: i32,
+    pub scaled: i32,
+    pub slots: i32,
+    pub resident: i32,
+    pub stage_stride: u32,
+    pub unit_room: u32,
+    pub ring_at: u32,
+    pub x_at: u32,
+    pub barriers_at: u32,
+    pub numbered_at: u32,
+    pub sums_at: u32,
+    pub cut: i32,
+    pub looks: i32,
+    pub gate: i32,
+    pub residual: usize,
+    pub into: usize,
+    pub into_rows: usize,
+    pub parts: [Part; MATRICES],
+}
+
+/// Choices for benchmarks; zero leaves one to the plan.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tuning {
+    pub slots: usize,
+    /// 1: activations travel with the weights; 2: they stay in shared memory.
+    pub activations: usize,
+    /// 1 or 4: blocks that share K.
+    pub cut: usize,
+    /// Warpgroups of a block that work.
+    pub groups: usize,
+    /// How often a block looks whether those have begun that share K with it.
+    pub looks: usize,
+}
+
+/// How a launch's work is shared out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shares {
+    pub columns: usize,
+    /// Warpgroups of a block's code.
+    pub warpgroups: usize,
+    pub items: usize,
+    /// Blocks that share K.
+    pub cut: usize,
+    /// Warpgroups of a block that work: items that it has at a time.
+    pub groups: usize,
+    pub blocks: usize,
+    /// Items of the busiest warpgroup.
+    pub rounds: usize,
+    /// Whether the first of two matrices gates the second; then an item is four tiles of both, the work of two warpgroups.
+    pub gated: bool,
+}
+
+/// Columns for `m` rows, and the most warpgroups that a block can have then.
+pub fn variant(m: usize) -> (usize, usize) {
+    let columns = VARIANTS
+        .into_iter()
+        .map(|(columns, _)| columns)
+        .find(|&columns| m <= columns)
+        .unwrap_or(MOST_ROWS);
+    let of = VARIANTS.into_iter().filter(|&(of, _)| of == columns);
+    (columns, of.map(|(_, most)| most).max().unwrap_or(1))
+}
+
+/// Warpgroups of the smallest block of so many columns that has `groups`: the fewer there are, the more registers each has.
+fn warpgroups(columns: usize, groups: usize) -> usize {
+    VARIANTS
+        .into_iter()
+        .filter(|&(of, most)| of == columns && groups <= most)
+        .map(|(_, most)| most)
+        .min()
+        .unwrap_or(groups)
+}
+
+impl Shares {
+    pub fn new(
+        device: &DeviceInfo,
+        matrices: &[&Matrix],
+        m: usize,
+        gated: bool,
+        tuning: Tuning,
+    ) -> Self {
+        let (columns, most) = variant(m);
+        if gated {
+            let items = items(matrices) / 2;
+            let teams = device.multiprocessors as usize;
+            let rounds = |groups: usize| items.div_ceil(groups / 2).div_ceil(teams);
+            let fewest = (2..=most).step_by(2).map(rounds).min().unwrap_or(1);
+            let groups = match tuning.groups {
+                0 => (2..=most)
+                    .step_by(2)
+                    .find(|&groups| rounds(groups) == fewest)
+                    .unwrap_or(2),
+                forced => forced.min(most).max(2) / 2 * 2,
+            };
+            return Self {
+                columns,
+                warpgroups: warpgroups(columns, groups),
+                items,
+                cut: 1,
+                groups,
+                blocks: items.div_ceil(groups / 2).min(teams),
+                rounds: rounds(groups),
+                gated,
+            };
+        }
+        let items = items(matrices);
+        let cut = match tuning.cut {
+            0 if items >= UNCUT_ITEMS => 1,
+            0 => QUARTERS,
+            forced => forced,
+        };
+        let teams = (device.multiprocessors as usize / cut).clamp(1, COUNTERS);
+        let rounds = |groups: usize| items.div_ceil(groups).div_ceil(teams);
+        let groups = match tuning.groups {
+            0 => {
+                let fewest = (1..=most).map(rounds).min().unwrap_or(1);
+                (1..=most)
+                    .find(|&groups| rounds(groups) == fewest)
+                    .unwrap_or(1)
+            }
+            forced => forced.min(most),
+        };
+        Self {
+            columns,
+            warpgroups: warpgroups(columns, groups),
+            items,
+            cut,
+            groups,
+            blocks: cut * items.div_ceil(groups).min(teams),
+            rounds: rounds(groups),
+            gated,
+        }
+    }
+    /// Bytes of the sums of an item's quarters.
+    pub fn place(&self) -> usize {
+        QUARTERS * ITEM_TILES * TILE * self.columns * 4
+    }
+}
+
+pub struct Plan {
+    pub task: Task,
+    pub shared: usize,
+    pub shares: Shares,
+}
+
+/// Bytes of one unit of prepared activations.
+pub fn unit_bytes(columns: usize) -> usize {
+    columns * 2 * UNIT_ROWS
+}
+
+/// Bytes of a unit in a block's table, the maxima of its entries included.
+fn unit_row(entry_rows: usize) -> usize {
+    if entry_rows == 128 { 16 } else { 32 }
+}
+
+/// Items of a launch.
+pub fn items(matrices: &[&Matrix]) -> usize {
+    matrices
+        .iter()
+        .map(|matrix| (matrix.argument.tiles as usize).div_ceil(ITEM_TILES))
+        .sum()
+}
+
+pub fn plan(
+    device: &DeviceInfo,
+    matrices: &[&Matrix],
+    m: usize,
+    gated: bool,
+    tuning: Tuning,
+) -> Option<Plan> {
+    let space = SHARED_BYTES.min(device.shared_bytes_per_block as usize);
+    let within = |shared| plan_within(shared, device, matrices, m, gated, tuning);
+    let left_free = if Shares::new(device, matrices, m, gated, tuning).cut == 1 {
+        0
+    } else {
+        LEFT_FREE.min(space)
+    };
+    within(space - left_free).or_else(|| within(space))
+}
+
+fn plan_within(
+    shared: usize,
+    device: &DeviceInfo,
+    matrices: &[&Matrix],
+    m: usize,
+    gated: bool,
+    tuning: Tuning,
+) -> Option<Plan> {
+    let first = *matrices.first()?;
+    let shares = Shares::new(device, matrices, m, gated, tuning);
+    let x_bytes = unit_bytes(shares.columns);
+    let units = first.argument.unit_count as usize;
+    let own = units.div_ceil(shares.cut);
+    let mut at = 0;
+    let mut take = |bytes: usize| {
+        let start = at;
+        at = (at + bytes).next_multiple_of(128);
+        start as u32
+    };
+    let unit_room = matrices
+        .iter()
+        .flat_map(|matrix| matrix.unit_offsets.windows(2).map(|p| p[1] - p[0]))
+        .max()?;
+    let mut first_item = 0;
+    let parts: [Part; MATRICES] = std::array::from_fn(|i| {
+        let Some(matrix) = matrices.get(i) else {
+            return Part {
+                matrix: first.argument,
+                y_offset: 0,
+                first_item: i32::MAX,
+                units_at: 0,
+                padding: 0,
+            };
+        };
+        let part = Part {
+            matrix: matrix.argument,
+            y_offset: 0,
+            first_item,
+            units_at: take(own * unit_row(first.entry_rows)),
+            padding: 0,
+        };
+        first_item += (matrix.argument.tiles as usize).div_ceil(ITEM_TILES) as i32;
+        part
+    });
+    let barriers_at = take((2 * MOST_SLOTS + own) * 8);
+    let numbered_at = take(16);
+    let sums_at = take(if shares.cut == 1 {
+        shares.groups * shares.place() / QUARTERS
+    } else {
+        0
+    });
+    let space = shared.checked_sub(at)?;
+    let weights = (shares.groups * ITEM_TILES * unit_room as usize).next_multiple_of(128);
+    let kept = own * x_bytes;
+    let resident = match tuning.activations {
+        0 => shares.rounds > 1 && space.saturating_sub(kept) / weights >= 2,
+        1 => false,
+        _ => true,
+    };
+    let (stage, room) = if resident {
+        (weights, space.checked_sub(kept)?)
+    } else {
+        ((weights + x_bytes).next_multiple_of(128), space)
+    };
+    let slots = match tuning.slots {
+        0 => (room / stage).min(MOST_SLOTS),
+        forced => forced.min(room / stage).min(MOST_SLOTS),
+    };
+    if slots < 2 {
+        return None;
+    }
+    let x_at = at;
+    let ring_at = if resident { at + kept } else { at };
+    Some(Plan {
+        task: Task {
+            x: 0,
+            multipliers: 0,
+            sums: 0,
+            arrivals: 0,
+            y: 0,
+            count: matrices.len() as i32,
+            items: shares.items as i32,
+            m: m as i32,
+            y_kind: 0,
+            y_stride: 0,
+            paired: 0,
+            groups: shares.groups as i32,
+            scaled: 0,
+            slots: slots as i32,
+            resident: i32::from(resident),
+            stage_stride: stage as u32,
+            unit_room,
+            ring_at: ring_at as u32,
+            x_at: x_at as u32,
+            barriers_at,
+            numbered_at,
+            sums_at,
+            cut: shares.cut as i32,
+            looks: if tuning.looks == 0 {
+                LOOKS
+            } else {
+                tuning.looks as i32
+            },
+            gate: -1,
+            residual: 0,
+            into: 0,
+            into_rows: 0,
+            parts,
+        },
+        shared: ring_at + slots * stage,
+        shares,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::linear::tests::{hopper, matrix};
+
+    #[test]
+    fn the_plan_of_an_8b_layer_at_four_bits() {
+        let mut up = matrix(16, 2064);
+        up.argument.tiles = 896;
+        up.argument.out_features = 14336;
+        let o = matrix(16, 2064);
+        let shares_of = |m, matrices: &[&Matrix]| {
+            plan(&hopper(), matrices, m, false, Tuning::default())
+                .expect("fits")
+                .shares
+        };
+        let pair = shares_of(64, &[&up, &up]);
+        assert_eq!((pair.items, pair.cut, pair.groups), (448, 1, 2));
+        assert_eq!((pair.rounds, pair.blocks), (2, 132));
+        assert_eq!((pair.columns, pair.warpgroups), (64, 2));
+        let alone = shares_of(32, &[&o]);
+        assert_eq!((alone.items, alone.cut, alone.groups), (64, 4, 2));
+        assert_eq!((alone.rounds, alone.blocks), (1, 128));
+        assert_eq!(shares_of(16, &[&o]).columns, 16);
+    }
+
+    #[test]
+    fn a_plan_never_asks_for_more_than_there_is() {
+        for (units, bytes) in [
+            (1, 1040),
+            (3, 4112),
+            (16, 4112),
+            (56, 2064),
+            (56, 4112),
+            (255, 4160),
+        ] {
+            let made = matrix(units, bytes);
+            for m in 1..=MOST_ROWS {
+                for together in [vec![&made], vec![&made, &made], vec![&made; 3]] {
+                    let plan = plan(&hopper(), &together, m, false, Tuning::default())
+                        .expect("two stages fit at eight bits");
+                    assert!(plan.shared <= 232_192, "{units} {bytes} {m}");
+                    assert!(plan.shares.blocks <= 132 && plan.shares.groups <= 4);
+                    assert!((plan.task.barriers_at as usize) < plan.shared);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_task_has_the_size_the_kernel_expects() {
+        assert_eq!(std::mem::size_of::<Part>(), 72 + 4 * 4);
+        assert_eq!(std::mem::size_of::<Task>(), 5 * 8 + 20 * 4 + 3 * 8 + 3 * 88);
+    }
+}
