@@ -113,37 +113,31 @@ DEVICE void few_activations(const FewTask& p, uint32_t base) {
 }
 
 // ---------------------------------------------------------------------------------------------------- products
-// `known` of BYTES (4 or 16) bytes, and zeros.
-template <int BYTES>
-DEVICE void copy_async(uint32_t to, const void* from, int known) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(known) : "memory");
-}
-DEVICE void copies_landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// What the loop needs of each unit, in shared memory; four warps a matrix. Maxima are on their way until `copies_landed`.
+// What the loop needs of each unit, in shared memory; four warps a matrix.
 template <int ENTRY>
 DEVICE void few_tables(const FewTask& p, const Cut& c, uint8_t* memory, uint32_t base) {
   constexpr int ENTRIES = UNIT_ROWS / ENTRY, TEAM = 128;
   static_assert(FEW_MATRICES * TEAM <= MULTIPLIERS * 32, "a team a matrix");
-  const int own = p.stages << c.stage_log, m = threadIdx.x / TEAM;
+  const int each = (p.stages << c.stage_log) * ENTRIES, m = threadIdx.x / TEAM;
   const FewPart& part = p.part[min(m, FEW_MATRICES - 1)];
   const int entries = part.a.maxima ? (part.a.rows + ENTRY - 1) / ENTRY : 0;
 #pragma unroll 1
-  for (int local = threadIdx.x % TEAM; local < own && m < p.count; local += TEAM) {
-    const int u = c.unit(local), units = 1 << c.piece_log(), piece = local >> c.piece_log();
-    // Maxima of entries that are not there are zero.
-    if (entries) {
-      const int known = min(max(entries - u * ENTRIES, 0), ENTRIES);
-      copy_async<2 * ENTRIES>(base + part.maxima_at + local * ENTRIES * 2, part.a.maxima + (known ? u * ENTRIES : 0), 2 * known);
+  for (int j = threadIdx.x % TEAM; j < each && m < p.count; j += TEAM) {
+    const int local = j / ENTRIES, u = c.unit(local), e = u * ENTRIES + j % ENTRIES;
+    __half maximum = __half(0.f);
+    if (e < entries) maximum = part.a.maxima[e];
+    if (j % ENTRIES == 0) {
+      const int units = 1 << c.piece_log(), piece = local >> c.piece_log();
+      const uint2 unit = few_unit(p, part, u);
+      uint32_t place = unit.x - few_unit(p, part, c.unit(piece << c.piece_log())).x;
+      if (c.pieces_log() && piece % 2) {
+        const int before = c.unit((piece - 1) << c.piece_log());
+        place += few_unit(p, part, before + units).x - few_unit(p, part, before).x;
+      }
+      const uint32_t widths = u < part.a.unit_count ? unit.y : 0;
+      reinterpret_cast<uint2*>(memory + part.units_at)[local] = make_uint2(place | code_bytes(widths) << 16, widths);
     }
-    const uint2 unit = few_unit(p, part, u);
-    uint32_t place = unit.x - few_unit(p, part, c.unit(piece << c.piece_log())).x;
-    if (c.pieces_log() && piece % 2) {
-      const int before = c.unit((piece - 1) << c.piece_log());
-      place += few_unit(p, part, before + units).x - few_unit(p, part, before).x;
-    }
-    const uint32_t widths = u < part.a.unit_count ? unit.y : 0;
-    reinterpret_cast<uint2*>(memory + part.units_at)[local] = make_uint2(place | code_bytes(widths) << 16, widths);
+    reinterpret_cast<__half*>(memory + part.maxima_at)[j] = maximum;
   }
   if (threadIdx.x < p.count) {
     const FewPart& part = p.part[threadIdx.x];
@@ -365,7 +359,6 @@ DEVICE void few_multiply(const FewTask& p, uint8_t* memory, uint32_t base) {
     norm.weights(threadIdx.x / 32);
     few_squares(p, parts);
   }
-  copies_landed();
   bar<1>(FEW_THREADS);
   if (p.cut > 1) cluster_wait();
   if (p.norm) norm.run(base, parts);
