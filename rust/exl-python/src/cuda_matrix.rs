@@ -65,11 +65,8 @@ impl CudaLayout {
                 to.copy_from_slice(&[unit.offset as i32, unit.widths as i32]);
             }
         })?;
-        // Whole units of entries of 32 rows: kernels copy a unit's maxima at once, also where K ends in its midst.
-        let padded = layout.maxima.len().next_multiple_of(8);
-        let maxima = tensor::<f16>(py, "float16", padded, |out| {
-            out.fill(f16::ZERO);
-            out[..layout.maxima.len()].copy_from_slice(&layout.maxima);
+        let maxima = tensor::<f16>(py, "float16", layout.maxima.len(), |out| {
+            out.copy_from_slice(&layout.maxima);
         })?;
         let features = tensor::<i32>(py, "int32", layout.features.len(), |out| {
             out.copy_from_slice(&layout.features);
@@ -222,10 +219,6 @@ impl CudaMatrix {
         expect(
             image.ptr.is_multiple_of(128),
             "the image must be aligned to 128 bytes",
-        )?;
-        expect(
-            maxima.ptr.is_multiple_of(16),
-            "maxima must be aligned to 16 bytes",
         )?;
         let mut all = vec![
             ("image", &image),
