@@ -78,3 +78,32 @@ def test_jobs_that_wait_begin_as_the_model_is_then(model: ExLlamaV2) -> None:
     assert streamed_tokens(results[second]) == hooked[0]
     model.modules[3] = inner
     assert said(made) == plain
+
+
+@pytest.mark.parametrize("at", [3, 4, 6])
+def test_a_job_that_has_begun_takes_no_page_of_before(model: ExLlamaV2, at: int) -> None:
+    """What it says is the same whether or not another job left pages of the same ids, computed without the hook."""
+    inner = model.modules[3]
+    hook = Intervention(inner, post_forward=lambda state, step: state.roll(1, -1))
+    spoken = []
+    for first in (False, True):
+        model.modules[3] = inner
+        made = generator(model)
+        jobs = [
+            ExLlamaV2DynamicJob(
+                made.tokenizer.encode(TEXT)[:, :12], 24, gen_settings=ExLlamaV2Sampler.Settings.greedy()
+            )
+            for _ in range(1 + first)
+        ]
+        if first:
+            made.enqueue(jobs[0])
+            drain(made)
+        made.enqueue(jobs[-1])
+        results = []
+        for _ in range(at):
+            results += made.iterate()
+        model.modules[3] = hook
+        results += drain(made)[jobs[-1]]
+        check_pages(made)
+        spoken.append(streamed_tokens(results))
+    assert spoken[0] == spoken[1]

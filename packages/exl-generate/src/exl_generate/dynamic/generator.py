@@ -368,12 +368,12 @@ class ExLlamaV2DynamicGenerator:
 
     def _meet_arrangement(self) -> None:
         """What was computed before a module of the model was put into an `Intervention`, or taken out of one, is found
-        under names that no job has from now on, but those that have begun."""
+        under names that no job has from now on; jobs that have begun share no page from here on."""
         now = getattr(self.model, "arrangement", None)
         if now is not self._arrangement:
             self._arrangement, self._arrangements = now, self._arrangements + 1
             self._engine.forget_ahead()
-            for job in self._scheduler.pending:
+            for job in (*self._scheduler.active, *self._scheduler.pending):
                 job.rename_pages(self)
 
     def _deliver(self, results: list[Result]) -> None:

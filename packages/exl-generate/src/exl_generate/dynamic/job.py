@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from exl_filters import FilterStack
 from exl_generate.dynamic.detokenize import PieceTable
 from exl_generate.dynamic.output import Match, Record, TextStream
-from exl_generate.dynamic.pages import PageTable
+from exl_generate.dynamic.pages import PageTable, namespace_digest
 from exl_generate.dynamic.request import (
     adapters_of,
     count_of,
@@ -263,10 +263,15 @@ class ExLlamaV2DynamicJob:
         self.time_enqueue = time.monotonic()
 
     def rename_pages(self, generator: ExLlamaV2DynamicGenerator) -> None:
-        """Its pages are those of the generator's namespace, unless it has begun."""
-        if not self.resumed:
-            for sequence in self.sequences:
-                sequence.prepare(generator.page_table, generator.namespace_of(self.loras or ()))
+        """Its pages are those of the generator's namespace; once it has begun, those from here on are its own alone."""
+        root = generator.namespace_of(self.loras or ())
+        begun = self.resumed or any(sequence.allocated_pages for sequence in self.sequences)
+        for number, sequence in enumerate(self.sequences):
+            if begun:
+                own = (root.hex(), f"job {self.serial_number}", f"sequence {number}")
+                sequence.part(namespace_digest(own))
+            else:
+                sequence.prepare(generator.page_table, root)
 
     def forget_generator(self) -> None:
         """Undo `attach`, however far it came, for a job that was refused, so that it may be enqueued elsewhere."""

@@ -82,6 +82,8 @@ class Sequence:
         self.cached_pages = 0
         self.cached_tokens = 0
         self._root = b""
+        #: first page whose name goes on from `_root` and not from the page before it
+        self._apart = 0
         self._reserved = 0
         self._resumed = False
         self._table: PageTable | None = None
@@ -123,11 +125,15 @@ class Sequence:
 
     def prepare(self, table: PageTable, root: bytes) -> None:
         """Compute the labels of the context's full pages under namespace `root`."""
-        self._table, self._root = table, root
+        self._table, self._root, self._apart = table, root, 0
         self.labels.clear()
         size = table.page_size
         for k in range(self.prefill_end // size):
             self.labels.append(page_hash(self._parent(k), self.keys[k * size : (k + 1) * size]))
+
+    def part(self, root: bytes) -> None:
+        """Share nothing that gets its name from here on: names go on under namespace `root`, this sequence's own."""
+        self._root, self._apart = root, len(self.labels)
 
     def context_pages(self) -> Iterator[tuple[bytes, Ids]]:
         """Label and keys of each full page of the context."""
@@ -300,7 +306,7 @@ class Sequence:
         return self._table
 
     def _parent(self, k: int) -> bytes:
-        return self._root if k == 0 else self.labels[k - 1]
+        return self._root if k in (0, self._apart) else self.labels[k - 1]
 
     def _take_next(self, keep: Page | None = None) -> Page:
         k = len(self.allocated_pages)
@@ -341,7 +347,7 @@ class Sequence:
 
     def _partial(self, k: int) -> tuple[Page, int] | None:
         """A page that begins like the prompt's page `k` behind the same prefix, and how far."""
-        if k > len(self.labels):
-            return None  # after give_way with ids that may yet be taken back: the prefix has no name to look under
+        if self._apart or k > len(self.labels):
+            return None  # parted; or given way with ids that may yet be taken back: no name to look under
         size = self._pages.page_size
         return self._pages.partial(self._parent(k), self.keys[k * size : min((k + 1) * size, self.prefill_end)])
