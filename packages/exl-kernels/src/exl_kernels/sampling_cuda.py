@@ -45,8 +45,9 @@ class _Place:
 
     def grow(self, size: int) -> None:
         """New staging memory, here and there."""
-        self.staging = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-        self.copy = torch.empty(size, dtype=torch.uint8, device=self.device)
+        staging = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        copy = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.staging, self.copy = staging, copy  # both or, without memory for the second, none
         self._beside.wait_stream(self.stream())  # what had this memory before
 
     def reserve(self, rows: int, width: int) -> None:
@@ -56,9 +57,10 @@ class _Place:
             return
         rows = max(have_rows, 1 << (rows - 1).bit_length())
         pitch = max(have_width, -(-width // _SEGMENT) * _SEGMENT)
-        self.shaped = torch.empty(rows, pitch, device=self.device)
-        self.maxima = torch.empty(rows, _BLOCKS, dtype=torch.int32, device=self.device)
-        self.sums = torch.empty(rows, _BLOCKS, dtype=torch.int64, device=self.device)
+        shaped = torch.empty(rows, pitch, device=self.device)
+        maxima = torch.empty(rows, _BLOCKS, dtype=torch.int32, device=self.device)
+        sums = torch.empty(rows, _BLOCKS, dtype=torch.int64, device=self.device)
+        self.shaped, self.maxima, self.sums = shaped, maxima, sums  # all or none
 
     def launch(self, rows: Sequence[Row], following: Staged | None = None, beside: bool = False) -> None:
         """Fill the staging memory, copy it and launch. `beside`: the copy is made on a stream of its own, while the
@@ -116,6 +118,7 @@ def launch(rows: Sequence[Row]) -> _Place:
     """Launches on torch's current stream and returns at once; nothing is allocated once a call as large has been made,
     so that a capture may hold it. The answers are at the returned place after the stream has passed."""
     place = _place(rows[0].logits.device)
+    place.under_way = True
     place.launch(rows)
     return place
 
