@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 __all__ = ["filter_pool"]
@@ -20,7 +20,8 @@ _Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...], dict[str, Any]
 class _DaemonPool(Executor):
     def __init__(self, workers: int) -> None:
         self._queue: SimpleQueue[_Work] = SimpleQueue()
-        self._idle = threading.Semaphore(0)
+        # One entry a thread without work. Not a Semaphore: an interrupt inside one would keep its lock for good.
+        self._idle: SimpleQueue[None] = SimpleQueue()
         self._left = workers
         self._lock = threading.Lock()
 
@@ -28,7 +29,9 @@ class _DaemonPool(Executor):
         """Run fn(*args, **kwargs) in a thread."""
         future: Future[Any] = Future()
         self._queue.put((future, fn, args, kwargs))
-        if not self._idle.acquire(blocking=False):
+        try:
+            self._idle.get_nowait()
+        except Empty:
             with self._lock:
                 if self._left > 0:
                     self._left -= 1
@@ -44,7 +47,7 @@ class _DaemonPool(Executor):
                 except BaseException as error:
                     future.set_exception(error)
             del future, fn, args, kwargs  # an idle thread keeps no request alive
-            self._idle.release()
+            self._idle.put(None)
 
 
 _pool: list[_DaemonPool] = []
