@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, Intervention
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
-from exl_generate.testing import check_pages, drain, streamed_tokens
+from exl_generate.dynamic import sequence
+from exl_generate.dynamic.pages import page_hash
+from exl_generate.testing import check_pages, drain, small, streamed_tokens
 
 FOLDER = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
 TEXT = 'def main(argv):\n    """Read the file and return the number of lines in it, or raise."""\n    import os, sys\n'
@@ -106,4 +112,141 @@ def test_a_job_that_has_begun_takes_no_page_of_before(model: ExLlamaV2, at: int)
         results += drain(made)[jobs[-1]]
         check_pages(made)
         spoken.append(streamed_tokens(results))
+    assert spoken[0] == spoken[1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_changes_while_jobs_take_turns_lose_nothing(seed: int) -> None:
+    """Of a model that says the same behind each of them, which fails where K/V of another context would be used."""
+    dice = random.Random(seed)
+    made: Any = small.make(cache_tokens=128, max_batch_size=4)
+    prompts = ["abcdefgh" * n for n in (1, 2, 3, 1, 4, 2)]
+    jobs = [small.job(text, 60, max_rq_tokens=dice.choice((1, 5, 16, 40))) for text in prompts]
+    made.enqueue(jobs)
+    results: dict[Any, list[Any]] = {one: [] for one in jobs}
+    while made.num_remaining_jobs():
+        if dice.random() < 0.1:
+            made.model.arrangement = object()
+        for result in made.iterate():
+            results[result["job"]].append(result)
+        check_pages(made)
+    assert sum(one.requeues for one in jobs) > 0
+    assert made.arrangements > 10
+    for one, text in zip(jobs, prompts, strict=True):
+        assert streamed_tokens(results[one]) == small.naive(made, small.ids(text)[0].tolist(), 60)
+
+
+def test_what_may_be_taken_back_has_no_name_after_a_change_either() -> None:
+    """A job gives way, and meets a change, while most of a page of its tokens may yet turn out to be banned."""
+    word = "abcdefghijklmnopqrstuv"
+    made: Any = small.make(small.says(word, after=4), cache_tokens=64, max_batch_size=2)
+    one = small.job("wxyz", 26, max_rq_tokens=12, banned_strings=[word])
+    others = [small.job("no" * n, 12, max_rq_tokens=12) for n in (9, 10, 11)]
+    made.enqueue([one, *others])
+    results = []
+    while made.num_remaining_jobs():
+        if one.requeues and not made.arrangements:
+            assert not one.sequence.labels
+            assert one.sequence.prefill_end == 16, "all of a page"
+            made.model.arrangement = object()
+        results += made.iterate()
+        check_pages(made)
+    assert made.arrangements == 1
+    said = [result for result in results if result["job"] is one]
+    assert any(result.get("suppressed_text") == word for result in said)
+    alone: Any = small.make(small.says(word, after=4))
+    assert streamed_tokens(said) == streamed_tokens(small.run(alone, small.job("wxyz", 26, banned_strings=[word])))
+
+
+def test_a_job_named_while_the_model_changes_finds_nothing_of_before(
+    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread queues a job and is still naming its pages when a round in another meets a hook."""
+    inner = model.modules[3]
+    hook = Intervention(inner, post_forward=lambda state, step: state.roll(1, -1))
+    model.modules[3] = hook
+    hooked = said(generator(model))
+    model.modules[3] = inner
+    made = generator(model)
+    said(made)
+    late = job(made)
+    naming, met = threading.Event(), threading.Event()
+
+    def slow(*of: Any) -> bytes:
+        if threading.current_thread() is not threading.main_thread():
+            naming.set()
+            assert met.wait(60)
+        return page_hash(*of)
+
+    monkeypatch.setattr(sequence, "page_hash", slow)
+    thread = threading.Thread(target=made.enqueue, args=(late,))
+    thread.start()
+    try:
+        assert naming.wait(60)
+        model.modules[3] = hook
+        made.iterate()
+    finally:
+        met.set()
+        thread.join()
+    results = drain(made)[late]
+    check_pages(made)
+    assert (streamed_tokens(results), results[-1]["cached_tokens"]) == hooked
+
+
+def test_a_job_that_waits_again_takes_nothing_of_while_it_waited(model: ExLlamaV2) -> None:
+    """It never runs beside a hook, though another job of its prompt does while it waits for the second time, and fills
+    pages that had got their names before."""
+    inner = model.modules[3]
+    hook = Intervention(inner, post_forward=lambda state, step: state.roll(1, -1))
+    spoken = []
+    for hooked in (False, True):
+        cache = ExLlamaV2Cache(model, max_seq_len=8 * 16)
+        tokenizer = ExLlamaV2Tokenizer(model.config)
+        made = ExLlamaV2DynamicGenerator(model, cache, tokenizer, page_size=16, max_batch_size=1, max_chunk_size=16)
+        ids, style = tokenizer.encode(TEXT * 3)[:, :90], ExLlamaV2Sampler.Settings.greedy()
+        first = ExLlamaV2DynamicJob(ids, 16, gen_settings=style, max_rq_tokens=4, return_logits=True)
+        other = ExLlamaV2DynamicJob(ids.flip(-1), 8 * 16 - 90, gen_settings=style)  # leaves nothing of the first one's
+        third = ExLlamaV2DynamicJob(ids, 1, gen_settings=style)
+        made.enqueue([first, other, third])
+        results = []
+        while not third.sequence.kv_position:
+            results += made.iterate()
+        assert first.requeues == 1
+        assert not third.prefilled
+        if hooked:
+            model.modules[3] = hook
+        while not third.is_finished:
+            results += made.iterate()
+        assert not first.sequence.allocated_pages
+        model.modules[3] = inner
+        results += drain(made)[first]
+        check_pages(made)
+        spoken.append([result for result in results if result["job"] is first])
+    assert len(streamed_tokens(spoken[0])) == 16
+    assert streamed_tokens(spoken[0]) == streamed_tokens(spoken[1])
+    plain, met = ([result["logits"] for result in said if "logits" in result] for said in spoken)
+    assert all(torch.equal(a, b) for a, b in zip(plain, met, strict=True))
+
+
+def test_what_a_job_goes_on_with_does_not_depend_on_what_is_left_of_it(model: ExLlamaV2) -> None:
+    """It gives way behind a hook that was put in while it ran, and its pages stay there or are taken by others."""
+    inner = model.modules[3]
+    hook = Intervention(inner, post_forward=lambda state, step: state.roll(1, -1))
+    spoken = []
+    for pages in (8, 24):
+        model.modules[3] = inner
+        cache, tokenizer = ExLlamaV2Cache(model, max_seq_len=pages * 16), ExLlamaV2Tokenizer(model.config)
+        made = ExLlamaV2DynamicGenerator(model, cache, tokenizer, page_size=16, max_batch_size=1)
+        ids, style = tokenizer.encode(TEXT * 3)[:, :90], ExLlamaV2Sampler.Settings.greedy()
+        one = ExLlamaV2DynamicJob(ids, 16, gen_settings=style, max_rq_tokens=4)
+        other = ExLlamaV2DynamicJob(ids.flip(-1), 8 * 16 - 90, gen_settings=style)
+        made.enqueue([one, other])
+        results = made.iterate()
+        while one.new_tokens < 2:
+            results += made.iterate()
+        model.modules[3] = hook
+        results += drain(made)[one]
+        assert one.requeues == 1
+        check_pages(made)
+        spoken.append(streamed_tokens([result for result in results if result["job"] is one]))
     assert spoken[0] == spoken[1]

@@ -105,7 +105,12 @@ class ExLlamaV2DynamicGenerator:
         self.current_loras: list[Any] = []
         self.page_table = PageTable(limits.num_pages, limits.page_size)
         self.job_serial = 0
-        self._scheduler = Scheduler(self.page_table, limits.max_batch_size, limits.max_seq_len)
+        self._scheduler = Scheduler(
+            self.page_table,
+            limits.max_batch_size,
+            limits.max_seq_len,
+            before_start=lambda job: job.before_start(self),
+        )
         self.drafter = self._make_drafter(use_ngram_draft, max_ngram)
         self._engine = Engine(
             self._scheduler,
@@ -117,7 +122,8 @@ class ExLlamaV2DynamicGenerator:
         )
         self._caches = [cache] if draft_cache is None else [cache, draft_cache]
         self._arrangement = getattr(model, "arrangement", None)
-        self._arrangements = 0  # there have been before this one
+        #: ways in which the model's modules have stood before the present one (`Intervention` put in or taken out)
+        self.arrangements = 0
         self._in_round = False
         self._sinks: dict[ExLlamaV2DynamicJob, list[Result]] = {}
         self._outbox: list[Result] = []
@@ -271,7 +277,7 @@ class ExLlamaV2DynamicGenerator:
 
     def namespace_of(self, loras: Sequence[Any]) -> bytes:
         """What stands before the first page of every sequence under these adapters."""
-        return namespace_digest([type(self.cache).__name__, f"modules {self._arrangements}", *adapter_names(loras)])
+        return namespace_digest([type(self.cache).__name__, f"modules {self.arrangements}", *adapter_names(loras)])
 
     def leave_caches(self) -> None:
         """As `Tenant`: another generator queues jobs on a cache of this one."""
@@ -368,13 +374,13 @@ class ExLlamaV2DynamicGenerator:
 
     def _meet_arrangement(self) -> None:
         """What was computed before a module of the model was put into an `Intervention`, or taken out of one, is found
-        under names that no job has from now on; jobs that have begun share no page from here on."""
+        under names that no job starts with from now on; jobs that run share no page from here on."""
         now = getattr(self.model, "arrangement", None)
         if now is not self._arrangement:
-            self._arrangement, self._arrangements = now, self._arrangements + 1
+            self._arrangement, self.arrangements = now, self.arrangements + 1
             self._engine.forget_ahead()
-            for job in (*self._scheduler.active, *self._scheduler.pending):
-                job.rename_pages(self)
+            for job in self._scheduler.active:
+                job.part_pages(self)
 
     def _deliver(self, results: list[Result]) -> None:
         for result in results:

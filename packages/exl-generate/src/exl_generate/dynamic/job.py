@@ -175,6 +175,8 @@ class ExLlamaV2DynamicJob:
         self._filters: FilterStack | None = None
         self._filters_begun = False
         self._most_drafts = 0
+        #: the arrangement of the model that its pages were named for when it started last, by number
+        self._named_in = -1
         self._output: TextStream | None = None
         self._results = Results(self)
 
@@ -257,21 +259,33 @@ class ExLlamaV2DynamicJob:
                 lora.check_usable(generator.model)
         for sequence in self.sequences:
             sequence.loras = self.loras
-        self.rename_pages(generator)
+        self._name_pages(generator)
         self._sampler, self._output = sampler, output
         self.serial_number = serial
         self.time_enqueue = time.monotonic()
 
-    def rename_pages(self, generator: ExLlamaV2DynamicGenerator) -> None:
-        """Its pages are those of the generator's namespace; once it has begun, those from here on are its own alone."""
+    def before_start(self, generator: ExLlamaV2DynamicGenerator) -> None:
+        """A job starts, for the first time or again, with names of the arrangement that its model has now: another may
+        have been met since, also while it was on its way into the queue."""
+        if self._named_in != generator.arrangements:
+            self._name_pages(generator)
+
+    def part_pages(self, generator: ExLlamaV2DynamicGenerator) -> None:
+        """Its model has been changed while it runs: it keeps what it has, and pages from here on are its own alone.
+
+        Prompt pages that it holds together with others which run as well are filled by whoever comes first, as ever:
+        none of them gets K/V of an arrangement that it has not run under itself.
+        """
         root = generator.namespace_of(self.loras or ())
-        begun = self.resumed or any(sequence.allocated_pages for sequence in self.sequences)
         for number, sequence in enumerate(self.sequences):
-            if begun:
-                own = (root.hex(), f"job {self.serial_number}", f"sequence {number}")
-                sequence.part(namespace_digest(own))
-            else:
-                sequence.prepare(generator.page_table, root)
+            own = (root.hex(), f"job {self.serial_number}", f"sequence {number}")
+            sequence.part(namespace_digest(own))
+
+    def _name_pages(self, generator: ExLlamaV2DynamicGenerator) -> None:
+        self._named_in = generator.arrangements  # first: who meets another meanwhile sees that this is of before
+        root = generator.namespace_of(self.loras or ())
+        for sequence in self.sequences:
+            sequence.prepare(generator.page_table, root)
 
     def forget_generator(self) -> None:
         """Undo `attach`, however far it came, for a job that was refused, so that it may be enqueued elsewhere."""

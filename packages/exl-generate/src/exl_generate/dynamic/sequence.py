@@ -124,11 +124,13 @@ class Sequence:
     # ---- admission -------------------------------------------------------------------------------------------------
 
     def prepare(self, table: PageTable, root: bytes) -> None:
-        """Compute the labels of the context's full pages under namespace `root`."""
+        """Compute the labels of the context's full pages under namespace `root`; of one that has given way, of those
+        that had labels."""
         self._table, self._root, self._apart = table, root, 0
-        self.labels.clear()
         size = table.page_size
-        for k in range(self.prefill_end // size):
+        count = len(self.labels) if self._resumed else self.prefill_end // size
+        self.labels.clear()
+        for k in range(count):
             self.labels.append(page_hash(self._parent(k), self.keys[k * size : (k + 1) * size]))
 
     def part(self, root: bytes) -> None:
