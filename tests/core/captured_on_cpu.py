@@ -17,7 +17,7 @@ from torch import Tensor
 from exl_core import ExLlamaV2
 from exl_core.decode import graphs, inputs
 from exl_core.decode.plan import DecodePlan
-from exl_core.modules import Head, Step
+from exl_core.modules import Head, Module, Step
 from exl_kernels.staging import StepStage
 
 __all__ = ["Stream", "captured_on_cpu"]
@@ -28,6 +28,7 @@ class Stream:
 
     queue: ClassVar[list[Callable[[], object]]] = []
     held: ClassVar[bool] = False
+    passed: ClassVar[int] = 0  # of all that was ever queued
 
     device = torch.device("cpu")
 
@@ -40,9 +41,16 @@ class Stream:
             cls.run()
 
     @classmethod
-    def run(cls) -> None:
-        while cls.queue:
-            cls.queue.pop(0)()
+    def end(cls) -> int:
+        return cls.passed + len(cls.queue)
+
+    @classmethod
+    def run(cls, to: int | None = None) -> None:
+        """All that is queued, or what was queued up to a place."""
+        while cls.queue and (to is None or cls.passed < to):
+            work = cls.queue.pop(0)
+            cls.passed += 1
+            work()
 
     def wait_stream(self, other: object) -> None: ...
 
@@ -51,12 +59,16 @@ class Stream:
 
 
 class Event:
-    """One that counts where it was put in the stream."""
+    """Waits for what was queued before the place where it was put last; for nothing before that."""
 
-    def record(self, stream: object = None) -> None: ...
+    def __init__(self) -> None:
+        self._place = 0
+
+    def record(self, stream: object = None) -> None:
+        self._place = Stream.end()
 
     def synchronize(self) -> None:
-        Stream.run()
+        Stream.run(self._place)
 
 
 class Graph:
@@ -74,7 +86,7 @@ class Graph:
 
 
 class Modules(DecodePlan):
-    """The modules' own pass."""
+    """The modules' own pass, of those that the model has when it is recorded."""
 
     def __init__(self, model: ExLlamaV2) -> None:
         self._model = model
@@ -83,15 +95,16 @@ class Modules(DecodePlan):
         if Graph.recording is None:
             Stream.add(lambda: logits.fill_(float("nan")))
         else:
-            Graph.recording.body = lambda: self._compute(ids, step, logits)
+            modules = list(self._model.modules)
+            Graph.recording.body = lambda: self._compute(modules, ids, step, logits)
 
-    def _compute(self, ids: Tensor, step: Step, logits: Tensor) -> None:
+    def _compute(self, modules: list[Module], ids: Tensor, step: Step, logits: Tensor) -> None:
         assert bool((step.positions >= 0).all()), "these stand-ins know no padding: ask for 1, 2, 4, .. rows"
         x = ids
         with torch.inference_mode():
-            for module in self._model.modules[:-1]:
+            for module in modules[:-1]:
                 x = module.forward(x, step)
-            head = self._model.modules[-1]
+            head = modules[-1]
             assert isinstance(head, Head)
             logits.copy_(head.forward(x, step))
 

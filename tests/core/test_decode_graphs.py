@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, Intervention, PagedParams
+from exl_core.decode.inputs import STAGES
 
 sys.path.insert(0, str(Path(__file__).parent))
 from captured_on_cpu import Stream, captured_on_cpu
@@ -72,6 +73,55 @@ def test_what_is_still_to_be_copied_to_the_gpu_outlives_its_step(
     assert all(stage() is not None for stage in stages)
     assert model.prepare_step(1, cache, params([1])) is not None  # a capture, which waits for what is queued
     assert all(stage() is None for stage in stages)
+
+
+def test_steps_queued_ahead_of_the_gpu_find_their_inputs(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are copies of the inputs, and more: the host waits until one has been read, not for the rest."""
+    cache, found = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), []
+
+    def keep(seen: list[torch.Tensor], logits: torch.Tensor) -> None:
+        seen.append(logits.clone())
+
+    for held in (False, True):
+        monkeypatch.setattr(Stream, "held", held)
+        seen: list[torch.Tensor] = []
+        most = 0
+        for token in range(3 * STAGES):
+            step = model.prepare_step(1, cache, params([token, 20 + token]))
+            assert step is not None
+            logits = step.run(torch.full((2, 1), 7 + token))
+            assert logits is not None
+            Stream.add(partial(keep, seen, logits))
+            most = max(most, len(Stream.queue))
+        assert (most > 3 * STAGES) == held, "nothing was ahead of the GPU"
+        Stream.run()
+        found.append(seen)
+    assert len(found[0]) == 3 * STAGES
+    for step_, (one, other) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(one, other), step_
+
+
+def test_a_step_is_of_the_modules_that_are_there(model: ExLlamaV2) -> None:
+    """Also where one has been replaced by another that is no hook."""
+    cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[2]
+
+    def logits() -> torch.Tensor:
+        step = model.prepare_step(1, cache, params([1]))
+        assert step is not None
+        out = step.run(torch.full((1, 1), 7))
+        assert out is not None
+        return out.clone()
+
+    before = logits()
+    try:
+        model.modules[2] = model.modules[4]
+        replaced = logits()
+        model.decode.clear()
+        assert torch.equal(replaced, logits())
+        assert not torch.equal(replaced, before)
+    finally:
+        model.modules[2] = inner
+    assert torch.equal(logits(), before)
 
 
 def test_no_step_is_captured_around_a_hook(model: ExLlamaV2) -> None:
