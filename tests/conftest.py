@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 
+# Processes side by side (pytest-xdist) share the cores; each would have a thread a core, and torch as many again.
+if (_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+    for _threads in ("EXL_CPU_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(_threads, str(max(1, (os.cpu_count() or 1) // _processes)))
+
 import pytest
 from hypothesis import HealthCheck, settings
 

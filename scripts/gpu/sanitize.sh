@@ -42,8 +42,8 @@ if [ "$tool" = racecheck ]; then
 fi
 rm -rf "$log/$tool-queue"
 for ((i = 0; i < processes; i++)); do
-  EXL_SUBSET_QUEUE=$log/$tool-queue EXL_SUBSET_LOG=$log/$tool-cases-$i.txt timeout "${SANITIZE_LIMIT:-0}" compute-sanitizer "${options[@]}" \
-    python3 -m pytest -m cuda -p no:cacheprovider -p subset_plugin --tb=short "${paths[@]:-tests/kernels}" > "$log/$tool-$i.txt" 2>&1 &
+  EXL_KERNELS_LOG=$log/$tool-kernels EXL_SUBSET_QUEUE=$log/$tool-queue EXL_SUBSET_LOG=$log/$tool-cases-$i.txt timeout "${SANITIZE_LIMIT:-0}" compute-sanitizer "${options[@]}" \
+    python3 -m pytest -m cuda -p no:cacheprovider -p subset_plugin -p kernels_plugin --tb=short "${paths[@]:-tests/kernels}" > "$log/$tool-$i.txt" 2>&1 &
   running[i]=$!
 done
 failed=0
@@ -59,6 +59,7 @@ for ((i = 0; i < processes; i++)); do
 done
 cat "$log/$tool"-cases-*.txt 2>/dev/null | awk -v tool="$tool" '{n[$1]++; split($3, name, "["); functions[name[1]] = 1}
   END {for (f in functions) k++; printf "%s: %d cases passed, %d failed, %d skipped; %d functions\n", tool, n["passed"], n["failed"], n["skipped"], k}'
+echo "$tool: $(python3 scripts/gpu/kernels_covered.py "$log/$tool-kernels" || true)"
 cat "$log/$tool"-[0-9]*.txt | grep -c 'Race reported.*nvjet' | sed 's/^/reports on kernels of cuBLAS: /'
 cat "$log/$tool"-[0-9]*.txt | grep -hoE 'ERROR SUMMARY: [0-9]+ error|RACECHECK SUMMARY: .*' | sort | uniq -c
 rm -rf "$log/$tool-queue"

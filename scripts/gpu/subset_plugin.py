@@ -4,6 +4,8 @@
 
 Every function's first case runs, whatever it takes, then every function's second one, and so on until the time is
 up. Cases of one function come in a fixed mixed order, so that the first few differ in more than their last parameter.
+EXL_SUBSET_CASES is a file of lines `seconds case`: these cases run first, whatever they take, in place of the first of
+their functions, and those that take longest before others. (kernels_covered.py writes such files.)
 What was left out is counted at the end: it is neither passed nor skipped. EXL_SUBSET_WITHOUT is words with commas
 between: cases with one of them in their function's source or in their name are left out. EXL_SUBSET_QUEUE is a folder
 that processes side by side share: a case is run by the first of them that comes to it. EXL_SUBSET_LOG is a file for a
@@ -22,13 +24,18 @@ from pathlib import Path
 import pytest
 from _pytest.runner import runtestprotocol
 
+UNKNOWN = 10.0  # seconds, of a case that EXL_SUBSET_CASES does not name
+
 
 class Subset:
     """The order of the cases, and when it is enough."""
 
-    def __init__(self, seconds: float, without: list[str], queue: str | None, log: str | None) -> None:
+    def __init__(
+        self, seconds: float, without: list[str], chosen: dict[str, float], queue: str | None, log: str | None
+    ) -> None:
         self.seconds = seconds
         self.without = without
+        self.chosen = chosen
         self.queue = None if queue is None else Path(queue)
         self.log = log
         self.began = time.monotonic()
@@ -46,9 +53,11 @@ class Subset:
                 self.functions[item.nodeid.split("[")[0]].append(item)
         for name, cases in self.functions.items():
             random.Random(name).shuffle(cases)
-            self.round_of.update({item.nodeid: i for i, item in enumerate(cases)})
+            cases.sort(key=lambda item: item.nodeid not in self.chosen)
+            known = sum(item.nodeid in self.chosen for item in cases)
+            self.round_of.update({item.nodeid: max(0, i + 1 - max(known, 1)) for i, item in enumerate(cases)})
         every = [item for cases in self.functions.values() for item in cases]
-        items[:] = sorted(every, key=lambda item: self.round_of[item.nodeid])
+        items[:] = sorted(every, key=lambda item: (self.round_of[item.nodeid], -self.chosen.get(item.nodeid, UNKNOWN)))
         self.number_of = {item.nodeid: i for i, item in enumerate(items)}
         self.began = time.monotonic()
 
@@ -91,5 +100,9 @@ class Subset:
 def pytest_configure(config: pytest.Config) -> None:
     seconds = float(os.environ.get("EXL_SUBSET_SECONDS", "60"))
     without = [word for word in os.environ.get("EXL_SUBSET_WITHOUT", "").split(",") if word]
-    subset = Subset(seconds, without, os.environ.get("EXL_SUBSET_QUEUE"), os.environ.get("EXL_SUBSET_LOG"))
+    chosen = {}
+    if "EXL_SUBSET_CASES" in os.environ:
+        lines = Path(os.environ["EXL_SUBSET_CASES"]).read_text().splitlines()
+        chosen = {name: float(cost) for cost, name in (line.split(" ", 1) for line in lines if line[:1].isdigit())}
+    subset = Subset(seconds, without, chosen, os.environ.get("EXL_SUBSET_QUEUE"), os.environ.get("EXL_SUBSET_LOG"))
     config.pluginmanager.register(subset, "exl-subset")

@@ -227,7 +227,7 @@ def test_a_bound_on_keys_changes_no_bit() -> None:
 def test_any_number_of_blocks_that_share_a_row_gives_the_same_bits(kind: Any, dim: int) -> None:
     """Batches of 1 to 64: shares of a unit, of splits, and whole rows; lengths on and beside their borders."""
     lengths = [3000, 2049, 2048, 513, 512, 511, 65, 64, 1]
-    case = make_cuda_case(kind, lengths, dim=dim, groups=4, heads=8)
+    case = make_cuda_case(kind, lengths, dim=dim, groups=4, heads=8, queries=50)
     alone = [case.run([b], [n - 1])[0] for b, n in enumerate(lengths)]
     modes = set()
     for batch in (2, 5, 9, 16, 64):
@@ -255,7 +255,7 @@ def test_tokens_one_a_sequence_have_the_bits_of_tokens_many(
     lengths = [n + d for n in (64, 128, 256, 512) for d in (-1, 0, 1)] + [1, 2, 33, 200, 448, 577, 1500, 4097, 9000]
     if UNDER_A_TOOL:
         lengths = [1, 65, 513, 1500, 4097]
-    case = make_cuda_case(kind, [max(lengths)], heads=heads, groups=groups, dim=dim, page_size=page_size)
+    case = make_cuda_case(kind, [max(lengths)], heads=heads, groups=groups, dim=dim, page_size=page_size, queries=70)
     for n in lengths:
         many = case.run([0] * 17, [n - 1] * 17)
         for bound in ({}, {"max_keys": n}, {"max_keys": n + 700}):

@@ -19,7 +19,7 @@ from exl_kernels.linear_cuda import CudaQuantMatrix
 from exl_kernels.meeting import meeting_memory
 
 sys.path.insert(0, str(Path(__file__).parent))
-from attention_cases import KINDS, OwnStep, own_step
+from attention_cases import KINDS, UNDER_A_TOOL, OwnStep, own_step
 
 pytestmark = pytest.mark.cuda
 
@@ -119,7 +119,7 @@ def test_many_sequences_give_the_bits_of_each_alone(kind: Any, groups: int, dim:
     assert_same_step(step)
     many = step.together(early=True)
     q, k, v = step.parts()
-    for b in (0, 2, 7, 8, 30, 63):
+    for b in (2, 63) if UNDER_A_TOOL else (0, 2, 7, 8, 30, 63):
         one = slice(b, b + 1)
         alone = attention_cuda.attend_own(
             *(t[one] for t in (q, k, v)),
@@ -183,7 +183,7 @@ def test_results_in_a_products_order(
 ) -> None:
     made = product_of(heads * groups * dim, matrix)
     cycle = [65, 1, 700, 0, 256, 130, 513, 64]
-    for tokens in (1, 3, 8, 9, 16, 23, 64):
+    for tokens in (3, 9, 23, 64) if UNDER_A_TOOL else (1, 3, 8, 9, 16, 23, 64):
         step = own_step(kind, (cycle * 8)[:tokens], heads=heads, groups=groups, dim=dim, page_size=64)
         want = step.apart(**options)
         columns, reference = laid_out(made, want.view(tokens, -1))
@@ -237,7 +237,7 @@ def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -
         meeting = torch.full((ring.meeting_bytes(rows),), 255, dtype=torch.uint8, device="cuda")
         assert meeting.numel(), "K is shared"
         want = None
-        for looks in [0, 1, 2, 3] * 8:
+        for looks in [0, 1, 2, 3] * (1 if UNDER_A_TOOL else 8):
             y = torch.full((rows, 64), torch.nan, dtype=dtype, device="cuda")
             room = (scratch, torch.empty(rows, device="cuda"), meeting)
             ring.run_batch(x, *room, y, stream, looks % 2 == 0, tuning=(0, 0, 4, 0, looks))

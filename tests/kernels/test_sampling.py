@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.reference import sampling as twin
 from exl_kernels.sampling import Failure, Plan, Row, Sampled, pack_ids
 
+UNDER_A_TOOL = "EXL_SANITIZER" in os.environ  # as in attention_cases.py
 SHARES = {"top_p": 0.99, "top_a": 0.5, "min_p": 0.5, "tfs": 0.99, "typical": 0.99}
 
 
@@ -270,13 +272,14 @@ def on_gpu(row: Row) -> Row:
 def test_gpu_equals_cpu(width: int) -> None:
     rng = np.random.default_rng(width)
     left = 0
-    for _ in range(8):
+    calls = 1 if UNDER_A_TOOL else 8
+    for _ in range(calls):
         rows = [random_row(rng, random_plan(rng, width), width) for _ in range(40)]
         there = [on_gpu(row) for row in rows]
         for row, got, want in zip(rows, sampling.sample(there), sampling.sample(rows), strict=True):
             assert same(got, want), (row.plan, got, want)
         left += sum(answer[0] == -3 for answer in sampling_cuda.answers(there))
-    assert left < 0.85 * 320, "too many rows were left to the CPU for this test to mean much"
+    assert left < 0.85 * 40 * calls, "too many rows were left to the CPU for this test to mean much"
 
 
 PEAKED: list[dict[str, Any]] = [
@@ -297,11 +300,11 @@ PEAKED: list[dict[str, Any]] = [
 @pytest.mark.cuda
 def test_gpu_equals_cpu_on_long_rows_of_one_batch() -> None:
     """Logits like a model's; penalties, masks, a bias; every row must be answered by the GPU itself."""
-    width, rng = 128_256, np.random.default_rng(5)
+    width, rng = 20_000 if UNDER_A_TOOL else 128_256, np.random.default_rng(5)
     mask = pack_ids(rng.integers(0, width, width // 2), width)
     context = rng.integers(0, width, 3000)
     rows = []
-    for i, fields in enumerate(PEAKED * 4):
+    for i, fields in enumerate(PEAKED * (1 if UNDER_A_TOOL else 4)):
         x = rng.normal(0, 2, width).astype(np.float32)
         x[rng.integers(0, width, 300)] += np.linspace(14, 4, 300).astype(np.float32)
         bias = torch.from_numpy(rng.normal(0, 1, width).astype(np.float32)) if i % 3 == 0 else None
@@ -313,8 +316,9 @@ def test_gpu_equals_cpu_on_long_rows_of_one_batch() -> None:
     assert all(answer[0] >= 0 for answer in sampling_cuda.answers(there))
     for row, got, want in zip(rows, sampling.sample(there), sampling.sample(rows), strict=True):
         assert same(got, want), (row.plan, got, want)
-    alone = [sampling.sample([row])[0] for row in there]
-    assert all(same(a, b) for a, b in zip(alone, sampling.sample(rows), strict=True))
+    few = slice(0, 2 if UNDER_A_TOOL else None)
+    alone = [sampling.sample([row])[0] for row in there[few]]
+    assert all(same(a, b) for a, b in zip(alone, sampling.sample(rows[few]), strict=True))
     assert torch.equal(kept, there[0].logits)
 
 
@@ -413,7 +417,7 @@ def test_an_interrupt_before_the_answers_leaves_the_next_call_alone() -> None:
     logits = torch.randn(64, 9000, device="cuda") * 4
     first, second = ([Row(Plan(size=9000, top_k=k), row, uniform=0.5) for row in logits] for k in (3, 2000))
     want = sampling.sample(second)
-    for _ in range(5):
+    for _ in range(1 if UNDER_A_TOOL else 5):
         following = Interrupted(64, 9000)
         torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
         with pytest.raises(KeyboardInterrupt):
@@ -424,7 +428,7 @@ def test_an_interrupt_before_the_answers_leaves_the_next_call_alone() -> None:
 
 
 @pytest.mark.cuda
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=20 if UNDER_A_TOOL else 200, deadline=None)
 @given(st.data())
 def test_plans_that_say_so_are_never_left_to_the_cpu(data: st.DataObject) -> None:
     """Behind them logits may be overwritten as soon as the launches have read them."""

@@ -1,9 +1,10 @@
 //! A GPU: what it is, its primary context and the kernels loaded into it.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CString, c_int, c_void};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use crate::driver::{Driver, Reason};
@@ -34,10 +35,11 @@ pub struct Device {
     functions: HashMap<String, Function>,
 }
 
-/// A loaded kernel and the dynamic shared memory it was last allowed.
-struct Function {
-    handle: CuFunction,
+/// A loaded kernel, the dynamic shared memory it was last allowed and how often it was launched.
+pub(crate) struct Function {
+    pub(crate) handle: CuFunction,
     shared: Mutex<u32>,
+    pub(crate) launches: AtomicU64,
 }
 
 // SAFETY: contexts and functions are process-wide handles; the driver allows their use from any thread.
@@ -53,6 +55,21 @@ pub fn devices() -> Result<Vec<DeviceInfo>, &'static Reason> {
     Ok((0..driver.device_count())
         .filter_map(|i| describe(driver, i).ok().map(|(_, info)| info))
         .collect())
+}
+
+/// Every kernel of the GPUs in use and how often this process has launched it, captured launches once; empty before the first
+/// use of a GPU. For tools that say which kernels a run had.
+pub fn launches() -> BTreeMap<String, u64> {
+    let mut all = BTreeMap::new();
+    for device in DEVICES.get().into_iter().flatten() {
+        let Some(Ok(device)) = device.get() else {
+            continue;
+        };
+        for (name, function) in &device.functions {
+            *all.entry(name.clone()).or_default() += function.launches.load(Ordering::Relaxed);
+        }
+    }
+    all
 }
 
 impl Device {
@@ -74,7 +91,7 @@ impl Device {
     }
 
     /// The kernel `name`, allowed `shared` bytes of dynamic shared memory.
-    pub(crate) fn function(&self, name: &str, shared: u32) -> Result<CuFunction, CudaError> {
+    pub(crate) fn function(&self, name: &str, shared: u32) -> Result<&Function, CudaError> {
         let function = self
             .functions
             .get(name)
@@ -98,7 +115,7 @@ impl Device {
                 *allowed = shared;
             }
         }
-        Ok(function.handle)
+        Ok(function)
     }
 
     /// Runs `work` with this device's context current, leaving the caller's choice as it was.
@@ -297,8 +314,12 @@ fn load_all(driver: &'static Driver) -> Result<HashMap<String, Function>, CudaEr
                 };
                 check(driver, code, "cuFuncSetAttribute", &name)?;
             }
-            let shared = Mutex::new(0);
-            all.insert(name, Function { handle, shared });
+            let function = Function {
+                handle,
+                shared: Mutex::new(0),
+                launches: AtomicU64::new(0),
+            };
+            all.insert(name, function);
         }
     }
     Ok(all)

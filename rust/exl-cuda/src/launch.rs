@@ -1,6 +1,7 @@
 //! Launching one kernel on a stream that somebody else owns.
 
 use std::ffi::c_void;
+use std::sync::atomic::Ordering;
 
 use crate::device::Device;
 use crate::driver::Driver;
@@ -147,12 +148,14 @@ impl Launch<'_> {
             let code = unsafe {
                 (driver.functions.launch)(
                     &raw const config,
-                    function,
+                    function.handle,
                     arguments.as_mut_ptr(),
                     std::ptr::null_mut(),
                 )
             };
-            check(driver, code, "cuLaunchKernelEx", self.kernel)
+            check(driver, code, "cuLaunchKernelEx", self.kernel)?;
+            function.launches.fetch_add(1, Ordering::Relaxed);
+            Ok(())
         })
     }
 }

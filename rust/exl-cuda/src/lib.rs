@@ -16,6 +16,6 @@ pub mod images {
     include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
 }
 
-pub use device::{Device, DeviceInfo, devices};
+pub use device::{Device, DeviceInfo, devices, launches};
 pub use driver::{Driver, Reason};
 pub use launch::{CudaError, Launch};

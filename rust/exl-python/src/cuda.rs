@@ -3,6 +3,8 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
+use std::collections::BTreeMap;
+
 use exl_cuda::ops::{Element, Target, elementwise, norm, probe, rope};
 use exl_cuda::{Driver, devices, images};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -319,6 +321,13 @@ fn cuda_probe_empty(
         .map_err(|e| device_error(py, &e))
 }
 
+/// How often this process has launched each kernel of the GPUs in use, captured launches once; empty before the first use of a
+/// GPU.
+#[pyfunction]
+fn cuda_launches() -> BTreeMap<String, u64> {
+    exl_cuda::launches()
+}
+
 /// Adds this subject's functions and classes to the module.
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(cuda_build, m)?)?;
@@ -327,6 +336,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(cuda_layer_norm, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_probe_read, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_probe_empty, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_launches, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_rope, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_activation, m)?)
 }
