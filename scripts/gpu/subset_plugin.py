@@ -7,9 +7,9 @@ up. Cases of one function come in a fixed mixed order, so that the first few dif
 EXL_SUBSET_CASES is a file of lines `seconds case`: these cases run first, whatever they take, in place of the first of
 their functions, and those that take longest before others. (kernels_covered.py writes such files.)
 What was left out is counted at the end: it is neither passed nor skipped. EXL_SUBSET_WITHOUT is words with commas
-between: cases with one of them in their function's source or in their name are left out. EXL_SUBSET_QUEUE is a folder
-that processes side by side share: a case is run by the first of them that comes to it. EXL_SUBSET_LOG is a file for a
-line a case: outcome, seconds, name.
+between: cases with one of them in their function's source or in their name are left out; EXL_SUBSET_WITH: those
+without any of these words. EXL_SUBSET_QUEUE is a folder that processes side by side share: a case is run by the first
+of them that comes to it. EXL_SUBSET_LOG is a file for a line a case: outcome, seconds, name.
 """
 
 from __future__ import annotations
@@ -31,10 +31,15 @@ class Subset:
     """The order of the cases, and when it is enough."""
 
     def __init__(
-        self, seconds: float, without: list[str], chosen: dict[str, float], queue: str | None, log: str | None
+        self,
+        seconds: float,
+        words: tuple[list[str], list[str]],
+        chosen: dict[str, float],
+        queue: str | None,
+        log: str | None,
     ) -> None:
         self.seconds = seconds
-        self.without = without
+        self.having, self.without = words
         self.chosen = chosen
         self.queue = None if queue is None else Path(queue)
         self.log = log
@@ -49,7 +54,9 @@ class Subset:
             if item.get_closest_marker("cuda") is None:
                 continue
             source = inspect.getsource(getattr(item, "function", type(item)))
-            if not any(word in source or word in item.nodeid for word in self.without):
+            left_out = any(word in source or word in item.nodeid for word in self.without)
+            asked = not self.having or any(word in source or word in item.nodeid for word in self.having)
+            if asked and not left_out:
                 self.functions[item.nodeid.split("[")[0]].append(item)
         for name, cases in self.functions.items():
             random.Random(name).shuffle(cases)
@@ -99,10 +106,15 @@ class Subset:
 
 def pytest_configure(config: pytest.Config) -> None:
     seconds = float(os.environ.get("EXL_SUBSET_SECONDS", "60"))
-    without = [word for word in os.environ.get("EXL_SUBSET_WITHOUT", "").split(",") if word]
+    having, without = (
+        [word for word in os.environ.get(name, "").split(",") if word]
+        for name in ("EXL_SUBSET_WITH", "EXL_SUBSET_WITHOUT")
+    )
     chosen = {}
     if "EXL_SUBSET_CASES" in os.environ:
         lines = Path(os.environ["EXL_SUBSET_CASES"]).read_text().splitlines()
         chosen = {name: float(cost) for cost, name in (line.split(" ", 1) for line in lines if line[:1].isdigit())}
-    subset = Subset(seconds, without, chosen, os.environ.get("EXL_SUBSET_QUEUE"), os.environ.get("EXL_SUBSET_LOG"))
+    subset = Subset(
+        seconds, (having, without), chosen, os.environ.get("EXL_SUBSET_QUEUE"), os.environ.get("EXL_SUBSET_LOG")
+    )
     config.pluginmanager.register(subset, "exl-subset")
