@@ -3,11 +3,12 @@
 #
 # usage: scripts/gpu/sanitize.sh memcheck|racecheck|synccheck|initcheck [seconds, default 70] [processes, default 1] [pytest paths, default tests/kernels]
 #
-# One case of every test function at least, then as many as the time allows (subset_plugin.py); processes side by side take one
-# after the other. Kernels of torch are left out by name where the tool can do without: they are not ours and cost most of the time.
+# One case of every test function at least and, by the list sanitize_cases.txt, of every kernel (kernels_covered.py says in the end
+# which were launched), then as many as the time allows (subset_plugin.py); processes side by side take one after the other.
+# Kernels of torch are left out by name where the tool can do without: they are not ours and cost most of the time.
 #
-# memcheck, initcheck: without torch's caching allocator, so that every tensor is an allocation of its own whose ends are watched;
-# tests that capture graphs cannot run so, and run under the other tools.
+# memcheck, initcheck: without torch's caching allocator, so that every tensor is an allocation of its own whose ends are watched.
+# Tests that capture graphs cannot run so (an allocation cannot be captured): one more process runs them with the allocator.
 # racecheck, synccheck: the kernels that hand over through barriers are compiled anew (racecheck_images.py; EXL_CUDA_IMAGES, if it
 # is set, names a folder where that was done). racecheck is tried first: it must accept a right hand-over and report a wrong one
 # (racecheck_mbarrier.cu). Both take two launches of one kernel that overlap for one, so programmatic launches are off under them.
@@ -27,7 +28,7 @@ mkdir -p "$log"
 options=(--tool "$tool" --error-exitcode 99 --print-limit 30 --destroy-on-device-error kernel)
 case $tool in memcheck | racecheck | synccheck) for name in at6native cublas cutlass; do options+=(--kernel-name-exclude "kns=$name"); done ;; esac
 case $tool in
-  memcheck | initcheck) export PYTORCH_NO_CUDA_MEMORY_CACHING=1 EXL_SUBSET_WITHOUT=CUDAGraph ;;
+  memcheck | initcheck) graphs=1 ;;
   racecheck | synccheck)
     if [ -z "${EXL_CUDA_IMAGES:-}" ]; then
       python3 scripts/gpu/racecheck_images.py "$log/images" || exit 2
@@ -40,17 +41,27 @@ if [ "$tool" = racecheck ]; then
   options+=(--racecheck-report analysis --racecheck-num-workers 2)
   scripts/gpu/racecheck_probe.sh || exit 3
 fi
-rm -rf "$log/$tool-queue"
-for ((i = 0; i < processes; i++)); do
-  EXL_KERNELS_LOG=$log/$tool-kernels EXL_SUBSET_QUEUE=$log/$tool-queue EXL_SUBSET_LOG=$log/$tool-cases-$i.txt timeout "${SANITIZE_LIMIT:-0}" compute-sanitizer "${options[@]}" \
-    python3 -m pytest -m cuda -p no:cacheprovider -p subset_plugin -p kernels_plugin --tb=short "${paths[@]:-tests/kernels}" > "$log/$tool-$i.txt" 2>&1 &
+rm -rf "$log/$tool"-{queue*,kernels,cases-*.txt}
+export EXL_SUBSET_CASES=${EXL_SUBSET_CASES-$PWD/scripts/gpu/sanitize_cases.txt}
+[ -f "$EXL_SUBSET_CASES" ] || unset EXL_SUBSET_CASES
+for ((i = 0; i < processes + ${graphs:-0}; i++)); do
+  if [ $i -lt "$processes" ]; then
+    [ -z "${graphs:-}" ] || export PYTORCH_NO_CUDA_MEMORY_CACHING=1 EXL_SUBSET_WITHOUT=CUDAGraph
+  else
+    unset PYTORCH_NO_CUDA_MEMORY_CACHING EXL_SUBSET_WITHOUT
+    export EXL_SUBSET_WITH=CUDAGraph
+  fi
+  EXL_KERNELS_LOG=$log/$tool-kernels EXL_SUBSET_QUEUE=$log/$tool-queue-$((i < processes)) EXL_SUBSET_LOG=$log/$tool-cases-$i.txt \
+    timeout "${SANITIZE_LIMIT:-0}" compute-sanitizer "${options[@]}" python3 -m pytest -m cuda -p no:cacheprovider \
+    -p subset_plugin -p kernels_plugin --tb=short "${paths[@]:-tests/kernels}" > "$log/$tool-$i.txt" 2>&1 &
   running[i]=$!
 done
 failed=0
-for ((i = 0; i < processes; i++)); do
+for ((i = 0; i < processes + ${graphs:-0}; i++)); do
   wait "${running[i]}"
   code=$?
   ours=$(grep -E '^.*=========.*(Race reported|Error|error detected|Uninitialized|Invalid)' "$log/$tool-$i.txt" | grep -cv 'nvjet\|ERROR SUMMARY: 0\|RACECHECK SUMMARY')
+  [ $code = 5 ] && [ $i = "$processes" ] && code=0 # no graph in these tests
   if [ $code != 0 ] && ! { [ "$tool" = racecheck ] && [ $code = 99 ] && [ "$ours" = 0 ]; }; then
     failed=1
     echo "process $i: exit code $code, $ours reports on our kernels"
@@ -62,5 +73,5 @@ cat "$log/$tool"-cases-*.txt 2>/dev/null | awk -v tool="$tool" '{n[$1]++; split(
 echo "$tool: $(python3 scripts/gpu/kernels_covered.py "$log/$tool-kernels" || true)"
 cat "$log/$tool"-[0-9]*.txt | grep -c 'Race reported.*nvjet' | sed 's/^/reports on kernels of cuBLAS: /'
 cat "$log/$tool"-[0-9]*.txt | grep -hoE 'ERROR SUMMARY: [0-9]+ error|RACECHECK SUMMARY: .*' | sort | uniq -c
-rm -rf "$log/$tool-queue"
+rm -rf "$log/$tool"-queue*
 exit $failed

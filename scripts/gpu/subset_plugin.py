@@ -44,12 +44,14 @@ class Subset:
         self.queue = None if queue is None else Path(queue)
         self.log = log
         self.began = time.monotonic()
+        self.all: set[str] = set()
         self.functions: dict[str, list[pytest.Item]] = defaultdict(list)
         self.round_of: dict[str, int] = {}
         self.number_of: dict[str, int] = {}
         self.run: dict[str, int] = defaultdict(int)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self.all = {item.nodeid for item in items}
         for item in items:
             if item.get_closest_marker("cuda") is None:
                 continue
@@ -102,6 +104,8 @@ class Subset:
             f"subset: {sum(self.run.values())} of {cases} cases, {len(self.run)} of {len(self.functions)} functions, "
             f"{time.monotonic() - self.began:.0f} s"
         )
+        if gone := len(self.chosen) - len(self.chosen.keys() & self.all):
+            terminalreporter.write_line(f"subset: {gone} chosen cases are no tests any more")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Everything that is proven on a GPU, once, in about three minutes on two GPUs: all tests marked `cuda`, memcheck, racecheck. A
+# table of what passed stands last. On the first GPU the tests run, on the second the tools; with one GPU all of it runs there.
+#
+# usage: scripts/gpu/prove_all.sh FOLDER [seconds, default 170: what has not ended by then is cut off, and the table says so]
+#
+# FOLDER receives each part's output, and by `kernels_covered.py` which kernels the tests and each tool launched. Parts can be
+# left out: PROVE_PARTS, default "two kernels rest errors memcheck racecheck". EXL_CUDA_IMAGES: as in sanitize.sh.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+source scripts/gpu/environment.sh
+out=${1:?folder for the results}
+limit=${2:-170}
+parts=" ${PROVE_PARTS:-two kernels rest errors memcheck racecheck} "
+rm -rf "$out"/{parts,kernels} && mkdir -p "$out"/parts
+out=$(cd "$out" && pwd)
+export PYTHONPATH="$PWD/scripts/gpu:$PYTHONPATH" OMP_NUM_THREADS=1 EXL_CPU_THREADS=1
+IFS=, read -ra gpus <<< "${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | tr -d ' ' | paste -sd,)}"
+tests=${gpus[0]} tools=${gpus[1]:-${gpus[0]}}
+began=$(date +%s)
+passed() { echo $(($(date +%s) - began)); }
+left() { local s=$((limit - $(passed) - ${1:-0})); echo $((s > 1 ? s : 1)); }
+has() { [[ $parts = *" $1 "* ]]; }
+
+record() {  # NAME CODE SECONDS TEXT: a row of the table
+  local how=passed
+  case $2 in 0) ;; 124 | 137) how="CUT OFF" ;; *) how="FAILED ($2)" ;; esac
+  printf '%-10s %-12s %4d s  %s\n' "$1" "$how" "$3" "$4" > "$out/parts/$1"
+  echo "[$(passed) s] $(cat "$out/parts/$1")"
+}
+
+run_tests() {  # NAME GPUS ARGUMENTS...
+  local name=$1 start code text
+  start=$(passed)
+  CUDA_VISIBLE_DEVICES=$2 EXL_KERNELS_LOG=$out/kernels/tests timeout -k 5 "$(left)" python3 -m pytest -m cuda -p no:cacheprovider \
+    -p kernels_plugin --tb=short --durations=8 --junitxml="$out/$name.xml" "${@:3}" > "$out/$name.txt" 2>&1
+  code=$?
+  text=$(grep -aE '(passed|failed|error).* in ' "$out/$name.txt" | tail -1 | tr -d '=')
+  [ $code = 124 ] && text="after $(grep -aoE '^[.FEsx]+( |$)' "$out/$name.txt" | tr -cd '.FEsx' | wc -c) tests"
+  record "$name" $code $(($(passed) - start)) "$text"
+}
+
+run_tool() {  # TOOL SECONDS PROCESSES
+  local start code
+  start=$(passed)
+  CUDA_VISIBLE_DEVICES=$tools SANITIZE_LIMIT=$(left 6) SANITIZE_LOG=$out/$1 timeout -k 5 "$(left 1)" scripts/gpu/sanitize.sh "$1" "$2" "$3" \
+    > "$out/$1.txt" 2>&1
+  code=$?
+  # Processes that ran out of time and nothing else.
+  grep -q 'exit code 124, 0 reports' "$out/$1.txt" && ! grep 'exit code' "$out/$1.txt" | grep -qv 'exit code 124, 0 reports' && code=124
+  record "$1" $code $(($(passed) - start)) "$(grep -aE "^$1: .*(cases|kernels)" "$out/$1.txt" | sed "s/^$1: //" | paste -sd';')"
+}
+
+echo "$(git rev-parse --short HEAD 2> /dev/null || cat commit 2> /dev/null), GPUs ${gpus[*]}, $(nproc) cores, $limit s"
+nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader
+devices=tests/core/test_cuda_devices.py errors=tests/core/test_cuda_errors.py
+if has racecheck; then
+  (
+    if [ -z "${EXL_CUDA_IMAGES:-}" ]; then
+      python3 scripts/gpu/racecheck_images.py "$out/images" > "$out/images.txt" 2>&1 || { record images $? "$(passed)" "$(tail -1 "$out/images.txt")"; exit; }
+      export EXL_CUDA_IMAGES=$out/images
+    fi
+    run_tool racecheck 20 10
+    rm -rf "$out/images"
+  ) &
+fi
+if has memcheck; then (unset EXL_CUDA_IMAGES; run_tool memcheck 40 5) & fi
+unset EXL_CUDA_IMAGES
+if has kernels; then run_tests kernels "$tests" -n 9 --dist worksteal tests/kernels & fi
+if has rest; then
+  run_tests rest "$tests" -n 5 --dist loadfile tests/core tests/generate tests/golden tests/properties --ignore $devices --ignore $errors &
+fi
+if has errors; then run_tests errors "$tests" $errors & fi
+if has two && [ ${#gpus[@]} -gt 1 ]; then
+  run_tests two "${gpus[0]},${gpus[1]}" -rs $devices tests/core/test_cuda_lora.py tests/generate/test_cuda_generator.py &
+fi
+wait
+covered=$(python3 scripts/gpu/kernels_covered.py "$out/kernels/tests" | tee "$out/kernels/tests.txt" | head -1)
+echo
+echo "part       result       time    what"
+for part in two kernels rest errors memcheck racecheck images; do cat "$out/parts/$part" 2> /dev/null; done
+echo "tests: $covered"
+! grep -lqE 'FAILED|CUT OFF' "$out"/parts/*

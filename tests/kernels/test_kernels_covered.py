@@ -1,0 +1,47 @@
+"""`scripts/gpu/kernels_covered.py`: what a run launched, and the cases it chooses for the tools."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu" / "kernels_covered.py"
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert not done.stderr
+    return done.returncode, done.stdout
+
+
+def test_chosen_cases_have_every_kernel_and_every_function(tmp_path: Path) -> None:
+    cases = [
+        ("t.py::a[1]", 0.1, {"norm": 1}),
+        ("t.py::a[2]", 9.0, {"norm": 1, "rope": 2, "ring": 1}),
+        ("t.py::a[3]", 0.2, {"norm": 1, "rope": 2}),
+        ("t.py::b", 0.1, {"norm": 3}),
+        ("t.py::c", 0.1, {"few": 1}),
+    ]
+    lines = [{"module": ["few", "never", "norm", "ring", "rope"]}]
+    for name, seconds, launches in cases:
+        lines.append({"case": name, "outcome": "passed", "seconds": seconds, "launches": launches})
+    lines.append({"case": "t.py::d", "outcome": "failed", "seconds": 1.0, "launches": {"few": 1}})
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "kernels-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    code, text = run(tmp_path)
+    assert (code, text) == (1, "4 of 5 kernels launched by 6 tests\nnever launched: never\n")
+
+    log, chosen = tmp_path / "log.txt", tmp_path / "chosen.txt"
+    log.write_text("passed 70.0 t.py::a[2]\npassed 3.5 t.py::b\n")
+    code, _ = run(tmp_path, "--choose", chosen, "--costs", log)
+    assert code == 0
+    names = [line.split(" ", 1)[1] for line in chosen.read_text().splitlines()]
+    assert names[0] == "t.py::a[2]", "the only case of `ring`, and the slowest"
+    assert {"t.py::b", "t.py::c"} <= set(names)
+    assert "t.py::d" not in names
+    assert "70.0 t.py::a[2]" in chosen.read_text()
