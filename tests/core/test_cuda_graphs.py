@@ -51,6 +51,19 @@ def captured(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EXL_CUDA_GRAPHS", raising=False)
 
 
+def with_and_without_plan(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExLlamaV2CacheBase]:
+    """A cache for captured steps of the plan, then one for steps of the modules' own passes, as where the plan does not
+    cover a model."""
+    for plan in (True, False):
+        captured(model, monkeypatch)
+        if not plan:
+            monkeypatch.setattr("exl_core.decode.graphs.plan_of", lambda _: "not covered")
+        cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
+        yield cache
+        assert model.decode.count > 0
+        assert (model.decode.plan_reason is None) == plan
+
+
 def run(model: ExLlamaV2, cache: ExLlamaV2CacheBase, batch: int, q_len: int) -> list[Tensor]:
     """A prompt and four steps of uneven sequences; the logits of the steps."""
     generator = torch.Generator().manual_seed(batch)
@@ -126,21 +139,16 @@ def test_one_capture_serves_every_length_of_its_bucket(model: ExLlamaV2, monkeyp
 def test_a_capture_leaves_the_logits_of_the_step_before(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generator prepares the next step while the logits of the last wait to be sampled: with plan and without."""
     ids = torch.full((2, 1), 7)
-    for plan in (True, False):
-        captured(model, monkeypatch)
-        cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
-        with monkeypatch.context() as patch:
-            if not plan:
-                patch.setattr("exl_core.decode.graphs.plan_of", lambda _: "not covered")
-            step = model.prepare_step(1, cache, params(table(2, 4), [15, 3], 1))
-            assert step is not None
-            logits = step.run(ids)
-            assert logits is not None
-            expected = logits.clone()
-            assert model.prepare_step(1, cache, params(table(2, 4), [16, 4], 1)) is not None
-            assert model.decode.count == 2
-            assert step.stands
-            assert torch.equal(logits, expected)
+    for cache in with_and_without_plan(model, monkeypatch):
+        step = model.prepare_step(1, cache, params(table(2, 4), [15, 3], 1))
+        assert step is not None
+        logits = step.run(ids)
+        assert logits is not None
+        expected = logits.clone()
+        assert model.prepare_step(1, cache, params(table(2, 4), [16, 4], 1)) is not None
+        assert model.decode.count == 2
+        assert step.stands
+        assert torch.equal(logits, expected)
 
 
 def test_a_queued_step_outlives_its_graph(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,15 +271,6 @@ def test_what_cannot_be_captured_runs_eagerly(model: ExLlamaV2, monkeypatch: pyt
 
 def test_captured_without_the_plan(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that the plan does not cover are captured as their modules' own passes."""
-    results = []
-    for plan in (True, False):
-        captured(model, monkeypatch)
-        cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
-        with monkeypatch.context() as patch:
-            if not plan:
-                patch.setattr("exl_core.decode.graphs.plan_of", lambda _: "not covered")
-            results.append(run(model, cache, 3, 2))
-        assert model.decode.count > 0
-        assert (model.decode.plan_reason is None) == plan
+    results = [run(model, cache, 3, 2) for cache in with_and_without_plan(model, monkeypatch)]
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)

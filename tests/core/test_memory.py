@@ -19,6 +19,7 @@ from exl_core import (
     ExLlamaV2Config,
     PagedParams,
 )
+from exl_kernels import meeting
 
 pytestmark = pytest.mark.covers("core.md: better-9.6-load", "core.md: loading")
 
@@ -92,3 +93,16 @@ def test_unload_drops_all_weights_and_the_model_loads_again(
     assert sum(m.weight_bytes() for m in model.modules) == 0
     model.load()
     assert torch.equal(model.forward(ids, ExLlamaV2Cache(model, max_seq_len=256)), first)
+
+
+def test_unloading_gives_back_what_products_of_its_gpus_met_in(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch's free memory is given back; what other GPUs use stays."""
+    model = loaded(lab, monkeypatch, "whole", "exl2")
+    places = [torch.device("cuda", number) for number in range(3)]
+    held = {(place, stream): torch.empty(1) for place in places for stream in (0, 7)}
+    seen: list[set[torch.device]] = []
+    monkeypatch.setattr(meeting, "_by_stream", held)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append({place for place, _ in held}))
+    model.placement.names[1:3] = ["cuda:0", "cuda:2"]
+    model.unload()
+    assert seen == [{places[1]}]

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from exl_kernels.device import row_invariant
 from exl_kernels.linear_cuda import INVARIANT_ROWS
+from exl_kernels.meeting import forget_meeting_memory
 
 from .attn_params import AttentionParams, PagedParams
 from .axes import chunk_end
 from .cache import ExLlamaV2Cache, ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
 from .decode import DecodeGraphs, DecodePlan, PreparedStep
-from .device import GIB, Device, device_error, devices, out_of_memory_as_error
+from .device import GIB, Device, device_error, devices, out_of_memory_as_error, torch_device
 from .embeddings import ExLlamaV2MMEmbedding
 from .errors import CacheError, InputError, ModelStateError, SequenceTooLongError, UnsupportedError
 from .inputs import (
@@ -314,6 +315,8 @@ class ExLlamaV2:
         self.tp_context = None
         if self.device is not None and any(name.startswith("cuda") for name in names):
             self.rope, self.rope_alt = self._rope_tables()  # copies on GPUs go too
+            for name in {name for name in names if name.startswith("cuda")}:
+                forget_meeting_memory(torch_device(name))
             torch.cuda.empty_cache()
         self.device = None
         self.placement = Placement(["cpu"] * len(self.modules))

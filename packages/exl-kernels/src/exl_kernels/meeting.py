@@ -15,10 +15,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["meeting_in", "meeting_memory"]
+__all__ = ["forget_meeting_memory", "meeting_in", "meeting_memory"]
 
 _by_stream: dict[tuple[torch.device, int], Tensor] = {}
-"""By device and stream, whose launches follow one another; captured launches never use it."""
+"""By device and stream, whose launches follow one another; captured launches never use it. Each is allocated on its
+stream."""
 
 _current = threading.local()
 
@@ -56,3 +57,15 @@ def meeting_memory(device: torch.device, stream: int, size: int) -> Tensor | Non
         else:
             held.append(made)
     return made
+
+
+def forget_meeting_memory(device: torch.device | str) -> None:
+    """Give back what launches on this device's streams have met in; the next ones make it anew.
+
+    Captured launches keep theirs. Launches that are still queued may use it: torch gives freed memory to the stream
+    that it was allocated on, behind them, and to others only when the device has come to rest.
+    """
+    place = torch.device(device)
+    for key in list(_by_stream):  # a copy: another thread may be making some
+        if key[0] == place:
+            _by_stream.pop(key, None)
