@@ -1,53 +1,79 @@
 """Threads for filters that compute while the model runs. They are daemons: a filter that never returns cannot keep the
-process from ending, as it could in the standard library's pool."""
+process from ending, as it could in the standard library's pool.
+
+A Ctrl-C may break into whatever the main thread does here (`interrupts.lent`). Python raises it between two calls, so
+also between taking a lock inside one of `threading`'s own locks, which are Python, and coming to the `with` that gives
+it back: a Semaphore, a Condition or a starting Thread is then locked for good. Only locks and queues in C are shared
+between threads here.
+"""
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 __all__ = ["filter_pool"]
 
-#: Threads for all generators of the process; each is started when there is work and no thread is idle.
+#: Threads for all generators of the process; each is started when there is more work than threads.
 WORKERS = 16
 
 _Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
+class _Condition(threading.Condition):
+    """One that `with` locks in C, so that it is either not locked or unlocked at the end of the block."""
+
+    __enter__ = property(lambda self: self._lock.__enter__)
+    __exit__ = property(lambda self: self._lock.__exit__)
+
+
+class _Future(Future[Any]):
+    """Whoever is broken into while waiting for it does not keep its thread from handing over the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = _Condition()
+
+
 class _DaemonPool(Executor):
     def __init__(self, workers: int) -> None:
         self._queue: SimpleQueue[_Work] = SimpleQueue()
-        # One entry a thread without work. Not a Semaphore: an interrupt inside one would keep its lock for good.
-        self._idle: SimpleQueue[None] = SimpleQueue()
-        self._left = workers
+        # One entry for what is queued or runs. One more, after an interrupt, costs no more than a thread too many.
+        self._load: SimpleQueue[None] = SimpleQueue()
+        self._workers, self._started = workers, 0
         self._lock = threading.Lock()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run fn(*args, **kwargs) in a thread."""
-        future: Future[Any] = Future()
+        future = _Future()
+        self._load.put(None)
         self._queue.put((future, fn, args, kwargs))
-        try:
-            self._idle.get_nowait()
-        except Empty:
-            with self._lock:
-                if self._left > 0:
-                    self._left -= 1
-                    threading.Thread(target=self._run, name="exl-filter", daemon=True).start()
+        with self._lock:
+            while self._started < min(self._workers, self._load.qsize()):
+                _thread.start_new_thread(self._run, ())
+                self._started += 1
         return future
 
     def _run(self) -> None:
+        threading.current_thread().name = "exl-filter"
         while True:
             future, fn, args, kwargs = self._queue.get()
-            if future.set_running_or_notify_cancel():
+            result = failure = None
+            if wanted := future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(fn(*args, **kwargs))
+                    result = fn(*args, **kwargs)
                 except BaseException as error:
-                    future.set_exception(error)
-            del future, fn, args, kwargs  # an idle thread keeps no request alive
-            self._idle.put(None)
+                    failure = error
+            self._load.get_nowait()  # before anybody sees that this is over, and gives the next one
+            if failure is not None:
+                future.set_exception(failure)
+            elif wanted:
+                future.set_result(result)
+            del future, fn, args, kwargs, result, failure  # an idle thread keeps no request alive
 
 
 _pool: list[_DaemonPool] = []
