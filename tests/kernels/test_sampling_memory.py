@@ -1,0 +1,123 @@
+"""Buffers of sampling on a GPU when memory runs out, without a GPU: a call that fails leaves the next one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_kernels import _native, sampling_cuda
+from exl_kernels.sampling import Plan, Row
+
+BLOCKS = 2048
+
+
+class Memory:
+    """Allocates on the CPU; the allocation with number `fails` finds none."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.fails = -1
+
+    def instead_of(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate(*size: int, pin_memory: bool = False, device: object = None, dtype: Any = None) -> Tensor:
+            self.made += 1
+            if self.made == self.fails:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return make(*size, dtype=dtype)
+
+        return allocate
+
+
+class Stream:
+    cuda_stream = 0
+
+    def __init__(self, device: object = None) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def fill(requests: list[Any], _: Any, staging: Tensor, copy: Tensor, *__: Any) -> tuple[int, int]:
+    """As the native function: the bytes that a call needs, whose number is that of its masks' words here."""
+    if len(copy) != len(staging):
+        raise ValueError("device_copy must be as long as staging")
+    return sum(len(request[6]) for request in requests), 0
+
+
+def launch(
+    count: int, _: int, staging: Tensor, copy: Tensor, shaped: Tensor, maxima: Tensor, sums: Tensor, *__: Any
+) -> None:
+    if not (shaped.shape[0] >= count and maxima.shape == sums.shape == (len(shaped), BLOCKS)):
+        raise ValueError("shaped must be [N, pitch], maxima and sums [N, 2048], with a row a request")
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    found = Memory()
+    monkeypatch.setattr(sampling_cuda, "_places", {})
+    monkeypatch.setattr(sampling_cuda, "stream_of", lambda memory: 0)
+    for name in ("empty", "zeros"):
+        monkeypatch.setattr(torch, name, found.instead_of(getattr(torch, name)))
+    for name in ("Event", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(_native, "cuda_sample_fill", fill)
+    monkeypatch.setattr(_native, "cuda_sample_launch", launch)
+    monkeypatch.setattr(_native, "cuda_sample_answers", lambda staging, count: [(7, 1.0, None)] * count)
+    return found
+
+
+def rows(count: int, width: int, mask: int = 1) -> list[Row]:
+    words: Any = range(mask)
+    return [Row(Plan(size=width), torch.ones(width), mask=words) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "mask"), [(4, 100, 1), (1, 9000, 1), (1, 100, 1 << 19)], ids=["rows", "columns", "staging"]
+)
+def test_a_call_without_memory_leaves_buffers_that_fit_each_other(
+    memory: Memory, count: int, width: int, mask: int
+) -> None:
+    """Whichever of the allocations fails: the error says so, and calls of that size or less are answered behind it."""
+    small, large = rows(1, 100), rows(count, width, mask)
+    sampling_cuda.answers(small)
+    before = memory.made
+    failures = 0
+    for number in (1, 2, 3, 4):
+        memory.made, memory.fails = 0, number
+        try:
+            sampling_cuda.answers(large)
+        except torch.OutOfMemoryError:
+            failures += 1
+            assert len(sampling_cuda.answers(small)) == 1
+        else:
+            break
+    assert before >= 6
+    assert failures >= 2, "nothing has grown"
+    memory.fails = -1
+    assert len(sampling_cuda.answers(large)) == count
+    assert len(sampling_cuda.answers(small)) == 1
+
+
+def test_a_launch_alone_is_waited_for_before_its_buffers_are_filled_again(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    one = rows(1, 100)
+    sampling_cuda.answers(one)
+    assert waited == []
+    sampling_cuda.launch(one)
+    sampling_cuda.answers(one)
+    assert len(waited) == 1
+    sampling_cuda.answers(one)
+    assert len(waited) == 1
