@@ -144,15 +144,18 @@ class OwnStep:
             flat = t.view(-1, *t.shape[2:])
             flat[self.slots[self.slots >= 0]] = torch.nan if t.dtype == torch.float16 else 0xFF
 
-    def apart(self, **options: Any) -> Tensor:
+    def stored(self) -> Tensor:
+        """Keys and values rotated and stored by doors of their own; the rotated queries."""
         q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in self.parts())
         for t in (q, k):
             if self.rotated:
                 apply_rope(t, self.cos, self.sin, self.rope_positions, interleaved=self.interleaved)
         store_kv(self.case.pages, k, v, self.slots)
-        return paged_attention(
-            q, self.case.pages, self.table, self.rows, self.positions, scale=self.case.scale, **options
-        )
+        return q
+
+    def apart(self, **options: Any) -> Tensor:
+        where = (self.table, self.rows, self.positions)
+        return paged_attention(self.stored(), self.case.pages, *where, scale=self.case.scale, **options)
 
     def together(self, **options: Any) -> Tensor:
         where = (self.table, self.rows, self.positions, self.slots)

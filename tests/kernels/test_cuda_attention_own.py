@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels import attention_cuda
+from exl_kernels.attention import paged_attention
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.fused_linear import FusedLinear
 from exl_kernels.linear import QuantMatrix
@@ -130,6 +131,26 @@ def test_many_sequences_give_the_bits_of_each_alone(kind: Any, groups: int, dim:
             max_keys=step.lengths[b],
         )
         assert torch.equal(alone[0], many[b]), b
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("groups", "dim"), [(3, 64), (12, 64), (4, 128), (12, 128)])
+def test_blocks_of_every_size_give_the_bits_of_tokens_many(
+    kind: Any, dtype: torch.dtype, groups: int, dim: int
+) -> None:
+    """A sequence's keys in the blocks of a cluster, in one block of two teams, and (many short sequences) of one."""
+    for lengths in ([200, 65, 1], [700, 513, 64, 1] * 11, [511, 64, 1, 300, 512, 65, 130] * 10):
+        step = own_step(kind, lengths, heads=4, groups=groups, dim=dim, page_size=64, dtype=dtype)
+        assert_same_step(step)
+        step.forget()
+        got = step.together()
+        step.forget()
+        q = step.stored()
+        for b in (0, 1, 2):
+            where = (t[b : b + 1].repeat(17) for t in (step.rows, step.positions))
+            many = paged_attention(q[b : b + 1].repeat(17, 1, 1), step.case.pages, step.table, *where, scale=dim**-0.5)
+            assert torch.equal(many[0], got[b]), (lengths[b], len(lengths))
 
 
 def test_own_keys_that_do_not_fit_are_refused() -> None:

@@ -33,17 +33,23 @@ def activations(m: int, k: int, dtype: torch.dtype) -> Tensor:
 
 
 def exl2(
-    n: int, *widths: int, seed: int = 0, perm: Tensor | None = None, bias: bool = False, k: int = K
+    n: int,
+    *widths: int,
+    seed: int = 0,
+    perm: Tensor | None = None,
+    bias: bool = False,
+    k: int = K,
+    group: int = 128,
 ) -> QuantMatrix:
-    table, first = [], 0
-    for bits in (widths * (k // 128))[: k // 128]:
+    table, first, groups = [], 0, k // group
+    for bits in (widths * groups)[:groups]:
         table += [bits, first]
-        first += 4 * bits
+        first += group // 32 * bits
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         "q_weight": words(first, n, seed=seed),
-        "q_scale": words(k // 128, n // 8, seed=seed + 1),
-        "q_scale_max": (torch.rand(k // 128, generator=generator) * 0.02 + 0.001).half(),
+        "q_scale": words(groups, n // 8, seed=seed + 1),
+        "q_scale_max": (torch.rand(groups, generator=generator) * 0.02 + 0.001).half(),
         "q_groups": torch.tensor(table, dtype=torch.int16),
         "q_invperm": torch.randperm(k, generator=generator).to(torch.int32),
     }
@@ -54,16 +60,16 @@ def exl2(
     return QuantMatrix.from_exl2(tensors, device="cuda")
 
 
-def gptq(n: int, act_order: bool) -> QuantMatrix:
+def gptq(n: int, act_order: bool, group: int = 128) -> QuantMatrix:
     generator = torch.Generator().manual_seed(n)
     tensors = {
         "qweight": words(K // 8, n, seed=n),
-        "qzeros": words(K // 128, n // 8, seed=n + 1),
-        "scales": (torch.rand(K // 128, n, generator=generator) * 0.01 + 0.001).half(),
+        "qzeros": words(K // group, n // 8, seed=n + 1),
+        "scales": (torch.rand(K // group, n, generator=generator) * 0.01 + 0.001).half(),
     }
     if act_order:
-        tensors["g_idx"] = torch.randperm(K, generator=torch.Generator().manual_seed(3)).to(torch.int32) // 128
-    return QuantMatrix.from_gptq(tensors, bits=4, group_size=128, device="cuda")
+        tensors["g_idx"] = torch.randperm(K, generator=torch.Generator().manual_seed(3)).to(torch.int32) // group
+    return QuantMatrix.from_gptq(tensors, bits=4, group_size=group, device="cuda")
 
 
 def qkv(kind: str) -> list[QuantMatrix]:
@@ -72,14 +78,18 @@ def qkv(kind: str) -> list[QuantMatrix]:
         return [exl2(n, 4, seed=i, perm=perm) for i, n in enumerate((512, 128, 160))]
     if kind == "own orders":
         return [exl2(n, *w, seed=i, bias=True) for i, (n, w) in enumerate([(512, (4,)), (128, (5, 4)), (160, (6, 3))])]
-    return [gptq(n, kind == "gptq act-order") for n in (512, 128, 160)]
+    if kind == "groups of 32":
+        return [exl2(n, 5, 4, 3, seed=i, perm=perm, group=32) for i, n in enumerate((512, 128, 160))]
+    return [gptq(n, kind == "gptq act-order", 32 if kind == "gptq groups of 32" else 128) for n in (512, 128, 160)]
 
 
 def norm_of(dtype: torch.dtype) -> Norm:
     return Norm((torch.rand(K, device="cuda") + 0.5).to(dtype), 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["one order", "own orders", "gptq", "gptq act-order"])
+@pytest.mark.parametrize(
+    "kind", ["one order", "own orders", "gptq", "gptq act-order", "groups of 32", "gptq groups of 32"]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 def test_several_matrices(kind: str, dtype: torch.dtype, normed: bool) -> None:
@@ -95,9 +105,10 @@ def test_several_matrices(kind: str, dtype: torch.dtype, normed: bool) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
 @pytest.mark.parametrize("widths", [((4,), (4,)), ((5, 4), (4, 3))])
+@pytest.mark.parametrize("group", [128, 32])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated(activation: str, widths: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
-    gate, up = (exl2(608, *w, seed=i, perm=torch.arange(K).flip(0)) for i, w in enumerate(widths))
+def test_gated(activation: str, widths: tuple[tuple[int, ...], ...], group: int, dtype: torch.dtype) -> None:
+    gate, up = (exl2(608, *w, seed=i, perm=torch.arange(K).flip(0), group=group) for i, w in enumerate(widths))
     norm = norm_of(dtype)
     fused = FusedLinear([gate, up], norm=norm, activation=activation, dtype=dtype)  # type: ignore[arg-type]
     for m in ROWS:
@@ -134,8 +145,9 @@ def test_random_products_with_what_stands_around_them(seed: int) -> None:
     if gated:
         sizes[1] = sizes[0]
     widths = [tuple(rng.choices((2, 3, 4, 5, 6, 8), k=rng.choice((1, 2)))) for _ in sizes]
+    group = 32 if seed % 4 == 3 else 128
     matrices = [
-        exl2(n, *w, seed=seed + i, perm=perm, bias=rng.random() < 0.2)
+        exl2(n, *w, seed=seed + i, perm=perm, bias=rng.random() < 0.2, group=group)
         for i, (n, w) in enumerate(zip(sizes, widths, strict=True))
     ]
     norm = norm_of(dtype) if rng.random() < 0.6 else None
@@ -150,14 +162,16 @@ def test_random_products_with_what_stands_around_them(seed: int) -> None:
         assert torch.equal(got, want if h is None else h + want), (sizes, widths, m)
 
 
-@pytest.mark.parametrize("kind", ["exl2", "gptq", "gptq act-order"])
+@pytest.mark.parametrize("kind", ["exl2", "exl2 groups of 32", "gptq", "gptq act-order", "gptq groups of 32"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
     """A gated product and the one that takes its results: what one call gives is what two give, and each row alone."""
-    if kind == "exl2":
-        gate, up, down = exl2(K, 5, 4, seed=1), exl2(K, 4, seed=2), exl2(528, 6, 3, seed=3)
+    group = 32 if "32" in kind else 128
+    if kind.startswith("exl2"):
+        shapes = ((K, (5, 4)), (K, (4,)), (528, (6, 3)))
+        gate, up, down = (exl2(n, *w, seed=i, group=group) for i, (n, w) in enumerate(shapes, 1))
     else:
-        gate, up, down = (gptq(n, kind == "gptq act-order") for n in (K, K, 544))
+        gate, up, down = (gptq(n, kind == "gptq act-order", group) for n in (K, K, 544))
     norm = norm_of(dtype)
     first = FusedLinear([gate, up], norm=norm, activation="silu", dtype=dtype)
     second = FusedLinear([down], dtype=dtype)
@@ -176,14 +190,14 @@ def test_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
             assert torch.equal(alone[0], got[i]), (m, i)
 
 
-@pytest.mark.parametrize("k", [256, K, 1152, 2304, 4096])
-def test_results_go_from_product_to_product(k: int) -> None:
+@pytest.mark.parametrize(("k", "group"), [(256, 128), (K, 128), (1152, 128), (2304, 128), (4096, 128), (1152, 32)])
+def test_results_go_from_product_to_product(k: int, group: int) -> None:
     """A layer's products, each with its input from the one before and its own norm: the separate operators' bits."""
     perms = [torch.randperm(k, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     norms = [Norm(torch.rand(k, device="cuda").half() + 0.5, eps, offset) for eps, offset in ((1e-5, 0.0), (1e-3, 1.0))]
-    o, down = exl2(k, 4, 3, seed=1, k=k, bias=True), exl2(k, 5, 4, seed=2, k=2048)
-    gate, up = (exl2(2048, 6, 4, seed=3 + i, perm=perms[0], k=k) for i in range(2))
-    qkv = [exl2(n, 4, seed=5 + i, perm=perms[1], k=k) for i, n in enumerate((320, 64, 80))]
+    o, down = exl2(k, 4, 3, seed=1, k=k, bias=True, group=group), exl2(k, 5, 4, seed=2, k=2048, group=group)
+    gate, up = (exl2(2048, 6, 4, seed=3 + i, perm=perms[0], k=k, group=group) for i in range(2))
+    qkv = [exl2(n, 4, seed=5 + i, perm=perms[1], k=k, group=group) for i, n in enumerate((320, 64, 80))]
     products = [FusedLinear([o]), FusedLinear([gate, up], norm=norms[0], activation="gelu"), FusedLinear([down])]
     products.append(FusedLinear(qkv, norm=norms[1]))
     assert all(product.takes_prepared for product in products[1:])

@@ -87,6 +87,22 @@ def test_programmatic_launch_changes_no_bit() -> None:
     assert all(torch.equal(r, results[0]) for r in results)
 
 
+def test_launches_are_counted_and_the_benchmarks_probes_run() -> None:
+    stream = torch.cuda.current_stream().cuda_stream
+    _native.cuda_probe_empty(0, stream, False)
+    before = _native.cuda_launches()
+    buffer, sink = (torch.zeros(n, dtype=torch.uint8, device="cuda:0") for n in (1 << 20, 16))
+    for _ in range(3):
+        _native.cuda_probe_empty(0, stream, False)
+    _native.cuda_probe_read(buffer, sink, stream)
+    torch.cuda.synchronize()
+    now = _native.cuda_launches()
+    assert {name: now[name] - before[name] for name in now if now[name] != before[name]} == {
+        "probe_empty": 3,
+        "probe_read": 1,
+    }
+
+
 def test_a_foreign_stream_is_refused() -> None:
     x = torch.randn(2, 64, device="cuda")
     if torch.cuda.device_count() < 2:

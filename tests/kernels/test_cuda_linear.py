@@ -215,7 +215,7 @@ def test_the_kernels_agree_on_gptq(bits: int, k: int, group: int, n: int, act_or
     tensors = gptq_tensors(bits, k, group, n, act_order)
     made = QuantMatrix.from_gptq(tensors, bits=bits, zeros=zeros, group_size=group, device="cuda")  # type: ignore[arg-type]
     assert isinstance(made, CudaQuantMatrix)
-    for m in (1, 8, 20, 64):
+    for m in (1, 8, 12, 20, 64):
         got = ways(made, activations(m, k, seed=m))
         for name, value in got.items():
             assert torch.equal(value, got["direct"]), (name, m)
@@ -226,6 +226,21 @@ def test_large_shapes_by_every_way(case: str) -> None:
     made, _, _ = matrix(case)
     for m in (12, 32, 64):
         got = ways(made, activations(m, made.in_features, seed=m))
+        assert torch.equal(got["batch"], got["direct"]), m
+
+
+@pytest.mark.parametrize("kind", ["exl2", "gptq"])
+@pytest.mark.parametrize("group", [128, 32])
+def test_so_many_columns_that_a_block_has_three_items_at_a_time(kind: str, group: int) -> None:
+    """80 items of 64 columns on 33 teams of blocks: two at a time would take a round more."""
+    k, n = 512, 5120
+    if kind == "exl2":
+        made = QuantMatrix.from_exl2(exl2_tensors([(4, group)] * (k // group), n), device="cuda")
+    else:
+        made = QuantMatrix.from_gptq(gptq_tensors(4, k, group, n, False), bits=4, group_size=group, device="cuda")
+    assert isinstance(made, CudaQuantMatrix)
+    for m in (33, 64):
+        got = ways(made, activations(m, k, seed=m))
         assert torch.equal(got["batch"], got["direct"]), m
 
 
