@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that is proven on a GPU, once, in about three minutes on two GPUs: all tests marked `cuda`, memcheck, racecheck. A
-# table of what passed stands last. On the first GPU the tests run, on the second the tools; with one GPU all of it runs there.
+# table of what passed stands last. On the second GPU racecheck runs, on the first all else; with one GPU all of it runs there.
 #
 # usage: scripts/gpu/prove_all.sh FOLDER [seconds, default 170: what has not ended by then is cut off, and the table says so]
 #
@@ -12,11 +12,11 @@ source scripts/gpu/environment.sh
 out=${1:?folder for the results}
 limit=${2:-170}
 parts=" ${PROVE_PARTS:-two kernels rest errors memcheck racecheck} "
-rm -rf "$out"/{parts,kernels} && mkdir -p "$out"/parts
+rm -rf "$out"/{parts,kernels} && mkdir -p "$out"/{parts,kernels/tests}
 out=$(cd "$out" && pwd)
 export PYTHONPATH="$PWD/scripts/gpu:$PYTHONPATH" OMP_NUM_THREADS=1 EXL_CPU_THREADS=1
 IFS=, read -ra gpus <<< "${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | tr -d ' ' | paste -sd,)}"
-tests=${gpus[0]} tools=${gpus[1]:-${gpus[0]}}
+tests=${gpus[0]} tools=${gpus[${#gpus[@]} > 1]}
 began=$(date +%s)
 passed() { echo $(($(date +%s) - began)); }
 left() { local s=$((limit - $(passed) - ${1:-0})); echo $((s > 1 ? s : 1)); }
@@ -40,11 +40,11 @@ run_tests() {  # NAME GPUS ARGUMENTS...
   record "$name" $code $(($(passed) - start)) "$text"
 }
 
-run_tool() {  # TOOL SECONDS PROCESSES
+run_tool() {  # TOOL GPU SECONDS PROCESSES
   local start code
   start=$(passed)
-  CUDA_VISIBLE_DEVICES=$tools SANITIZE_LIMIT=$(left 6) SANITIZE_LOG=$out/$1 timeout -k 5 "$(left 1)" scripts/gpu/sanitize.sh "$1" "$2" "$3" \
-    > "$out/$1.txt" 2>&1
+  CUDA_VISIBLE_DEVICES=$2 SANITIZE_UNTIL=$((began + limit - 6)) SANITIZE_LOG=$out/$1 timeout -k 5 "$(left 1)" \
+    scripts/gpu/sanitize.sh "$1" "$3" "$4" > "$out/$1.txt" 2>&1
   code=$?
   # Processes that ran out of time and nothing else.
   grep -q 'exit code 124, 0 reports' "$out/$1.txt" && ! grep 'exit code' "$out/$1.txt" | grep -qv 'exit code 124, 0 reports' && code=124
@@ -60,11 +60,11 @@ if has racecheck; then
       python3 scripts/gpu/racecheck_images.py "$out/images" > "$out/images.txt" 2>&1 || { record images $? "$(passed)" "$(tail -1 "$out/images.txt")"; exit; }
       export EXL_CUDA_IMAGES=$out/images
     fi
-    run_tool racecheck 20 10
+    run_tool racecheck "$tools" 20 12
     rm -rf "$out/images"
   ) &
 fi
-if has memcheck; then (unset EXL_CUDA_IMAGES; run_tool memcheck 40 5) & fi
+if has memcheck; then (unset EXL_CUDA_IMAGES; run_tool memcheck "$tests" 30 5) & fi
 unset EXL_CUDA_IMAGES
 if has kernels; then run_tests kernels "$tests" -n 9 --dist worksteal tests/kernels & fi
 if has rest; then

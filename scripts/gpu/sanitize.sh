@@ -15,7 +15,7 @@
 #
 # Exit code 0: the tests passed and the tool found nothing in our kernels (racecheck cannot leave cuBLAS out: its reports on
 # kernels named nvjet are counted apart). SANITIZE_LOG is a folder for the processes' output and the list of what ran,
-# SANITIZE_LIMIT seconds after which a process is cut off (exit code 124; what it ran until then is counted).
+# SANITIZE_UNTIL a time (`date +%s`) at which processes are cut off (exit code 124; what they ran until then is counted).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/gpu/environment.sh
@@ -41,6 +41,8 @@ if [ "$tool" = racecheck ]; then
   options+=(--racecheck-report analysis --racecheck-num-workers 2)
   scripts/gpu/racecheck_probe.sh || exit 3
 fi
+limit=0
+[ -z "${SANITIZE_UNTIL:-}" ] || limit=$((SANITIZE_UNTIL > $(date +%s) ? SANITIZE_UNTIL - $(date +%s) : 1))
 rm -rf "$log/$tool"-{queue*,kernels,cases-*.txt}
 export EXL_SUBSET_CASES=${EXL_SUBSET_CASES-$PWD/scripts/gpu/sanitize_cases.txt}
 [ -f "$EXL_SUBSET_CASES" ] || unset EXL_SUBSET_CASES
@@ -52,7 +54,7 @@ for ((i = 0; i < processes + ${graphs:-0}; i++)); do
     export EXL_SUBSET_WITH=CUDAGraph
   fi
   EXL_KERNELS_LOG=$log/$tool-kernels EXL_SUBSET_QUEUE=$log/$tool-queue-$((i < processes)) EXL_SUBSET_LOG=$log/$tool-cases-$i.txt \
-    timeout "${SANITIZE_LIMIT:-0}" compute-sanitizer "${options[@]}" python3 -m pytest -m cuda -p no:cacheprovider \
+    timeout "$limit" compute-sanitizer "${options[@]}" python3 -m pytest -m cuda -p no:cacheprovider \
     -p subset_plugin -p kernels_plugin --tb=short "${paths[@]:-tests/kernels}" > "$log/$tool-$i.txt" 2>&1 &
   running[i]=$!
 done
