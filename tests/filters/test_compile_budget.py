@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +31,9 @@ from exl_filters.testing import standard_vocabulary
 llguidance = pytest.importorskip("llguidance", reason="extra `grammar`")
 
 from exl_filters import ExLlamaV2GrammarFilter  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from breaking_in import broken_into  # noqa: E402
 
 V = standard_vocabulary()
 SHORT = CompileBudget(seconds=3.0, megabytes=256)
@@ -297,3 +303,47 @@ def test_trust_compiles_at_once():
         assert not trial._idle
     finally:
         trial._idle[:] = idle
+
+
+class Answering:
+    """A worker that answers at once that a grammar is fine."""
+
+    process = SimpleNamespace(poll=lambda: None, kill=lambda: None)
+
+    def __init__(self, library: str) -> None:
+        self.library = library
+        self.together: threading.Barrier | None = None
+
+    def ask(self, request, seconds):
+        if "together" in request:
+            request["together"].wait()
+        return {"error": "", "warnings": [], "took": 0.0}
+
+    def kill(self) -> None: ...
+
+
+@pytest.mark.timeout(60)  # so long where somebody waits for a lock that nobody gives back
+def test_an_interrupt_at_any_call_leaves_all_places(monkeypatch):
+    """Behind it as many grammars as ever may be on trial at once."""
+    monkeypatch.setattr(trial, "_Worker", Answering)
+    monkeypatch.setattr(trial, "_idle", [])
+    monkeypatch.setattr(trial, "_places", trial._Places(trial.MOST_WORKERS))
+    budget = CompileBudget(seconds=2.0)
+    for number in itertools.count(1):
+        try:
+            with broken_into(number) as struck:
+                trial._ask({}, budget)
+        except KeyboardInterrupt:
+            pass
+        if not struck:
+            break
+        together = threading.Barrier(trial.MOST_WORKERS, timeout=20)
+        request = {"together": together}
+        asked = [compile_in_background(trial._ask, request, budget) for _ in range(trial.MOST_WORKERS)]
+        assert all(not future.result(timeout=10)["error"] for future in asked)
+    assert number > 20
+    with trial._places.one(1.0), trial._places.one(1.0):
+        with pytest.raises(FilterCompileError, match=r"^not tried: 2 other grammars have been compiling for 0\.1 s"):
+            trial._ask({}, CompileBudget(seconds=0.01))
+        with pytest.raises(FilterCompileError, match=r"not compiled within 0\.05 s"):
+            compile_within(0.05, trial._ask, {}, budget)

@@ -23,7 +23,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from exl_filters import trial_worker
@@ -157,8 +159,37 @@ class _Worker:
             timer.cancel()
 
 
+class _Places:
+    """As many as may be at work at once."""
+
+    def __init__(self, count: int) -> None:
+        self._free: SimpleQueue[Any] = SimpleQueue()
+        for _ in range(count):
+            self._free.put(None)
+
+    def one(self, seconds: float) -> _Place:
+        """For a `with`, which raises `queue.Empty` when none has become free within these seconds."""
+        return _Place(self._free, seconds)
+
+
+class _Place:
+    """`with` takes a place and gives it back in C, which no Ctrl-C breaks into. One that comes to the main thread
+    inside a Semaphore, which is Python, leaves that locked for good: no grammar would be tried any more."""
+
+    def __init__(self, free: SimpleQueue[Any], seconds: float) -> None:
+        self._free, self._seconds = free, seconds
+
+    @property
+    def __enter__(self) -> Callable[[], object]:
+        return partial(self._free.get, True, self._seconds)
+
+    @property
+    def __exit__(self) -> Callable[[Any, Any, Any], None]:
+        return self._free.put  # what it is given is put there: one entry, whichever
+
+
 _lock = threading.Lock()
-_slots = threading.Semaphore(MOST_WORKERS)
+_places = _Places(MOST_WORKERS)
 _idle: list[_Worker] = []
 # Seconds taken and megabytes allowed, of what has passed.
 _passed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
@@ -167,39 +198,38 @@ _passed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
 def _ask(request: dict[str, Any], budget: CompileBudget, library: str = "llguidance") -> dict[str, Any]:
     """The worker's answer; `FilterCompileError` when the budget is used up or the worker died of the request."""
     limit = deadline() or Deadline(None)
-    _await_turn(limit, budget)
+    # Each of those who hold the places has a budget, so the wait has an end too.
+    longest = 10 * budget.seconds
     try:
-        worker = _take(library)
-        seconds = min(budget.seconds, limit.left())
-        start = time.monotonic()
-        try:
-            with limit.killing(worker.process):
-                reply = worker.ask({**request, "megabytes": budget.megabytes, "seconds": seconds}, seconds)
-        except BaseException:
-            worker.kill()
-            raise
-        if reply is None:
-            worker.kill()
-            raise _cause(worker, budget, limit, time.monotonic() - start >= seconds)
-        with _lock:
-            _idle.append(worker)
-    finally:
-        _slots.release()
+        with _places.one(min(limit.left(), longest)):
+            reply = _ask_worker(request, budget, library, limit)
+    except Empty:
+        if limit.over():
+            raise limit.error() from None
+        raise FilterCompileError(
+            f"not tried: {MOST_WORKERS} other grammars have been compiling for {longest:g} s; try again later"
+        ) from None
     if "refused" in reply:
         raise FilterCompileError(f"{library}: {reply['refused']}")
     return reply
 
 
-def _await_turn(limit: Deadline, budget: CompileBudget) -> None:
-    """Wait for one of the MOST_WORKERS places. Each of those who hold them has a budget, so the wait has an end too."""
-    longest = 10 * budget.seconds
-    if _slots.acquire(timeout=min(limit.left(), longest)):
-        return
-    if limit.over():
-        raise limit.error()
-    raise FilterCompileError(
-        f"not tried: {MOST_WORKERS} other grammars have been compiling for {longest:g} s; try again later"
-    )
+def _ask_worker(request: dict[str, Any], budget: CompileBudget, library: str, limit: Deadline) -> dict[str, Any]:
+    worker = _take(library)
+    seconds = min(budget.seconds, limit.left())
+    start = time.monotonic()
+    try:
+        with limit.killing(worker.process):
+            reply = worker.ask({**request, "megabytes": budget.megabytes, "seconds": seconds}, seconds)
+    except BaseException:
+        worker.kill()
+        raise
+    if reply is None:
+        worker.kill()
+        raise _cause(worker, budget, limit, time.monotonic() - start >= seconds)
+    with _lock:
+        _idle.append(worker)
+    return reply
 
 
 def _take(library: str) -> _Worker:
@@ -256,8 +286,8 @@ def _stop() -> None:
 
 def _forget() -> None:
     """In a forked child: the workers are the parent's."""
-    global _lock, _slots
-    _lock, _slots = threading.Lock(), threading.Semaphore(MOST_WORKERS)
+    global _lock, _places
+    _lock, _places = threading.Lock(), _Places(MOST_WORKERS)
     _idle.clear()
 
 
