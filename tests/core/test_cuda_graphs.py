@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4, ExLlamaV2CacheBase, ExLlamaV2Config, PagedParams
+from exl_core import (
+    ExLlamaV2,
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2CacheBase,
+    ExLlamaV2Config,
+    Intervention,
+    PagedParams,
+)
 from exl_core.errors import InputError, SequenceTooLongError, TokenIdError
 from exl_kernels.device import set_programmatic_launch
 
@@ -172,6 +180,28 @@ def test_a_queued_step_outlives_its_graph(model: ExLlamaV2, monkeypatch: pytest.
         kept = logits.clone()
         assert model.prepare_step(1, cache, others) is not None
         assert torch.equal(kept, expected)
+
+
+@pytest.mark.parametrize("batch", [4, 16])
+def test_what_is_captured_serves_again_when_a_hook_is_taken_out(
+    model: ExLlamaV2, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the hooked model computes meanwhile, eagerly, has memory of its own."""
+    captured(model, monkeypatch)
+    cache, ids = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE), torch.full((batch, 1), 7)
+    at = params(table(batch, 4), [15 + row for row in range(batch)], 1)
+    inner = model.modules[3]
+    expected = model.forward_chunk(ids, cache, attn_params=at)["logits"].clone()
+    for _ in range(3):
+        model.modules[3] = Intervention(inner, post_forward=lambda state, step: state * 1.5)
+        try:
+            hooked = [model.forward_chunk(ids, cache, attn_params=at)["logits"].clone() for _ in range(2)]
+        finally:
+            model.modules[3] = inner
+        assert torch.equal(*hooked)
+        assert not torch.equal(hooked[0], expected)
+        assert torch.equal(model.forward_chunk(ids, cache, attn_params=at)["logits"], expected)
+        assert model.decode.count == 1
 
 
 def test_captures_die_with_their_cache_and_others_live_on(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,39 @@ def test_a_step_is_of_the_modules_that_are_there(model: ExLlamaV2) -> None:
     assert torch.equal(logits(), before)
 
 
+def scaled(by: float, state: torch.Tensor, step: object) -> torch.Tensor:
+    return state * by
+
+
+def test_what_is_captured_serves_again_when_a_hook_is_taken_out(model: ExLlamaV2) -> None:
+    """Who hooks single requests does not record all steps anew for each. The modules must be the same, one by one."""
+    cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]
+    before = model.prepare_step(1, cache, params([1]))
+    assert before is not None
+    recorded = before._captured
+    try:
+        for factor in (1.1, 1.2):
+            model.modules[3] = Intervention(inner, post_forward=partial(scaled, factor))
+            assert model.prepare_step(1, cache, params([1])) is None
+            assert model.decode.count == 1
+            model.modules[3] = inner
+            again = model.prepare_step(1, cache, params([1]))
+            assert again is not None
+            assert again._captured is recorded
+        model.modules[3] = model.modules[5]
+        other = model.prepare_step(1, cache, params([1]))
+        assert other is not None
+        assert model.decode.count == 1
+        model.modules[3] = Intervention(inner)
+        assert model.prepare_step(1, cache, params([1])) is None
+    finally:
+        model.modules[3] = inner
+    last = model.prepare_step(1, cache, params([1]))
+    assert last is not None
+    assert last._captured is not recorded
+    assert last._captured is not other._captured
+
+
 def test_no_step_is_captured_around_a_hook(model: ExLlamaV2) -> None:
     """Whenever it was made, and whatever has been captured before it was put in, or back."""
     cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]

@@ -178,7 +178,10 @@ class DecodeGraphs:
 
     A capture that fails, for want of memory say, leaves the others alone: its bucket runs eagerly and is tried again,
     after 64 of its steps, then 128 and so on; `failures` has those buckets. A model that cannot be captured at all is
-    not tried again before `clear`.
+    not tried again before `clear`, or before its modules change.
+
+    Steps are of the modules that stand in the model. A hook that is put in (`Intervention`) leaves what is captured for
+    when it is taken out; another module in the place of one drops it.
     """
 
     def __init__(self, model: ExLlamaV2) -> None:
@@ -192,7 +195,8 @@ class DecodeGraphs:
         self._stream: torch.cuda.Stream | None = None
         self._refused: str | None = None
         self._exact_batch = False
-        self._arrangement: list[Module] | None = None  # the modules that all this is of
+        self._arrangement: list[Module] | None = None  # that `_refused` is about
+        self._modules: list[Module] | None = None  # that all this is of
         self.longest = 0  # tokens of the longest sequence after the last captured step
         self.steps = 0  # captured steps run so far, each of which may write over the logits of another
         self.reason: str | None = None
@@ -257,7 +261,7 @@ class DecodeGraphs:
         self._logits.clear()
         self._meeting.clear()
         self._plan = None
-        self._arrangement = None
+        self._arrangement = self._modules = None
         self._refused = self.reason = None
 
     @property
@@ -284,13 +288,16 @@ class DecodeGraphs:
         return self.reason is None
 
     def _refusal_of(self, model: ExLlamaV2) -> str | None:
-        if self._arrangement is not model.arrangement:
-            if self._arrangement is not None:
-                self.clear()  # steps are captured of other modules
-            self._arrangement = model.arrangement
-            self._refused = _refusal(model)
-            # torch's products of float matrices may change with the number of rows: no padding there.
-            self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model._linears())
+        found = model.arrangement
+        if self._arrangement is not found:
+            refused = _refusal(model)
+            # What is captured waits while a hook is in, and serves again when the same modules stand without it.
+            if refused is None and self._modules != found:
+                self.clear()
+                self._modules = found
+                # torch's products of float matrices may change with the number of rows: no padding there.
+                self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model._linears())
+            self._arrangement, self._refused = found, refused
         return self._refused
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:

@@ -23,7 +23,8 @@ class Intervention(Module):
 
     A hook gets the hidden state [batch, q_len, hidden] (before the embedding: the ids; after the head: the logits) and
     the `Step`, and returns the state to go on with, of the same shape, on any device. What it was given is a copy of
-    its own. Everything else is the inner module's. While a model holds one, no step of it is a captured graph.
+    its own. Everything else is the inner module's. While a model holds one, no step of it is a captured graph; what was
+    captured before serves again when it is taken out.
 
     The rows of a batch are sequences; of each a pass sees only the tokens that are not in the cache yet. A row may be
     several prompts only where the caller joined them (`PagedParams.q_lens`), which the generators do not do while a
