@@ -51,7 +51,7 @@ run_tool() {  # TOOL GPU SECONDS PROCESSES
   record "$1" $code $(($(passed) - start)) "$(grep -aE "^$1: .*(cases|kernels)" "$out/$1.txt" | sed "s/^$1: //" | paste -sd';')"
 }
 
-echo "$(git rev-parse --short HEAD 2> /dev/null || cat commit 2> /dev/null), GPUs ${gpus[*]}, $(nproc --all) cores, $limit s"
+echo "${EXL_COMMIT:-$(cat commit 2> /dev/null || git rev-parse --short HEAD)}, GPUs ${gpus[*]}, $(nproc --all) cores, $limit s"
 nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader
 devices=tests/core/test_cuda_devices.py errors=tests/core/test_cuda_errors.py
 if has racecheck; then
