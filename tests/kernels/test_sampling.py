@@ -357,19 +357,20 @@ class Reader:
 
 @pytest.mark.cuda
 def test_tokens_are_on_the_gpu_before_anybody_waits() -> None:
-    logits = torch.randn(40, 3000, device="cuda") * 4
+    count = 8 if UNDER_A_TOOL else 40
+    logits = torch.randn(count, 3000, device="cuda") * 4
     rows = [
         Row(Plan(size=3000, top_k=20 + i, greedy=i % 5 == 0), logits[i], uniform=0.02 * i, top_n=i % 3)
-        for i in range(40)
+        for i in range(count)
     ]
-    following = Reader(40, 3000)
+    following = Reader(count, 3000)
     found = sampling.sample(rows, following)
     assert following.tokens is not None
     assert following.tokens.tolist() == [one.token for one in found if isinstance(one, Sampled)]
     # Where there is no room for them nothing follows; ids are cut to the limit.
     assert sampling.sample(rows, silent := Reader(0, 3000)) == found
     assert (silent.tokens, silent.withdrawn) == (None, False)
-    low = Reader(40, 7)
+    low = Reader(count, 7)
     assert sampling.sample(rows, low) == found
     assert low.tokens is not None
     assert low.tokens.tolist() == [min(one.token, 6) for one in found if isinstance(one, Sampled)]
@@ -414,11 +415,12 @@ def test_an_interrupt_before_the_answers_leaves_the_next_call_alone() -> None:
             super().launch()
             raise KeyboardInterrupt
 
-    logits = torch.randn(64, 9000, device="cuda") * 4
+    count = 4 if UNDER_A_TOOL else 64
+    logits = torch.randn(count, 9000, device="cuda") * 4
     first, second = ([Row(Plan(size=9000, top_k=k), row, uniform=0.5) for row in logits] for k in (3, 2000))
     want = sampling.sample(second)
     for _ in range(1 if UNDER_A_TOOL else 5):
-        following = Interrupted(64, 9000)
+        following = Interrupted(count, 9000)
         torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
         with pytest.raises(KeyboardInterrupt):
             sampling.sample(first, following)
@@ -455,7 +457,7 @@ def test_gpu_reports_empty_and_broken_rows() -> None:
 @pytest.mark.parametrize("width", [1, 40, 2500])
 def test_gpu_sees_odd_logits_as_the_cpu_does(width: int) -> None:
     rng = np.random.default_rng(width)
-    rows = [broken_row(rng, width)[0] for _ in range(300)]
+    rows = [broken_row(rng, width)[0] for _ in range(60 if UNDER_A_TOOL else 300)]
     for row, got, want in zip(rows, sampling.sample([on_gpu(r) for r in rows]), sampling.sample(rows), strict=True):
         assert same(got, want), (row.plan, got, want)
 
