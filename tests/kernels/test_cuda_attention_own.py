@@ -216,15 +216,12 @@ def test_results_in_a_products_order(
         count = made.in_features // 32 * 64 * columns  # of rows that are there
         for early in (False, True):
             scratch = torch.full((reference.numel() + 1300,), 0xA5, dtype=torch.uint8, device="cuda")
-            counters = (scratch.numel() - 1244, 307)
-            into = attention_cuda.ProductInput(made, columns, scratch, counters)
+            into = attention_cuda.ProductInput(made, columns, scratch)
             step.forget()
             torch.cuda.synchronize()
             assert step.together(early=early, into=into, **options) is scratch
             assert torch.equal(scratch[:count], reference[:count]), (tokens, early)
-            assert (scratch[count : counters[0]] == 0xA5).all()
-            assert not scratch[counters[0] : counters[0] + 1228].any()
-            assert (scratch[counters[0] + 1228 :] == 0xA5).all()
+            assert (scratch[count:] == 0xA5).all()
 
 
 def test_a_product_takes_what_was_laid_out_for_it_alone() -> None:
@@ -284,7 +281,6 @@ def test_a_products_order_that_does_not_fit_is_refused() -> None:
         (replace(good, matrix=product_of(512, "exl2")), "takes 512 inputs"),
         (replace(good, scratch=scratch[: 1 << 14]), "32768 bytes"),
         (replace(good, scratch=scratch[8:]), "aligned to 16"),
-        (replace(good, arrivals=((1 << 16) - 4, 2)), "65540 bytes"),
     ):
         with pytest.raises(ShapeError, match=why):
             step.together(into=into)

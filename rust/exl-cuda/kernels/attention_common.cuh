@@ -23,11 +23,10 @@ struct Attention {  // mirrored in ops/attention.rs
   int q_stride, new_stride;  // elements between tokens
   int rotated, table_rows, interleaved, early;
   int element;  // of q, new keys and values and out: 0 half, 1 bfloat16, 2 float
-  // Results as the input of a product of few rows instead (see `store_ordered`), else null, and that product's counters, to be zeroed.
+  // Results as the input of a product of few rows instead (see `store_ordered`), else null.
   uint8_t* ordered;
   const uint16_t* row_of_feature;  // null where rows stand in the features' order
-  int* arrivals;
-  int arrivals_count, columns;
+  int columns;
   int tokens, q_heads, heads, dim, group, tile_heads, tile_tokens;
   int page_size, page_shift, max_pages, num_pages, batch, mask_width, window;
   int chunks, part_slots, ring;  // blocks that share a tile's keys, parts they may leave, units in shared memory
@@ -169,11 +168,6 @@ DEVICE void store_ordered(const Attention& a, int token, uint32_t rows, uint32_t
       uint8_t* to = a.ordered + ordered_place(a.columns, e ? rows >> 16 : rows & 0xffff, column);
       *reinterpret_cast<uint16_t*>(to) = column == token ? pair >> 16 * e : 0;
     }
-}
-// The counters of that product; after the wait, by the first `threads` threads of one block.
-DEVICE void clear_arrivals(const Attention& a, int threads) {
-  if ((blockIdx.x | blockIdx.y | blockIdx.z) == 0)
-    for (int i = threadIdx.x; i < a.arrivals_count; i += threads) a.arrivals[i] = 0;
 }
 
 // Logits as products gave them to units of log 2: scaled, capped. A function: few models cap, and the code would stand in every loop.

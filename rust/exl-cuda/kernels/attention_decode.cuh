@@ -507,7 +507,6 @@ DEVICE void attention_decode(const Attention& a) {
   }
   // A launch none of whose blocks waits would let its successor overtake its predecessor.
   if (a.early) pdl_wait();
-  clear_arrivals(a, 32 * S::WARPS);
 }
 
 #define DECODE(kind, KC, VC, DIM, NT, BLOCKS)                                                                                \

@@ -135,7 +135,6 @@ DEVICE void attention_few(const Attention& a) {
   cluster_arrive();  // lanes may have left a wait one by one
   cluster_wait();
   if (a.early) pdl_wait();
-  clear_arrivals(a, S::THREADS);
   uint32_t raw[2][S::BLOCKS];
   load_items<S>(raw, source, second);
   prepare_items<S>(a, job, rotation, shared, home_unit, slot, raw);

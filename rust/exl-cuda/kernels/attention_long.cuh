@@ -130,7 +130,6 @@ DEVICE void attention_long(const Attention& a) {
   const unsigned *source = source_of<S>(a, job, warp, before), *second = source_of<S>(a, job, warp + S::WARPS, before);
   bar<9>(S::THREADS);
   if (a.early) pdl_wait();
-  clear_arrivals(a, S::THREADS);
   uint32_t raw[2][S::BLOCKS];
   load_items<S>(raw, source, second);
   prepare_items<S>(a, job, rotation, shared, own ? 1 : -1, slot, raw);

@@ -265,11 +265,11 @@ fn own_operands(op: &Attention, q: &Tensor, own: &OwnArguments) -> PyResult<Own>
     })
 }
 
-/// The input of a product in place of plain results: its matrix, columns, scratch memory, and where in that its counters are and how many.
-type OrderedArguments<'py> = (Bound<'py, CudaMatrix>, usize, Tensor, (usize, usize));
+/// The input of a product in place of plain results: its matrix, columns, scratch memory.
+type OrderedArguments<'py> = (Bound<'py, CudaMatrix>, usize, Tensor);
 
 fn ordered_operands(op: &Attention, to: &OrderedArguments<'_>) -> Result<Ordered, String> {
-    let (matrix, columns, scratch, (arrivals, arrivals_count)) = to;
+    let (matrix, columns, scratch) = to;
     let matrix = &matrix.get().matrix;
     let features = op.q_heads * op.pages.head_dim;
     if matrix.in_features() != features {
@@ -289,23 +289,16 @@ fn ordered_operands(op: &Attention, to: &OrderedArguments<'_>) -> Result<Ordered
     }
     let ordered = Ordered::of(matrix, *columns, scratch.ptr)
         .ok_or("the product's matrix pads its input: lay that out by itself")?;
-    let end = arrivals + 4 * arrivals_count;
-    let fits = scratch.dtype == DType::U8
-        && scratch.ptr.is_multiple_of(16)
-        && arrivals.is_multiple_of(4)
-        && scratch.numel() >= end.max(ordered.bytes(features));
+    let bytes = ordered.bytes(features);
+    let fits =
+        scratch.dtype == DType::U8 && scratch.ptr.is_multiple_of(16) && scratch.numel() >= bytes;
     if !fits {
         return Err(format!(
-            "scratch of {} elements: at least {} bytes are needed, aligned to 16",
-            scratch.numel(),
-            end.max(ordered.bytes(features))
+            "scratch of {} elements: at least {bytes} bytes are needed, aligned to 16",
+            scratch.numel()
         ));
     }
-    Ok(Ordered {
-        arrivals: scratch.ptr + arrivals,
-        arrivals_count: *arrivals_count,
-        ..ordered
-    })
+    Ok(ordered)
 }
 
 /// (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over `max_keys`

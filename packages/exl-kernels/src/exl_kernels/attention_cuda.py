@@ -51,8 +51,6 @@ class ProductInput:
     scratch: Tensor
     """uint8, aligned to 16 bytes. From byte 0 on 512 x columns bytes for every 256 features are written; columns past
     the tokens become zeros, features past K in the last 256 stay as they are."""
-    arrivals: tuple[int, int] = (0, 0)
-    """First byte in scratch and number of int32 counters there, which become zeros."""
     rows: int | None = None
     """Rows for which a product's `input_of` gave this; its `from_input` takes no others."""
 
@@ -248,7 +246,7 @@ def _launch(
     _, _, floats, count = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit, own is not None)
     space = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
     tickets = _zeros(out.device, stream, count) if count else None
-    to = None if into is None else (into.matrix._native, into.columns, into.scratch, into.arrivals)
+    to = None if into is None else (into.matrix._native, into.columns, into.scratch)
     _native.cuda_paged_attention(
         *q, native, *tables, *options, key_mask, own, out, limit, space, tickets, stream, programmatic_launch(), to
     )

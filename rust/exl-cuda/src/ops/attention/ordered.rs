@@ -12,9 +12,6 @@ pub struct Ordered {
     pub row_of_feature: usize,
     /// 8: the layout of `kernels/rows.cuh`; 16, 32, 64: that of `kernels/prepared.cuh` for the tensor cores of a warpgroup.
     pub columns: usize,
-    /// Counters (i32) of that product, to be set to zero.
-    pub arrivals: usize,
-    pub arrivals_count: usize,
 }
 
 /// How many tokens a product's input may be laid out for.
@@ -33,8 +30,6 @@ impl Ordered {
             to,
             row_of_feature: matrix.argument.row_of_feature,
             columns,
-            arrivals: 0,
-            arrivals_count: 0,
         })
     }
 }
