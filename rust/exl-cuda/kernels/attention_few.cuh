@@ -8,7 +8,6 @@
 #pragma once
 #include "attention_single.cuh"
 #include "cluster.cuh"
-#include "pipeline.cuh"
 
 template <class ELEMENT, int KEY_CODEC, int VALUE_CODEC, int DIM_, int COLUMN_TILES>
 struct Few : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {

@@ -3,7 +3,6 @@
 // The same order of arithmetic, so the same bits.
 #pragma once
 #include "attention_single.cuh"
-#include "pipeline.cuh"
 
 template <class ELEMENT, int KEY_CODEC, int VALUE_CODEC, int DIM_, int COLUMN_TILES, int TEAMS_>
 struct Long : Stages<KEY_CODEC, VALUE_CODEC, DIM_, 4, 0> {

@@ -2,6 +2,7 @@
 // joining of units and splits, the way out. Whole heads; halves or bfloat16.
 #pragma once
 #include "attention_decode.cuh"
+#include "pipeline.cuh"
 
 #if __CUDA_ARCH__ >= 900
 // Two neighbouring elements, and their places as a word.
@@ -81,6 +82,12 @@ DEVICE Rows rows_of(const Attention& a, const Job& job, int unit, int page) {
   return {((known ? page : 0) * a.page_size + inside) * a.heads + job.key_head, known ? job.to - key : 0};
 }
 
+// A copy of what is read once a step: it leaves L2 before anything else does. (Of halves only: for some packed pages ptxas 13.0 makes an
+// instruction of it that is none.)
+DEVICE void copy_once(void* to, const void* from, bool present, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0), "l"(policy)
+               : "memory");
+}
 // A unit's keys or values on their way: rows that exist and are not the fresh one; zeros for those beyond the last. By THREADS threads.
 template <int CODEC, int DIM, int THREADS>
 DEVICE void fetch(uint8_t* to, int stride, const uint8_t* from, const uint8_t* scales, int heads, Rows rows, int skip) {
@@ -89,10 +96,14 @@ DEVICE void fetch(uint8_t* to, int stride, const uint8_t* from, const uint8_t* s
   const uint8_t* source = from + ((int64_t)(rows.first + row * heads) * BYTES + tid % CHUNKS * 16);
   const int64_t step = (int64_t)(heads * BYTES * ROWS);
   uint8_t* mine = to + row * stride + tid % CHUNKS * 16;
+  const uint64_t once = evict_first();
 #pragma unroll 8
   for (int i = 0; i < PASSES; i++) {
     const int r = row + i * ROWS;
-    if (r != skip) copy_async<16>(mine, source, r < rows.count);
+    if (r != skip) {
+      if constexpr (CODEC == F16) copy_once(mine, source, r < rows.count, once);
+      else copy_async<16>(mine, source, r < rows.count);
+    }
     source += step;
     mine += ROWS * stride;
   }
