@@ -4,8 +4,8 @@
     python3 scripts/gpu/kernels_covered.py FOLDER ... --choose FILE [--costs LOG ...]
 
 --choose writes lines `seconds case` for EXL_SUBSET_CASES (subset_plugin.py): of passed cases a small and cheap set that
-launches every kernel that any of them launched and has a case of every test function. --costs names logs of
-EXL_SUBSET_LOG (`outcome seconds case`) with what cases took under the tool; of others that is guessed.
+launches every kernel that any of them launched. --costs names logs of EXL_SUBSET_LOG (`outcome seconds case`) with what
+cases took under the tool; of others that is guessed.
 
 Exit code 1 if a kernel was never launched (not with --choose).
 """
@@ -42,16 +42,21 @@ def measured(logs: Iterable[Path]) -> dict[str, float]:
 
 
 def choose(cases: list[Line], costs: dict[str, float]) -> list[tuple[float, str]]:
-    """Greedily, most that is new for a second first; a case's function is one more thing to have."""
+    """Greedily, most that is new for a second first; then without those that others have made superfluous."""
     price = {c["case"]: costs.get(c["case"], 1 + 5 * c["seconds"] + 0.03 * sum(c["launches"].values())) for c in cases}
-    gives = {c["case"]: {*c["launches"], c["case"].split("[")[0]} for c in cases if c["outcome"] == "passed"}
+    gives = {c["case"]: set(c["launches"]) for c in cases if c["outcome"] == "passed"}
     missing = set().union(*gives.values())
-    found = []
+    found: list[str] = []
     while missing:
         best = max(gives, key=lambda name: (len(gives[name] & missing) / price[name], name))
         missing -= gives[best]
-        found.append((price[best], best))
-    return sorted(found, reverse=True)
+        found.append(best)
+    found.sort(key=lambda name: (-price[name], name))
+    for name in list(found):
+        others = set().union(*(gives[other] for other in found if other != name))
+        if gives[name] <= others:
+            found.remove(name)
+    return [(price[name], name) for name in found]
 
 
 def main() -> int:

@@ -3,8 +3,8 @@
 #
 # usage: scripts/gpu/sanitize.sh memcheck|racecheck|synccheck|initcheck [seconds, default 70] [processes, default 1] [pytest paths, default tests/kernels]
 #
-# One case of every test function at least and, by the list sanitize_cases.txt, of every kernel (kernels_covered.py says in the end
-# which were launched), then as many as the time allows (subset_plugin.py); processes side by side take one after the other.
+# A case for every kernel at least, by the list sanitize_cases.txt (kernels_covered.py says in the end which were launched), and one of
+# every test function (racecheck: as time allows), then as many as the time allows (subset_plugin.py); processes side by side take one after the other.
 # Kernels of torch are left out by name where the tool can do without: they are not ours and cost most of the time.
 #
 # memcheck, initcheck: without torch's caching allocator, so that every tensor is an allocation of its own whose ends are watched.
@@ -38,7 +38,8 @@ case $tool in
 esac
 case $tool in racecheck | synccheck) export EXL_CUDA_PDL=0 EXL_SUBSET_WITHOUT=set_programmatic_launch,programmatic] ;; esac
 if [ "$tool" = racecheck ]; then
-  options+=(--racecheck-report analysis --racecheck-num-workers 2)
+  export EXL_SUBSET_FUNCTIONS=0 # for each kernel a case, for each function one as time allows: cases take 10 to 100 times memcheck's time
+  options+=(--racecheck-report analysis --racecheck-num-workers "${RACECHECK_WORKERS:-2}")
   scripts/gpu/racecheck_probe.sh || exit 3
 fi
 limit=0

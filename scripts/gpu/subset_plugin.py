@@ -5,7 +5,8 @@
 Every function's first case runs, whatever it takes, then every function's second one, and so on until the time is
 up. Cases of one function come in a fixed mixed order, so that the first few differ in more than their last parameter.
 EXL_SUBSET_CASES is a file of lines `seconds case`: these cases run first, whatever they take, in place of the first of
-their functions, and those that take longest before others. (kernels_covered.py writes such files.)
+their functions, and those that take longest before others. (kernels_covered.py writes such files.) With
+EXL_SUBSET_FUNCTIONS=0 only they run whatever they take, and the first ones of other functions as time allows.
 What was left out is counted at the end: it is neither passed nor skipped. EXL_SUBSET_WITHOUT is words with commas
 between: cases with one of them in their function's source or in their name are left out; EXL_SUBSET_WITH: those
 without any of these words. EXL_SUBSET_QUEUE is a folder that processes side by side share: a case is run by the first
@@ -37,8 +38,10 @@ class Subset:
         chosen: dict[str, float],
         queue: str | None,
         log: str | None,
+        functions_too: bool,
     ) -> None:
         self.seconds = seconds
+        self.functions_too = functions_too
         self.having, self.without = words
         self.chosen = chosen
         self.queue = None if queue is None else Path(queue)
@@ -64,7 +67,8 @@ class Subset:
             random.Random(name).shuffle(cases)
             cases.sort(key=lambda item: item.nodeid not in self.chosen)
             known = sum(item.nodeid in self.chosen for item in cases)
-            self.round_of.update({item.nodeid: max(0, i + 1 - max(known, 1)) for i, item in enumerate(cases)})
+            first = known or int(self.functions_too)
+            self.round_of.update({item.nodeid: max(0, i + 1 - first) for i, item in enumerate(cases)})
         every = [item for cases in self.functions.values() for item in cases]
         items[:] = sorted(every, key=lambda item: (self.round_of[item.nodeid], -self.chosen.get(item.nodeid, UNKNOWN)))
         self.number_of = {item.nodeid: i for i, item in enumerate(items)}
@@ -118,7 +122,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "EXL_SUBSET_CASES" in os.environ:
         lines = Path(os.environ["EXL_SUBSET_CASES"]).read_text().splitlines()
         chosen = {name: float(cost) for cost, name in (line.split(" ", 1) for line in lines if line[:1].isdigit())}
-    subset = Subset(
-        seconds, (having, without), chosen, os.environ.get("EXL_SUBSET_QUEUE"), os.environ.get("EXL_SUBSET_LOG")
-    )
+    queue, log = os.environ.get("EXL_SUBSET_QUEUE"), os.environ.get("EXL_SUBSET_LOG")
+    functions_too = os.environ.get("EXL_SUBSET_FUNCTIONS", "1") != "0"
+    subset = Subset(seconds, (having, without), chosen, queue, log, functions_too)
     config.pluginmanager.register(subset, "exl-subset")

@@ -204,7 +204,7 @@ def test_the_kernels_agree_bit_for_bit(case: str, dtype: torch.dtype) -> None:
     made, _, _ = matrix(case)
     if not made._batch or made._ring_rows[0] == 0:
         pytest.fail("every kernel is expected to run on the GPU these tests are made for")
-    for m in (1, 2, 5, 8, 9, 16, 17, 31, 32, 33, 50, 64):
+    for m in (1, 9, 17, 64) if UNDER_A_TOOL else (1, 2, 5, 8, 9, 16, 17, 31, 32, 33, 50, 64):
         got = ways(made, activations(m, made.in_features, dtype, seed=m))
         for name, value in got.items():
             assert torch.equal(value, got["direct"]), (name, m)
@@ -239,7 +239,7 @@ def test_so_many_columns_that_a_block_has_three_items_at_a_time(kind: str, group
     else:
         made = QuantMatrix.from_gptq(gptq_tensors(4, k, group, n, False), bits=4, group_size=group, device="cuda")
     assert isinstance(made, CudaQuantMatrix)
-    for m in (33, 64):
+    for m in (64,) if UNDER_A_TOOL else (33, 64):
         got = ways(made, activations(m, k, seed=m))
         assert torch.equal(got["batch"], got["direct"]), m
 

@@ -18,7 +18,7 @@ def run(*arguments: object) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_chosen_cases_have_every_kernel_and_every_function(tmp_path: Path) -> None:
+def test_chosen_cases_have_every_kernel(tmp_path: Path) -> None:
     cases = [
         ("t.py::a[1]", 0.1, {"norm": 1}),
         ("t.py::a[2]", 9.0, {"norm": 1, "rope": 2, "ring": 1}),
@@ -41,7 +41,5 @@ def test_chosen_cases_have_every_kernel_and_every_function(tmp_path: Path) -> No
     code, _ = run(tmp_path, "--choose", chosen, "--costs", log)
     assert code == 0
     names = [line.split(" ", 1)[1] for line in chosen.read_text().splitlines()]
-    assert names[0] == "t.py::a[2]", "the only case of `ring`, and the slowest"
-    assert {"t.py::b", "t.py::c"} <= set(names)
-    assert "t.py::d" not in names
-    assert "70.0 t.py::a[2]" in chosen.read_text()
+    assert names == ["t.py::a[2]", "t.py::c"], "the only cases of `ring` and `few`; all else is in them"
+    assert chosen.read_text().startswith("70.0 t.py::a[2]\n")
