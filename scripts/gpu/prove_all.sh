@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that is proven on a GPU, once, in about three minutes on two GPUs: all tests marked `cuda`, memcheck, racecheck. A
-# table of what passed stands last. On the second GPU racecheck runs, on the first all else; with one GPU all of it runs there.
+# table of what passed stands last. Racecheck keeps a GPU busy for most of that time: it has the second and what the others leave of
+# the first, which all else runs on. With one GPU all of it runs there.
 #
 # usage: scripts/gpu/prove_all.sh FOLDER [seconds, default 170: what has not ended by then is cut off, and the table says so]
 #
@@ -40,10 +41,10 @@ run_tests() {  # NAME GPUS ARGUMENTS...
   record "$name" $code $(($(passed) - start)) "$text"
 }
 
-run_tool() {  # TOOL GPU SECONDS PROCESSES
+run_tool() {  # TOOL GPUS SECONDS PROCESSES
   local start code
   start=$(passed)
-  CUDA_VISIBLE_DEVICES=$2 SANITIZE_UNTIL=$((began + limit - 6)) SANITIZE_LOG=$out/$1 timeout -k 5 "$(left 1)" \
+  SANITIZE_GPUS=$2 SANITIZE_UNTIL=$((began + limit - 6)) SANITIZE_LOG=$out/$1 timeout -k 5 "$(left 1)" \
     scripts/gpu/sanitize.sh "$1" "$3" "$4" > "$out/$1.txt" 2>&1
   code=$?
   # Processes that ran out of time and nothing else.
@@ -60,7 +61,7 @@ if has racecheck; then
       python3 scripts/gpu/racecheck_images.py "$out/images" > "$out/images.txt" 2>&1 || { record images $? "$(passed)" "$(tail -1 "$out/images.txt")"; exit; }
       export EXL_CUDA_IMAGES=$out/images
     fi
-    run_tool racecheck "$tools" 20 12
+    run_tool racecheck "$tools $tools $tests" "$((limit * 2 / 5))" 12
     rm -rf "$out/images"
   ) &
 fi

@@ -10,12 +10,13 @@
 # memcheck, initcheck: without torch's caching allocator, so that every tensor is an allocation of its own whose ends are watched.
 # Tests that capture graphs cannot run so (an allocation cannot be captured): one more process runs them with the allocator.
 # racecheck, synccheck: the kernels that hand over through barriers are compiled anew (racecheck_images.py; EXL_CUDA_IMAGES, if it
-# is set, names a folder where that was done). racecheck is tried first: it must accept a right hand-over and report a wrong one
+# is set, names a folder where that was done). racecheck is tried beside: it must accept a right hand-over and report a wrong one
 # (racecheck_mbarrier.cu). Both take two launches of one kernel that overlap for one, so programmatic launches are off under them.
 #
 # Exit code 0: the tests passed and the tool found nothing in our kernels (racecheck cannot leave cuBLAS out: its reports on
 # kernels named nvjet are counted apart). SANITIZE_LOG is a folder for the processes' output and the list of what ran,
-# SANITIZE_UNTIL a time (`date +%s`) at which processes are cut off (exit code 124; what they ran until then is counted).
+# SANITIZE_UNTIL a time (`date +%s`) at which processes are cut off (exit code 124; what they ran until then is counted),
+# SANITIZE_GPUS the GPUs that the processes take in turn, such as "1 1 0" for twice as many on the second; default: the visible ones.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/gpu/environment.sh
@@ -40,8 +41,10 @@ case $tool in racecheck | synccheck) export EXL_CUDA_PDL=0 EXL_SUBSET_WITHOUT=se
 if [ "$tool" = racecheck ]; then
   export EXL_SUBSET_FUNCTIONS=0 # for each kernel a case, for each function one as time allows: cases take 10 to 100 times memcheck's time
   options+=(--racecheck-report analysis --racecheck-num-workers "${RACECHECK_WORKERS:-2}")
-  scripts/gpu/racecheck_probe.sh || exit 3
+  scripts/gpu/racecheck_probe.sh > "$log/probe.txt" 2>&1 &
+  probe=$!
 fi
+read -ra gpus <<< "${SANITIZE_GPUS:-}"
 limit=0
 [ -z "${SANITIZE_UNTIL:-}" ] || limit=$((SANITIZE_UNTIL > $(date +%s) ? SANITIZE_UNTIL - $(date +%s) : 1))
 rm -rf "$log/$tool"-{queue*,kernels,cases-*.txt}
@@ -54,19 +57,24 @@ for ((i = 0; i < processes + ${graphs:-0}; i++)); do
     unset PYTORCH_NO_CUDA_MEMORY_CACHING EXL_SUBSET_WITHOUT
     export EXL_SUBSET_WITH=CUDAGraph
   fi
+  [ ${#gpus[@]} = 0 ] || export CUDA_VISIBLE_DEVICES=${gpus[i % ${#gpus[@]}]}
   EXL_KERNELS_LOG=$log/$tool-kernels EXL_SUBSET_QUEUE=$log/$tool-queue-$((i < processes)) EXL_SUBSET_LOG=$log/$tool-cases-$i.txt \
     timeout "$limit" compute-sanitizer "${options[@]}" python3 -m pytest -m cuda -p no:cacheprovider \
     -p subset_plugin -p kernels_plugin --tb=short "${paths[@]:-tests/kernels}" > "$log/$tool-$i.txt" 2>&1 &
   running[i]=$!
 done
 failed=0
+if [ "$tool" = racecheck ]; then
+  wait "$probe" || failed=3
+  cat "$log/probe.txt"
+fi
 for ((i = 0; i < processes + ${graphs:-0}; i++)); do
   wait "${running[i]}"
   code=$?
   ours=$(grep -E '^.*=========.*(Race reported|Error|error detected|Uninitialized|Invalid)' "$log/$tool-$i.txt" | grep -cv 'nvjet\|ERROR SUMMARY: 0\|RACECHECK SUMMARY')
   [ $code = 5 ] && [ $i = "$processes" ] && code=0 # no graph in these tests
   if [ $code != 0 ] && ! { [ "$tool" = racecheck ] && [ $code = 99 ] && [ "$ours" = 0 ]; }; then
-    failed=1
+    failed=${failed/0/1}
     echo "process $i: exit code $code, $ours reports on our kernels"
     grep -E '=========|^FAILED|^ERROR|Exit' "$log/$tool-$i.txt" | grep -v 'Host Frame' | head -40
   fi

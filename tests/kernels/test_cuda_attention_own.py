@@ -143,16 +143,17 @@ def test_blocks_of_every_size_give_the_bits_of_tokens_many(
 ) -> None:
     """A sequence's keys in the blocks of a cluster, in one block of two teams, and (many short sequences) of one."""
     batches = [[200, 65, 1], [700, 513, 64, 1] * 11, [511, 64, 1, 300, 512, 65, 130] * 10]
-    if UNDER_A_TOOL:  # as many blocks, most of them short
+    if UNDER_A_TOOL:  # as many blocks, most of them of one key
         batches = [[*batch[:3], *[1] * (len(batch) - 3)] for batch in batches]
     for lengths in batches:
         step = own_step(kind, lengths, heads=4, groups=groups, dim=dim, page_size=64, dtype=dtype)
-        assert_same_step(step)
+        if not UNDER_A_TOOL:
+            assert_same_step(step)
         step.forget()
         got = step.together()
         step.forget()
         q = step.stored()
-        for b in (0, 1, 2):
+        for b in (2,) if UNDER_A_TOOL else (0, 1, 2):
             where = (t[b : b + 1].repeat(17) for t in (step.rows, step.positions))
             many = paged_attention(q[b : b + 1].repeat(17, 1, 1), step.case.pages, step.table, *where, scale=dim**-0.5)
             assert torch.equal(many[0], got[b]), (lengths[b], len(lengths))
