@@ -1,6 +1,6 @@
 // y = f(x @ W) for at most eight activation rows on sm_90 and later, near the memory roof (design: spec/kernels-measured.md 3.2).
 //
-// One block per multiprocessor walks a contiguous run of row tiles, of up to three matrices over one input. One thread streams stages
+// One block per multiprocessor walks a contiguous run of row tiles, of up to three matrices over one input. One warp streams stages
 // (eight units of a tile each) through a ring of shared-memory slots with bulk copies, never more than `window` stages in flight. The
 // sixteen consumer warps multiply, a class of units each, another class with every tile, so that wide units burden all alike. One warp
 // adds the classes in order, does what follows the product, and stores.
@@ -18,7 +18,31 @@
 #include "ring_task.cuh"
 
 #if __CUDA_ARCH__ >= 900
-DEVICE void stream_weights(const Task& p, uint32_t base) {
+// Up to a window of the first tile's stages, before anything else is set up than their barriers: until they have landed there is time. Answers
+// how many, to a whole warp, one thread of which asks for them.
+DEVICE int stream_first(const Task& p, uint32_t base, bool one) {
+  const Barriers s(p, base);
+  const Walk walk(p);
+  int matrix, tile;
+  walk.find(p, matrix, tile);
+  const Part& part = p.part[matrix];
+  const int stages = min(p.window, part.stages);  // every block has a tile
+  if (one) {
+    const uint64_t policy = evict_first();
+    const uint8_t* from = part.a.image + (size_t)tile * part.a.tile_bytes;
+    set_up(s.full, 0, p.window, 1);
+    barriers_visible();
+#pragma unroll 1
+    for (int i = 0; i < stages; i++) {
+      const uint32_t begin = p.stage_begin[matrix][i], bytes = p.stage_begin[matrix][i + 1] - begin, full = s.full + i * 8;
+      barrier_expect(full, bytes);
+      copy_to_shared(base + i * p.stage_stride, from + begin, bytes, full, policy);
+    }
+  }
+  return stages;
+}
+// The rest, by one thread, whose walk the compiler then keeps in uniform registers, as copies want them. `first`: stages there are already.
+DEVICE void stream_weights(const Task& p, uint32_t base, int first) {
   const Barriers s(p, base);
   const uint64_t policy = evict_first();
   Turn turn, landed;
@@ -40,13 +64,29 @@ DEVICE void stream_weights(const Task& p, uint32_t base) {
         barrier_wait(s.full + landed.slot * 8, landed.phase);
         landed.advance(p.slots);
       }
-      const uint32_t full = s.full + turn.slot * 8;
-      barrier_expect(full, bytes);
-      copy_to_shared(base + turn.slot * p.stage_stride, from + begin, bytes, full, policy);
+      if (count >= first) {
+        const uint32_t full = s.full + turn.slot * 8;
+        barrier_expect(full, bytes);
+        copy_to_shared(base + turn.slot * p.stage_stride, from + begin, bytes, full, policy);
+      }
       begin = end;
       turn.advance(p.slots);
     }
   }
+}
+DEVICE void stream_all(const Task& p, uint32_t base) {
+  const bool one = threadIdx.x % 32 == 0;
+  const int first = stream_first(p, base, one);
+  if (one) {
+    pdl_trigger();
+    set_up(Barriers(p, base).full, Barriers::fours(p.window), p.slots, 1);
+    barriers_visible();
+  }
+  __syncwarp();
+  // The storing warp has set up its share. In the build for racecheck the barrier of the whole block, at which this warp then waits, says so.
+  if (!RACECHECK) bar<5>(64);
+  bar_arrive<1>(RING_THREADS);
+  if (one) stream_weights(p, base, first);
 }
 
 // ---------------------------------------------------------------------------------------------------- products
@@ -101,7 +141,7 @@ struct Keeper {
         const SharedBytes weights[1] = {{codes + slot * p.stage_stride}};
         UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns, SharedMaxima> product{weights, columns, maxima, total, lane, {}};
         if constexpr (B > 0) product.template run_uniform<B>();
-        else product.run(unit.y);
+        else product.run_mixed(unit.y);
       }
       warp_arrives(empty + slot * 8, lane);
       skip(2);  // stages a tile
@@ -146,60 +186,101 @@ struct Keeper {
   }
 };
 
+// A warp's way through its units of a tile. The loop over units is inside the choice of a width: it is left where another width begins, and its
+// code is one piece.
 template <int KIND, int ENTRY>
-DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base) {
-  constexpr int ENTRIES = UNIT_ROWS / ENTRY, NEXT_CLASS = 5, NEVER = 0x7fffffff;
-  __shared__ uint4 places[MATRICES];
-  const Barriers s(p, base);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
-  const int slots = p.slots, stored = 2 * t < p.columns;
-  const uint32_t stride = p.stage_stride, result_row = p.columns * 4, result_place = base + p.results_at + (g * p.columns + 2 * t) * 4;
-  load_constants<ENTRY>(p, memory);
-  fill_shared(p, memory);
-  // Where a matrix's data stand, as the loop wants it: activations, unit table, maxima, number of units.
-  if (threadIdx.x < p.count) {
-    const Part& part = p.part[threadIdx.x];
-    places[threadIdx.x] = make_uint4(base + part.x_at, base + part.units_at, base + part.maxima_at, part.a.unit_count);
-  }
-  bar<1>(RING_THREADS);
-  if (p.keep) {
-    Keeper<KIND, ENTRY>(p, base, s).run(places);
-    return;
-  }
-  const uint32_t row = min(g, p.m - 1) * p.x_stride * 2 + t * 16;
-  const bool gated = p.gate >= 0;
-  const int second = p.count > 1 ? p.part[0].a.tiles : NEVER, third = p.count > 2 ? second + p.part[1].a.tiles : NEVER;
-  Turn turn, result;  // turn: the ring's slot of the tile's first stage
-  int cls = warp;
+struct Walker {
+  static constexpr int ENTRIES = UNIT_ROWS / ENTRY;
+  const Task& p;
+  const uint32_t base, full, empty, stride, row;
+  const int lane, slots;
+  uint4 place;
+  int u;
+  Turn mine;  // the slot of its next unit's stage
+  uint2 unit;
+  Sums<1> total[1];
+
+  DEVICE Walker(const Task& p, uint32_t base, const Barriers& s)
+      : p(p), base(base), full(s.full), empty(s.empty), stride(p.stage_stride),
+        row(min(static_cast<int>(threadIdx.x) % 32 >> 2, p.m - 1) * p.x_stride * 2 + threadIdx.x % 4 * 16), lane(threadIdx.x % 32), slots(p.slots) {}
+
+  DEVICE uint2 unit_at(int u) const { return u < static_cast<int>(place.w) ? SharedBytes{place.y}.get8(u * 8) : make_uint2(0, 0); }
+  // Units one after the other as long as they have B bits; 0 where there is none, -1 for several widths.
+  template <int B>
+  DEVICE void units() {
+    constexpr uint32_t WIDTHS = B > 0 ? B * 0x1111 : 0;
 #pragma unroll 1
-  for (Walk walk(p); walk.more(); walk.at++) {
-    const int matrix = gated ? walk.at & 1 : (walk.at >= second) + (walk.at >= third);
-    const uint4 place = places[matrix];
-    const int units = place.w, stages = (units + 7) / 8;
-    Turn mine = turn;
-    mine.skip(cls / 8, slots);
-    Sums<1> total[1];
-    clear(total[0]);
-#pragma unroll 1
-    for (int u = cls; u < 8 * stages; u += CLASSES) {
-      const uint2 unit = u < units ? SharedBytes{place.y}.get8(u * 8) : make_uint2(0, 0);
-      barrier_wait(s.full + mine.slot * 8, mine.phase);
-      if (u < units) {
+    do {
+      const uint2 next = unit_at(u + CLASSES);
+      barrier_wait(full + mine.slot * 8, mine.phase);
+      if constexpr (B != 0) {
         const SharedBytes weights[1] = {{base + mine.slot * stride + unit.x}};
         const SharedColumns columns{place.x + row + u * UNIT_ROWS * 2};
         const SharedMaxima maxima{place.z + u * ENTRIES * 2};
         UnitProduct<KIND, ENTRY, 1, 1, SharedBytes, SharedColumns, SharedMaxima> product{weights, columns, maxima, total, lane, {}};
-        product.run(unit.y);
+        if constexpr (B > 0) product.template run_uniform<B>();
+        else product.run_mixed(unit.y);
       }
-      warp_arrives(s.empty + mine.slot * 8, lane);
-      mine.skip(2, slots);
+      warp_arrives(empty + mine.slot * 8, lane);
+      mine.slot += 2;
+      if (mine.slot >= slots) {
+        mine.slot -= slots;
+        mine.phase ^= 1;
+      }
+      u += CLASSES;
+      unit = next;
+    } while (B > 0 && unit.y == WIDTHS);
+  }
+  DEVICE void some_units() {
+    switch (unit.y) {
+      case 0: units<0>(); break;
+      case 0x4444: units<4>(); break;
+      case 0x3333: units<3>(); break;
+      case 0x2222: units<2>(); break;
+      case 0x8888: units<8>(); break;
+      case 0x5555: if constexpr (KIND == EXL2) units<5>(); break;
+      case 0x6666: if constexpr (KIND == EXL2) units<6>(); break;
+      default: units<-1>();
     }
+  }
+};
+
+template <int KIND, int ENTRY>
+DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base, const uint4* places) {
+  constexpr int NEXT_CLASS = 5, NEVER = 0x7fffffff;
+  const Barriers s(p, base);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
+  const int slots = p.slots, stored = 2 * t < p.columns;
+  const uint32_t result_row = p.columns * 4, result_place = base + p.results_at + (g * p.columns + 2 * t) * 4;
+  fill_shared(p, memory);
+  bar<1>(RING_THREADS);
+  if (p.flags & KEEP) {
+    Keeper<KIND, ENTRY>(p, base, s).run(places);
+    return;
+  }
+  const bool gated = p.gate >= 0;
+  const int second = p.count > 1 ? p.part[0].a.tiles : NEVER, third = p.count > 2 ? second + p.part[1].a.tiles : NEVER;
+  Turn turn, result;  // turn: the ring's slot of the tile's first stage
+  int cls = warp;
+  Walker<KIND, ENTRY> w(p, base, s);
+#pragma unroll 1
+  for (Walk walk(p); walk.more(); walk.at++) {
+    const int matrix = gated ? walk.at & 1 : (walk.at >= second) + (walk.at >= third);
+    w.place = places[matrix];
+    const int stages = (w.place.w + 7) / 8;
+    w.mine = turn;
+    w.mine.skip(cls / 8, slots);
+    w.u = cls;
+    w.unit = w.unit_at(cls);
+    clear(w.total[0]);
+#pragma unroll 1
+    while (w.u < 8 * stages) w.some_units();
     turn.skip(stages, slots);
     barrier_wait(s.free + result.slot * 8, result.phase ^ 1);
     if (stored) {
       const uint32_t to = result_place + (result.slot * CLASSES + cls) * (TILE * result_row);
-      store_pair(to, total[0][0][0], total[0][0][1]);
-      store_pair(to + 8 * result_row, total[0][0][2], total[0][0][3]);
+      store_pair(to, w.total[0][0][0], w.total[0][0][1]);
+      store_pair(to + 8 * result_row, w.total[0][0][2], w.total[0][0][3]);
     }
     warp_arrives(s.ready + result.slot * 8, lane);
     result.advance(RESULT_BUFFERS);
@@ -208,22 +289,70 @@ DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base) {
 }
 
 // ---------------------------------------------------------------------------------------------------- after the products
-// What follows a product: bias and prescale, the gate's activation, the residual; each rounded where separate operators round.
-DEVICE void store_tiles(const Task& p, uint8_t* memory, uint32_t base) {
+// The results of one row, as `store_tiles` has them for more. What does not depend on the sums is done before they are there: when the last tile is,
+// nobody has anything else to do.
+DEVICE void store_row(const Task& p, uint32_t base, const Barriers& s) {
+  const int lane = threadIdx.x % 32, row = lane % 16, kind = p.y_kind, gate = p.gate;
+  const bool gated = gate >= 0;
+  const uint32_t sums = base + p.results_at + row * 8, gates_at = base + p.gates_at + lane * 4;
+  Turn result;
+#pragma unroll 1
+  for (Walk walk(p); walk.more(); walk.at++) {
+    int matrix, tile;
+    walk.find(p, matrix, tile);
+    const Part& part = p.part[matrix];
+    const int n = tile * TILE + row, at = part.y_offset + n;
+    const bool known = n < part.a.out_features, gates_next = gated && matrix == 0;
+    const uint32_t place = gates_at + (p.flags & KEEP ? (tile - (walk.end / 2 - walk.half)) * 128 : 0), from = sums + result.slot * (CLASSES * TILE * 8);
+    const float bias = part.a.bias && known ? part.a.bias[n] : 0.f, prescale = part.a.prescale;
+    const float residual = p.residual && known ? load_result(p.residual, at, kind) : 0.f;
+    const float activated = gated && !gates_next ? activate(__uint_as_float(SharedBytes{place}.get4(0)), gate) : 0.f;
+    uint8_t* to = static_cast<uint8_t*>(p.y) + ((size_t)at << (kind == OUT_F32 ? 2 : 1));
+    asm volatile("" : "+l"(to));
+    barrier_wait(s.ready + result.slot * 8, result.phase);
+    const float multiplier = __uint_as_float(SharedBytes{base + p.multipliers_at}.get4(0));
+    const float sum = sum_classes([&](int c) { return __uint_as_float(SharedBytes{from}.get4(c * (TILE * 8))); });
+    float v = finish(sum, multiplier, bias, prescale);
+    if (gates_next) {
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(place), "f"(rounded(v, kind)) : "memory");
+    } else {
+      if (gated) v = activated * rounded(v, kind);
+      if (p.residual) v = residual + rounded(v, kind);
+      if (known && lane < 16) store_result(to, 0, kind, v);
+    }
+    warp_arrives(s.free + result.slot * 8, lane);
+    result.advance(RESULT_BUFFERS);
+  }
+}
+
+// What follows a product: bias and prescale, the gate's activation, the residual; each rounded where separate operators round. There is nothing to
+// store before the first tile is done, so this warp sets up what the others will want.
+template <int ENTRY>
+DEVICE void store_tiles(const Task& p, uint8_t* memory, uint32_t base, uint4* places) {
   constexpr int TURNS = 4;  // of two rows
   const Barriers s(p, base);
   const int lane = threadIdx.x % 32, row = lane % 16;
   const float* multipliers = reinterpret_cast<const float*>(memory + p.multipliers_at);
   Turn result;
+  if (lane == 0) {
+    set_up(s.empty, 0, p.slots, 8 * WARP_ARRIVALS);
+    set_up(s.ready, 0, RESULT_BUFFERS, CONSUMERS * WARP_ARRIVALS);
+    set_up(s.free, 0, RESULT_BUFFERS, WARP_ARRIVALS);
+    barriers_visible();
+  }
+  __syncwarp();
+  if (!RACECHECK) bar_arrive<5>(64);
+  load_constants<ENTRY>(p, memory, places);
   pdl_wait();
   bar<1>(RING_THREADS);
+  if (p.m == 1) return store_row(p, base, s);
 #pragma unroll 1
   for (Walk walk(p); walk.more(); walk.at++) {
     int matrix, tile;
     walk.find(p, matrix, tile);
     const Part& part = p.part[matrix];
     float* gates = reinterpret_cast<float*>(memory + p.gates_at) + lane;
-    if (p.keep) gates += (tile - (walk.end / 2 - walk.half)) * (p.columns / 2 * 32);
+    if (p.flags & KEEP) gates += (tile - (walk.end / 2 - walk.half)) * (p.columns / 2 * 32);
     const int n = tile * TILE + row;
     const size_t at = (size_t)part.y_offset + n;
     const bool known = n < part.a.out_features, gated = p.gate >= 0, gates_next = gated && matrix == 0;
@@ -264,32 +393,16 @@ template <int KIND, int ENTRY>
 DEVICE void ring_matmul(const Task& p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t memory[];
+  __shared__ uint4 places[MATRICES];
   const uint32_t base = shared_address(memory);
-  const int tid = threadIdx.x, warp = tid / 32;
+  const int warp = threadIdx.x / 32;
   if (warp == CONSUMERS) {
-    if (tid % 32 == 0) {
-      const Barriers s(p, base);
-#pragma unroll 1
-      for (int i = 0; i < p.slots; i++) {
-        barrier_init(s.full + i * 8, 1);
-        barrier_init(s.empty + i * 8, 8 * WARP_ARRIVALS);
-      }
-#pragma unroll 1
-      for (int i = 0; i < RESULT_BUFFERS; i++) {
-        barrier_init(s.ready + i * 8, CONSUMERS * WARP_ARRIVALS);
-        barrier_init(s.free + i * 8, WARP_ARRIVALS);
-      }
-      barriers_visible();
-      pdl_trigger();
-    }
-    __syncwarp();
-    bar_arrive<1>(RING_THREADS);
-    if (tid % 32 == 0) stream_weights(p, base);
+    stream_all(p, base);
   } else if (warp < CONSUMERS) {
     touch_parameters(p);
-    consume<KIND, ENTRY>(p, memory, base);
+    consume<KIND, ENTRY>(p, memory, base, places);
   } else {
-    store_tiles(p, memory, base);
+    store_tiles<ENTRY>(p, memory, base, places);
   }
   all_leave();
 #endif

@@ -5,25 +5,52 @@
 #include "ring_task.cuh"
 
 #if __CUDA_ARCH__ >= 900
-// Unit tables and entries' maxima of every matrix to shared memory, four warps a matrix.
+// Unit tables, entries' maxima and where a matrix's data stand, to shared memory, by one warp.
 template <int ENTRY>
-DEVICE void load_constants(const Task& p, uint8_t* memory) {
-  constexpr int TEAM = 128;
-  const int matrix = threadIdx.x / TEAM;
-  if (matrix >= p.count) return;
-  const Part& part = p.part[matrix];
-  const int units = part.a.unit_count, entries = part.a.maxima ? (part.a.rows + ENTRY - 1) / ENTRY : 0;
+DEVICE void load_constants(const Task& p, uint8_t* memory, uint4* places) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t base = shared_address(memory);
 #pragma unroll 1
-  for (int e = threadIdx.x % TEAM; e < max(units, entries); e += TEAM) {
-    uint2 unit = make_uint2(0, 0);
-    __half maximum = __half(0.f);
-    if (e < units) unit = __ldg(part.a.units + e);
-    if (e < entries) maximum = part.a.maxima[e];
-    if (e < units) reinterpret_cast<uint2*>(memory + part.units_at)[e] = make_uint2(unit.x - p.stage_begin[matrix][e / 8], unit.y);
-    if (e < entries) reinterpret_cast<__half*>(memory + part.maxima_at)[e] = maximum;
+  for (int i = 0; i < p.count; i++) {
+    const Part& part = p.part[i];
+    const int units = part.a.unit_count, entries = part.a.maxima ? (part.a.rows + ENTRY - 1) / ENTRY : 0;
+    uint2* to = reinterpret_cast<uint2*>(memory + part.units_at);
+    __half* maxima = reinterpret_cast<__half*>(memory + part.maxima_at);
+#pragma unroll 1
+    for (int e = lane; e < max(units, entries); e += 128) {
+      uint2 unit[4];
+      uint32_t stage[4];
+      __half maximum[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int at = e + 32 * j;
+        if (at < units) {
+          unit[j] = __ldg(part.a.units + at);
+          stage[j] = __ldg(&part.a.units[at & ~7].x);
+        }
+        if (at < entries) maximum[j] = part.a.maxima[at];
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int at = e + 32 * j;
+        if (at < units) to[at] = make_uint2(unit[j].x - stage[j], unit[j].y);
+        if (at < entries) maxima[at] = maximum[j];
+      }
+    }
+    if (lane == 0) places[i] = make_uint4(base + part.x_at, base + part.units_at, base + part.maxima_at, units);
   }
 }
-static_assert(CONSUMERS * 32 >= MATRICES * 128, "a team a matrix");
+
+// Rows of the layout that no feature stands in.
+DEVICE void clear_padding(const Task& p, uint8_t* memory) {
+  constexpr int THREADS = CONSUMERS * 32;
+#pragma unroll 1
+  for (int fills = p.flags >> FILLS; fills; fills &= fills - 1) {
+    uint32_t* to = reinterpret_cast<uint32_t*>(memory + p.part[__ffs(fills) - 1].x_at);
+    for (int e = threadIdx.x; e < p.m * static_cast<int>(p.x_stride) / 2; e += THREADS) to[e] = 0;
+  }
+  bar<4>(THREADS);
+}
 
 // Activations into layout order, as halves; 512 threads. The norm is that of kernels/norm.cu, sum for sum, and so has 256 threads a row;
 // a norm and BF16 rows are the host's promise to fit one batch. Every load from global memory costs a trip to L2 (about 0.5 us), so a
@@ -33,6 +60,7 @@ struct Fill {
   static constexpr bool SCALED = !std::is_same<T, __half>::value;
   static constexpr int THREADS = CONSUMERS * 32;
   static constexpr bool EARLY = BATCH == 2;  // registers for the norm's weights
+  static_assert(BATCH == 2 || BATCH == 4, "its logarithm is half of it");
   union Eight {
     uint4 word;
     T v[8];
@@ -40,7 +68,7 @@ struct Fill {
   const Task& p;
   uint8_t* memory;
   float (*parts)[2][CONSUMERS];
-  int k, eights, team, teams, mine, rank, held;
+  int k, eights, log, team, mine, rank, held;
   Eight in[BATCH];
   uint4 rows[BATCH];
   float4 weights[BATCH][2];
@@ -49,10 +77,10 @@ struct Fill {
     const int tid = threadIdx.x;
     k = p.part[0].a.in_features;
     eights = k / 8;
-    team = p.norm ? 256 : THREADS;
-    teams = THREADS / team;
-    mine = tid / team;
-    rank = tid % team;
+    log = p.norm ? 8 : 9;
+    team = 1 << log;
+    mine = tid >> log;
+    rank = tid & (team - 1);
     held = 0;
   }
   DEVICE void turn(uint4 (&v)[BATCH]) {
@@ -117,7 +145,7 @@ struct Fill {
   }
   // In the build for racecheck both teams meet at one barrier: the tool loses count of teams that meet apart (racecheck_mbarrier.cu).
   DEVICE void meet() {
-    if (teams == 1 || RACECHECK) bar<4>(THREADS);
+    if (team == THREADS || RACECHECK) bar<4>(THREADS);
     else if (mine == 0) bar<2>(256);
     else bar<3>(256);
   }
@@ -203,10 +231,10 @@ struct Fill {
   DEVICE void run() {
     early();
     pdl_wait();
-    const int batches = SCALED || p.norm ? 1 : (eights + BATCH * team - 1) / (BATCH * team);
+    const int batches = SCALED || p.norm ? 1 : (eights + BATCH * team - 1) >> (log + BATCH / 2);
     int turn_ = 0;
 #pragma unroll 1
-    for (int token = mine; token < p.m; token += teams, turn_ ^= 1) {
+    for (int token = mine; token < p.m; token += THREADS >> log, turn_ ^= 1) {
       const T* x = static_cast<const T*>(p.x) + (size_t)token * k;
 #pragma unroll 1
       for (int b = 0; b < batches; b++) {
@@ -215,8 +243,8 @@ struct Fill {
         const float f = SCALED ? factor(turn_) : 1.f;
         if (rank == 0) reinterpret_cast<float*>(memory + p.multipliers_at)[token] = 1.f / f;
 #pragma unroll 1
-        for (int i = 0; i < p.count; i++) {
-          if (p.part[i].order != i) continue;
+        for (int fills = p.flags >> FILLS; fills; fills &= fills - 1) {
+          const int i = __ffs(fills) - 1;
           if (p.part[i].a.row_of_feature && (batches > 1 || held != i)) {
             load_rows(p.part[i].a, b);
             held = i;
@@ -230,23 +258,51 @@ struct Fill {
   }
 };
 
-// Rows of the layout that no feature stands in.
-DEVICE void clear_padding(const Task& p, uint8_t* memory) {
-  constexpr int THREADS = CONSUMERS * 32;
-  bool padded = false;
-#pragma unroll 1
-  for (int i = 0; i < p.count; i++) {
-    if (p.part[i].order != i || p.part[i].a.rows == p.part[i].a.in_features) continue;
-    padded = true;
-    uint32_t* to = reinterpret_cast<uint32_t*>(memory + p.part[i].x_at);
-    for (int e = threadIdx.x; e < p.m * static_cast<int>(p.x_stride) / 2; e += THREADS) to[e] = 0;
+// One row of halves as it is, in one order: nothing stands between the end of the launch before and the loads. A loop over what was loaded,
+// whose registers change places: straight code for all of it costs more, being cold, than the moves.
+DEVICE void fill_row(const Task& p, uint8_t* memory) {
+  constexpr int THREADS = CONSUMERS * 32, BATCH = 4;  // the host's ROW_FEATURES
+  const Part& part = p.part[0];
+  const int tid = threadIdx.x, eights = part.a.in_features / 8;
+  const uint4* order = reinterpret_cast<const uint4*>(part.a.row_of_feature) + tid;
+  const uint4* x = static_cast<const uint4*>(p.x) + tid;
+  const bool ordered = !part.a.row_of_feature;
+  uint4 rows[BATCH], in[BATCH];
+#pragma unroll
+  for (int j = 0; j < BATCH; j++) {
+    rows[j] = in[j] = make_uint4(0, 0, 0, 0);
+    if (!ordered && tid + j * THREADS < eights) rows[j] = __ldg(order + j * THREADS);
   }
-  if (padded) bar<4>(THREADS);
+  uint16_t* to = reinterpret_cast<uint16_t*>(memory + part.x_at);
+  if (tid == 0) *reinterpret_cast<float*>(memory + p.multipliers_at) = 1.f;
+  pdl_wait();
+#pragma unroll
+  for (int j = 0; j < BATCH; j++)
+    if (tid + j * THREADS < eights) in[j] = __ldcg(x + j * THREADS);
+#pragma unroll 1
+  for (int i = tid; i < eights; i += THREADS) {
+    if (ordered) {
+      reinterpret_cast<uint4*>(to)[i] = in[0];
+    } else {
+      const uint32_t r[4] = {rows[0].x, rows[0].y, rows[0].z, rows[0].w}, v[4] = {in[0].x, in[0].y, in[0].z, in[0].w};
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        to[r[e] & 0xffff] = v[e];
+        to[r[e] >> 16] = v[e] >> 16;
+      }
+    }
+#pragma unroll
+    for (int j = 1; j < BATCH; j++) {
+      rows[j - 1] = rows[j];
+      in[j - 1] = in[j];
+    }
+  }
 }
 
 DEVICE void fill_shared(const Task& p, uint8_t* memory) {
   __shared__ float parts[2][2][CONSUMERS];
-  clear_padding(p, memory);
+  if (p.flags & PADDED) clear_padding(p, memory);
+  if (p.flags & ROW) return fill_row(p, memory);
   const bool small = p.part[0].a.in_features <= 16 * (p.norm ? 256 : CONSUMERS * 32);
   if (p.x_kind == OUT_F16) {
     if (small) Fill<__half, 2>(p, memory, parts).run();

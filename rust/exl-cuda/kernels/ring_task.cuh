@@ -18,6 +18,7 @@ struct Part {
   int y_offset;
 };
 
+enum { KEEP = 1, PADDED = 2, ROW = 4, FILLS = 8 };
 // Everything a launch needs, worked out by the host; the same struct as `ops::ring::Task`. First what the streaming thread reads.
 struct Task {
   uint32_t barriers_at, stage_stride;
@@ -26,8 +27,10 @@ struct Task {
   int tiles, longer;
   int gate;  // activation of the first of two matrices that gates the second, or -1
   uint32_t results_at, multipliers_at, x_stride;
-  uint32_t gates_at;  // what gates, of a pair or (`keep`) of all pairs of a block, two rows by 16 features a time
-  int keep;           // whether a warp keeps its class over tiles
+  uint32_t gates_at;  // what gates, of a pair or (KEEP) of all pairs of a block, two rows by 16 features a time
+  // KEEP: a warp keeps its class over tiles; PADDED: rows no feature stands in; ROW: one row of halves as it is, in one order, not too long
+  // (`fill_row`); from bit FILLS on: whose `order` is its own.
+  int flags;
   int m, columns;  // columns: m, made even
   int x_kind, y_kind, y_stride;
   float eps, offset;
@@ -45,12 +48,21 @@ struct SharedColumns {
   DEVICE uint4 get(int, int k) const { return SharedBytes{at}.get16(k * 2); }
 };
 
-// Barriers of the ring and of the result buffers.
+// Barriers of the ring, in groups of four that are set up together, and of the result buffers.
 struct Barriers {
   uint32_t full, empty, ready, free;
   DEVICE Barriers(const Task& p, uint32_t base)
-      : full(base + p.barriers_at), empty(full + p.slots * 8), ready(empty + p.slots * 8), free(ready + RESULT_BUFFERS * 8) {}
+      : full(base + p.barriers_at), empty(full + fours(p.slots) * 8), ready(empty + fours(p.slots) * 8), free(ready + RESULT_BUFFERS * 8) {}
+  DEVICE static int fours(int slots) { return slots + 3 & ~3; }
 };
+// Sets up the barriers from `from` up to `to`, four at a time: each group costs a fence.
+DEVICE void set_up(uint32_t barriers, int from, int to, int arrivals) {
+#pragma unroll 1
+  for (int i = from; i < to; i += 4) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) barrier_init(barriers + (i + j) * 8, arrivals);
+  }
+}
 
 // A launch's parameters reach an SM a line at a time, each after a trip to L2: every consumer warp asks for some of them at once.
 DEVICE void touch_parameters(const Task& p) {
@@ -77,7 +89,7 @@ struct Walk {
   DEVICE void find(const Task& p, int& matrix, int& tile) const {
     matrix = 0;
     tile = at;
-    if (p.gate >= 0 && p.keep) {
+    if (p.gate >= 0 && p.flags & KEEP) {
       const int first = end - 2 * half;
       matrix = at - first >= half;
       tile = first / 2 + at - first - (matrix ? half : 0);

@@ -362,6 +362,15 @@ struct UnitProduct {
       if (widths == 0x5555) return uniform<5>();
       if (widths == 0x6666) return uniform<6>();
     }
+    mixed(widths);
+  }
+  DEVICE void run_mixed(uint32_t widths) {
+#pragma unroll
+    for (int r = 0; r < R; r++) scales[r].load(weights[r] + code_bytes(widths), lane >> 2);
+    mixed(widths);
+  }
+  // A unit of several widths.
+  DEVICE void mixed(uint32_t widths) {
     constexpr int STEP = ENTRY == 128 ? 2 : 1;
     uint32_t offset = 0;
 #pragma unroll 1

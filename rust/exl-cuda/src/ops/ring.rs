@@ -26,6 +26,14 @@ const SPARE_SLOTS: usize = 3;
 /// More than half of a multiprocessor's shared memory, so that one block is placed on each (spec/kernels-measured.md 6.2).
 const LEAST_SHARED: usize = 116 * 1024;
 const THREADS: u32 = 576;
+/// Of `Task::flags`: a warp keeps its class over tiles; a layout has rows in which no feature stands; one row of halves as it is, in one
+/// order; the first bit of those that name matrices with an order of rows of their own.
+const KEEP: i32 = 1;
+const PADDED: i32 = 2;
+const ROW: i32 = 4;
+const FILLS: usize = 8;
+/// Longest row that the 512 threads of the kernel hold at once.
+const ROW_FEATURES: usize = 4 * 8 * 512;
 
 /// `struct Part` of `kernels/ring_task.cuh`.
 #[repr(C)]
@@ -56,7 +64,7 @@ struct Task {
     multipliers_at: u32,
     x_stride: u32,
     gates_at: u32,
-    keep: i32,
+    flags: i32,
     m: i32,
     columns: i32,
     x_kind: i32,
@@ -160,6 +168,25 @@ fn keeps(matrices: &[&Matrix], deal: Deal, gated: bool) -> bool {
         && matrices
             .iter()
             .all(|a| (9..=16).contains(&a.argument.unit_count))
+}
+
+/// `Task::flags`. `alone`: one row of halves, not normed.
+fn flags(parts: &[Part], keep: bool, alone: bool) -> i32 {
+    let row = alone
+        && parts
+            .iter()
+            .all(|p| p.order == 0 && p.matrix.in_features as usize <= ROW_FEATURES);
+    let mut flags = if keep { KEEP } else { 0 };
+    if row {
+        flags |= ROW;
+    }
+    for (i, part) in parts.iter().enumerate() {
+        if part.order == i as i32 {
+            flags |= 1 << (FILLS + i);
+            flags |= i32::from(part.matrix.rows != part.matrix.in_features) * PADDED;
+        }
+    }
+    flags
 }
 
 fn stages(matrix: &Matrix) -> Option<[u32; MOST_STAGES + 1]> {
@@ -289,16 +316,19 @@ fn plan(
             (true, true) => deal.most(),
         };
         let gates_at = arena.take(pairs * columns * 64);
-        let barriers_at = arena.take((2 * slots + 2 * RESULT_BUFFERS) * 8);
+        // As `Barriers` has them: those of slots in groups of four.
+        let barriers_at = arena.take((2 * slots.next_multiple_of(4) + 2 * RESULT_BUFFERS) * 8);
         if arena.0 > space {
             continue;
         }
         let window = forced.map_or(((BYTES_IN_FLIGHT + mean / 2) / mean) as i32, |t| t.window);
+        let alone = m == 1 && !around.norm && !around.scaled;
         let task = Task {
             x: 0,
             y: 0,
             residual: 0,
             norm: 0,
+            flags: flags(&parts[..matrices.len()], keep, alone),
             parts,
             stage_begin: begin,
             results_at,
@@ -307,7 +337,6 @@ fn plan(
             stage_stride: stride as u32,
             x_stride: x_stride as u32,
             gates_at,
-            keep: i32::from(keep),
             count: matrices.len() as i32,
             tiles: deal.tiles as i32,
             longer: deal.longer as i32,
@@ -428,6 +457,7 @@ mod tests {
                         assert!(plan.shared <= 232_448 - 1024);
                         assert!((1..=task.slots - SPARE_SLOTS as i32).contains(&task.window));
                         assert!(task.parts.iter().all(|p| p.order == 0), "one copy");
+                        assert_eq!(task.flags >> FILLS, 1, "one copy");
                     }
                 }
             }
@@ -469,14 +499,15 @@ mod tests {
             made
         };
         let gate_up = planned(&sized(16, 14336), 2, true);
-        assert_eq!(gate_up.task.keep, 1);
+        assert_eq!(gate_up.task.flags & KEEP, KEEP);
         assert_eq!((gate_up.deal.blocks, gate_up.deal.tiles), (132, 6));
         assert_eq!(gate_up.deal.longer, 896 - 132 * 6);
         // Two columns of 16 features of seven pairs stand between this and what follows.
         let task = gate_up.task;
         assert!(task.gates_at + 7 * 2 * 64 <= task.barriers_at);
-        let keeps =
-            |units, out_features| planned(&sized(units, out_features), 1, false).task.keep == 1;
+        let keeps = |units, out_features| {
+            planned(&sized(units, out_features), 1, false).task.flags & KEEP == KEEP
+        };
         assert!(keeps(9, 128_256));
         assert!(!keeps(16, 4096), "two tiles");
         assert!(!keeps(8, 128_256));
