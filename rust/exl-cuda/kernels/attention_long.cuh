@@ -32,6 +32,15 @@ struct Slots {
   DEVICE uint32_t empty(int slot, int plane) const { return at + 8 * (2 * (SPLIT_UNITS + slot) + plane); }
 };
 
+// Of halves a unit's keys and values are on their way at once, not all that there is room for: with more, memory gives less.
+template <class S>
+DEVICE void fewer_on_their_way() {
+  if constexpr (S::KC == F16) {
+    copy_commit();
+    copy_wait<1>();
+  }
+}
+
 template <class S>
 DEVICE void fetch_split(const Attention& a, const Job& job, uint8_t* ring, const Slots& slots, int begin, int units) {
   const int lane = threadIdx.x & 31, page_of_lane = units > 0 ? job.pages[page_of(a, (begin + min(lane, units - 1)) * UNIT)] : 0;
@@ -41,9 +50,11 @@ DEVICE void fetch_split(const Attention& a, const Job& job, uint8_t* ring, const
     const Rows rows = rows_of(a, job, begin + i, __shfl_sync(~0u, page_of_lane, i));
     uint8_t* to = ring + turn.slot * S::UNIT_BYTES;
     if (i >= slots.count) barrier_wait(slots.empty(turn.slot, 0), turn.phase ^ 1);
+    fewer_on_their_way<S>();
     fetch_keys<S>(a, job, to, rows, begin + i);
     copies_arrive(slots.full(turn.slot, 0));
     if (i >= slots.count) barrier_wait(slots.empty(turn.slot, 1), turn.phase ^ 1);
+    fewer_on_their_way<S>();
     fetch_values<S>(a, job, to, rows, begin + i);
     copies_arrive(slots.full(turn.slot, 1));
     turn.advance(slots.count);
