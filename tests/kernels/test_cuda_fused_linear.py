@@ -60,15 +60,15 @@ def exl2(
     return QuantMatrix.from_exl2(tensors, device="cuda")
 
 
-def gptq(n: int, act_order: bool, group: int = 128) -> QuantMatrix:
+def gptq(n: int, act_order: bool, group: int = 128, k: int = K) -> QuantMatrix:
     generator = torch.Generator().manual_seed(n)
     tensors = {
-        "qweight": words(K // 8, n, seed=n),
-        "qzeros": words(K // group, n // 8, seed=n + 1),
-        "scales": (torch.rand(K // group, n, generator=generator) * 0.01 + 0.001).half(),
+        "qweight": words(k // 8, n, seed=n),
+        "qzeros": words(k // group, n // 8, seed=n + 1),
+        "scales": (torch.rand(k // group, n, generator=generator) * 0.01 + 0.001).half(),
     }
     if act_order:
-        tensors["g_idx"] = torch.randperm(K, generator=torch.Generator().manual_seed(3)).to(torch.int32) // group
+        tensors["g_idx"] = torch.randperm(k, generator=torch.Generator().manual_seed(3)).to(torch.int32) // group
     return QuantMatrix.from_gptq(tensors, bits=4, group_size=group, device="cuda")
 
 
@@ -279,6 +279,32 @@ def test_many_gated_rows_are_left_in_the_order_of_the_next_product(n: int, order
         assert torch.equal(first.then(second, x, got, h[:m]), want), m
         off = torch.full((want.numel() + 1,), float("nan"), dtype=want.dtype, device="cuda")[1:].view_as(want)
         assert torch.equal(first.then(second, x, off, h[:m]), want), m
+
+
+FORMS = ["exl2", "exl2 groups of 32", "gptq", "gptq act-order", "gptq groups of 32"]
+
+
+@pytest.mark.parametrize(("kind", "activation"), [*((kind, "silu") for kind in FORMS), ("gptq", "gelu")])
+def test_products_of_all_forms_take_what_gated_ones_leave(kind: str, activation: str) -> None:
+    """Of few features and of so many that a block has three items of 64 at a time; gates far from zero, too."""
+    group, n, perm = 32 if "32" in kind else 128, 8320, torch.randperm(K, generator=torch.Generator().manual_seed(5))
+    if kind.startswith("exl2"):
+        gate, up = (exl2(n, 5, 4, seed=i, perm=perm, group=group) for i in (1, 2))
+        downs = [exl2(f, 4, 3, seed=3, k=n, group=group) for f in (544, 4480)]
+    else:
+        order = kind == "gptq act-order"
+        gate, up = gptq(n, order, group), gptq(n, order, group)
+        downs = [gptq(f, order, group, n) for f in (544, 4480)]
+    first = FusedLinear([gate, up], activation=activation)
+    for down in downs if activation == "silu" else downs[:1]:
+        second = FusedLinear([down])
+        h = torch.randn(64, down.out_features, device="cuda").half()
+        for m in (9, 64) if UNDER_A_TOOL else (9, 16, 32, 33, 64):
+            x = activations(m, K, torch.float16) * 8
+            assert first._lays_out(m, second), m
+            want = second(first(x, x.new_empty(m, n)), x.new_empty(m, down.out_features), h[:m])
+            got = torch.full_like(want, float("nan"))
+            assert torch.equal(first.then(second, x, got, h[:m]), want), m
 
 
 def test_products_of_all_sizes_meet_in_the_same_memory() -> None:

@@ -14,12 +14,13 @@
 #include "wgmma.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-template <int KIND, int ENTRY, int N, int W>
+// TURNED: the activations' core matrices are (prepared.cuh).
+template <int KIND, int ENTRY, int N, int W, bool TURNED>
 struct Batch : BatchFinish<N> {
   using Finish = BatchFinish<N>;
   using Finish::Finish;
   using Finish::S, Finish::p, Finish::memory, Finish::base, Finish::full, Finish::empty, Finish::present, Finish::step, Finish::first;
-  using Finish::order, Finish::own, Finish::per_block, Finish::place, Finish::numbered, Finish::leave, typename Finish::Place;
+  using Finish::order, Finish::own, Finish::per_block, Finish::place, Finish::numbered, Finish::leave, Finish::go_on, typename Finish::Place;
   static constexpr int ENTRIES = UNIT_ROWS / ENTRY, X_BYTES = 512 * N;
   // A unit's row in the block's table: {offset, bytes, widths | number << 16}, maxima.
   static constexpr int ROW = ENTRY == 128 ? 16 : 32, MAXIMA_AT = ENTRY == 128 ? 12 : 16;
@@ -165,9 +166,9 @@ struct Batch : BatchFinish<N> {
     template <int COUNT, bool ADD>
     DEVICE void multiply(float (&sums)[S], const uint32_t (*a)[4], int i) const {
       products_begin();
-      product<ADD>(sums, a[0], x + i * 2 * N, 128 >> 4);
+      product<ADD, TURNED>(sums, a[0], x + i * 2 * N, 128 >> 4);
 #pragma unroll
-      for (int j = 1; j < COUNT; j++) product<true>(sums, a[j], x + (i + j) * 2 * N, 128 >> 4);
+      for (int j = 1; j < COUNT; j++) product<true, TURNED>(sums, a[j], x + (i + j) * 2 * N, 128 >> 4);
       products_commit();
     }
     template <int B>
@@ -331,16 +332,19 @@ struct Batch : BatchFinish<N> {
         }
         leave(block, quarter, sum);
       }
+      if constexpr (Finish::TURNS) {
+        if (p.into) go_on(block);
+      }
     }
   }
 };
 #endif
 
-template <int KIND, int ENTRY, int N, int W, int MORE, int FEWER>
+template <int KIND, int ENTRY, int N, int W, bool TURNED, int MORE, int FEWER>
 DEVICE void batch_matmul(const BatchTask& p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(128) uint8_t memory[];
-  const Batch<KIND, ENTRY, N, W> batch(p, memory);
+  const Batch<KIND, ENTRY, N, W, TURNED> batch(p, memory);
   // Two warps are there only so that the last two are a warpgroup's, which can give its registers away.
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   constexpr int MEETING = W * 128 + (RACECHECK ? 128 : 64);  // racecheck's build: all threads of the block
@@ -374,14 +378,17 @@ DEVICE void batch_matmul(const BatchTask& p) {
 }
 
 // REGISTERS of a thread at the launch leave 128 threads of 32 to a block of the kernel that prepares the next input.
-#define BATCH(KIND, kind, ENTRY, N, W, REGISTERS, MORE, FEWER)                                                                    \
-  extern "C" __global__ void __maxnreg__(REGISTERS) batch_##kind##_##ENTRY##_##N##x##W(const __grid_constant__ BatchTask p) {     \
+#define BATCH(NAME, REGISTERS, KIND, ENTRY, N, W, TURNED, MORE, FEWER)                                                            \
+  extern "C" __global__ void __maxnreg__(REGISTERS) NAME(const __grid_constant__ BatchTask p) {                                   \
     static_assert((W + 1) * REGISTERS == W * MORE + FEWER && (W + 1) * 128 * REGISTERS <= 65536 - 4096, "registers are handed on"); \
-    batch_matmul<KIND, ENTRY, N, W, MORE, FEWER>(p);                                                                              \
+    batch_matmul<KIND, ENTRY, N, W, TURNED, MORE, FEWER>(p);                                                                      \
   }
+#define BOTH(NAME, REGISTERS, KIND, ENTRY, N, W, MORE, FEWER)             \
+  BATCH(NAME, REGISTERS, KIND, ENTRY, N, W, false, MORE, FEWER)           \
+  BATCH(NAME##_turned, REGISTERS, KIND, ENTRY, N, W, true, MORE, FEWER)
 // As `VARIANTS` in src/ops/batch/plan.rs has them; registers of a thread at the launch, of one that multiplies and of one that does not.
-#define BATCHES(KIND, kind, ENTRY)              \
-  BATCH(KIND, kind, ENTRY, 16, 4, 96, 112, 32)  \
-  BATCH(KIND, kind, ENTRY, 32, 4, 96, 112, 32)  \
-  BATCH(KIND, kind, ENTRY, 64, 2, 152, 208, 40) \
-  BATCH(KIND, kind, ENTRY, 64, 3, 120, 152, 24)
+#define BATCHES(KIND, kind, ENTRY)                                          \
+  BOTH(batch_##kind##_##ENTRY##_16x4, 96, KIND, ENTRY, 16, 4, 112, 32)      \
+  BATCH(batch_##kind##_##ENTRY##_32x4, 96, KIND, ENTRY, 32, 4, false, 112, 32) \
+  BOTH(batch_##kind##_##ENTRY##_64x2, 152, KIND, ENTRY, 64, 2, 208, 40)     \
+  BOTH(batch_##kind##_##ENTRY##_64x3, 120, KIND, ENTRY, 64, 3, 152, 24)

@@ -15,6 +15,9 @@ template <int N>
 struct BatchFinish : BatchBlock {
   static constexpr int S = N / 2;  // sums a thread
   static constexpr int EIGHTS = N / 8;
+  // Whether gated results go on turned (prepared.cuh). Of 32 rows not: there, `go_on` costs the loops before it registers that they lack, 0.2
+  // to 1.5 us a launch.
+  static constexpr bool TURNS = prepared_turns(N);
   using BatchBlock::BatchBlock;
 
   // A thread has float4s of a warp's 16 features and eight rows: (feature, row) = (g, 2 t), (g, 2 t + 1), (g + 8, 2 t),
@@ -84,6 +87,7 @@ struct BatchFinish : BatchBlock {
         to[q * 32] = make_float4(before.x + sums[4 * q], before.y + sums[4 * q + 1], before.z + sums[4 * q + 2], before.w + sums[4 * q + 3]);
       }
       if (quarter < QUARTERS - 1) return;
+      if (TURNS && p.into) return;
     } else {
       float4* const places = p.sums + (size_t)(here.item * ITEM_TILES + warp) * (QUARTERS * EIGHTS * 32) + lane;
       to = places + quarter * (EIGHTS * 32);
@@ -268,13 +272,14 @@ struct BatchFinish : BatchBlock {
   DEVICE static float4 turned(float4 v) { return make_float4(v.y, v.z, v.w, v.x); }
   // A gate's and the other's sums of features n and n + 1, biases likewise.
   DEVICE void store_gated_pair(int n, int token, uint32_t rows, float2 gate, float2 up, float4 bias) const {
+    const bool onward = !TURNS && p.into;
     const int limit = p.part[0].a.out_features;
-    if (token >= (p.into ? N : p.m) || n >= limit) return;
+    if (token >= (onward ? N : p.m) || n >= limit) return;
     const float multiplier = p.scaled ? __ldcg(p.multipliers + token) : 1.f;
     const float g = p.part[0].a.prescale, u = p.part[1].a.prescale;
     const float a = one_gated(finish(gate.x, multiplier, bias.x, g), finish(up.x, multiplier, bias.z, u));
     const float b = one_gated(finish(gate.y, multiplier, bias.y, g), finish(up.y, multiplier, bias.w, u));
-    if (p.into) {
+    if (onward) {
       const bool some = token < p.m;
       *reinterpret_cast<__half*>(p.into + prepared_place(rows & 0xffff, token, N)) = __float2half_rn(some ? a : 0.f);
       *reinterpret_cast<__half*>(p.into + prepared_place(rows >> 16, token, N)) = __float2half_rn(some ? b : 0.f);
@@ -284,8 +289,56 @@ struct BatchFinish : BatchBlock {
   }
   // Rows of features n and n + 1 in the layout of the product that comes next.
   DEVICE uint32_t rows_into(int n) const {
-    if (!p.into || n >= p.part[0].a.out_features) return 0;
+    if (TURNS || !p.into || n >= p.part[0].a.out_features) return 0;
     return p.into_rows ? __ldg(reinterpret_cast<const uint32_t*>(p.into_rows + n)) : n * 0x10001u + 0x10000u;
+  }
+  // Gated results in halves, to the product that comes next: a thread has two neighbouring rows of features n and n + 8, and a feature's
+  // rows stand beside each other there.
+  DEVICE void go_on(int block) const {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // nothing of this is made ahead of the loops, where registers are few
+    const int group = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
+    const Place here = place(block, group);
+    if (!here.some) return;
+    const int half = p.groups / 2, mine = group >= half, pair = group - (mine ? half : 0), between = half * 4 * EIGHTS * 32;
+    const int n = (here.tile + warp) * TILE + (lane >> 2), limit = p.part[0].a.out_features;
+    const float4* const gate = reinterpret_cast<float4*>(memory + p.sums_at) + (pair * 4 + warp) * (EIGHTS * 32) + lane;
+    uint8_t* into[2];
+    float bias[2][2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int feature = min(n + 8 * h, limit - 1);
+      into[h] = p.into + prepared_turned(p.into_rows ? __ldg(p.into_rows + feature) : feature, N) + (lane & 3) * 4;
+#pragma unroll
+      for (int i = 0; i < 2; i++) bias[i][h] = p.part[i].a.bias ? p.part[i].a.bias[feature] : 0.f;
+    }
+    meet(pair);
+    if (p.gate == SILU) store_onward<true>(gate, gate + between, into, bias, n, mine);
+    else store_onward<false>(gate, gate + between, into, bias, n, mine);
+    // What has been read here is written again in the next round.
+    meet(pair);
+  }
+  template <bool SILUS>
+  DEVICE void store_onward(const float4* gates, const float4* ups, uint8_t* const (&into)[2], const float (&bias)[2][2], int n, int mine) const {
+    const int token = 2 * (threadIdx.x & 3), limit = p.part[0].a.out_features;
+    const float scales[2] = {p.part[0].a.prescale, p.part[1].a.prescale};
+#pragma unroll 1
+    for (int q = mine; q < EIGHTS; q += 2) {
+      const float4 gate = gates[q * 32], up = ups[q * 32];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float v[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const float g = finish(h ? i ? gate.w : gate.z : i ? gate.y : gate.x, 1.f, bias[0][h], scales[0]);
+          const float u = finish(h ? i ? up.w : up.z : i ? up.y : up.x, 1.f, bias[1][h], scales[1]);
+          const float rounded = __half2float(__float2half_rn(g));
+          const float activated = SILUS ? silu_of_half(rounded) : activate(rounded, p.gate);
+          v[i] = 8 * q + token + i < p.m ? activated * __half2float(__float2half_rn(u)) : 0.f;
+        }
+        if (n + 8 * h < limit) *reinterpret_cast<__half2*>(into[h] + q * 128) = __floats2half2_rn(v[0], v[1]);
+      }
+    }
   }
   DEVICE float one_gated(float gate, float up) const { return activate(rounded(gate, p.y_kind), p.gate) * rounded(up, p.y_kind); }
 

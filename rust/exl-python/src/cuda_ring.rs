@@ -164,8 +164,9 @@ impl CudaRing {
     /// y [m, N], or [2, m, N] for a matrix that gates another where not `batch_gates`, whose activation is left to the caller; `scratch` uint8
     /// and `multipliers` [m] float32; `meeting` uint8 of `meeting_bytes`, all ones and left so; `residual` like y, even and of halves; `norm`
     /// where `batch_norms`; `tuning` = (slots, activations, cut, groups, looks) is for benchmarks and tests. Without x its rows stand laid out in scratch
-    /// (`batch_input`). Without y gated results go on, laid out, to `following` = (product, its scratch).
-    #[pyo3(signature = (x, scratch, multipliers, meeting, y, stream, programmatic, residual=None, norm=None, following=None, tuning=None))]
+    /// (`batch_input`), `turned` where the product before had this one as its `following`. Without y gated results go on, laid out, to
+    /// `following` = (product, its scratch).
+    #[pyo3(signature = (x, scratch, multipliers, meeting, y, stream, programmatic, residual=None, norm=None, following=None, turned=false, tuning=None))]
     fn run_batch(
         &self,
         py: Python<'_>,
@@ -179,6 +180,7 @@ impl CudaRing {
         residual: Option<Tensor>,
         norm: Option<NormArgument>,
         following: Option<(PyRef<'_, Self>, Tensor)>,
+        turned: bool,
         tuning: Option<BatchTuning>,
     ) -> PyResult<()> {
         let k = self.in_features;
@@ -257,6 +259,7 @@ impl CudaRing {
         let address = |tensor: &Option<Tensor>| tensor.as_ref().map_or(0, |t| t.ptr);
         let op = batch::Product {
             x: address(&x),
+            turned,
             x_type,
             y: address(&y),
             y_type: y.as_ref().map_or(Ok(Half::F16), |y| kind(y, "y"))?,

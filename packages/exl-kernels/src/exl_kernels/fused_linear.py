@@ -246,7 +246,8 @@ class FusedLinear:
             following._check_operand("residual", residual, (m, following.out_features))
         if given is not None:
             self._run_batch(m, x, self._scratch(m), None, following=(following._ring, given.scratch))
-            return following.from_input(given, out, residual)
+            following._run_batch(m, None, given.scratch, out, residual, turned=True)
+            return out
         between_ = self.in_a_row(x, following=following)
         assert between_ is not None
         following.in_a_row(between_, out, residual)
@@ -347,15 +348,17 @@ class FusedLinear:
         out: Tensor | None,
         residual: Tensor | None = None,
         following: tuple[_native.CudaRing | None, Tensor] | None = None,
+        turned: bool = False,
     ) -> None:
-        """x None where its rows stand laid out in scratch; out None where results go on, laid out, to `following`."""
+        """x None where its rows stand laid out in scratch, `turned` where the product before had this one as its
+        `following`; out None where results go on, laid out, to `following`."""
         assert self._ring is not None
         stream = stream_of(scratch)
         norm = None if self.norm is None else (self._norm_weight, self.norm.eps, self.norm.offset)
         multipliers = torch.empty(m, dtype=torch.float32, device=self.device)
         meeting = meeting_memory(self.device, stream, self._ring.meeting_bytes(m))
         early = programmatic_launch()
-        self._ring.run_batch(x, scratch, multipliers, meeting, out, stream, early, residual, norm, following)
+        self._ring.run_batch(x, scratch, multipliers, meeting, out, stream, early, residual, norm, following, turned)
 
     def _separate(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
         """The product as separate launches; x is already normed."""

@@ -12,7 +12,8 @@ use crate::launch::{CudaError, Launch};
 use crate::layout::UNIT_ROWS;
 pub use plan::Tuning;
 use plan::{
-    COUNTERS, Plan, SHARED_BYTES, Shares, UNCUT_ITEMS, VARIANTS, items, plan, unit_bytes, variant,
+    COUNTERS, Plan, SHARED_BYTES, Shares, UNCUT_ITEMS, VARIANTS, items, plan, turns, unit_bytes,
+    variant,
 };
 
 /// Most rows of the batch kernel.
@@ -46,6 +47,8 @@ struct Preparation {
 pub struct Product {
     /// `[m, in_features]` of `x_type`, F16 or BF16; 0 where another launch has laid F16 rows out as [`input`] says.
     pub x: usize,
+    /// Whether that launch was a product's that had this one as its [`Next`].
+    pub turned: bool,
     pub x_type: Half,
     /// `[m, sum of out_features]` of `y_type`, or, `apart`, a matrix's `[m, out_features]` after the other's; unused where results go on.
     pub y: usize,
@@ -71,7 +74,7 @@ pub struct Room {
     pub meeting: usize,
 }
 
-/// Where gated results in F16 go, laid out, as the input of the product that comes next, for which [`input`] knows the columns.
+/// Where gated results in F16 go, laid out and `turned`, as the input of the product that comes next, for which [`input`] knows the columns.
 #[derive(Clone, Copy)]
 pub struct Next<'a> {
     pub matrix: &'a Matrix,
@@ -202,6 +205,7 @@ pub unsafe fn launch(
                 && op.y.is_multiple_of(8)
                 && op.residual.is_multiple_of(4)
                 && op.y_type != Half::F32);
+    let refused = refused || op.turned && op.x != 0;
     let onward = next.is_none_or(|next| {
         op.gate.is_some()
             && matrices.iter().all(even)
@@ -286,8 +290,12 @@ pub unsafe fn launch(
     task.paired =
         i32::from(op.y.is_multiple_of(8) && task.y_stride % 2 == 0 && matrices.iter().all(even));
     let kernel = format!(
-        "batch_{}_{}_{}x{}",
-        first.kind, first.entry_rows, shares.columns, shares.warpgroups
+        "batch_{}_{}_{}x{}{}",
+        first.kind,
+        first.entry_rows,
+        shares.columns,
+        shares.warpgroups,
+        suffix(op.turned && turns(shares.columns))
     );
     let launch = Launch {
         kernel: &kernel,
@@ -330,9 +338,24 @@ unsafe fn lay_out(
     unsafe { launch.run(device, &mut arguments) }
 }
 
+/// Of the kernels for a turned input.
+fn suffix(turned: bool) -> &'static str {
+    if turned { "_turned" } else { "" }
+}
+
 /// Kernels in the image of `batch_<form>`.
 pub(super) fn kernels(form: &str) -> Vec<String> {
     VARIANTS
-        .map(|(columns, warpgroups)| format!("batch_{form}_{columns}x{warpgroups}"))
-        .to_vec()
+        .into_iter()
+        .flat_map(|(columns, warpgroups)| {
+            let kinds = if turns(columns) {
+                &[false, true][..]
+            } else {
+                &[false]
+            };
+            kinds.iter().map(move |&turned| {
+                format!("batch_{form}_{columns}x{warpgroups}{}", suffix(turned))
+            })
+        })
+        .collect()
 }

@@ -7,6 +7,10 @@ use crate::ops::linear::{Matrix, MatrixArgument};
 
 /// The kernel's variants: columns, and the warpgroups of a block that multiply.
 pub const VARIANTS: [(usize, usize); 4] = [(16, 4), (32, 4), (64, 2), (64, 3)];
+/// Whether gated results go to the next product turned, of so many columns (`prepared_turns` of `kernels/prepared.cuh`).
+pub fn turns(columns: usize) -> bool {
+    columns != 32
+}
 /// Parts of K that are added last.
 const QUARTERS: usize = 4;
 /// Row tiles of an item, what a warpgroup works on at a time.
