@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 
-from exl_kernels import cuda_ops
+from exl_kernels import _native, cuda_ops
 from exl_kernels.device import cuda_status, require_cuda
 from exl_kernels.errors import DeviceError, DTypeError, UnsupportedError
 from exl_kernels.linear import QuantMatrix
@@ -116,3 +117,29 @@ def test_many_rows_go_64_at_a_time_when_bits_must_not_depend_on_their_number(
     got = Standin().matmul(x)
     assert taken == ([64, 64, 22] if invariant else [-1])
     torch.testing.assert_close(got, x @ weight, rtol=1e-2, atol=1e-2)
+
+
+def test_tensors_that_lie_askew_are_refused() -> None:
+    """Kernels read the image by bulk copies and four maxima at a time."""
+    k, n = 512, 32
+    tensors = (
+        torch.zeros(k // 8, n, dtype=torch.int32),
+        torch.zeros(k // 128, n // 8, dtype=torch.int32),
+        torch.ones(k // 128, dtype=torch.float16),
+        torch.tensor([v for g in range(k // 128) for v in (4, 16 * g)], dtype=torch.int16),
+        torch.arange(k, dtype=torch.int32),
+    )
+    layout = _native.CudaLayout.from_exl2("askew", tensors, 16)
+
+    def at(t: Tensor, odd: int) -> Tensor:
+        """A copy whose address is `odd` bytes past a multiple of 128."""
+        room = torch.empty(t.nbytes + 256, dtype=torch.uint8)
+        first = -room.data_ptr() % 128 + odd
+        return room[first : first + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+
+    parts = [layout.units, layout.features, layout.row_of_feature]
+    for what, image, maxima in (("image", 16, 0), ("maxima", 0, 8)):
+        with pytest.raises(ValueError, match=what):
+            _native.CudaMatrix(
+                layout, at(layout.image, image), parts[0], at(layout.maxima, maxima), *parts[1:], None, 1.0
+            )

@@ -359,6 +359,7 @@ DEVICE void batch_matmul(const BatchTask& p) {
       bar<1>(MEETING);
       pdl_wait();
       if (p.cut > 1) batch.agree();
+      __syncwarp();  // one lane looks for the others
     } else if (RACECHECK) {
       bar_arrive<1>(MEETING);
     }

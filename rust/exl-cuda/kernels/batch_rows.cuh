@@ -36,45 +36,61 @@ DEVICE void await_copies() {
 // stands beside the product before it, and has all but the row in shared memory when that product ends. The norm is that of
 // kernels/norm.cu, sum for sum: a thread has the elements of two of its 256.
 template <class T>
-DEVICE void lay_out_row(const LayoutTask& p) {
-  constexpr bool SCALED = !std::is_same<T, __half>::value;
-  constexpr int WARPS = LAYOUT_THREADS / 32;
-  extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ float sums[2 * WARPS], largest[WARPS];
-  const int token = blockIdx.x, tid = threadIdx.x, eights = p.k / 8, all = 32 * p.units;
-  const int share = (all + gridDim.y - 1) / gridDim.y, first = blockIdx.y * share, end = min(first + share, all);
-  uint4* row = reinterpret_cast<uint4*>(memory);
-  float* weight = reinterpret_cast<float*>(row + eights);
-  // Features of the block's places, unit by unit from the first one's on.
-  const int first_row = first / 32 * UNIT_ROWS, rows = min((end + 31) / 32 * UNIT_ROWS, p.rows) - first_row;
-  int* features = reinterpret_cast<int*>(weight + (p.weight ? p.k : 0));
+struct RowLayout {
+  static constexpr bool SCALED = !std::is_same<T, __half>::value;
+  static constexpr int WARPS = LAYOUT_THREADS / 32;
   union Eight {
     uint4 word;
     T v[8];
   };
-  pdl_trigger();
-  if (token < p.m) {
-#pragma unroll 1
-    for (int i = tid; i < rows / 4; i += LAYOUT_THREADS) copy_ahead(features + 4 * i, p.features + first_row + 4 * i);
-    if (p.weight)
-#pragma unroll 1
-      for (int i = tid; i < p.k / 4; i += LAYOUT_THREADS) copy_ahead(weight + 4 * i, p.weight + 4 * i);
-  }
-  pdl_wait();
-  if (token >= p.m) {
-    for (int place = first + tid; place < end; place += LAYOUT_THREADS)
-      *reinterpret_cast<uint4*>(p.out + prepared_eight(place, token, p.columns)) = make_uint4(0, 0, 0, 0);
-    return;
-  }
-  const uint4* x = reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) + (size_t)token * p.k);
+  const LayoutTask& p;
+  const int token, eights, first, end;  // the eights of the row, and in the layout those of the block
+  const int first_row, rows;            // of the layout, unit by unit from the first eight's one on
+  uint4* const row;
+  float* const sums;
+  // Of the block's rows of the layout: the feature, and where there is a norm, its weight, {feature, weight}.
+  int* const features;
+
+  DEVICE RowLayout(const LayoutTask& p, uint8_t* memory, float* sums, int share)
+      : p(p),
+        token(blockIdx.x),
+        eights(p.k / 8),
+        first(blockIdx.y * share),
+        end(min(first + share, 32 * p.units)),
+        first_row(first / 32 * UNIT_ROWS),
+        rows(min((end + 31) / 32 * UNIT_ROWS, p.rows) - first_row),
+        row(reinterpret_cast<uint4*>(memory)),
+        sums(sums),
+        features(reinterpret_cast<int*>(row + eights)) {}
+
+  DEVICE float weight_of(int feature) const { return __ldg(p.weight + feature) + p.offset; }
+  DEVICE void fetch_constants() const {
+    if (p.weight) {
 #pragma unroll 4
-  for (int i = tid; i < eights; i += LAYOUT_THREADS) copy_ahead(row + i, x + i);
-  await_copies();
-  float scale = 1.f;
-  if (p.weight) {
+      for (int i = threadIdx.x; i < rows; i += LAYOUT_THREADS) {
+        const int feature = __ldg(p.features + first_row + i);
+        reinterpret_cast<int2*>(features)[i] = make_int2(feature, feature < 0 ? 0 : __float_as_int(weight_of(feature)));
+      }
+    } else {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < rows / 4; i += LAYOUT_THREADS) copy_ahead(features + 4 * i, p.features + first_row + 4 * i);
+    }
+  }
+  DEVICE void fetch_row() const {
+    const uint4* x = reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) + (size_t)token * p.k);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < eights; i += LAYOUT_THREADS) copy_ahead(row + i, x + i);
+  }
+  DEVICE void store(int place, uint4 eight) const { *reinterpret_cast<uint4*>(p.out + prepared_eight(place, token, p.columns)) = eight; }
+  DEVICE void store_nothing() const {
+    for (int place = first + threadIdx.x; place < end; place += LAYOUT_THREADS) store(place, make_uint4(0, 0, 0, 0));
+  }
+
+  // What the norm multiplies the row by.
+  DEVICE void add_squares() const {
     float sum[2] = {0.f, 0.f};
 #pragma unroll 1
-    for (int i = tid; i < eights; i += 2 * LAYOUT_THREADS) {
+    for (int i = threadIdx.x; i < eights; i += 2 * LAYOUT_THREADS) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         Eight v;
@@ -88,48 +104,80 @@ DEVICE void lay_out_row(const LayoutTask& p) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       sum[h] = warp_sum(sum[h]);
-      if (tid % 32 == 0) sums[h * WARPS + tid / 32] = sum[h];
+      if (threadIdx.x % 32 == 0) sums[h * WARPS + threadIdx.x / 32] = sum[h];
     }
   }
-  __syncthreads();
-  if (p.weight) {
+  DEVICE float scale() const {
     float total = 0.f;
 #pragma unroll
     for (int w = 0; w < 2 * WARPS; w++) total += sums[w];
-    scale = 1.f / sqrtf(total / (float)p.k + p.eps);
+    return 1.f / sqrtf(total / (float)p.k + p.eps);
   }
-  const T* values = reinterpret_cast<const T*>(memory);
-  auto value = [&](int feature) {
-    T v = values[feature];
-    return p.weight ? from_float<T>(to_float(v) * scale * (weight[feature] + p.offset)) : v;
-  };
-  float factor = 1.f;
-  if constexpr (SCALED) {
+  DEVICE T value(int feature, float scale, float weight) const {
+    const T v = reinterpret_cast<const T*>(row)[feature];
+    return p.weight ? from_float<T>(to_float(v) * scale * weight) : v;
+  }
+  DEVICE float largest(float scale) const {
     float most = 0.f;
 #pragma unroll 1
-    for (int i = tid; i < p.k; i += LAYOUT_THREADS) most = fmaxf(most, fabsf(to_float(value(i))));
-    factor = block_row_factor<WARPS>(tid, most, largest);
-    if (tid == 0 && blockIdx.y == 0) p.multipliers[token] = 1.f / factor;
+    for (int i = threadIdx.x; i < p.k; i += LAYOUT_THREADS) most = fmaxf(most, fabsf(to_float(value(i, scale, p.weight ? weight_of(i) : 1.f))));
+    return most;
   }
-#pragma unroll 1
-  for (int place = first + tid; place < end; place += LAYOUT_THREADS) {
-    const int at = (place >> 5) * UNIT_ROWS + (place >> 2 & 7) * 32 + (place >> 1 & 1) * 4 + (place & 1) * 2 - first_row;
-    union {
-      uint4 word;
-      __half v[8];
-    } eight;
+  DEVICE __half half_of(int feature, float scale, float weight, float factor) const {
+    const T v = value(max(feature, 0), scale, weight);
+    if constexpr (SCALED) return feature < 0 ? __half(0.f) : __float2half_rn(to_float(v) * factor);
+    else return feature < 0 ? __half(0.f) : v;
+  }
+  // An eight is four words of two neighbouring rows each, eight rows apart. Lanes whose eights are 32 rows apart begin with different ones,
+  // so that they meet in no bank.
+  DEVICE uint4 eight_of(int place, float scale, float factor) const {
+    const int at = (place >> 5) * UNIT_ROWS + (place >> 2 & 7) * 32 + (place >> 1 & 1) * 4 + (place & 1) * 2 - first_row, turn = place >> 2 & 3;
+    uint32_t words[4];
 #pragma unroll
     for (int t = 0; t < 4; t++) {
-      const int2 feature = at + 8 * t < rows ? *reinterpret_cast<const int2*>(features + at + 8 * t) : make_int2(-1, -1);
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int from = e ? feature.y : feature.x;
-        if constexpr (SCALED) eight.v[2 * t + e] = from < 0 ? __half(0.f) : __float2half_rn(to_float(value(from)) * factor);
-        else eight.v[2 * t + e] = from < 0 ? __half(0.f) : value(from);
+      const int i = at + 8 * (t + turn & 3);
+      int4 two = make_int4(-1, 0, -1, 0);
+      if (i < rows) {
+        if (p.weight) {
+          two = *reinterpret_cast<const int4*>(features + 2 * i);
+        } else {
+          const int2 plain = *reinterpret_cast<const int2*>(features + i);
+          two.x = plain.x, two.z = plain.y;
+        }
       }
+      const __half2 word = __halves2half2(half_of(two.x, scale, __int_as_float(two.y), factor), half_of(two.z, scale, __int_as_float(two.w), factor));
+      words[t] = *reinterpret_cast<const uint32_t*>(&word);
     }
-    *reinterpret_cast<uint4*>(p.out + prepared_eight(place, token, p.columns)) = eight.word;
+    const bool once = turn & 1, twice = turn & 2;
+    const uint4 v = once ? make_uint4(words[3], words[0], words[1], words[2]) : make_uint4(words[0], words[1], words[2], words[3]);
+    return twice ? make_uint4(v.z, v.w, v.x, v.y) : v;
   }
+};
+
+template <class T>
+DEVICE void lay_out_row(const LayoutTask& p) {
+  using Layout = RowLayout<T>;
+  extern __shared__ __align__(128) uint8_t memory[];
+  __shared__ float sums[2 * Layout::WARPS], most[Layout::WARPS];
+  const Layout layout(p, memory, sums, (32 * p.units + gridDim.y - 1) / gridDim.y);
+  const bool some = layout.token < p.m;
+  pdl_trigger();
+  if (some) layout.fetch_constants();
+  pdl_wait();
+  if (!some) return layout.store_nothing();
+  layout.fetch_row();
+  await_copies();
+  if (p.weight) layout.add_squares();
+  __syncthreads();
+  const float scale = p.weight ? layout.scale() : 1.f;
+  float factor = 1.f;
+  if constexpr (Layout::SCALED) {
+    factor = block_row_factor<Layout::WARPS>(threadIdx.x, layout.largest(scale), most);
+    if (threadIdx.x == 0 && blockIdx.y == 0) p.multipliers[layout.token] = 1.f / factor;
+  }
+#pragma unroll 1
+  for (int place = layout.first + threadIdx.x; place < layout.end; place += LAYOUT_THREADS)
+    layout.store(place, layout.eight_of(place, scale, factor));
 }
 
 #define LAY_OUT(T, t) \

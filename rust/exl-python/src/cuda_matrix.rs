@@ -220,6 +220,10 @@ impl CudaMatrix {
             image.ptr.is_multiple_of(128),
             "the image must be aligned to 128 bytes",
         )?;
+        expect(
+            maxima.ptr.is_multiple_of(16),
+            "the maxima must be aligned to 16 bytes",
+        )?;
         let mut all = vec![
             ("image", &image),
             ("units", &units),

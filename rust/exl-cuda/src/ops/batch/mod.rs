@@ -124,13 +124,13 @@ pub fn norms(device: &DeviceInfo, matrices: &[&Matrix]) -> bool {
     matrices.iter().all(|matrix| lays_out(device, matrix, true))
 }
 
-/// Blocks that share a row in a launch that lays out, and their shared memory: the row, the norm's weights, the features of a share.
+/// Blocks that share a row in a launch that lays out, and their shared memory: the row, a share's features and the norm's weights of them.
 fn layout_shape(matrix: &Matrix, columns: usize, norm: bool) -> (usize, usize) {
     let eights = matrix.argument.unit_count as usize * UNIT_ROWS / 8;
     let blocks = (LAYOUT_BLOCKS / columns).clamp(1, eights.div_ceil(LAYOUT_THREADS as usize));
     let units = (eights.div_ceil(blocks) * 8).div_ceil(UNIT_ROWS) + 1;
-    let row = if norm { 2 + 4 } else { 2 } * matrix.in_features();
-    (blocks, row + 4 * UNIT_ROWS * units)
+    let place = if norm { 4 + 4 } else { 4 };
+    (blocks, 2 * matrix.in_features() + place * UNIT_ROWS * units)
 }
 
 fn lays_out(device: &DeviceInfo, matrix: &Matrix, norm: bool) -> bool {
