@@ -17,6 +17,7 @@
 # kernels named nvjet are counted apart). SANITIZE_LOG is a folder for the processes' output and the list of what ran,
 # SANITIZE_UNTIL a time (`date +%s`) at which processes are cut off (exit code 124; what they ran until then is counted),
 # SANITIZE_GPUS the GPUs that the processes take in turn, such as "1 1 0" for twice as many on the second; default: the visible ones.
+# RACECHECK_WORKERS threads of racecheck's own (2).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/gpu/environment.sh

@@ -6,11 +6,13 @@ import sys
 import weakref
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, Intervention, PagedParams
+from exl_core.decode import graphs
 from exl_core.decode.inputs import STAGES
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -155,6 +157,56 @@ def test_what_is_captured_serves_again_when_a_hook_is_taken_out(model: ExLlamaV2
     assert last is not None
     assert last._captured is not recorded
     assert last._captured is not other._captured
+
+
+def test_what_is_captured_of_a_module_that_is_gone_is_dropped(
+    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the module, whose weights would stay on the GPU: also while a hook is in, or for one that cannot be
+    captured."""
+    cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[3]
+    hooked, refused = graphs._refusal, [False]
+    monkeypatch.setattr(graphs, "_refusal", lambda of: "decides on the host" if refused[0] else hooked(of))
+    try:
+        for around in (False, True):
+            model.modules[3] = inner
+            assert model.prepare_step(1, cache, params([1])) is not None
+            assert model.decode.count == 1
+            refused[0] = not around
+            model.modules[3] = Intervention(Intervention(model.modules[5])) if around else model.modules[5]
+            assert model.prepare_step(1, cache, params([1])) is None
+            assert model.decode.count == 0
+            assert inner not in (model.decode._modules or [])
+            refused[0] = False
+    finally:
+        model.modules[3] = inner
+
+
+def test_batches_of_models_with_float_matrices_stay_as_they_are(
+    model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever modules the first look was at: a hook was in, or none of them had such a matrix."""
+    inner, linears = model.modules[3], [SimpleNamespace(loaded_matrix=SimpleNamespace(format="exl2"))]
+    monkeypatch.setattr(ExLlamaV2, "_linears", lambda of: linears)
+    cache = ExLlamaV2Cache(model, max_seq_len=16 * PAGE)
+
+    def rows() -> int:
+        assert model.prepare_step(1, cache, params([1] * 4)) is not None
+        return model.decode._bucket(3, 1, 2, PAGE, 8).batch
+
+    try:
+        assert rows() == 4
+        linears[0].loaded_matrix.format = "float"
+        model.modules[3] = model.modules[5]
+        assert rows() == 3
+        model.decode.clear()
+        model.modules[3] = Intervention(inner)
+        assert model.prepare_step(1, cache, params([1] * 4)) is None
+        model.modules[3] = inner
+        linears[0].loaded_matrix.format = "exl2"
+        assert rows() == 4
+    finally:
+        model.modules[3] = inner
 
 
 def test_no_step_is_captured_around_a_hook(model: ExLlamaV2) -> None:

@@ -14,6 +14,7 @@ from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokeni
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.dynamic import sequence
 from exl_generate.dynamic.pages import page_hash
+from exl_generate.dynamic.sequence import Sequence
 from exl_generate.testing import check_pages, drain, small, streamed_tokens
 
 FOLDER = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
@@ -250,3 +251,43 @@ def test_what_a_job_goes_on_with_does_not_depend_on_what_is_left_of_it(model: Ex
         check_pages(made)
         spoken.append(streamed_tokens([result for result in results if result["job"] is one]))
     assert spoken[0] == spoken[1]
+
+
+def test_pages_of_a_job_whose_model_has_changed_begin_no_other_prompt() -> None:
+    """One that reads like a page which got its name behind the change: what stands there is of another context."""
+    made: Any = small.make(max_batch_size=2)
+    one = small.job("abcdefghijklmnop", 40)
+    made.enqueue(one)
+    while not one.new_tokens:
+        made.iterate()
+    made.model.arrangement = object()
+    drain(made)
+    assert len(one.sequence.labels) == 3
+    for start in (16, 32):
+        ids = one.sequence.ids[start : start + 20].copy()
+        other = ExLlamaV2DynamicJob(torch.from_numpy(ids)[None], 6, gen_settings=ExLlamaV2Sampler.Settings.greedy())
+        results = small.run(made, other)
+        assert results[-1]["cached_tokens"] == 0
+        assert streamed_tokens(results) == small.naive(made, ids.tolist(), 6)
+
+
+def test_names_behind_a_change_are_one_sequences_own_until_it_starts_again() -> None:
+    """Of two prompts of one job that go on alike; started again, names are those of anybody with this context."""
+    made: Any = small.make(max_batch_size=2)
+    pair = [small.ids("abcdefghijklmnop"), small.ids("ponmlkjihgfedcba")]
+    one = ExLlamaV2DynamicJob(pair, 40, gen_settings=ExLlamaV2Sampler.Settings(top_k=1, cfg_scale=1.5))
+    made.enqueue(one)
+    while not one.new_tokens:
+        made.iterate()
+    made.model.arrangement = object()
+    while one.new_tokens < 36:
+        made.iterate()
+    behind = [sequence.labels[1:] for sequence in one.sequences]
+    assert [len(labels) for labels in behind] == [2, 2]
+    assert not set(behind[0]) & set(behind[1])
+    one.give_way()
+    one.before_start(made)
+    for again in one.sequences:
+        fresh = Sequence(again.ids)
+        fresh.prepare(made.page_table, made.namespace_of(()))
+        assert again.labels == fresh.labels

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -42,7 +43,7 @@ def pool_of(count: int) -> Iterator[_DaemonPool]:
     """A pool whose threads end behind it."""
     pool = _DaemonPool(count)
     yield pool
-    for _ in range(count):
+    for _ in range(count + 1):  # an interrupt may have left one too many
         pool._queue.put((_End(), int, (), {}))
 
 
@@ -51,6 +52,13 @@ def all_at_once(pool: _DaemonPool, count: int) -> None:
     together = threading.Barrier(count, timeout=20)
     futures = [pool.submit(together.wait) for _ in range(count)]
     assert sorted(future.result(timeout=20) for future in futures) == list(range(count))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 def submit(pool: _DaemonPool) -> None:
@@ -70,6 +78,7 @@ def cancel(pool: _DaemonPool) -> None:
 @pytest.mark.parametrize("use", [submit, wait, cancel])
 @pytest.mark.parametrize("begun", [False, True])
 def test_an_interrupt_at_any_call_of_the_pools_own(use: Callable[[_DaemonPool], None], begun: bool) -> None:
+    threads = len(sys._current_frames())
     for number in itertools.count(1):
         with pool_of(2) as pool:
             if begun:
@@ -83,6 +92,7 @@ def test_an_interrupt_at_any_call_of_the_pools_own(use: Callable[[_DaemonPool], 
         if not struck:
             break
     assert number > 8
+    wait_until(lambda: len(sys._current_frames()) <= threads)  # none that nobody can end
 
 
 @contextlib.contextmanager
@@ -145,3 +155,52 @@ def test_no_more_threads_than_are_needed() -> None:
         all_at_once(pool, 8)
         assert pool._started == 8
     assert workers.filter_pool() is workers.filter_pool()
+
+
+def test_what_is_over_is_not_counted_when_others_hear_of_it() -> None:
+    """Whoever gives the next work then finds a thread for it."""
+    with pool_of(8) as pool:
+        for work in (time.sleep, "no function"):
+            begin, counts = threading.Event(), deque[int]()
+            pool.submit(begin.wait)
+            future = pool.submit(work, 0)  # type: ignore[arg-type]
+            future.add_done_callback(lambda _, counts=counts: counts.append(pool._load.qsize()))
+            wait_until(lambda counts=counts: bool(counts))
+            assert counts == deque([1])
+            begin.set()
+            wait_until(lambda: not pool._load.qsize())
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pool_of(2) as pool:
+        for _ in range(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(workers._thread, "start_new_thread", none_left)
+                with pytest.raises(RuntimeError, match="can't start"):
+                    pool.submit(int)
+        all_at_once(pool, 2)
+        assert pool._started == 2
+
+
+def test_a_thread_has_a_name_and_keeps_nothing_of_what_it_did() -> None:
+    class Mask: ...
+
+    with pool_of(1) as pool:
+        kept = []
+        for fails in (False, True):
+            given, made = Mask(), Mask()
+            kept += [weakref.ref(given), weakref.ref(made)]
+
+            def work(given: Mask, made: Mask = made, fails: bool = fails) -> Mask:
+                assert threading.current_thread().name == "exl-filter"
+                if fails:
+                    raise ValueError(given)
+                return made
+
+            future = pool.submit(work, given)
+            assert (future.exception(timeout=20) is not None) == fails
+            del work, given, made, future
+        wait_until(lambda: not any(reference() for reference in kept))

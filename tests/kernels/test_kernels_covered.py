@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +44,59 @@ def test_chosen_cases_have_every_kernel(tmp_path: Path) -> None:
     names = [line.split(" ", 1)[1] for line in chosen.read_text().splitlines()]
     assert names == ["t.py::a[2]", "t.py::c"], "the only cases of `ring` and `few`; all else is in them"
     assert chosen.read_text().startswith("70.0 t.py::a[2]\n")
+
+
+def test_a_case_that_ended_in_its_setup_has_no_other_ones_outcome(tmp_path: Path) -> None:
+    """What its fixture launched was none of the test's before it."""
+    (tmp_path / "test_it.py").write_text(
+        """
+import pytest
+from exl_kernels import _native
+counts = {"norm": 0, "rope": 0}
+_native.cuda_launches = lambda: dict(counts)
+
+@pytest.fixture
+def launched():
+    counts["rope"] += 1
+    pytest.skip("nothing for this one")
+
+def test_a():
+    counts["norm"] += 2
+
+def test_b(launched): ...
+"""
+    )
+    environment = {
+        **os.environ,
+        "EXL_KERNELS_LOG": str(tmp_path / "log"),
+        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path]),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", "-p", "kernels_plugin"]
+    subprocess.run(
+        [*command, str(tmp_path / "test_it.py")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    (log,) = (tmp_path / "log").iterdir()
+    module, *cases = [json.loads(line) for line in log.read_text().splitlines()]
+    assert module == {"module": ["norm", "rope"]}
+    assert [(case["outcome"], case["launches"]) for case in cases] == [
+        ("passed", {"norm": 2}),
+        ("skipped", {"rope": 1}),
+    ]
+
+
+def test_nothing_is_proven_when_no_part_ran(tmp_path: Path) -> None:
+    settings = {"CUDA_VISIBLE_DEVICES": "0", "PROVE_PARTS": "kernel", "EXL_COMMIT": "here", "EXL_NATIVE": os.devnull}
+    done = subprocess.run(
+        ["bash", SCRIPT.with_name("prove_all.sh"), tmp_path, "10"],
+        env={**os.environ, **settings},
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert (tmp_path / "parts" / "kernel").read_text().endswith("did not run\n")

@@ -52,6 +52,24 @@ def test_forgotten_memory_is_let_go_of_on_its_device_alone(capturing: list[bool]
         assert meeting_memory(HERE, 1, 10) is captured
 
 
+def test_memory_may_be_forgotten_while_another_thread_looks_for_it(
+    capturing: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forgotten(dict[object, torch.Tensor]):
+        """By somebody else, as soon as anything is asked of it."""
+
+        def __contains__(self, key: object) -> bool:
+            return self.pop(key, None) is not None
+
+        def get(self, key: object, default: object = None) -> object:  # type: ignore[override]
+            return self.pop(key, default)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(meeting, "_by_stream", Forgotten())
+    first = meeting_memory(HERE, 1, 10)
+    assert meeting_memory(HERE, 1, 10) is first
+    assert meeting_memory(HERE, 1, 10) is not first
+
+
 @pytest.mark.cuda
 def test_what_is_queued_outlives_its_memory() -> None:
     """On streams of its own, with what another stream writes to free memory meanwhile."""

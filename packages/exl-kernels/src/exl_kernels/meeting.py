@@ -46,9 +46,9 @@ def meeting_memory(device: torch.device, stream: int, size: int) -> Tensor | Non
         return None
     held: list[Tensor] | None = getattr(_current, "held", None)
     capturing = torch.cuda.is_current_stream_capturing()
-    known = [] if capturing or (device, stream) not in _by_stream else [_by_stream[device, stream]]
-    for memory in known if held is None else held:
-        if memory.device == device and memory.numel() >= size:
+    known = None if capturing else _by_stream.get((device, stream))  # another thread may be forgetting it
+    for memory in [known] if held is None else held:
+        if memory is not None and memory.device == device and memory.numel() >= size:
             return memory
     made = torch.full((size,), 255, dtype=torch.uint8, device=device)
     if not capturing:

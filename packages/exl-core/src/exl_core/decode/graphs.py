@@ -196,7 +196,7 @@ class DecodeGraphs:
         self._refused: str | None = None
         self._exact_batch = False
         self._arrangement: list[Module] | None = None  # that `_refused` is about
-        self._modules: list[Module] | None = None  # that all this is of
+        self._modules: list[Module] | None = None  # that all this is of, without hooks
         self.longest = 0  # tokens of the longest sequence after the last captured step
         self.steps = 0  # captured steps run so far, each of which may write over the logits of another
         self.reason: str | None = None
@@ -292,9 +292,11 @@ class DecodeGraphs:
         if self._arrangement is not found:
             refused = _refusal(model)
             # What is captured waits while a hook is in, and serves again when the same modules stand without it.
-            if refused is None and self._modules != found:
+            modules = [_without_hooks(module) for module in found]
+            if self._modules != modules:
                 self.clear()
-                self._modules = found
+                self._modules = modules
+            if refused is None:
                 # torch's products of float matrices may change with the number of rows: no padding there.
                 self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model._linears())
             self._arrangement, self._refused = found, refused
@@ -420,6 +422,12 @@ def _forget(graphs: weakref.ref[DecodeGraphs], cache: int) -> None:
     owner = graphs()
     if owner is not None:
         owner._drop([key for key in owner._graphs if key[0] == cache])
+
+
+def _without_hooks(module: Module) -> Module:
+    while isinstance(module, Intervention):
+        module = module.inner
+    return module
 
 
 def _refusal(model: ExLlamaV2) -> str | None:

@@ -4,7 +4,7 @@ process from ending, as it could in the standard library's pool.
 A Ctrl-C may break into whatever the main thread does here (`interrupts.lent`). Python raises it between two calls, so
 also between taking a lock inside one of `threading`'s own locks, which are Python, and coming to the `with` that gives
 it back: a Semaphore, a Condition or a starting Thread is then locked for good. Only locks and queues in C are shared
-between threads here.
+between threads here. (CPython 3.14 may leave even those locked: its issue 148874.)
 """
 
 from __future__ import annotations
