@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -204,3 +206,20 @@ def test_a_thread_has_a_name_and_keeps_nothing_of_what_it_did() -> None:
             assert (future.exception(timeout=20) is not None) == fails
             del work, given, made, future
         wait_until(lambda: not any(reference() for reference in kept))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    """Those of its parent did not come along; a filter would be waited for for ever."""
+    code = """
+import os
+from exl_generate.dynamic.workers import filter_pool
+assert filter_pool().submit(len, "abc").result(timeout=20) == 3
+child = os.fork()
+if not child:
+    os._exit(filter_pool().submit(len, "abc").result(timeout=20) - 3)
+assert os.waitpid(child, 0)[1] == 0
+assert filter_pool().submit(len, "abc").result(timeout=20) == 3
+"""
+    path = os.pathsep.join(sys.path)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50, env={**os.environ, "PYTHONPATH": path})

@@ -10,6 +10,7 @@ between threads here. (CPython 3.14 may leave even those locked: its issue 14887
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -86,3 +87,14 @@ def filter_pool() -> Executor:
         if not _pool:
             _pool.append(_DaemonPool(WORKERS))
         return _pool[0]
+
+
+def _forget() -> None:
+    """In a forked child: the threads are the parent's."""
+    global _lock
+    _lock = threading.Lock()
+    _pool.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
