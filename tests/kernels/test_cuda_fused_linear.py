@@ -240,6 +240,22 @@ def test_so_many_tiles_that_a_block_has_all_of_k() -> None:
         assert torch.equal(single(x, apart, h), h + torch.cat([want[1], want[0]], 1)), m
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_one_row_of_gated_tiles_that_follow_each_other(dtype: torch.dtype, normed: bool) -> None:
+    """Nine to 16 units of K and two pairs of tiles a block or more: a block has all of its gates before what they gate.
+    The last tile is half a one, and blocks have two pairs or three."""
+    k, n, perm = 2560, 5416, torch.randperm(2560, generator=torch.Generator().manual_seed(5))
+    gate, up = exl2(n, 5, 4, seed=1, k=k, perm=perm, bias=True), exl2(n, 4, seed=2, k=k, perm=perm)
+    norm = Norm((torch.rand(k, device="cuda") + 0.5).to(dtype), 1e-5) if normed else None
+    fused = FusedLinear([gate, up], norm=norm, activation="silu", dtype=dtype)
+    for m in (1, 2):
+        x = activations(m, k, dtype)
+        inner = rms_norm(x, norm.weight, norm.eps) if norm else x
+        want = gated_activation(gate.matmul(inner), up.matmul(inner), "silu")
+        assert torch.equal(fused(x, torch.full_like(want, float("nan"))), want), m
+
+
 @pytest.mark.parametrize("kind", ["exl2", "gptq act-order"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [8200, 16640])

@@ -224,9 +224,10 @@ def test_the_kernels_agree_on_gptq(bits: int, k: int, group: int, n: int, act_or
 @pytest.mark.parametrize("case", ["wide", "long"])
 def test_large_shapes_by_every_way(case: str) -> None:
     made, _, _ = matrix(case)
-    for m in (12, 32, 64):
+    for m in (1, 2, 12, 32, 64):
         got = ways(made, activations(m, made.in_features, seed=m))
-        assert torch.equal(got["batch"], got["direct"]), m
+        for name, value in got.items():
+            assert torch.equal(value, got["direct"]), (name, m)
 
 
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])
