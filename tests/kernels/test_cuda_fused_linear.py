@@ -326,7 +326,7 @@ def test_products_of_all_forms_take_what_gated_ones_leave(kind: str, activation:
 def test_products_of_all_sizes_meet_in_the_same_memory() -> None:
     """Each leaves it as the next wants it, whichever shares of items and blocks the two have."""
     perm = torch.randperm(K, generator=torch.Generator().manual_seed(5))
-    sizes = (1, 160, 27) if UNDER_A_TOOL else (1, 224, 64, 160, 27, 112)
+    sizes = (1, 160, 27, 400) if UNDER_A_TOOL else (1, 224, 64, 400, 160, 27, 112)
     matrices = [exl2(64 * items, 4, seed=items, perm=perm) for items in sizes]
     want: dict[tuple[int, int], Tensor] = {}
     for m in (9, 64, 32) if UNDER_A_TOOL else (9, 32, 64, 17, 16, 33):

@@ -245,6 +245,23 @@ def test_so_many_columns_that_a_block_has_three_items_at_a_time(kind: str, group
         assert torch.equal(got["batch"], got["direct"]), m
 
 
+@pytest.mark.parametrize("kind", ["exl2", "gptq"])
+@pytest.mark.parametrize("group", [128, 32])
+def test_so_many_columns_that_some_are_left_over(kind: str, group: int) -> None:
+    """401 items of 64 columns, the last one not whole; 132 blocks have 396 at a time, and a quarter of K each of the
+    others. Twice, since each launch leaves the memory in which quarters meet as it was."""
+    k, n = 1280, 64 * 400 + 24
+    if kind == "exl2":
+        made = QuantMatrix.from_exl2(exl2_tensors([(4, group)] * (k // group), n), device="cuda")
+    else:
+        made = QuantMatrix.from_gptq(gptq_tensors(4, k, group, n, False), bits=4, group_size=group, device="cuda")
+    assert isinstance(made, CudaQuantMatrix)
+    for m in (33, 64):
+        got = ways(made, activations(m, k, seed=m))
+        assert torch.equal(got["batch"], got["direct"]), m
+        assert torch.equal(ways(made, activations(m, k, seed=m))["batch"], got["direct"]), m
+
+
 def random_groups(rng: random.Random, most: int) -> list[tuple[int, int]]:
     """Groups of any widths, of up to `most` rows together: all of 128 rows but the last, or of any multiple of 32."""
     even, widths = rng.random() < 0.5, rng.sample((2, 3, 4, 5, 6, 8), rng.randint(1, 3))

@@ -13,6 +13,9 @@
 #include "batch_finish.cuh"
 #include "wgmma.cuh"
 
+template <int KIND, int ENTRY, int N, int W, bool TURNED>
+struct Batch;
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // TURNED: the activations' core matrices are (prepared.cuh).
 template <int KIND, int ENTRY, int N, int W, bool TURNED>
@@ -68,9 +71,9 @@ struct Batch : BatchFinish<N> {
     uint32_t units;
     bool some;
   };
-  DEVICE Source source(int block) const {
+  DEVICE Source source(int block) const { return source_of(place(block, min(threadIdx.x % 32 / ITEM_TILES, p.groups - 1))); }
+  DEVICE Source source_of(const Place& at) const {
     const int lane = threadIdx.x % 32, group = lane / ITEM_TILES;
-    const Place at = place(block, min(group, p.groups - 1));
     const BatchPart& part = p.part[at.matrix];
     const int tile = at.tile + lane % ITEM_TILES;
     return {part.a.image + (size_t)tile * part.a.tile_bytes, base + part.units_at, group < p.groups && at.some && tile < part.a.tiles};
@@ -151,7 +154,8 @@ struct Batch : BatchFinish<N> {
 
   // One unit of this warp's tile.
   struct Unit {
-    const uint32_t weights, x;  // x: the low half of the descriptor of the first core matrices
+    const uint32_t weights;
+    uint64_t x;  // the descriptor of the first core matrices, or, of three warpgroups, of the next
     const uint32_t maxima;  // where they are, or, of entries of 128 rows, they themselves
     const int lane;
     float (&total)[S];
@@ -162,13 +166,18 @@ struct Batch : BatchFinish<N> {
       else if constexpr (ENTRY == 128) return mul2(scales.squares(e), __byte_perm(maxima, 0, e ? 0x3232 : 0x1010));
       else return scales.halves(e, __ushort_as_half(SharedBytes{maxima}.get2(e * 2)));
     }
-    // Matrix instructions i .. of the unit.
+    // The next matrix instructions of the unit, i .. .
     template <int COUNT, bool ADD>
-    DEVICE void multiply(float (&sums)[S], const uint32_t (*a)[4], int i) const {
+    DEVICE void multiply(float (&sums)[S], const uint32_t (*a)[4], int i) {
       products_begin();
-      product<ADD, TURNED>(sums, a[0], x + i * 2 * N, 128 >> 4);
 #pragma unroll
-      for (int j = 1; j < COUNT; j++) product<true, TURNED>(sums, a[j], x + (i + j) * 2 * N, 128 >> 4);
+      for (int j = 0; j < COUNT; j++) {
+        // In place saves registers, but costs where they are not short.
+        const uint64_t at = W == 3 ? x : descriptor_of(static_cast<uint32_t>(x) + (i + j) * 2 * N, 128 >> 4);
+        if (j == 0) product<ADD, TURNED>(sums, a[0], at);
+        else product<true, TURNED>(sums, a[j], at);
+        if constexpr (W == 3) advance(x, 2 * N);
+      }
       products_commit();
     }
     template <int B>
@@ -294,42 +303,48 @@ struct Batch : BatchFinish<N> {
     }
   };
 
+  DEVICE uint32_t room_of_warp() const { return threadIdx.x / 32 * p.unit_room; }
+  // Sums of a quarter, from `row` of the table that begins at `rows` on.
+  DEVICE void add_quarter(float (&sum)[S], int quarter, uint32_t rows, uint32_t& row, uint32_t mine, Turn& turn, bool waits) const {
+    const int lane = threadIdx.x % 32;
+    float total[S];
+#pragma unroll
+    for (int e = 0; e < S; e++) sum[e] = 0.f;
+#pragma unroll 1
+    for (int s = 0; s < 4; s++) {
+#pragma unroll
+      for (int e = 0; e < S; e++) total[e] = 0.f;
+#pragma unroll 1
+      for (const uint32_t end = row + order.in_class(quarter, s) * ROW; row != end; row += ROW) {
+        const uint32_t at = base + p.ring_at + turn.slot * p.stage_stride;
+        const uint32_t x = p.resident ? base + p.x_at + (row - rows) / ROW * X_BYTES : at + p.groups * ITEM_TILES * p.unit_room;
+        const uint2 unit_row = SharedBytes{row}.get8(8);
+        if (waits) barrier_wait(present + (row - rows) / ROW * 8, 0);
+        barrier_wait(full + turn.slot * 8, turn.phase);
+        // From one lane, so that the compiler keeps descriptors in uniform registers.
+        const uint32_t descriptor = __shfl_sync(~0u, x >> 4 | (16 * N >> 4) << 16, 0);
+        Unit unit{at + mine, descriptor_of(descriptor, 128 >> 4), ENTRY == 128 ? unit_row.y : row + MAXIMA_AT, lane, total, {}};
+        unit.run(unit_row.x & 0xffff);
+        warp_arrives(empty + turn.slot * 8, lane);
+        turn.advance(p.slots);
+      }
+#pragma unroll
+      for (int e = 0; e < S; e++) sum[e] += total[e];
+    }
+  }
   DEVICE void multiply() const {
-    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const uint32_t mine = (group * 4 + warp) * p.unit_room;
+    const int group = threadIdx.x / 128;
+    const uint32_t mine = room_of_warp();
     Turn turn;
     bool waits = p.resident;
 #pragma unroll 1
     for (int block = first; block * per_block() < p.items; block += step, waits = false) {
-      const BatchPart& part = p.part[place(block, group).matrix];
-      const uint32_t rows = base + part.units_at;
+      const uint32_t rows = base + p.part[place(block, group).matrix].units_at;
       uint32_t row = rows;
 #pragma unroll 1
       for (int quarter = order.first; quarter < order.first + order.quarters; quarter++) {
-        float total[S], sum[S];
-#pragma unroll
-        for (int e = 0; e < S; e++) sum[e] = 0.f;
-#pragma unroll 1
-        for (int s = 0; s < 4; s++) {
-#pragma unroll
-          for (int e = 0; e < S; e++) total[e] = 0.f;
-#pragma unroll 1
-          for (const uint32_t end = row + order.in_class(quarter, s) * ROW; row != end; row += ROW) {
-            const uint32_t at = base + p.ring_at + turn.slot * p.stage_stride;
-            const uint32_t x = p.resident ? base + p.x_at + (row - rows) / ROW * X_BYTES : at + p.groups * ITEM_TILES * p.unit_room;
-            const uint2 unit_row = SharedBytes{row}.get8(8);
-            if (waits) barrier_wait(present + (row - rows) / ROW * 8, 0);
-            barrier_wait(full + turn.slot * 8, turn.phase);
-            // From one lane, so that the compiler keeps descriptors in uniform registers.
-            const uint32_t descriptor = __shfl_sync(~0u, x >> 4 | (16 * N >> 4) << 16, 0);
-            Unit unit{at + mine, descriptor, ENTRY == 128 ? unit_row.y : row + MAXIMA_AT, lane, total, {}};
-            unit.run(unit_row.x & 0xffff);
-            warp_arrives(empty + turn.slot * 8, lane);
-            turn.advance(p.slots);
-          }
-#pragma unroll
-          for (int e = 0; e < S; e++) sum[e] += total[e];
-        }
+        float sum[S];
+        add_quarter(sum, quarter, rows, row, mine, turn, waits);
         leave(block, quarter, sum);
       }
       if constexpr (Finish::TURNS) {
@@ -340,11 +355,11 @@ struct Batch : BatchFinish<N> {
 };
 #endif
 
-template <int KIND, int ENTRY, int N, int W, bool TURNED, int MORE, int FEWER>
+template <class B, int W, int MORE, int FEWER>
 DEVICE void batch_matmul(const BatchTask& p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(128) uint8_t memory[];
-  const Batch<KIND, ENTRY, N, W, TURNED> batch(p, memory);
+  const B batch(p, memory);
   // Two warps are there only so that the last two are a warpgroup's, which can give its registers away.
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   constexpr int MEETING = W * 128 + (RACECHECK ? 128 : 64);  // racecheck's build: all threads of the block
@@ -381,15 +396,9 @@ DEVICE void batch_matmul(const BatchTask& p) {
 // REGISTERS of a thread at the launch leave 128 threads of 32 to a block of the kernel that prepares the next input.
 #define BATCH(NAME, REGISTERS, KIND, ENTRY, N, W, TURNED, MORE, FEWER)                                                            \
   extern "C" __global__ void __maxnreg__(REGISTERS) NAME(const __grid_constant__ BatchTask p) {                                   \
-    static_assert((W + 1) * REGISTERS == W * MORE + FEWER && (W + 1) * 128 * REGISTERS <= 65536 - 4096, "registers are handed on"); \
-    batch_matmul<KIND, ENTRY, N, W, TURNED, MORE, FEWER>(p);                                                                      \
+    static_assert((W + 1) * REGISTERS == W * MORE + FEWER && (W + 1) * 128 * REGISTERS <= 65536, "registers are handed on");     \
+    batch_matmul<Batch<KIND, ENTRY, N, W, TURNED>, W, MORE, FEWER>(p);                                                            \
   }
 #define BOTH(NAME, REGISTERS, KIND, ENTRY, N, W, MORE, FEWER)             \
   BATCH(NAME, REGISTERS, KIND, ENTRY, N, W, false, MORE, FEWER)           \
   BATCH(NAME##_turned, REGISTERS, KIND, ENTRY, N, W, true, MORE, FEWER)
-// As `VARIANTS` in src/ops/batch/plan.rs has them; registers of a thread at the launch, of one that multiplies and of one that does not.
-#define BATCHES(KIND, kind, ENTRY)                                          \
-  BOTH(batch_##kind##_##ENTRY##_16x4, 96, KIND, ENTRY, 16, 4, 112, 32)      \
-  BATCH(batch_##kind##_##ENTRY##_32x4, 96, KIND, ENTRY, 32, 4, false, 112, 32) \
-  BOTH(batch_##kind##_##ENTRY##_64x2, 152, KIND, ENTRY, 64, 2, 208, 40)     \
-  BOTH(batch_##kind##_##ENTRY##_64x3, 120, KIND, ENTRY, 64, 3, 152, 24)

@@ -73,19 +73,24 @@ struct BatchFinish : BatchBlock {
                      "f"(sums[4 * q + 2]), "f"(sums[4 * q + 3])
                      : "memory");
   }
+  // This warp's sums beside those of the quarters before, in the block's memory.
+  DEVICE float4* own_sums() const { return reinterpret_cast<float4*>(memory + p.sums_at) + threadIdx.x / 32 * (EIGHTS * 32) + threadIdx.x % 32; }
+  DEVICE float4* keep(bool begun, const float (&sums)[S]) const {
+    float4* const to = own_sums();
+#pragma unroll
+    for (int q = 0; q < EIGHTS; q++) {
+      const float4 before = begun ? to[q * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
+      to[q * 32] = make_float4(before.x + sums[4 * q], before.y + sums[4 * q + 1], before.z + sums[4 * q + 2], before.w + sums[4 * q + 3]);
+    }
+    return to;
+  }
   DEVICE void leave(int block, int quarter, float (&sums)[S]) const {
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const Place here = place(block, group);
     if (!here.some) return;
     float4* to;
     if (p.cut == 1) {
-      // The quarters before in this block's memory.
-      to = reinterpret_cast<float4*>(memory + p.sums_at) + (group * 4 + warp) * (EIGHTS * 32) + lane;
-#pragma unroll
-      for (int q = 0; q < EIGHTS; q++) {
-        const float4 before = quarter ? to[q * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
-        to[q * 32] = make_float4(before.x + sums[4 * q], before.y + sums[4 * q + 1], before.z + sums[4 * q + 2], before.w + sums[4 * q + 3]);
-      }
+      to = keep(quarter > 0, sums);
       if (quarter < QUARTERS - 1) return;
       if (TURNS && p.into) return;
     } else {
@@ -102,21 +107,25 @@ struct BatchFinish : BatchBlock {
 #pragma unroll
       for (int q = 0; q < EIGHTS; q++) to[q * 32] = make_float4(sums[4 * q], sums[4 * q + 1], sums[4 * q + 2], sums[4 * q + 3]);
     }
-    __syncwarp();
-    const int n = (here.tile + warp) * TILE + 2 * (lane >> 3);
     if (gated()) {
       const int half = p.groups / 2, mine = group >= half, pair = group - (mine ? half : 0), between = half * 4 * EIGHTS * 32;
       meet(pair);
-      store_gated(to - lane - mine * between, between, n, mine);
+      store_gated(to - lane - mine * between, between, (here.tile + warp) * TILE + 2 * (lane >> 3), mine);
       // What has been read here is written again in the next round.
       meet(pair);
     } else {
-      store_sums(to - lane, p.part[here.matrix], n);
-      __syncwarp();
+      store_item(here, to);
       if (p.cut > 1)
 #pragma unroll
         for (int q = 0; q < EIGHTS; q++) reinterpret_cast<uint4*>(to)[q * 32] = absent();
     }
+  }
+  // A warp's sums, of which this lane's stand at `to`.
+  DEVICE void store_item(const Place& here, const float4* to) const {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    __syncwarp();
+    store_sums(to - lane, p.part[here.matrix], (here.tile + warp) * TILE + 2 * (lane >> 3));
+    __syncwarp();
   }
 
   // What the other quarters left of some eights of rows, as soon as it is there; the memory is as it was then. `places`: this lane's of the

@@ -28,6 +28,7 @@ struct BatchTask {
   int cut;   // blocks that share K: 1 or QUARTERS
   int looks;  // how often a block looks whether the others have begun
   int gate;  // activation of the first of two matrices that gates the second, feature by feature, or -1; then K is not cut
+  int left;  // of batch_whole.cuh: items, the last ones, of which blocks have a quarter of K each before anything else
   const void* residual;  // like y, added to it; null when there is none
   // Where gated results go in place of y: the input of the product that comes next, of as many columns, and the rows of its layout.
   uint8_t* into;
@@ -80,12 +81,14 @@ struct BatchBlock {
   DEVICE bool gated() const { return p.gate >= 0; }
   DEVICE int per_block() const { return gated() ? p.groups / 2 : p.groups; }
   DEVICE Place place(int block, int group) const {
-    const int each = per_block(), second = gated() && group >= each, item = block * each + group - (second ? each : 0);
-    int matrix = second;
-    if (!gated())
-      for (matrix = 0; matrix + 1 < p.count && item >= p.part[matrix + 1].first_item;) matrix++;
-    const int first = gated() ? 0 : p.part[matrix].first_item;
-    return {matrix, (item - first) * ITEM_TILES, item, item < p.items};
+    if (!gated()) return item_place(block * p.groups + group);
+    const int each = per_block(), second = group >= each, item = block * each + group - (second ? each : 0);
+    return {second, item * ITEM_TILES, item, item < p.items};
+  }
+  DEVICE Place item_place(int item) const {
+    int matrix = 0;
+    while (matrix + 1 < p.count && item >= p.part[matrix + 1].first_item) matrix++;
+    return {matrix, (item - p.part[matrix].first_item) * ITEM_TILES, item, item < p.items};
   }
 };
 #endif

@@ -19,36 +19,43 @@ DEVICE void products_wait(float (&d)[S]) {
   for (int i = 0; i < S; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d = a b (+ d if ADD), 16 values of K. `b` and `high` are the halves of B's descriptor; TURNED: in B's core matrices, columns are innermost.
+// B's descriptor: of its halves.
+DEVICE uint64_t descriptor_of(uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; }
+// In place, so that the high half needs no move to where the low half is: `step` in units of 16 bytes, without a carry.
+DEVICE void advance(uint64_t& b, uint32_t step) {
+  asm("{ .reg .b32 low, high; mov.b64 {low, high}, %0; add.u32 low, low, %1; mov.b64 %0, {low, high}; }" : "+l"(b) : "r"(step));
+}
+
+// d = a b (+ d if ADD), 16 values of K. `b`: B's descriptor; TURNED: in B's core matrices, columns are innermost.
 template <bool ADD, bool TURNED>
-DEVICE void product(float (&d)[8], const uint32_t (&a)[4], uint32_t b, uint32_t high) {
+DEVICE void product(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
-      "{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, %14, 0; mov.b64 b, {%12, %13};"
+      "{ .reg .pred p; setp.ne.b32 p, %13, 0;"
       "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7"
-      "}, {%8, %9, %10, %11}, b, p, 1, 1, %15; }"
+      "}, {%8, %9, %10, %11}, %12, p, 1, 1, %14; }"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(high), "n"((int)ADD), "n"((int)TURNED));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD), "n"((int)TURNED));
 }
 template <bool ADD, bool TURNED>
-DEVICE void product(float (&d)[16], const uint32_t (&a)[4], uint32_t b, uint32_t high) {
+DEVICE void product(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
-      "{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, %22, 0; mov.b64 b, {%20, %21};"
+      "{ .reg .pred p; setp.ne.b32 p, %21, 0;"
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, {%16, %17, %18, %19}, b, p, 1, 1, %23; }"
+      "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22; }"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(high), "n"((int)ADD), "n"((int)TURNED));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD), "n"((int)TURNED));
 }
 template <bool ADD, bool TURNED>
-DEVICE void product(float (&d)[32], const uint32_t (&a)[4], uint32_t b, uint32_t high) {
+DEVICE void product(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
-      "{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, %38, 0; mov.b64 b, {%36, %37};"
+      "{ .reg .pred p; setp.ne.b32 p, %37, 0;"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, b, p, 1, 1, %39; }"
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38; }"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(high), "n"((int)ADD), "n"((int)TURNED));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD), "n"((int)TURNED));
 }
 template <int REGISTERS>
 DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }

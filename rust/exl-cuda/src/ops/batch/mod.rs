@@ -12,8 +12,8 @@ use crate::launch::{CudaError, Launch};
 use crate::layout::UNIT_ROWS;
 pub use plan::Tuning;
 use plan::{
-    COUNTERS, Plan, SHARED_BYTES, Shares, UNCUT_ITEMS, VARIANTS, items, plan, turns, unit_bytes,
-    variant,
+    COUNTERS, EVEN_GROUPS, Plan, SHARED_BYTES, Shares, UNCUT_ITEMS, VARIANTS, items, plan, turns,
+    unit_bytes, variant,
 };
 
 /// Most rows of the batch kernel.
@@ -98,10 +98,9 @@ pub fn meeting_bytes(
     tuning: Tuning,
 ) -> usize {
     let shares = Shares::new(device, matrices, m, gated, tuning);
-    if shares.cut == 1 {
-        0
-    } else {
-        COUNTERS * 4 + shares.items * shares.place()
+    match shares.sums() {
+        0 => 0,
+        bytes => COUNTERS * 4 + bytes,
     }
 }
 
@@ -177,6 +176,12 @@ pub unsafe fn launch(
         return Ok(());
     }
     let device = Device::get(to.device)?;
+    // The kernel that deals out evenly reads no turned input.
+    let tuning = if op.turned {
+        tuning.plain(&device.info, matrices, op.m, op.gate.is_some())
+    } else {
+        tuning
+    };
     let planned = (op.m <= MOST_ROWS && alike(matrices))
         .then(|| plan(&device.info, matrices, op.m, op.gate.is_some(), tuning))
         .flatten();
@@ -261,7 +266,7 @@ pub unsafe fn launch(
         unsafe { linear::prepare(to, first, &alone, scratch, multipliers, shares.columns)? };
     }
     (task.x, task.multipliers) = (scratch, multipliers);
-    (task.arrivals, task.sums) = if shares.cut == 1 {
+    (task.arrivals, task.sums) = if shares.sums() == 0 {
         (0, 0)
     } else {
         (meeting, meeting + COUNTERS * 4)
@@ -290,7 +295,8 @@ pub unsafe fn launch(
     task.paired =
         i32::from(op.y.is_multiple_of(8) && task.y_stride % 2 == 0 && matrices.iter().all(even));
     let kernel = format!(
-        "batch_{}_{}_{}x{}{}",
+        "{}_{}_{}_{}x{}{}",
+        shares.family(),
         first.kind,
         first.entry_rows,
         shares.columns,
@@ -357,5 +363,6 @@ pub(super) fn kernels(form: &str) -> Vec<String> {
                 format!("batch_{form}_{columns}x{warpgroups}{}", suffix(turned))
             })
         })
+        .chain([format!("batch_whole_{form}_{MOST_ROWS}x{EVEN_GROUPS}")])
         .collect()
 }

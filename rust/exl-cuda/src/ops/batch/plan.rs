@@ -16,6 +16,10 @@ const QUARTERS: usize = 4;
 /// Row tiles of an item, what a warpgroup works on at a time.
 const ITEM_TILES: usize = 4;
 const MOST_SLOTS: usize = 16;
+/// Warpgroups of the kernel of `kernels/batch_whole.cuh`.
+pub const EVEN_GROUPS: usize = 3;
+/// What it costs a launch that blocks meet, about.
+const MEETING_CYCLES: usize = 3000;
 /// Counters at the beginning of the memory in which blocks meet, one for four blocks. As many for all products: they count on, and what is
 /// behind them is all ones after every launch, whatever the product.
 pub const COUNTERS: usize = 256;
@@ -68,6 +72,7 @@ pub struct Task {
     pub cut: i32,
     pub looks: i32,
     pub gate: i32,
+    pub left: i32,
     pub residual: usize,
     pub into: usize,
     pub into_rows: usize,
@@ -88,6 +93,16 @@ pub struct Tuning {
     pub looks: usize,
 }
 
+impl Tuning {
+    /// The same with blocks that have whole items alone.
+    pub fn plain(self, device: &DeviceInfo, matrices: &[&Matrix], m: usize, gated: bool) -> Self {
+        Self {
+            groups: Shares::plain(device, matrices, m, gated, self).groups,
+            ..self
+        }
+    }
+}
+
 /// How a launch's work is shared out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shares {
@@ -104,6 +119,8 @@ pub struct Shares {
     pub rounds: usize,
     /// Whether the first of two matrices gates the second; then an item is four tiles of both, the work of two warpgroups.
     pub gated: bool,
+    /// Items, the last ones, of which blocks have a quarter of K each before the whole rounds of the others; `items` counts them, too.
+    pub left: usize,
 }
 
 /// Columns for `m` rows, and the most warpgroups that a block can have then.
@@ -135,6 +152,42 @@ impl Shares {
         gated: bool,
         tuning: Tuning,
     ) -> Self {
+        let plain = Self::plain(device, matrices, m, gated, tuning);
+        let units = matrices
+            .first()
+            .map_or(0, |first| first.argument.unit_count as usize);
+        if plain.cut == 1 && !gated && plain.columns == MOST_ROWS && tuning.groups == 0 {
+            plain.dealt_out(device, units).unwrap_or(plain)
+        } else {
+            plain
+        }
+    }
+    /// The same work with quarters of the items that whole rounds leave over, where that takes fewer cycles.
+    fn dealt_out(&self, device: &DeviceInfo, units: usize) -> Option<Self> {
+        let teams = device.multiprocessors as usize;
+        let round = EVEN_GROUPS * teams;
+        let left = self.items % round;
+        // Blocks that have quarters are whole fours; a warpgroup has one at most.
+        let fits = left * QUARTERS <= EVEN_GROUPS * (teams / QUARTERS * QUARTERS);
+        let stages = self.items / round * units + units.div_ceil(QUARTERS);
+        let sooner = stages * unit_cycles(EVEN_GROUPS) + MEETING_CYCLES
+            < self.rounds * units * unit_cycles(self.groups);
+        (left > 0 && fits && self.items >= round && units >= QUARTERS && sooner).then_some(Self {
+            warpgroups: EVEN_GROUPS,
+            groups: EVEN_GROUPS,
+            blocks: teams,
+            rounds: self.items / round + 1,
+            left,
+            ..*self
+        })
+    }
+    fn plain(
+        device: &DeviceInfo,
+        matrices: &[&Matrix],
+        m: usize,
+        gated: bool,
+        tuning: Tuning,
+    ) -> Self {
         let (columns, most) = variant(m);
         if gated {
             let items = items(matrices) / 2;
@@ -157,6 +210,7 @@ impl Shares {
                 blocks: items.div_ceil(groups / 2).min(teams),
                 rounds: rounds(groups),
                 gated,
+                left: 0,
             };
         }
         let items = items(matrices);
@@ -185,12 +239,31 @@ impl Shares {
             blocks: cut * items.div_ceil(groups).min(teams),
             rounds: rounds(groups),
             gated,
+            left: 0,
         }
     }
     /// Bytes of the sums of an item's quarters.
     pub fn place(&self) -> usize {
         QUARTERS * ITEM_TILES * TILE * self.columns * 4
     }
+    /// Bytes of the sums with which blocks meet.
+    pub fn sums(&self) -> usize {
+        let items = if self.cut == 1 { self.left } else { self.items };
+        items * self.place()
+    }
+    /// What stands before a kernel's form in its name.
+    pub fn family(&self) -> &'static str {
+        if self.left > 0 {
+            "batch_whole"
+        } else {
+            "batch"
+        }
+    }
+}
+
+/// Cycles of a unit of K where so many warpgroups multiply 64 columns side by side, by docs/performance-tried.md.
+fn unit_cycles(groups: usize) -> usize {
+    659 + 880 * groups
 }
 
 pub struct Plan {
@@ -289,6 +362,8 @@ fn plan_within(
     let weights = (shares.groups * ITEM_TILES * unit_room as usize).next_multiple_of(128);
     let kept = own * x_bytes;
     let resident = match tuning.activations {
+        // The kernel that deals out evenly has no such form.
+        _ if shares.left > 0 => false,
         0 => shares.rounds > 1 && space.saturating_sub(kept) / weights >= 2,
         1 => false,
         _ => true,
@@ -338,6 +413,7 @@ fn plan_within(
                 tuning.looks as i32
             },
             gate: -1,
+            left: shares.left as i32,
             residual: 0,
             into: 0,
             into_rows: 0,
@@ -365,9 +441,14 @@ mod tests {
                 .shares
         };
         let pair = shares_of(64, &[&up, &up]);
-        assert_eq!((pair.items, pair.cut, pair.groups), (448, 1, 2));
+        assert_eq!((pair.items, pair.cut, pair.groups), (448, 1, 3));
         assert_eq!((pair.rounds, pair.blocks), (2, 132));
-        assert_eq!((pair.columns, pair.warpgroups), (64, 2));
+        assert_eq!((pair.columns, pair.warpgroups), (64, 3));
+        assert_eq!((pair.left, pair.family()), (52, "batch_whole"));
+        let gated = plan(&hopper(), &[&up, &up], 64, true, Tuning::default()).expect("fits");
+        assert_eq!((gated.shares.left, gated.shares.groups), (0, 2));
+        assert_eq!(pair.sums(), 52 * 65536);
+        assert_eq!(shares_of(32, &[&up, &up]).left, 0);
         let alone = shares_of(32, &[&o]);
         assert_eq!((alone.items, alone.cut, alone.groups), (64, 4, 2));
         assert_eq!((alone.rounds, alone.blocks), (1, 128));
@@ -400,6 +481,6 @@ mod tests {
     #[test]
     fn the_task_has_the_size_the_kernel_expects() {
         assert_eq!(std::mem::size_of::<Part>(), 72 + 4 * 4);
-        assert_eq!(std::mem::size_of::<Task>(), 5 * 8 + 20 * 4 + 3 * 8 + 3 * 88);
+        assert_eq!(std::mem::size_of::<Task>(), 5 * 8 + 22 * 4 + 3 * 8 + 3 * 88);
     }
 }
