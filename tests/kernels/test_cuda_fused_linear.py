@@ -340,6 +340,35 @@ def test_products_of_all_sizes_meet_in_the_same_memory() -> None:
         assert all(torch.equal(want[m, i][0], one) for i, one in enumerate(alone)), m
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(64 * 300, 64 * 100 + 24), (64 * 401 + 8,)])
+def test_left_over_items_of_several_matrices(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """More items than all blocks have at a time: those left over may be of two matrices, the last one not whole, with a
+    bias and a residual. A row alone has the same bits, and so have all rows when it is done once more."""
+    k = 1280
+    perm = torch.randperm(k, generator=torch.Generator().manual_seed(8))
+    matrices = [exl2(n, 5, 4, seed=i, perm=perm, bias=True, k=k) for i, n in enumerate(sizes)]
+    fused = FusedLinear(matrices, dtype=dtype)
+    for m in (33,) if UNDER_A_TOOL else (33, 50, 64):
+        x, h = activations(m, k, dtype), torch.randn(m, sum(sizes), device="cuda").to(dtype)
+        got = fused(x, torch.empty_like(h), h)
+        assert torch.equal(got, fused(x, torch.empty_like(h), h)), m
+        for i in (0, m - 1):
+            alone = fused(x[i : i + 1].clone(), torch.empty_like(h[:1]), h[i : i + 1].clone())
+            assert torch.equal(alone.view(torch.int16), got[i : i + 1].view(torch.int16)), (m, i)
+
+
+def test_a_following_product_that_would_leave_items_over() -> None:
+    """Gated results that stand with rows innermost, for a product of more items than all blocks have at a time."""
+    gate, up = (exl2(8448, 4, seed=i) for i in (1, 2))
+    down = exl2(64 * 400 + 24, 4, seed=3, k=8448)
+    first, second = FusedLinear([gate, up], activation="silu"), FusedLinear([down])
+    for m in (33, 64):
+        x = activations(m, K, torch.float16)
+        want = second(first(x, x.new_empty(m, 8448)), x.new_empty(m, down.out_features))
+        assert torch.equal(first.then(second, x, torch.full_like(want, float("nan"))), want), m
+
+
 def test_bad_operands() -> None:
     a, b = exl2(64, 4), exl2(96, 4)
     with pytest.raises(UnsupportedError, match="one output size"):

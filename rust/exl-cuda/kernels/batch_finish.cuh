@@ -237,6 +237,20 @@ struct BatchFinish : BatchBlock {
     const float4* from = of_pair(places, lane);
     float bias[4];
     bias_of(bias, part, n);
+    if (N == 64 && p.paired && p.y_kind == OUT_F32 && !p.scaled && !p.residual) {
+      // Logits: many results and little to do with them, so without a branch each.
+      const int token = 8 * odd + 2 * t, limit = part.a.out_features, stride = p.y_stride / 2;
+      float2* to = static_cast<float2*>(p.y) + place_of(part, n, token) / 2;
+#pragma unroll 2
+      for (int q = 0; q < EIGHTS; q += 2, from += 64, to += 16 * stride) {
+        const float4 low = from[0], high = from[4];
+        store_floats(to, n < limit && token + 8 * q < p.m, low.x, high.x, bias, part.a.prescale);
+        store_floats(to + stride, n < limit && token + 8 * q + 1 < p.m, low.y, high.y, bias, part.a.prescale);
+        store_floats(to + 4, n + 8 < limit && token + 8 * q < p.m, low.z, high.z, bias + 2, part.a.prescale);
+        store_floats(to + stride + 4, n + 8 < limit && token + 8 * q + 1 < p.m, low.w, high.w, bias + 2, part.a.prescale);
+      }
+      return;
+    }
     constexpr int PAIRS = EIGHTS < 4 ? 1 : 2;
 #pragma unroll 1
     for (int q = 0; q < EIGHTS; q += 2 * PAIRS, from += PAIRS * 64) {
@@ -257,6 +271,9 @@ struct BatchFinish : BatchBlock {
         store_pair_of(part, n + 8, token + 1, low.w, high.w, bias + 2, residual[i][3]);
       }
     }
+  }
+  DEVICE static void store_floats(float2* to, bool some, float a, float b, const float* bias, float prescale) {
+    if (some) *to = make_float2(finish(a, 1.f, bias[0], prescale), finish(b, 1.f, bias[1], prescale));
   }
   // `between`: from a gate's sums to those that it gates; rows 16 i .. 16 i + 15 with i of the kind of `mine`.
   DEVICE void store_gated(const float4* places, int between, int n, int mine) const {

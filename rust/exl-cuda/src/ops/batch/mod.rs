@@ -12,7 +12,7 @@ use crate::launch::{CudaError, Launch};
 use crate::layout::UNIT_ROWS;
 pub use plan::Tuning;
 use plan::{
-    COUNTERS, EVEN_GROUPS, Plan, SHARED_BYTES, Shares, UNCUT_ITEMS, VARIANTS, items, plan, turns,
+    COUNTERS, EVEN_GROUPS, Plan, SHARED_BYTES, UNCUT_ITEMS, VARIANTS, items, plan, turns,
     unit_bytes, variant,
 };
 
@@ -97,7 +97,9 @@ pub fn meeting_bytes(
     gated: bool,
     tuning: Tuning,
 ) -> usize {
-    let shares = Shares::new(device, matrices, m, gated, tuning);
+    let Some(Plan { shares, .. }) = plan(device, matrices, m, gated, tuning) else {
+        return 0;
+    };
     match shares.sums() {
         0 => 0,
         bytes => COUNTERS * 4 + bytes,

@@ -95,6 +95,7 @@ pub struct Tuning {
 
 impl Tuning {
     /// The same with blocks that have whole items alone.
+    #[must_use]
     pub fn plain(self, device: &DeviceInfo, matrices: &[&Matrix], m: usize, gated: bool) -> Self {
         Self {
             groups: Shares::plain(device, matrices, m, gated, self).groups,
@@ -298,25 +299,28 @@ pub fn plan(
     tuning: Tuning,
 ) -> Option<Plan> {
     let space = SHARED_BYTES.min(device.shared_bytes_per_block as usize);
-    let within = |shared| plan_within(shared, device, matrices, m, gated, tuning);
-    let left_free = if Shares::new(device, matrices, m, gated, tuning).cut == 1 {
-        0
-    } else {
-        LEFT_FREE.min(space)
+    let of = |shares: Shares| {
+        let left_free = if shares.cut == 1 {
+            0
+        } else {
+            LEFT_FREE.min(space)
+        };
+        plan_within(space - left_free, matrices, m, shares, tuning)
+            .or_else(|| plan_within(space, matrices, m, shares, tuning))
     };
-    within(space - left_free).or_else(|| within(space))
+    // Items dealt out evenly need more memory than some forms of matrix leave.
+    of(Shares::new(device, matrices, m, gated, tuning))
+        .or_else(|| of(Shares::plain(device, matrices, m, gated, tuning)))
 }
 
 fn plan_within(
     shared: usize,
-    device: &DeviceInfo,
     matrices: &[&Matrix],
     m: usize,
-    gated: bool,
+    shares: Shares,
     tuning: Tuning,
 ) -> Option<Plan> {
     let first = *matrices.first()?;
-    let shares = Shares::new(device, matrices, m, gated, tuning);
     let x_bytes = unit_bytes(shares.columns);
     let units = first.argument.unit_count as usize;
     let own = units.div_ceil(shares.cut);
