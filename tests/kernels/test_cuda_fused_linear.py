@@ -345,7 +345,7 @@ def test_products_of_all_sizes_meet_in_the_same_memory() -> None:
 def test_left_over_items_of_several_matrices(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """More items than all blocks have at a time: those left over may be of two matrices, the last one not whole, with a
     bias and a residual. A row alone has the same bits, and so have all rows when it is done once more."""
-    k = 1280
+    k = 2048
     perm = torch.randperm(k, generator=torch.Generator().manual_seed(8))
     matrices = [exl2(n, 5, 4, seed=i, perm=perm, bias=True, k=k) for i, n in enumerate(sizes)]
     fused = FusedLinear(matrices, dtype=dtype)

@@ -248,9 +248,9 @@ def test_so_many_columns_that_a_block_has_three_items_at_a_time(kind: str, group
 @pytest.mark.parametrize("kind", ["exl2", "gptq"])
 @pytest.mark.parametrize("group", [128, 32])
 def test_so_many_columns_that_some_are_left_over(kind: str, group: int) -> None:
-    """401 items of 64 columns, the last one not whole; 132 blocks have 396 at a time, and a quarter of K each of the
-    others. Twice, since each launch leaves the memory in which quarters meet as it was."""
-    k, n = 1280, 64 * 400 + 24
+    """401 items of 64 columns, the last one not whole; 132 blocks have 396 at a time, and of EXL2 in groups of 128 a
+    quarter of K each of the others. Twice, since each launch leaves the memory in which quarters meet as it was."""
+    k, n = 2048, 64 * 400 + 24
     if kind == "exl2":
         made = QuantMatrix.from_exl2(exl2_tensors([(4, group)] * (k // group), n), device="cuda")
     else:

@@ -2,3 +2,4 @@
 #include "batch_whole.cuh"
 
 BATCHES(EXL2, exl2, 128)
+BATCH_WHOLE(EXL2, exl2, 128, 64, 3, 128, 160, 32)

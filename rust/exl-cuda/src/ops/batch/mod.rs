@@ -178,8 +178,9 @@ pub unsafe fn launch(
         return Ok(());
     }
     let device = Device::get(to.device)?;
-    // The kernel that deals out evenly reads no turned input.
-    let tuning = if op.turned {
+    // The kernel that deals out evenly reads no turned input, and is there for logits: halves in, nothing added.
+    let whole = op.turned || op.x_type != Half::F16 || op.residual != 0;
+    let tuning = if whole {
         tuning.plain(&device.info, matrices, op.m, op.gate.is_some())
     } else {
         tuning
@@ -365,6 +366,8 @@ pub(super) fn kernels(form: &str) -> Vec<String> {
                 format!("batch_{form}_{columns}x{warpgroups}{}", suffix(turned))
             })
         })
-        .chain([format!("batch_whole_{form}_{MOST_ROWS}x{EVEN_GROUPS}")])
+        .chain(
+            (form == "exl2_128").then(|| format!("batch_whole_{form}_{MOST_ROWS}x{EVEN_GROUPS}")),
+        )
         .collect()
 }
