@@ -260,6 +260,7 @@ def through_generator(model: ExLlamaV2, kind: str, context: int, batch: int, rou
         generator.cancel(job)
     go(1)
     jobs = started()
+    contexts = [len(jobs[0].sequence)]
     spans = go(rounds)
     torch.cuda.synchronize()
     pages = -(-(max(len(job.sequence) for job in jobs) + 1) // PAGE)
@@ -272,6 +273,7 @@ def through_generator(model: ExLlamaV2, kind: str, context: int, batch: int, rou
     graph_us = replay_time(min(fit)[-1].replay)[0] if fit else 0.0  # once more what was queued last
     spans += go(rounds)[1:]
     assert all(not job.is_finished for job in jobs), "a job ended while it was measured"
+    contexts.append(len(jobs[0].sequence))
     generator.clear_queue()
     model.decode.clear()
     step = statistics.median(spans)
@@ -279,6 +281,7 @@ def through_generator(model: ExLlamaV2, kind: str, context: int, batch: int, rou
         "generator_step_us": step * 1e6,
         "generator_tok_s": batch / step,
         "generator_steps": len(spans),
+        "generator_contexts": contexts,  # at the first and the last of these rounds
     }
     return result | ({"generator_graph_us": graph_us, "generator_host_us": step * 1e6 - graph_us} if fit else {})
 
