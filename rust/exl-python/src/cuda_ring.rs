@@ -448,6 +448,7 @@ fn batch_tuning(tuning: Option<BatchTuning>) -> batch::Tuning {
             cut,
             groups,
             looks,
+            ..batch::Tuning::default()
         },
     )
 }

@@ -179,11 +179,9 @@ pub unsafe fn launch(
     }
     let device = Device::get(to.device)?;
     // The kernel that deals out evenly reads no turned input, and is there for logits: halves in, nothing added.
-    let whole = op.turned || op.x_type != Half::F16 || op.residual != 0;
-    let tuning = if whole {
-        tuning.plain(&device.info, matrices, op.m, op.gate.is_some())
-    } else {
-        tuning
+    let tuning = Tuning {
+        whole: tuning.whole || op.turned || op.x_type != Half::F16 || op.residual != 0,
+        ..tuning
     };
     let planned = (op.m <= MOST_ROWS && alike(matrices))
         .then(|| plan(&device.info, matrices, op.m, op.gate.is_some(), tuning))

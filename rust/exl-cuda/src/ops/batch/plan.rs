@@ -91,17 +91,8 @@ pub struct Tuning {
     pub groups: usize,
     /// How often a block looks whether those have begun that share K with it.
     pub looks: usize,
-}
-
-impl Tuning {
-    /// The same with blocks that have whole items alone.
-    #[must_use]
-    pub fn plain(self, device: &DeviceInfo, matrices: &[&Matrix], m: usize, gated: bool) -> Self {
-        Self {
-            groups: Shares::plain(device, matrices, m, gated, self).groups,
-            ..self
-        }
-    }
+    /// Blocks have whole items alone.
+    pub whole: bool,
 }
 
 /// How a launch's work is shared out.
@@ -146,30 +137,15 @@ fn warpgroups(columns: usize, groups: usize) -> usize {
 }
 
 impl Shares {
-    pub fn new(
-        device: &DeviceInfo,
-        matrices: &[&Matrix],
-        m: usize,
-        gated: bool,
-        tuning: Tuning,
-    ) -> Self {
-        let plain = Self::plain(device, matrices, m, gated, tuning);
-        let units = matrices
-            .first()
-            .map_or(0, |first| first.argument.unit_count as usize);
-        if plain.cut == 1
-            && !gated
-            && plain.columns == MOST_ROWS
-            && tuning.groups == 0
-            && deals_out(matrices)
-        {
-            plain.dealt_out(device, units).unwrap_or(plain)
-        } else {
-            plain
-        }
-    }
     /// The same work with quarters of the items that whole rounds leave over, where that takes fewer cycles.
-    fn dealt_out(&self, device: &DeviceInfo, units: usize) -> Option<Self> {
+    /// For a head: one EXL2 matrix in groups of 128 is what that kernel has been proven on.
+    fn dealt_out(&self, device: &DeviceInfo, matrices: &[&Matrix]) -> Option<Self> {
+        let [head] = matrices else { return None };
+        let form = head.kind == "exl2" && head.entry_rows == 128;
+        if !form || self.cut > 1 || self.columns != MOST_ROWS {
+            return None;
+        }
+        let units = head.argument.unit_count as usize;
         let teams = device.multiprocessors as usize;
         let round = EVEN_GROUPS * teams;
         let left = self.items % round;
@@ -187,7 +163,8 @@ impl Shares {
             ..*self
         })
     }
-    fn plain(
+    /// Whole items.
+    fn new(
         device: &DeviceInfo,
         matrices: &[&Matrix],
         m: usize,
@@ -267,11 +244,6 @@ impl Shares {
     }
 }
 
-/// Whether there is a kernel that deals out what whole rounds leave over: for a head, which is what it has been proven on.
-fn deals_out(matrices: &[&Matrix]) -> bool {
-    matches!(matrices, [only] if only.kind == "exl2" && only.entry_rows == 128)
-}
-
 /// Cycles of a unit of K where so many warpgroups multiply 64 columns side by side, by docs/performance-tried.md.
 fn unit_cycles(groups: usize) -> usize {
     659 + 880 * groups
@@ -318,9 +290,14 @@ pub fn plan(
         plan_within(space - left_free, matrices, m, shares, tuning)
             .or_else(|| plan_within(space, matrices, m, shares, tuning))
     };
+    let shares = Shares::new(device, matrices, m, gated, tuning);
+    let even = if tuning.whole || tuning.groups > 0 {
+        None
+    } else {
+        shares.dealt_out(device, matrices)
+    };
     // Items dealt out evenly need more memory than some forms of matrix leave.
-    of(Shares::new(device, matrices, m, gated, tuning))
-        .or_else(|| of(Shares::plain(device, matrices, m, gated, tuning)))
+    even.and_then(of).or_else(|| of(shares))
 }
 
 fn plan_within(
