@@ -22,9 +22,11 @@ __all__ = ["Tenant", "taken"]
 
 _gate = threading.RLock()
 _holders: dict[int, weakref.ref[Tenant]] = {}
-# When a holder in the way was last looked for by a garbage collection, which is too dear for a loop that tries again.
-_collected: weakref.WeakKeyDictionary[Tenant, float] = weakref.WeakKeyDictionary()
+# Until when a holder in the way is not looked for by a garbage collection again. One takes half a second in a process
+# of many objects, and no thread runs meanwhile: a loop that tries again may spend a small part of the time on them.
+_rests: weakref.WeakKeyDictionary[Tenant, float] = weakref.WeakKeyDictionary()
 COLLECT_EVERY = 1.0
+COLLECT_SHARE = 0.05
 
 
 class Tenant(Protocol):
@@ -44,8 +46,10 @@ def taken(tenant: Tenant, caches: Sequence[object]) -> Iterator[None]:
     with _gate:
         places = [id(cache) for cache in map(_memory_of, caches) if _known(cache)]
         if not _make_room(tenant, places):
+            began = time.monotonic()
             gc.collect()
-            _make_room(tenant, places, collected=True)
+            ended = time.monotonic()
+            _make_room(tenant, places, rest=ended + max(COLLECT_EVERY, (ended - began) / COLLECT_SHARE))
         strange = [place for place in places if _holder(place) is not tenant]
         if any(place in _holders for place in strange):
             tenant.forget_pages()
@@ -53,18 +57,20 @@ def taken(tenant: Tenant, caches: Sequence[object]) -> Iterator[None]:
         yield
 
 
-def _make_room(tenant: Tenant, places: Sequence[int], collected: bool = False) -> bool:
+def _make_room(tenant: Tenant, places: Sequence[int], rest: float | None = None) -> bool:
     """Have the others leave. False if one refuses that may be there only until the next garbage collection; nothing
-    refers to it when this is left. Raises its refusal behind a collection, or if there was one for it just now."""
+    refers to it when this is left. Raises its refusal behind a collection, which is the last for it until `rest`, or
+    if there was one for it just now."""
     others = {id(one): one for one in map(_holder, places) if one is not None and one is not tenant}
     for other in others.values():
         try:
             other.leave_caches()
         except JobStateError:
-            now = time.monotonic()
-            if collected or now - _collected.get(other, -COLLECT_EVERY) < COLLECT_EVERY:
+            if rest is not None:
+                _rests[other] = rest
                 raise
-            _collected[other] = now
+            if time.monotonic() < _rests.get(other, 0.0):
+                raise
             return False
     return True
 
