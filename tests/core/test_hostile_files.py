@@ -18,7 +18,7 @@ from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer, errors
 pytestmark = pytest.mark.covers("core.md: better-9.6-files", "core.md: safetensors")
 
 FIXTURE = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-fp16"
-quick = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 64, 96, 2**31, 2**62, -1]), max_size=3)
 OFFSETS = st.lists(st.sampled_from([0, 1, 2**40, 2**63, 2**64, -5]), min_size=2, max_size=2)

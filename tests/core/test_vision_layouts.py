@@ -210,7 +210,7 @@ JUNK = st.one_of(
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_values_give_settings_or_a_typed_error(family: str, tmp_path: Path, data: st.DataObject) -> None:
     """And settings that are taken name tensors of sizes that can be."""

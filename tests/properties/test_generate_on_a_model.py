@@ -85,7 +85,7 @@ def play(
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(["pylib-4m-exl2-4.5", "pylib-4m-fp16"]),
     st.lists(requests, min_size=1, max_size=6),

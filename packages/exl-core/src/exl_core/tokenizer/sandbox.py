@@ -19,6 +19,7 @@ __all__ = ["render"]
 
 MEMORY = 512 << 20  # bytes that a template may take
 SECONDS = 10.0
+START_SECONDS = 60.0  # for the process to come up, which is no template's doing
 MOST_CHARACTERS = 1 << 24
 WORKER = Path(__file__).with_name("template_worker.py")
 
@@ -57,54 +58,65 @@ class _Worker:
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         with self._lock:
             if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
-                self._start()
-            process = self._process
-            assert process is not None
-            timer = threading.Timer(SECONDS, process.kill)
-            timer.daemon = True
-            timer.start()
-            try:
-                return self._exchange(process, request)
-            finally:
-                timer.cancel()
+                self._process = None
+                self._process, self._owner = self._started(), os.getpid()
+            found = self._exchange(self._process, request, SECONDS)
+        if found is None:
+            raise ChatTemplateError(
+                f"the chat template took more than {SECONDS:g} seconds, or more than {MEMORY >> 20} MiB: it was ended"
+            )
+        return found
 
     def end(self) -> None:
         """End the process, if this one started it."""
         if self._process is not None and self._owner == os.getpid():
-            self._process.kill()
-            self._process.wait()
+            _kill(self._process)
         self._process = None
 
-    def _start(self) -> None:
+    def _started(self) -> subprocess.Popen[bytes]:
+        """A process that has come up: what that takes on a busy machine is not taken from the template's time."""
         if not sys.executable:
             raise ChatTemplateError("chat templates need a Python interpreter to run in, and this program names none")
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-I", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
         except OSError as e:
             raise ChatTemplateError(f"no process for the chat template could be started: {e}") from e
-        self._owner = os.getpid()
-        assert self._process.stdin is not None
-        write_message(self._process.stdin, {"path": sys.path, "memory": MEMORY})
+        if self._exchange(process, {"path": sys.path, "memory": MEMORY}, START_SECONDS) is None:
+            raise ChatTemplateError(
+                f"the process for the chat template gave no sign for {START_SECONDS:g} seconds, or died"
+            )
+        return process
 
-    def _exchange(self, process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> dict[str, Any]:
+    def _exchange(
+        self, process: subprocess.Popen[bytes], request: Mapping[str, Any], seconds: float
+    ) -> dict[str, Any] | None:
+        """The process's answer, None where it gave none within these seconds. Unless it answered it is ended: what a
+        Ctrl-C left on its way would be taken for the answer to the next request."""
         assert process.stdin is not None
         assert process.stdout is not None
+        found: dict[str, Any] | None = None
+        timer = threading.Timer(seconds, process.kill)
+        timer.daemon = True
+        timer.start()
         try:
             write_message(process.stdin, request)
             head = process.stdout.read(PREFIX)
             body = process.stdout.read(int.from_bytes(head, "little")) if len(head) == PREFIX else b""
-            if body:
-                found: dict[str, Any] = json.loads(body)
-                return found
+            found = json.loads(body) if body else None
+            return found
         except (OSError, ValueError) as e:
-            self.end()
             raise ChatTemplateError(f"the chat template ended its process ({e})") from e
-        self.end()
-        raise ChatTemplateError(
-            f"the chat template took more than {SECONDS:g} seconds, or more than {MEMORY >> 20} MiB: it was ended"
-        )
+        finally:
+            timer.cancel()
+            if found is None:
+                _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 _worker = _Worker()

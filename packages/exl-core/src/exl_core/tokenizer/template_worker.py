@@ -1,7 +1,8 @@
 """Renders chat templates in a process of its own, run as a script: imports nothing of this project.
 
 Reads length-prefixed JSON requests on standard input, answers in the same form, ends with its input. The memory limit
-is set before the first template is seen; who waits for the answer ends the process when it takes too long.
+is set before the first template is seen, and the first answer says so; who waits for an answer ends the process when
+it takes too long.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ def main() -> None:
     sys.path[:] = setup["path"]
     environment = make_environment()
     limit_memory(setup["memory"])
+    write_message(answers, {"ready": True})
     while (request := read_message(requests)) is not None:
         write_message(answers, answer(environment, request))
 
