@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import subprocess
@@ -52,15 +53,21 @@ class _Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0
         self._lock = threading.Lock()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Its answer. Raises ChatTemplateError when there is none."""
         with self._lock:
-            if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
-                self._process = None
-                self._process, self._owner = self._started(), os.getpid()
-            found = self._exchange(self._process, request, SECONDS)
+            try:
+                process = self._process
+                if process is None or process.poll() is not None:
+                    process = self._process = self._started()
+                found = self._exchange(process, request, SECONDS)
+            except BaseException:
+                # Also for a Ctrl-C, wherever it came: an answer that is under way would be taken for the next one, a
+                # timer that nobody has stopped would end the process while it renders something else.
+                self.end()
+                raise
         if found is None:
             raise ChatTemplateError(
                 f"the chat template took more than {SECONDS:g} seconds, or more than {MEMORY >> 20} MiB: it was ended"
@@ -68,10 +75,14 @@ class _Worker:
         return found
 
     def end(self) -> None:
-        """End the process, if this one started it."""
-        if self._process is not None and self._owner == os.getpid():
-            _kill(self._process)
-        self._process = None
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            _kill(process)
+
+    def forget(self) -> None:
+        """In a forked child: the process is the parent's, and whoever held the lock stayed there."""
+        self._process, self._lock = None, threading.Lock()
 
     def _started(self) -> subprocess.Popen[bytes]:
         """A process that has come up: what that takes on a busy machine is not taken from the template's time."""
@@ -83,7 +94,9 @@ class _Worker:
             )
         except OSError as e:
             raise ChatTemplateError(f"no process for the chat template could be started: {e}") from e
-        if self._exchange(process, {"path": sys.path, "memory": MEMORY}, START_SECONDS) is None:
+        # What else stands in sys.path, a Path for example, means nothing to Python either.
+        setup = {"path": [place for place in sys.path if isinstance(place, str)], "memory": MEMORY}
+        if self._exchange(process, setup, START_SECONDS) is None:
             raise ChatTemplateError(
                 f"the process for the chat template gave no sign for {START_SECONDS:g} seconds, or died"
             )
@@ -92,8 +105,7 @@ class _Worker:
     def _exchange(
         self, process: subprocess.Popen[bytes], request: Mapping[str, Any], seconds: float
     ) -> dict[str, Any] | None:
-        """The process's answer, None where it gave none within these seconds. Unless it answered it is ended: what a
-        Ctrl-C left on its way would be taken for the answer to the next request."""
+        """The process's answer; None where it gave none, or half of one, within these seconds: it is ended then."""
         assert process.stdin is not None
         assert process.stdout is not None
         found: dict[str, Any] | None = None
@@ -103,8 +115,9 @@ class _Worker:
         try:
             write_message(process.stdin, request)
             head = process.stdout.read(PREFIX)
-            body = process.stdout.read(int.from_bytes(head, "little")) if len(head) == PREFIX else b""
-            found = json.loads(body) if body else None
+            size = int.from_bytes(head, "little")
+            body = process.stdout.read(size) if len(head) == PREFIX else b""
+            found = json.loads(body) if body and len(body) == size else None
             return found
         except (OSError, ValueError) as e:
             raise ChatTemplateError(f"the chat template ended its process ({e})") from e
@@ -116,8 +129,11 @@ class _Worker:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a Ctrl-C may have left a lock of Popen's locked
+        process.wait(1.0)
 
 
 _worker = _Worker()
 atexit.register(_worker.end)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_worker.forget)

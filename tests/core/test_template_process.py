@@ -1,0 +1,89 @@
+"""The process that renders chat templates: whatever breaks in, forks or stands in sys.path, the answer is its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+from breaking_in import broken_into  # noqa: E402
+from vision_models import write_tokenizer  # noqa: E402
+
+from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer  # noqa: E402
+
+pytestmark = pytest.mark.covers("core.md: better-11.6-text")
+
+TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+
+
+@pytest.fixture
+def tokenizer(lab: Any) -> ExLlamaV2Tokenizer:
+    folder = lab.write()
+    write_tokenizer(folder)
+    return ExLlamaV2Tokenizer(ExLlamaV2Config(folder))
+
+
+def render(tokenizer: ExLlamaV2Tokenizer, text: str) -> str:
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}], chat_template=TEMPLATE)
+
+
+def test_a_ctrl_c_leaves_no_answer_for_the_next_conversation(tokenizer: ExLlamaV2Tokenizer) -> None:
+    """Wherever it comes: the prompt behind it is made of its own messages, not of those before."""
+    struck = 0
+    for moment in range(1, 2000, 3):
+        text = f"conversation {moment}"
+        assert render(tokenizer, text) == f"[{text}]"  # the process runs
+        try:
+            with broken_into(moment) as hit:
+                render(tokenizer, "broken into")
+        except (KeyboardInterrupt, RuntimeError):  # the second is what `threading` makes of some
+            struck += 1
+        assert render(tokenizer, text) == f"[{text}]"
+        if not hit:
+            break
+    assert struck > 15
+
+
+def run(code: str) -> None:
+    """In an interpreter of its own."""
+    path = os.pathsep.join(place for place in sys.path if isinstance(place, str))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env={**os.environ, "PYTHONPATH": path})
+
+
+def test_what_is_no_text_in_sys_path_is_passed_over() -> None:
+    """Python passes over a Path there, too."""
+    run("""
+import sys
+from pathlib import Path
+from exl_core.tokenizer.sandbox import render
+sys.path.insert(0, Path("nowhere"))
+assert render("{{ x }}", [], {"x": "y"}) == "y"
+""")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_has_a_process_of_its_own() -> None:
+    """Also where a thread that stayed with the parent was rendering: the child would wait for it for ever."""
+    run("""
+import os, threading
+from exl_core.tokenizer import sandbox
+def show(source):
+    return sandbox.render(source, [], {})
+assert show("parent") == "parent"
+slow = "{% for i in range(400) %}{% for j in range(400) %}{% endfor %}{% endfor %}done"
+rendering = [threading.Thread(target=show, args=(slow,)) for _ in range(4)]
+for thread in rendering:
+    thread.start()
+child = os.fork()
+if not child:
+    os._exit(show("child") != "child")
+assert os.waitpid(child, 0)[1] == 0
+for thread in rendering:
+    thread.join()
+assert show("parent") == "parent"
+""")
