@@ -160,6 +160,25 @@ def test_whoever_tries_again_spends_little_of_the_time_on_collections(
     assert tokens(other, "the fox") == naive(other, ids("the fox")[0].tolist(), 12)
 
 
+def test_a_collection_counts_whatever_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that take turns, where the other's jobs have always just ended when the collector is done."""
+    model, cache = parts()
+    pair = [on(model, cache), on(model, cache)]
+    collections: list[int] = []
+    monkeypatch.setattr(tenancy, "COLLECT_EVERY", 60.0)
+    with monkeypatch.context() as patched:
+        for turn in range(20):
+            before, after = pair[turn % 2], pair[1 - turn % 2]
+            before.enqueue(job("the quick", 3))
+            patched.setattr(tenancy.gc, "collect", lambda before=before: collections.append(len(drain(before))))
+            try:
+                after.enqueue(job("abc", 3))
+            except JobStateError:
+                drain(before)
+            drain(after)
+    assert collections == [1, 1]
+
+
 def test_one_that_is_held_refuses_behind_one_that_is_not() -> None:
     (model, cache), (draft, draft_cache) = parts(), parts()
     lost, held = on(model, cache), on(draft, draft_cache)

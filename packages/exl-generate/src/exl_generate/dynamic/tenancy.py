@@ -45,11 +45,8 @@ def taken(tenant: Tenant, caches: Sequence[object]) -> Iterator[None]:
     present holder's `leave_caches` does."""
     with _gate:
         places = [id(cache) for cache in map(_memory_of, caches) if _known(cache)]
-        if not _make_room(tenant, places):
-            began = time.monotonic()
-            gc.collect()
-            ended = time.monotonic()
-            _make_room(tenant, places, rest=ended + max(COLLECT_EVERY, (ended - began) / COLLECT_SHARE))
+        while (refusing := _make_room(tenant, places)) is not None:
+            _collect(refusing)
         strange = [place for place in places if _holder(place) is not tenant]
         if any(place in _holders for place in strange):
             tenant.forget_pages()
@@ -57,22 +54,27 @@ def taken(tenant: Tenant, caches: Sequence[object]) -> Iterator[None]:
         yield
 
 
-def _make_room(tenant: Tenant, places: Sequence[int], rest: float | None = None) -> bool:
-    """Have the others leave. False if one refuses that may be there only until the next garbage collection; nothing
-    refers to it when this is left. Raises its refusal behind a collection, which is the last for it until `rest`, or
-    if there was one for it just now."""
+def _make_room(tenant: Tenant, places: Sequence[int]) -> weakref.ref[Tenant] | None:
+    """Have the others leave. One that refuses may be there only until the next garbage collection: it is returned, and
+    nothing refers to it when this is left. Raises its refusal if there was a collection for it a short while ago."""
     others = {id(one): one for one in map(_holder, places) if one is not None and one is not tenant}
     for other in others.values():
         try:
             other.leave_caches()
         except JobStateError:
-            if rest is not None:
-                _rests[other] = rest
-                raise
             if time.monotonic() < _rests.get(other, 0.0):
                 raise
-            return False
-    return True
+            return weakref.ref(other)
+    return None
+
+
+def _collect(refusing: weakref.ref[Tenant]) -> None:
+    """Call the collector for one that refuses, and not again for a while whatever comes of it."""
+    began = time.monotonic()
+    gc.collect()
+    ended = time.monotonic()
+    if (other := refusing()) is not None:
+        _rests[other] = ended + max(COLLECT_EVERY, (ended - began) / COLLECT_SHARE)
 
 
 def _memory_of(cache: object) -> object:
