@@ -229,6 +229,29 @@ def test_where_no_process_can_be_started_it_is_said(monkeypatch):
         trial._idle[:] = idle
 
 
+@pytest.mark.skipif(os.name == "nt", reason="scripts are not started by their first line here")
+def test_a_process_that_is_ended_in_the_middle_of_its_answer(tmp_path, monkeypatch):
+    """By the system for want of memory, say: what it has written is no answer, and no JSON either."""
+    script = tmp_path / "python"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import json, struct, sys\n"
+        "def send(message, less=0):\n"
+        "    raw = json.dumps(message).encode()\n"
+        "    sys.stdout.buffer.write(struct.pack('<I', len(raw)) + raw[:len(raw) - less])\n"
+        "    sys.stdout.buffer.flush()\n"
+        "send({'ready': True})\n"
+        "sys.stdin.buffer.read(4)\n"
+        "send({'error': '', 'warnings': [], 'took': 0.0}, less=5)\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(trial, "_idle", [])
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(FilterCompileError, match="exit code 0"):
+        ExLlamaV2GrammarFilter(None, V, json_schema=joined(2), budget=CompileBudget(seconds=60))
+    assert not trial._idle
+
+
 def test_a_grammar_may_name_control_tokens_where_it_is_tried():
     vocab = Vocabulary(
         [*(bytes([i]) for i in range(256)), None, None],

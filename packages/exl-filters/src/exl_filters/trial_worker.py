@@ -130,11 +130,14 @@ def send(stream: IO[bytes], message: dict[str, Any]) -> None:
 
 
 def receive(stream: IO[bytes]) -> dict[str, Any] | None:
-    """The next frame, or None at the end of the stream."""
+    """The next frame, or None at the end of the stream, also in the middle of a frame: its writer was ended there."""
     head = stream.read(4)
     if len(head) < 4:
         return None
-    raw = stream.read(struct.unpack("<I", head)[0])
+    (size,) = struct.unpack("<I", head)
+    raw = stream.read(size)
+    if len(raw) < size:
+        return None
     message: dict[str, Any] = json.loads(raw)
     return message
 
