@@ -106,6 +106,20 @@ def test_requests_run_side_by_side_and_stop_ends_the_one_meant(parts: tuple[Any,
     with_client(parts, talk)
 
 
+def test_a_stop_right_behind_a_request_ends_it(parts: tuple[Any, Any]) -> None:
+    """Both come in one piece, so that the second is there before anything of the first has begun."""
+
+    async def talk(client: ClientConnection) -> None:
+        infer = {"action": "infer", "text": "One day,", "max_new_tokens": 900, "bann_bann": [2], "request_id": "long"}
+        for message in (infer, {"action": "stop", "request_id": "s"}):
+            client.protocol.send_text(json.dumps(message).encode())
+        client.transport.write(b"".join(client.protocol.data_to_send()))
+        (full,) = [m for m in await until_full(client) if m.get("response_type") == "full"]
+        assert (full["request_id"], full["stop_reason"]) == ("long", "interrupted")
+
+    with_client(parts, talk)
+
+
 def test_a_long_prompt_is_cut_and_keeps_its_beginning(parts: tuple[Any, Any]) -> None:
     async def talk(client: ClientConnection) -> None:
         text = "One day, a cat sat in the sun. " * 60
@@ -132,6 +146,8 @@ def test_what_cannot_be_obeyed_is_said(parts: tuple[Any, Any]) -> None:
             assert "error" in found
             assert found.get("request_id") == wrong.get("request_id")
         await client.send("{no json")
+        assert "no JSON object" in json.loads(await client.recv())["error"]
+        await client.send("[" * 100_000)
         assert "no JSON object" in json.loads(await client.recv())["error"]
         assert (await ask(client, action="echo")) == {"action": "echo"}
 

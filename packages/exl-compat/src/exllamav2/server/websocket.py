@@ -106,7 +106,7 @@ class _Client:
             message = json.loads(raw)
             if not isinstance(message, dict):
                 raise ValueError("not an object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             await self._send({"error": f"the message is no JSON object: {error}"})
             return
         echo = {key: message[key] for key in ("action", "request_id", "response_id") if key in message}
@@ -137,6 +137,7 @@ class _Client:
             task = asyncio.create_task(self._infer(message, answer, jobs))
             self._running[task] = (message.get("request_id"), jobs)
             task.add_done_callback(lambda done: self._running.pop(done, None))
+            await asyncio.sleep(0)  # until its job is queued: the next message, which may be here, may stop it
 
     async def _stop(self, target: Any) -> None:
         for request_id, jobs in list(self._running.values()):
