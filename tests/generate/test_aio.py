@@ -164,6 +164,21 @@ def test_close_ends_every_consumer_and_refuses_new_jobs() -> None:
     play(main())
 
 
+@pytest.mark.covers("generators.md: 62")
+def test_close_ends_consumers_whose_jobs_were_cleared_away() -> None:
+    """`clear_queue` drops jobs without results; who reads one is told at the end at the latest."""
+
+    async def main() -> None:
+        generator = make()
+        consumer = asyncio.create_task(collect(job(generator, "abc", 240)))
+        await asyncio.sleep(0.01)
+        generator.generator.clear_queue()
+        await generator.close()
+        assert (await consumer)[-1]["eos_reason"] == "cancelled"
+
+    play(main())
+
+
 @pytest.mark.covers("generators.md: 61", "generators.md: 62")
 def test_a_refused_or_failing_job_disturbs_nobody() -> None:
     async def main() -> None:

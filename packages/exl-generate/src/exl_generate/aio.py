@@ -94,6 +94,8 @@ class ExLlamaV2DynamicGeneratorAsync:
             self.generator.cancel(job)
         for result in self.generator.iterate():
             self._deliver(result)
+        for job in list(self._jobs):
+            self._deliver(job.cancelled())  # somebody has cleared the generator's queue: there is no result to come
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when it is time to end."""
