@@ -115,6 +115,16 @@ def test_token_by_token_and_back(pair: Pair, images: list[Any], prompt: Tensor, 
     assert torch.equal(pair.ours.forward(prompt[:, begin:], cache), pair.ours.forward(prompt[:, begin:], other))
 
 
+@pytest.mark.parametrize("made", [ExLlamaV2Cache, ExLlamaV2Cache_TP])
+def test_a_clone_goes_on_behind_its_images(pair: Pair, images: list[Any], prompt: Tensor, made: Any) -> None:
+    cache = made(pair.ours, max_seq_len=256)
+    begin = prompt.shape[1] - len(LAST)
+    pair.ours.forward(prompt[:, :begin], cache, preprocess_only=True, indexed_embeddings=images)
+    other = cache.clone()
+    expected = pair.ours.forward(prompt[:, begin:], cache)
+    assert torch.equal(pair.ours.forward(prompt[:, begin:], other), expected)
+
+
 def test_a_row_copied_from_another_goes_on_behind_its_images(pair: Pair, images: list[Any], prompt: Tensor) -> None:
     """Positions are not places: what the source knows of that goes along."""
     begin = prompt.shape[1] - len(LAST)

@@ -62,6 +62,7 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
             if len(sources) != len(places):
                 raise CacheError(f"copy_from: its heads are on {len(sources)} devices, the model's on {len(places)}")
             self.current_seq_len = copy_from.current_seq_len
+            self.rope_offsets = copy_from.rope_offsets.copy()
         self.caches = [
             self.base(
                 self.model,
