@@ -46,6 +46,42 @@ def test_the_zoo_is_large_and_of_every_law():
     assert all(m.fault for m in ZOO)
 
 
+class FillsACache(Plain):
+    """Keeps something of every generation until 100 have been seen; a bounded cache, not a leak."""
+
+    def __init__(self, model, tokenizer, options=None):
+        self.cache = []
+        super().__init__(model, tokenizer, options)
+
+    def begin(self, prefix_str=""):
+        super().begin(prefix_str)
+        if len(self.cache) < 100:
+            self.cache.append(bytearray(1000))
+
+
+def test_a_cache_that_fills_slowly_is_no_leak():
+    report = check_filter(lambda vocab: FillsACache(None, vocab), language=OPTIONS, laws=["LAW-36"], profile="quick")
+    assert report.ok, report
+
+
+class Once(Plain):
+    raised = False
+
+    def next(self):
+        if not Once.raised:
+            Once.raised = True
+            raise RuntimeError("not yet ready")
+        return super().next()
+
+
+def test_what_is_seen_once_only_is_told_with_its_cause():
+    report = check_filter(lambda vocab: Once(None, vocab), language=OPTIONS, laws=["LAW-36"], profile="quick")
+    assert report.broken == ["LAW-36"]
+    assert "not yet ready" in str(report)
+    assert "not every time" in str(report)
+    assert "Flaky" not in str(report)
+
+
 @pytest.mark.covers("filters.md: CAP-34")
 def test_the_state_machine_passes_the_good_and_catches_the_bad():
     check_machine(lambda v: ExLlamaV2SelectFilter(None, v, ["yes", "no way"]), ["yes", "no way"], profile="quick")
@@ -284,6 +320,13 @@ def test_the_language_of_the_command_line(module, tmp_path, capsys):
     finally:
         sys.modules.pop("my_oracle", None)
     assert "--language takes JSON or MODULE:NAME" in capsys.readouterr().err
+
+
+def test_parameters_that_are_no_json_are_said_to_be(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["check", "select", "--params", "{options"])
+    assert stopped.value.code == 2
+    assert "no JSON" in capsys.readouterr().err
 
 
 @pytest.mark.covers("filters.md: CAP-34")

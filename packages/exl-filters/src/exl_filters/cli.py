@@ -16,6 +16,14 @@ from exl_filters.errors import FilterError, FilterUsageError
 __all__ = ["main"]
 
 
+def _json(text: str) -> object:
+    """For argparse, whose message for a ValueError would name this function and not the fault."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no JSON ({error}): {text!r:.60}") from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0 fine, 1 a law is broken, 2 the call cannot be carried out."""
     parser = argparse.ArgumentParser(prog="exl-filters", description="Filters for constrained decoding.")
@@ -66,9 +74,7 @@ def _info(args: argparse.Namespace) -> int:
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help="MODULE:FACTORY (called with a vocabulary), a registered name, or `installed`")
-    parser.add_argument(
-        "--params", type=json.loads, default={}, metavar="JSON", help="parameters of a registered filter"
-    )
+    parser.add_argument("--params", type=_json, default={}, metavar="JSON", help="parameters of a registered filter")
     parser.add_argument(
         "--language",
         metavar="JSON|MODULE:NAME",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import hypothesis
+import hypothesis.errors
 from hypothesis import strategies as st
 
 from exl_filters.base import ExLlamaV2Filter
@@ -198,6 +199,8 @@ class Subject:
                 test()
         except Broken:
             raise
+        except hypothesis.errors.FlakyFailure as error:
+            raise Broken(_not_again(error), last[0] if last else None) from error
         except Exception as error:
             raise Broken(_own_failure(error), last[0] if last else None) from error
 
@@ -304,6 +307,14 @@ def read_xfail(given: Mapping[str, str] | str | os.PathLike[str] | None) -> dict
     if missing:
         raise FilterUsageError(f"known failures need a reason: {', '.join(missing)}")
     return entries
+
+
+def _not_again(error: hypothesis.errors.FlakyFailure) -> str:
+    """What was seen once and, when the same was done again, not: the filter, or what it rests on, is not the same
+    from one time to the next."""
+    first = next((e for e in error.exceptions if isinstance(e, Exception)), error)
+    seen = str(first) if isinstance(first, Broken) else _own_failure(first)
+    return f"{seen} (not every time: the same calls did not show it again)"
 
 
 def _own_failure(error: BaseException, whose: str = "filter") -> str:

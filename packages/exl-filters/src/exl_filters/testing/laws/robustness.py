@@ -19,6 +19,10 @@ from exl_filters.testing.laws.law import law
 # Growth per generation that counts as a leak: one kept object, less what the interpreter itself lets go meanwhile.
 KEPT_PER_CYCLE = 0.7
 
+# Rounds of generations in which growth may stop. A bounded cache fills (numpy's of small arrays in some five rounds of
+# 30, measured with a filter that `ForeignFilter` wraps); a leak grows in every one.
+ROUNDS = 15
+
 
 @law(36, "generations do not pile up memory", level="should", examples=0.02)
 def resources(case: Case) -> None:
@@ -47,10 +51,14 @@ def resources(case: Case) -> None:
         gc.collect()
         return (sys.getallocatedblocks() - before) / count
 
-    # The same generations again and again: caches are full after the first time, what leaks grows every time.
+    # The same generations again and again: caches are full at some time, what leaks grows every time.
     cycles(30)
-    kept = min(rate(30), rate(30))
-    case.expect(kept < KEPT_PER_CYCLE, f"{kept:.1f} objects more with every generation, the third time as the second")
+    kept = rate(30)
+    for _ in range(ROUNDS - 1):
+        if kept < KEPT_PER_CYCLE:
+            break
+        kept = min(kept, rate(30))
+    case.expect(kept < KEPT_PER_CYCLE, f"{kept:.1f} objects more with every generation, {ROUNDS} rounds of 30 long")
 
 
 @law(37, "running a filter changes nothing outside it", level="should", examples=0.3)
