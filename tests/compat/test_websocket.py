@@ -34,9 +34,9 @@ def with_client(parts: tuple[Any, Any], talk: Callable[[ClientConnection], Await
         server = ExLlamaV2WebSocketServer("127.0.0.1", 0, model, tokenizer, store)
         ready = asyncio.Event()
         task = asyncio.create_task(server.serve_async(ready))
-        await asyncio.wait_for(ready.wait(), 30)
+        await asyncio.wait_for(ready.wait(), 250)
         async with connect(f"ws://127.0.0.1:{server.port}") as client:
-            await asyncio.wait_for(talk(client), 60)
+            await asyncio.wait_for(talk(client), 250)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -20,7 +20,7 @@ from exl_core.loading.checkpoint import Checkpoint, TensorReader
 pytestmark = pytest.mark.covers("core.md: safetensors", "core.md: config", "core.md: tokenizer", "core.md: lora")
 
 CORPUS = Path(__file__).parent / "corpus"  # <target>/<name>: whatever once was interesting; add what a run finds
-SECONDS = 5.0
+SECONDS = 5.0  # of the processor
 FACTOR, SLACK = 4, 48 << 20  # bytes beyond the file's size: the interpreter's and torch's own coming and going
 WORDS = [
     *(b"null", b"true", b"-1", b"0", b"1e999", b"18446744073709551616", b"9223372036854775807", b"{}", b"[]", b'""'),
@@ -93,11 +93,15 @@ def run(target: Callable[[bytes], None], raw: bytes) -> None:
     """Anything but a result or an ExlError fails the test, and so do slowness and memory beyond the bound."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before, start = resident("VmRSS"), time.perf_counter()
-    with contextlib.suppress(errors.ExlError):
-        target(raw)
-    assert time.perf_counter() - start < SECONDS
-    assert resident("VmHWM") - before <= FACTOR * len(raw) + SLACK
+    before, highest = resident("VmRSS"), resident("VmHWM")
+    for _ in range(4):  # once; a slow machine may be slow, but not again and again by as much
+        start = time.thread_time()
+        with contextlib.suppress(errors.ExlError):
+            target(raw)
+        if (taken := time.thread_time() - start) < SECONDS:
+            break
+    assert taken < SECONDS
+    assert resident("VmHWM") <= max(highest, before + FACTOR * len(raw) + SLACK)
 
 
 def mutate(raw: bytes, dice: random.Random, other: bytes) -> bytes:

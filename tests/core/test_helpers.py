@@ -88,7 +88,8 @@ assert not torch.cuda.is_initialized()
 
 
 def test_timer() -> None:
+    before = time.perf_counter()
     with Timer() as t:
         time.sleep(0.01)
     assert t.interval == t.end_time - t.start_time
-    assert 0.01 <= t.interval < 5
+    assert 0.01 <= t.interval <= time.perf_counter() - before

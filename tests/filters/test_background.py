@@ -24,6 +24,7 @@ class Slow(ExLlamaV2Filter):
     """Allows one id after another; takes its time; remembers on which thread."""
 
     threads: list = []  # noqa: RUF012 - shared on purpose: clones write here
+    begun = threading.Semaphore(0)
     fails_at = None
 
     def __init__(self):
@@ -38,6 +39,7 @@ class Slow(ExLlamaV2Filter):
 
     def next(self):
         self.threads.append(threading.current_thread().name)
+        self.begun.release()
         time.sleep(0.002)
         if self.count == self.fails_at:
             raise ValueError("boom")
@@ -58,13 +60,16 @@ def test_a_slow_mask_is_computed_on_the_pool_and_is_the_same(pool):
     s, plain = stack(Slow()), stack(Slow())
     Slow.threads.clear()
     for token in (0, 1, 2, 0):
+        while Slow.begun.acquire(blocking=False):
+            pass
         assert s.prefetch(pool)
         assert not s.prefetch(pool)
+        assert Slow.begun.acquire(timeout=250)  # before that the mask would be computed here
         assert bits.to_ids(s.next_mask()) == bits.to_ids(plain.next_mask()) == [token]
         assert not s.prefetch(pool)
         s.feed(token)
         plain.feed(token)
-    assert any(name.startswith("pool") for name in Slow.threads)
+    assert sum(name.startswith("pool") for name in Slow.threads) == 4
 
 
 @pytest.mark.covers("filters.md: CAP-8")
@@ -118,10 +123,12 @@ def test_a_failure_beside_the_model_is_raised_where_the_mask_is_wanted(pool):
 
 @pytest.mark.covers("filters.md: CAP-17")
 def test_compiling_has_a_time_limit():
-    f = compile_within(5, ExLlamaV2SelectFilter, None, V, ["ab"])
+    f = compile_within(250, ExLlamaV2SelectFilter, None, V, ["ab"])
     assert f.next()[0] == [0]
+    over = threading.Event()
     with pytest.raises(FilterCompileError, match=r"0\.05 s"):
-        compile_within(0.05, time.sleep, 0.5)
+        compile_within(0.05, over.wait)
+    over.set()
     with pytest.raises(FilterCompileError, match="options"):
-        compile_within(5, ExLlamaV2SelectFilter, None, V, [])
-    assert compile_in_background(ExLlamaV2SelectFilter, None, V, ["b"]).result(5).next()[0] == [1]
+        compile_within(250, ExLlamaV2SelectFilter, None, V, [])
+    assert compile_in_background(ExLlamaV2SelectFilter, None, V, ["b"]).result(250).next()[0] == [1]

@@ -39,7 +39,7 @@ class Unbegun:
 
 
 def in_time(pool, work):
-    return pool.submit(work).result(20)
+    return pool.submit(work).result(250)
 
 
 @pytest.mark.parametrize("kind", ["sequence", "foreign", "own clone"])
@@ -76,6 +76,7 @@ class OwnThreads(ExLlamaV2Filter):
     """What no filter may do: its computation asks it from threads of its own."""
 
     native = True
+    started = threading.Semaphore(0)
 
     def __init__(self, door="is_complete"):
         super().__init__(None, V)
@@ -95,7 +96,7 @@ class OwnThreads(ExLlamaV2Filter):
         return True
 
     def next(self):
-        time.sleep(0.01)
+        self.started.release()
         with ThreadPoolExecutor(2) as own:
             list(own.map(lambda _: DOORS[self.door](self), range(2)))
         return {0}, set()
@@ -106,6 +107,7 @@ def test_a_computation_that_asks_from_threads_of_its_own_ends_with_an_error(door
     monkeypatch.setattr(background, "LONGEST_WAIT", 0.2)
     f = OwnThreads(door)
     f.background_next(pool)
+    assert f.started.acquire(timeout=250)  # what has not begun is not waited for
     with ThreadPoolExecutor(1) as caller, pytest.raises(FilterBusy, match="only from its own thread"):
         in_time(caller, f.get_next)
     assert f.background_result is None
@@ -116,6 +118,7 @@ def test_a_stack_gets_that_error_and_can_be_closed(pool, monkeypatch):
     with FilterStack([OwnThreads()], vocab_size=4, stop_ids=[3]) as stack:
         stack.begin("")
         assert stack.prefetch(pool)
+        assert OwnThreads.started.acquire(timeout=250)
         with ThreadPoolExecutor(1) as caller, pytest.raises(FilterBusy, match="only from its own thread"):
             in_time(caller, stack.next_mask)
         with pytest.raises(FilterBusy):
@@ -124,19 +127,20 @@ def test_a_stack_gets_that_error_and_can_be_closed(pool, monkeypatch):
 
 def test_a_feed_that_cannot_wait_any_longer_changes_nothing(pool, monkeypatch):
     monkeypatch.setattr(background, "LONGEST_WAIT", 0.05)
-    go_on = threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
 
     class Slow(Plugin):
         watch = Watch()
 
         def next(self):
-            assert go_on.wait(20)
+            begun.set()
+            assert go_on.wait(250)
             return [self.count], set()
 
     f = Slow()
     f.begin("")
     f.background_next(pool)
-    time.sleep(0.02)
+    assert begun.wait(250)
     with pytest.raises(FilterBusy, match=r"Slow was asked .* after 0.05 s"):
         f.feed(0)
     go_on.set()
@@ -205,7 +209,7 @@ def test_methods_of_a_class_that_is_no_filter_wait_too(pool):
 
     f = Mixed(None, V)
     f.background_next(pool)
-    assert watch.entered.wait(10)
+    assert watch.entered.wait(250)
     assert f.is_complete() is False
     assert f.get_next() == ([0], set())
     assert watch.overlaps == []
@@ -245,7 +249,7 @@ def test_methods_that_are_no_functions_drop_what_is_stale(feed, pool):
     f = Odd()
     f.begin("")
     f.background_next(pool)
-    assert f.watch.entered.wait(10)
+    assert f.watch.entered.wait(250)
     f.feed(1)
     assert f.watch.overlaps == []
     assert f.get_next() == ([1], set())
@@ -264,7 +268,7 @@ def test_a_drop_of_the_filters_own_may_stop_its_computation(pool):
 
         def next(self):
             self.started.set()
-            assert self.stop.wait(20)
+            assert self.stop.wait(250)
             return [self.count % 3], set()
 
         def background_drop(self):
@@ -274,7 +278,7 @@ def test_a_drop_of_the_filters_own_may_stop_its_computation(pool):
     f = Stoppable()
     f.begin()
     f.background_next(pool)
-    assert f.started.wait(5)
+    assert f.started.wait(250)
     f.feed(0)
     assert f.get_next() == ([1], set())
 
@@ -343,7 +347,7 @@ def test_a_copy_of_a_foreign_filter_waits_for_the_original(pool):
 
     f = Old()
     f.background_next(pool)
-    assert watch.entered.wait(10)
+    assert watch.entered.wait(250)
     with FilterStack([f], vocab_size=4, stop_ids=[3]) as stack:
         inner = stack.filters[0].inner
         assert inner is not f

@@ -106,13 +106,13 @@ def test_drop_waits_for_running_work():
     class Slow(Counting):
         def next(self):
             started.set()
-            go.wait(5)
+            assert go.wait(250)
             return super().next()
 
     with ThreadPoolExecutor(1) as pool:
         f = Slow()
         f.background_next(pool)
-        started.wait(5)
+        assert started.wait(250)
         future = f.background_result
         go.set()
         f.background_drop()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +38,7 @@ from breaking_in import broken_into  # noqa: E402
 
 V = standard_vocabulary()
 SHORT = CompileBudget(seconds=3.0, megabytes=256)
+LONG = CompileBudget(seconds=120.0)  # for what takes milliseconds: a busy machine may take seconds
 pytestmark = pytest.mark.covers("filters.md: CAP-17")
 
 
@@ -90,13 +92,23 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_what_would_not_end_is_ended(name):
-    start = time.monotonic()
-    with pytest.raises(FilterCompileError, match=r"within 3 s|more than 256 MB"):
+    with ended(), pytest.raises(FilterCompileError, match=r"within 3 s|more than 256 MB"):
         ExLlamaV2GrammarFilter(None, V, **ENDLESS[name], budget=SHORT)
-    assert time.monotonic() - start < 20
-    # The process is gone, or was not harmed; the next grammar is tried as if nothing had happened.
+    # The next grammar is tried as if nothing had happened.
+    assert ExLlamaV2GrammarFilter(None, V, json_schema=joined(1), budget=LONG).next()[0]
+
+
+@contextlib.contextmanager
+def ended():
+    """Processes that try grammars wait for the next one or are gone, and they had no more of the processor's time than
+    SHORT allows them, the second that it is rounded to, the two that `restrict` adds, and their start."""
+    trial._stop()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    yield
     assert all(worker.process.poll() is None for worker in trial._idle)
-    assert ExLlamaV2GrammarFilter(None, V, json_schema=joined(1), budget=SHORT).next()[0]
+    trial._stop()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SHORT.seconds + 3 + 14
 
 
 # Nasty to look at, cheap to llguidance, or refused by its own limits: in time, and never by a crash.
@@ -129,14 +141,13 @@ NASTY = {
 
 @pytest.mark.parametrize("name", NASTY)
 def test_what_looks_nasty_is_compiled_or_refused_in_time(name):
-    start = time.monotonic()
-    try:
-        f = ExLlamaV2GrammarFilter(None, V, **NASTY[name], budget=SHORT)
-    except FilterCompileError:
-        pass
-    else:
-        assert not f.ended()
-    assert time.monotonic() - start < 20
+    with ended():
+        try:
+            f = ExLlamaV2GrammarFilter(None, V, **NASTY[name], budget=SHORT)
+        except FilterCompileError:
+            pass
+        else:
+            assert not f.ended()
 
 
 def test_limits_at_the_door():
@@ -190,7 +201,7 @@ def test_plain_grammars_start_no_process():
         "assert len(trial._idle) == 1\n"
         "print(trial._idle[0].process.pid)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
     # At the end of the program the process is gone.
     assert not os.path.exists(f"/proc/{int(run.stdout)}")
 
@@ -271,40 +282,50 @@ def test_other_work_goes_on_and_the_thread_ends():
     """A mask is computed many times while a grammar is on trial; the trial ends with the time allowed."""
     other = ExLlamaV2SelectFilter(None, V, ["yes", "no"])
     before = set(threading.enumerate())
-    failure: list[BaseException] = []
-
-    def compile_it() -> None:
-        try:
-            compile_within(1.5, ExLlamaV2GrammarFilter, None, V, **ENDLESS["Lark & of 40 patterns"])
-        except FilterCompileError as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=compile_it)
-    thread.start()
     answers = 0
-    while thread.is_alive() and answers < 10**7:
-        assert other.next()[0]
-        answers += 1
-    thread.join()
-    assert answers > 200
-    assert "1.5 s" in str(failure[0])
-    for left in set(threading.enumerate()) - before:
-        left.join(5)
-        assert not left.is_alive(), f"{left.name} works on"
+    for seconds in (1.5, 6.0, 24.0):  # a busy machine gives this thread little of them
+        failure: list[BaseException] = []
 
+        def compile_it(seconds: float = seconds, failure: list[BaseException] = failure) -> None:
+            try:
+                compile_within(seconds, ExLlamaV2GrammarFilter, None, V, **ENDLESS["Lark & of 40 patterns"])
+            except FilterCompileError as error:
+                failure.append(error)
 
-def test_cancelling_ends_the_trial():
-    future = compile_in_background(ExLlamaV2GrammarFilter, None, V, **ENDLESS["Lark & of 40 patterns"])
-    worker = None
-    for _ in range(400):
-        worker = next((t for t in threading.enumerate() if t.name == "exl-filters-compile"), None)
-        if worker is not None and any(t.name.startswith("Thread-") for t in threading.enumerate()):
+        thread = threading.Thread(target=compile_it)
+        thread.start()
+        answers = 0
+        while thread.is_alive() and answers < 10**7:
+            assert other.next()[0]
+            answers += 1
+        thread.join()
+        for left in set(threading.enumerate()) - before:
+            left.join(250)
+            assert not left.is_alive(), f"{left.name} works on"
+        if answers > 200:
             break
-        time.sleep(0.01)
-    assert worker is not None
+    assert answers > 200
+    assert f"{seconds:g} s" in str(failure[0])
+
+
+def test_cancelling_ends_the_trial(monkeypatch):
+    asked, compiling = threading.Event(), []
+    ask = trial._Worker.ask
+
+    def noted(self, request, seconds):
+        compiling.append((self.process, threading.current_thread()))
+        asked.set()
+        return ask(self, request, seconds)
+
+    monkeypatch.setattr(trial._Worker, "ask", noted)
+    budget = CompileBudget(seconds=1000.0, megabytes=1 << 20)
+    future = compile_in_background(ExLlamaV2GrammarFilter, None, V, **ENDLESS["Lark & of 40 patterns"], budget=budget)
+    assert asked.wait(250)
     assert future.cancel()
-    worker.join(5)
-    assert not worker.is_alive()
+    ((process, thread),) = compiling
+    thread.join(250)
+    assert not thread.is_alive()
+    assert process.returncode is not None
     assert future.cancelled()
 
 
@@ -345,13 +366,12 @@ class Answering:
     def kill(self) -> None: ...
 
 
-@pytest.mark.timeout(60)  # so long where somebody waits for a lock that nobody gives back
 def test_an_interrupt_at_any_call_leaves_all_places(monkeypatch):
     """Behind it as many grammars as ever may be on trial at once."""
     monkeypatch.setattr(trial, "_Worker", Answering)
     monkeypatch.setattr(trial, "_idle", [])
     monkeypatch.setattr(trial, "_places", trial._Places(trial.MOST_WORKERS))
-    budget = CompileBudget(seconds=2.0)
+    budget = CompileBudget(seconds=20.0)
     for number in itertools.count(1):
         try:
             with broken_into(number) as struck:
@@ -360,10 +380,10 @@ def test_an_interrupt_at_any_call_leaves_all_places(monkeypatch):
             pass
         if not struck:
             break
-        together = threading.Barrier(trial.MOST_WORKERS, timeout=20)
+        together = threading.Barrier(trial.MOST_WORKERS, timeout=120)
         request = {"together": together}
         asked = [compile_in_background(trial._ask, request, budget) for _ in range(trial.MOST_WORKERS)]
-        assert all(not future.result(timeout=10)["error"] for future in asked)
+        assert all(not future.result(timeout=120)["error"] for future in asked)
     assert number > 20
     with trial._places.one(1.0), trial._places.one(1.0):
         with pytest.raises(FilterCompileError, match=r"^not tried: 2 other grammars have been compiling for 0\.1 s"):

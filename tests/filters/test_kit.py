@@ -166,7 +166,7 @@ def test_a_reader_that_stops_reading_does_not_change_the_status(module):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
         run.stdout.close()
         told = run.stderr.read()
-        assert run.wait(60) == 1, told
+        assert run.wait(250) == 1, told
     assert told == b""
 
 

@@ -18,7 +18,7 @@ def test_no_method_meets_what_runs_in_the_background(name, door, pool):
     watch = Watch()
     f = FILTERS[name](watch)
     f.background_next(pool)
-    assert watch.entered.wait(10)
+    assert watch.entered.wait(250)
     DOORS[door](f)
     f.background_drop()
     assert watch.overlaps == []
@@ -45,7 +45,7 @@ def test_a_filter_asked_beside_its_stack_waits_for_the_stack(door, pool):
         held = stack.filters[0]
         assert held is f
         assert stack.prefetch(pool)
-        assert f.watch.entered.wait(10)
+        assert f.watch.entered.wait(250)
         DOORS[door](held)
         assert f.watch.overlaps == []
 
@@ -86,7 +86,7 @@ def test_no_method_of_a_stack_meets_what_runs_in_the_background(ask, pool):
         stack.feed(0)
         watch.entered.clear()
         assert stack.prefetch(pool)
-        assert watch.entered.wait(10)
+        assert watch.entered.wait(250)
         ask(stack)
         assert watch.overlaps == []
 

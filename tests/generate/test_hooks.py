@@ -176,14 +176,14 @@ def test_a_job_named_while_the_model_changes_finds_nothing_of_before(
     def slow(*of: Any) -> bytes:
         if threading.current_thread() is not threading.main_thread():
             naming.set()
-            assert met.wait(60)
+            assert met.wait(250)
         return page_hash(*of)
 
     monkeypatch.setattr(sequence, "page_hash", slow)
     thread = threading.Thread(target=made.enqueue, args=(late,))
     thread.start()
     try:
-        assert naming.wait(60)
+        assert naming.wait(250)
         model.modules[3] = hook
         made.iterate()
     finally:

@@ -126,16 +126,18 @@ def test_no_token_is_lost_or_doubled(how: str) -> None:
 
 class Storm:
     """Signals at random moments, where Python itself looks for them, as long as `armed`; each that gets through raises
-    KeyboardInterrupt."""
+    KeyboardInterrupt. A machine may be so slow that one comes into every call: the storm lets up until it does not."""
 
     def __init__(self, seed: int) -> None:
         self.armed = False
         self.signals = self.raised = 0
         self.places: set[tuple[str, int]] = set()
         self.mean = 1e-3
+        self._patience, self._row, self._before = 1.0, 0, 0
         self._dice = random.Random(seed)
 
     def __enter__(self) -> Storm:
+        self._alarm, self._began = signal.setitimer(signal.ITIMER_REAL, 0)[0], time.monotonic()  # pytest's, for a hang
         self._former = signal.signal(signal.SIGALRM, self._strike), signal.signal(signal.SIGINT, self._raise)
         # Where one comes while Python takes an object away, Python itself reports it and goes on. pytest's report of it
         # is code that the next one breaks into; this is none.
@@ -149,16 +151,27 @@ class Storm:
         signal.signal(signal.SIGALRM, self._former[0])
         signal.signal(signal.SIGINT, self._former[1])
         sys.unraisablehook = self._reports
+        if self._alarm:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, self._alarm - (time.monotonic() - self._began)))
 
     def weather(self) -> None:
-        """From time to time a round must get through."""
-        self.mean = self._dice.choice([5e-5, 2e-4, 1e-3, 5e-3])
+        """From time to time a call must get through."""
+        self._row = self._row + 1 if self.raised > self._before else 0
+        self._before = self.raised
+        if self._row and self._row % 20 == 0:
+            self._patience *= 2
+        elif not self._row:
+            self._patience = max(1.0, self._patience / 2)
+        self.mean = self._patience * self._dice.choice([5e-5, 2e-4, 1e-3, 5e-3])
 
     def _wait(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 2e-5 + self._dice.expovariate(1 / self.mean))
 
     def _strike(self, _: int, frame: FrameType | None) -> None:
         self._wait()
+        if self._alarm and time.monotonic() - self._began > self._alarm:
+            self.armed = False
+            self._former[0](signal.SIGALRM, frame)
         if self.armed:
             self.signals += 1
             if frame is not None:
@@ -229,8 +242,9 @@ def test_any_number_of_them_at_any_moment_changes_nothing(how: str) -> None:
         want = [heard(results) for results in weathered(new(), storm)]
     broken = 0
     with Storm(2) as storm:
-        until = time.monotonic() + 6
-        while storm.signals < 4000 and time.monotonic() < until:
+        for _ in range(2000):
+            if storm.signals > 2000 and storm.raised > 500 and len(storm.places) > 200:
+                break
             for results, one in zip(weathered(new(), storm), want, strict=True):
                 got = heard(results)
                 if "exception" in results[-1] and results[0]["job"].filters:
@@ -241,9 +255,9 @@ def test_any_number_of_them_at_any_moment_changes_nothing(how: str) -> None:
                     assert so_far == one["tokens"][: len(so_far)]
                 else:
                     assert same(got, one)
-    assert storm.signals > 1000
-    assert storm.raised > 300
-    assert len(storm.places) > 150, "the storm has not been everywhere"
+    assert storm.signals > 2000
+    assert storm.raised > 500
+    assert len(storm.places) > 200, "the storm has not been everywhere"
 
 
 @pytest.mark.covers("generators.md: 31")
@@ -251,8 +265,9 @@ def test_generate_in_a_storm_leaves_nothing_behind() -> None:
     want = make().generate(["abc", "the fox"], 12, gen_settings=WIDE, seed=1)
     generator, got, told = make(), 0, 0
     with Storm(3) as storm:
-        until = time.monotonic() + 4
-        while storm.signals < 1500 and time.monotonic() < until:
+        for _ in range(20_000):
+            if told > 300 and got > 20:
+                break
             storm.weather()
             storm.mean *= 4
             text = None
@@ -270,8 +285,8 @@ def test_generate_in_a_storm_leaves_nothing_behind() -> None:
             assert not generator._sinks
             check_pages(generator)
             assert generator.page_table.unreferenced == generator.max_pages
-    assert told > 50
-    assert got > 5
+    assert told > 300
+    assert got > 20
     assert generator.iterate() == []
 
 
@@ -279,8 +294,9 @@ def test_enqueue_cancel_and_clear_in_a_storm() -> None:
     generator = make()
     refused = queued = 0
     with Storm(4) as storm:
-        until = time.monotonic() + 3
-        while storm.signals < 800 and time.monotonic() < until:
+        for _ in range(20_000):
+            if queued > 60 and refused > 60:
+                break
             storm.weather()
             asked = jobs()
             try:
@@ -306,8 +322,8 @@ def test_enqueue_cancel_and_clear_in_a_storm() -> None:
                     storm.armed = False
                 check_pages(generator)
             assert generator.page_table.unreferenced == generator.max_pages
-    assert queued > 20
-    assert refused > 20
+    assert queued > 60
+    assert refused > 60
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -350,10 +366,12 @@ def test_a_stream_in_a_storm_says_what_it_says(older: bool) -> None:
         storm._wait()
         calm = stream(storm) if not storm.armed else []
     with Storm(6) as storm:
-        until = time.monotonic() + 4
-        while storm.signals < 1500 and time.monotonic() < until:
+        for _ in range(2000):
+            if storm.signals > 1000 and storm.raised > 300:
+                break
             assert stream(storm) == calm
-    assert storm.raised > 100
+    assert storm.signals > 1000
+    assert storm.raised > 300
 
 
 def test_enqueue_is_all_or_nothing() -> None:
@@ -466,7 +484,7 @@ def test_a_second_one_leaves_a_filter_that_hangs_and_ends_its_job_alone() -> Non
         def next(self) -> tuple[set[int], set[int]]:
             interrupt()
             interrupt()
-            time.sleep(60)
+            time.sleep(250)
             raise AssertionError
 
     generator = make(filter_background_eval=False)

@@ -335,7 +335,7 @@ def test_threads_of_the_caller_take_turns() -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(timeout=60)
+        worker.join(timeout=250)
     assert not failures
     assert not any(worker.is_alive() for worker in workers)
 
