@@ -94,6 +94,14 @@ def test_a_present_torch_is_left_alone(wheels: Path, tmp_path: Path) -> None:
     assert installed(python)["torch"] == "2.6.0"
 
 
+def test_every_wheel_carries_the_licence(wheels: Path) -> None:
+    text = (ROOT / "LICENSE").read_text()
+    for package in PACKAGES:
+        with zipfile.ZipFile(next(wheels.glob(f"{package.replace('-', '_')}-*.whl"))) as archive:
+            found = [n for n in archive.namelist() if n.endswith(".dist-info/licenses/LICENSE")]
+            assert [archive.read(n).decode() for n in found] == [text], package
+
+
 def test_native_wheel_serves_every_python_and_links_no_gpu_library(wheels: Path, tmp_path: Path) -> None:
     wheel = next(wheels.glob("exl_kernels-*.whl"))
     assert "-cp311-abi3-" in wheel.name
