@@ -52,6 +52,11 @@ def test_fields_of_a_plain_llama(lab: Any, tmp_path: Path) -> None:
     assert config.generation_config is None
 
 
+def test_a_token_id_of_minus_one_is_none(lab: Any, tmp_path: Path) -> None:
+    config = config_only(tmp_path, lab.config, bos_token_id=-1, eos_token_id=[-1, 5], pad_token_id=-1)
+    assert (config.bos_token_id, config.eos_token_id, config.eos_token_ids) == (None, 5, [5])
+
+
 @pytest.mark.covers("core.md: better-2")
 def test_generation_config_adds_eos_ids(lab: Any, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
@@ -256,6 +261,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tie_word_embeddings": 1}, errors.ConfigTypeError, "tie_word_embeddings"),
     ({"eos_token_id": "2"}, errors.ConfigTypeError, "eos_token_id"),
     ({"eos_token_id": [2, "x"]}, errors.ConfigTypeError, "eos_token_id"),
+    ({"eos_token_id": 10**30}, errors.ConfigError, "eos_token_id"),
     ({"hidden_act": "relu"}, errors.UnsupportedError, "relu"),
     ({"rope_scaling": {"type": "rotten", "factor": 2}}, errors.UnsupportedError, "rotten"),
     ({"rope_scaling": {"type": "dynamic"}}, errors.ConfigKeyError, "factor"),

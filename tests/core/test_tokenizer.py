@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer, errors
+from exl_core import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Tokenizer, errors
 
 pytestmark = pytest.mark.covers("core.md: tokenizer")
 
@@ -241,6 +241,19 @@ def test_control_ids_from_tokenizer_config(byte_level: Path, lab: Any) -> None:
     t = tokenizer_in(byte_level, lab, bos_token_id=None, eos_token_id=None)
     assert (t.bos_token_id, t.eos_token_id, t.bos_token) == (None, 1, "")
     assert t.encode("a", add_bos=None, add_eos=None)[0].tolist() == [*t.encode_unspecial("a"), 1]
+
+
+@pytest.mark.parametrize("token_id", [2**31, 2**40])
+def test_control_ids_far_beyond_the_vocabulary_have_no_text(byte_level: Path, lab: Any, token_id: int) -> None:
+    t = tokenizer_in(byte_level, lab, bos_token_id=token_id)
+    assert (t.bos_token_id, t.bos_token) == (token_id, "")
+
+
+@pytest.mark.parametrize("kind", [ExLlamaV2, ExLlamaV2Tokenizer])
+@pytest.mark.parametrize("bad", ["a/folder", None, 5])
+def test_a_folder_in_the_place_of_its_config(kind: Any, bad: Any) -> None:
+    with pytest.raises(errors.InputError, match=r"ExLlamaV2Config\(folder\)"):
+        kind(bad)
 
 
 def test_added_tokens_beyond_the_vocabulary(byte_level: Path, lab: Any) -> None:

@@ -21,7 +21,7 @@ from .errors import (
     UnsupportedArchitectureError,
     UnsupportedError,
 )
-from .json_reader import REQUIRED, JsonReader, read_json_file
+from .json_reader import MAX_INTEGER, REQUIRED, JsonReader, read_json_file
 from .loading.checkpoint import Checkpoint
 from .rope import RopeSettings
 from .rope_config import LENGTH_KEYS, alternative_rope, main_rope, read_rope
@@ -269,7 +269,8 @@ class ExLlamaV2Config:
                 )
 
     def _read_tokens(self, read: JsonReader, folder: Path) -> None:
-        self.bos_token_id = read.integer("bos_token_id", default=None, text=True)
+        bos = read.integer("bos_token_id", default=None, text=True)
+        self.bos_token_id = None if bos is None or bos < 0 else bos  # -1 in files: there is none
         self.pad_token_id = read.integer("pad_token_id", default=None, text=True)
         self.eos_token_ids = _id_list(read, "eos_token_id")
         self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
@@ -480,14 +481,16 @@ class ExLlamaV2Config:
 
 
 def _id_list(read: JsonReader, key: str) -> list[int]:
-    """A token id, or a list of them, as a list without repetitions."""
+    """A token id, or a list of them, as a list without repetitions and without the -1 of files that have none."""
     found = read.raw(key, text=True)
     if found is None:
         return []
     values = found[1] if isinstance(found[1], list) else [found[1]]
     if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
         raise ConfigTypeError(f"{read.file}: Value for {key} is not of expected type int or list of int: {found[1]!r}")
-    return list(dict.fromkeys(values))
+    if any(value > MAX_INTEGER for value in values):
+        raise ConfigError(f"{read.file}: {key} holds a number of more than 63 bits, must be at most {MAX_INTEGER}")
+    return list(dict.fromkeys(value for value in values if value >= 0))
 
 
 def _activation(read: JsonReader, arch: Architecture) -> Activation:

@@ -56,6 +56,8 @@ class ExLlamaV2:
     def __init__(self, config: ExLlamaV2Config, lazy_load: bool = False, archparams: None = None) -> None:
         if archparams is not None:
             raise UnsupportedError("archparams is not supported: the architecture comes from config.arch")
+        if not isinstance(config, ExLlamaV2Config):
+            raise InputError(f"a model is made of an ExLlamaV2Config, not {config!r:.80}; pass ExLlamaV2Config(folder)")
         config.check_for_load()
         self.config = config
         self.modules: list[Module] = build_modules(config)

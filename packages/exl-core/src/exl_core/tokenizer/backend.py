@@ -80,7 +80,7 @@ class TokenizerBackend:
 
     def id_to_piece(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token (with U+0120, U+2581 and the like), None for an unknown id."""
-        return self.tokenizer.id_to_token(token_id)
+        return self.tokenizer.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
 
     def piece_to_id(self, piece: str) -> int | None:
         return self.tokenizer.token_to_id(piece)

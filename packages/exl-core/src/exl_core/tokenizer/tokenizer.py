@@ -47,6 +47,10 @@ class ExLlamaV2Tokenizer:
     ) -> None:
         """lazy_init=False builds all tables now. tokenizer.json is taken where it is there, else tokenizer.model;
         force_spm takes tokenizer.model, force_json is ignored. Raises TokenizerError, TokenizerFileError."""
+        if not hasattr(config, "model_dir"):
+            raise InputError(
+                f"a tokenizer is made of an ExLlamaV2Config, not {config!r:.80}; pass ExLlamaV2Config(folder)"
+            )
         if config.model_dir is None:
             raise TokenizerError("the config has no model_dir")
         folder = Path(config.model_dir)
