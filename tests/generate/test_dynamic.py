@@ -432,6 +432,11 @@ def test_clear_queue_returns_everything() -> None:
         (lambda: job("a", 1, stop_conditions=["ok", ""]), RequestError, "''"),
         (lambda: job("a", 1, stop_conditions=[None]), RequestError, "None"),
         (lambda: job("a", 1, banned_strings="text"), RequestError, "banned_strings"),
+        (lambda: job("a", 1, banned_strings=5), RequestError, "banned_strings"),
+        (lambda: job("a", 1, filters=object()), RequestError, "filters"),
+        (lambda: job("a", 1, token_healing="false"), RequestError, "token_healing"),
+        (lambda: job("a", 1, return_probs="yes"), RequestError, "return_probs"),
+        (lambda: job("a", 1, decode_special_tokens=2), RequestError, "decode_special_tokens"),
         (lambda: job("a", 1, embeddings=[object()]), RequestError, "embeddings"),
         (lambda: ExLlamaV2DynamicJob([ids("a"), ids("b")], 5), RequestError, "cfg_scale"),
         (lambda: ExLlamaV2DynamicJob([ids("a")] * 3, 5), RequestError, "3 sequences"),
@@ -455,6 +460,8 @@ def test_enqueue_refuses_what_can_never_run() -> None:
         generator.enqueue(ExLlamaV2DynamicJob(torch.tensor([[3, -1]]), 5))
     with pytest.raises(RequestError, match="jobs"):
         generator.enqueue("abc")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="jobs, not NoneType"):
+        generator.enqueue(None)  # type: ignore[arg-type]
     used = job("abc", 2)
     run(generator, used)
     with pytest.raises(JobStateError, match="enqueued before"):

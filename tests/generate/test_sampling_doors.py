@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from exl_filters import ExLlamaV2SelectFilter
-from exl_generate import ExLlamaV2Sampler, NoCandidatesError, RequestError
+from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler, NoCandidatesError, RequestError
 from exl_generate.sampling import RequestRandom, RequestSampler, Vocabulary
 from exl_generate.testing import ScriptedConfig, ScriptedTokenizer
 
@@ -99,6 +99,22 @@ def test_settings_of_the_wrong_form_are_refused(fields: dict[str, Any], text: st
         sampler(**fields)
     with pytest.raises(RequestError):  # and the same behind a copy
         RequestSampler(Settings(**{**NEUTRAL, **fields}).clone(), Vocabulary.of(TOKENIZER))
+
+
+def test_attributes_that_are_no_settings_are_refused_by_name() -> None:
+    class Own(Settings):
+        pass
+
+    for name, text in (("temprature", "did you mean temperature"), ("filters", "the job"), ("foo", "would do nothing")):
+        settings = Settings()
+        setattr(settings, name, [1])
+        with pytest.raises(RequestError, match=rf"Settings\.{name}.*{text}"):
+            ExLlamaV2DynamicJob(torch.tensor([[1]]), 1, gen_settings=settings)
+        setattr(settings, name, [])  # as scripts do that begin with none
+        ExLlamaV2DynamicJob(torch.tensor([[1]]), 1, gen_settings=settings)
+    own = Own()
+    own.note = "mine"  # type: ignore[attr-defined]
+    ExLlamaV2DynamicJob(torch.tensor([[1]]), 1, gen_settings=own)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

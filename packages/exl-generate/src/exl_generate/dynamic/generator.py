@@ -137,6 +137,8 @@ class ExLlamaV2DynamicGenerator:
         job that has a `serial_number` is queued, also when a Ctrl-C comes out of this call."""
         if isinstance(job, ExLlamaV2DynamicJob):
             return self._enqueue([job])[0]
+        if not isinstance(job, Iterable):
+            raise RequestError(f"enqueue takes jobs, not {type(job).__name__}; build an ExLlamaV2DynamicJob")
         return self._enqueue(list(job))
 
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:

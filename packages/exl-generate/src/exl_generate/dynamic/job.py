@@ -20,7 +20,9 @@ from exl_generate.dynamic.request import (
     adapters_of,
     count_of,
     embeddings_of,
+    flag_of,
     keys_of,
+    listed,
     pictures_of,
     sequences_of,
     stop_conditions_of,
@@ -102,37 +104,40 @@ class ExLlamaV2DynamicJob:
             )
         self.max_skips = None if max_skips is None else count_of("max_skips", max_skips)
         self.return_top_tokens = count_of("return_top_tokens", return_top_tokens)
-        self.return_logits = return_logits
-        self.return_probs = return_probs
+        self.return_logits = flag_of("return_logits", return_logits)
+        self.return_probs = flag_of("return_probs", return_probs)
         if gen_settings is not None and not isinstance(gen_settings, Settings):
             raise RequestError(
                 f"gen_settings is a {type(gen_settings).__name__}; pass ExLlamaV2Sampler.Settings or None"
             )
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise RequestError(f"seed is {seed!r}; pass an int or None")
-        self.gen_settings = (Settings() if gen_settings is None else gen_settings).clone()
+        given = Settings() if gen_settings is None else gen_settings
+        given.validate()  # before the copy, which has the fields alone
+        self.gen_settings = given.clone()
         self.gen_settings.validate()
         self.seed = seed
         self.identifier = identifier
-        self.decode_special_tokens = decode_special_tokens
+        self.decode_special_tokens = flag_of("decode_special_tokens", decode_special_tokens)
         self.stop_tokens, self.stop_strings = stop_conditions_of(stop_conditions)
         self.banned_strings = strings_of("banned_strings", banned_strings)
-        self.filters = list(filters or [])
-        self.filter_prefer_eos = filter_prefer_eos
+        self.filters = listed("filters", filters)
+        self.filter_prefer_eos = flag_of("filter_prefer_eos", filter_prefer_eos)
         rows = sequences_of(input_ids)
         if (len(rows) == 2) != (self.gen_settings.cfg_scale is not None):
             raise RequestError(
                 f"input_ids holds {len(rows)} sequence(s) and cfg_scale is {self.gen_settings.cfg_scale}: a pair of "
                 "prompts (positive, negative) and gen_settings.cfg_scale go together"
             )
-        self.return_hidden_state = return_hidden_state
+        self.return_hidden_state = flag_of("return_hidden_state", return_hidden_state)
         self.max_rq_tokens = None if max_rq_tokens is None else count_of("max_rq_tokens", max_rq_tokens)
         if self.max_rq_tokens == 0:
             raise RequestError("max_rq_tokens is 0; reserve for at least 1 token, or pass None to reserve for all")
         #: adapters asked for; None = the generator's
         self.loras = self._asked_loras = adapters_of(loras)
         self.embeddings = embeddings_of(embeddings)
-        heal = token_healing and min(map(len, rows)) > 1 and int(max(row[-1] for row in rows)) < EMBEDDING_INDEX
+        heal = flag_of("token_healing", token_healing)
+        heal = heal and min(map(len, rows)) > 1 and int(max(row[-1] for row in rows)) < EMBEDDING_INDEX
         #: the last id of the prompt, which the first sampled token replaces and must begin with; None = no healing
         self.healed_id = int(rows[0][-1]) if heal else None
         #: 1 for a job that regenerates the last token of its prompt, else 0

@@ -21,7 +21,9 @@ __all__ = [
     "adapters_of",
     "count_of",
     "embeddings_of",
+    "flag_of",
     "keys_of",
+    "listed",
     "pictures_of",
     "sequences_of",
     "stop_conditions_of",
@@ -35,10 +37,25 @@ def count_of(name: str, value: object) -> int:
     return int(value)
 
 
+def flag_of(name: str, value: object) -> bool:
+    """True, False, their numbers, None for False; not what JSON spells in quotes, where "false" would be true."""
+    if value is None or isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise RequestError(f"{name} is {value!r}; it must be True or False")
+
+
+def listed(name: str, values: Iterable[Any] | None) -> list[Any]:
+    """The entries of any iterable, in a list of its own; none for None."""
+    try:
+        return [] if values is None else list(values)
+    except TypeError as error:
+        raise RequestError(f"{name} is {values!r:.80}; pass a list: [{values!r:.80}]") from error
+
+
 def strings_of(name: str, values: Iterable[str] | None) -> list[str]:
     if isinstance(values, str):
         raise RequestError(f"{name} is the bare string {values!r}; pass a list: [{values!r}]")
-    found = list(values or [])
+    found: list[str] = listed(name, values)
     for value in found:
         if not isinstance(value, str) or not value:
             raise RequestError(f"{name} holds {value!r}; each entry must be a non-empty string")
@@ -51,7 +68,7 @@ def stop_conditions_of(conditions: Iterable[int | str] | None) -> tuple[frozense
         raise RequestError(f"stop_conditions is {conditions!r}; pass a list of ids and strings: [{conditions!r}]")
     tokens: set[int] = set()
     strings: list[str] = []
-    for condition in conditions or []:
+    for condition in listed("stop_conditions", conditions):
         if isinstance(condition, str) and condition:
             strings.append(condition)
         elif isinstance(condition, int | np.integer) and not isinstance(condition, bool) and condition >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Collection
 from numbers import Integral, Real
@@ -63,6 +64,7 @@ _SWITCHES = ("temperature_last", "mirostat")
 
 def validate(s: Settings) -> None:
     """Raises `RequestError` with the field, its value and the limit."""
+    _no_others(s)
     for name in _RANGES:
         _number(name, getattr(s, name))
     for name in _SWITCHES:
@@ -83,6 +85,19 @@ def validate(s: Settings) -> None:
 
 def _is_real(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _no_others(s: Settings) -> None:
+    """An attribute set on the object that is no field would do nothing: a slip of the pen, or `filters`, which are of
+    the job. Empty values ask for nothing, and a class derived from `Settings` may have attributes of its own."""
+    known: dict[str, Any] = vars(type(s)).get("__dataclass_fields__", {})
+    for name in sorted(vars(s).keys() - known.keys()) if known else ():
+        value = getattr(s, name)
+        if value is None or value is False or (isinstance(value, Collection) and not len(value)):
+            continue
+        near = difflib.get_close_matches(name, known, 1)
+        remedy = f"did you mean {near[0]}?" if near else "what is not of sampling is given to the job"
+        raise RequestError(f"Settings.{name} is no setting and would do nothing: {remedy}")
 
 
 def _number(name: str, value: Any) -> None:

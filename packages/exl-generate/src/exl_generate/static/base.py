@@ -107,7 +107,7 @@ class ExLlamaV2BaseGenerator:
         jobs = [
             ExLlamaV2DynamicJob(
                 ids,
-                num_tokens - int(token_healing and ids.shape[1] > 1),
+                num_tokens - int(bool(token_healing) and ids.shape[1] > 1),
                 gen_settings=gen_settings,
                 seed=None if seed is None else seed + i,
                 stop_conditions=self._stops(stop_token),
