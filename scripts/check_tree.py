@@ -1,13 +1,15 @@
-"""Facts about the tree that no linter knows: lock hygiene, host names, machine paths, file sizes.
+"""Facts about the tree that no linter knows: lock hygiene, host names, machine paths, clocks in tests, file sizes.
 
 Prints every finding and exits 1 if one of them is an error. Long files are listed as a question, not as an error.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +23,11 @@ HOSTS = re.compile(
 PATHS = re.compile("|".join(["/wo" + "rk/", "/ro" + "ot/", "/opt/whe" + "els", "/ho" + r"me/\w"]))
 TEXT = {".py", ".rs", ".cu", ".cuh", ".toml", ".md", ".yml", ".yaml", ".json", ".sh", ".txt", ".lock", ".jinja", ""}
 LONG = 600
+# No test may fail because a machine is slow or busy: what is waited for in one has at least these seconds, which only a
+# hang takes, and no other clock is looked at. A line that must says why: `# clock: ...`.
+LEAST_WAIT = 120
+WAITS = {"acquire", "communicate", "exception", "join", "result", "timeout", "wait", "wait_for"}
+CLOCKS = {"monotonic", "perf_counter", "process_time", "time"}
 
 
 def tracked() -> list[Path]:
@@ -29,6 +36,21 @@ def tracked() -> list[Path]:
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split("\0")
     return [ROOT / name for name in names if name]
+
+
+def clocks(test: str) -> Iterator[int]:
+    """The lines of a test that look at a clock or wait for less than LEAST_WAIT."""
+    lines = test.splitlines()
+    for node in ast.walk(ast.parse(test)):
+        if not isinstance(node, ast.Call) or "# clock:" in lines[node.lineno - 1]:
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        owner = getattr(node.func.value, "id", "") if isinstance(node.func, ast.Attribute) else ""
+        given = [word.value for word in node.keywords if word.arg in ("timeout", "within")]
+        given += node.args if name in WAITS else []
+        numbers = [a.value for a in given if isinstance(a, ast.Constant) and type(a.value) in (int, float)]
+        if (owner == "time" and name in CLOCKS) or any(0 < number < LEAST_WAIT for number in numbers):
+            yield node.lineno
 
 
 def findings() -> tuple[list[str], list[str]]:
@@ -45,6 +67,8 @@ def findings() -> tuple[list[str], list[str]]:
             continue
         errors += [f"{name}: names a registry's host ({m.group()})" for m in [HOSTS.search(text)] if m]
         errors += [f"{name}: holds a path of some machine ({m.group()})" for m in [PATHS.search(text)] if m]
+        if name.startswith("tests/") and path.suffix == ".py" and "cuda" not in path.name:
+            errors += [f"{name}:{line}: a test bounded by a clock fails on a busy machine" for line in clocks(text)]
         if path.suffix in {".py", ".rs", ".cu", ".cuh"} and (lines := text.count("\n")) > LONG:
             questions.append(f"{name}: {lines} lines; is it still about one thing?")
     return errors, questions

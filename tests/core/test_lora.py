@@ -494,8 +494,11 @@ def test_folders_that_hold_no_adapter(bench: Bench, tmp_path: Path) -> None:
 
 
 class Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (Path("/tmp/exl-adapter-ran-code"),))
+        return (Path.touch, (self.mark,))
 
 
 def test_archives_run_no_code(bench: Bench, tmp_path: Path) -> None:
@@ -503,8 +506,9 @@ def test_archives_run_no_code(bench: Bench, tmp_path: Path) -> None:
     tensors = load_tensors(folder)
     (folder / "adapter_model.safetensors").unlink()
     name = next(iter(tensors))
+    mark = tmp_path / "code has run"
     for bad in (
-        {name: Evil()},
+        {name: Evil(mark)},
         {name: torch.zeros(1).expand(1 << 20, 1 << 10)},
         {name: 3},
         [1, 2],
@@ -513,7 +517,7 @@ def test_archives_run_no_code(bench: Bench, tmp_path: Path) -> None:
         torch.save(bad, folder / "adapter_model.bin")
         with pytest.raises(errors.AdapterError, match=r"adapter_model\.bin"):
             ExLlamaV2Lora.from_directory(bench.model, folder)
-    assert not Path("/tmp/exl-adapter-ran-code").exists()
+    assert not mark.exists()
     for raw in (b"", b"PK\x03\x04", b"\x80\x02]q\x00."):
         (folder / "adapter_model.bin").write_bytes(raw)
         with pytest.raises(errors.AdapterError, match=r"adapter_model\.bin"):

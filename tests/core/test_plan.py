@@ -198,10 +198,12 @@ def test_a_config_without_tensors_cannot_be_planned(lab: Any) -> None:
 
 
 def test_free_memory_of_logical_processors() -> None:
-    whole = free_bytes([Device("cpu")])[0]
-    assert whole is None or whole > 1 << 20
-    shared = free_bytes([Device("cpu:0"), Device("cpu:1"), Device("cpu:2", 123)])
-    assert shared[2] == 123
-    if whole is not None:
-        assert shared[0] == shared[1]
-        assert shared[0] == pytest.approx(whole / 2, rel=0.1)
+    for _ in range(100):  # until nobody else takes or gives back much between the two looks
+        whole = free_bytes([Device("cpu")])[0]
+        shared = free_bytes([Device("cpu:0"), Device("cpu:1"), Device("cpu:2", 123)])
+        assert whole is None or whole > 1 << 20
+        assert shared[2] == 123
+        if whole is None or shared[0] == pytest.approx(whole / 2, rel=0.01):
+            break
+    assert shared[0] == shared[1]
+    assert whole is None or shared[0] == pytest.approx(whole / 2, rel=0.01)

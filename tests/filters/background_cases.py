@@ -42,7 +42,7 @@ class Watch:
         try:
             if not self.entered.is_set():
                 self.entered.set()
-                self.go_on.wait(0.05)
+                self.go_on.wait(0.05)  # clock: a chance for others to come in, which is no failure to miss
             return work()
         finally:
             with self.lock:

@@ -213,6 +213,7 @@ def model():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
     config = transformers.LlamaConfig(
         vocab_size=WIDTH,
@@ -225,7 +226,8 @@ def model():
         pad_token_id=EOS,
         bos_token_id=None,
     )
-    return transformers.LlamaForCausalLM(config).eval()
+    yield transformers.LlamaForCausalLM(config).eval()
+    torch.set_num_threads(before)
 
 
 @pytest.mark.covers("filters.md: CAP-40")

@@ -339,7 +339,7 @@ def test_a_copy_of_a_foreign_filter_waits_for_the_original(pool):
         def next(self):
             def work():
                 self.a += 1
-                watch.go_on.wait(0.05)
+                watch.go_on.wait(0.05)  # clock: as in Watch
                 self.b += 1
                 return {0}, set()
 

@@ -137,7 +137,8 @@ class Storm:
         self._dice = random.Random(seed)
 
     def __enter__(self) -> Storm:
-        self._alarm, self._began = signal.setitimer(signal.ITIMER_REAL, 0)[0], time.monotonic()  # pytest's, for a hang
+        self._alarm = signal.setitimer(signal.ITIMER_REAL, 0)[0]  # pytest's
+        self._began = time.monotonic()  # clock: pytest's, for a hang
         self._former = signal.signal(signal.SIGALRM, self._strike), signal.signal(signal.SIGINT, self._raise)
         # Where one comes while Python takes an object away, Python itself reports it and goes on. pytest's report of it
         # is code that the next one breaks into; this is none.
@@ -152,7 +153,10 @@ class Storm:
         signal.signal(signal.SIGINT, self._former[1])
         sys.unraisablehook = self._reports
         if self._alarm:
-            signal.setitimer(signal.ITIMER_REAL, max(1e-3, self._alarm - (time.monotonic() - self._began)))
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, self._alarm - self._passed()))
+
+    def _passed(self) -> float:
+        return time.monotonic() - self._began  # clock: pytest's, for a hang
 
     def weather(self) -> None:
         """From time to time a call must get through."""
@@ -169,7 +173,7 @@ class Storm:
 
     def _strike(self, _: int, frame: FrameType | None) -> None:
         self._wait()
-        if self._alarm and time.monotonic() - self._began > self._alarm:
+        if self._alarm and self._passed() > self._alarm:
             self.armed = False
             self._former[0](signal.SIGALRM, frame)
         if self.armed:

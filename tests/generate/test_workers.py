@@ -105,13 +105,13 @@ def storm(dice: random.Random, armed: list[bool]) -> Iterator[None]:
     def strike(*_: object) -> None:
         if not over:
             signal.setitimer(signal.ITIMER_REAL, dice.uniform(2e-5, 4e-4))
-        if left and time.monotonic() - began > left:
+        if left and time.monotonic() - began > left:  # clock: as above
             armed[0] = False
             handler(signal.SIGALRM, None)
         if armed[0]:
             raise KeyboardInterrupt
 
-    (left, _), began = signal.setitimer(signal.ITIMER_REAL, 0), time.monotonic()  # pytest's, for a hang
+    (left, _), began = signal.setitimer(signal.ITIMER_REAL, 0), time.monotonic()  # clock: pytest's, for a hang
     handler: Any = signal.signal(signal.SIGALRM, strike)
     reports, sys.unraisablehook = sys.unraisablehook, deque[object](maxlen=0).append
     gc.disable()
@@ -123,7 +123,8 @@ def storm(dice: random.Random, armed: list[bool]) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:
-            signal.setitimer(signal.ITIMER_REAL, max(1e-3, left - (time.monotonic() - began)))
+            passed = time.monotonic() - began  # clock: as above
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, left - passed))
         sys.unraisablehook = reports
         gc.enable()
 

@@ -26,7 +26,7 @@ TEST_NEEDS = {
     "exl-generate": ["safetensors", "llguidance>=1.9,<2"],
     "exl-compat": ["safetensors", "websockets>=14", "formatron>=0.5", "lm-format-enforcer>=0.11.3"],
 }
-pytestmark = [pytest.mark.install, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.install, pytest.mark.timeout(7200)]
 
 
 def run(*args: str, **env: str) -> str:

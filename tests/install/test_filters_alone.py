@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.install, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.install, pytest.mark.timeout(7200)]
 
 _spec = importlib.util.spec_from_file_location("clean", Path(__file__).with_name("test_clean_environments.py"))
 assert _spec is not None
