@@ -22,12 +22,14 @@ Line = dict[str, Any]
 
 
 def lines_of(folders: Iterable[Path]) -> tuple[set[str], list[Line]]:
-    """Names of the module's kernels, and the tests that launched some."""
+    """Names of the module's kernels, and the tests that launched some. Who is killed may leave half a line."""
     module: set[str] = set()
     cases: list[Line] = []
     for folder in folders:
         for path in sorted(folder.rglob("kernels-*.jsonl")):
-            for text in path.read_text().splitlines():
+            for text in path.read_text().splitlines(keepends=True):
+                if not text.endswith("\n"):
+                    continue
                 line = json.loads(text)
                 if "module" in line:
                     module.update(line["module"])

@@ -5,8 +5,10 @@
 #
 # usage: scripts/gpu/prove_all.sh FOLDER [seconds, default 170: what has not ended by then is cut off, and the table says so]
 #
-# FOLDER receives each part's output, and by `kernels_covered.py` which kernels the tests and each tool launched. Parts can be
-# left out: PROVE_PARTS, default "two kernels rest errors memcheck racecheck". EXL_CUDA_IMAGES: as in sanitize.sh.
+# FOLDER receives each part's output. A kernel of the module that no test launched, or none under a tool, is a failure with its name
+# (`kernels_covered.py`; of the tests in the row `launched`, which the part `kernels` brings with it). None is excepted. Parts can
+# be left out: PROVE_PARTS, default "two kernels rest errors memcheck racecheck". EXL_CUDA_IMAGES: as in sanitize.sh; PACKED, a file
+# that holds the folder as a .tgz after each part: environment.sh.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/gpu/environment.sh
@@ -26,8 +28,9 @@ has() { [[ $parts = *" $1 "* ]]; }
 record() {  # NAME CODE SECONDS TEXT: a row of the table
   local how=passed
   case $2 in 0) ;; 124 | 137) how="CUT OFF" ;; *) how="FAILED ($2)" ;; esac
-  printf '%-10s %-12s %4d s  %s\n' "$1" "$how" "$3" "$4" > "$out/parts/$1"
+  printf '%-10s %-12s %4d s  %s\n' "$1" "$how" "$3" "${4:0:1500}" > "$out/parts/$1" # many names must not cost the reader the table
   echo "[$(passed) s] $(cat "$out/parts/$1")"
+  pack_results "$out"
 }
 
 run_tests() {  # NAME GPUS ARGUMENTS...
@@ -48,8 +51,9 @@ run_tool() {  # TOOL GPUS SECONDS PROCESSES
     scripts/gpu/sanitize.sh "$1" "$3" "$4" > "$out/$1.txt" 2>&1
   code=$?
   # Processes that ran out of time and nothing else.
-  grep -q 'exit code 124, 0 reports' "$out/$1.txt" && ! grep 'exit code' "$out/$1.txt" | grep -qv 'exit code 124, 0 reports' && code=124
-  record "$1" $code $(($(passed) - start)) "$(grep -aE "^$1: .*(cases|kernels)" "$out/$1.txt" | sed "s/^$1: //" | paste -sd';')"
+  local cut='exit code (124|137), 0 reports'
+  grep -qE "$cut" "$out/$1.txt" && ! grep 'exit code' "$out/$1.txt" | grep -qvE "$cut" && code=124
+  record "$1" $code $(($(passed) - start)) "$(grep -aE "^$1: .*(cases|kernels|never)" "$out/$1.txt" | sed "s/^$1: //" | paste -sd';')"
 }
 
 echo "${EXL_COMMIT:-$(cat commit 2> /dev/null || git rev-parse --short HEAD)}, GPUs ${gpus[*]}, $(nproc --all) cores, $limit s"
@@ -58,7 +62,7 @@ devices=tests/core/test_cuda_devices.py errors=tests/core/test_cuda_errors.py
 if has racecheck; then
   (
     if [ -z "${EXL_CUDA_IMAGES:-}" ]; then
-      python3 scripts/gpu/racecheck_images.py "$out/images" > "$out/images.txt" 2>&1 || { record images $? "$(passed)" "$(tail -1 "$out/images.txt")"; exit; }
+      timeout -k 5 "$(left)" python3 scripts/gpu/racecheck_images.py "$out/images" > "$out/images.txt" 2>&1 || { record images $? "$(passed)" "$(tail -1 "$out/images.txt")"; exit; }
       export EXL_CUDA_IMAGES=$out/images
     fi
     run_tool racecheck "$tools $tools $tests" "$((limit * 2 / 5))" 12
@@ -76,12 +80,13 @@ if has two && [ ${#gpus[@]} -gt 1 ]; then
   run_tests two "${gpus[0]},${gpus[1]}" -rs $devices tests/core/test_cuda_lora.py tests/generate/test_cuda_generator.py &
 fi
 wait
-python3 scripts/gpu/kernels_covered.py "$out/kernels/tests" > "$out/kernels/tests.txt"
-covered=$(head -1 "$out/kernels/tests.txt")
+if has kernels; then
+  python3 scripts/gpu/kernels_covered.py "$out/kernels/tests" > "$out/kernels/tests.txt"
+  record launched $? "$(passed)" "tests: $(paste -sd';' "$out/kernels/tests.txt")"
+fi
 echo
 echo "part       result       time    what"
 [ ${#gpus[@]} -gt 1 ] || parts=${parts/ two / }
 for part in $parts; do [ -f "$out/parts/$part" ] || record "$part" 1 0 "did not run" > /dev/null; done
-for part in two kernels rest errors memcheck racecheck images; do cat "$out/parts/$part" 2> /dev/null; done
-echo "tests: $covered"
+for part in two kernels rest errors launched memcheck racecheck images; do cat "$out/parts/$part" 2> /dev/null; done
 [ -n "${parts// /}" ] && ! grep -lqE 'FAILED|CUT OFF' "$out"/parts/*

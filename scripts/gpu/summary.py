@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from tables import lines_of
 
 
 def step(line: dict[str, Any]) -> str:
@@ -27,17 +28,41 @@ def step(line: dict[str, Any]) -> str:
 
 
 def other(line: dict[str, Any]) -> str:
-    names = ("shape", "format", "m", "cache", "batch", "ctx", "tokens", "p50_us", "tok_s", "tok_s_out", "tok_s_in")
-    more = ("pct_roof", "first_token_ms_p50", "between_ms_p50", "between_ms_p99", "must_met", "pct_product_rate")
+    names = (
+        "shape",
+        "format",
+        "bits",
+        "m",
+        "cache",
+        "batch",
+        "ctx",
+        "tokens",
+        "p50_us",
+        "tok_s",
+        "tok_s_out",
+        "tok_s_in",
+    )
+    more = (
+        "wrong",
+        "what",
+        "gbps",
+        "us",
+        "us_pdl",
+        "pct_of_read_roof",
+        "pct_roof",
+        "first_token_ms_p50",
+        "between_ms_p50",
+        "between_ms_p99",
+        "must_met",
+        "pct_product_rate",
+    )
     return ", ".join(f"{key} {line[key]}" for key in (*names, *more) if key in line)
 
 
 def main() -> None:
     for path in sorted(Path(sys.argv[1]).glob("*.jsonl")):
-        for text in path.read_text().splitlines():
-            if text.startswith("{"):
-                line = json.loads(text)
-                print(f"{line.get('bench', path.stem)}: {step(line) if line.get('bench') == 'step' else other(line)}")
+        for line in lines_of(path):
+            print(f"{line.get('bench', path.stem)}: {step(line) if line.get('bench') == 'step' else other(line)}")
 
 
 if __name__ == "__main__":

@@ -107,13 +107,15 @@ def serves(lines: list[Line]) -> list[str]:
 
 
 def products(lines: list[Line]) -> list[str]:
-    found = {(d["bits"], d["shape"]): d for d in lines if "shape" in d and d["m"] == 1}
+    found = {(d["bits"], d["shape"]): d for d in lines if "bits" in d and d["m"] == 1}
     shapes = [s for s in ("gateup", "head", "down", "qkv", "o") if any(k[1] == s for k in found)]
 
     def cell(bits: Any, shape: str) -> str:
         d = found.get((bits, shape))
         if d is None:
             return ""
+        if d.get("wrong"):
+            return "**wrong**"
         share = d["pct_of_read_roof"]
         bars = next((bars for kind, bars in MUST_SHARE.items() if kind in d["gpu"]), {})
         bar = bars.get(shape) if str(bits) in ("4", "4.0") else None
@@ -140,12 +142,23 @@ def attention(lines: list[Line]) -> list[str]:
     )
 
 
+def lines_of(file: Path) -> list[Line]:
+    """A benchmark's JSON lines. The last may be half a one, where its process was cut off."""
+    found = []
+    for text in file.read_text().splitlines():
+        if text.startswith("{"):
+            try:
+                found.append(json.loads(text))
+            except json.JSONDecodeError:
+                print(f"{file}: no whole line: {text[:80]}", file=sys.stderr)
+    return found
+
+
 KINDS = {"step": steps, "prefill": prefills, "serve": serves, "gemv": products, "attn": attention}
 
 
 def text_of(files: list[Path]) -> str:
-    lines = [json.loads(text) for file in files for text in file.read_text().splitlines() if text.startswith("{")]
-    known = [d for d in lines if d.get("bench") in KINDS]
+    known = [d for file in files for d in lines_of(file) if d.get("bench") in KINDS]
     out = []
     for gpu in sorted({d["gpu"] for d in known}, key=lambda name: ("H200" not in name, name)):
         of_gpu = [d for d in known if d["gpu"] == gpu]

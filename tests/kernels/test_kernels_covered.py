@@ -1,4 +1,4 @@
-"""`scripts/gpu/kernels_covered.py`: what a run launched, and the cases it chooses for the tools."""
+"""`scripts/gpu/kernels_covered.py` and `prove_all.sh`: what a run launched and what not, and cases for the tools."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu" / "kernels_covered.py"
 
@@ -89,14 +91,69 @@ def test_b(launched): ...
     ]
 
 
-def test_nothing_is_proven_when_no_part_ran(tmp_path: Path) -> None:
-    settings = {"CUDA_VISIBLE_DEVICES": "0", "PROVE_PARTS": "kernel", "EXL_COMMIT": "here", "EXL_NATIVE": os.devnull}
-    done = subprocess.run(
-        ["bash", SCRIPT.with_name("prove_all.sh"), tmp_path, "10"],
+PYTHON = """#!/usr/bin/env bash
+# Tests that pass at once, and leave what was recorded in the place of what they launched.
+[ "$1 $2" = "-m pytest" ] || exec {python} "$@"
+mkdir -p "$EXL_KERNELS_LOG"
+cp "$RECORDED/${{EXL_SANITIZER:-tests}}.jsonl" "$EXL_KERNELS_LOG/kernels-$$.jsonl"
+[ -z "${{EXL_SUBSET_LOG:-}}" ] || echo "passed 1.0 t.py::a" > "$EXL_SUBSET_LOG"
+echo "2 passed in 0.1s"
+"""
+SANITIZER = """#!/usr/bin/env bash
+# Of the probe of racecheck forms 1 and 3 are right; all else is pytest.
+case ${@: -1} in 1 | 3) exit 0 ;; 5 | 6) exit 99 ;; esac
+while [ "$1" != python3 ]; do shift; done
+exec "$@"
+"""
+PARTS = ("tests", "memcheck", "racecheck")
+
+
+def prove(folder: Path, parts: str, seconds: int = 240) -> subprocess.CompletedProcess[str]:
+    """prove_all.sh on one GPU that is not there, with what `folder` has in bin and recorded."""
+    settings = {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "PROVE_PARTS": parts,
+        "EXL_COMMIT": "here",
+        "EXL_NATIVE": os.devnull,
+        "EXL_CUDA_IMAGES": str(folder),
+        "RECORDED": str(folder),
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+    }
+    return subprocess.run(
+        ["bash", SCRIPT.with_name("prove_all.sh"), folder / "out", str(seconds)],
         env={**os.environ, **settings},
         capture_output=True,
+        text=True,
         check=False,
         timeout=250,
     )
-    assert done.returncode == 1
-    assert (tmp_path / "parts" / "kernel").read_text().endswith("did not run\n")
+
+
+@pytest.mark.parametrize("missed", [None, *PARTS])
+def test_a_kernel_that_was_never_launched_fails_its_part_by_name(missed: str | None, tmp_path: Path) -> None:
+    programs = {"python3": PYTHON.format(python=sys.executable), "compute-sanitizer": SANITIZER, "nvcc": "#!/bin/sh\n"}
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    for part in PARTS:
+        launches = {"few": 2} if part == missed else {"few": 2, "whole_64x3": 1}
+        lines = [{"module": ["few", "whole_64x3"]}]
+        lines.append({"case": "t.py::a", "outcome": "passed", "seconds": 1.0, "launches": launches})
+        # The last line is half a one, as a process leaves that is killed.
+        (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"case": "t.p')
+
+    done = prove(tmp_path, "kernels memcheck racecheck")
+    table = done.stdout[done.stdout.index("\npart ") :]
+    rows = {row.split()[0]: row for row in table.splitlines()[2:]}
+    assert set(rows) == {"kernels", "launched", "memcheck", "racecheck"}
+    assert done.returncode == (0 if missed is None else 1), done.stdout + done.stderr
+    for part, row in (("tests", "launched"), ("memcheck", "memcheck"), ("racecheck", "racecheck")):
+        assert ("FAILED" in rows[row]) == (part == missed), rows[row]
+        assert ("never launched: whole_64x3" in rows[row]) == (part == missed), rows[row]
+        assert f"{1 if part == missed else 2} of 2 kernels launched" in rows[row]
+
+
+def test_nothing_is_proven_when_no_part_ran(tmp_path: Path) -> None:
+    assert prove(tmp_path, "kernel", 10).returncode == 1
+    assert (tmp_path / "out" / "parts" / "kernel").read_text().endswith("did not run\n")
