@@ -238,7 +238,7 @@ def test_any_number_of_blocks_that_share_a_row_gives_the_same_bits(kind: Any, di
         modes.add(
             _native.cuda_attention_plan(case.pages.native(), batch, 32, 9, case.block_table.shape[1], 3000, False)[1]
         )
-    assert len(modes) > 1 or UNDER_A_TOOL
+    assert len(modes) > 1  # of 2 and 9 sequences alone 17 and 4 on 132 multiprocessors, by the plan's own test
     for b, n in ((0, 3000), (3, 513)):
         assert_close(alone[b][None], case.oracle([b], [n - 1]))
 

@@ -272,14 +272,16 @@ def on_gpu(row: Row) -> Row:
 def test_gpu_equals_cpu(width: int) -> None:
     rng = np.random.default_rng(width)
     left = 0
-    calls = 1 if UNDER_A_TOOL else 8
-    for _ in range(calls):
-        rows = [random_row(rng, random_plan(rng, width), width) for _ in range(40)]
+    calls = [[random_row(rng, random_plan(rng, width), width) for _ in range(40)] for _ in range(8)]
+    # One call of these under a tool: the second, of whose rows 16 to 28 ask for what the GPU does not have, or for more
+    # candidates than it can hold. (Of the first call's at 40,000 ids 38 do, by chance.)
+    calls = calls[1:2] if UNDER_A_TOOL else calls
+    for rows in calls:
         there = [on_gpu(row) for row in rows]
         for row, got, want in zip(rows, sampling.sample(there), sampling.sample(rows), strict=True):
             assert same(got, want), (row.plan, got, want)
         left += sum(answer[0] == -3 for answer in sampling_cuda.answers(there))
-    assert UNDER_A_TOOL or left < 0.85 * 320, "too many rows were left to the CPU for this test to mean much"
+    assert left < 0.85 * 40 * len(calls), "too many rows were left to the CPU for this test to mean much"
 
 
 PEAKED: list[dict[str, Any]] = [

@@ -316,25 +316,8 @@ fn cuda_attention_plan(
 ) -> PyResult<(&'static str, usize, usize, usize)> {
     let pages = pages.get();
     let op = Attention {
-        q: 0,
-        q_stride: 0,
-        out: 0,
-        element: 0,
-        tokens,
-        q_heads,
-        pages: pages.inner,
-        block_table: 0,
-        batch,
-        max_pages,
-        rows: 0,
-        positions: 0,
-        key_mask: 0,
-        mask_width: 0,
-        scale: 1.0,
-        window: 0,
-        softcap: 0.0,
         own: own.then_some(Own::default()),
-        ordered: None,
+        ..Attention::of_shape(pages.inner, tokens, q_heads, (batch, max_pages))
     };
     let plan = attention::plan(pages.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
     let mode = match plan.mode {

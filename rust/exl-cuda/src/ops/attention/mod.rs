@@ -9,7 +9,7 @@ use room::{decode_shared, prefill_shared, prefill_warps, wide_shared};
 
 use super::kv::{KINDS, Kind, Pages};
 use super::{Target, index32};
-use crate::device::Device;
+use crate::device::{Device, DeviceInfo};
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 
@@ -75,6 +75,38 @@ pub struct Attention {
     pub own: Option<Own>,
     /// Where results go in place of `out`; with `own` only.
     pub ordered: Option<Ordered>,
+}
+
+impl Attention {
+    /// Without operands, for [`plan`]: `tokens` of `q_heads` heads over a table of `(batch, max_pages)`.
+    pub fn of_shape(
+        pages: Pages,
+        tokens: usize,
+        q_heads: usize,
+        (batch, max_pages): (usize, usize),
+    ) -> Self {
+        Self {
+            q: 0,
+            q_stride: 0,
+            out: 0,
+            element: 0,
+            tokens,
+            q_heads,
+            pages,
+            block_table: 0,
+            batch,
+            max_pages,
+            rows: 0,
+            positions: 0,
+            key_mask: 0,
+            mask_width: 0,
+            scale: 1.0,
+            window: 0,
+            softcap: 0.0,
+            own: None,
+            ordered: None,
+        }
+    }
 }
 
 /// The tokens' own keys and values, to be rotated, stored and attended to; queries are rotated too.
@@ -244,20 +276,23 @@ fn tile(op: &Attention, warps: usize) -> (usize, usize, usize) {
 
 /// The kernel for a call and what it needs. `max_keys`: no token sees a key at or beyond it.
 pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaError> {
-    let device = Device::get(device)?;
+    Ok(plan_on(&Device::get(device)?.info, op, max_keys))
+}
+
+fn plan_on(device: &DeviceInfo, op: &Attention, max_keys: usize) -> Plan {
     let dim = padded(op.pages.head_dim);
     let group = op.q_heads / op.pages.heads;
-    let multiprocessors = device.info.multiprocessors as usize;
+    let multiprocessors = device.multiprocessors as usize;
     let capacity = op.max_pages * op.pages.page_size;
     let keys = max_keys.min(capacity);
     let warps = prefill_warps(dim);
     let rows_of_sequence = op.tokens.div_ceil(op.batch.max(1)) * group;
     let blocks = (op.tokens * group).div_ceil(ROWS * warps) * op.pages.heads;
-    let per_block = device.info.shared_bytes_per_block as usize;
+    let per_block = device.shared_bytes_per_block as usize;
     let fits = prefill_shared(op.pages.kind, dim, per_block).1 <= per_block;
     let enough = 2 * blocks >= multiprocessors || keys <= UNIT * SPLIT_UNITS;
     if rows_of_sequence >= PREFILL_ROWS && fits && enough && op.own.is_none() {
-        return Ok(Plan {
+        return Plan {
             mode: Mode::Prefill,
             chunks: 1,
             part_slots: 0,
@@ -266,7 +301,7 @@ pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaEr
             dim,
             key_limit: capacity,
             tickets: 0,
-        });
+        };
     }
     let (tile_heads, tile_tokens, head_tiles) = tile(op, 1);
     let groups = op.tokens.div_ceil(tile_tokens) * op.pages.heads * head_tiles;
@@ -285,7 +320,7 @@ pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaEr
     // Blocks of whole splits leave parts however many there are.
     let whole_splits = tile_tokens == 1 && units > SPLIT_UNITS;
     let shared = (wanted > 1 || whole_splits) && groups * slots * tile_rows * dim <= MOST_PARTS;
-    Ok(Plan {
+    Plan {
         mode: Mode::Decode,
         chunks: if shared { wanted } else { 1 },
         part_slots: if shared { slots } else { 0 },
@@ -299,7 +334,7 @@ pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaEr
         } else {
             0
         },
-    })
+    }
 }
 
 /// Attention of every token over its sequence's keys. `memory`: device memory of [`Plan::workspace`] floats, aligned to 16
@@ -448,6 +483,33 @@ fn argument(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::linear::tests::hopper;
+
+    /// The batches of `test_any_number_of_blocks_that_share_a_row_gives_the_same_bits` in tests/kernels/test_cuda_attention.py share keys
+    /// in several ways, and so do the first two alone, which are those it has under a tool.
+    #[test]
+    fn batches_of_nine_sequences_are_shared_by_so_many_blocks() {
+        for kind in KINDS {
+            for head_dim in DIMS {
+                let pages = Pages {
+                    kind,
+                    data: [0; 2],
+                    scales: [0; 2],
+                    num_pages: 9 * 188,
+                    page_size: 16,
+                    heads: 8,
+                    head_dim,
+                };
+                let chunks = [2, 9, 5, 16, 64].map(|tokens| {
+                    let op = Attention::of_shape(pages, tokens, 32, (9, 188));
+                    let plan = plan_on(&hopper(), &op, 3000);
+                    assert_eq!(plan.mode, Mode::Decode);
+                    plan.chunks
+                });
+                assert_eq!(chunks, [17, 4, 7, 5, 3]);
+            }
+        }
+    }
 
     #[test]
     fn every_decode_kernel_fits_an_ampere_card() {

@@ -452,6 +452,24 @@ mod tests {
         assert_eq!(shares_of(16, &[&o]).columns, 16);
     }
 
+    /// The matrix of `test_so_many_columns_that_some_are_left_over` in tests/kernels/test_cuda_linear.py, which the tools run for this kernel.
+    #[test]
+    fn items_of_a_test_are_left_over() {
+        let mut made = matrix(8, 2064);
+        made.argument.out_features = 64 * 400 + 24;
+        made.argument.tiles = (made.argument.out_features + 15) / 16;
+        for m in [33, 64] {
+            let found = plan(&hopper(), &[&made], m, false, Tuning::default()).expect("fits");
+            let shares = found.shares;
+            assert_eq!(
+                (shares.items, shares.blocks, shares.left),
+                (401, 132, 5),
+                "{m}"
+            );
+            assert_eq!(shares.family(), "batch_whole");
+        }
+    }
+
     #[test]
     fn a_plan_never_asks_for_more_than_there_is() {
         for (units, bytes) in [
