@@ -83,6 +83,11 @@ def qkv(kind: str) -> list[QuantMatrix]:
     return [gptq(n, kind == "gptq act-order", 32 if kind == "gptq groups of 32" else 128) for n in (512, 128, 160)]
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Of halves of either kind; -0 is not 0."""
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
 def norm_of(dtype: torch.dtype) -> Norm:
     return Norm((torch.rand(K, device="cuda") + 0.5).to(dtype), 1e-5)
 
@@ -292,9 +297,9 @@ def test_many_gated_rows_are_left_in_the_order_of_the_next_product(n: int, order
         assert second.input_of(m) is not None, m
         want = second(first(x, x.new_empty(m, n)), x.new_empty(m, down.out_features), h[:m])
         got = torch.full_like(want, float("nan"))
-        assert torch.equal(first.then(second, x, got, h[:m]), want), m
+        assert same_bits(first.then(second, x, got, h[:m]), want), m
         off = torch.full((want.numel() + 1,), float("nan"), dtype=want.dtype, device="cuda")[1:].view_as(want)
-        assert torch.equal(first.then(second, x, off, h[:m]), want), m
+        assert same_bits(first.then(second, x, off, h[:m]), want), m
 
 
 FORMS = ["exl2", "exl2 groups of 32", "gptq", "gptq act-order", "gptq groups of 32"]
@@ -320,7 +325,7 @@ def test_products_of_all_forms_take_what_gated_ones_leave(kind: str, activation:
             assert first._lays_out(m, second), m
             want = second(first(x, x.new_empty(m, n)), x.new_empty(m, down.out_features), h[:m])
             got = torch.full_like(want, float("nan"))
-            assert torch.equal(first.then(second, x, got, h[:m]), want), m
+            assert same_bits(first.then(second, x, got, h[:m]), want), m
 
 
 def test_products_of_all_sizes_meet_in_the_same_memory() -> None:
@@ -355,7 +360,7 @@ def test_left_over_items_of_several_matrices(sizes: tuple[int, ...], dtype: torc
         assert torch.equal(got, fused(x, torch.empty_like(h), h)), m
         for i in (0, m - 1):
             alone = fused(x[i : i + 1].clone(), torch.empty_like(h[:1]), h[i : i + 1].clone())
-            assert torch.equal(alone.view(torch.int16), got[i : i + 1].view(torch.int16)), (m, i)
+            assert same_bits(alone, got[i : i + 1]), (m, i)
 
 
 def test_a_following_product_that_would_leave_items_over() -> None:
@@ -366,7 +371,7 @@ def test_a_following_product_that_would_leave_items_over() -> None:
     for m in (33, 64):
         x = activations(m, K, torch.float16)
         want = second(first(x, x.new_empty(m, 8448)), x.new_empty(m, down.out_features))
-        assert torch.equal(first.then(second, x, torch.full_like(want, float("nan"))), want), m
+        assert same_bits(first.then(second, x, torch.full_like(want, float("nan"))), want), m
 
 
 def test_bad_operands() -> None:
