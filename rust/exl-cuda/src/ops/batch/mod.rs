@@ -161,6 +161,70 @@ fn alike(matrices: &[&Matrix]) -> bool {
     matrices.len() <= MATRICES && matrices.iter().all(same)
 }
 
+fn even(matrix: &Matrix) -> bool {
+    matrix.argument.out_features % 2 == 0
+}
+
+/// Refuses what the kernel has no code for; the first thing that it finds, by name.
+fn check(
+    device: &DeviceInfo,
+    matrices: &[&Matrix],
+    op: &Product,
+    next: Option<&Next<'_>>,
+) -> Result<(), CudaError> {
+    let laid_out = op.x == 0;
+    let demands = [
+        (
+            op.gate.is_none() || gates(matrices),
+            "a gate",
+            "large matrices of one size",
+        ),
+        (
+            op.norm.is_none() || norms(device, matrices) && op.x.is_multiple_of(16),
+            "a norm",
+            "rows of whole 16 bytes",
+        ),
+        (
+            op.residual == 0
+                || matrices.iter().all(|matrix| even(matrix))
+                    && op.y.is_multiple_of(8)
+                    && op.residual.is_multiple_of(4)
+                    && op.y_type != Half::F32,
+            "a residual",
+            "of halves, in pairs",
+        ),
+        (
+            !op.turned || laid_out,
+            "a turned input",
+            "laid out by the product before, without an x of its own",
+        ),
+        (
+            !laid_out || op.norm.is_none() && op.x_type == Half::F16,
+            "an input that is laid out already",
+            "F16, no norm",
+        ),
+        (
+            next.is_none_or(|next| {
+                op.gate.is_some()
+                    && matrices.iter().all(|matrix| even(matrix))
+                    && input(&[next.matrix], op.m).is_some()
+                    && next.matrix.in_features() == matrices[0].out_features()
+                    && op.x_type == Half::F16
+                    && op.y_type == Half::F16
+            }),
+            "a following product",
+            "of gated results in F16, an even number, as many as it has features, which have no rows between them",
+        ),
+    ];
+    match demands.iter().find(|(met, ..)| !met) {
+        None => Ok(()),
+        Some((_, what, limit)) => Err(CudaError::Argument {
+            what: format!("{what} for the batch kernel"),
+            limit: (*limit).to_owned(),
+        }),
+    }
+}
+
 /// The product in two launches, activations into layout order and the rest. Results stand beside each other in the order of `matrices`, or go
 /// to the product that comes next. Same bits as `ops::ring`.
 ///
@@ -203,37 +267,9 @@ pub unsafe fn launch(
         multipliers,
         meeting,
     } = room;
-    let even = |matrix: &&Matrix| matrix.argument.out_features % 2 == 0;
-    let refused = op.gate.is_some() && !gates(matrices)
-        || op.norm.is_some() && !(norms(&device.info, matrices) && op.x.is_multiple_of(16))
-        || op.residual != 0
-            && !(matrices.iter().all(even)
-                && op.y.is_multiple_of(8)
-                && op.residual.is_multiple_of(4)
-                && op.y_type != Half::F32);
-    let refused = refused || op.turned && op.x != 0;
-    let onward = next.is_none_or(|next| {
-        op.gate.is_some()
-            && matrices.iter().all(even)
-            && input(&[next.matrix], op.m).is_some()
-            && next.matrix.in_features() == first.out_features()
-            && op.x_type == Half::F16
-            && op.y_type == Half::F16
-    });
-    if refused || !onward {
-        return Err(CudaError::Argument {
-            what: "a norm, gate, residual or following product for the batch kernel".to_owned(),
-            limit: "norm: rows of whole 16 bytes; gate: large matrices of one size; residual: halves in pairs; following: of gated F16"
-                .to_owned(),
-        });
-    }
+    check(&device.info, matrices, op, next.as_ref())?;
     if op.x == 0 {
-        if op.norm.is_some() || op.x_type != Half::F16 {
-            return Err(CudaError::Argument {
-                what: "an input that is laid out already".to_owned(),
-                limit: "F16, no norm".to_owned(),
-            });
-        }
+        // Another launch has laid the rows out.
     } else if lays_out(&device.info, first, op.norm.is_some())
         && op.x.is_multiple_of(16)
         && op.x_type != Half::F32
@@ -293,8 +329,8 @@ pub unsafe fn launch(
         before
     };
     // Two results are stored at once, of four bytes each at most.
-    task.paired =
-        i32::from(op.y.is_multiple_of(8) && task.y_stride % 2 == 0 && matrices.iter().all(even));
+    let pairs = op.y.is_multiple_of(8) && task.y_stride % 2 == 0;
+    task.paired = i32::from(pairs && matrices.iter().all(|matrix| even(matrix)));
     let kernel = format!(
         "{}_{}_{}_{}x{}{}",
         shares.family(),
@@ -368,4 +404,115 @@ pub(super) fn kernels(form: &str) -> Vec<String> {
             (form == "exl2_128").then(|| format!("batch_whole_{form}_{MOST_ROWS}x{EVEN_GROUPS}")),
         )
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::linear::tests::{hopper, matrix};
+
+    const PLAIN: Product = Product {
+        x: 4096,
+        turned: false,
+        x_type: Half::F16,
+        y: 8192,
+        y_type: Half::F16,
+        m: 64,
+        apart: false,
+        norm: None,
+        residual: 0,
+        gate: None,
+    };
+    const NORM: Option<Norm> = Some(Norm {
+        weight: 16,
+        eps: 1e-5,
+        offset: 0.0,
+    });
+
+    fn refusal(op: Product, next: Option<&Matrix>) -> String {
+        let matrix = matrix(16, 2064);
+        let next = next.map(|matrix| Next { matrix, scratch: 0 });
+        check(&hopper(), &[&matrix], &op, next.as_ref())
+            .map_or_else(|e| e.to_string(), |()| String::new())
+    }
+
+    #[test]
+    fn what_the_kernel_has_no_code_for_is_refused_by_name() {
+        let laid_out = Product { x: 0, ..PLAIN };
+        let turned = Product {
+            turned: true,
+            ..PLAIN
+        };
+        for op in [
+            PLAIN,
+            laid_out,
+            Product { x: 0, ..turned },
+            Product {
+                norm: NORM,
+                ..PLAIN
+            },
+            Product {
+                residual: 8192,
+                ..PLAIN
+            },
+        ] {
+            assert_eq!(refusal(op, None), "", "{op:?}");
+        }
+        let named = [
+            (turned, "a turned input"),
+            (
+                Product {
+                    gate: Some(0),
+                    ..PLAIN
+                },
+                "a gate",
+            ),
+            (
+                Product {
+                    norm: NORM,
+                    x: 4104,
+                    ..PLAIN
+                },
+                "a norm",
+            ),
+            (
+                Product {
+                    norm: NORM,
+                    ..laid_out
+                },
+                "an input that is laid out already",
+            ),
+            (
+                Product {
+                    x_type: Half::BF16,
+                    ..laid_out
+                },
+                "an input that is laid out already",
+            ),
+            (
+                Product {
+                    residual: 2,
+                    ..PLAIN
+                },
+                "a residual",
+            ),
+            (
+                Product {
+                    residual: 8192,
+                    y_type: Half::F32,
+                    ..PLAIN
+                },
+                "a residual",
+            ),
+        ];
+        for (op, name) in named {
+            let text = refusal(op, None);
+            assert!(
+                text.starts_with(&format!("{name} for the batch kernel: ")),
+                "{text}"
+            );
+        }
+        let following = matrix(16, 2064);
+        assert!(refusal(PLAIN, Some(&following)).starts_with("a following product "));
+    }
 }
