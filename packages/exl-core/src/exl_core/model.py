@@ -16,11 +16,12 @@ from exl_kernels.meeting import forget_meeting_memory
 from .attn_params import AttentionParams, PagedParams
 from .axes import chunk_end
 from .cache import ExLlamaV2Cache, ExLlamaV2CacheBase
+from .chunk import run_chunk
 from .config import ExLlamaV2Config
-from .decode import DecodeGraphs, DecodePlan, PreparedStep
+from .decode import DecodeGraphs, PreparedStep
 from .device import GIB, Device, device_error, devices, out_of_memory_as_error, torch_device
 from .embeddings import ExLlamaV2MMEmbedding
-from .errors import CacheError, InputError, ModelStateError, SequenceTooLongError, UnsupportedError
+from .errors import CacheError, InputError, ModelStateError, UnsupportedError
 from .inputs import (
     check_context,
     check_ids,
@@ -37,12 +38,11 @@ from .loading.parallel_plan import plan_parallel
 from .loading.plan import LoadPlan, check_split, plan_modules
 from .loading.sizes import CacheSize
 from .lora import ExLlamaV2Lora
-from .modules import Attention, Intervention, Linear, Module, Step, build_modules
+from .modules import Attention, Intervention, Linear, Module, build_modules
 from .parallel import TensorParallel
 from .parallel.cutting import cut_modules, mend_modules
 from .placement import Placement
 from .rope import RopeTable
-from .step import build_step
 
 __all__ = ["ExLlamaV2"]
 
@@ -424,7 +424,8 @@ class ExLlamaV2:
             if end < q_len and any(e.sees_itself for e in embeddings):
                 end = chunk_end([row.numpy() for row in ids], begin, end, embeddings)
             skip_head = preprocess_only or (last_id_only and end < q_len)
-            result = self._run(
+            result = run_chunk(
+                self,
                 ids[:, begin:end],
                 cache,
                 AttentionParams(batch, end - begin, past + begin, input_mask, position_offsets),
@@ -487,7 +488,8 @@ class ExLlamaV2:
         else:
             params = contiguous_params(attn_params, cache, batch, q_len, input_mask, position_offsets)
             check_context(cache, params.input_mask, params.position_offsets, abort_event, batch)
-        result = self._run(
+        result = run_chunk(
+            self,
             ids,
             cache,
             params,
@@ -535,89 +537,3 @@ class ExLlamaV2:
         if logits is not None and cache is not None:
             cache.current_seq_len = self.decode.longest
         return logits
-
-    @out_of_memory_as_error("run the model")
-    def _run(
-        self,
-        ids: Tensor,
-        cache: ExLlamaV2CacheBase | None,
-        params: AttentionParams | PagedParams,
-        *,
-        preprocess_only: bool,
-        last_id_only: bool,
-        return_last_state: bool | Literal["normed"],
-        abort_event: Event | None,
-        loras: tuple[ExLlamaV2Lora, ...] = (),
-        embeddings: tuple[ExLlamaV2MMEmbedding, ...] = (),
-        extract: frozenset[int] = frozenset(),
-    ) -> dict[str, Any] | None:
-        """The pass itself: every module in turn, None when aborted."""
-        batch, q_len = ids.shape
-        limit = self.config.max_output_len
-        if limit is not None and q_len > limit and not (preprocess_only or last_id_only):
-            raise SequenceTooLongError(
-                f"seq_len exceeds max_output_len: {q_len} positions of logits, config.max_output_len is {limit}; use "
-                "last_id_only=True or preprocess_only=True, or raise it"
-            )
-        place = self.placement
-        device = place.device(min(1, self.head_layer_idx))  # the first layer's: the embedding may be elsewhere
-        first = build_step(
-            *(self.config, self.rope, cache, params, batch, q_len, abort_event, device, loras, embeddings),
-            self.rope_alt,
-            self.tp_context,
-            ids,
-        )
-        step = first
-        result: dict[str, Any] = {}
-        if return_last_state not in (True, False, "normed"):
-            raise InputError(f'return_last_state is {return_last_state!r}, must be True, False or "normed"')
-        plan = None if return_last_state or extract else self.decode.prompt_plan(step)
-        if plan is not None:
-            result = _run_planned(plan, ids, step, preprocess_only=preprocess_only, last_id_only=last_id_only)
-            if cache is not None:  # only now: a pass that fails has stored nothing
-                cache.current_seq_len = _end_of_chunk(params, q_len)
-            return result
-        normed = return_last_state == "normed"
-        state_at = self.head_layer_idx - (not normed)  # what has no logits ends in front of this
-        x = ids.reshape(-1).to(place.device(0))
-        for index, module in enumerate(self.modules):
-            if abort_event is not None and abort_event.is_set():
-                return None
-            if index in extract:
-                result.setdefault("states", {})[index] = x.view(batch, q_len, -1).clone()
-            if index == self.last_kv_layer_idx + 1 and preprocess_only and not (return_last_state or extract):
-                break
-            if index == state_at:
-                if return_last_state:
-                    result["last_state"] = x.view(batch, q_len, -1).clone()
-                if preprocess_only:
-                    break
-                if last_id_only:
-                    x = x.view(batch, q_len, -1)[:, -1].contiguous()
-            if place.crosses(index):
-                x, step = place.carry(x, index), place.step_on(first, place.device(index))
-            x = module.forward(x, step)
-        else:
-            result["logits"] = x.view(batch, -1, x.shape[-1])
-        if cache is not None:
-            cache.current_seq_len = _end_of_chunk(params, q_len)
-        return result
-
-
-def _run_planned(
-    plan: DecodePlan, ids: Tensor, step: Step, *, preprocess_only: bool, last_id_only: bool
-) -> dict[str, Any]:
-    """The pass of a dense model on a GPU, its launches joined."""
-    batch = ids.shape[0]
-    flat = ids.reshape(-1).to(step.slots.device)
-    if preprocess_only:
-        plan.store(flat, step)
-        return {}
-    logits = plan.head(plan.hidden(flat, step, batch if last_id_only else 0), step)
-    return {"logits": logits.view(batch, -1, logits.shape[-1])}
-
-
-def _end_of_chunk(params: AttentionParams | PagedParams, q_len: int) -> int:
-    if isinstance(params, PagedParams):
-        return int((params.cache_seqlens + (q_len if params.q_lens is None else params.q_lens)).max())
-    return (params.past_len or 0) + q_len

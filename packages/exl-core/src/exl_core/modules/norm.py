@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -43,13 +45,13 @@ class Norm(WeightModule):
         """The normalised x in the type that linears take: float32, on a GPU half."""
         return self.apply(x).to(activation_dtype(x.device))
 
+    @abstractmethod
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """The normalised x [.., *shape of the weight] in x's own type."""
-        raise NotImplementedError
 
+    @abstractmethod
     def block(self) -> BlockNorm:
         """The loaded norm as a part of a fused block (CPU)."""
-        raise NotImplementedError
 
 
 def fused_norm(norm: Norm | None) -> BlockNorm | None:
