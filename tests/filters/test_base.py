@@ -6,7 +6,7 @@ from threading import Event
 import numpy as np
 import pytest
 
-from exl_filters import ExLlamaV2Filter, FilterBusy, FilterUsageError
+from exl_filters import ExLlamaV2Filter, FilterBusy, FilterUsageError, StateFilter
 from exl_filters.tokens import FedToken, as_prefix, as_token
 
 
@@ -39,6 +39,15 @@ def test_defaults_of_the_base_class():
             call()
     with pytest.raises(NotImplementedError):
         base.mask_logits(np.zeros(4))
+
+
+def test_a_filter_of_states_that_lacks_one_of_its_functions_is_refused_when_it_is_made():
+    class Half(StateFilter[int]):
+        def _start(self, prefix):
+            return 0
+
+    with pytest.raises(TypeError, match=r"_advance.*_choice.*_whole"):
+        Half(None, ["a", "b"])
 
 
 def test_background_next_is_next(pool):

@@ -166,6 +166,15 @@ class ExLlamaV2Filter:
         if not background.finish_soon(future, type(self).__name__) or not pending.kind:
             self.background_result = self._background = None
 
+    def _clone_sharing(self, c: Any) -> Any:
+        """For clones: `c`, or a new object of this class, with every attribute of this filter and nothing pending. What
+        is mutable is shared: the caller makes its own of it."""
+        self._settle()
+        new = c if c is not None else type(self).__new__(type(self))
+        new.__dict__.update(vars(self))
+        new.background_result = None
+        return new
+
     def _forsake(self) -> None:
         """Drop a pending computation, unless it is the one that asks. `FilterBusy` if it takes too long."""
         if self.background_result is None or self._is_background():

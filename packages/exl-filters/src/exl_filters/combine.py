@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -12,13 +13,14 @@ from exl_filters.context import FilterContext
 from exl_filters.driver import FilterDriver
 from exl_filters.errors import FilterCompileError, FilterRejected, FilterUsageError
 from exl_filters.foreign import as_filter
+from exl_filters.replayed import ReplayedFilter
 from exl_filters.tokens import as_prefix, as_token, encoded
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
 
 __all__ = ["AllOf", "AnyOf", "TriggeredFilter"]
 
 
-class _Composite(ExLlamaV2Filter):
+class _Composite(ExLlamaV2Filter, ABC):
     """Drives private copies of other filters. Subclasses say how their masks make one, and which get a token."""
 
     native: ClassVar[bool] = True
@@ -100,10 +102,7 @@ class _Composite(ExLlamaV2Filter):
         self._undo(before - self._reached())
 
     def clone(self, c: Any = None) -> Any:
-        self._settle()
-        new = c if c is not None else type(self).__new__(type(self))
-        new.__dict__.update(vars(self))
-        new.background_result = None
+        new = self._clone_sharing(c)
         new._drivers = [driver.copy() for driver in self._drivers]
         new._parts = [driver.filter for driver in new._drivers]
         return new
@@ -113,22 +112,25 @@ class _Composite(ExLlamaV2Filter):
 
     # What subclasses say.
 
+    @abstractmethod
     def _combined(self) -> Words | None:
-        raise NotImplementedError
+        """What is allowed now, stop ids with it; None: no opinion."""
 
+    @abstractmethod
     def _pass_on(self, token: int) -> bool:
         """Give an allowed token to the parts; True when the whole has ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _undo(self, n: int) -> None:
         """Undo the last `n` tokens that reached the parts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _complete(self) -> bool:
-        raise NotImplementedError
+        """Whether the text so far is a sentence of the whole."""
 
+    @abstractmethod
     def _end_ids(self) -> Collection[int]:
-        raise NotImplementedError
+        """Tokens that may end the whole, allowed or not."""
 
     # Inside.
 
@@ -261,7 +263,7 @@ class AnyOf(_Composite):
         }
 
 
-class TriggeredFilter(ExLlamaV2Filter):
+class TriggeredFilter(ReplayedFilter):
     """No opinion until `on` appears; from then on `inner`'s (spec FC-37): a schema that holds after the thinking is
     over.
 
@@ -298,7 +300,7 @@ class TriggeredFilter(ExLlamaV2Filter):
 
     def begin(self, prefix_str: Any = "") -> None:
         self._prefix = as_prefix(prefix_str)
-        self._fed: list[int] = []
+        self._fed = []
         self._active = self._released = self._done = self._ended = False
         self._tail = b""
         # Text before the constraint that is written again (token healing); a cue in it is none.
@@ -341,20 +343,8 @@ class TriggeredFilter(ExLlamaV2Filter):
     def ended(self) -> bool:
         return self._ended
 
-    def rewind(self, n: int) -> None:
-        if not 0 <= n <= len(self._fed):
-            raise FilterUsageError(f"rewind({n}) after {len(self._fed)} tokens")
-        if n:
-            kept, prefix = self._fed[: len(self._fed) - n], self._prefix
-            self.begin(prefix)
-            for token in kept:
-                self.feed(token)
-
     def clone(self, c: Any = None) -> Any:
-        self._settle()
-        new = c if c is not None else type(self).__new__(type(self))
-        new.__dict__.update(vars(self))
-        new.background_result = None
+        new = self._clone_sharing(c)
         new._driver = self._driver.copy()
         new.inner = new._driver.filter
         new._fed = list(self._fed)

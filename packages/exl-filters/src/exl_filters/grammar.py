@@ -241,12 +241,9 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         return self._matcher.forced()
 
     def clone(self, c: Any = None) -> Any:
-        self._settle()
-        new = c if c is not None else type(self).__new__(type(self))
-        new.__dict__.update(vars(self))
+        new = self._clone_sharing(c)
         new._matcher = self._matcher.copy()
         new._steps = list(self._steps)
-        new.background_result = None
         return new
 
     def captures(self) -> list[tuple[str, bytes]]:

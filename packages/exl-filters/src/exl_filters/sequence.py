@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from exl_filters import bits
-from exl_filters.base import Allowed, ExLlamaV2Filter
+from exl_filters.base import Allowed
 from exl_filters.bits import Words
 from exl_filters.context import FilterContext
 from exl_filters.driver import FilterDriver
-from exl_filters.errors import FilterCompileError, FilterFailed, FilterRejected, FilterUsageError
+from exl_filters.errors import FilterCompileError, FilterFailed, FilterRejected
 from exl_filters.foreign import as_filter
+from exl_filters.replayed import ReplayedFilter
 from exl_filters.tokens import as_prefix, as_token
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
 
@@ -26,7 +27,7 @@ MAX_PLACES = 256
 _Place = tuple[int, FilterDriver]
 
 
-class SequenceFilter(ExLlamaV2Filter):
+class SequenceFilter(ReplayedFilter):
     """A sentence of each of `filters`, one after another: `SequenceFilter([select, grammar])`.
 
     Where a part is whole and could also go on, both ways stay open. Parts meet between two tokens, or inside a token
@@ -61,7 +62,7 @@ class SequenceFilter(ExLlamaV2Filter):
 
     def begin(self, prefix_str: Any = "") -> None:
         self._prefix = as_prefix(prefix_str)
-        self._fed: list[int] = []
+        self._fed = []
         self._done = self._ended = False
         self._settle_places([(0, self._started(0, self._prefix))])
 
@@ -101,20 +102,8 @@ class SequenceFilter(ExLlamaV2Filter):
     def ended(self) -> bool:
         return self._ended
 
-    def rewind(self, n: int) -> None:
-        if not 0 <= n <= len(self._fed):
-            raise FilterUsageError(f"rewind({n}) after {len(self._fed)} tokens")
-        if n:
-            kept, prefix = self._fed[: len(self._fed) - n], self._prefix
-            self.begin(prefix)
-            for token in kept:
-                self.feed(token)
-
     def clone(self, c: Any = None) -> Any:
-        self._settle()
-        new = c if c is not None else type(self).__new__(type(self))
-        new.__dict__.update(vars(self))
-        new.background_result = None
+        new = self._clone_sharing(c)
         new._fed = list(self._fed)
         new._starts = [driver.copy() for driver in self._starts]
         new._parts = [driver.filter for driver in new._starts]

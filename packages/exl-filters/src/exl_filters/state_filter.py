@@ -4,7 +4,7 @@ here once.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,7 +46,7 @@ class _Step(Generic[S]):
     ended: bool = False
 
 
-class StateFilter(ExLlamaV2Filter, Generic[S]):
+class StateFilter(ExLlamaV2Filter, ABC, Generic[S]):
     """A native filter described by four pure functions of an immutable state.
 
     `_start(prefix)`, `_choice(state)` (None = no opinion), `_advance(state, token)` for an allowed token,
@@ -157,11 +157,8 @@ class StateFilter(ExLlamaV2Filter, Generic[S]):
 
     def clone(self, c: Any = None) -> Any:
         """States are immutable, so a copy of the list of them is an independent filter."""
-        self._settle()
-        new = c if c is not None else type(self).__new__(type(self))
-        new.__dict__.update(vars(self))
+        new = self._clone_sharing(c)
         new._steps = list(self._steps)
-        new.background_result = None
         return new
 
     # Mask mode, for hosts that know only exllamav2's calls.
