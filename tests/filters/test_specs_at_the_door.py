@@ -53,6 +53,47 @@ def test_a_spec_of_wrong_types_is_a_filter_error(spec):
         from_spec(spec, V)
 
 
+WRAPPED = {
+    "all-of": lambda inner: {"type": "all-of", "filters": [inner]},
+    "any-of": lambda inner: {"type": "any-of", "filters": [inner]},
+    "sequence": lambda inner: {"type": "sequence", "filters": [inner]},
+    "logged": lambda inner: {"type": "logged", "inner": inner},
+    "triggered": lambda inner: {"type": "triggered", "inner": inner, "on": 0},
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
+def test_filters_in_one_another_have_a_limit(wrapped):
+    spec = {"type": "select", "options": ["hello"]}
+    for _ in range(16):
+        spec = wrapped(spec)
+    stack = FilterStack([from_spec(spec, V)], vocab_size=len(PIECES), stop_ids=[EOS])
+    for token in (0,) * 16 if spec["type"] == "triggered" else ():
+        stack.feed(token)
+    assert [i for i in range(len(PIECES)) if stack.allows(i)] == [2, 3, 4]
+    for _ in range(2000):
+        spec = wrapped(spec)
+    with pytest.raises(FilterCompileError, match="more than 16 filters in one another"):
+        from_spec(spec, V)
+
+
+def test_a_sequence_in_a_sequence_costs_no_multiple_of_it():
+    class Counted(ExLlamaV2SelectFilter):
+        made = 0
+
+        def clone(self, c=None):
+            Counted.made += 1
+            return super().clone(c)
+
+    made = Counted(None, V, ["hello"])
+    for _ in range(12):
+        made = SequenceFilter([made])
+    stack = FilterStack([made], vocab_size=len(PIECES), stop_ids=[EOS])
+    assert stack.feed(PIECES.index("hell")) is False
+    assert stack.feed(PIECES.index("o")) is True
+    assert Counted.made < 5000
+
+
 @pytest.mark.parametrize(
     "make",
     [

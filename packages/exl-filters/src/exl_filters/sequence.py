@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -42,7 +43,7 @@ class SequenceFilter(ReplayedFilter):
     def __init__(self, filters: Sequence[Any]) -> None:
         if not filters:
             raise FilterCompileError("SequenceFilter needs at least one filter")
-        self._parts = [as_filter(f).clone() for f in filters]
+        self._parts = [as_filter(f) for f in filters]
         first = next((f for f in self._parts if f.tokenizer is not None), self._parts[0])
         super().__init__(first.model, first.tokenizer)
         self.vocabulary: Vocabulary = vocabulary_of(self.tokenizer)
@@ -56,6 +57,10 @@ class SequenceFilter(ReplayedFilter):
         # Only the last part may stop: the others know of no stop ids, and offer none.
         inner = FilterContext.make(context.vocab_size, (), context.special_ids, context.logits_width)
         last = len(self._parts) - 1
+        # At their beginning, copied wherever a part begins, and shared by all clones: with copies of their own, a
+        # sequence in a sequence in a sequence would cost twice as much for each.
+        self._parts = [f.clone() for f in self._parts]
+        self._starting = threading.Lock()
         self._starts = [FilterDriver(f, context if i == last else inner) for i, f in enumerate(self._parts)]
         self._stop_words = bits.from_ids(context.stop_ids, context.vocab_size)
         self.begin("")
@@ -105,8 +110,6 @@ class SequenceFilter(ReplayedFilter):
     def clone(self, c: Any = None) -> Any:
         new = self._clone_sharing(c)
         new._fed = list(self._fed)
-        new._starts = [driver.copy() for driver in self._starts]
-        new._parts = [driver.filter for driver in new._starts]
         new._places = [(i, driver.copy()) for i, driver in self._places]
         new._spanning = None
         return new
@@ -128,7 +131,8 @@ class SequenceFilter(ReplayedFilter):
         return index == len(self._parts) - 1
 
     def _started(self, index: int, prefix: bytes = b"") -> FilterDriver:
-        driver = self._starts[index].copy()
+        with self._starting:  # llguidance refuses a matcher that two threads use
+            driver = self._starts[index].copy()
         driver.begin(prefix)
         return driver
 
