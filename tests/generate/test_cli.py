@@ -193,6 +193,19 @@ def test_chat_says_what_it_leaves_out(exl, chat_model: str) -> None:  # type: ig
     assert "left out" in err
 
 
+def test_a_message_without_room_for_an_answer_does_not_end_the_talk(exl, chat_model: str) -> None:  # type: ignore[no-untyped-def]
+    talk = "hello\n" + "word " * 2000 + "\n/history\nand now?\n"
+    code, out, err = exl("chat", "-m", chat_model, "-n", "8", "--seed", "1", stdin=talk)
+    assert code == 0
+    assert "shorten it" in err
+    assert out.count("user: ") == out.count("assistant: ") == 1
+    code, out, _ = exl(
+        "chat", "-m", chat_model, "-n", "8", "--seed", "1", "--json", stdin=talk.replace("/history\n", "")
+    )
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [("answer" in line, "error" in line) for line in lines] == [(True, False), (False, True), (True, False)]
+
+
 def test_the_command_line_answers_without_torch() -> None:
     script = "import sys; import exl_generate.cli.app, exl_generate; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -90,10 +90,17 @@ class Conversation:
 
     def answer(self, text: str, show: Callable[[str], None]) -> str:
         """Add a message and stream the answer to `show(chunk)`. Ctrl-C ends the answer, which stays as far as it
-        came."""
+        came. Raises CapacityError, with nothing added, for a message that leaves no room for an answer."""
         self.messages.append({"role": "user", "content": text})
         ids = self._prompt()
         room = self.longest - ids.shape[1]
+        if room < 1:
+            self.messages.pop()
+            self.dropped = 0
+            raise CapacityError(
+                f"the message alone makes a prompt of {ids.shape[1]} tokens; {self.longest} is the limit of model and "
+                "cache, answer included: shorten it"
+            )
         self.cut_to = room if room < self._max_tokens else None
         job = ExLlamaV2DynamicJob(
             ids,
@@ -285,6 +292,12 @@ def _exchange(talk: Conversation, message: str, as_json: bool) -> None:
     except ChatTemplateError:
         talk.messages.clear()
         raise
+    except CapacityError as error:  # of this message: the conversation goes on
+        if as_json:
+            print(json.dumps({"message": message, "error": str(error)}), flush=True)
+        else:
+            print(f"[{error}]", file=sys.stderr)
+        return
     last = talk.last
     if as_json:
         keys = ("eos_reason", "new_tokens", "prompt_tokens", "cached_tokens", "time_prefill", "time_generate")
