@@ -57,6 +57,40 @@ def test_simple_generation_equals_the_dynamic_generators() -> None:
     assert base.sequence_ids.shape == (1, 21)
 
 
+@pytest.mark.parametrize("junk", [5.5, "x", b"x", [object()], {"a": 1}, object(), torch.zeros(2)], ids=repr)
+def test_what_is_of_another_type_is_refused_by_its_name(junk: Any) -> None:
+    """By the static generators, as by the dynamic one: no TypeError out of the middle of something."""
+    base, prompt = ExLlamaV2BaseGenerator(*parts()), TOKENIZER.encode("the cat")
+    for name in ("num_tokens", "seed", "stop_token", "abort_event", "filters"):
+        if (name, type(junk)) != ("filters", list):
+            with pytest.raises(RequestError, match=f"{name} is"):
+                base.generate_simple("a", **{"gen_settings": GREEDY, "num_tokens": 3, name: junk})
+    stream = ExLlamaV2StreamingGenerator(*parts())
+    for name in ("seed", "abort_event", "input_mask", "position_offsets"):
+        if (name, type(junk)) != ("position_offsets", float):
+            with pytest.raises(RequestError, match=f"{name} is"):
+                stream.begin_stream_ex(prompt, GREEDY, **{name: junk})
+    with pytest.raises(RequestError, match="ngram_preload"):
+        stream.ngram_preload([0.5] if isinstance(junk, torch.Tensor) else junk)
+    stream.begin_stream_ex(prompt, GREEDY)
+    with pytest.raises(RequestError, match="ban_tokens"):
+        stream.stream_ex(ban_tokens=[0.5] if isinstance(junk, torch.Tensor) else junk)
+    for name in ("num_speculative_tokens", "speculative_ngram_min", "speculative_ngram_max_inf"):
+        other = ExLlamaV2StreamingGenerator(*parts())
+        setattr(other, name, junk)
+        with pytest.raises(RequestError, match=f"{name} is"):
+            other.begin_stream_ex(prompt, GREEDY)
+    with pytest.raises(RequestError, match="cancel takes a job"):
+        stream.engine().cancel(junk)
+
+
+def test_a_number_of_numpy_is_a_seed() -> None:
+    base, dynamic = ExLlamaV2BaseGenerator(*parts()), ExLlamaV2DynamicGenerator(*parts())
+    want = dynamic.generate(["a", "b"], 8, gen_settings=Settings(), seed=7)
+    assert dynamic.generate(["a", "b"], 8, gen_settings=Settings(), seed=np.int64(7)) == want
+    assert base.generate_simple(["a", "b"], Settings(), 8, seed=np.int64(7), stop_token=None) == want
+
+
 @pytest.mark.covers("generators.md: 8")
 def test_stop_token_rules() -> None:
     for stop, text in ((-1, "hi"), (None, "hi"), (TOKENIZER.single_id("i"), "h")):

@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
+from exl_generate.dynamic.request import seed_of
 from exl_generate.errors import JobStateError, RequestError
 from exl_generate.sampling import Settings
 
@@ -30,8 +31,7 @@ def build_jobs(
     """One job per prompt; nothing is enqueued, so a refused prompt leaves nothing behind."""
     prompts = _prompts(prompt)
     listed = isinstance(prompt, list)
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise RequestError(f"seed is {seed!r}; pass an int or None")
+    first = seed_of(seed)
     for name, value in (("filters", filters), ("embeddings", embeddings)):
         if value is not None and not isinstance(value, list | tuple):
             raise RequestError(f"{name} is {value!r}; pass a list or None")
@@ -57,7 +57,7 @@ def build_jobs(
             gen_settings=settings[i],
             filters=all_filters[i],
             embeddings=all_embeddings[i],
-            seed=None if seed is None else seed + i,
+            seed=None if first is None else first + i,
             **kwargs,
         )
         for i, text in enumerate(prompts)

@@ -12,7 +12,7 @@ from exl_generate.dynamic.engine import Engine
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 from exl_generate.dynamic.limits import Limits, check_drafting
 from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, PageTable, namespace_digest
-from exl_generate.dynamic.request import adapters_of, count_of
+from exl_generate.dynamic.request import adapters_of, check_abort_event, count_of
 from exl_generate.dynamic.runner import Runner
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
@@ -144,6 +144,8 @@ class ExLlamaV2DynamicGenerator:
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
         """End a job in whatever phase it is. Its last result (`eos_reason` "cancelled") comes with the next
         `iterate()`. A job that is unknown or finished is ignored."""
+        if not isinstance(job, ExLlamaV2DynamicJob):
+            raise RequestError(f"cancel takes a job, not {type(job).__name__}")
         with Unbroken() as section, section.holding(self._lock):
             if job.serial_number is not None and not job.is_finished and self._owns(job):
                 self._deliver([job.cancelled()])
@@ -229,8 +231,7 @@ class ExLlamaV2DynamicGenerator:
         results for `iterate()`. A job's own error is raised, once all prompts are done; with `return_last_results`
         it stands in that prompt's result.
         """
-        if abort_event is not None and not isinstance(abort_event, threading.Event):
-            raise RequestError(f"abort_event is {abort_event!r}; pass a threading.Event or None")
+        check_abort_event(abort_event)
         jobs = build_jobs(
             self.tokenizer,
             prompt,

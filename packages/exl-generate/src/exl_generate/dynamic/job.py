@@ -24,6 +24,7 @@ from exl_generate.dynamic.request import (
     keys_of,
     listed,
     pictures_of,
+    seed_of,
     sequences_of,
     stop_conditions_of,
     strings_of,
@@ -110,13 +111,11 @@ class ExLlamaV2DynamicJob:
             raise RequestError(
                 f"gen_settings is a {type(gen_settings).__name__}; pass ExLlamaV2Sampler.Settings or None"
             )
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise RequestError(f"seed is {seed!r}; pass an int or None")
         given = Settings() if gen_settings is None else gen_settings
         given.validate()  # before the copy, which has the fields alone
         self.gen_settings = given.clone()
         self.gen_settings.validate()
-        self.seed = seed
+        self.seed = seed_of(seed)
         self.identifier = identifier
         self.decode_special_tokens = flag_of("decode_special_tokens", decode_special_tokens)
         self.stop_tokens, self.stop_strings = stop_conditions_of(stop_conditions)

@@ -19,12 +19,14 @@ from exl_generate.errors import RequestError
 
 __all__ = [
     "adapters_of",
+    "check_abort_event",
     "count_of",
     "embeddings_of",
     "flag_of",
     "keys_of",
     "listed",
     "pictures_of",
+    "seed_of",
     "sequences_of",
     "stop_conditions_of",
     "strings_of",
@@ -32,6 +34,7 @@ __all__ = [
 
 
 def count_of(name: str, value: object) -> int:
+    """A number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
         raise RequestError(f"{name} is {value!r}; it must be an integer of at least 0")
     return int(value)
@@ -52,7 +55,23 @@ def listed(name: str, values: Iterable[Any] | None) -> list[Any]:
         raise RequestError(f"{name} is {values!r:.80}; pass a list: [{values!r:.80}]") from error
 
 
+def seed_of(seed: object) -> int | None:
+    """A whole number of any size, or None."""
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise RequestError(f"seed is {seed!r}; pass an int or None")
+    return int(seed)
+
+
+def check_abort_event(event: object) -> None:
+    """Refuse what nobody can ask whether it is set."""
+    if event is not None and not callable(getattr(event, "is_set", None)):
+        raise RequestError(f"abort_event is {event!r:.80}; pass a threading.Event or None")
+
+
 def strings_of(name: str, values: Iterable[str] | None) -> list[str]:
+    """Texts, none of them empty."""
     if isinstance(values, str):
         raise RequestError(f"{name} is the bare string {values!r}; pass a list: [{values!r}]")
     found: list[str] = listed(name, values)

@@ -11,6 +11,7 @@ import torch
 
 from exl_generate.contracts import Cache, Model, Tokenizer
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_generate.dynamic.request import check_abort_event, count_of, seed_of
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.errors import CapacityError, RequestError
 from exl_generate.interrupts import Unbroken
@@ -92,6 +93,8 @@ class ExLlamaV2BaseGenerator:
         `loras`: an adapter or a list. `input_embeddings`: float [B, m, hidden], hidden states that stand for m tokens
         at the marker {{EMBED_HERE}}, which each prompt then holds once; spaces and tabs around it are dropped.
         """
+        check_abort_event(abort_event)
+        first_seed, num_tokens = seed_of(seed), count_of("num_tokens", num_tokens)
         prompts = prompt if isinstance(prompt, list) else [prompt]
         lists = _filters_per_prompt(filters, len(prompts))
         embedded = self._embeddings(input_embeddings, prompts)
@@ -109,7 +112,7 @@ class ExLlamaV2BaseGenerator:
                 ids,
                 num_tokens - int(bool(token_healing) and ids.shape[1] > 1),
                 gen_settings=gen_settings,
-                seed=None if seed is None else seed + i,
+                seed=None if first_seed is None else first_seed + i,
                 stop_conditions=self._stops(stop_token),
                 decode_special_tokens=decode_special_tokens,
                 filters=lists[i],
@@ -194,7 +197,9 @@ class ExLlamaV2BaseGenerator:
     def _stops(self, stop_token: int | None) -> list[int]:
         if stop_token is None:
             return []
-        return eos_ids(self.tokenizer) if stop_token == -1 else [int(stop_token)]
+        if isinstance(stop_token, int) and stop_token == -1:
+            return eos_ids(self.tokenizer)
+        return [count_of("stop_token", stop_token)]
 
 
 def eos_ids(tokenizer: Any) -> list[int]:
@@ -205,6 +210,8 @@ def eos_ids(tokenizer: Any) -> list[int]:
 
 
 def _filters_per_prompt(filters: Sequence[Any] | None, count: int) -> list[list[Any] | None]:
+    if filters is not None and not isinstance(filters, list | tuple):
+        raise RequestError(f"filters is a {type(filters).__name__}; pass a list of filters, or of one list per prompt")
     given = list(filters or [])
     if given and all(f is None or isinstance(f, list | tuple) for f in given):
         if len(given) != count:

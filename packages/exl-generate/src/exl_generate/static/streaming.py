@@ -6,10 +6,13 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from exl_generate.contracts import Cache, Model, Tokenizer
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_generate.dynamic.limits import check_count
+from exl_generate.dynamic.request import check_abort_event
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.dynamic.speculation import ModelDrafter, NgramDrafter
 from exl_generate.errors import CapacityError, JobStateError, RequestError
@@ -22,6 +25,15 @@ from exl_kernels.errors import UnsupportedError
 __all__ = ["ExLlamaV2StreamingGenerator"]
 
 Result = dict[str, Any]
+
+#: Attributes that say how drafts are made: whole numbers of at least 0.
+COUNTS = (
+    "num_speculative_tokens",
+    "speculative_ngram_min",
+    "speculative_ngram_max",
+    "speculative_ngram_max_inf",
+    "speculative_ngram_threshold",
+)
 
 
 class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
@@ -81,8 +93,8 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
 
     def ngram_preload(self, input_ids: torch.Tensor | list[int]) -> None:
         """Example text for n-gram guesses, consulted where the request's own text has nothing to offer."""
-        flat = input_ids.reshape(-1).tolist() if isinstance(input_ids, torch.Tensor) else list(input_ids)
-        preloaded, vocab = [int(i) for i in flat], self.model.config.vocab_size
+        flat = input_ids.reshape(-1).tolist() if isinstance(input_ids, torch.Tensor) else input_ids
+        preloaded, vocab = _ids("ngram_preload", flat), self.model.config.vocab_size
         bad = next((i for i in preloaded if i < 0 or vocab <= i < EMBEDDING_INDEX), None)
         if bad is not None:
             raise RequestError(f"ngram_preload: token id {bad}; the vocabulary has ids 0 to {vocab - 1}")
@@ -136,6 +148,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         an adapter or a list. `input_embeddings`: the `ExLlamaV2MMEmbedding` objects whose ids stand in `input_ids`.
         `seed` is an addition here.
         """
+        check_abort_event(abort_event)
         rows = _rows(input_ids, input_mask)
         _check_offsets(position_offsets, [row.shape[1] - input_ids.shape[1] for row in rows])
         engine = self.engine()
@@ -225,6 +238,11 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
 
     def engine(self) -> ExLlamaV2DynamicGenerator:
         """The engine, made anew when the way of drafting has changed."""
+        for name in COUNTS:
+            check_count(name, getattr(self, name), 0)
+        given: Any = self.speculative_prob_threshold
+        if not isinstance(given, int | float):
+            raise RequestError(f"speculative_prob_threshold is {given!r:.80}; it must be a number")
         ngram = (self.speculative_ngram, self.speculative_ngram_max, self.speculative_ngram_max_inf)
         wanted = (*ngram, self.draft_model, self.num_speculative_tokens)
         if self._engine is None or self._built_for != wanted:
@@ -283,7 +301,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         job, engine = self._job, self._engine
         assert job is not None
         assert engine is not None
-        bans = tuple(int(token) for token in ban_tokens or ())
+        bans = tuple(_ids("ban_tokens", ban_tokens or ()))
         if bans and engine.num_draft_tokens:
             raise UnsupportedError(
                 "ban_tokens does not go with drafting, which is ahead of the call; use banned_strings"
@@ -351,6 +369,8 @@ def _rows(input_ids: torch.Tensor, input_mask: torch.Tensor | None) -> list[torc
         raise RequestError(f"input_ids has shape {shape}; pass [1, n], or [2, n] for a CFG pair")
     if input_mask is None:
         return [row[None] for row in input_ids]
+    if not isinstance(input_mask, torch.Tensor) or input_mask.dim() != 2:
+        raise RequestError(f"input_mask is a {type(input_mask).__name__}; pass a tensor like input_ids, or None")
     if input_mask.shape[:1] != input_ids.shape[:1] or input_mask.shape[1] < input_ids.shape[1]:
         raise RequestError(f"input_mask has shape {list(input_mask.shape)}, input_ids {list(input_ids.shape)}")
     return [row[None, mask[: len(row)] >= 0] for row, mask in zip(input_ids, input_mask, strict=True)]
@@ -360,12 +380,22 @@ def _check_offsets(offsets: torch.Tensor | None, padding: list[int]) -> None:
     """Refuse positions that do not begin at 0 behind each row's padding: they are not a choice."""
     if offsets is None:
         return
-    given = [int(i) for i in torch.as_tensor(offsets).reshape(-1)]
+    try:
+        given = [int(i) for i in torch.as_tensor(offsets).reshape(-1)]
+    except (TypeError, ValueError, RuntimeError):
+        raise RequestError(f"position_offsets is {offsets!r:.80}; pass an int tensor of one a row, or None") from None
     if given != padding:
         raise RequestError(
             f"position_offsets is {given}; with this input_mask it must be {padding}, minus the padding of each row: "
             "pass both as tokenizer.encode(return_offsets=True) and padding_mask make them, or neither"
         )
+
+
+def _ids(name: str, ids: Any) -> list[int]:
+    found = None if isinstance(ids, str | bytes) or not isinstance(ids, Iterable) else list(ids)
+    if found is None or not all(isinstance(token, int | np.integer) for token in found):
+        raise RequestError(f"{name} is {ids!r:.80}; pass a list of token ids")
+    return [int(token) for token in found]
 
 
 def _without_first(result: Result) -> Result:
