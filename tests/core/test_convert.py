@@ -14,9 +14,15 @@ import torch
 from exl_core import ExLlamaV2Config, errors
 from exl_core.convert import folder_layout, quantize_model
 from exl_kernels.errors import FormatError, UnsupportedError
+from exl_kernels.quantize import main as kernels_command
 from exl_kernels.quantize_folder import quantize_folder
 from exl_kernels.quantize_layout import FolderMatrix
 from exl_kernels.safetensors_file import read_safetensors_folder, read_tensor
+
+
+def convert_command(arguments: list[str]) -> int:
+    return kernels_command(arguments, quantize=quantize_model)
+
 
 pytestmark = pytest.mark.covers("core.md: architectures")
 
@@ -36,6 +42,22 @@ def test_the_command(lab: Any, tmp_path: Path) -> None:
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 1
     assert "must be new or empty" in again.stderr
+
+
+@pytest.mark.parametrize("command", [convert_command, kernels_command])
+def test_what_the_command_cannot_do_is_said_in_a_line(
+    command: Any, lab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(lab.write())
+    (tmp_path / "file").touch()
+    assert command([source, str(tmp_path / "file" / "out")]) == 1
+    assert "Traceback" not in (said := capsys.readouterr().err)
+    assert said.splitlines()[-1].startswith("error: ")
+    with pytest.raises(SystemExit) as stopped:
+        command([source, str(tmp_path / "out"), "--group-size", "64"])
+    assert stopped.value.code == 2
+    assert "--format gptq" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_layout_of_llama_names_is_the_one_by_names(lab: Any, tmp_path: Path) -> None:
@@ -78,7 +100,7 @@ def test_what_is_refused_leaves_nothing(lab: Any, tmp_path: Path) -> None:
         with pytest.raises(kind, match=words):
             quantize_folder(source, tmp_path / "x", **options)
         assert not (tmp_path / "x").exists()
-    with pytest.raises((errors.FormatError, errors.MissingTensorError)):
+    with pytest.raises(errors.FormatError, match="quantized already; start from the float model"):
         quantize_model(quantized, tmp_path / "x")
     assert not (tmp_path / "x").exists()
     config = ExLlamaV2Config()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -160,3 +161,44 @@ def test_merges_without_the_declared_prefix_are_refused(lab: Any, tmp_path: Path
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(errors.TokenizerError, match="continuing_subword_prefix"):
         use(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("pytorch_model.bin", "pickle"), ("model.pth", "pickle"), ("m.gguf", "GGUF")]
+)
+def test_weights_in_other_forms_are_named_and_not_opened(lab: Any, tmp_path: Path, name: str, words: str) -> None:
+    folder = shutil.copytree(lab.write(), tmp_path / "other")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    (folder / name).write_bytes(b"")
+    with pytest.raises(errors.ConfigFileError, match=rf"{name} is .*{words}.*safetensors"):
+        ExLlamaV2Config(str(folder))
+
+
+def test_a_shard_that_the_index_names_and_the_folder_lacks_is_named(lab: Any, tmp_path: Path) -> None:
+    tensors = lab.random_tensors(lab.config)
+    kept = {name: t for name, t in tensors.items() if "layers.1." not in name}
+    folder = lab.write_model(tmp_path / "shards", lab.config, kept)
+    index = folder / "model.safetensors.index.json"
+    files = {name: "there.safetensors" if name in kept else "model-00002-of-00002.safetensors" for name in tensors}
+    (present,) = folder.glob("*.safetensors")
+    present.rename(folder / "there.safetensors")
+    index.write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(errors.MissingTensorError, match=r"Could not find.*names model-00002-of-00002\.safetensors"):
+        ExLlamaV2Config(str(folder))
+    for other in ("[1]", "{", '{"weight_map": [1]}', '{"weight_map": {"a": 5}}'):
+        index.write_text(other)
+        with pytest.raises(errors.MissingTensorError, match=r"in model$"):
+            ExLlamaV2Config(str(folder))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes in folders are of POSIX systems")
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_pipe_in_the_folder_is_not_waited_for(lab: Any, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(lab.write(), tmp_path / "pipe")
+    for side in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FIXTURE / side, folder)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(errors.ExlError, match="not a regular file"):
+        ExLlamaV2Tokenizer(ExLlamaV2Config(str(folder)))

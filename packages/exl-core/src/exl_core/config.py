@@ -453,7 +453,8 @@ class ExLlamaV2Config:
             log.warning("%s says quant_method %s, but no tensor ends with %s", folder, self.quant_method, marker)
         for alternatives in self._expected_keys():
             if not any(self.checkpoint.has_module(key) for key in alternatives):
-                raise MissingTensorError(f"{folder}: Could not find {alternatives[0]}.* in model")
+                lost = self.checkpoint.lost_files()
+                raise MissingTensorError(f"{folder}: Could not find {alternatives[0]}.* in model{lost}")
 
     def _map_key(self, name: str) -> str:
         """The name under which a tensor of the files is looked up."""

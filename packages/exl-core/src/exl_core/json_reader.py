@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 from .errors import ConfigError, ConfigFileError, ConfigKeyError, ConfigTypeError
 
-__all__ = ["REQUIRED", "JsonReader", "read_json_file"]
+__all__ = ["REQUIRED", "JsonReader", "read_json_file", "regular_size"]
 
 MAX_JSON_BYTES = 16 << 20  # a config is kilobytes; this stops a hostile file before it is parsed
 MAX_INTEGER = (1 << 63) - 1
@@ -27,10 +29,18 @@ class _Required:
 REQUIRED = _Required()
 
 
+def regular_size(path: Path) -> int:
+    """Bytes of a file. Raises OSError, also for what is none: a pipe in a folder would be waited for without an end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    return found.st_size
+
+
 def read_json_file(path: Path) -> dict[str, Any]:
     """Parse `path` as one JSON object. Raises ConfigFileError or ConfigError; never anything else for a bad file."""
     try:
-        size = path.stat().st_size
+        size = regular_size(path)
         if size > MAX_JSON_BYTES:
             raise ConfigError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} a JSON file of a model may have")
         text = path.read_bytes().decode("utf-8")

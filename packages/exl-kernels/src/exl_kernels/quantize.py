@@ -27,10 +27,12 @@ def main(
     parser.add_argument("--bits", type=float, default=4.0, help="average bits per weight of the layers (default 4.0)")
     parser.add_argument("--head-bits", type=int, help="2, 3, 4, 5, 6, 8, or 16 for a float head (default 6; GPTQ 16)")
     parser.add_argument("--format", choices=("exl2", "gptq"), default="exl2", help="default exl2")
-    parser.add_argument("--group-size", type=int, default=128, help="rows of a GPTQ group, -1 for one (default 128)")
+    parser.add_argument("--group-size", type=int, help="GPTQ alone: rows of a group, -1 for one group (default 128)")
     parser.add_argument("--fast", action="store_true", help="skip the search for each group's best scale")
     parser.add_argument("--no-reorder", action="store_true", help="keep the order of the input features")
     options = parser.parse_args(arguments)
+    if options.format == "exl2" and options.group_size is not None:
+        parser.error("--group-size is of --format gptq: EXL2 chooses the groups of each matrix by --bits")
     try:
         report = quantize(
             options.source,
@@ -38,12 +40,12 @@ def main(
             bits=options.bits,
             head_bits=options.head_bits,
             format=options.format,
-            group_size=options.group_size,
+            group_size=128 if options.group_size is None else options.group_size,
             fast=options.fast,
             reorder=not options.no_reorder,
             progress=lambda done, total, key: print(f"{done}/{total} {key}", file=sys.stderr),
         )
-    except ExlError as error:
+    except (ExlError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(

@@ -10,7 +10,7 @@ from exl_kernels.quantize_folder import QuantizeReport, quantize_folder
 from exl_kernels.quantize_layout import FolderMatrix
 
 from ..config import ExLlamaV2Config
-from ..errors import ModelStateError
+from ..errors import FormatError, ModelStateError
 from ..loading.checkpoint import Checkpoint, TensorReader
 from ..loading.linears import stored_key
 from ..modules import (
@@ -34,9 +34,15 @@ def quantize_model(source: str | os.PathLike[str], target: str | os.PathLike[str
 
     Quantized are the projections of attention, MLP and experts, and for EXL2 the head; routers stay float. Matrices
     that the files keep fused, stacked or transposed are written split, under the names that this package's own tables
-    give them, and load with the same config.json. Raises ConfigError for a folder that would not load.
+    give them, and load with the same config.json. Raises ConfigError for a folder that would not load, FormatError for
+    one that is quantized.
     """
-    return quantize_folder(source, target, layout=folder_layout(ExLlamaV2Config(source)), **options)
+    config = ExLlamaV2Config(source)
+    names = config.checkpoint.tensors if config.checkpoint is not None else ()
+    packed = next((name for name in names if name.endswith((".q_weight", ".qweight"))), None)
+    if packed is not None:
+        raise FormatError(f"{config.model_dir}: {packed} is quantized already; start from the float model")
+    return quantize_folder(source, target, layout=folder_layout(config), **options)
 
 
 def folder_layout(config: ExLlamaV2Config) -> list[FolderMatrix]:

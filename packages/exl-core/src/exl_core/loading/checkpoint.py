@@ -13,7 +13,8 @@ from torch import Tensor
 
 from exl_kernels.safetensors_file import TensorEntry, read_into, read_safetensors_header
 
-from ..errors import ConfigFileError, FormatError, MissingTensorError
+from ..errors import ConfigError, ConfigFileError, FormatError, MissingTensorError
+from ..json_reader import read_json_file
 
 __all__ = ["Checkpoint", "TensorReader", "TensorSource"]
 
@@ -40,7 +41,7 @@ class Checkpoint:
         """Raises ConfigFileError without weight files, FormatError for a broken header or a tensor stored twice."""
         files = tuple(sorted(folder.glob("*.safetensors")))
         if not files:
-            raise ConfigFileError(f"No .safetensors files found in {folder}")
+            raise ConfigFileError(f"No .safetensors files found in {folder}{_other_weights(folder)}")
         tensors: dict[str, TensorEntry] = {}
         stamps = {}
         for file in files:
@@ -71,6 +72,31 @@ class Checkpoint:
             return self.tensors[name]
         except KeyError:
             raise MissingTensorError(f"{self.folder}: no tensor {name} in {len(self.files)} weight file(s)") from None
+
+    def lost_files(self) -> str:
+        """What an error about a missing tensor goes on with: the files that the folder's index names and that are not
+        there. An index alone is no proof: quantizers leave those of the float model behind."""
+        file = self.folder / "model.safetensors.index.json"
+        try:
+            named = read_json_file(file).get("weight_map")
+        except (ConfigError, ConfigFileError):
+            return ""
+        names = {n for n in named.values() if isinstance(n, str)} if isinstance(named, dict) else set()
+        lost = sorted(names - {f.name for f in self.files})
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        return f"; {file.name} names {lost[0]:.100}{more}, which the folder lacks: download it again" if lost else ""
+
+
+def _other_weights(folder: Path) -> str:
+    """The remedy where the weights are there in a form that is not read."""
+    for pattern, remedy in (
+        ("*.bin", "a pickle, which may run code when it is read"),
+        ("*.pt*", "a pickle, which may run code when it is read"),
+        ("*.gguf", "GGUF, which is not read here"),
+    ):
+        for file in sorted(folder.glob(pattern))[:1]:
+            return f"; {file.name} is {remedy}: get or save the model as safetensors"
+    return ""
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from ..errors import InputError, TokenizerError, TokenizerFileError
+from ..json_reader import regular_size
 
 __all__ = ["TokenizerBackend", "require_text"]
 
@@ -147,7 +148,7 @@ def require_text(text: object) -> None:
 
 def _read(file: Path) -> str:
     try:
-        size = file.stat().st_size
+        size = regular_size(file)
         if size > MAX_FILE_BYTES:
             raise TokenizerError(f"{file}: {size} bytes, more than the {MAX_FILE_BYTES} a tokenizer may have")
         return file.read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ChatTemplateError, InputError
-from ..json_reader import read_json_file
+from ..json_reader import read_json_file, regular_size
 
 __all__ = [
     "ChatTemplates",
@@ -154,7 +154,7 @@ def _read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[s
 
 def _read(file: Path) -> str:
     try:
-        if file.stat().st_size > MAX_TEMPLATE_BYTES:
+        if regular_size(file) > MAX_TEMPLATE_BYTES:
             raise ChatTemplateError(f"{file}: larger than {MAX_TEMPLATE_BYTES} bytes")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:

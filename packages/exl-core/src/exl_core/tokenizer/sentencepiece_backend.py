@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import AddedToken
 
 from ..errors import TokenizerError, TokenizerFileError
+from ..json_reader import regular_size
 from .backend import MAX_FILE_BYTES, require_text
 
 __all__ = ["SentencePieceBackend"]
@@ -145,7 +146,7 @@ class SentencePieceBackend:
 
 def _read(file: Path) -> bytes:
     try:
-        size = file.stat().st_size
+        size = regular_size(file)
         if size > MAX_FILE_BYTES:
             raise TokenizerError(f"{file}: {size} bytes, more than the {MAX_FILE_BYTES} a tokenizer may have")
         return file.read_bytes()
