@@ -91,6 +91,18 @@ def test_b(launched): ...
     ]
 
 
+def test_the_cases_chosen_for_the_tools_are_tests() -> None:
+    """One that is renamed would leave a kernel out, which only a GPU's run would find."""
+    root = SCRIPT.parents[2]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "tests/kernels"], cwd=root, capture_output=True, text=True, check=True, timeout=250
+    )
+    cases = [line.split(" ", 1)[1] for line in SCRIPT.with_name("sanitize_cases.txt").read_text().splitlines()]
+    assert cases
+    assert not set(cases) - set(done.stdout.splitlines())
+
+
 PYTHON = """#!/usr/bin/env bash
 # Tests that pass at once, and leave what was recorded in the place of what they launched.
 [ "$1 $2" = "-m pytest" ] || exec {python} "$@"
