@@ -256,10 +256,13 @@ def test_so_many_columns_that_some_are_left_over(kind: str, group: int) -> None:
     else:
         made = QuantMatrix.from_gptq(gptq_tensors(4, k, group, n, False), bits=4, group_size=group, device="cuda")
     assert isinstance(made, CudaQuantMatrix)
-    for m in (33, 64):
-        got = ways(made, activations(m, k, seed=m))
+    for m in (33,) if UNDER_A_TOOL else (33, 64):
+        x = activations(m, k, seed=m)
+        got = ways(made, x)
         assert torch.equal(got["batch"], got["direct"]), m
-        assert torch.equal(ways(made, activations(m, k, seed=m))["batch"], got["direct"]), m
+        again = torch.full_like(got["batch"], float("nan"))
+        made._batched(x, again, m, torch.cuda.current_stream().cuda_stream)
+        assert torch.equal(again, got["direct"]), m
 
 
 def random_groups(rng: random.Random, most: int) -> list[tuple[int, int]]:
