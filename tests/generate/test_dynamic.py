@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,9 @@ from exl_generate.testing import (
     streamed_tokens,
 )
 from exl_generate.testing.small import EOS, TOKENIZER, VOCAB, ids, job, make, naive, run, says
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from counting import lines
 
 Settings = ExLlamaV2Sampler.Settings
 
@@ -284,6 +289,20 @@ def test_small_jobs_overtake_a_big_one_a_limited_number_of_times(max_skips: int 
     generator.enqueue([big, *small])
     started = [r["job"] for _ in range(60) for r in generator.iterate() if r["stage"] == "started"]
     assert started.index(big) == overtaken
+
+
+@pytest.mark.covers("generators.md: 34")
+def test_a_waiting_prompt_costs_a_round_little_however_long_it_is() -> None:
+    """It is looked at in every round: not page by page."""
+    generator = make(cache_tokens=4096, model_len=4096)
+    generator.enqueue(job("abc", 1000))
+    for _ in range(3):
+        generator.iterate()
+    alone = lines(generator.iterate)
+    generator.enqueue([job(letter * 3500, 8, max_skips=None) for letter in "defghijklmnopqrst"])
+    generator.iterate()
+    assert lines(generator.iterate) - alone < 17 * 250  # 57,000 page by page
+    assert generator.num_pending_jobs() == 17
 
 
 # ---- generate ----

@@ -312,8 +312,7 @@ class ExLlamaV2DynamicJob:
 
     def count_pages(self, page_size: int) -> int:
         """Pages under all sequences at their longest; pages of a common prefix count once."""
-        shared = {label for sequence in self.sequences for label in sequence.labels}
-        return len(shared) + self.own_pages(page_size, self.max_new_tokens - self.new_tokens)
+        return self._shareable + self.own_pages(page_size, self.max_new_tokens - self.new_tokens)
 
     def own_pages(self, page_size: int, new: int | None = None) -> int:
         """Pages for `new` more tokens (None = as many as it reserves at once) that no other job can share: those behind
@@ -322,15 +321,30 @@ class ExLlamaV2DynamicJob:
         return sum(sequence.pages_needed(new, page_size) - len(sequence.labels) for sequence in self.sequences)
 
     def missing_pages(self, table: PageTable) -> int:
-        """Pages that starting now would take away from others: all but those that running jobs hold already."""
-        labels = {label: ids for sequence in self.sequences for label, ids in sequence.context_pages()}
-        held = sum((page := table.find(label, ids)) is not None and page.ref_count > 0 for label, ids in labels.items())
-        return len(labels) + self.own_pages(table.page_size) - held
+        """Pages that starting now would take away from others: all but those that running jobs hold already. Whoever
+        holds a page holds those before it, so behind the first that nobody holds none is looked for: this is asked of
+        every waiting job in every round."""
+        labels = self._shareable
+        held: set[bytes] = set()
+        for sequence in self.sequences:
+            for label, ids in sequence.context_pages():
+                page = table.find(label, ids)
+                if page is None or page.ref_count == 0:
+                    break
+                held.add(label)
+        return labels + self.own_pages(table.page_size) - len(held)
 
     def acquire_pages(self) -> None:
         self.total_pages = 0
         for sequence in self.sequences:
             self.total_pages += sequence.acquire(self._share)
+
+    @property
+    def _shareable(self) -> int:
+        """Full pages of the context; those of a common prefix count once. In one sequence no two are the same."""
+        if len(self.sequences) == 1:
+            return len(self.sequence.labels)
+        return len({label for sequence in self.sequences for label in sequence.labels})
 
     @property
     def has_room(self) -> bool:
