@@ -157,6 +157,7 @@ def test_refusals_leave_nothing_behind(tmp_path: Path) -> None:
     empty = write_folder(tmp_path / "empty", {"model.embed_tokens.weight": torch.ones(4, 4)})
     cases = [
         (source, "done", {}, FormatError, "must be new or empty"),
+        (source, "done/config.json", {}, FormatError, "must be new or empty"),
         (tmp_path / "done", "x", {}, FormatError, "already quantized"),
         (source, "x", {"bits": 1.5}, FormatError, "at least"),
         (source, "x", {"bits": 20}, FormatError, "bits 20"),

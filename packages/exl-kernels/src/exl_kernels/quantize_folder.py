@@ -79,7 +79,7 @@ def quantize_folder(
     heads = [m for m in matrices if not m.slot]
     plans = allocate(slots, bits) if format == "exl2" else _gptq_plans(slots, int(bits), group_size)
     plans |= {m.key: HEAD_PLANS[head_bits] for m in heads if head_bits != 16 and m.in_features % 32 == 0}
-    if target.exists() and any(target.iterdir()):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FormatError(f"{target}: the target folder must be new or empty")
 
     def quantize(weight: Tensor, key: str) -> dict[str, Tensor]:
