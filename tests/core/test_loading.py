@@ -289,7 +289,7 @@ def test_broken_tensors_name_file_and_tensor_and_leave_nothing(lab: Any, tmp_pat
     assert not any(m.loaded for m in model.modules)
     assert model.weight_bytes() == 0
     assert model.cache_map == {}
-    assert open_files() == files
+    assert open_files() <= files  # less where those of other tests are gone
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", f"{Q}.weight", "model.embed_tokens.weight"])
@@ -409,12 +409,12 @@ def test_reading_ahead_knows_every_matrix_and_is_no_need(lab: Any, monkeypatch: 
         modules = ExLlamaV2(config).modules
         asked = set().union(*module_tensors(modules, config.checkpoint))
         assert asked == {name for name in config.tensor_file_map if "norm" not in name}
-    before = threading.active_count()
+    before = set(threading.enumerate())
     monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)  # every block is read
     assert lab.load(lab.write(shards=3)).loaded
     monkeypatch.delattr(os, "preadv")
     assert lab.load(lab.write()).loaded
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # those of other tests may end meanwhile
 
 
 def test_overlapping_tensors(lab: Any) -> None:
@@ -489,7 +489,7 @@ def test_loading_and_dropping_many_times_holds_no_memory(lab: Any) -> None:
     gc.collect()
     size = sum(e.nbytes for e in read_safetensors_header(folder / "model.safetensors").entries.values())
     assert resident() - before < 4 * size  # thirty leaks would be thirty times the size
-    assert open_files() == files
+    assert open_files() <= files
 
 
 def test_rows_of_embedding_and_head_against_vocab_size(lab: Any, tmp_path: Path) -> None:

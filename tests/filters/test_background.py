@@ -127,7 +127,7 @@ def test_compiling_has_a_time_limit():
     assert f.next()[0] == [0]
     over = threading.Event()
     with pytest.raises(FilterCompileError, match=r"0\.05 s"):
-        compile_within(0.05, over.wait)
+        compile_within(0.05, over.wait, 250)
     over.set()
     with pytest.raises(FilterCompileError, match="options"):
         compile_within(250, ExLlamaV2SelectFilter, None, V, [])
