@@ -321,18 +321,9 @@ class ExLlamaV2DynamicJob:
         return sum(sequence.pages_needed(new, page_size) - len(sequence.labels) for sequence in self.sequences)
 
     def missing_pages(self, table: PageTable) -> int:
-        """Pages that starting now would take away from others: all but those that running jobs hold already. Whoever
-        holds a page holds those before it, so behind the first that nobody holds none is looked for: this is asked of
-        every waiting job in every round."""
-        labels = self._shareable
-        held: set[bytes] = set()
-        for sequence in self.sequences:
-            for label, ids in sequence.context_pages():
-                page = table.find(label, ids)
-                if page is None or page.ref_count == 0:
-                    break
-                held.add(label)
-        return labels + self.own_pages(table.page_size) - len(held)
+        """Pages that starting now would take away from others: all but those that running jobs hold already."""
+        held = [sequence.labels[: table.held(sequence.labels)] for sequence in self.sequences]
+        return self._shareable - _distinct(held) + self.own_pages(table.page_size)
 
     def acquire_pages(self) -> None:
         self.total_pages = 0
@@ -341,10 +332,8 @@ class ExLlamaV2DynamicJob:
 
     @property
     def _shareable(self) -> int:
-        """Full pages of the context; those of a common prefix count once. In one sequence no two are the same."""
-        if len(self.sequences) == 1:
-            return len(self.sequence.labels)
-        return len({label for sequence in self.sequences for label in sequence.labels})
+        """Full pages of the context; those of a common prefix count once."""
+        return _distinct([sequence.labels for sequence in self.sequences])
 
     @property
     def has_room(self) -> bool:
@@ -606,6 +595,11 @@ class ExLlamaV2DynamicJob:
                 f"gave up after {MAX_REWINDS} rewinds of banned strings, the last of them {match.string!r}"
             )
         return self._results.streaming(self._output.release(), suppressed=(text, gone))
+
+
+def _distinct(labels: list[list[bytes]]) -> int:
+    """Labels of some sequences; in one of them no two are the same."""
+    return len(labels[0]) if len(labels) == 1 else len(set().union(*labels))
 
 
 def _close(filters: FilterStack) -> None:

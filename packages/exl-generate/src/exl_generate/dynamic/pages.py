@@ -93,6 +93,15 @@ class PageTable:
         page = self._by_label.get(label)
         return page if page is not None and np.array_equal(page.tokens, ids) else None
 
+    def held(self, labels: Sequence[bytes]) -> int:
+        """How many of a sequence's pages are in use, from the first on: whoever holds a page holds those before it.
+        Asked of every waiting job in every round, so their ids are not compared."""
+        for count, label in enumerate(labels):
+            page = self._by_label.get(label)
+            if page is None or page.ref_count == 0:
+                return count
+        return len(labels)
+
     def reserve(self, count: int) -> None:
         assert 0 <= count <= self.available, "reservation beyond the free pages"
         self.reserved += count
