@@ -103,6 +103,18 @@ def test_steps_queued_ahead_of_the_gpu_find_their_inputs(model: ExLlamaV2, monke
         assert torch.equal(one, other), step_
 
 
+def test_a_module_that_is_read_again_is_in_no_captured_step(model: ExLlamaV2) -> None:
+    """Its weights are elsewhere then, and those that the step read are given back."""
+    cache = ExLlamaV2Cache(model, max_seq_len=8 * PAGE)
+    step = model.prepare_step(1, cache, params([15]))
+    assert step is not None
+    assert model.decode.count == 1
+    model.load_module(3)
+    assert model.decode.count == 0
+    assert model.loaded
+    assert model.prepare_step(1, cache, params([15])) is not None
+
+
 def test_a_step_is_of_the_modules_that_are_there(model: ExLlamaV2) -> None:
     """Also where one has been replaced by another that is no hook."""
     cache, inner = ExLlamaV2Cache(model, max_seq_len=8 * PAGE), model.modules[2]

@@ -180,6 +180,15 @@ def test_device_map_and_single_modules(lab: Any, monkeypatch: pytest.MonkeyPatch
         model.forward(ids)
     model.load_module(3)
     assert torch.equal(model.forward(ids), expected)
+    assert model.config.checkpoint is not None
+    file = model.config.checkpoint.files[0]
+    hidden = file.rename(file.with_suffix(".hidden"))
+    with pytest.raises(errors.FormatError):
+        model.load_module(3)
+    hidden.rename(file)
+    assert not model.loaded, "a module that could not be read again is not there"
+    model.load_module(3)
+    assert torch.equal(model.forward(ids), expected)
 
 
 @pytest.mark.parametrize("bad", [[], [1.0] * 3, [-1.0], [float("nan")], ["1"], "auto", 4, [True], [None]])

@@ -234,9 +234,12 @@ class ExLlamaV2:
         if self.device is None:
             raise ModelStateError("no device is decided: call model.load(lazy=True) or set_device_map first")
         module = self.modules[index]
-        with out_of_memory_as_error(f"load {module.key}"):
-            module.load(TensorReader(self._checkpoint()), self.placement.device(index))
-        self._settle()
+        self.decode.clear()  # captured steps read the weights where they were
+        try:
+            with out_of_memory_as_error(f"load {module.key}"):
+                module.load(TensorReader(self._checkpoint()), self.placement.device(index))
+        finally:
+            self._settle()
 
     def unload_module(self, index: int) -> None:
         """Drop the weights of one of `modules`."""
