@@ -30,7 +30,7 @@ from exl_generate.dynamic.request import (
     strings_of,
 )
 from exl_generate.dynamic.results import Results
-from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence
+from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence, full_pages
 from exl_generate.dynamic.stopping import automaton_of
 from exl_generate.errors import NoCandidatesError, RequestError
 from exl_generate.interrupts import contained, lent
@@ -312,7 +312,7 @@ class ExLlamaV2DynamicJob:
 
     def count_pages(self, page_size: int) -> int:
         """Pages under all sequences at their longest; pages of a common prefix count once."""
-        return self._shareable + self.own_pages(page_size, self.max_new_tokens - self.new_tokens)
+        return full_pages(self.sequences) + self.own_pages(page_size, self.max_new_tokens - self.new_tokens)
 
     def own_pages(self, page_size: int, new: int | None = None) -> int:
         """Pages for `new` more tokens (None = as many as it reserves at once) that no other job can share: those behind
@@ -322,18 +322,12 @@ class ExLlamaV2DynamicJob:
 
     def missing_pages(self, table: PageTable) -> int:
         """Pages that starting now would take away from others: all but those that running jobs hold already."""
-        held = [sequence.labels[: table.held(sequence.labels)] for sequence in self.sequences]
-        return self._shareable - _distinct(held) + self.own_pages(table.page_size)
+        return full_pages(self.sequences) - full_pages(self.sequences, table) + self.own_pages(table.page_size)
 
     def acquire_pages(self) -> None:
         self.total_pages = 0
         for sequence in self.sequences:
             self.total_pages += sequence.acquire(self._share)
-
-    @property
-    def _shareable(self) -> int:
-        """Full pages of the context; those of a common prefix count once."""
-        return _distinct([sequence.labels for sequence in self.sequences])
 
     @property
     def has_room(self) -> bool:
@@ -595,11 +589,6 @@ class ExLlamaV2DynamicJob:
                 f"gave up after {MAX_REWINDS} rewinds of banned strings, the last of them {match.string!r}"
             )
         return self._results.streaming(self._output.release(), suppressed=(text, gone))
-
-
-def _distinct(labels: list[list[bytes]]) -> int:
-    """Labels of some sequences; in one of them no two are the same."""
-    return len(labels[0]) if len(labels) == 1 else len(set().union(*labels))
 
 
 def _close(filters: FilterStack) -> None:

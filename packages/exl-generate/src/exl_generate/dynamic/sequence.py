@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from exl_generate.dynamic.pages import Page, PageTable, page_hash
 
-__all__ = ["EMBEDDING_INDEX", "NO_PICTURES", "Head", "Pictures", "Sequence"]
+__all__ = ["EMBEDDING_INDEX", "NO_PICTURES", "Head", "Pictures", "Sequence", "full_pages"]
 
 Ids = NDArray[np.int64]
 
@@ -353,3 +353,10 @@ class Sequence:
             return None  # parted; or given way with ids that may yet be taken back: no name to look under
         size = self._pages.page_size
         return self._pages.partial(self._parent(k), self.keys[k * size : min((k + 1) * size, self.prefill_end)])
+
+
+def full_pages(sequences: SequenceOf[Sequence], held_in: PageTable | None = None) -> int:
+    """Full pages of the contexts of a job's sequences, those of a common prefix once; with a table only those that
+    somebody holds there."""
+    labels = [s.labels if held_in is None else s.labels[: held_in.held(s.labels)] for s in sequences]
+    return len(labels[0]) if len(labels) == 1 else len(set().union(*labels))  # in one sequence no two are the same
