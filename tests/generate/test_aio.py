@@ -173,8 +173,8 @@ def test_close_ends_consumers_whose_jobs_were_cleared_away() -> None:
     """`clear_queue` drops jobs without results; who reads one is told at the end at the latest."""
 
     async def main() -> None:
-        generator = make()
-        consumer = asyncio.create_task(collect(job(generator, "abc", 240)))
+        generator = make(2 * ENDLESS)
+        consumer = asyncio.create_task(collect(job(generator, "abc", ENDLESS)))
         await asyncio.sleep(0.01)
         generator.generator.clear_queue()
         await generator.close()
