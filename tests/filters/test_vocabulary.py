@@ -184,6 +184,27 @@ def test_bytes_of_real_tokenizers_concatenate_to_the_text(kind, tmp_path):
     assert views[1].eos_token_id == views[2].eos_token_id == t.token_to_id("</s>")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no tokenizer.json"),
+        ("[1, 2]", "no tokenizer.json"),
+        ('{"model": {"vocab": {"a": "x"}}}', "no tokenizer.json"),
+        ('{"model": {"vocab": [1]}}', "no tokenizer.json"),
+        ('{"added_tokens": [{}]}', "no tokenizer.json"),
+        ('{"model": {"vocab": {"a": -5}}}', "has the id -5"),
+        ('{"model": {"vocab": {"a": 4000000000}}}', "has the id 4000000000"),
+        ('{"decoder": ' + '{"decoders": [' * 3000 + "]}" * 3000 + "}", "recursion"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(text, said, tmp_path):
+    """With one error, and before a table of four billion tokens is made."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(FilterUsageError, match=said):
+        from_tokenizer_json(str(path))
+
+
 def test_a_model_tokenizer_file():
     v = from_tokenizer_json(str(MODEL))
     assert v.size >= 1000

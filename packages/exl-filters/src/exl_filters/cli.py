@@ -94,6 +94,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
+    from exl_filters.readers import from_tokenizer_json
     from exl_filters.testing.runner import check_filter, next_times
     from exl_filters.testing.targets import targets
     from exl_filters.testing.vocabularies import real_vocabulary
@@ -105,7 +106,7 @@ def _check(args: argparse.Namespace) -> int:
     vocabulary, language = None, _language(args.language)
     if args.tokenizer:
         trained = args.tokenizer in ("bpe", "unigram")
-        vocabulary = real_vocabulary(args.tokenizer) if trained else _vocabulary_of_file(args.tokenizer)
+        vocabulary = real_vocabulary(args.tokenizer) if trained else from_tokenizer_json(args.tokenizer)
     status, found = 0, list(targets(args.target, args.params))
     if not found:
         raise FilterUsageError(f"{args.target}: no filter is installed, so nothing was checked")
@@ -137,17 +138,6 @@ def _check(args: argparse.Namespace) -> int:
                 _tell(f"next() on {vocabulary.size} tokens: median {p50:.0f} us, 99 of 100 below {p99:.0f} us")
         status = status if report.ok else max(status, 1)
     return status
-
-
-def _vocabulary_of_file(path: str) -> Any:
-    from exl_filters.readers import from_tokenizer_json
-
-    try:
-        return from_tokenizer_json(path)
-    except FilterError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FilterUsageError(f"--tokenizer {path}: no tokenizer.json ({error!r:.200})") from error
 
 
 def _language(given: str | None) -> Any:

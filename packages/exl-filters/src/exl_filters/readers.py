@@ -17,6 +17,8 @@ __all__ = ["from_tokenizer_json", "read_tokenizer"]
 
 _EOS_NAMES = ("</s>", "<|endoftext|>", "<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<eos>")
 _UNDEFINED = "_undefined_token_"
+# Far beyond any vocabulary: an id takes some 100 bytes of tables, whether it stands for something or not.
+MOST_TOKENS = 1 << 24
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -42,10 +44,18 @@ def read_tokenizer(tokenizer: Any) -> Vocabulary:
 
 def from_tokenizer_json(path: str, eos_token: str | None = None) -> Vocabulary:
     """The vocabulary of a `tokenizer.json` file. `eos_token`: its spelling; default: the usual names among the added
-    tokens.
+    tokens. Raises `FilterUsageError` for a file that is none, OSError where it cannot be read.
     """
     with open(path, encoding="utf-8") as file:
-        data = json.load(file)
+        try:
+            return _from_json(json.load(file), eos_token)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if isinstance(error, FilterUsageError):
+                raise
+            raise FilterUsageError(f"{path}: no tokenizer.json ({error!r:.200})") from error
+
+
+def _from_json(data: dict[str, Any], eos_token: str | None) -> Vocabulary:
     model = data.get("model") or {}
     vocab = model.get("vocab") or {}
     pieces = dict(vocab) if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
@@ -84,7 +94,11 @@ def _assemble(
     **roles: Any,
 ) -> Vocabulary:
     roles = {name: _one_id(value) for name, value in roles.items()}
-    size = 1 + max([*pieces.values(), *added, *(i for i in roles.values() if i is not None)], default=0)
+    ids = [*pieces.values(), *added, *(i for i in roles.values() if i is not None)]
+    outside = next((i for i in ids if not 0 <= i < MOST_TOKENS), None)
+    if outside is not None:
+        raise FilterUsageError(f"a token has the id {outside}; ids are from 0 to {MOST_TOKENS - 1}")
+    size = 1 + max(ids, default=0)
     tokens: list[bytes | None] = [None] * size
     to_bytes = _piece_decoder(kinds)
     for piece, token in pieces.items():
