@@ -205,6 +205,19 @@ def test_a_file_that_is_none_is_refused(text, said, tmp_path):
         from_tokenizer_json(str(path))
 
 
+def test_an_id_that_no_vocabulary_has_is_refused():
+    """config.json says which id ends a text, and may say anything: no table of four billion tokens is made for it."""
+
+    class Tokenizer:
+        eos_token_id = 4_000_000_000
+
+        def get_id_to_piece_list(self):
+            return ["a", "b"]
+
+    with pytest.raises(FilterUsageError, match="has the id 4000000000"):
+        vocabulary_of(Tokenizer())
+
+
 def test_a_model_tokenizer_file():
     v = from_tokenizer_json(str(MODEL))
     assert v.size >= 1000

@@ -94,11 +94,7 @@ def _assemble(
     **roles: Any,
 ) -> Vocabulary:
     roles = {name: _one_id(value) for name, value in roles.items()}
-    ids = [*pieces.values(), *added, *(i for i in roles.values() if i is not None)]
-    outside = next((i for i in ids if not 0 <= i < MOST_TOKENS), None)
-    if outside is not None:
-        raise FilterUsageError(f"a token has the id {outside}; ids are from 0 to {MOST_TOKENS - 1}")
-    size = 1 + max(ids, default=0)
+    size = _size_of([*pieces.values(), *added, *(i for i in roles.values() if i is not None)])
     tokens: list[bytes | None] = [None] * size
     to_bytes = _piece_decoder(kinds)
     for piece, token in pieces.items():
@@ -111,6 +107,16 @@ def _assemble(
             special.add(token)
             texts[token] = content
     return Vocabulary(tokens, special_ids=special, special_texts=texts, canonical_json=canonical_json, **roles)
+
+
+def _size_of(ids: Iterable[int]) -> int:
+    """Of the vocabulary that has these ids."""
+    highest = 0
+    for token in ids:
+        if not 0 <= token < MOST_TOKENS:
+            raise FilterUsageError(f"a token has the id {token}; ids are from 0 to {MOST_TOKENS - 1}")
+        highest = max(highest, token)
+    return highest + 1
 
 
 def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
@@ -159,7 +165,7 @@ def _from_exllama(tokenizer: Any, tokens: list[bytes | str | None]) -> Vocabular
     extended = getattr(tokenizer, "extended_id_to_piece", None) or {}
     plain = getattr(tokenizer, "unspecial_id_to_piece", None) or {}
     special = {int(i) for i in extended if int(i) not in plain} | {i for i in roles.values() if i is not None}
-    size = max([len(tokens), *(i + 1 for i in special)])
+    size = max(len(tokens), _size_of(special) if special else 0)
     tokens = [*tokens, *([None] * (size - len(tokens)))]
     texts = {int(i): str(text) for i, text in extended.items()}
     for token, text in enumerate(tokens):
