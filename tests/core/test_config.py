@@ -268,6 +268,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rope_scaling": {"type": "dynamic", "factor": 0.5}}, errors.ConfigError, "factor"),
     ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, errors.ConfigKeyError, "short_factor"),
     (
+        {"rope_scaling": {"type": "su", "long_factor": [10**400], "short_factor": [1]}},
+        errors.ConfigError,
+        "long_factor",
+    ),
+    (
         {"rope_scaling": {"type": "su", "long_factor": ["a"], "short_factor": [1]}},
         errors.ConfigTypeError,
         "long_factor",

@@ -472,6 +472,7 @@ REFUSED: dict[str, tuple[dict[str, Tensor], dict[str, Any], type[Exception], str
     "parameters": (PAIR, {**CONFIG, "target_parameters": ["mlp"]}, errors.UnsupportedError, "target_parameters"),
     "another method": (PAIR, {**CONFIG, "peft_type": "IA3"}, errors.UnsupportedError, "IA3"),
     "expression": (PAIR, {**CONFIG, "rank_pattern": {"(a+)+$": 4}}, errors.UnsupportedError, "rank_pattern"),
+    "alpha of 400 digits": (PAIR, {**CONFIG, "alpha_pattern": {"q": 10**400}}, errors.AdapterError, "alpha_pattern"),
     "infinite alpha": (PAIR, {**CONFIG, "alpha_pattern": {"q": float("inf")}}, errors.AdapterError, "alpha_pattern"),
     "targets": (PAIR, {**CONFIG, "target_modules": 4}, errors.AdapterError, "target_modules"),
 }  # fmt: skip

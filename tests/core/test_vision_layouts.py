@@ -173,6 +173,7 @@ BROKEN: list[tuple[str, str, Json, type[Exception]]] = [
     ("Qwen2_5_VL", "processor", {"min_pixels": 9000}, errors.ConfigError),
     ("Qwen2_5_VL", "processor", {"max_pixels": 1 << 60}, errors.ConfigError),
     ("Qwen2_5_VL", "processor", {"image_std": [1.0, 0.0, 1.0]}, errors.ConfigError),
+    ("Qwen2_5_VL", "processor", {"image_mean": [10**400, 0.0, 1.0]}, errors.ConfigError),
     ("Qwen2_5_VL", "processor", {"do_resize": False}, errors.UnsupportedError),
     ("Gemma3", "vision", {"model_type": "clip_vision_model"}, errors.UnsupportedError),
     ("Gemma3", "vision", {"image_size": 52}, errors.ConfigError),

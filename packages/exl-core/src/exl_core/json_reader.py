@@ -138,7 +138,7 @@ class JsonReader:
         key, value = found
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._wrong_type(key, value, "float")
-        if not abs(value) <= sys.float_info.max:  # also true of NaN
+        if not is_number(value):
             raise ConfigError(f"{self.file}: {key} is {_shown(value)}, must be a finite number")
         return float(value)
 
@@ -173,6 +173,12 @@ class JsonReader:
 
     def _wrong_type(self, key: str, value: Any, expected: str) -> ConfigTypeError:
         return ConfigTypeError(f"{self.file}: Value for {key} is not of expected type {expected}: {_shown(value)}")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of a JSON file is a finite number: also false of whole ones that no float can hold."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return known and abs(value) <= sys.float_info.max  # type: ignore[arg-type]  # false of NaN
 
 
 def _shown(value: Any) -> str:

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, ConfigKeyError, ConfigTypeError, UnsupportedError
-from .json_reader import JsonReader
+from .json_reader import JsonReader, is_number
 from .rope import RopeSettings
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _read_su(config: ExLlamaV2Config, block: JsonReader, original: int) -> None:
 
 def _divisors(block: JsonReader, key: str) -> list[float]:
     values = block.listing(key)
-    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < math.inf for v in values):
+    if not all(is_number(v) and v > 0 for v in values):
         raise ConfigTypeError(f"{block.file}: {key} must be a list of positive numbers")
     return [float(v) for v in values]
 

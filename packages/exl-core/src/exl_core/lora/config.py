@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import AdapterError, UnsupportedError
-from ..json_reader import JsonReader, read_json_file
+from ..json_reader import JsonReader, is_number, read_json_file
 
 __all__ = ["AdapterConfig"]
 
@@ -100,9 +100,8 @@ def _pattern(data: Mapping[str, object], key: str, file: Path) -> dict[str, floa
     for name, value in table.items():
         if not PATTERN.fullmatch(name):
             raise UnsupportedError(f"{file}: {key} has the expression {name[:80]!r}; only names of modules can be used")
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or (key == "rank_pattern" and not (value == int(value) and 1 <= value <= MAX_RANK)):
-            raise AdapterError(f"{file}: {key}[{name[:80]!r}] is {value!r}, must be a number that fits")
+        if not is_number(value) or (key == "rank_pattern" and not (value == int(value) and 1 <= value <= MAX_RANK)):
+            raise AdapterError(f"{file}: {key}[{name[:80]!r}] is {value!r:.60}, must be a number that fits")
     return {name.replace("\\.", ".").rstrip("$"): value for name, value in table.items()}
 
 

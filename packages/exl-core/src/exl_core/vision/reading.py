@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import ConfigError, ConfigFileError, ConfigTypeError, UnsupportedError
-from ..json_reader import JsonReader, read_json_file
+from ..json_reader import JsonReader, is_number, read_json_file
 
 __all__ = [
     "ACTIVATIONS",
@@ -125,7 +125,7 @@ def rope_theta(vision: JsonReader) -> float:
 
 def _triple(read: JsonReader, key: str, default: Sequence[float]) -> tuple[float, float, float]:
     values: list[Any] = read.listing(key, default=list(default))
-    if len(values) != 3 or not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
-        raise ConfigTypeError(f"{read.file}: {key} must be three numbers, not {values!r}")
+    if len(values) != 3 or not all(map(is_number, values)):
+        raise ConfigTypeError(f"{read.file}: {key} must be three numbers, not {str(values)[:80]}")
     a, b, c = (float(v) for v in values)
     return a, b, c
