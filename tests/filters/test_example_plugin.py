@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,9 +29,16 @@ def installed(tmp_path_factory):
     copy = tmp_path_factory.mktemp("plugin") / "source"
     shutil.copytree(PLUGIN, copy, ignore=shutil.ignore_patterns("__pycache__", ".pytest_cache", ".hypothesis"))
     target = tmp_path_factory.mktemp("installed")
-    done = run(
-        uv, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", target, copy, cwd=copy
-    )
+    command = (uv, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", target, copy)
+    for _ in range(3):  # what builds it may have to come from the registry
+        done = run(*command, cwd=copy)
+        if not done.returncode:
+            break
+    # CI has the registry, and says so, as in test_json_schema_suite.
+    if os.environ.get("EXL_REGISTRY") != "required" and re.search(
+        r"[Ff]ailed to fetch|[Oo]ffline|network", done.stderr
+    ):
+        pytest.skip(f"the plugin's build backend cannot be fetched: {done.stderr[-300:]}")
     assert done.returncode == 0, done.stderr
     return copy, {"PYTHONPATH": str(target)}
 
