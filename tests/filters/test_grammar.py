@@ -439,3 +439,10 @@ def test_a_vocabulary_goes_when_nobody_holds_it():
     del f, vocab
     gc.collect()
     assert gone() is None
+
+
+def test_a_token_too_long_for_the_engine_is_a_typed_error():
+    """llguidance's tables panic over tokens of more than 1024 bytes."""
+    vocab = Vocabulary(["a" * 1025, "a", None], eos_token_id=2, special_ids=[2])
+    with pytest.raises(FilterCompileError, match="llguidance"):
+        ExLlamaV2GrammarFilter(None, vocab, regex="a+")

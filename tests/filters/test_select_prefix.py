@@ -261,3 +261,9 @@ def test_rewind_at_random():
         assert f.next() == trace_here
     with pytest.raises(FilterUsageError):
         f.rewind(1)
+
+
+@pytest.mark.parametrize("strings", [None, [], [None], 5])
+def test_prefixes_that_are_none_are_refused(strings):
+    with pytest.raises(FilterCompileError, match="prefix_strings must be one string or some"):
+        ExLlamaV2PrefixFilter(None, Vocabulary(["a"]), strings)

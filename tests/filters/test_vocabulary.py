@@ -130,6 +130,21 @@ def test_plain_lists_and_strangers():
             vocabulary_of(bad)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "roles", "words"),
+    [
+        (["a", 5], {}, "token 1 is 5"),
+        (["a", "\ud800"], {}, "token 1 .* surrogate"),
+        (["a"], {"eos_token_id": "</s>"}, "'</s>' stands among"),
+        (["a"], {"special_ids": [None]}, "None stands among"),
+        (["a"], {"stop_ids": [0.0]}, "numbers of tokens"),
+    ],
+)
+def test_tokens_and_ids_of_other_types_are_refused(tokens, roles, words):
+    with pytest.raises(FilterUsageError, match=words):
+        Vocabulary(tokens, **roles)
+
+
 SAMPLES = ["The cat sat.", "naïve café — 😀 done", '{"a": [1, 2]}', "tab\tnew\nline  two"]
 
 

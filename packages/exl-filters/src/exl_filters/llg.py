@@ -104,7 +104,7 @@ def _build(vocabulary: Vocabulary) -> tuple[Any, int]:
             pass
     eos = vocabulary.size if eos is None else eos
     width = max(vocabulary.size, eos + 1)
-    return module.LLTokenizer(_Wrapper(vocabulary, eos), n_vocab=width, eos_token=eos), width
+    return caught(lambda: module.LLTokenizer(_Wrapper(vocabulary, eos), n_vocab=width, eos_token=eos)), width
 
 
 def _same_bytes(built: Any, vocabulary: Vocabulary) -> bool:

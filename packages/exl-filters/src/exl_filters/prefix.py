@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from exl_filters.byte_machine import DEAD, ByteMachine, Tokenized
@@ -24,7 +25,8 @@ class ExLlamaV2PrefixFilter(StateFilter[_State]):
 
     def __init__(self, model: Any, tokenizer: Any, prefix_strings: str | list[str], *, overshoot: bool = True) -> None:
         super().__init__(model, tokenizer)
-        strings = [prefix_strings] if isinstance(prefix_strings, str) else list(prefix_strings)
+        some = prefix_strings if isinstance(prefix_strings, Iterable) else ()
+        strings = [some] if isinstance(some, str) else list(some)
         if not strings or not all(isinstance(s, str) for s in strings):
             raise FilterCompileError(f"prefix_strings must be one string or some; got {prefix_strings!r:.80}")
         self.prefix_strings = strings

@@ -63,6 +63,10 @@ class Vocabulary:
         stops = set(stop_ids)
         if eos_token_id is not None:
             stops.add(eos_token_id)
+        given: set[Any] = special | stops
+        for i in given:
+            if isinstance(i, bool) or not isinstance(i, int | np.integer):
+                raise FilterUsageError(f"{i!r:.80} stands among the special and stop ids; these are numbers of tokens")
         outside = [i for i in special | stops if not 0 <= i < self.size]
         if outside:
             raise FilterUsageError(f"ids {outside[:5]} are outside the vocabulary of {self.size} tokens")
@@ -71,7 +75,7 @@ class Vocabulary:
         texts: dict[int, str] = dict(special_texts or {})
         self._bytes: list[bytes | None] = []
         for token, text in enumerate(tokens):
-            raw = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+            raw = _raw(token, text)
             if token in special:
                 if raw is not None:
                     texts.setdefault(token, raw.decode("utf-8", "replace"))
@@ -185,6 +189,18 @@ def _renew_lock() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _raw(token: int, text: object) -> bytes | None:
+    """A token's bytes. Raises `FilterUsageError` for what has none."""
+    if text is None or isinstance(text, bytes):
+        return text
+    if not isinstance(text, str):
+        raise FilterUsageError(f"token {token} is {text!r:.80}; tokens are bytes, text, or None for what has no text")
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise FilterUsageError(f"token {token} is {text!r:.80}, half of a surrogate pair: give its bytes") from error
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
