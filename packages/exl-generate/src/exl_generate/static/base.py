@@ -83,7 +83,7 @@ class ExLlamaV2BaseGenerator:
         completion_only: bool = False,
         filters: Sequence[Any] | None = None,
         filter_prefer_eos: bool = False,
-    ) -> str | list[str]:
+    ) -> Any:
         """Complete `prompt`, a str or a list of str; returns the same shape.
 
         At most `num_tokens` tokens are sampled per prompt, a healed one included. `stop_token`: -1 = every EOS of the
