@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import re
@@ -386,6 +387,33 @@ def test_a_conversation_that_cannot_be_saved_is_told(exl, chat_model: str) -> No
     assert "/nonexist/x.json: cannot write the conversation to it (No such file or directory)" in err
     assert "cannot read a conversation from it" in err
     assert "Errno" not in err.splitlines()[0]
+
+
+def test_a_history_stays_whole_where_the_new_one_does_not_fit(exl, chat_model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    folder = tmp_path / "talks"
+    folder.mkdir()
+    file, link = folder / "talk.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    common = ("chat", "-m", chat_model, "-n", "4", "--greedy", "--history", str(link))
+    assert exl(*common, stdin="one\n")[0] == 0
+    file.chmod(0o640)
+    before, write = file.read_text(), Path.write_text
+
+    def full(self: Path, text: str, **how: str) -> int:
+        write(self, text[: len(text) // 2], **how)  # type: ignore[arg-type]
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        code, _, err = exl(*common, stdin="two\n")
+    assert code == 1
+    assert "No space left on device" in err
+    assert file.read_text() == before
+    assert exl(*common, stdin="three\n")[0] == 0
+    assert "three" in file.read_text()
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert list(folder.iterdir()) == [file]
 
 
 def test_a_history_that_cannot_be_written_is_told_and_shown(exl, chat_model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

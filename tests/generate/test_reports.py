@@ -13,7 +13,7 @@ import exl_generate.dynamic.job as job_module
 from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.sampling import RequestSampler, Vocabulary
 from exl_generate.testing import drain
-from exl_generate.testing.small import TOKENIZER, ids, job, make, run, speculate
+from exl_generate.testing.small import TOKENIZER, VOCAB, ids, job, make, run, speculate
 
 Settings = ExLlamaV2Sampler.Settings
 
@@ -57,6 +57,14 @@ def test_probabilities_candidates_and_logits_are_those_of_each_place(how: str, s
         assert top[i] == best
         assert top_p[i] == pytest.approx([chance[t] for t in best], rel=1e-6)
         context.append(token)
+
+
+@pytest.mark.parametrize("asked", [VOCAB, VOCAB + 1, 2**70])
+def test_more_candidates_than_there_are_tokens_are_all_of_them(asked: int) -> None:
+    one = job("the fox", 2, return_top_tokens=asked)
+    top = reported(run(make(), one), "top_k_tokens")
+    assert sorted(top[0].tolist()) == list(range(top.shape[1]))
+    assert top.shape[1] >= VOCAB
 
 
 @pytest.mark.covers("generators.md: 40")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -154,8 +155,20 @@ class Conversation:
         self.messages = [m for m in found if m["role"] != "system"]
 
     def save(self, file: Path) -> None:
-        """Write all messages to a JSON file."""
-        file.write_text(json.dumps(self.whole(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        """Write all messages to a JSON file. One that is there stays as it is until the new one is whole."""
+        text = json.dumps(self.whole(), indent=2, ensure_ascii=False) + "\n"
+        file = file.resolve()
+        if (file.exists() and not file.is_file()) or not os.access(file.parent, os.W_OK):  # a pipe; no room beside it
+            file.write_text(text, encoding="utf-8")
+            return
+        beside = file.with_name(f".{file.name}.{os.getpid()}.new")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            if file.exists():
+                shutil.copymode(file, beside)
+            beside.replace(file)
+        finally:
+            beside.unlink(missing_ok=True)
 
     def keep(self, file: Path) -> bool:
         """`save`, where a failure is told and remembered in `unsaved` and does not end the talk."""
@@ -164,7 +177,10 @@ class Conversation:
             self.unsaved = False
         except OSError as error:
             self.unsaved = True
-            print(f"cannot write the conversation to {file} ({error}); /save FILE writes it elsewhere", file=sys.stderr)
+            print(
+                f"cannot write the conversation to {file} ({error.strerror}); /save FILE writes it elsewhere",
+                file=sys.stderr,
+            )
         return not self.unsaved
 
     def whole(self) -> list[dict[str, str]]:

@@ -9,9 +9,9 @@ job that has ended left in its pages lies behind what is valid of them.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -22,7 +22,20 @@ if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
     from exl_kernels.sampling import Staged
 
-__all__ = ["Ahead", "can_run_ahead"]
+__all__ = ["Ahead", "attempt", "can_run_ahead"]
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+def attempt(compute: Callable[[], T]) -> T | None:
+    """What it computes, or None if it fails, which is no failure yet: the next round computes the step itself, and
+    says what is wrong with it."""
+    try:
+        return compute()
+    except Exception:
+        log.debug("a step could not be queued ahead of its tokens", exc_info=True)
+        return None
 
 
 def can_run_ahead(job: ExLlamaV2DynamicJob) -> bool:
@@ -60,9 +73,7 @@ class Ahead:
 
     def stage(self) -> Staged | None:
         """As `exl_kernels.sampling.Following`: what the sampler is to write for `launch`: a token a sequence."""
-        with contextlib.suppress(Exception):
-            return self._next.stage()
-        return None
+        return attempt(self._next.stage)
 
     def launch(self) -> None:
         """Queue the step behind the sampling of its tokens. If it fails, nothing has been foreseen: whoever computes
@@ -79,8 +90,7 @@ class Ahead:
 
     def _take(self, compute: Callable[[], torch.Tensor]) -> None:
         self._logits = None
-        with contextlib.suppress(Exception):
-            self._logits = compute()
+        self._logits = attempt(compute)
 
     def know(self, tokens: list[int]) -> None:
         """What the tokens turned out to be."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from exl_generate.dynamic.ahead import Ahead, can_run_ahead
+from exl_generate.dynamic.ahead import Ahead, attempt, can_run_ahead
 from exl_generate.dynamic.prompts import Prompts
 from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
@@ -182,11 +182,8 @@ class Engine:
             return []
         found = [turn for turn in turns if can_run_ahead(turn.job)]
         if found:
-            try:
-                self._ahead = Ahead(self._runner, [turn.job.sequence for turn in found])
-            except Exception:  # the next round computes the step itself, and says what is wrong with it
-                return []
-        return found
+            self._ahead = attempt(lambda: Ahead(self._runner, [turn.job.sequence for turn in found]))
+        return found if self._ahead else []
 
     def _run_ahead(self, foreseen: list[Turn], samples: dict[Turn, Sample | Exception]) -> None:
         """Tells the prepared step its tokens, and queues it if it is not, unless no job needs it. A job that a stop

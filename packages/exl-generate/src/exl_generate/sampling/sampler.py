@@ -110,7 +110,7 @@ class RequestSampler:
             banned=constraint.blocked,
             discouraged=constraint.discouraged,
             only=constraint.prefix,
-            top_n=top_n,
+            top_n=min(top_n, logits.shape[-1]),
         )
 
     def take(self, row: kernels.Row, outcome: kernels.Sampled | kernels.Failure, position: int) -> Sample:

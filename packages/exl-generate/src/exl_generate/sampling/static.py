@@ -78,7 +78,7 @@ class ExLlamaV2Sampler:
                 mask=mask,
                 discouraged=tuple(blocked_tokens or ()),
                 only=None if prefix_token is None else _continuing(int(prefix_token[b, 0]), tokenizer),
-                top_n=return_top_tokens,
+                top_n=min(return_top_tokens, logits.shape[2]),
             )
             for b in range(batch)
         ]

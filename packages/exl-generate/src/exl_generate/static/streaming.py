@@ -355,7 +355,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         if job.return_probs:
             told["probs"] = torch.zeros((1, 0))
         if job.return_top_tokens:
-            shape = (1, 0, job.return_top_tokens)
+            shape = (1, 0, min(job.return_top_tokens, self.engine().padded_vocab_size))
             told |= {"top_tokens": torch.zeros(shape, dtype=torch.int64), "top_probs": torch.zeros(shape)}
         if job.return_logits:
             told["logits"] = torch.zeros((1, 0, self.engine().padded_vocab_size))
