@@ -145,6 +145,11 @@ def test_tokens_and_ids_of_other_types_are_refused(tokens, roles, words):
         Vocabulary(tokens, **roles)
 
 
+def test_bytes_of_other_kinds_are_bytes():
+    given = Vocabulary([bytearray(b"a"), memoryview(b"b"), "c"])
+    assert [given.bytes_of(i) for i in range(3)] == [b"a", b"b", b"c"]
+
+
 SAMPLES = ["The cat sat.", "naïve café — 😀 done", '{"a": [1, 2]}', "tab\tnew\nline  two"]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -414,6 +415,21 @@ def test_a_history_stays_whole_where_the_new_one_does_not_fit(exl, chat_model: s
     assert link.is_symlink()
     assert file.stat().st_mode & 0o777 == 0o640
     assert list(folder.iterdir()) == [file]
+    long = folder / ("x" * 250)
+    assert exl(*common[:-1], str(long), stdin="four\n")[0] == 0
+    assert "four" in long.read_text()
+
+
+def test_a_file_that_is_not_to_be_written_is_not_replaced_either(exl, chat_model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """The system decides, of the file itself; root, as whom tests may run, writes it."""
+    file = tmp_path / "talk.json"
+    file.write_text("[]")
+    before, access = file.stat().st_ino, os.access
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "access", lambda place, mode: Path(place) != file and access(place, mode))
+        exl("chat", "-m", chat_model, "-n", "4", "--greedy", stdin=f"one\n/save {file}\n")
+    assert "one" in file.read_text()
+    assert file.stat().st_ino == before
 
 
 def test_a_history_that_cannot_be_written_is_told_and_shown(exl, chat_model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

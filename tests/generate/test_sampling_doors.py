@@ -110,7 +110,11 @@ def test_attributes_that_are_no_settings_are_refused_by_name() -> None:
         setattr(settings, name, [1])
         with pytest.raises(RequestError, match=rf"Settings\.{name}.*{text}"):
             ExLlamaV2DynamicJob(torch.tensor([[1]]), 1, gen_settings=settings)
+        setattr(settings, name, torch.zeros(()))
+        with pytest.raises(RequestError, match=rf"Settings\.{name}"):
+            ExLlamaV2DynamicJob(torch.tensor([[1]]), 1, gen_settings=settings)
         setattr(settings, name, [])  # as scripts do that begin with none
+        settings._note = "mine"  # type: ignore[attr-defined]
         ExLlamaV2DynamicJob(torch.tensor([[1]]), 1, gen_settings=settings)
     own = Own()
     own.note = "mine"  # type: ignore[attr-defined]

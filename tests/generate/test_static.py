@@ -21,6 +21,7 @@ from exl_generate import (
     JobStateError,
     RequestError,
 )
+from exl_generate.dynamic.request import flag_of
 from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel, ScriptedTokenizer
 
 TOKENIZER = ScriptedTokenizer(
@@ -89,6 +90,20 @@ def test_a_number_of_numpy_is_a_seed() -> None:
     want = dynamic.generate(["a", "b"], 8, gen_settings=Settings(), seed=7)
     assert dynamic.generate(["a", "b"], 8, gen_settings=Settings(), seed=np.int64(7)) == want
     assert base.generate_simple(["a", "b"], Settings(), 8, seed=np.int64(7), stop_token=None) == want
+
+
+def test_other_numbers_are_numbers() -> None:
+    """numpy's and torch's, and a count of drafts where there is nothing to draft with."""
+    base, stream = ExLlamaV2BaseGenerator(*parts()), ExLlamaV2StreamingGenerator(*parts(), num_speculative_tokens=None)  # type: ignore[arg-type]
+    assert base.generate_simple("a", GREEDY, 8, stop_token=np.int64(-1)) == base.generate_simple("a", GREEDY, 8)  # type: ignore[arg-type]
+    assert [flag_of("x", one) for one in (np.int64(1), 1.0, 0.0, None)] == [True, True, False, False]
+    stream.speculative_prob_threshold = np.float32(0.5)  # type: ignore[assignment]
+    stream.speculative_ngram_min = np.int64(2)  # type: ignore[assignment]
+    stream.begin_stream_ex(TOKENIZER.encode("the cat"), GREEDY)
+    token = stream.stream_ex()["chunk_token_ids"].reshape(-1)
+    stream.begin_stream_ex(TOKENIZER.encode("the cat"), GREEDY)
+    for bans in (token[:1], [token[0]]):
+        assert int(stream.stream_ex(ban_tokens=bans)["chunk_token_ids"][0, 0]) != int(token[0])
 
 
 @pytest.mark.covers("generators.md: 8")

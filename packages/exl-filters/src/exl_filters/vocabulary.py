@@ -195,6 +195,8 @@ def _raw(token: int, text: object) -> bytes | None:
     """A token's bytes. Raises `FilterUsageError` for what has none."""
     if text is None or isinstance(text, bytes):
         return text
+    if isinstance(text, bytearray | memoryview):
+        return bytes(text)
     if not isinstance(text, str):
         raise FilterUsageError(f"token {token} is {text!r:.80}; tokens are bytes, text, or None for what has no text")
     try:

@@ -157,12 +157,15 @@ class Conversation:
     def save(self, file: Path) -> None:
         """Write all messages to a JSON file. One that is there stays as it is until the new one is whole."""
         text = json.dumps(self.whole(), indent=2, ensure_ascii=False) + "\n"
-        file = file.resolve()
-        if (file.exists() and not file.is_file()) or not os.access(file.parent, os.W_OK):  # a pipe; no room beside it
+        file = Path(os.path.realpath(file))
+        kept = file.exists() and not (file.is_file() and os.access(file, os.W_OK))
+        if kept or not os.access(file.parent, os.W_OK):  # a pipe, a file that is not to be written; no room beside it
             file.write_text(text, encoding="utf-8")
             return
-        beside = file.with_name(f".{file.name}.{os.getpid()}.new")
+        beside = file.with_name(f".{file.name[:50]}.{os.getpid()}.new")
         try:
+            beside.unlink(missing_ok=True)
+            beside.touch(exist_ok=False)  # a file of our own, not where somebody's link leads
             beside.write_text(text, encoding="utf-8")
             if file.exists():
                 shutil.copymode(file, beside)

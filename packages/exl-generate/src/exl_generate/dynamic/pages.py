@@ -94,8 +94,9 @@ class PageTable:
         return page if page is not None and np.array_equal(page.tokens, ids) else None
 
     def held(self, labels: Sequence[bytes]) -> int:
-        """How many of a sequence's pages are in use, from the first on: whoever holds a page holds those before it.
-        Asked of every waiting job in every round, so their ids are not compared."""
+        """How many of a sequence's pages are in use, from the first on: whoever holds a page holds those before it (if
+        one of them is a copy of its own, what is behind it is not counted). Asked of every waiting job in every round,
+        so their ids are not compared."""
         for count, label in enumerate(labels):
             page = self._by_label.get(label)
             if page is None or page.ref_count == 0:

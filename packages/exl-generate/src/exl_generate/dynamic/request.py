@@ -6,6 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def count_of(name: str, value: object) -> int:
 
 def flag_of(name: str, value: object) -> bool:
     """True, False, their numbers, None for False; not what JSON spells in quotes, where "false" would be true."""
-    if value is None or isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1)):
+    if value is None or isinstance(value, np.bool_) or (isinstance(value, Real) and value in (0, 1)):
         return bool(value)
     raise RequestError(f"{name} is {value!r}; it must be True or False")
 

@@ -89,11 +89,13 @@ def _is_real(value: object) -> bool:
 
 def _no_others(s: Settings) -> None:
     """An attribute set on the object that is no field would do nothing: a slip of the pen, or `filters`, which are of
-    the job. Empty values ask for nothing, and a class derived from `Settings` may have attributes of its own."""
+    the job. Empty values ask for nothing, names that begin with an underscore are the caller's own, and a class derived
+    from `Settings` may have attributes of its own."""
     known: dict[str, Any] = vars(type(s)).get("__dataclass_fields__", {})
     for name in sorted(vars(s).keys() - known.keys()) if known else ():
         value = getattr(s, name)
-        if value is None or value is False or (isinstance(value, Collection) and not len(value)):
+        sized = isinstance(value, Collection) and getattr(value, "shape", None) != ()  # without dimensions: a number
+        if name.startswith("_") or value is None or value is False or (sized and not len(value)):
             continue
         near = difflib.get_close_matches(name, known, 1)
         remedy = f"did you mean {near[0]}?" if near else "what is not of sampling is given to the job"

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from exl_generate.contracts import Cache, Model, Tokenizer
@@ -197,7 +198,7 @@ class ExLlamaV2BaseGenerator:
     def _stops(self, stop_token: int | None) -> list[int]:
         if stop_token is None:
             return []
-        if isinstance(stop_token, int) and stop_token == -1:
+        if isinstance(stop_token, int | np.integer) and stop_token == -1:
             return eos_ids(self.tokenizer)
         return [count_of("stop_token", stop_token)]
 

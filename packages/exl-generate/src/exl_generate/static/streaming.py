@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from numbers import Real
+from operator import index
 from typing import Any
 
-import numpy as np
 import torch
 
 from exl_generate.contracts import Cache, Model, Tokenizer
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
-from exl_generate.dynamic.limits import check_count
-from exl_generate.dynamic.request import check_abort_event
+from exl_generate.dynamic.request import check_abort_event, count_of
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.dynamic.speculation import ModelDrafter, NgramDrafter
 from exl_generate.errors import CapacityError, JobStateError, RequestError
@@ -239,9 +239,11 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     def engine(self) -> ExLlamaV2DynamicGenerator:
         """The engine, made anew when the way of drafting has changed."""
         for name in COUNTS:
-            check_count(name, getattr(self, name), 0)
+            value = getattr(self, name)
+            if value is not None or name != "num_speculative_tokens" or self.draft_model is not None:
+                count_of(name, value)
         given: Any = self.speculative_prob_threshold
-        if not isinstance(given, int | float):
+        if not isinstance(given, Real):
             raise RequestError(f"speculative_prob_threshold is {given!r:.80}; it must be a number")
         ngram = (self.speculative_ngram, self.speculative_ngram_max, self.speculative_ngram_max_inf)
         wanted = (*ngram, self.draft_model, self.num_speculative_tokens)
@@ -392,10 +394,12 @@ def _check_offsets(offsets: torch.Tensor | None, padding: list[int]) -> None:
 
 
 def _ids(name: str, ids: Any) -> list[int]:
-    found = None if isinstance(ids, str | bytes) or not isinstance(ids, Iterable) else list(ids)
-    if found is None or not all(isinstance(token, int | np.integer) for token in found):
-        raise RequestError(f"{name} is {ids!r:.80}; pass a list of token ids")
-    return [int(token) for token in found]
+    try:
+        if not isinstance(ids, str | bytes):
+            return [index(token) for token in ids]
+    except TypeError:
+        pass
+    raise RequestError(f"{name} is {ids!r:.80}; pass a list of token ids")
 
 
 def _without_first(result: Result) -> Result:
