@@ -95,7 +95,9 @@ def test_a_number_of_numpy_is_a_seed() -> None:
 def test_other_numbers_are_numbers() -> None:
     """numpy's and torch's, and a count of drafts where there is nothing to draft with."""
     base, stream = ExLlamaV2BaseGenerator(*parts()), ExLlamaV2StreamingGenerator(*parts(), num_speculative_tokens=None)  # type: ignore[arg-type]
-    assert base.generate_simple("a", GREEDY, 8, stop_token=np.int64(-1)) == base.generate_simple("a", GREEDY, 8)  # type: ignore[arg-type]
+    for stop, same in ((-1, (np.int64(-1), torch.tensor(-1))), (7, (np.int64(7), torch.tensor(7)))):
+        for one in same:
+            assert base._stops(one) == base._stops(stop)  # type: ignore[arg-type]
     assert [flag_of("x", one) for one in (np.int64(1), 1.0, 0.0, None)] == [True, True, False, False]
     stream.speculative_prob_threshold = np.float32(0.5)  # type: ignore[assignment]
     stream.speculative_ngram_min = np.int64(2)  # type: ignore[assignment]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
-import numpy as np
 import torch
 
 from exl_generate.contracts import Cache, Model, Tokenizer
@@ -198,9 +199,11 @@ class ExLlamaV2BaseGenerator:
     def _stops(self, stop_token: int | None) -> list[int]:
         if stop_token is None:
             return []
-        if isinstance(stop_token, int | np.integer) and stop_token == -1:
-            return eos_ids(self.tokenizer)
-        return [count_of("stop_token", stop_token)]
+        given: object = stop_token
+        if not isinstance(stop_token, bool):
+            with contextlib.suppress(TypeError):  # `count_of` puts it into words
+                given = index(stop_token)  # also of numpy's numbers and of an id out of a tensor
+        return eos_ids(self.tokenizer) if isinstance(given, int) and given == -1 else [count_of("stop_token", given)]
 
 
 def eos_ids(tokenizer: Any) -> list[int]:
