@@ -1,6 +1,7 @@
 """Operators of quantized language models on torch tensors, on the CPU and on NVIDIA GPUs, and the files they come in.
 
-Nothing here has a state or knows of a model. A tensor's device decides where an operator runs.
+Nothing here knows of a model. A tensor's device decides where an operator runs; what a process sets for all of them is
+in `threads` and `device`.
 
 | module | what it has |
 |---|---|
