@@ -127,6 +127,15 @@ def matrix(case: str, **options: object) -> tuple[CudaQuantMatrix, dict[str, Ten
     return made, tensors, groups
 
 
+def of_four_bits(kind: str, group: int, k: int, n: int) -> CudaQuantMatrix:
+    if kind == "exl2":
+        made = QuantMatrix.from_exl2(exl2_tensors([(4, group)] * (k // group), n), device="cuda")
+    else:
+        made = QuantMatrix.from_gptq(gptq_tensors(4, k, group, n, False), bits=4, group_size=group, device="cuda")
+    assert isinstance(made, CudaQuantMatrix)
+    return made
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_exl2_dequantize_is_bit_exact(case: str) -> None:
     made, tensors, _ = matrix(case)
@@ -235,11 +244,7 @@ def test_large_shapes_by_every_way(case: str) -> None:
 def test_so_many_columns_that_a_block_has_three_items_at_a_time(kind: str, group: int) -> None:
     """80 items of 64 columns on 33 teams of blocks: two at a time would take a round more."""
     k, n = 512, 5120
-    if kind == "exl2":
-        made = QuantMatrix.from_exl2(exl2_tensors([(4, group)] * (k // group), n), device="cuda")
-    else:
-        made = QuantMatrix.from_gptq(gptq_tensors(4, k, group, n, False), bits=4, group_size=group, device="cuda")
-    assert isinstance(made, CudaQuantMatrix)
+    made = of_four_bits(kind, group, k, n)
     for m in (64,) if UNDER_A_TOOL else (33, 64):
         got = ways(made, activations(m, k, seed=m))
         assert torch.equal(got["batch"], got["direct"]), m
@@ -251,11 +256,7 @@ def test_so_many_columns_that_some_are_left_over(kind: str, group: int) -> None:
     """401 items of 64 columns, the last one not whole; 132 blocks have 396 at a time, and of EXL2 in groups of 128 a
     quarter of K each of the others. Twice, since each launch leaves the memory in which quarters meet as it was."""
     k, n = 2048, 64 * 400 + 24
-    if kind == "exl2":
-        made = QuantMatrix.from_exl2(exl2_tensors([(4, group)] * (k // group), n), device="cuda")
-    else:
-        made = QuantMatrix.from_gptq(gptq_tensors(4, k, group, n, False), bits=4, group_size=group, device="cuda")
-    assert isinstance(made, CudaQuantMatrix)
+    made = of_four_bits(kind, group, k, n)
     for m in (33,) if UNDER_A_TOOL else (33, 64):
         x = activations(m, k, seed=m)
         got = ways(made, x)

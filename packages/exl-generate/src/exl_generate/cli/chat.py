@@ -180,10 +180,8 @@ class Conversation:
             self.unsaved = False
         except OSError as error:
             self.unsaved = True
-            print(
-                f"cannot write the conversation to {file} ({error.strerror}); /save FILE writes it elsewhere",
-                file=sys.stderr,
-            )
+            why = error.strerror or error  # one without a number has no such text
+            print(f"cannot write the conversation to {file} ({why}); /save FILE writes it elsewhere", file=sys.stderr)
         return not self.unsaved
 
     def whole(self) -> list[dict[str, str]]:
@@ -292,7 +290,7 @@ def _command(talk: Conversation, line: str) -> str | None:
         try:
             talk.save(Path(rest)) if name == "/save" else talk.load(Path(rest))
         except OSError as error:
-            print(f"{rest}: cannot write the conversation to it ({error.strerror})", file=sys.stderr)
+            print(f"{rest}: cannot write the conversation to it ({error.strerror or error})", file=sys.stderr)
         except RequestError as error:
             print(error, file=sys.stderr)
     else:

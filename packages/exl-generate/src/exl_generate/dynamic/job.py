@@ -114,7 +114,6 @@ class ExLlamaV2DynamicJob:
         given = Settings() if gen_settings is None else gen_settings
         given.validate()  # before the copy, which has the fields alone
         self.gen_settings = given.clone()
-        self.gen_settings.validate()
         self.seed = seed_of(seed)
         self.identifier = identifier
         self.decode_special_tokens = flag_of("decode_special_tokens", decode_special_tokens)
