@@ -62,6 +62,24 @@ DEVICE void fetch_split(const Attention& a, const Job& job, uint8_t* ring, const
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// The first blocks have room beside the product before, two on each multiprocessor that it leaves alone, and wait for it. Meanwhile they ask
+// for keys and values of all heads of their sequence's first page, so that these are in L2 when the others come all at once.
+constexpr int EARLY_BLOCKS = 8;
+template <class S>
+DEVICE void ask_ahead(const Attention& a, const Job& job) {
+  constexpr int ROW = row_bytes<S::KC, S::DIM>(), PIECE = 16384;
+  if (!a.early || blockIdx.x >= EARLY_BLOCKS || blockIdx.y + blockIdx.z > 0) return;
+  const int bytes = min(min(job.to, a.page_size) * a.heads * ROW, a.ahead), page = bytes > 0 ? job.pages[0] : -1;
+  if ((unsigned)page >= (unsigned)a.num_pages) return;
+  const int64_t first = (int64_t)page * a.page_size * a.heads * ROW;
+#pragma unroll 1
+  for (int at = (threadIdx.x & 31) * PIECE; at < bytes; at += 32 * PIECE) {
+    const int size = min(PIECE, bytes - at);
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(a.key + first + at), "r"(size) : "memory");
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(a.value + first + at), "r"(size) : "memory");
+  }
+}
+
 // In the build for racecheck both teams meet at one barrier, as often as one another: the tool loses count of teams that meet apart.
 template <class S>
 constexpr bool TEAMS_MEET_TOGETHER = RACECHECK && S::TEAMS == 2;
@@ -129,6 +147,7 @@ DEVICE void attention_long(const Attention& a) {
     barriers_visible();
     __syncwarp();
     bar_arrive<8>(S::THREADS + 32);
+    if constexpr (S::KC == F16) ask_ahead<S>(a, job);
     fetch_split<S>(a, job, ring, slots, begin, of_split);
     return;
   }

@@ -14,6 +14,7 @@ struct LayoutTask {
   float* multipliers;   // [m], of BF16 rows
   const int* features;  // the feature in each row of the layout, or -1
   int rows, units, k, m, columns;
+  int shares, idle;  // blocks of a row; blocks before all others that have nothing to do
   float eps, offset;
 };
 
@@ -35,6 +36,10 @@ DEVICE void await_copies() {
 // A block has a row, and lays out its share of the row's eights: eight values of K of a matrix instruction's half. It is small, so that it
 // stands beside the product before it, and has all but the row in shared memory when that product ends. The norm is that of
 // kernels/norm.cu, sum for sum: a thread has the elements of two of its 256.
+//
+// Blocks come in the order of their numbers, first to the multiprocessors that the product before leaves free, as many as there is room for.
+// These would have several rows each while others have none, and all wait for them. So idle blocks take most of that room, until the product
+// has ended.
 template <class T>
 struct RowLayout {
   static constexpr bool SCALED = !std::is_same<T, __half>::value;
@@ -51,11 +56,11 @@ struct RowLayout {
   // Of the block's rows of the layout: the feature, and where there is a norm, its weight, {feature, weight}.
   int* const features;
 
-  DEVICE RowLayout(const LayoutTask& p, uint8_t* memory, float* sums, int share)
+  DEVICE RowLayout(const LayoutTask& p, uint8_t* memory, float* sums, int number, int share)
       : p(p),
-        token(blockIdx.x),
+        token(number % p.columns),
         eights(p.k / 8),
-        first(blockIdx.y * share),
+        first(number / p.columns * share),
         end(min(first + share, 32 * p.units)),
         first_row(first / 32 * UNIT_ROWS),
         rows(min((end + 31) / 32 * UNIT_ROWS, p.rows) - first_row),
@@ -159,9 +164,11 @@ DEVICE void lay_out_row(const LayoutTask& p) {
   using Layout = RowLayout<T>;
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ float sums[2 * Layout::WARPS], most[Layout::WARPS];
-  const Layout layout(p, memory, sums, (32 * p.units + gridDim.y - 1) / gridDim.y);
-  const bool some = layout.token < p.m;
+  const int number = static_cast<int>(blockIdx.x) - p.idle;
   pdl_trigger();
+  if (number < 0) return pdl_wait();
+  const Layout layout(p, memory, sums, number, (32 * p.units + p.shares - 1) / p.shares);
+  const bool some = layout.token < p.m;
   if (some) layout.fetch_constants();
   pdl_wait();
   if (!some) return layout.store_nothing();
@@ -173,7 +180,7 @@ DEVICE void lay_out_row(const LayoutTask& p) {
   float factor = 1.f;
   if constexpr (Layout::SCALED) {
     factor = block_row_factor<Layout::WARPS>(threadIdx.x, layout.largest(scale), most);
-    if (threadIdx.x == 0 && blockIdx.y == 0) p.multipliers[layout.token] = 1.f / factor;
+    if (threadIdx.x == 0 && layout.first == 0) p.multipliers[layout.token] = 1.f / factor;
   }
 #pragma unroll 1
   for (int place = layout.first + threadIdx.x; place < layout.end; place += LAYOUT_THREADS)

@@ -206,6 +206,7 @@ struct Argument {
     key_limit: i32,
     scale: f32,
     softcap: f32,
+    ahead: i32,
 }
 
 /// The head dimension of the kernel that takes heads of `dim`.
@@ -357,7 +358,10 @@ pub unsafe fn attend(
     let decode = plan.mode == Mode::Decode;
     if let Some(blocks) = single::blocks(device, op, plan) {
         let group = op.q_heads / op.pages.heads;
-        let argument = argument(op, plan, memory, (group, 1), blocks.ring)?;
+        let argument = Argument {
+            ahead: index32("bytes ahead", blocks.ahead)?,
+            ..argument(op, plan, memory, (group, 1), blocks.ring)?
+        };
         let launch = Launch {
             kernel: &blocks.kernel,
             grid: [op.tokens, op.pages.heads, blocks.count].map(|n| n as u32),
@@ -477,6 +481,7 @@ fn argument(
         key_limit: index32("keys", plan.key_limit)?,
         scale: op.scale,
         softcap: op.softcap,
+        ahead: 0,
     })
 }
 

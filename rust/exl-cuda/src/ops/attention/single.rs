@@ -16,6 +16,9 @@ const FEW_ELEMENTS: [Element; 2] = [Element::F16, Element::BF16];
 const FEW_BLOCKS: usize = 5;
 const MOST_CLUSTER: usize = 8;
 
+/// Most bytes that one block asks for ahead, of keys and of values.
+const AHEAD_BYTES: usize = 512 * 1024;
+
 fn few_name(kind: Kind, element: Element, dim: usize, column_tiles: usize) -> String {
     let (kind, element) = (kind.name, element.suffix());
     format!("attention_{kind}_{element}_{dim}_few{column_tiles}")
@@ -68,8 +71,9 @@ pub(super) struct Blocks {
     pub cluster: usize,
     pub threads: usize,
     pub shared: usize,
-    /// What the kernel takes as `ring`.
+    /// What the kernel takes as `ring`, and as `ahead`.
     pub ring: usize,
+    pub ahead: usize,
 }
 
 /// The launch for a call that one of these kernels can take.
@@ -97,6 +101,7 @@ pub(super) fn blocks(device: &Device, op: &Attention, plan: &Plan) -> Option<Blo
             threads: 128 * long.teams + 32,
             shared: long.shared,
             ring: long.slots,
+            ahead: ahead(device, op, long.splits),
         });
     }
     let few = few?;
@@ -107,7 +112,19 @@ pub(super) fn blocks(device: &Device, op: &Attention, plan: &Plan) -> Option<Blo
         threads: 128,
         shared: few.shared,
         ring: few.size.trailing_zeros() as usize,
+        ahead: 0,
     })
+}
+
+/// Bytes of a sequence's keys, and as many of its values, that the first blocks of the kernel without clusters ask for while they wait for the
+/// launch before: of half pages, where not all blocks have room at once. With 16 MiB in all as good as with eight, with 24 worse than with none.
+fn ahead(device: &Device, op: &Attention, splits: usize) -> usize {
+    let resident = 2 * device.info.multiprocessors as usize;
+    if is_half(op.pages.kind) && op.tokens * op.pages.heads * splits > resident {
+        AHEAD_BYTES
+    } else {
+        0
+    }
 }
 
 /// Whether blocks of whole splits are the better ones, by what was measured (docs/performance.md): never where clusters of more than two

@@ -12,8 +12,8 @@ use crate::launch::{CudaError, Launch};
 use crate::layout::UNIT_ROWS;
 pub use plan::Tuning;
 use plan::{
-    COUNTERS, EVEN_GROUPS, Plan, SHARED_BYTES, UNCUT_ITEMS, VARIANTS, items, plan, turns,
-    unit_bytes, variant,
+    COUNTERS, EVEN_GROUPS, LEFT_FREE, Plan, SHARED_BYTES, UNCUT_ITEMS, VARIANTS, items, left_alone,
+    plan, turns, unit_bytes, variant,
 };
 
 /// Most rows of the batch kernel.
@@ -23,6 +23,10 @@ pub const MATRICES: usize = 3;
 const LAYOUT_THREADS: u32 = 128;
 /// Blocks of a launch that lays out, about: one a multiprocessor stands beside the product before.
 const LAYOUT_BLOCKS: usize = 128;
+
+/// Blocks with nothing to do in a launch that lays out, for each multiprocessor that the product before leaves alone. There is room for some six
+/// there; with too many, blocks with something to do would have none beside the product (docs/performance.md).
+const IDLE_BLOCKS: usize = 4;
 
 /// `struct LayoutTask` of `kernels/batch_rows.cuh`.
 #[repr(C)]
@@ -38,6 +42,8 @@ struct Preparation {
     k: i32,
     m: i32,
     columns: i32,
+    shares: i32,
+    idle: i32,
     eps: f32,
     offset: f32,
 }
@@ -132,6 +138,13 @@ fn layout_shape(matrix: &Matrix, columns: usize, norm: bool) -> (usize, usize) {
     let units = (eights.div_ceil(blocks) * 8).div_ceil(UNIT_ROWS) + 1;
     let place = if norm { 4 + 4 } else { 4 };
     (blocks, 2 * matrix.in_features() + place * UNIT_ROWS * units)
+}
+
+/// Blocks with nothing to do before `blocks` that lay out and norm rows of so many features: the sum of a layer, as a rule, to which the product
+/// before has added as many results.
+fn idle_blocks(device: &DeviceInfo, m: usize, features: usize, blocks: usize) -> usize {
+    let idle = IDLE_BLOCKS * left_alone(device, m, features);
+    if blocks > idle { idle } else { 0 }
 }
 
 fn lays_out(device: &DeviceInfo, matrix: &Matrix, norm: bool) -> bool {
@@ -286,6 +299,8 @@ pub unsafe fn launch(
             k: first.argument.in_features,
             m: task.m,
             columns: shares.columns as i32,
+            shares: 1,
+            idle: 0,
             eps: norm.map_or(0.0, |norm| norm.eps),
             offset: norm.map_or(0.0, |norm| norm.offset),
         };
@@ -360,17 +375,25 @@ unsafe fn lay_out(
     device: &Device,
     matrix: &Matrix,
     x_type: Half,
-    preparation: Preparation,
+    mut preparation: Preparation,
 ) -> Result<(), CudaError> {
     let columns = preparation.columns as usize;
-    let (blocks, shared) = layout_shape(matrix, columns, preparation.weight != 0);
+    let norm = preparation.weight != 0;
+    let (blocks, shared) = layout_shape(matrix, columns, norm);
+    let idle = if norm && to.programmatic && shared <= LEFT_FREE {
+        let (m, features) = (preparation.m as usize, matrix.in_features());
+        idle_blocks(&device.info, m, features, columns * blocks)
+    } else {
+        0
+    };
+    (preparation.shares, preparation.idle) = (blocks as i32, idle as i32);
     let launch = Launch {
         kernel: if x_type == Half::BF16 {
             "lay_out_bf16"
         } else {
             "lay_out_f16"
         },
-        grid: [columns as u32, blocks as u32, 1],
+        grid: [(idle + columns * blocks) as u32, 1, 1],
         block: LAYOUT_THREADS,
         shared_bytes: shared as u32,
         stream: to.stream,
@@ -428,6 +451,20 @@ mod tests {
         eps: 1e-5,
         offset: 0.0,
     });
+
+    #[test]
+    fn blocks_with_nothing_to_do_where_few_multiprocessors_are_free() {
+        let idle = |m, features| {
+            let layer = matrix(features / UNIT_ROWS, 2064);
+            let columns = variant(m).0;
+            let (blocks, shared) = layout_shape(&layer, columns, true);
+            assert!(shared <= LEFT_FREE);
+            idle_blocks(&hopper(), m, features, columns * blocks)
+        };
+        assert_eq!([16, 32, 40, 64].map(|m| idle(m, 4096)), [16; 4]);
+        assert_eq!([32, 64].map(|m| idle(m, 5120)), [96; 2]);
+        assert_eq!([idle(16, 5120), idle(64, 1024)], [0; 2]);
+    }
 
     fn refusal(op: Product, next: Option<&Matrix>) -> String {
         let matrix = matrix(16, 2064);

@@ -30,7 +30,7 @@ pub const SHARED_BYTES: usize = 232_448 - 256;
 /// From so many items on a block has all of K: sums of quarters then need no meeting of blocks.
 pub const UNCUT_ITEMS: usize = 256;
 /// Left free for a block of the kernel that lays out the next input. Gated results go to the next product by themselves.
-const LEFT_FREE: usize = 44 * 1024;
+pub const LEFT_FREE: usize = 44 * 1024;
 
 /// `struct BatchPart` of `kernels/batch_task.cuh`.
 #[repr(C)]
@@ -196,7 +196,11 @@ impl Shares {
                 left: 0,
             };
         }
-        let items = items(matrices);
+        Self::of_items(device, items(matrices), m, tuning)
+    }
+    /// Whole items, whatever matrices they are of.
+    fn of_items(device: &DeviceInfo, items: usize, m: usize, tuning: Tuning) -> Self {
+        let (columns, most) = variant(m);
         let cut = match tuning.cut {
             0 if items >= UNCUT_ITEMS => 1,
             0 => QUARTERS,
@@ -221,7 +225,7 @@ impl Shares {
             groups,
             blocks: cut * items.div_ceil(groups).min(teams),
             rounds: rounds(groups),
-            gated,
+            gated: false,
             left: 0,
         }
     }
@@ -263,6 +267,17 @@ pub fn unit_bytes(columns: usize) -> usize {
 /// Bytes of a unit in a block's table, the maxima of its entries included.
 fn unit_row(entry_rows: usize) -> usize {
     if entry_rows == 128 { 16 } else { 32 }
+}
+
+/// Multiprocessors on which a product of one matrix of so many features has no block.
+pub fn left_alone(device: &DeviceInfo, m: usize, features: usize) -> usize {
+    let shares = Shares::of_items(
+        device,
+        features.div_ceil(ITEM_TILES * TILE),
+        m,
+        Tuning::default(),
+    );
+    (device.multiprocessors as usize).saturating_sub(shares.blocks)
 }
 
 /// Items of a launch.
@@ -450,6 +465,21 @@ mod tests {
         assert_eq!((alone.items, alone.cut, alone.groups), (64, 4, 2));
         assert_eq!((alone.rounds, alone.blocks), (1, 128));
         assert_eq!(shares_of(16, &[&o]).columns, 16);
+    }
+
+    #[test]
+    fn multiprocessors_that_a_layers_products_leave_alone() {
+        let left = |m, features| left_alone(&hopper(), m, features);
+        for m in [9, 16, 17, 32, 33, 64] {
+            let o = matrix(16, 2064);
+            let made = plan(&hopper(), &[&o], m, false, Tuning::default()).expect("fits");
+            assert_eq!(left(m, o.out_features()), 132 - made.shares.blocks, "{m}");
+            // Whole fours of multiprocessors, but where blocks have all of K.
+            assert!((64..16384).step_by(64).all(|n| left(m, n) % QUARTERS == 0));
+            assert_eq!(left(m, 16384), 0);
+        }
+        assert_eq!((left(64, 4096), left(64, 5120)), (4, 24));
+        assert_eq!((left(64, 2048), left(64, 64)), (4, 128));
     }
 
     /// The matrix of `test_so_many_columns_that_some_are_left_over` in tests/kernels/test_cuda_linear.py, which the tools run for this kernel.
