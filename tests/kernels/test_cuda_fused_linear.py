@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.cuda_ops import gated_activation, rms_norm
+from exl_kernels.device import programmatic_launch, set_programmatic_launch
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.fused_linear import FusedLinear, Norm
 from exl_kernels.linear import QuantMatrix
@@ -326,6 +327,45 @@ def test_products_of_all_forms_take_what_gated_ones_leave(kind: str, activation:
             want = second(first(x, x.new_empty(m, n)), x.new_empty(m, down.out_features), h[:m])
             got = torch.full_like(want, float("nan"))
             assert same_bits(first.then(second, x, got, h[:m]), want), m
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("programmatic", [True, False])
+def test_a_norm_behind_a_product_that_leaves_few_multiprocessors_alone(dtype: torch.dtype, programmatic: bool) -> None:
+    """The launch that norms and lays out begins with blocks that do nothing; its rows are results of the product."""
+    k = 2048  # 128 blocks, which leave four of an H200's multiprocessors alone
+    perm = torch.randperm(k, generator=torch.Generator().manual_seed(5))
+    norm = Norm((torch.rand(k, device="cuda") + 0.5).to(dtype), 1e-5)
+    before = FusedLinear([exl2(k, 5, 4, seed=1)], dtype=dtype)
+    after = FusedLinear([exl2(n, 4, seed=n, k=k, perm=perm) for n in (608, 160)], norm=norm, dtype=dtype)
+    enabled = programmatic_launch()
+    set_programmatic_launch(programmatic)
+    try:
+        for m in (9, 64) if UNDER_A_TOOL else (9, 16, 17, 31, 32, 33, 50, 64):
+            x, h = activations(m, K, dtype), torch.randn(m, k, device="cuda").to(dtype)
+            sums, out = torch.empty_like(h), torch.empty((m, after.out_features), dtype=dtype, device="cuda")
+            want = h + before.matrices[0].matmul(x)
+            inner = rms_norm(want, norm.weight, norm.eps)
+            results = torch.cat([matrix.matmul(inner) for matrix in after.matrices], 1)
+
+            def both(x: Tensor = x, h: Tensor = h, sums: Tensor = sums, out: Tensor = out) -> Tensor:
+                return after(before(x, sums, h), out)
+
+            assert torch.equal(both(), results), m
+            if UNDER_A_TOOL:
+                continue
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(10):
+                    both()
+            for _ in range(3):
+                sums.fill_(torch.nan)
+                out.fill_(torch.nan)
+                graph.replay()
+                assert torch.equal(sums, want), m
+                assert torch.equal(out, results), m
+    finally:
+        set_programmatic_launch(enabled)
 
 
 def test_products_of_all_sizes_meet_in_the_same_memory() -> None:

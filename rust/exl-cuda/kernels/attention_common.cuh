@@ -7,7 +7,7 @@
 #pragma once
 #include "hadamard.cuh"
 
-struct Attention {  // mirrored in ops/attention.rs
+struct Attention {  // mirrored in ops/attention/mod.rs
   const void* q;
   void* out;
   const uint8_t *key, *value;
@@ -33,7 +33,7 @@ struct Attention {  // mirrored in ops/attention.rs
   unsigned page_inverse;  // 2^32 / page_size, rounded up, where that is no power of two
   int key_limit;  // no key at or beyond it is looked at
   float scale, softcap;
-  int ahead;  // of attention_long.cuh: bytes of a sequence's keys, and of its values, that an early block asks for; not all blocks have room at once
+  int ahead;  // of attention_long.cuh: most bytes of keys, and of values, that one of the first blocks asks for ahead
 };
 
 constexpr int UNIT = 64, SPLIT_UNITS = 8, UNIT_PARTS = 32;

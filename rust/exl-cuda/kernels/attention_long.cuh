@@ -62,8 +62,9 @@ DEVICE void fetch_split(const Attention& a, const Job& job, uint8_t* ring, const
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// The first blocks have room beside the product before, two on each multiprocessor that it leaves alone, and wait for it. Meanwhile they ask
-// for keys and values of all heads of their sequence's first page, so that these are in L2 when the others come all at once.
+// Behind a product that leaves four multiprocessors alone, the first blocks have room there, two on each, and wait for it. Meanwhile they ask
+// for keys and values of all heads of their sequence's first page, `ahead` bytes at most of either, so that these are in L2 when the others
+// come all at once. Elsewhere this does neither good nor harm.
 constexpr int EARLY_BLOCKS = 8;
 template <class S>
 DEVICE void ask_ahead(const Attention& a, const Job& job) {

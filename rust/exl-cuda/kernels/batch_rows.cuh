@@ -38,8 +38,8 @@ DEVICE void await_copies() {
 // kernels/norm.cu, sum for sum: a thread has the elements of two of its 256.
 //
 // Blocks come in the order of their numbers, first to the multiprocessors that the product before leaves free, as many as there is room for.
-// These would have several rows each while others have none, and all wait for them. So idle blocks take most of that room, until the product
-// has ended.
+// Few of them would have several rows each while others have none, and all wait for these. So idle blocks take some of that room, until the
+// product has ended.
 template <class T>
 struct RowLayout {
   static constexpr bool SCALED = !std::is_same<T, __half>::value;

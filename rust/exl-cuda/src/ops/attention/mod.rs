@@ -517,6 +517,11 @@ mod tests {
     }
 
     #[test]
+    fn the_argument_has_the_size_the_kernels_expect() {
+        assert_eq!(std::mem::size_of::<Argument>(), 288);
+    }
+
+    #[test]
     fn every_decode_kernel_fits_an_ampere_card() {
         for kind in KINDS {
             for dim in DIMS {

@@ -2,7 +2,7 @@
 
 use super::room::{packed, unit_bytes};
 use super::{Attention, Mode, Plan, ROWS, SPLIT_UNITS, UNIT};
-use crate::device::Device;
+use crate::device::{Device, DeviceInfo};
 use crate::ops::Element;
 use crate::ops::kv::{Codec, KINDS, Kind};
 
@@ -101,7 +101,7 @@ pub(super) fn blocks(device: &Device, op: &Attention, plan: &Plan) -> Option<Blo
             threads: 128 * long.teams + 32,
             shared: long.shared,
             ring: long.slots,
-            ahead: ahead(device, op, long.splits),
+            ahead: ahead(&device.info, op, long.splits),
         });
     }
     let few = few?;
@@ -117,9 +117,9 @@ pub(super) fn blocks(device: &Device, op: &Attention, plan: &Plan) -> Option<Blo
 }
 
 /// Bytes of a sequence's keys, and as many of its values, that the first blocks of the kernel without clusters ask for while they wait for the
-/// launch before: of half pages, where not all blocks have room at once. With 16 MiB in all as good as with eight, with 24 worse than with none.
-fn ahead(device: &Device, op: &Attention, splits: usize) -> usize {
-    let resident = 2 * device.info.multiprocessors as usize;
+/// launch before: of half pages, where not all blocks have room at once. 16 MiB in all are as good as eight, 24 worse than none.
+fn ahead(device: &DeviceInfo, op: &Attention, splits: usize) -> usize {
+    let resident = 2 * device.multiprocessors as usize;
     if is_half(op.pages.kind) && op.tokens * op.pages.heads * splits > resident {
         AHEAD_BYTES
     } else {
@@ -344,6 +344,36 @@ fn long(device: &Device, op: &Attention, plan: &Plan) -> Option<Long> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::kv::Pages;
+    use crate::ops::linear::tests::hopper;
+
+    #[test]
+    fn keys_are_asked_for_ahead_where_blocks_come_in_turns() {
+        let bytes = |name: &str, tokens, splits| {
+            let kind = KINDS.into_iter().find(|kind| kind.name == name).unwrap();
+            let pages = Pages {
+                kind,
+                data: [0; 2],
+                scales: [0; 2],
+                num_pages: 2 * tokens,
+                page_size: 256,
+                heads: 8,
+                head_dim: 128,
+            };
+            let op = Attention::of_shape(pages, tokens, 32, (tokens, 2));
+            ahead(&hopper(), &op, splits)
+        };
+        assert_eq!(bytes("fp16", 64, 1), 512 * 1024);
+        assert_eq!(
+            (bytes("fp16", 33, 1), bytes("fp16", 34, 1)),
+            (0, AHEAD_BYTES)
+        );
+        assert_eq!(
+            (bytes("fp16", 1, 33), bytes("fp16", 1, 34)),
+            (0, AHEAD_BYTES)
+        );
+        assert_eq!((bytes("q8", 64, 1), bytes("fp8", 64, 1)), (0, 0));
+    }
 
     #[test]
     fn clusters_of_one_token_a_sequence() {

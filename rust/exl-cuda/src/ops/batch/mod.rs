@@ -24,9 +24,11 @@ const LAYOUT_THREADS: u32 = 128;
 /// Blocks of a launch that lays out, about: one a multiprocessor stands beside the product before.
 const LAYOUT_BLOCKS: usize = 128;
 
-/// Blocks with nothing to do in a launch that lays out, for each multiprocessor that the product before leaves alone. There is room for some six
-/// there; with too many, blocks with something to do would have none beside the product (docs/performance.md).
+/// Blocks with nothing to do in a launch that lays out, for each multiprocessor that the product before leaves alone, where these are few. With
+/// five as good, with seven worse than with three: blocks with something to do would have no room beside the product. With twenty and more
+/// multiprocessors alone they gain little or cost something (docs/performance-tried.md, "where blocks of a launch go").
 const IDLE_BLOCKS: usize = 4;
+const FEW_ALONE: usize = 8;
 
 /// `struct LayoutTask` of `kernels/batch_rows.cuh`.
 #[repr(C)]
@@ -140,11 +142,13 @@ fn layout_shape(matrix: &Matrix, columns: usize, norm: bool) -> (usize, usize) {
     (blocks, 2 * matrix.in_features() + place * UNIT_ROWS * units)
 }
 
-/// Blocks with nothing to do before `blocks` that lay out and norm rows of so many features: the sum of a layer, as a rule, to which the product
+/// Blocks with nothing to do before those that lay out and norm `m` rows of so many features: the sum of a layer, as a rule, to which the product
 /// before has added as many results.
-fn idle_blocks(device: &DeviceInfo, m: usize, features: usize, blocks: usize) -> usize {
-    let idle = IDLE_BLOCKS * left_alone(device, m, features);
-    if blocks > idle { idle } else { 0 }
+fn idle_blocks(device: &DeviceInfo, m: usize, features: usize) -> usize {
+    match left_alone(device, m, features) {
+        few @ ..=FEW_ALONE => IDLE_BLOCKS * few,
+        _ => 0,
+    }
 }
 
 fn lays_out(device: &DeviceInfo, matrix: &Matrix, norm: bool) -> bool {
@@ -381,8 +385,7 @@ unsafe fn lay_out(
     let norm = preparation.weight != 0;
     let (blocks, shared) = layout_shape(matrix, columns, norm);
     let idle = if norm && to.programmatic && shared <= LEFT_FREE {
-        let (m, features) = (preparation.m as usize, matrix.in_features());
-        idle_blocks(&device.info, m, features, columns * blocks)
+        idle_blocks(&device.info, preparation.m as usize, matrix.in_features())
     } else {
         0
     };
@@ -454,16 +457,18 @@ mod tests {
 
     #[test]
     fn blocks_with_nothing_to_do_where_few_multiprocessors_are_free() {
-        let idle = |m, features| {
+        for features in [2048, 4096, 6144] {
             let layer = matrix(features / UNIT_ROWS, 2064);
-            let columns = variant(m).0;
-            let (blocks, shared) = layout_shape(&layer, columns, true);
-            assert!(shared <= LEFT_FREE);
-            idle_blocks(&hopper(), m, features, columns * blocks)
-        };
-        assert_eq!([16, 32, 40, 64].map(|m| idle(m, 4096)), [16; 4]);
-        assert_eq!([32, 64].map(|m| idle(m, 5120)), [96; 2]);
-        assert_eq!([idle(16, 5120), idle(64, 1024)], [0; 2]);
+            for (columns, _) in VARIANTS {
+                assert!(layout_shape(&layer, columns, true).1 <= LEFT_FREE);
+            }
+            let idle = [16, 32, 40, 64].map(|m| idle_blocks(&hopper(), m, features));
+            assert_eq!(idle, [16; 4], "{features}");
+        }
+        assert_eq!(
+            [512, 1024, 3584, 5120].map(|k| idle_blocks(&hopper(), 64, k)),
+            [0; 4]
+        );
     }
 
     fn refusal(op: Product, next: Option<&Matrix>) -> String {
@@ -471,6 +476,11 @@ mod tests {
         let next = next.map(|matrix| Next { matrix, scratch: 0 });
         check(&hopper(), &[&matrix], &op, next.as_ref())
             .map_or_else(|e| e.to_string(), |()| String::new())
+    }
+
+    #[test]
+    fn the_layout_has_the_size_the_kernel_expects() {
+        assert_eq!(std::mem::size_of::<Preparation>(), 5 * 8 + 9 * 4 + 4);
     }
 
     #[test]

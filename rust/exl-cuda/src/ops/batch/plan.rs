@@ -474,9 +474,9 @@ mod tests {
             let o = matrix(16, 2064);
             let made = plan(&hopper(), &[&o], m, false, Tuning::default()).expect("fits");
             assert_eq!(left(m, o.out_features()), 132 - made.shares.blocks, "{m}");
-            // Whole fours of multiprocessors, but where blocks have all of K.
+            // Whole fours, but where blocks have all of K.
             assert!((64..16384).step_by(64).all(|n| left(m, n) % QUARTERS == 0));
-            assert_eq!(left(m, 16384), 0);
+            assert_eq!((left(m, 16384), left(m, 16896)), (4, 0));
         }
         assert_eq!((left(64, 4096), left(64, 5120)), (4, 24));
         assert_eq!((left(64, 2048), left(64, 64)), (4, 128));
