@@ -1,7 +1,9 @@
 # Sourced by the scripts of this folder: puts the carried module beside its package and the packages' sources on the path.
 carried=${EXL_NATIVE:-.device/_native.abi3.so}
-if [ -f "$carried" ]; then
-  cp "$carried" packages/exl-kernels/src/exl_kernels/_native.abi3.so
+native=packages/exl-kernels/src/exl_kernels/_native.abi3.so
+# Never written over: processes beside this one run from it, and would die of it.
+if [ -f "$carried" ] && ! cmp -s "$carried" "$native"; then
+  cp "$carried" "$native.$$" && mv "$native.$$" "$native"
 fi
 for package in packages/*/src; do
   PYTHONPATH="$PWD/$package${PYTHONPATH:+:$PYTHONPATH}"

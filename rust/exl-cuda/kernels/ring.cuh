@@ -284,7 +284,8 @@ DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base, const uint4* 
     }
     warp_arrives(s.ready + result.slot * 8, lane);
     result.advance(RESULT_BUFFERS);
-    cls = (cls + NEXT_CLASS) & (CLASSES - 1);
+    // The warps' halves take stages in turn, from one tile to the next too: nobody has two that follow each other, or more units than others.
+    cls = ((cls ^ stages << 3) & 8) | (cls + NEXT_CLASS & 7);
   }
 }
 
