@@ -3,7 +3,11 @@ carried=${EXL_NATIVE:-.device/_native.abi3.so}
 native=packages/exl-kernels/src/exl_kernels/_native.abi3.so
 # Never written over: processes beside this one run from it, and would die of it.
 if [ -f "$carried" ] && ! cmp -s "$carried" "$native"; then
-  cp "$carried" "$native.$$" && mv "$native.$$" "$native"
+  { cp "$carried" "$native.$$.so" && mv -f "$native.$$.so" "$native"; } || {
+    rm -f "$native.$$.so"
+    echo "$carried cannot be put in the place of $native" >&2
+    exit 1
+  }
 fi
 for package in packages/*/src; do
   PYTHONPATH="$PWD/$package${PYTHONPATH:+:$PYTHONPATH}"

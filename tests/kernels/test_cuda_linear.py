@@ -39,7 +39,10 @@ CASES: dict[str, tuple[list[tuple[int, int]], int]] = {
     "seventeen-units": ([(4, 128)] * 34, 2144),
     "long": ([(5, 128)] * 14 + [(4, 128)] * 98, 4096),
     "wide": ([(4, 128)] * 32, 28672),
+    "twenty-units": ([(5, 128)] * 5 + [(4, 128)] * 35, 5184),
+    "twenty-eight-units": ([(5, 128)] * 7 + [(4, 128)] * 49, 5184),
 }
+LARGE = ("wide", "long", "twenty-units", "twenty-eight-units")
 GPTQ = [
     (4, 512, 128, 128, False, "classic"),
     (4, 512, 128, 128, True, "classic"),
@@ -142,7 +145,7 @@ def test_exl2_dequantize_is_bit_exact(case: str) -> None:
     assert torch.equal(made.dequantize().cpu(), exl2_dequantize(tensors))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c not in ("wide", "long")])
+@pytest.mark.parametrize("case", [c for c in CASES if c not in LARGE])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_exl2_products(case: str, dtype: torch.dtype) -> None:
     made, tensors, groups = matrix(case)
@@ -157,7 +160,7 @@ def test_exl2_products(case: str, dtype: torch.dtype) -> None:
         assert torch.equal(half, wide.to(dtype)), "one rounding, from the same float32"
 
 
-@pytest.mark.parametrize("case", ["wide", "long"])
+@pytest.mark.parametrize("case", LARGE)
 def test_large_shapes(case: str) -> None:
     made, tensors, groups = matrix(case)
     exact = unrounded(tensors, groups).cuda()
@@ -207,7 +210,22 @@ def ways(made: CudaQuantMatrix, x: Tensor) -> dict[str, Tensor]:
     return out
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c not in ("wide", "long")])
+@pytest.mark.parametrize("case", LARGE)
+def test_large_shapes_agree_bit_for_bit(case: str) -> None:
+    """Several tiles a block: two of seven stages, three of an odd and of an even number of stages."""
+    made, _, _ = matrix(case)
+    for m in (1, 2, 5):
+        x = activations(m, made.in_features)
+        found = ways(made, x)
+        assert len(found) == 3, m
+        for name, out in found.items():
+            assert torch.equal(out, found["direct"]), (m, name)
+        for _ in range(3 if UNDER_A_TOOL else 50):
+            again = made.matmul(x, out=torch.full_like(found["ring"], float("nan")))
+            assert torch.equal(again, found["direct"]), m
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c not in LARGE])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_kernels_agree_bit_for_bit(case: str, dtype: torch.dtype) -> None:
     made, _, _ = matrix(case)

@@ -35,6 +35,7 @@ struct Attention {  // mirrored in ops/attention/mod.rs
   float scale, softcap;
   int ahead;  // of attention_long.cuh: most bytes of keys, and of values, that one of the first blocks asks for ahead
 };
+static_assert(sizeof(Attention) == 288, "as the host has it");
 
 constexpr int UNIT = 64, SPLIT_UNITS = 8, UNIT_PARTS = 32;
 constexpr float LOG2E = 1.4426950408889634f;

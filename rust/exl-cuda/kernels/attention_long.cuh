@@ -64,7 +64,7 @@ DEVICE void fetch_split(const Attention& a, const Job& job, uint8_t* ring, const
 
 // Behind a product that leaves four multiprocessors alone, the first blocks have room there, two on each, and wait for it. Meanwhile they ask
 // for keys and values of all heads of their sequence's first page, `ahead` bytes at most of either, so that these are in L2 when the others
-// come all at once. Elsewhere this does neither good nor harm.
+// come all at once. Where there is no such place it costs 64 sequences half a microsecond.
 constexpr int EARLY_BLOCKS = 8;
 template <class S>
 DEVICE void ask_ahead(const Attention& a, const Job& job) {

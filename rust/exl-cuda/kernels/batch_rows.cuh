@@ -17,6 +17,7 @@ struct LayoutTask {
   int shares, idle;  // blocks of a row; blocks before all others that have nothing to do
   float eps, offset;
 };
+static_assert(sizeof(LayoutTask) == 80, "as the host has it");
 
 // Before sm_80 there are no asynchronous copies (nor is this kernel chosen there: it is compiled with the others of its file).
 DEVICE void copy_ahead(void* to, const void* from) {

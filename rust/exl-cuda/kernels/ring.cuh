@@ -284,8 +284,9 @@ DEVICE void consume(const Task& p, uint8_t* memory, uint32_t base, const uint4* 
     }
     warp_arrives(s.ready + result.slot * 8, lane);
     result.advance(RESULT_BUFFERS);
-    // The warps' halves take stages in turn, from one tile to the next too: nobody has two that follow each other, or more units than others.
-    cls = ((cls ^ stages << 3) & 8) | (cls + NEXT_CLASS & 7);
+    // Of an odd number of stages the first half of the classes has one more: it is the other warps' next, whose turn it is then, too.
+    if (stages % 2 == 0) cls = (cls + NEXT_CLASS) & (CLASSES - 1);
+    else cls = cls < 8 ? cls + 8 : (cls + NEXT_CLASS) & 7;
   }
 }
 

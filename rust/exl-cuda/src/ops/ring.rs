@@ -514,8 +514,16 @@ mod tests {
         assert!(!keeps(17, 128_256));
     }
 
-    /// Most stages that lie between two that a warp consumes, as `kernels/ring.cuh` deals classes out, over tiles of these lengths.
-    /// `stay`: tiles in a row of one class.
+    /// A warp's class in the tile after one of so many stages, as `kernels/ring.cuh` deals classes out.
+    fn next_class(class: usize, stages: usize) -> usize {
+        match (stages % 2, class) {
+            (0, _) => (class + 5) % 16,
+            (_, ..8) => class + 8,
+            _ => (class + 5) % 8,
+        }
+    }
+
+    /// Most stages that lie between two that a warp consumes, over tiles of these lengths. `stay`: tiles in a row of one class.
     fn longest_step(lengths: &[usize], stay: usize) -> usize {
         let mut longest = 0;
         for warp in 0..16 {
@@ -527,7 +535,7 @@ mod tests {
                 }
                 first += stages;
                 if (tile + 1) % stay == 0 {
-                    class = (class + 5) % 16;
+                    class = next_class(class, stages);
                 }
             }
         }
@@ -538,6 +546,10 @@ mod tests {
     fn no_warp_steps_further_than_the_spare_slots_allow() {
         for stay in 1..=8 {
             assert!(longest_step(&[2; 64], stay) <= SPARE_SLOTS);
+        }
+        for stages in 1..=MOST_STAGES {
+            let longest = longest_step(&vec![stages; 64], 1);
+            assert!(longest == 2 || stages % 2 == 0 && longest == 3, "{stages}");
         }
         for a in 1..=MOST_STAGES {
             for b in [a, a + 1, a + 2] {
@@ -550,6 +562,25 @@ mod tests {
                     );
                 }
             }
+        }
+    }
+
+    #[test]
+    fn units_are_shared_out_evenly_over_tiles() {
+        // Units of the busiest warp, of a `down` of 8B, of 5,120 and of 7,168 features.
+        for (units, tiles, most) in [(56, 2, 7), (20, 16, 20), (28, 16, 28), (56, 16, 56)] {
+            let mut classes: Vec<usize> = (0..16).collect();
+            let mut done = [0; 16];
+            for _ in 0..tiles {
+                for (warp, class) in classes.iter_mut().enumerate() {
+                    done[warp] += (units - *class as i32 + 15) / 16;
+                    *class = next_class(*class, (units as usize).div_ceil(8));
+                }
+                let mut sorted = classes.clone();
+                sorted.sort_unstable();
+                assert!(sorted.into_iter().eq(0..16), "every class has a warp");
+            }
+            assert_eq!(done.into_iter().max(), Some(most), "{units} {tiles}");
         }
     }
 
