@@ -471,9 +471,10 @@ mod tests {
     fn multiprocessors_that_a_layers_products_leave_alone() {
         let left = |m, features| left_alone(&hopper(), m, features);
         for m in [9, 16, 17, 32, 33, 64] {
-            let o = matrix(16, 2064);
-            let made = plan(&hopper(), &[&o], m, false, Tuning::default()).expect("fits");
-            assert_eq!(left(m, o.out_features()), 132 - made.shares.blocks, "{m}");
+            for made in [matrix(16, 2064), matrix(56, 2064)] {
+                let found = plan(&hopper(), &[&made], m, false, Tuning::default()).expect("fits");
+                assert_eq!(left(m, made.out_features()), 132 - found.shares.blocks);
+            }
             // Whole fours, but where blocks have all of K.
             assert!((64..16384).step_by(64).all(|n| left(m, n) % QUARTERS == 0));
             assert_eq!((left(m, 16384), left(m, 16896)), (4, 0));
