@@ -322,7 +322,7 @@ def test_further_interrupts_do_not_spoil_the_end() -> None:
     told = process.stderr.readline()
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
-        time.sleep(0.02)
+        time.sleep(0.001)
     assert "new tokens" in told
     assert "Traceback" not in process.stderr.read()
     assert process.returncode == 130 or "cancelled" not in told  # quick machines may be done first

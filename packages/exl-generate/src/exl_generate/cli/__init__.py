@@ -6,23 +6,36 @@ import atexit
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
-__all__ = ["main"]
+__all__ = ["main", "program"]
 
 
 def main() -> None:
     """Run the command line; errors made on purpose become one line on stderr and exit code 1, Ctrl-C exit code 130, a
     reader of the output that went away exit code 141."""
+    # Last in, first out: a second Ctrl-C does not break into what the libraries clean up at the end.
+    _run(lambda: atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN))
+
+
+def program() -> None:
+    """`main`, with which the process ends: once it is done, Ctrl-C is ignored. (The interpreter waits for threads
+    before it comes to what `main` registers, and a Ctrl-C there would be told with a traceback.)"""
+    _run(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+
+
+def _run(at_end: Callable[[], object]) -> None:
     from exl_generate.cli.app import app
 
     try:
         try:
             app()
         finally:
-            # Last in, first out: a second Ctrl-C does not break into what the libraries clean up at the end.
-            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
-            sys.stdout.flush()
+            try:
+                sys.stdout.flush()
+            finally:
+                at_end()
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # behind the terminal's ^C
