@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
+use crate::capabilities::Capabilities;
 use crate::driver::{Driver, Reason};
 use crate::ffi::{self, CuContext, CuDevice, CuFunction};
 use crate::images;
@@ -17,12 +18,9 @@ use crate::launch::{CudaError, check};
 pub struct DeviceInfo {
     pub index: u32,
     pub name: String,
-    pub compute_capability: (i32, i32),
-    pub multiprocessors: i32,
-    pub shared_bytes_per_block: i32,
     pub memory_bytes: usize,
-    /// Whether kernels that are empty below sm_90 are there: the card is as new, and so is the code this build has for it.
-    pub hopper_code: bool,
+    /// What its kernels may use.
+    pub caps: Capabilities,
     /// Why this build's kernels do not run on it; `None` when they do.
     pub unsupported: Option<String>,
 }
@@ -183,59 +181,25 @@ fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaE
     }
     let end = name.iter().position(|&b| b == 0).unwrap_or(256);
     let name = String::from_utf8_lossy(&name[..end]).into_owned();
-    let capability = (
-        attribute(ffi::ATTRIBUTE_CC_MAJOR),
-        attribute(ffi::ATTRIBUTE_CC_MINOR),
+    let caps = Capabilities::of(
+        (
+            attribute(ffi::ATTRIBUTE_CC_MAJOR),
+            attribute(ffi::ATTRIBUTE_CC_MINOR),
+        ),
+        usize::try_from(attribute(ffi::ATTRIBUTE_MULTIPROCESSORS)).unwrap_or(0),
+        usize::try_from(attribute(ffi::ATTRIBUTE_SHARED_OPTIN)).unwrap_or(0),
+        images::ARCHS,
     );
     Ok((
         handle,
         DeviceInfo {
             index,
-            compute_capability: capability,
-            multiprocessors: attribute(ffi::ATTRIBUTE_MULTIPROCESSORS),
-            shared_bytes_per_block: attribute(ffi::ATTRIBUTE_SHARED_OPTIN),
             memory_bytes: memory,
-            hopper_code: capability.0 >= 9 && code_for(images::ARCHS, capability) >= 90,
-            unsupported: (!runs_on(images::ARCHS, capability))
-                .then(|| not_built_for(&name, capability)),
+            unsupported: (!caps.runs()).then(|| not_built_for(&name, caps.compute)),
+            caps,
             name,
         },
     ))
-}
-
-/// Whether one of `archs` runs on a card: the same major at an equal or lower minor; `a` only exactly; PTX on anything as new.
-fn runs_on(archs: &[&str], (major, minor): (i32, i32)) -> bool {
-    archs.iter().any(|arch| {
-        let number: i32 = arch
-            .trim_end_matches("+ptx")
-            .trim_end_matches('a')
-            .parse()
-            .unwrap_or(i32::MAX);
-        if arch.ends_with('a') {
-            return number == major * 10 + minor;
-        }
-        if arch.ends_with("+ptx") {
-            return number <= major * 10 + minor;
-        }
-        number / 10 == major && number % 10 <= minor
-    })
-}
-
-/// The architecture whose code `archs` gives a card that [`runs_on`] them: binaries before PTX, the newest that fits; 0 for none.
-fn code_for(archs: &[&str], capability: (i32, i32)) -> i32 {
-    let newest = |ptx: bool| {
-        archs
-            .iter()
-            .filter(|arch| arch.ends_with("+ptx") == ptx && runs_on(&[arch], capability))
-            .filter_map(|arch| {
-                arch.trim_end_matches("+ptx")
-                    .trim_end_matches('a')
-                    .parse()
-                    .ok()
-            })
-            .max()
-    };
-    newest(false).or(newest(true)).unwrap_or(0)
 }
 
 fn not_built_for(name: &str, (major, minor): (i32, i32)) -> String {
@@ -327,7 +291,7 @@ fn load_all(driver: &'static Driver) -> Result<HashMap<String, Function>, CudaEr
 
 #[cfg(test)]
 mod tests {
-    use super::{code_for, image_of, runs_on};
+    use super::image_of;
 
     #[test]
     fn an_image_of_a_folder_takes_the_place_of_its_name() {
@@ -347,31 +311,5 @@ mod tests {
             "{text}"
         );
         std::fs::remove_dir_all(&folder).expect("removed");
-    }
-
-    #[test]
-    fn binary_and_ptx_compatibility() {
-        assert!(runs_on(&["80"], (8, 6)) && runs_on(&["80"], (8, 0)) && !runs_on(&["86"], (8, 0)));
-        assert!(
-            runs_on(&["90a"], (9, 0)) && !runs_on(&["90a"], (10, 0)) && !runs_on(&["75"], (8, 0))
-        );
-        assert!(
-            runs_on(&["120+ptx"], (12, 1))
-                && runs_on(&["120+ptx"], (13, 0))
-                && !runs_on(&["120+ptx"], (9, 0))
-        );
-        assert!(!runs_on(&[], (9, 0)));
-    }
-
-    #[test]
-    fn the_code_a_card_gets() {
-        assert_eq!(code_for(&["90a"], (9, 0)), 90);
-        assert_eq!(code_for(&["80+ptx"], (9, 0)), 80);
-        assert_eq!(code_for(&["80+ptx", "90a"], (9, 0)), 90);
-        assert_eq!(code_for(&["90a", "80+ptx"], (10, 0)), 80);
-        assert_eq!(code_for(&["80", "86", "120+ptx"], (8, 9)), 86);
-        assert_eq!(code_for(&["75", "120+ptx"], (12, 0)), 120);
-        assert_eq!(code_for(&["75+ptx", "90a"], (7, 5)), 75);
-        assert_eq!(code_for(&[], (9, 0)), 0);
     }
 }

@@ -68,7 +68,7 @@ pub struct Launch<'a> {
     /// `torch.cuda.current_stream().cuda_stream`; 0 is the legacy default stream.
     pub stream: usize,
     /// Ask for programmatic dependent launch: the kernel may begin while its predecessor drains. Only for kernels that wait
-    /// before they touch what a predecessor wrote. Ignored below compute capability 9.0.
+    /// before they touch what a predecessor wrote. Ignored where the card runs code older than sm_90, which does not wait.
     pub programmatic: bool,
 }
 
@@ -98,7 +98,7 @@ impl Launch<'_> {
         blocks: u32,
         arguments: &mut [*mut c_void],
     ) -> Result<(), CudaError> {
-        if self.shared_bytes > device.info.shared_bytes_per_block as u32 {
+        if self.shared_bytes as usize > device.info.caps.shared_per_block {
             return Err(CudaError::Argument {
                 what: format!(
                     "{}: {} bytes of shared memory",
@@ -106,7 +106,7 @@ impl Launch<'_> {
                 ),
                 limit: format!(
                     "a block of {} has {}",
-                    device.info.name, device.info.shared_bytes_per_block
+                    device.info.name, device.info.caps.shared_per_block
                 ),
             });
         }
@@ -129,7 +129,7 @@ impl Launch<'_> {
                 pad: [0; 4],
                 value: std::array::from_fn(|i| values.get(i).copied().unwrap_or(0)),
             };
-            let programmatic = self.programmatic && device.info.compute_capability.0 >= 9;
+            let programmatic = self.programmatic && device.info.caps.programmatic();
             let cluster = attribute(ffi::LAUNCH_CLUSTER, [1, 1, blocks]);
             let early = attribute(ffi::LAUNCH_PROGRAMMATIC, [1, 0, 0]);
             let (attributes, count) = match (blocks > 0, programmatic) {

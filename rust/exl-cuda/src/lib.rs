@@ -3,6 +3,7 @@
 //! Nothing here links to libcuda, libcudart or libtorch: the driver is opened at run time, kernels are embedded images, and a launch
 //! goes to the stream the caller names, in the primary context that torch uses too. A machine without a GPU gets a [`Reason`].
 
+mod capabilities;
 mod device;
 mod driver;
 mod ffi;
@@ -16,6 +17,7 @@ pub mod images {
     include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
 }
 
+pub use capabilities::{CARDS, Capabilities, Card, Feature};
 pub use device::{Device, DeviceInfo, devices, launches};
 pub use driver::{Driver, Reason};
 pub use launch::{CudaError, Launch};

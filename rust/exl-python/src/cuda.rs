@@ -64,7 +64,7 @@ fn cuda_build() -> (Vec<&'static str>, &'static str, &'static str) {
     (images::ARCHS.to_vec(), images::TOOLKIT, images::NOTE)
 }
 
-type DeviceRow = (u32, String, (i32, i32), i32, i32, usize, Option<String>);
+type DeviceRow = (u32, String, (i32, i32), usize, usize, usize, Option<String>);
 
 /// (driver's CUDA version, devices, reason why CUDA cannot be used).
 #[pyfunction]
@@ -77,9 +77,9 @@ fn cuda_probe(py: Python<'_>) -> (Option<(i32, i32)>, Vec<DeviceRow>, Option<Str
                     (
                         d.index,
                         d.name,
-                        d.compute_capability,
-                        d.multiprocessors,
-                        d.shared_bytes_per_block,
+                        d.caps.compute,
+                        d.caps.sms,
+                        d.caps.shared_per_block,
                         d.memory_bytes,
                         d.unsupported,
                     )

@@ -5,6 +5,7 @@
 
 use exl_cuda::layout::{Codes, Layout};
 use exl_cuda::ops::linear::{self, Addresses, Half, Matrix, Product};
+use exl_cuda::ops::select;
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::GptqView;
 use half::f16;
@@ -170,7 +171,10 @@ impl CudaMatrix {
             x.numel() == m * k && y.numel() == m * n,
             "x or y has the wrong size",
         )?;
-        expect(m <= linear::MAX_ROWS, "too many rows for a matrix kernel")?;
+        expect(
+            m <= select::MOST_PACKED_ROWS,
+            "too many rows for a matrix kernel",
+        )?;
         expect(
             x.cuda == Some(self.device) && y.cuda == Some(self.device),
             "x and y must be on the matrix's GPU",

@@ -4,6 +4,7 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::ops::linear::{Half, Matrix};
+use exl_cuda::ops::select::Epilogue;
 use exl_cuda::ops::{Target, batch, few, ring};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -77,12 +78,13 @@ impl CudaRing {
     /// Most rows of a call on this GPU, with a norm before it or not, of BF16 or F16; 0 where separate launches have to do.
     fn rows(&self, py: Python<'_>, norm: bool, bfloat16: bool) -> PyResult<usize> {
         let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        let around = ring::Around {
-            gated: self.gate.is_some(),
+        let epilogue = Epilogue {
+            gate: self.gate.is_some(),
             norm,
-            scaled: bfloat16,
+            residual: false,
+            bf16: bfloat16,
         };
-        Ok(ring::rows(&info.info, &self.parts(), around))
+        Ok(ring::rows(&info.info.caps, &self.parts(), epilogue))
     }
 
     /// y [m, N]; `norm` = (weight, eps, offset); `tuning` = (slots, window) is for benchmarks.
@@ -116,7 +118,7 @@ impl CudaRing {
     /// Whether one launch of the batch kernel takes these matrices, 1 to 64 rows each call.
     fn batch_fits(&self, py: Python<'_>) -> PyResult<bool> {
         let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        Ok(batch::fits(&info.info, &self.parts()))
+        Ok(batch::fits(&info.info.caps, &self.parts()))
     }
 
     /// Whether `run_batch` applies the activation of the first of two matrices itself.
@@ -127,7 +129,7 @@ impl CudaRing {
     /// Whether `run_batch` can norm its input.
     fn batch_norms(&self, py: Python<'_>) -> PyResult<bool> {
         let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        Ok(batch::norms(&info.info, &self.parts()))
+        Ok(batch::norms(&info.info.caps, &self.parts()))
     }
 
     /// Bytes of scratch memory that `run_batch` needs for `rows` rows.
@@ -145,7 +147,7 @@ impl CudaRing {
     ) -> PyResult<usize> {
         let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
         Ok(batch::meeting_bytes(
-            &info.info,
+            &info.info.caps,
             &self.parts(),
             rows,
             self.batch_gates(),
@@ -283,7 +285,11 @@ impl CudaRing {
     /// Most rows of `run_few` on this GPU; 0 where it cannot run.
     fn few_rows(&self, py: Python<'_>) -> PyResult<usize> {
         let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        Ok(few::rows(&info.info, &self.parts(), self.gate.is_some()))
+        Ok(few::rows(
+            &info.info.caps,
+            &self.parts(),
+            self.gate.is_some(),
+        ))
     }
 
     /// Bytes of scratch memory that `run_few` needs.
@@ -292,7 +298,7 @@ impl CudaRing {
         let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
         let gated = self.gate.is_some();
         Ok(few::scratch_bytes(
-            &info.info,
+            &info.info.caps,
             &self.parts(),
             gated,
             few_tuning(tuning),
@@ -303,7 +309,7 @@ impl CudaRing {
     fn few_takes_prepared(&self, py: Python<'_>) -> PyResult<bool> {
         let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
         let gated = self.gate.is_some();
-        Ok(few::takes_prepared(&info.info, &self.parts(), gated))
+        Ok(few::takes_prepared(&info.info.caps, &self.parts(), gated))
     }
 
     /// `run` in two launches, for 3 to 8 rows; `scratch` uint8, `tuning` = (cut, slots, window) is for benchmarks.

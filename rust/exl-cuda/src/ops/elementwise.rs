@@ -45,10 +45,7 @@ pub unsafe fn activation(to: Target, op: &Gated) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
     let kernel = name(op.element);
     // A grid-stride loop: enough blocks to fill the card, never more than the work.
-    let blocks = op
-        .count
-        .div_ceil(256 * 8)
-        .min(device.info.multiprocessors as usize * 8);
+    let blocks = op.count.div_ceil(256 * 8).min(device.info.caps.sms * 8);
     let launch = Launch {
         kernel: &kernel,
         grid: [blocks as u32, 1, 1],

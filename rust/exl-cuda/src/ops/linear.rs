@@ -6,8 +6,6 @@ use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::layout::{Layout, Scales, UNIT_ROWS};
 
-/// Most rows of a call that the matrix kernels take; more are cheaper by dequantizing once.
-pub const MAX_ROWS: usize = 64;
 /// Element type of results, as the kernels number them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Half {
@@ -322,21 +320,7 @@ pub unsafe fn dequantize(to: Target, matrix: &Matrix, out: usize) -> Result<(), 
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::device::DeviceInfo;
     use crate::layout::Unit;
-
-    pub fn hopper() -> DeviceInfo {
-        DeviceInfo {
-            index: 0,
-            name: "test".to_owned(),
-            compute_capability: (9, 0),
-            multiprocessors: 132,
-            shared_bytes_per_block: 232_448,
-            memory_bytes: 0,
-            hopper_code: true,
-            unsupported: None,
-        }
-    }
 
     pub fn matrix(units: usize, unit_bytes: u32) -> Matrix {
         Matrix {
@@ -361,6 +345,14 @@ pub(super) mod tests {
             unit_widths: vec![0x4444; units + 1],
             features_host: (0..256 * units as i32).collect(),
         }
+    }
+
+    /// [`matrix`] of so many output features.
+    pub fn sized(units: usize, unit_bytes: u32, out_features: usize) -> Matrix {
+        let mut made = matrix(units, unit_bytes);
+        made.argument.out_features = out_features as i32;
+        made.argument.tiles = out_features.div_ceil(16) as i32;
+        made
     }
 
     #[test]

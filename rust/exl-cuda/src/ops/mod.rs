@@ -14,6 +14,7 @@ pub mod ring;
 pub mod rope;
 pub mod rope_store;
 pub mod sampling;
+pub mod select;
 
 use crate::launch::CudaError;
 

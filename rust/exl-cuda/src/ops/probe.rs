@@ -17,7 +17,7 @@ pub unsafe fn read(to: Target, buffer: usize, bytes: usize, sink: usize) -> Resu
     let device = Device::get(to.device)?;
     let launch = Launch {
         kernel: "probe_read",
-        grid: [device.info.multiprocessors as u32 * 8, 1, 1],
+        grid: [device.info.caps.sms as u32 * 8, 1, 1],
         block: 256,
         shared_bytes: 0,
         stream: to.stream,
@@ -34,7 +34,7 @@ pub fn empty(to: Target) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
     let launch = Launch {
         kernel: "probe_empty",
-        grid: [device.info.multiprocessors as u32, 1, 1],
+        grid: [device.info.caps.sms as u32, 1, 1],
         block: 256,
         shared_bytes: 0,
         stream: to.stream,

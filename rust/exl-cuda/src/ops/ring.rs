@@ -2,7 +2,9 @@
 
 use super::Target;
 use super::linear::{Half, Matrix, MatrixArgument};
-use crate::device::{Device, DeviceInfo};
+use super::select::{Epilogue, Kernel, Refusal, check_rows};
+use crate::capabilities::{Capabilities, Feature};
+use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::layout::TILE;
@@ -113,18 +115,7 @@ pub struct Tuning {
     pub window: i32,
 }
 
-/// What a product is asked to do besides multiplying, as far as it decides what fits.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Around {
-    /// The first of two matrices gates the second.
-    pub gated: bool,
-    /// An RMS norm before it.
-    pub norm: bool,
-    /// BF16 activations.
-    pub scaled: bool,
-}
-
-/// Where a launch's data stand in shared memory.
+/// Where a launch's data are in shared memory.
 struct Plan {
     task: Task,
     shared: usize,
@@ -142,10 +133,10 @@ struct Deal {
 }
 
 impl Deal {
-    fn new(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> Self {
+    fn new(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> Self {
         let tiles: usize = matrices.iter().map(|a| a.argument.tiles as usize).sum();
         let tiles = if gated { tiles / 2 } else { tiles };
-        let blocks = tiles.clamp(1, device.multiprocessors as usize);
+        let blocks = tiles.clamp(1, caps.sms);
         Self {
             blocks,
             tiles: tiles / blocks,
@@ -218,51 +209,94 @@ fn spare_slots(mut stages: impl Iterator<Item = usize> + Clone) -> usize {
     SPARE_SLOTS + usize::from(stages.clone().any(|s| s == 1) && stages.any(|s| s > 1))
 }
 
-/// Plans a launch for `m` rows; None where the kernel cannot take it: other hardware, matrices of different kinds, no room.
+/// Whether matrices can share a launch: their number, form and input size are those that a kernel takes.
+pub(super) fn alike(matrices: &[&Matrix], gate: bool) -> Result<(), Refusal> {
+    let same = |a: &&Matrix, b: &Matrix| {
+        a.kind == b.kind && a.entry_rows == b.entry_rows && a.in_features() == b.in_features()
+    };
+    match matrices {
+        [first, ..] if matrices.len() <= MATRICES => {
+            let paired = || matches!(matrices, [a, b] if a.out_features() == b.out_features());
+            if !matrices.iter().all(|a| same(a, first)) {
+                Err(Refusal::Matrices(
+                    "matrices of one format, group size and input size",
+                ))
+            } else if gate && !paired() {
+                Err(Refusal::Matrices(
+                    "a gate of two matrices of one output size",
+                ))
+            } else if !first.in_features().is_multiple_of(8) {
+                Err(Refusal::Matrices("input sizes that are multiples of 8"))
+            } else {
+                Ok(())
+            }
+        }
+        _ => Err(Refusal::Matrices("one to three matrices")),
+    }
+}
+
+/// Whether one launch takes `rows` rows of these matrices.
+pub(super) fn takes(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    rows: usize,
+    epilogue: Epilogue,
+) -> Result<(), Refusal> {
+    plan(caps, matrices, rows, epilogue, None).map(|_| ())
+}
+
+/// Bytes of shared memory of a block, where [`takes`] agrees.
+#[cfg(test)]
+pub(super) fn shared_bytes(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    rows: usize,
+    epilogue: Epilogue,
+) -> Option<usize> {
+    plan(caps, matrices, rows, epilogue, None)
+        .ok()
+        .map(|plan| plan.shared)
+}
+
+/// Plans a launch for `m` rows; an error says why the kernel cannot take it.
 fn plan(
-    device: &DeviceInfo,
+    caps: &Capabilities,
     matrices: &[&Matrix],
     m: usize,
-    around: Around,
+    epilogue: Epilogue,
     tuning: Option<Tuning>,
-) -> Option<Plan> {
-    let first = *matrices.first()?;
-    let alike = |a: &&Matrix| {
-        a.kind == first.kind
-            && a.entry_rows == first.entry_rows
-            && a.in_features() == first.in_features()
-    };
-    // What the kernel's 512 threads hold of a row whose sum or maximum they need first.
-    let widest = match around {
-        Around { norm: true, .. } => 8192,
-        Around { scaled: true, .. } => 16384,
+) -> Result<Plan, Refusal> {
+    if !caps.has(Feature::BulkCopy) {
+        return Err(Refusal::Needs(Feature::BulkCopy));
+    }
+    check_rows(m, MOST_ROWS)?;
+    let gated = epilogue.gate;
+    alike(matrices, gated)?;
+    let first = matrices[0];
+    // The kernel's 512 threads hold a whole row where they need its sum or maximum first.
+    let widest = match epilogue {
+        Epilogue { norm: true, .. } => 8192,
+        Epilogue { bf16: true, .. } => 16384,
         _ => usize::MAX,
     };
-    let gated = around.gated;
-    let gate_fits =
-        !gated || (matrices.len() == 2 && first.out_features() == matrices[1].out_features());
-    if !device.hopper_code
-        || !(1..=MOST_ROWS).contains(&m)
-        || matrices.len() > MATRICES
-        || !matrices.iter().all(alike)
-        || !gate_fits
-        || !first.in_features().is_multiple_of(8)
-        || first.in_features() > widest
-    {
-        return None;
+    if first.in_features() > widest {
+        return Err(Refusal::Matrices(
+            "inputs of up to 8,192 features with a norm, 16,384 in BF16",
+        ));
     }
+    let full = Refusal::SharedMemory(caps.shared_per_block);
     // 1 KB for the kernel's static arrays.
-    let space = (device.shared_bytes_per_block as usize).checked_sub(1024)?;
+    let space = caps.shared_per_block.checked_sub(1024).ok_or(full)?;
     let mut begin = [[0; MOST_STAGES + 1]; MATRICES];
     let (mut largest, mut bytes, mut count) = (0, 0, 0);
     for (to, matrix) in begin.iter_mut().zip(matrices) {
-        *to = stages(matrix)?;
+        *to = stages(matrix).ok_or(Refusal::Matrices("tiles of up to 256 units of 256 rows"))?;
         let sizes = to.windows(2).map(|p| p[1].saturating_sub(p[0]) as usize);
         largest = largest.max(sizes.max().unwrap_or(0));
         bytes += matrix.argument.tile_bytes as usize;
         count += matrix.argument.unit_count as usize;
     }
-    let deal = Deal::new(device, matrices, gated);
+    let deal = Deal::new(caps, matrices, gated);
     let keep = keeps(matrices, deal, gated);
     let mean = (8 * bytes / count.max(1)).max(1);
     let stride = largest.next_multiple_of(128);
@@ -322,7 +356,7 @@ fn plan(
             continue;
         }
         let window = forced.map_or(((BYTES_IN_FLIGHT + mean / 2) / mean) as i32, |t| t.window);
-        let alone = m == 1 && !around.norm && !around.scaled;
+        let alone = m == 1 && !epilogue.norm && !epilogue.bf16;
         let task = Task {
             x: 0,
             y: 0,
@@ -351,20 +385,20 @@ fn plan(
             eps: 0.0,
             offset: 0.0,
         };
-        return Some(Plan {
+        return Ok(Plan {
             task,
             shared: arena.0.max(LEAST_SHARED.min(space)),
             deal,
         });
     }
-    None
+    Err(full)
 }
 
 /// How many activation rows one launch for these matrices takes on this GPU; 0 when it cannot run there.
-pub fn rows(device: &DeviceInfo, matrices: &[&Matrix], around: Around) -> usize {
+pub fn rows(caps: &Capabilities, matrices: &[&Matrix], epilogue: Epilogue) -> usize {
     (1..=MOST_ROWS)
         .rev()
-        .find(|&m| plan(device, matrices, m, around, None).is_some())
+        .find(|&m| plan(caps, matrices, m, epilogue, None).is_ok())
         .unwrap_or(0)
 }
 
@@ -379,23 +413,19 @@ pub unsafe fn launch(
     tuning: Option<Tuning>,
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
-    let around = Around {
-        gated: op.gate.is_some(),
+    let epilogue = Epilogue {
+        gate: op.gate.is_some(),
         norm: op.norm.is_some(),
-        scaled: op.x_type == Half::BF16,
+        residual: op.residual != 0,
+        bf16: op.x_type == Half::BF16,
     };
-    let gated = around.gated;
-    let Some(Plan {
+    let gated = epilogue.gate;
+    let Plan {
         mut task,
         shared,
         deal,
-    }) = plan(&device.info, matrices, op.m, around, tuning)
-    else {
-        return Err(CudaError::Argument {
-            what: format!("{} rows for the ring kernel", op.m),
-            limit: format!("1 to {}", rows(&device.info, matrices, around)),
-        });
-    };
+    } = plan(&device.info.caps, matrices, op.m, epilogue, tuning)
+        .map_err(|why| why.for_kernel(Kernel::GemvRing))?;
     (task.x, task.x_kind) = (op.x, op.x_type as i32);
     (task.y, task.y_kind) = (op.y, op.y_type as i32);
     task.residual = op.residual;
@@ -428,21 +458,23 @@ pub unsafe fn launch(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::linear::tests::{hopper, matrix};
+    use crate::capabilities::tests::{RELEASE, card, hopper};
+    use crate::ops::linear::tests::matrix;
 
-    const GATED: Around = Around {
-        gated: true,
+    const GATED: Epilogue = Epilogue {
+        gate: true,
         norm: false,
-        scaled: false,
+        residual: false,
+        bf16: false,
     };
 
     #[test]
     fn the_ring_of_four_bits_is_the_measured_one() {
         let made = matrix(16, 2064);
-        let plan = plan(&hopper(), &[&made], 1, Around::default(), None).expect("fits");
+        let plan = plan(&hopper(), &[&made], 1, Epilogue::default(), None).expect("fits");
         assert_eq!((plan.task.slots, plan.task.window), (9, 2));
         assert!((LEAST_SHARED..232_448 - 1024).contains(&plan.shared));
-        assert_eq!(rows(&hopper(), &[&made], Around::default()), 8);
+        assert_eq!(rows(&hopper(), &[&made], Epilogue::default()), 8);
         assert_eq!(plan.task.stage_begin[0][..3], [0, 8 * 2064, 16 * 2064]);
     }
 
@@ -452,7 +484,7 @@ mod tests {
             let made = matrix(units, bytes);
             for m in 1..=8 {
                 for together in [vec![&made], vec![&made, &made, &made]] {
-                    if let Some(plan) = plan(&hopper(), &together, m, Around::default(), None) {
+                    if let Ok(plan) = plan(&hopper(), &together, m, Epilogue::default(), None) {
                         let task = plan.task;
                         assert!(plan.shared <= 232_448 - 1024);
                         assert!((1..=task.slots - SPARE_SLOTS as i32).contains(&task.window));
@@ -462,13 +494,12 @@ mod tests {
                 }
             }
         }
-        assert_eq!(rows(&hopper(), &[&matrix(255, 4160)], Around::default()), 0);
-        let ampere = DeviceInfo {
-            compute_capability: (8, 6),
-            hopper_code: false,
-            ..hopper()
-        };
-        assert_eq!(rows(&ampere, &[&matrix(16, 2064)], Around::default()), 0);
+        assert_eq!(
+            rows(&hopper(), &[&matrix(255, 4160)], Epilogue::default()),
+            0
+        );
+        let ampere = card("3090", RELEASE);
+        assert_eq!(rows(&ampere, &[&matrix(16, 2064)], Epilogue::default()), 0);
     }
 
     #[test]
@@ -479,18 +510,18 @@ mod tests {
             *offset += 512 * u.min(7) as u32;
         }
         made.argument.tile_bytes += 7 * 512;
-        let plan = plan(&hopper(), &[&made], 4, Around::default(), None).expect("fits");
+        let plan = plan(&hopper(), &[&made], 4, Epilogue::default(), None).expect("fits");
         assert_eq!((plan.task.slots, plan.task.window), (4, 1));
     }
 
     #[test]
     fn only_blocks_of_many_tiles_keep_a_warp_s_unit() {
         let planned = |matrix: &Matrix, count: usize, gated| {
-            let around = Around {
-                gated,
-                ..Around::default()
+            let epilogue = Epilogue {
+                gate: gated,
+                ..Epilogue::default()
             };
-            plan(&hopper(), &vec![matrix; count], 1, around, None).expect("fits")
+            plan(&hopper(), &vec![matrix; count], 1, epilogue, None).expect("fits")
         };
         let sized = |units, out_features: i32| {
             let mut made = matrix(units, 2064);

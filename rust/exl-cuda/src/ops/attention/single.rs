@@ -2,7 +2,7 @@
 
 use super::room::{packed, unit_bytes};
 use super::{Attention, Mode, Plan, ROWS, SPLIT_UNITS, UNIT};
-use crate::device::{Device, DeviceInfo};
+use crate::capabilities::{Capabilities, Feature};
 use crate::ops::Element;
 use crate::ops::kv::{Codec, KINDS, Kind};
 
@@ -77,16 +77,16 @@ pub(super) struct Blocks {
 }
 
 /// The launch for a call that one of these kernels can take.
-pub(super) fn blocks(device: &Device, op: &Attention, plan: &Plan) -> Option<Blocks> {
-    if !is_single(device, op, plan) {
+pub(super) fn blocks(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Blocks> {
+    if !is_single(caps, op, plan) {
         return None;
     }
     let group = op.q_heads / op.pages.heads;
     let element = FEW_ELEMENTS[op.element as usize];
 
-    let few = few(device, op, plan);
-    let long = long(device, op, plan)
-        .filter(|long| prefers_long(is_half(op.pages.kind), few, long.splits));
+    let few = few(caps, op, plan);
+    let long =
+        long(caps, op, plan).filter(|long| prefers_long(is_half(op.pages.kind), few, long.splits));
     if let Some(long) = long {
         return Some(Blocks {
             kernel: long_name(
@@ -101,7 +101,7 @@ pub(super) fn blocks(device: &Device, op: &Attention, plan: &Plan) -> Option<Blo
             threads: 128 * long.teams + 32,
             shared: long.shared,
             ring: long.slots,
-            ahead: ahead(&device.info, op, long.splits),
+            ahead: ahead(caps, op, long.splits),
         });
     }
     let few = few?;
@@ -118,8 +118,8 @@ pub(super) fn blocks(device: &Device, op: &Attention, plan: &Plan) -> Option<Blo
 
 /// Bytes of a sequence's keys, and as many of its values, that the first blocks of the kernel without clusters ask for while they wait for the
 /// launch before: of half pages, where not all blocks have room at once. 16 MiB in all are as good as eight, 24 worse than none.
-fn ahead(device: &DeviceInfo, op: &Attention, splits: usize) -> usize {
-    let resident = 2 * device.multiprocessors as usize;
+fn ahead(caps: &Capabilities, op: &Attention, splits: usize) -> usize {
+    let resident = 2 * caps.sms;
     if is_half(op.pages.kind) && op.tokens * op.pages.heads * splits > resident {
         AHEAD_BYTES
     } else {
@@ -200,7 +200,7 @@ fn few_room(blocks: usize, multiprocessors: usize, per_block: usize) -> usize {
 
 /// Whether the kernels of one token a sequence can take this call: whole heads, units that lie in one page, nothing but the tokens'
 /// positions that hides keys.
-fn is_single(device: &Device, op: &Attention, plan: &Plan) -> bool {
+fn is_single(caps: &Capabilities, op: &Attention, plan: &Plan) -> bool {
     let (dim, heads) = (op.pages.head_dim, op.pages.heads);
     let group = op.q_heads / heads;
     let turned = op
@@ -211,8 +211,8 @@ fn is_single(device: &Device, op: &Attention, plan: &Plan) -> bool {
         && op.element < FEW_ELEMENTS.len() as i32
         && i32::try_from(elements).is_ok()
         // Whether other cards can hold its clusters has not been tried.
-        && device.info.compute_capability.0 == 9
-        && device.info.hopper_code
+        && caps.compute.0 == 9
+        && caps.has(Feature::Clusters)
         && FEW_DIMS.contains(&dim)
         && group <= ROWS
         && plan.tile_rows == group
@@ -224,10 +224,10 @@ fn is_single(device: &Device, op: &Attention, plan: &Plan) -> bool {
 }
 
 /// How blocks in clusters share a call's keys, if they are to.
-fn few(device: &Device, op: &Attention, plan: &Plan) -> Option<Few> {
+fn few(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Few> {
     let (dim, heads) = (op.pages.head_dim, op.pages.heads);
     let group = op.q_heads / heads;
-    let multiprocessors = device.info.multiprocessors as usize;
+    let multiprocessors = caps.sms;
     let units = plan.key_limit.div_ceil(UNIT).max(1);
     let groups = op.tokens * heads;
     let packed = !is_half(op.pages.kind);
@@ -236,7 +236,7 @@ fn few(device: &Device, op: &Attention, plan: &Plan) -> Option<Few> {
         return None;
     }
     let natural = few_shared(op.pages.kind, dim, group, size);
-    let per_block = device.info.shared_bytes_per_block as usize;
+    let per_block = caps.shared_per_block;
     // Blocks of one unit are soon gone.
     let shared = if size == 2 {
         natural.max(few_room(2 * groups * clusters, multiprocessors, per_block))
@@ -315,7 +315,7 @@ fn long_slots(
     }
 }
 
-fn long(device: &Device, op: &Attention, plan: &Plan) -> Option<Long> {
+fn long(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Long> {
     let group = op.q_heads / op.pages.heads;
     let units = plan.key_limit.div_ceil(UNIT).max(1);
     let splits = units.div_ceil(SPLIT_UNITS);
@@ -327,10 +327,10 @@ fn long(device: &Device, op: &Attention, plan: &Plan) -> Option<Long> {
         is_half(kind),
         op.tokens * op.pages.heads * splits,
         splits,
-        device.info.multiprocessors as usize,
+        caps.sms,
     );
     let most = units.min(SPLIT_UNITS);
-    let per_block = device.info.shared_bytes_per_block as usize;
+    let per_block = caps.shared_per_block;
     let (teams, slots) = long_slots(kind, dim, group, wanted, share, per_block, most)?;
     let rest = long_rest(kind, dim, group, teams);
     (slots >= 1).then_some(Long {
@@ -344,8 +344,8 @@ fn long(device: &Device, op: &Attention, plan: &Plan) -> Option<Long> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::capabilities::tests::hopper;
     use crate::ops::kv::Pages;
-    use crate::ops::linear::tests::hopper;
 
     #[test]
     fn keys_are_asked_for_ahead_where_blocks_come_in_turns() {

@@ -3,10 +3,11 @@
 mod plan;
 
 use super::linear::{self, Half, Matrix};
-use super::ring::Norm;
+use super::ring::{self, Norm};
+use super::select::{Epilogue, Kernel, Refusal};
 use super::{Target, index32};
-use crate::device::{Device, DeviceInfo};
-use crate::images;
+use crate::capabilities::Capabilities;
+use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::layout::UNIT_ROWS;
@@ -99,13 +100,13 @@ pub fn scratch_bytes(matrices: &[&Matrix], m: usize) -> usize {
 
 /// Bytes in which blocks that share K meet, for `m` rows.
 pub fn meeting_bytes(
-    device: &DeviceInfo,
+    caps: &Capabilities,
     matrices: &[&Matrix],
     m: usize,
     gated: bool,
     tuning: Tuning,
 ) -> usize {
-    let Some(Plan { shares, .. }) = plan(device, matrices, m, gated, tuning) else {
+    let Ok(Plan { shares, .. }) = plan(caps, matrices, m, gated, tuning) else {
         return 0;
     };
     match shares.sums() {
@@ -129,8 +130,8 @@ pub fn input(matrices: &[&Matrix], m: usize) -> Option<usize> {
 }
 
 /// Whether the input, at an address that is a multiple of 16, can be normed on its way into layout order.
-pub fn norms(device: &DeviceInfo, matrices: &[&Matrix]) -> bool {
-    matrices.iter().all(|matrix| lays_out(device, matrix, true))
+pub fn norms(caps: &Capabilities, matrices: &[&Matrix]) -> bool {
+    matrices.iter().all(|matrix| lays_out(caps, matrix, true))
 }
 
 /// Blocks that share a row in a launch that lays out, and their shared memory: the row, a share's features and the norm's weights of them.
@@ -144,38 +145,87 @@ fn layout_shape(matrix: &Matrix, columns: usize, norm: bool) -> (usize, usize) {
 
 /// Blocks with nothing to do before those that lay out and norm `m` rows of so many features: the sum of a layer, as a rule, to which the product
 /// before has added as many results.
-fn idle_blocks(device: &DeviceInfo, m: usize, features: usize) -> usize {
-    match left_alone(device, m, features) {
+fn idle_blocks(caps: &Capabilities, m: usize, features: usize) -> usize {
+    match left_alone(caps, m, features) {
         few @ ..=FEW_ALONE => IDLE_BLOCKS * few,
         _ => 0,
     }
 }
 
-fn lays_out(device: &DeviceInfo, matrix: &Matrix, norm: bool) -> bool {
-    let most = SHARED_BYTES.min(device.shared_bytes_per_block as usize);
+fn lays_out(caps: &Capabilities, matrix: &Matrix, norm: bool) -> bool {
+    let most = SHARED_BYTES.min(caps.shared_per_block);
     matrix.in_features().is_multiple_of(8) && layout_shape(matrix, MOST_ROWS, norm).1 <= most
 }
 
 /// Whether these matrices can share a launch on this GPU: the kernels are there, the input's order and the form are the same.
-pub fn fits(device: &DeviceInfo, matrices: &[&Matrix]) -> bool {
-    let fits = |columns, gated| plan(device, matrices, columns, gated, Tuning::default()).is_some();
-    let planned = |(columns, _)| fits(columns, false) && (!gates(matrices) || fits(columns, true));
-    device.compute_capability == (9, 0)
-        && images::ARCHS.contains(&"90a")
-        && alike(matrices)
-        && VARIANTS.into_iter().all(planned)
+pub fn fits(caps: &Capabilities, matrices: &[&Matrix]) -> bool {
+    shares_launch(caps, matrices).is_ok()
 }
 
-fn alike(matrices: &[&Matrix]) -> bool {
-    let Some(first) = matrices.first() else {
-        return false;
+/// As [`fits`], for every number of rows.
+fn shares_launch(caps: &Capabilities, matrices: &[&Matrix]) -> Result<(), Refusal> {
+    alike(matrices)?;
+    let planned =
+        |columns, gated| plan(caps, matrices, columns, gated, Tuning::default()).map(|_| ());
+    for (columns, _) in VARIANTS {
+        planned(columns, false)?;
+        if gates(matrices) {
+            planned(columns, true)?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether launches of up to [`MOST_ROWS`] rows take these matrices with this epilogue. A gate that [`gates`] leaves out is a launch of its own.
+pub(super) fn takes(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    epilogue: Epilogue,
+) -> Result<(), Refusal> {
+    ring::alike(matrices, epilogue.gate)?;
+    shares_launch(caps, matrices)?;
+    if epilogue.norm && !norms(caps, matrices) {
+        return Err(Refusal::Matrices(
+            "norms of rows that fit the shared memory of a block",
+        ));
+    }
+    if epilogue.residual && !matrices.iter().all(|matrix| even(matrix)) {
+        return Err(Refusal::Matrices("residuals of even output sizes"));
+    }
+    Ok(())
+}
+
+/// Bytes of shared memory of a block, where [`takes`] agrees.
+#[cfg(test)]
+pub(super) fn shared_bytes(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    rows: usize,
+    gate: bool,
+) -> Option<usize> {
+    plan(
+        caps,
+        matrices,
+        rows,
+        gate && gates(matrices),
+        Tuning::default(),
+    )
+    .ok()
+    .map(|plan| plan.shared)
+}
+
+fn alike(matrices: &[&Matrix]) -> Result<(), Refusal> {
+    let same = |a: &&Matrix, b: &Matrix| {
+        a.kind == b.kind && a.entry_rows == b.entry_rows && a.features_host == b.features_host
     };
-    let same = |matrix: &&Matrix| {
-        matrix.kind == first.kind
-            && matrix.entry_rows == first.entry_rows
-            && matrix.features_host == first.features_host
-    };
-    matrices.len() <= MATRICES && matrices.iter().all(same)
+    match matrices {
+        [first, ..] if matrices.len() <= MATRICES => {
+            let all = matrices.iter().all(|matrix| same(matrix, first));
+            let why = Refusal::Matrices("matrices of one format, group size and input permutation");
+            if all { Ok(()) } else { Err(why) }
+        }
+        _ => Err(Refusal::Matrices("one to three matrices")),
+    }
 }
 
 fn even(matrix: &Matrix) -> bool {
@@ -184,7 +234,7 @@ fn even(matrix: &Matrix) -> bool {
 
 /// Refuses what the kernel has no code for; the first thing that it finds, by name.
 fn check(
-    device: &DeviceInfo,
+    caps: &Capabilities,
     matrices: &[&Matrix],
     op: &Product,
     next: Option<&Next<'_>>,
@@ -197,7 +247,7 @@ fn check(
             "large matrices of one size",
         ),
         (
-            op.norm.is_none() || norms(device, matrices) && op.x.is_multiple_of(16),
+            op.norm.is_none() || norms(caps, matrices) && op.x.is_multiple_of(16),
             "a norm",
             "rows of whole 16 bytes",
         ),
@@ -264,30 +314,23 @@ pub unsafe fn launch(
         whole: tuning.whole || op.turned || op.x_type != Half::F16 || op.residual != 0,
         ..tuning
     };
-    let planned = (op.m <= MOST_ROWS && alike(matrices))
-        .then(|| plan(&device.info, matrices, op.m, op.gate.is_some(), tuning))
-        .flatten();
-    let Some(Plan {
+    let Plan {
         mut task,
         shared,
         shares,
-    }) = planned
-    else {
-        return Err(CudaError::Argument {
-            what: format!("{} rows for the batch kernel", op.m),
-            limit: format!("up to {MOST_ROWS}, of matrices alike in form and order of rows"),
-        });
-    };
+    } = alike(matrices)
+        .and_then(|()| plan(&device.info.caps, matrices, op.m, op.gate.is_some(), tuning))
+        .map_err(|why| why.for_kernel(Kernel::GemmBatch))?;
     let first = matrices[0];
     let Room {
         scratch,
         multipliers,
         meeting,
     } = room;
-    check(&device.info, matrices, op, next.as_ref())?;
+    check(&device.info.caps, matrices, op, next.as_ref())?;
     if op.x == 0 {
         // Another launch has laid the rows out.
-    } else if lays_out(&device.info, first, op.norm.is_some())
+    } else if lays_out(&device.info.caps, first, op.norm.is_some())
         && op.x.is_multiple_of(16)
         && op.x_type != Half::F32
     {
@@ -385,7 +428,11 @@ unsafe fn lay_out(
     let norm = preparation.weight != 0;
     let (blocks, shared) = layout_shape(matrix, columns, norm);
     let idle = if norm && to.programmatic && shared <= LEFT_FREE {
-        idle_blocks(&device.info, preparation.m as usize, matrix.in_features())
+        idle_blocks(
+            &device.info.caps,
+            preparation.m as usize,
+            matrix.in_features(),
+        )
     } else {
         0
     };
@@ -435,7 +482,8 @@ pub(super) fn kernels(form: &str) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::linear::tests::{hopper, matrix};
+    use crate::capabilities::tests::hopper;
+    use crate::ops::linear::tests::matrix;
 
     const PLAIN: Product = Product {
         x: 4096,

@@ -1,9 +1,10 @@
 //! How a launch of the batch kernel is shared out among blocks and their shared memory.
 
 use super::{MATRICES, MOST_ROWS};
-use crate::device::DeviceInfo;
+use crate::capabilities::{Capabilities, Feature};
 use crate::layout::{TILE, UNIT_ROWS};
 use crate::ops::linear::{Matrix, MatrixArgument};
+use crate::ops::select::{Refusal, check_rows};
 
 /// The kernel's variants: columns, and the warpgroups of a block that multiply.
 pub const VARIANTS: [(usize, usize); 4] = [(16, 4), (32, 4), (64, 2), (64, 3)];
@@ -139,14 +140,14 @@ fn warpgroups(columns: usize, groups: usize) -> usize {
 impl Shares {
     /// The same work with quarters of the items that whole rounds leave over, where that takes fewer cycles.
     /// For a head: one EXL2 matrix in groups of 128 is what that kernel has been proven on.
-    fn dealt_out(&self, device: &DeviceInfo, matrices: &[&Matrix]) -> Option<Self> {
+    fn dealt_out(&self, caps: &Capabilities, matrices: &[&Matrix]) -> Option<Self> {
         let [head] = matrices else { return None };
         let form = head.kind == "exl2" && head.entry_rows == 128;
         if !form || self.cut > 1 || self.columns != MOST_ROWS {
             return None;
         }
         let units = head.argument.unit_count as usize;
-        let teams = device.multiprocessors as usize;
+        let teams = caps.sms;
         let round = EVEN_GROUPS * teams;
         let left = self.items % round;
         // Blocks that have quarters are whole fours; a warpgroup has one at most.
@@ -165,7 +166,7 @@ impl Shares {
     }
     /// Whole items.
     fn new(
-        device: &DeviceInfo,
+        caps: &Capabilities,
         matrices: &[&Matrix],
         m: usize,
         gated: bool,
@@ -174,7 +175,7 @@ impl Shares {
         let (columns, most) = variant(m);
         if gated {
             let items = items(matrices) / 2;
-            let teams = device.multiprocessors as usize;
+            let teams = caps.sms;
             let rounds = |groups: usize| items.div_ceil(groups / 2).div_ceil(teams);
             let fewest = (2..=most).step_by(2).map(rounds).min().unwrap_or(1);
             let groups = match tuning.groups {
@@ -196,17 +197,17 @@ impl Shares {
                 left: 0,
             };
         }
-        Self::of_items(device, items(matrices), m, tuning)
+        Self::of_items(caps, items(matrices), m, tuning)
     }
     /// Whole items, whatever matrices they are of.
-    fn of_items(device: &DeviceInfo, items: usize, m: usize, tuning: Tuning) -> Self {
+    fn of_items(caps: &Capabilities, items: usize, m: usize, tuning: Tuning) -> Self {
         let (columns, most) = variant(m);
         let cut = match tuning.cut {
             0 if items >= UNCUT_ITEMS => 1,
             0 => QUARTERS,
             forced => forced,
         };
-        let teams = (device.multiprocessors as usize / cut).clamp(1, COUNTERS);
+        let teams = (caps.sms / cut).clamp(1, COUNTERS);
         let rounds = |groups: usize| items.div_ceil(groups).div_ceil(teams);
         let groups = match tuning.groups {
             0 => {
@@ -270,14 +271,14 @@ fn unit_row(entry_rows: usize) -> usize {
 }
 
 /// Multiprocessors on which a product of one matrix of so many features has no block.
-pub fn left_alone(device: &DeviceInfo, m: usize, features: usize) -> usize {
+pub fn left_alone(caps: &Capabilities, m: usize, features: usize) -> usize {
     let shares = Shares::of_items(
-        device,
+        caps,
         features.div_ceil(ITEM_TILES * TILE),
         m,
         Tuning::default(),
     );
-    (device.multiprocessors as usize).saturating_sub(shares.blocks)
+    caps.sms.saturating_sub(shares.blocks)
 }
 
 /// Items of a launch.
@@ -289,13 +290,17 @@ pub fn items(matrices: &[&Matrix]) -> usize {
 }
 
 pub fn plan(
-    device: &DeviceInfo,
+    caps: &Capabilities,
     matrices: &[&Matrix],
     m: usize,
     gated: bool,
     tuning: Tuning,
-) -> Option<Plan> {
-    let space = SHARED_BYTES.min(device.shared_bytes_per_block as usize);
+) -> Result<Plan, Refusal> {
+    if !caps.has(Feature::Wgmma) {
+        return Err(Refusal::Needs(Feature::Wgmma));
+    }
+    check_rows(m, MOST_ROWS)?;
+    let space = SHARED_BYTES.min(caps.shared_per_block);
     let of = |shares: Shares| {
         let left_free = if shares.cut == 1 {
             0
@@ -305,14 +310,16 @@ pub fn plan(
         plan_within(space - left_free, matrices, m, shares, tuning)
             .or_else(|| plan_within(space, matrices, m, shares, tuning))
     };
-    let shares = Shares::new(device, matrices, m, gated, tuning);
+    let shares = Shares::new(caps, matrices, m, gated, tuning);
     let even = if tuning.whole || tuning.groups > 0 {
         None
     } else {
-        shares.dealt_out(device, matrices)
+        shares.dealt_out(caps, matrices)
     };
     // Items dealt out evenly need more memory than some forms of matrix leave.
-    even.and_then(of).or_else(|| of(shares))
+    even.and_then(of)
+        .or_else(|| of(shares))
+        .ok_or(Refusal::SharedMemory(caps.shared_per_block))
 }
 
 fn plan_within(
@@ -433,7 +440,8 @@ fn plan_within(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::linear::tests::{hopper, matrix};
+    use crate::capabilities::tests::hopper;
+    use crate::ops::linear::tests::matrix;
 
     #[test]
     fn the_plan_of_an_8b_layer_at_four_bits() {

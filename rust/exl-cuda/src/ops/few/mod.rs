@@ -6,7 +6,9 @@ mod plan;
 use super::Target;
 use super::linear::{Half, Matrix};
 use super::ring::Product;
-use crate::device::{Device, DeviceInfo};
+use super::select::{Kernel, Refusal};
+use crate::capabilities::Capabilities;
+use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 pub use plan::Tuning;
@@ -43,27 +45,44 @@ pub struct Next<'a> {
 }
 
 /// How many activation rows a product of these matrices takes on this GPU; 0 when it cannot run there.
-pub fn rows(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> usize {
-    match plan(device, matrices, MOST_ROWS, gated, Tuning::default()) {
-        Some(_) => MOST_ROWS,
-        None => 0,
+pub fn rows(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> usize {
+    match takes(caps, matrices, gated) {
+        Ok(()) => MOST_ROWS,
+        Err(_) => 0,
     }
+}
+
+/// Whether launches of up to [`MOST_ROWS`] rows take these matrices.
+pub(super) fn takes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> Result<(), Refusal> {
+    plan(caps, matrices, MOST_ROWS, gated, Tuning::default()).map(|_| ())
+}
+
+/// Bytes of shared memory of a block, where [`takes`] agrees.
+#[cfg(test)]
+pub(super) fn shared_bytes(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    gated: bool,
+) -> Option<usize> {
+    plan(caps, matrices, MOST_ROWS, gated, Tuning::default())
+        .ok()
+        .map(|plan| plan.shared)
 }
 
 /// Bytes of scratch memory that [`launch`] needs, whatever the number of rows; where the input is prepared, it stands at its beginning.
 pub fn scratch_bytes(
-    device: &DeviceInfo,
+    caps: &Capabilities,
     matrices: &[&Matrix],
     gated: bool,
     tuning: Tuning,
 ) -> usize {
-    plan(device, matrices, MOST_ROWS, gated, tuning).map_or(0, |plan| plan.scratch_bytes())
+    plan(caps, matrices, MOST_ROWS, gated, tuning).map_or(0, |plan| plan.scratch_bytes())
 }
 
 /// Whether whoever makes a product's input can leave it prepared: all matrices read it in one order, in which no rows pad.
-pub fn takes_prepared(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> bool {
+pub fn takes_prepared(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> bool {
     let tuning = Tuning::default();
-    plan(device, matrices, MOST_ROWS, gated, tuning).is_some_and(|plan| {
+    plan(caps, matrices, MOST_ROWS, gated, tuning).is_ok_and(|plan| {
         plan.task.copies == 1
             && matrices[0].rows() == matrices[0].in_features()
             && matrices[0].rows() < 1 << 16
@@ -118,13 +137,13 @@ impl Plan {
     }
 
     /// Results go on to `next`.
-    fn bind_next(&mut self, device: &DeviceInfo, next: Next) -> Result<(), CudaError> {
+    fn bind_next(&mut self, caps: &Capabilities, next: Next) -> Result<(), CudaError> {
         let tuning = Tuning::default();
-        let plan = plan(device, next.matrices, MOST_ROWS, next.gated, tuning);
-        let fits = takes_prepared(device, next.matrices, next.gated)
+        let plan = plan(caps, next.matrices, MOST_ROWS, next.gated, tuning);
+        let fits = takes_prepared(caps, next.matrices, next.gated)
             && next.matrices[0].in_features() == self.task.y_stride as usize
             && (self.task.gate >= 0 || self.task.count == 1);
-        let (Some(plan), true) = (plan, fits) else {
+        let (Ok(plan), true) = (plan, fits) else {
             return Err(CudaError::Argument {
                 what: "two products in a row".to_owned(),
                 limit: "as many results as inputs, of one matrix or a gated pair, no padding"
@@ -213,11 +232,8 @@ pub unsafe fn launch(
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
     let gated = op.gate.is_some();
-    let planned = plan(&device.info, matrices, op.m, gated, tuning);
-    let mut plan = planned.ok_or_else(|| CudaError::Argument {
-        what: format!("{} rows for the kernel of few rows", op.m),
-        limit: format!("1 to {MOST_ROWS}, of matrices that can share a launch"),
-    })?;
+    let planned = plan(&device.info.caps, matrices, op.m, gated, tuning);
+    let mut plan = planned.map_err(|why| why.for_kernel(Kernel::GemmFew))?;
     check_scratch(scratch, plan.scratch_bytes())?;
     let prepared = !matches!(input, Input::Rows);
     let halves = op.x_type == Half::F16 && (op.y == 0 || op.y_type == Half::F16);
@@ -231,7 +247,7 @@ pub unsafe fn launch(
     }
     plan.bind(op, input, scratch.0);
     if let Some(next) = next {
-        plan.bind_next(&device.info, next)?;
+        plan.bind_next(&device.info.caps, next)?;
     }
     // SAFETY: this function's contract.
     unsafe {

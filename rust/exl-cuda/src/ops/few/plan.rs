@@ -1,9 +1,10 @@
 //! What a launch of the kernel of 3 to 8 rows is made of: how K is cut, who has which tiles, what stands where in shared memory.
 
 use super::super::linear::{Matrix, MatrixArgument};
-use super::super::ring::MATRICES;
+use super::super::ring::{MATRICES, alike};
+use super::super::select::{Refusal, check_rows};
 use super::MOST_ROWS;
-use crate::device::DeviceInfo;
+use crate::capabilities::{Capabilities, Feature};
 
 /// Warps that multiply, one that streams weights, and those that finish tiles.
 pub(super) const THREADS: u32 = (16 + 1 + FINISHERS as u32) * 32;
@@ -233,63 +234,52 @@ fn listed(matrices: &[&Matrix]) -> ([u32; LISTED], [i32; MATRICES]) {
     (list, begin)
 }
 
-fn fits(device: &DeviceInfo, matrices: &[&Matrix], gated: bool) -> bool {
-    let Some(first) = matrices.first() else {
-        return false;
-    };
-    let alike = |a: &&Matrix| {
-        a.kind == first.kind
-            && a.entry_rows == first.entry_rows
-            && a.in_features() == first.in_features()
-    };
-    let gate =
-        !gated || (matrices.len() == 2 && first.out_features() == matrices[1].out_features());
-    device.hopper_code
-        && matrices.len() <= MATRICES
-        && matrices.iter().all(alike)
-        && gate
-        && first.in_features().is_multiple_of(8)
-        && 2 * first.in_features() + 1024 <= device.shared_bytes_per_block as usize
-}
-
-/// Plans both launches for `m` rows; None where the kernels cannot take them: other hardware, matrices of different kinds, no room.
+/// Plans both launches for `m` rows; an error says why the kernels cannot take them.
 pub(super) fn plan(
-    device: &DeviceInfo,
+    caps: &Capabilities,
     matrices: &[&Matrix],
     m: usize,
     gated: bool,
     tuning: Tuning,
-) -> Option<Plan> {
-    if !(1..=MOST_ROWS).contains(&m) || !fits(device, matrices, gated) {
-        return None;
+) -> Result<Plan, Refusal> {
+    if !caps.has(Feature::BulkCopy) {
+        return Err(Refusal::Needs(Feature::BulkCopy));
+    }
+    check_rows(m, MOST_ROWS)?;
+    alike(matrices, gated)?;
+    let full = Refusal::SharedMemory(caps.shared_per_block);
+    // A block of the launch that packs rows holds one of them.
+    if 2 * matrices[0].in_features() + 1024 > caps.shared_per_block {
+        return Err(full);
     }
     let shapes = [(1, 3), (2, 1), (4, 1)].map(|(cut, stage_log)| Shape { cut, stage_log });
     let plans = shapes
         .into_iter()
         .filter(|shape| tuning.cut == 0 || shape.cut == tuning.cut as usize)
-        .filter_map(|shape| plan_cut(device, matrices, m, gated, shape, tuning));
+        .filter(|shape| shape.cut == 1 || caps.has(Feature::Clusters))
+        .filter_map(|shape| plan_cut(caps, matrices, m, gated, shape, tuning));
     let mut best: Option<Plan> = None;
     for plan in plans {
         let ring = |plan: &Plan| plan.task.slots as usize * plan.task.stage_stride as usize;
         if ring(&plan) >= LEAST_RING {
-            return Some(plan);
+            return Ok(plan);
         }
         if best.as_ref().is_none_or(|best| ring(best) < ring(&plan)) {
             best = Some(plan);
         }
     }
-    best
+    best.ok_or(full)
 }
 
 fn plan_cut(
-    device: &DeviceInfo,
+    caps: &Capabilities,
     matrices: &[&Matrix],
     m: usize,
     gated: bool,
     shape: Shape,
     tuning: Tuning,
 ) -> Option<Plan> {
-    let space = (device.shared_bytes_per_block as usize).checked_sub(STATIC_BYTES)?;
+    let space = (caps.shared_per_block).checked_sub(STATIC_BYTES)?;
     let cut = shape.cut;
     let count = |a: &Matrix| a.unit_offsets.len() - 1;
     let units = matrices.iter().map(|a| count(a)).max()?;
@@ -307,7 +297,7 @@ fn plan_cut(
     // What groups of blocks are dealt: rounds, or pairs of rounds.
     let turns = gated && cut == 1;
     let pairs = tiles.div_ceil(if turns { 2 } else { cut });
-    let groups = pairs.min(device.multiprocessors as usize / cut).max(1);
+    let groups = pairs.min(caps.sms / cut).max(1);
     let rounds = pairs.div_ceil(groups) * if turns { 2 } else { 1 };
     let (items, tiles_each) = if gated { (cut / 2, 2) } else { (cut, 1) };
     let mails = if cut > 1 {
@@ -446,7 +436,8 @@ fn plan_cut(
 mod tests {
     use super::super::rows;
     use super::*;
-    use crate::ops::linear::tests::{hopper, matrix};
+    use crate::capabilities::tests::{RELEASE, card, hopper};
+    use crate::ops::linear::tests::matrix;
 
     #[test]
     fn parts_hold_every_unit_once() {
@@ -539,7 +530,7 @@ mod tests {
                         cut,
                         ..Tuning::default()
                     };
-                    let Some(plan) = plan(&hopper(), &together, 8, gated, tuning) else {
+                    let Ok(plan) = plan(&hopper(), &together, 8, gated, tuning) else {
                         continue;
                     };
                     let task = plan.task;
@@ -559,12 +550,8 @@ mod tests {
         }
         assert_eq!(rows(&hopper(), &[&matrix(16, 2064)], false), 8);
         let down = plan(&hopper(), &[&matrix(56, 2064)], 8, false, Tuning::default());
-        assert_eq!(down.map(|p| (p.task.cut, p.task.window)), Some((2, 4)));
-        let ampere = DeviceInfo {
-            compute_capability: (8, 6),
-            hopper_code: false,
-            ..hopper()
-        };
+        assert_eq!(down.map(|p| (p.task.cut, p.task.window)), Ok((2, 4)));
+        let ampere = card("3090", RELEASE);
         assert_eq!(rows(&ampere, &[&matrix(16, 2064)], false), 0);
     }
 

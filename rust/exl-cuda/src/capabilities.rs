@@ -1,0 +1,232 @@
+//! What a kernel may use on a card: what the card has, and what the code that this module holds for it was compiled with.
+//!
+//! Both count. A module built for `80+ptx` runs on an H100, and there its bulk-copy, cluster and wgmma kernels are empty.
+
+/// What decides which kernels a card can run, and in what shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capabilities {
+    /// Compute capability of the card.
+    pub compute: (i32, i32),
+    /// Architecture of the code that the card runs, e.g. 80 for `80`, `80+ptx`; 0 where the module holds none for it.
+    pub code: i32,
+    /// Whether that code was compiled for this architecture alone (`90a`), with its own instructions.
+    pub specific: bool,
+    /// SMs of the card.
+    pub sms: usize,
+    /// Bytes of shared memory that a block may ask for.
+    pub shared_per_block: usize,
+}
+
+/// Instructions that a kernel may need beyond those of every supported card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Feature {
+    /// Bulk asynchronous copies with transaction barriers.
+    BulkCopy,
+    /// Thread block clusters with distributed shared memory.
+    Clusters,
+    /// Matrix instructions of a warpgroup.
+    Wgmma,
+}
+
+impl Feature {
+    /// As messages name it, with the code that has it.
+    pub fn describe(self) -> &'static str {
+        match self {
+            Self::BulkCopy => "bulk copies (code for sm_90 or newer)",
+            Self::Clusters => "thread block clusters (code for sm_90 or newer, data-center cards)",
+            Self::Wgmma => "wgmma (code for sm_90a on an sm_90 card)",
+        }
+    }
+}
+
+/// What decides the kernels of a card, known without one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Card {
+    pub name: &'static str,
+    pub compute: (i32, i32),
+    pub sms: usize,
+    /// KiB of shared memory that a block may ask for.
+    pub shared_kib: usize,
+    /// The architecture that a build for this card alone compiles.
+    pub arch: &'static str,
+}
+
+const fn known(
+    name: &'static str,
+    compute: (i32, i32),
+    sms: usize,
+    shared_kib: usize,
+    arch: &'static str,
+) -> Card {
+    Card {
+        name,
+        compute,
+        sms,
+        shared_kib,
+        arch,
+    }
+}
+
+/// Cards whose kernels can be listed without having one, from NVIDIA's tables of compute capabilities and data sheets.
+pub const CARDS: [Card; 11] = [
+    known("2080 Ti", (7, 5), 68, 64, "75"),
+    known("3060", (8, 6), 28, 99, "86"),
+    known("3090", (8, 6), 82, 99, "86"),
+    known("4090", (8, 9), 128, 99, "89"),
+    known("5090", (12, 0), 170, 99, "120"),
+    known("A100", (8, 0), 108, 163, "80"),
+    known("L4", (8, 9), 58, 99, "89"),
+    known("L40S", (8, 9), 142, 99, "89"),
+    known("H100", (9, 0), 132, 227, "90a"),
+    known("H200", (9, 0), 132, 227, "90a"),
+    known("B200", (10, 0), 148, 227, "100"),
+];
+
+impl Card {
+    /// The card of this name; case, spaces and a leading `RTX` do not matter.
+    pub fn named(name: &str) -> Option<Self> {
+        let plain = |text: &str| text.to_lowercase().replace([' ', '-', '_'], "");
+        let asked = plain(name);
+        let asked = asked.trim_start_matches("rtx");
+        CARDS.into_iter().find(|card| plain(card.name) == asked)
+    }
+
+    /// Its capabilities with code out of `archs`.
+    pub fn with(&self, archs: &[&'static str]) -> Capabilities {
+        Capabilities::of(self.compute, self.sms, self.shared_kib * 1024, archs)
+    }
+
+    /// Its capabilities with the code of a build for it.
+    pub fn with_own_code(&self) -> Capabilities {
+        self.with(&[self.arch])
+    }
+}
+
+impl Capabilities {
+    /// Those of a card of this compute capability that runs code out of `archs`, the architectures of a build (`90a`, `80+ptx`, ...).
+    pub fn of(
+        compute: (i32, i32),
+        sms: usize,
+        shared_per_block: usize,
+        archs: &[&'static str],
+    ) -> Self {
+        let chosen = chosen(archs, compute);
+        Self {
+            compute,
+            code: chosen.map_or(0, number),
+            specific: chosen.is_some_and(|arch| arch.ends_with('a')),
+            sms,
+            shared_per_block,
+        }
+    }
+
+    /// Whether the module holds code that the card runs.
+    pub fn runs(&self) -> bool {
+        self.code > 0
+    }
+
+    /// Whether kernels that need `feature` do their work on this card.
+    pub fn has(&self, feature: Feature) -> bool {
+        match feature {
+            Feature::BulkCopy => self.code >= 90,
+            // Consumer Blackwell (sm_12x) has no distributed shared memory worth using: no multicast, clusters of one block.
+            Feature::Clusters => self.code >= 90 && self.compute.0 < 12,
+            Feature::Wgmma => self.specific && self.compute == (9, 0) && self.code == 90,
+        }
+    }
+
+    /// Whether kernels may start while the one before them drains: their code waits for it only from sm_90 on.
+    pub fn programmatic(&self) -> bool {
+        self.code >= 90
+    }
+}
+
+/// `90` of `90a`, `80` of `80+ptx`.
+fn number(arch: &str) -> i32 {
+    arch.trim_end_matches("+ptx")
+        .trim_end_matches('a')
+        .parse()
+        .unwrap_or(i32::MAX)
+}
+
+/// Whether one architecture's code runs on a card: the same major at an equal or lower minor; `a` only exactly; PTX on anything as new.
+fn runs_on(arch: &str, (major, minor): (i32, i32)) -> bool {
+    let number = number(arch);
+    if arch.ends_with('a') {
+        number == major * 10 + minor
+    } else if arch.ends_with("+ptx") {
+        number <= major * 10 + minor
+    } else {
+        number / 10 == major && number % 10 <= minor
+    }
+}
+
+/// The architecture whose code the driver takes for a card: binaries before PTX, the newest that fits, `90a` before `90`.
+fn chosen<'a>(archs: &[&'a str], compute: (i32, i32)) -> Option<&'a str> {
+    archs
+        .iter()
+        .copied()
+        .filter(|arch| runs_on(arch, compute))
+        .max_by_key(|arch| (!arch.ends_with("+ptx"), number(arch), arch.ends_with('a')))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A card of [`CARDS`] with code out of `archs`.
+    pub fn card(name: &str, archs: &[&'static str]) -> Capabilities {
+        Card::named(name).expect("a card of the list").with(archs)
+    }
+
+    /// What a release holds.
+    pub const RELEASE: &[&str] = &["75", "80", "86", "89", "90a", "100", "120", "120+ptx"];
+
+    /// The card that the launch plans were measured on.
+    pub fn hopper() -> Capabilities {
+        card("H100", &["90a"])
+    }
+
+    #[test]
+    fn binary_and_ptx_compatibility() {
+        assert!(runs_on("80", (8, 6)) && runs_on("80", (8, 0)) && !runs_on("86", (8, 0)));
+        assert!(runs_on("90a", (9, 0)) && !runs_on("90a", (10, 0)) && !runs_on("75", (8, 0)));
+        assert!(
+            runs_on("120+ptx", (12, 1))
+                && runs_on("120+ptx", (13, 0))
+                && !runs_on("120+ptx", (9, 0))
+        );
+        assert!(!Capabilities::of((9, 0), 132, 0, &[]).runs());
+    }
+
+    #[test]
+    fn the_code_a_card_gets() {
+        let code = |archs: &[&'static str], compute| Capabilities::of(compute, 1, 0, archs).code;
+        assert_eq!(code(&["90a"], (9, 0)), 90);
+        assert_eq!(code(&["80+ptx"], (9, 0)), 80);
+        assert_eq!(code(&["80+ptx", "90a"], (9, 0)), 90);
+        assert_eq!(code(&["90a", "80+ptx"], (10, 0)), 80);
+        assert_eq!(code(&["80", "86", "120+ptx"], (8, 9)), 86);
+        assert_eq!(code(&["75", "120+ptx"], (12, 0)), 120);
+        assert_eq!(code(&["75+ptx", "90a"], (7, 5)), 75);
+        assert_eq!(code(&[], (9, 0)), 0);
+    }
+
+    #[test]
+    fn features_are_those_of_the_code_not_of_the_card() {
+        let features = |card: Capabilities| {
+            [Feature::BulkCopy, Feature::Clusters, Feature::Wgmma].map(|f| card.has(f))
+        };
+        assert_eq!(features(card("H100", &["90a"])), [true; 3]);
+        assert_eq!(features(card("H100", &["90"])), [true, true, false]);
+        assert_eq!(features(card("H100", &["80+ptx"])), [false; 3]);
+        assert_eq!(features(card("H100", &["90", "90a"])), [true; 3]);
+        assert_eq!(features(card("B200", RELEASE)), [true, true, false]);
+        assert_eq!(features(card("5090", RELEASE)), [true, false, false]);
+        assert_eq!(features(card("4090", RELEASE)), [false; 3]);
+        assert!(!card("H100", &["80+ptx"]).programmatic() && card("5090", RELEASE).programmatic());
+        assert!(CARDS.iter().all(|card| card.with(RELEASE).runs()));
+        assert!(Card::named("rtx 4090").is_some() && Card::named("RTX4090").is_some());
+        assert!(CARDS.iter().all(|card| card.with_own_code().runs()));
+    }
+}
