@@ -27,3 +27,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if (reason := cuda_status().reason) is not None:
         raise pytest.UsageError(f"-m cuda: {reason}")
+    from exl_kernels.selection import Card
+
+    features = Card.device(0).features
+    lacking = [item for item in items if not features.issuperset(_needs(item))]
+    if lacking:
+        config.hook.pytest_deselected(items=lacking)
+        items[:] = [item for item in items if item not in set(lacking)]
+
+
+def _needs(item: pytest.Item) -> set[str]:
+    """Features of the GPU's code that a test's kernels use."""
+    return {name for marker in item.iter_markers("needs") for name in marker.args}

@@ -201,6 +201,7 @@ def laid_out(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
     return next(n for n in (16, 32, 64) if x.shape[0] <= n), scratch
 
 
+@pytest.mark.needs("bulk_copy", "wgmma")
 @pytest.mark.parametrize("kind", ["fp16", "q4"])
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(2, 4, 128), (1, 5, 128), (4, 7, 64), (1, 16, 128), (2, 4, 96)])
 @pytest.mark.parametrize("matrix", ["exl2", "gptq"])
@@ -225,6 +226,7 @@ def test_results_in_a_products_order(
             assert (scratch[count:] == 0xA5).all()
 
 
+@pytest.mark.needs("wgmma")
 def test_a_product_takes_what_was_laid_out_for_it_alone() -> None:
     product, other = (FusedLinear([product_of(1024, kind)]) for kind in ("exl2", "gptq"))
     for tokens in (9, 64) if UNDER_A_TOOL else (9, 16, 23, 64):
@@ -251,6 +253,7 @@ def test_a_product_takes_what_was_laid_out_for_it_alone() -> None:
             product.from_input(given, out[:, :32])
 
 
+@pytest.mark.needs("wgmma")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -> None:
     made = product_of(4096, "exl2")

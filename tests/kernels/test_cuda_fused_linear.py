@@ -196,6 +196,7 @@ def test_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
             assert torch.equal(alone[0], got[i]), (m, i)
 
 
+@pytest.mark.needs("bulk_copy", "clusters")
 @pytest.mark.parametrize(("k", "group"), [(256, 128), (K, 128), (1152, 128), (2304, 128), (4096, 128), (1152, 32)])
 def test_results_go_from_product_to_product(k: int, group: int) -> None:
     """A layer's products, each with its input from the one before and its own norm: the separate operators' bits."""
@@ -262,6 +263,7 @@ def test_one_row_of_gated_tiles_that_follow_each_other(dtype: torch.dtype, norme
         assert torch.equal(fused(x, torch.full_like(want, float("nan"))), want), m
 
 
+@pytest.mark.needs("wgmma")
 @pytest.mark.parametrize("kind", ["exl2", "gptq act-order"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [8200, 16640])
@@ -283,6 +285,7 @@ def test_a_gate_inside_the_product_of_many_rows(kind: str, dtype: torch.dtype, n
         assert torch.equal(fused(x, torch.empty_like(out)), out), m
 
 
+@pytest.mark.needs("wgmma")
 @pytest.mark.parametrize("n", [8320, 8448])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_many_gated_rows_are_left_in_the_order_of_the_next_product(n: int, ordered: bool) -> None:

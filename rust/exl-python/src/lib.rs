@@ -12,6 +12,7 @@ mod cuda_matrix;
 mod cuda_operands;
 mod cuda_ring;
 mod cuda_sampling;
+mod cuda_select;
 mod errors;
 mod format;
 mod kv;
@@ -41,6 +42,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     cuda_matrix::register(m)?;
     cuda_ring::register(m)?;
     cuda_sampling::register(m)?;
+    cuda_select::register(m)?;
     cuda_attention::register(m)?;
     cuda_fused::register(m)?;
     Ok(())

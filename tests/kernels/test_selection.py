@@ -1,0 +1,123 @@
+"""Which kernel a card runs, asked without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_kernels.errors import DeviceError, FormatError
+from exl_kernels.selection import Card, MatrixShape, known_cards
+
+K = 1024
+
+
+def exl2(n: int, perm: Tensor | None = None, k: int = K, bits: int = 4) -> MatrixShape:
+    groups = k // 128
+    table = [number for g in range(groups) for number in (bits, 4 * bits * g)]
+    return MatrixShape.from_exl2(
+        {
+            "q_weight": torch.empty(4 * bits * groups, n, dtype=torch.int32),
+            "q_scale": torch.zeros(groups, n // 8, dtype=torch.int32),
+            "q_scale_max": torch.ones(groups, dtype=torch.float16),
+            "q_groups": torch.tensor(table, dtype=torch.int16),
+            "q_invperm": torch.arange(k, dtype=torch.int32) if perm is None else perm.to(torch.int32),
+        },
+        name="made",
+    )
+
+
+def gptq(n: int, k: int = K) -> MatrixShape:
+    return MatrixShape.from_gptq(
+        {
+            "qweight": torch.empty(k // 8, n, dtype=torch.int32),
+            "qzeros": torch.zeros(k // 128, n // 8, dtype=torch.int32),
+            "scales": torch.ones(k // 128, n, dtype=torch.float16),
+        },
+        group_size=128,
+        name="made",
+    )
+
+
+def test_a_card_of_each_generation() -> None:
+    codes = {name: Card.named(name).code for name in known_cards()}
+    assert codes == {
+        "2080 Ti": 75, "A100": 80, "3060": 86, "3090": 86, "4090": 89, "L4": 89, "L40S": 89,
+        "H100": 90, "H200": 90, "B200": 100, "5090": 120,
+    }  # fmt: skip
+    assert Card.named("rtx-4090").code == Card.named("RTX 4090").code == 89
+    assert Card.named("h200").features == {"bulk_copy", "clusters", "wgmma"}
+    assert Card.named("5090").features == {"bulk_copy"}
+    assert not Card.named("3090").features
+
+
+def test_an_unknown_card_is_named_with_those_that_are_known() -> None:
+    with pytest.raises(DeviceError, match=r"card 'Voodoo 2' is not known; known cards: .*4090.*H200"):
+        Card.named("Voodoo 2")
+
+
+def test_a_card_that_is_not_here_is_an_error() -> None:
+    with pytest.raises(DeviceError):
+        Card.device(4096)
+
+
+@pytest.mark.parametrize("make", [exl2, gptq])
+def test_rows_decide_on_hopper(make) -> None:  # type: ignore[no-untyped-def]
+    card, qkv = Card.named("H200"), [make(512), make(128), make(128)]
+    kernels = {rows: card.fused_matmul(qkv, rows, norm=True) for rows in (1, 2, 3, 8, 9, 64, 65)}
+    assert [k.kernel for k in kernels.values()] == [
+        "gemv_ring", "gemv_ring", "gemm_few", "gemm_few", "gemm_batch", "gemm_batch", "gemm_large",
+    ]  # fmt: skip
+    assert [k.joined for k in kernels.values()] == [True] * 6 + [False]
+    assert not kernels[1].refused
+    assert card.matmul(qkv[0], 8).kernel == "gemv_ring"
+    assert card.matmul(qkv[0], 64).kernel == "gemm_batch"
+
+
+@pytest.mark.parametrize("name", ["2080 Ti", "3060", "3090", "4090", "A100", "L4", "L40S"])
+def test_cards_before_hopper_have_one_kernel_up_to_64_rows(name: str) -> None:
+    card, made = Card.named(name), exl2(512)
+    for rows in (1, 8, 64):
+        found = card.fused_matmul([made], rows, residual=True)
+        assert (found.kernel, found.joined) == ("gemm_tile", False)
+        assert any("bulk copies" in why or "wgmma" in why for _, why in found.refused), rows
+    assert card.matmul(made, 512).kernel == "gemm_large"
+
+
+def test_permutations_of_their_own_keep_matrices_apart_in_batches_alone() -> None:
+    card = Card.named("H100")
+    turned = [exl2(256), exl2(256, torch.arange(K).flip(0))]
+    assert card.fused_matmul(turned, 8, norm=True).joined
+    found = card.fused_matmul(turned, 32, norm=True)
+    assert not found.joined
+    assert ("gemm_batch", "it takes matrices of one format, group size and input permutation") in found.refused
+    assert not card.fused_matmul([exl2(256), gptq(256)], 1).joined
+
+
+def test_a_gate_needs_a_pair() -> None:
+    card = Card.named("H100")
+    assert card.fused_matmul([exl2(512), exl2(512)], 1, gate=True).joined
+    assert not card.fused_matmul([exl2(512), exl2(256)], 1, gate=True).joined
+
+
+def test_attention_by_card_cache_and_shape() -> None:
+    def kernel(card: str, kind: str = "fp16", dim: int = 128, batch: int = 1, tokens: int = 1, **options: float) -> str:
+        found = Card.named(card)
+        return found.attention(kind, dim, 32, 8, batch=batch, tokens=tokens, keys=512, **options)  # type: ignore[arg-type]
+
+    assert kernel("H100") == "attention_fp16_f16_128_few1"
+    assert kernel("H100", kind="q4") == "attention_q4_f16_128_few1"
+    assert kernel("4090") == "attention_fp16_128_decode1"
+    assert kernel("H100", softcap=30.0) == kernel("H100", window=128) == "attention_fp16_128_decode1"
+    assert kernel("H100", dim=256) == "attention_fp16_256_decode1"
+    assert kernel("H100", tokens=512) == "attention_fp16_128_wide"
+    assert kernel("A100", tokens=512) == "attention_fp16_128_prefill"
+    with pytest.raises(ValueError, match="cache kind"):
+        kernel("H100", kind="q5")
+    with pytest.raises(ValueError, match="query heads"):
+        Card.named("H100").attention("fp16", 128, 32, 5, batch=1, tokens=1, keys=1)
+
+
+def test_a_shape_of_tensors_that_do_not_fit_names_the_matrix() -> None:
+    with pytest.raises(FormatError, match="made"):
+        exl2(512, perm=torch.zeros(K))
