@@ -352,28 +352,50 @@ def _weight(norm: RMSNorm) -> Tensor:
 
 def plan_of(model: ExLlamaV2) -> DecodePlan | str:
     """The plan of a loaded model, or why it is not covered."""
-    modules = model.modules
-    first, norm, head, middle = modules[0], modules[-2], modules[-1], modules[1:-2]
+    why = uncovered(model.modules)
+    if why is not None:
+        return why
+    first, norm, head, middle = _parts(model.modules)
+    assert isinstance(first, Embedding)
+    assert isinstance(norm, RMSNorm)
+    assert isinstance(head, Head)
+    pairs: list[tuple[Attention, GatedMLP]] = []
+    for attention, mlp in zip(middle[::2], middle[1::2], strict=True):
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, GatedMLP)
+        pairs.append((attention, mlp))
+        padded = (_padded(linear) for module in (attention, mlp) for linear in module.submodules())
+        why = next((reason for reason in padded if reason is not None), None)
+        if why is not None:
+            return why
+    return DecodePlan(first, pairs, norm, head)
+
+
+def _parts(modules: Sequence[Module]) -> tuple[Module, Module, Module, Sequence[Module]]:
+    """The embedding, the last norm, the head, and what is between."""
+    return modules[0], modules[-2], modules[-1], modules[1:-2]
+
+
+def uncovered(modules: Sequence[Module]) -> str | None:
+    """Why the plan does not cover a model of these modules, loaded or not; None where it does, as far as shapes of
+    unread files allow."""
+    first, norm, head, middle = _parts(modules)
     if type(first) is not Embedding or type(norm) is not RMSNorm or type(head) is not Head or len(middle) % 2:
         return "the model's modules are not those of a dense decoder"
-    layers = list(zip(middle[::2], middle[1::2], strict=True))
-    pairs: list[tuple[Attention, GatedMLP]] = []
     reasons = [_odd(first, _EMBEDDING), _odd(norm, _NORM)]
-    for attention, mlp in layers:
+    for attention, mlp in zip(middle[::2], middle[1::2], strict=True):
         if type(attention) is not Attention or type(mlp) is not GatedMLP:
             return f"{attention.key} is not attention followed by a gated MLP"
         if mlp.activation not in get_args(Activation):
             return f"{mlp.key} has activation {mlp.activation}"
-        pairs.append((attention, mlp))
         for module, known in ((attention, _ATTENTION), (mlp, _MLP)):
             reasons.append(_odd(module, known))
             if type(module.norm) is not RMSNorm:
                 return f"{module.key} has no RMS norm of its own"
-            reasons += [_odd(module.norm, _NORM), *(_padded(linear) for linear in module.submodules())]
+            reasons.append(_odd(module.norm, _NORM))
         if attention.rope == "none":
             return f"{attention.key} does not rotate"
-    why = next((reason for reason in reasons if reason is not None), None)
-    return why or DecodePlan(first, pairs, norm, head)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _odd(module: Module, known: set[str]) -> str | None:

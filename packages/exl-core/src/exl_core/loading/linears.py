@@ -22,6 +22,7 @@ __all__ = [
     "check_vocabulary",
     "load_columns",
     "load_linear",
+    "read_quantized",
     "require_finite_float",
     "stored_key",
     "take_rows",
@@ -175,11 +176,34 @@ def _read_parts(
     return {name[len(key) + 1 :]: tensor for name, tensor in group.items()}
 
 
+def read_quantized(
+    source: TensorSource, spec: LinearSpec, options: LinearOptions
+) -> tuple[Literal["exl2", "gptq"], dict[str, Tensor], str] | None:
+    """The format, the tensors and the name in messages of a quantized matrix as the files hold it; None for a float
+    matrix. Raises as `load_linear`."""
+    key, rows = stored_key(source, spec)
+    if source.has(f"{key}.q_weight"):
+        return "exl2", _read_exl2(source, key, rows), source.describe(f"{key}.q_weight")
+    if source.has(f"{key}.qweight"):
+        return "gptq", _read_gptq(source, key, rows, options), source.describe(f"{key}.qweight")
+    return None
+
+
+def _read_exl2(source: TensorSource, key: str, rows: Ranges | None) -> dict[str, Tensor]:
+    tensors = _read_parts(source, key, EXL2_TENSORS, ("bias",))
+    return _take_columns(tensors, rows, EXL2_COLUMNS, source.describe(f"{key}.q_weight"))
+
+
+def _read_gptq(source: TensorSource, key: str, rows: Ranges | None, options: LinearOptions) -> dict[str, Tensor]:
+    tensors = _read_parts(source, key, GPTQ_TENSORS, ("g_idx", "bias"))
+    columns = {"qweight": Fraction(1), "qzeros": Fraction(32, max(options.gptq_bits, 1)), "scales": Fraction(1)}
+    return _take_columns(tensors, rows, columns, source.describe(f"{key}.qweight"))
+
+
 def _load_exl2(
     source: TensorSource, spec: LinearSpec, key: str, rows: Ranges | None, options: LinearOptions
 ) -> QuantMatrix:
-    tensors = _read_parts(source, key, EXL2_TENSORS, ("bias",))
-    tensors = _take_columns(tensors, rows, EXL2_COLUMNS, source.describe(f"{key}.q_weight"))
+    tensors = _read_exl2(source, key, rows)
     _settle_bias(source, spec, key, tensors)
     name = source.describe(f"{key}.q_weight")
     return QuantMatrix.from_exl2(
@@ -190,9 +214,7 @@ def _load_exl2(
 def _load_gptq(
     source: TensorSource, spec: LinearSpec, key: str, rows: Ranges | None, options: LinearOptions
 ) -> QuantMatrix:
-    tensors = _read_parts(source, key, GPTQ_TENSORS, ("g_idx", "bias"))
-    columns = {"qweight": Fraction(1), "qzeros": Fraction(32, max(options.gptq_bits, 1)), "scales": Fraction(1)}
-    tensors = _take_columns(tensors, rows, columns, source.describe(f"{key}.qweight"))
+    tensors = _read_gptq(source, key, rows, options)
     _settle_bias(source, spec, key, tensors)
     return QuantMatrix.from_gptq(
         tensors,

@@ -174,6 +174,14 @@ def info(
         typer.Option(help="Number format of the K/V cache to plan with. Default: fp16.", show_default=False),
     ] = None,
     cache_tokens: CacheTokens = None,
+    kernels: Annotated[
+        bool,
+        typer.Option("--kernels", help="Show which GPU kernels its steps run, and why not faster ones."),
+    ] = False,
+    card: Annotated[
+        str | None,
+        typer.Option(help='With --kernels: a card that need not be here, such as "4090".', show_default=False),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Describe a model folder: shape, bits per weight of each kind of matrix, memory at several context lengths. Exit
@@ -184,6 +192,19 @@ def info(
         from exl_generate.errors import RequestError
 
         raise RequestError(f"two model folders, {folder} and --model {model}: name one")
+    if card is not None and not kernels:
+        from exl_generate.errors import RequestError
+
+        raise RequestError(f"--card {card} says which card's kernels to show: add --kernels")
+    if kernels:
+        if plan or cache_tokens:
+            from exl_generate.errors import RequestError
+
+            raise RequestError("--kernels and --plan are two reports: ask for one at a time")
+        from exl_generate.cli import kernels as report
+
+        report.run(folder or model, card, cache or "fp16", json_)
+        return
     if not plan and (cache or cache_tokens):
         from exl_generate.errors import RequestError
 

@@ -1,0 +1,81 @@
+"""`exl info --kernels`: which GPU kernels a model's steps run, and why not faster ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from exl_core import ExLlamaV2Config
+from exl_core.decode.kernels import ROWS, KernelUse, kernel_uses
+from exl_generate.cli.models import model_folder
+from exl_generate.cli.tables import show_table
+from exl_kernels.device import cuda_status
+from exl_kernels.errors import DeviceError
+from exl_kernels.kv import KVKind
+from exl_kernels.selection import Card, known_cards
+
+__all__ = ["facts", "run", "show"]
+
+
+def run(folder: Path | None, card: str | None, cache: KVKind, as_json: bool) -> None:
+    """Print the report for the model in `folder` (None: the bundled one), as tables or as one line of JSON."""
+    found = facts(ExLlamaV2Config(model_folder(folder)), card, cache)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        show(found)
+
+
+def facts(config: ExLlamaV2Config, card: str | None, cache: KVKind) -> dict[str, Any]:
+    """Card, code and kernels. `card` names one of `known_cards`; None is the first GPU of this machine that can be
+    used. Raises DeviceError."""
+    chosen = _card(card)
+    return {
+        "card": chosen.name,
+        "code": chosen.code,
+        "features": sorted(chosen.features),
+        "uses": [
+            {"operation": use.operation, "rows": use.rows, "kernel": use.kernel, "why": list(use.why)}
+            for use in kernel_uses(config, chosen, cache=cache)
+        ],
+    }
+
+
+def _card(name: str | None) -> Card:
+    if name is not None:
+        return Card.named(name)
+    status = cuda_status()
+    for device in status.devices:
+        if status.available and device.reason is None:
+            return Card.device(device.index)
+    raise DeviceError(
+        f"no GPU can be used here ({status.reason}): name the card to list the kernels of with --card, "
+        f"one of {', '.join(known_cards())}"
+    )
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the table of kernels by rows, and below it the reasons with what they apply to."""
+    uses = [KernelUse(u["operation"], u["rows"], u["kernel"], tuple(u["why"])) for u in found["uses"]]
+    operations = list(dict.fromkeys(use.operation for use in uses))
+    by_place = {(use.operation, use.rows): use.kernel for use in uses}
+    show_table(
+        f"kernels on {found['card']} (code for sm_{found['code']}), by rows of a step",
+        ["operation", *(str(rows) for rows in ROWS)],
+        [[operation, *(by_place.get((operation, rows), "") for rows in ROWS)] for operation in operations],
+    )
+    reasons: dict[str, dict[str, list[int]]] = {}
+    for use in uses:
+        for why in use.why:
+            reasons.setdefault(why, {}).setdefault(use.operation, []).append(use.rows)
+    if reasons:
+        show_table(
+            "why nothing faster",
+            ["reason", "operations", "rows"],
+            [[why, ", ".join(places), _rows(places)] for why, places in reasons.items()],
+        )
+
+
+def _rows(places: dict[str, list[int]]) -> str:
+    return ", ".join(str(rows) for rows in sorted({rows for found in places.values() for rows in found}))

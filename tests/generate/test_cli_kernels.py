@@ -1,0 +1,98 @@
+"""`exl info --kernels`: which kernels a model's steps run on a card."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from exl_generate.cli import main
+from exl_kernels.selection import known_cards
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "data"
+MODEL, FLOAT = str(GOLDEN / "pylib-4m-exl2-4.5"), str(GOLDEN / "pylib-4m-fp16")
+
+
+@pytest.fixture
+def exl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """Call `exl info`; returns exit code, standard output, standard error."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["exl", "info", *args])
+        monkeypatch.setattr(sys, "stdin", io.StringIO())
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def kernels(found: dict[str, object]) -> dict[tuple[str, int], str]:
+    return {(use["operation"], use["rows"]): use["kernel"] for use in found["uses"]}  # type: ignore[attr-defined]
+
+
+def test_a_card_that_is_not_here(exl) -> None:  # type: ignore[no-untyped-def]
+    found = json.loads(exl(MODEL, "--kernels", "--card", "H100", "--json")[1])
+    assert (found["code"], found["features"]) == (90, ["bulk_copy", "clusters", "wgmma"])
+    of = kernels(found)
+    assert [of["gate+up", rows] for rows in (1, 8)] == ["gemv_ring", "gemm_few"]
+    # Its matrices have permutations of their own, so batches multiply one at a time.
+    assert [of["gate_proj", rows] for rows in (32, 64, 512)] == ["gemm_batch", "gemm_batch", "gemm_large"]
+    assert of["attention", 1].endswith("few1")
+    why = {reason for use in found["uses"] if use["rows"] == 32 for reason in use["why"]}
+    assert any("input permutation" in reason for reason in why)
+
+
+@pytest.mark.parametrize("card", known_cards())
+def test_every_known_card_has_a_kernel_for_everything(exl, card: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = exl(MODEL, "--kernels", "--card", card)
+    assert code == 0
+    for word in ("attention", "head", "1 ", "512", f"kernels on {card}"):
+        assert word in out
+    of = kernels(json.loads(exl(MODEL, "--kernels", "--card", card, "--json")[1]))
+    for rows in (1, 8, 32, 64, 512):
+        joined = {("q+k+v", rows), ("gate+up", rows), ("down", rows), ("o", rows)}
+        apart = {(f"{name}_proj", rows) for name in ("q", "k", "v", "o", "gate", "up", "down")}
+        assert joined <= of.keys() or apart <= of.keys(), rows
+
+
+def test_float_matrices_are_multiplied_by_cublas(exl) -> None:  # type: ignore[no-untyped-def]
+    of = kernels(json.loads(exl(FLOAT, "--kernels", "--card", "4090", "--json")[1]))
+    assert of["q_proj", 1] == of["head", 64] == "cuBLAS"
+
+
+def test_the_cache_format_picks_the_attention(exl) -> None:  # type: ignore[no-untyped-def]
+    of = kernels(json.loads(exl(MODEL, "--kernels", "--card", "4090", "--cache", "q4", "--json")[1]))
+    assert of["attention", 1].startswith("attention_q4_")
+
+
+def test_without_a_gpu_a_card_must_be_named(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    from exl_generate.cli import kernels as report
+    from exl_kernels.device import CudaStatus
+
+    monkeypatch.setattr(report, "cuda_status", lambda: CudaStatus(True, ("90a",), "13.0", None, (), "no driver"))
+    code, _, err = exl(MODEL, "--kernels")
+    assert code == 1
+    assert "no driver" in err
+    assert "--card" in err
+    assert "4090" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--card", "4090"], "add --kernels"),
+        (["--kernels", "--card", "Voodoo 2"], "known cards"),
+        (["--kernels", "--plan"], "one at a time"),
+    ],
+)
+def test_what_does_not_go_together(exl, arguments: list[str], message: str) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = exl(MODEL, *arguments)
+    assert code == 1
+    assert message in err
