@@ -111,3 +111,11 @@ def test_keys_beside_text_config_change_nothing(case: str, keys: dict[str, Any])
     judge, base = Judge(case), base_config(case)
     judge(base)
     assert judge({**base, **keys})[0] == "same"
+
+
+@pytest.mark.parametrize("case", ["gpt2", "bigcode", "dbrx"])
+@pytest.mark.parametrize("heads", [1, 2, 3, 8])
+def test_families_that_do_not_read_num_key_value_heads_ignore_it(case: str, heads: int) -> None:
+    judge, base = Judge(case), base_config(case)
+    judge(base)
+    assert judge({**base, "num_key_value_heads": heads})[0] == "same"

@@ -107,6 +107,21 @@ def test_fused_matrices_are_split(lab: Any, tmp_path: Path) -> None:
                 assert float((found - wanted).abs().max()) < 0.1
 
 
+@pytest.mark.parametrize("kind", ["float", "gptq", "exl2"])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_fused_matrix_of_other_head_counts_is_refused(lab: Any, tmp_path: Path, kind: str, heads: int) -> None:
+    """config.json says another number of key/value heads than the file's rows: every slice would be wrong."""
+    tensors = lab.random_tensors(lab.config)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.self_attn."
+        parts = [tensors.pop(f"{prefix}{part}.weight") for part in ("q_proj", "k_proj", "v_proj")]
+        tensors[f"{prefix}qkv_proj.weight"] = torch.cat(parts)
+    source = tensors if kind == "float" else lab.quantize(tensors, kind)
+    folder = lab.write_model(tmp_path, {**lab.config, "num_key_value_heads": heads}, source)
+    with pytest.raises(errors.FormatError, match=r"qkv_proj.*128 outputs in the file, config.json needs"):
+        lab.load(folder)
+
+
 @pytest.mark.covers("core.md: better-3.6.6")
 def test_the_mlp_under_its_other_names(lab: Any, tmp_path: Path) -> None:
     """`swiglu.w12`, gate above up, and `swiglu.w3`, with biases and without."""

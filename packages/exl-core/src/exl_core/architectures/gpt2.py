@@ -6,13 +6,18 @@ from ..json_reader import JsonReader
 from .base import Architecture, FusedLinear
 
 
+def a_head_each(read: JsonReader) -> int | None:
+    """As many key/value heads as attention heads: GPT-2 has no key for another number, and transformers reads none."""
+    heads: int | None = read.integer("num_attention_heads", "n_heads", "n_head", default=None, minimum=1)
+    return heads
+
+
 def bigcode_kv_heads(read: JsonReader) -> int | None:
     """One key/value head for all, or with `multi_query` false one each (spec core.md 3.6 item 6); a number of them in
     the file says nothing."""
     if read.boolean("multi_query", default=True):
         return 1
-    heads: int | None = read.integer("n_head", "num_attention_heads", default=None, minimum=1)
-    return heads
+    return a_head_each(read)
 
 
 def fused(packing: str) -> tuple[FusedLinear, ...]:
@@ -31,6 +36,7 @@ GPT2 = Architecture(
     norm_1="ln_1",
     norm_2="ln_2",
     attention_bias="all",
+    kv_heads=a_head_each,
     mlp_bias="all",
     positions="learned",
     mlp_gated=False,

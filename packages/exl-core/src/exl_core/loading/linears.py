@@ -60,6 +60,7 @@ class LinearSpec:
     alternate_key: str | None = None  # tied heads: the embedding's matrix (float only)
     fused_key: str | None = None  # where the files hold this matrix as rows of a larger one
     fused_rows: Ranges = ()  # those rows, in the order of this matrix's outputs
+    fused_size: int = 0  # rows of that larger matrix
     fused_transposed: bool = False  # those rows are its inputs: each slice of the file is [in, out]
     transposed: bool = False  # float weights are stored [in, out] (GPT-2)
     unit_rows: bool = False  # float weights are scaled to unit vectors (norm_head)
@@ -159,10 +160,30 @@ def stored_key(source: TensorSource, spec: LinearSpec) -> tuple[str, Ranges | No
     if stored(spec.key):
         return spec.key, None
     if spec.fused_key is not None and (stored(spec.fused_key) or source.has(spec.fused_key)):
+        _check_fused(source, spec, spec.fused_key)
         return spec.fused_key, spec.fused_rows
     if spec.alternate_key is not None and source.has(f"{spec.alternate_key}.weight"):
         return spec.alternate_key, None
     raise MissingTensorError(f"Could not find {spec.key}.* in model")
+
+
+def _check_fused(source: TensorSource, spec: LinearSpec, key: str) -> None:
+    """FormatError unless the fused matrix has exactly the rows of its parts.
+
+    With any other number of rows config.json describes other parts than the file holds, and every slice would be wrong.
+    """
+    name = next((f"{key}.{suffix}" for suffix in WEIGHT_TENSORS if source.has(f"{key}.{suffix}")), key)
+    shape, quantized = source.shape(name), name.endswith(("q_weight", "qweight"))
+    if len(shape) == 3:  # stacked experts
+        found = shape[0] * shape[1]
+    else:
+        found = shape[1 if quantized or spec.transposed else 0] if len(shape) == 2 else 0
+    most = -(-spec.fused_size // COLUMN_PADDING) * COLUMN_PADDING if quantized else spec.fused_size
+    if not spec.fused_size <= found <= most:
+        raise FormatError(
+            f"{source.describe(name)}: {found} outputs in the file, config.json needs {spec.fused_size} for all parts "
+            "of this fused matrix; the head counts or widths of config.json are not those of the weights"
+        )
 
 
 def _read_parts(

@@ -202,6 +202,7 @@ class _Builder:
                 spec,
                 fused_key=prefix + matrix.fused,
                 fused_rows=self._fused_rows(matrix, index, expert),
+                fused_size=self._fused_size(matrix),
                 fused_transposed=self.arch.experts is not None and matrix.fused in self.arch.experts.stacked_transposed,
             )
         return Linear(spec, self.options)
@@ -216,6 +217,12 @@ class _Builder:
         widths = [self._stored_rows(part) for part in matrix.parts]
         begin = expert * sum(widths) + sum(widths[:index])
         return ((begin, begin + widths[index]),)
+
+    def _fused_size(self, matrix: FusedLinear) -> int:
+        """Rows of a whole fused matrix, of all experts if it stacks them."""
+        experts = self.arch.experts
+        stacked = experts is not None and matrix in experts.stacked
+        return sum(map(self._stored_rows, matrix.parts)) * ((self.config.num_experts or 0) if stacked else 1)
 
     def _stored_rows(self, part: str) -> int:
         """Rows that a part takes of a fused matrix."""
