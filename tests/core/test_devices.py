@@ -200,12 +200,24 @@ def test_splits_that_are_none(lab: Any, monkeypatch: pytest.MonkeyPatch, bad: An
             call(bad)
 
 
-@pytest.mark.parametrize("bad", [-1, [1, 2, 3], 1.5, [None], [True]])
+@pytest.mark.parametrize("bad", [-1, 1.5, [None], [True], [1, 2, -3], [1, 2, 1.5]])
 def test_reserves_that_are_none(lab: Any, monkeypatch: pytest.MonkeyPatch, bad: Any) -> None:
     monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
     model = build(lab)
     with pytest.raises(errors.InputError, match="reserve_vram"):
         model.load_autosplit(ExLlamaV2Cache(model, lazy=True), reserve_vram=bad)
+
+
+def test_reserves_beyond_the_devices_have_no_effect(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+    """Settings written for a machine with more devices: each entry counts for its device, the rest for none."""
+    model = build(lab)
+    need = planning.plan(model.config, cache="fp16", cache_tokens=128, reserve=0).used
+    monkeypatch.setenv("EXL_DEVICE", f"cpu:0={1.05 * need / GIB:.6f}")
+    cache = ExLlamaV2Cache(model, batch_size=2, max_seq_len=64, lazy=True)
+    with pytest.raises(errors.DeviceError, match="Insufficient space"):
+        model.load_autosplit(cache, reserve_vram=[need // 2, 0, 0])
+    model.load_autosplit(cache, reserve_vram=[0, need, need], last_id_only=True)
+    assert model.forward(ids, cache).shape[0] == 2
 
 
 def test_names_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:

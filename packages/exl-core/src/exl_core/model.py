@@ -131,8 +131,9 @@ class ExLlamaV2:
 
         What goes where is worked out before anything is read (`exl_core.loading.plan`): weights, cache, working memory
         of a chunk of max_input_len * max_batch_size tokens, and logits for all of them (max_output_len limits that,
-        last_id_only means one a row). reserve_vram: bytes to leave free, of every device or a list; default 192 MiB on
-        the first and 64 MiB on the others. Raises DeviceError with the numbers if it does not fit.
+        last_id_only means one a row). reserve_vram: bytes to leave free, of every device or a list, whose entries
+        beyond the devices have no effect; default 192 MiB on the first and 64 MiB on the others. Raises DeviceError
+        with the numbers if it does not fit.
         """
         check_callbacks(callback, progress)
         report = progress_bar() if progress else callback

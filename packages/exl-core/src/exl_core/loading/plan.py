@@ -120,7 +120,8 @@ def plan(
 
     cache: kind of the cache (None: no cache), cache_tokens: its length over all rows (default config.max_seq_len).
     gpu_split: GiB a device for weights and fixed buffers, caches aside; None fills the devices in order. reserve: bytes
-    to leave free, of all devices or each (default 192 MiB on the first, 64 MiB on the others). loras: adapter folders.
+    to leave free, of all devices or each (default 192 MiB on the first, 64 MiB on the others); entries beyond the
+    devices have no effect. loras: adapter folders.
     draft: a second model, placed whole on the first device with a cache of draft_cache_tokens (default as the main
     one). last_id_only=False counts logits for a whole chunk. on: the devices (default: those of EXL_DEVICE).
 
@@ -242,10 +243,11 @@ def budgets_of(
         reserves = [*reserve, *([0] * (len(places) - len(reserve)))]
     else:
         reserves = [cast(int, reserve)] * len(places)
-    if any(isinstance(r, bool) or not isinstance(r, int) or r < 0 for r in reserves) or len(reserves) > len(places):
-        raise InputError(f"reserve_vram is {reserve!r}, must be bytes, or a list of bytes for {len(places)} devices")
+    if any(isinstance(r, bool) or not isinstance(r, int) or r < 0 for r in reserves):
+        raise InputError(f"reserve_vram is {reserve!r}, must be bytes, or a list of bytes, one number a device")
     free = free_bytes(places)
-    return [DevicePlan(place, f, r) for place, f, r in zip(places, free, reserves, strict=True)]
+    # A list written for a machine with more devices is valid here, too: an unused device has nothing to leave free.
+    return [DevicePlan(place, f, r) for place, f, r in zip(places, free, reserves[: len(places)], strict=True)]
 
 
 def check_split(gpu_split: Sequence[float], count: int) -> list[float]:
