@@ -237,7 +237,7 @@ class ExLlamaV2:
         module = self.modules[index]
         self.decode.clear()  # captured steps read the weights where they were
         try:
-            with out_of_memory_as_error(f"load {module.key}"):
+            with out_of_memory_as_error(f"load {module.key}"), torch.inference_mode(False):
                 module.load(TensorReader(self._checkpoint()), self.placement.device(index))
         finally:
             self._settle()
@@ -253,6 +253,7 @@ class ExLlamaV2:
         self.load_count += loaded and not self.loaded
         self.loaded = loaded
 
+    @torch.inference_mode(False)  # the tables live as long as the model
     def _rope_tables(self) -> tuple[RopeTable, RopeTable | None]:
         alternative = self.config.rope_settings_alt()
         return RopeTable(self.config.rope_settings()), None if alternative is None else RopeTable(alternative)

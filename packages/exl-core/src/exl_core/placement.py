@@ -66,7 +66,8 @@ class Placement:
     def _kept(self, name: str, value: Any, device: torch.device) -> Any:
         held = self._constants.get((name, device))
         if held is None or held[0] is not value:
-            held = self._constants[name, device] = (value, _moved(value, device))
+            with torch.inference_mode(False):  # kept for passes of every mode
+                held = self._constants[name, device] = (value, _moved(value, device))
         return held[1]
 
 

@@ -132,7 +132,8 @@ class RopeTable:
         if device is None or device.type == "cpu":
             return tables
         if self._moved is None or self._moved[0].device != device or self._moved[0].shape != tables[0].shape:
-            self._moved = (tables[0].to(device), tables[1].to(device))
+            with torch.inference_mode(False):
+                self._moved = (tables[0].to(device), tables[1].to(device))
         return self._moved
 
     def _on_cpu(self, positions: int) -> tuple[Tensor, Tensor]:
@@ -140,9 +141,10 @@ class RopeTable:
         if positions > have:
             want = min(max(positions, 2 * have), max(self.settings.max_positions, positions))
             first, last = have // BLOCK_ROWS, -(-want // BLOCK_ROWS)
-            blocks = [self._block(b) for b in range(first, last)]
-            self._cos = torch.cat([self._cos[: first * BLOCK_ROWS], *(c for c, _ in blocks)])
-            self._sin = torch.cat([self._sin[: first * BLOCK_ROWS], *(s for _, s in blocks)])
+            with torch.inference_mode(False):  # the table outlives the pass that makes it grow
+                blocks = [self._block(b) for b in range(first, last)]
+                self._cos = torch.cat([self._cos[: first * BLOCK_ROWS], *(c for c, _ in blocks)])
+                self._sin = torch.cat([self._sin[: first * BLOCK_ROWS], *(s for _, s in blocks)])
         return self._cos, self._sin
 
     def _block(self, index: int) -> tuple[Tensor, Tensor]:

@@ -101,7 +101,8 @@ class SeqTensor:
 
     def _allocate(self, capacity: int) -> Tensor:
         shape = (*self.shape[: self.seq_dim], capacity, *self.shape[self.seq_dim + 1 :])
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        with torch.inference_mode(False):  # later appends may come in another mode
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _reserve(self, length: int) -> None:
         if length > self.seq_cap:

@@ -86,6 +86,7 @@ class KVPages:
         return padded * key_bits // 8, padded * value_bits // 8, padded // _twin.RUN
 
     @classmethod
+    @torch.inference_mode(False)  # pages outlive the mode that they are made in, and are written to in place
     def allocate(
         cls,
         kind: KVKind,

@@ -31,6 +31,7 @@ _places_lock = threading.Lock()
 class _Place:
     """The buffers of one GPU."""
 
+    @torch.inference_mode(False)  # the buffers serve callers of every mode
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.Lock()
@@ -43,6 +44,7 @@ class _Place:
         self.maxima = torch.empty(0, _BLOCKS, dtype=torch.int32, device=device)
         self.sums = torch.empty(0, _BLOCKS, dtype=torch.int64, device=device)
 
+    @torch.inference_mode(False)
     def grow(self, size: int) -> None:
         """New staging memory, here and there."""
         staging = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
@@ -50,6 +52,7 @@ class _Place:
         self.staging, self.copy = staging, copy  # both or, without memory for the second, none
         self._beside.wait_stream(self.stream())  # what had this memory before
 
+    @torch.inference_mode(False)
     def reserve(self, rows: int, width: int) -> None:
         """Room for this many rows of this width."""
         have_rows, have_width = self.shaped.shape

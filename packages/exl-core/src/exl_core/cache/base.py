@@ -325,6 +325,7 @@ class ExLlamaV2CacheBase:
     def _flat(self, layer_idx: int) -> KVPages:
         return self.pages(layer_idx, self.max_seq_len)
 
+    @torch.inference_mode(False)  # made once, written to in place by callers of every mode
     def _temp_pair(self, device: torch.device) -> tuple[Tensor, Tensor]:
         pair = self._temp.get(str(device))
         if pair is None:
@@ -380,6 +381,7 @@ def _name_of(device: str | int) -> str:
     return f"cuda:{device}" if isinstance(device, int) else device
 
 
+@torch.inference_mode(False)  # as `KVPages.allocate`
 def _clone_pages(pages: KVPages | None) -> KVPages | None:
     if pages is None:
         return None

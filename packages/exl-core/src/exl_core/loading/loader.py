@@ -60,7 +60,8 @@ def load_modules(
         for index, (module, device) in enumerate(zip(modules, devices, strict=True)):
             yield from report(index)
             ahead.advance(index)
-            module.load(reader, device)
+            with torch.inference_mode(False):  # weights outlive the mode that they are loaded in
+                module.load(reader, device)
         checkpoint.check_unchanged()
         yield from report(total)
     except BaseException:

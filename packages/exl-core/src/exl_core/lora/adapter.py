@@ -138,6 +138,7 @@ class ExLlamaV2Lora:
 
     # ------------------------------------------------------------------------------------------------------- reading
 
+    @torch.inference_mode(False)  # as the weights of a model
     def _load(self, tensors: AdapterTensors) -> None:
         keys = [(name, parse_key(name)) for name in tensors]
         index = ModuleIndex(self.model)

@@ -50,10 +50,11 @@ class HeadCut:
         if any(linear.adapted(step.loras) for linear in linears) or self._whole_rows(a):
             return self._from_home(a, h, step)
         if self._norms is None:
-            self._norms = [
-                (self._norm(a.q_norm, shard, begin, end, a), self._norm(a.k_norm, shard, begin, end, None))
-                for shard, begin, end in self.heads
-            ]
+            with torch.inference_mode(False):  # kept for passes of every mode
+                self._norms = [
+                    (self._norm(a.q_norm, shard, begin, end, a), self._norm(a.k_norm, shard, begin, end, None))
+                    for shard, begin, end in self.heads
+                ]
         inputs = self.context.spread(h)
         cut = [m.parts for m in matrices if isinstance(m, SplitMatrix)]
         found = []

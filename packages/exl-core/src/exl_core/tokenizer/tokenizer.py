@@ -162,7 +162,8 @@ class ExLlamaV2Tokenizer:
         with self._encode_lock:
             if text in self._encode_cache:
                 return self._encode_cache[text]
-        ids = cast(Tensor, self.encode(text))
+        with torch.inference_mode(False):  # kept for callers of every mode
+            ids = cast(Tensor, self.encode(text))
         with self._encode_lock:
             while len(self._encode_cache) >= MAX_CACHED_STRINGS:
                 del self._encode_cache[next(iter(self._encode_cache))]

@@ -90,6 +90,7 @@ class Encoder(ABC):
 
     # ------------------------------------------------------------------------------------------------------- weights
 
+    @torch.inference_mode(False)  # as the weights of a model
     def load(self, source: TensorSource, device: torch.device) -> None:
         """Raises MissingTensorError, FormatError."""
         weights = {}

@@ -160,6 +160,7 @@ class ExLlamaV2VisionTower:
         step = self.encoder.time_step(fps)
         return self._embedding(model, tokenizer, picture, video[0].size, text_alias, embeddings_cpu, step)
 
+    @torch.inference_mode(False)  # an image is kept over many requests
     def _embedding(
         self,
         model: ExLlamaV2,
