@@ -18,6 +18,7 @@ from exl_core import (
     Timer,
 )
 from exllamav2._names import core_name, prepare_third_parties
+from exllamav2._original import warn_of_original
 from exllamav2.version import __version__
 
 ExLlamaV2Lora = core_name("ExLlamaV2Lora")
@@ -46,4 +47,5 @@ __all__ = [
     "__version__",
 ]
 
+warn_of_original()
 prepare_third_parties()
