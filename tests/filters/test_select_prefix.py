@@ -267,3 +267,37 @@ def test_rewind_at_random():
 def test_prefixes_that_are_none_are_refused(strings):
     with pytest.raises(FilterCompileError, match="prefix_strings must be one string or some"):
         ExLlamaV2PrefixFilter(None, Vocabulary(["a"]), strings)
+
+
+@given(st.data(), vocabularies(all_bytes=False), st.lists(TEXTS, min_size=1, max_size=4), st.booleans())
+def test_select_refuses_exactly_the_options_that_no_tokens_spell(data, v, options, fold):
+    tokens = {v.bytes_of(i) for i in range(v.size)} - {b"", None}
+
+    def spelled(text):
+        reached = {0}
+        for at in range(len(text)):
+            if at in reached:
+                reached |= {at + len(token) for token in tokens if text.startswith(token, at)}
+        return len(text) in reached
+
+    def ways(text):
+        """The text in every case that folds like it, as far as this alphabet goes."""
+        spellings = {"a": "aA", "b": "bB", "c": "cC", "é": "éÉ"}
+        cased = {"".join(way) for way in itertools.product(*(spellings.get(c, c) for c in text))}
+        return {other.encode() for other in cased if other.casefold() == text.casefold()} | {text.encode()}
+
+    assume(not fold or not any(c in "ßİ" for option in options for c in option))
+    lost = [o for o in options if not any(map(spelled, ways(o) if fold else [o.encode()]))]
+    if not lost:
+        ExLlamaV2SelectFilter(None, v, options, fold)
+        return
+    with pytest.raises(FilterCompileError) as info:
+        ExLlamaV2SelectFilter(None, v, options, fold)
+    assert repr(lost[0]) in str(info.value)
+
+
+def test_select_accepts_an_option_that_only_another_case_spells() -> None:
+    v = Vocabulary(["Ye", "s", "</s>"], eos_token_id=2, special_ids=[2])
+    assert allowed(ExLlamaV2SelectFilter(None, v, ["yes"], True), v)[0] == {0}
+    with pytest.raises(FilterCompileError, match="'yes'"):
+        ExLlamaV2SelectFilter(None, v, ["Yes", "yes"])

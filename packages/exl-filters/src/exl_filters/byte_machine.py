@@ -88,6 +88,25 @@ class ByteMachine:
         """A sentence that cannot be continued."""
         return self.accepting[state] and not self.edges[state] and not self.free[state]
 
+    def token_states(self, vocabulary: Vocabulary) -> set[int]:
+        """States that sequences of tokens reach from the start: 0, and those at the end of a token."""
+        trie = vocabulary.trie
+        reached, todo = {0}, [0]
+        while todo:
+            inside = [(trie.find(b""), todo.pop())]
+            while inside:
+                node, at = inside.pop()
+                for byte, state in self.edges[at].items():
+                    child = trie.child(node, byte)
+                    if child < 0:
+                        continue
+                    inside.append((child, state))
+                    first, last = trie.exact_range(child)
+                    if first < last and state not in reached:
+                        reached.add(state)
+                        todo.append(state)
+        return reached
+
     def _state(self) -> int:
         if len(self.edges) >= MAX_STATES:
             raise FilterCompileError(f"the options need more than {MAX_STATES} states")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from exl_filters.byte_machine import DEAD, ByteMachine, Tokenized
 from exl_filters.errors import FilterCompileError
 from exl_filters.state_filter import Choice, StateFilter
+from exl_filters.tokens import encoded
 
 __all__ = ["ExLlamaV2SelectFilter"]
 
@@ -22,6 +23,8 @@ class ExLlamaV2SelectFilter(StateFilter[_State]):
     by Unicode case folding; a healing prefix is always matched exactly. `policy` decides about an option that begins
     another one: "longest" lets the longer one go on (the shorter is offered the stop ids), "first" ends at the shorter,
     as exllamav2 does.
+
+    Raises `FilterCompileError` for an option that no sequence of the tokenizer's tokens spells.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class ExLlamaV2SelectFilter(StateFilter[_State]):
         self.case_insensitive = case_insensitive
         self.policy = policy
         build = ByteMachine.of_strings_any_case if case_insensitive else ByteMachine.of_strings
+        self._check_spelling(build)
         machine = build(self.options)
         if policy == "first":
             for state, accepting in enumerate(machine.accepting):
@@ -58,6 +62,21 @@ class ExLlamaV2SelectFilter(StateFilter[_State]):
     @sequence_str.setter
     def sequence_str(self, text: str) -> None:
         """The base class resets it; here it follows from the state."""
+
+    def _check_spelling(self, build: Callable[[Sequence[str]], ByteMachine]) -> None:
+        """Raise for an option that tokens cannot spell: it could never be chosen."""
+        trie = self.vocabulary.trie
+        nodes = ((byte, trie.find(bytes([byte]))) for byte in range(256))
+        single = {byte for byte, node in nodes if node >= 0 and trie.exact(node)}
+        for option in self.options:
+            if single.issuperset(encoded("an option", option)):
+                continue
+            machine = build([option])
+            if not any(machine.accepting[state] for state in machine.token_states(self.vocabulary)):
+                raise FilterCompileError(
+                    f"no tokens of this vocabulary of {self.vocabulary.size} ids spell the option {option!r:.80}; "
+                    "leave it out, or write it in characters that the tokenizer knows"
+                )
 
     def describe(self) -> str:
         return f"Select({', '.join(repr(o) for o in self.options[:3])}{', ...' * (len(self.options) > 3)})"
