@@ -246,3 +246,33 @@ def test_default_sets_and_dry_by_hand() -> None:
     ExLlamaV2Sampler.apply_dry(Settings(dry_multiplier=0.8), TOKENIZER, context, logits)
     assert logits.nonzero().tolist() == [[0, 0, ID["c"]]]
     assert float(logits.min()) == pytest.approx(-0.8)
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_k": 1}, {"dry_multiplier": 1.0, "dry_sequence_breakers": {4}}])
+def test_sampling_without_a_tokenizer_chooses_of_the_whole_row(fields: dict[str, Any]) -> None:
+    settings = Settings(**{**NEUTRAL, **fields})
+    logits, context = row()[..., :12].contiguous(), torch.tensor([[3, 4, 3]])
+    for draw in (0.1, 0.5, 0.9):
+        found = ExLlamaV2Sampler.sample(logits, settings, context, draw, None)
+        assert [int(t) for t in found[:1]] == [
+            int(ExLlamaV2Sampler.sample(logits, settings, context, draw, TOKENIZER)[0])
+        ]
+    bias = torch.full((12,), -math.inf)
+    bias[7] = 0
+    settings.token_bias = bias
+    assert int(ExLlamaV2Sampler.sample(logits, settings, context, 0.5, tokenizer=None)[0]) == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"xtc_probability": 0.5}, {}),
+        ({"dry_multiplier": 0.5}, {}),
+        ({"dry_multiplier": 0.5, "dry_sequence_breakers": {"a"}}, {}),
+        ({}, {"prefix_token": torch.tensor([[3]])}),
+    ],
+)
+def test_what_needs_the_text_of_tokens_asks_for_the_tokenizer(fields: dict[str, Any], options: dict[str, Any]) -> None:
+    settings = Settings(**{**NEUTRAL, **fields})
+    with pytest.raises(RequestError, match="tokenizer is None"):
+        ExLlamaV2Sampler.sample(row(), settings, torch.tensor([[3, 4]]), 0.5, None, **options)

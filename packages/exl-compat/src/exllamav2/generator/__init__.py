@@ -10,9 +10,9 @@ from exl_generate import (
     ExLlamaV2MMEmbedding,
     ExLlamaV2PostSamplingHook,
     ExLlamaV2PostSamplingResult,
-    ExLlamaV2Sampler,
     ExLlamaV2StreamingGenerator,
 )
+from exllamav2.generator.sampler import ExLlamaV2Sampler
 
 __all__ = [
     "ExLlamaV2BaseGenerator",

@@ -45,7 +45,7 @@ def can_run_ahead(job: ExLlamaV2DynamicJob) -> bool:
         len(job.sequences) == 1
         and not job.loras
         and not job.return_hidden_state
-        and not job.gen_settings.post_sampling_hooks
+        and not job.settings.post_sampling_hooks
         and job.remaining_tokens > 1
         and job.room >= 1
     )

@@ -144,17 +144,18 @@ class Engine:
                 self._scheduler.requeue(job)
                 continue
             job.mark_decode()
-            if self._prefetched(job):
+            if self._prepared(job):
                 ready.append(job)
         drafts = self._drafter.propose(ready)
         return [Turn(job, drafts.get(job, [])) for job in ready]
 
-    def _prefetched(self, job: ExLlamaV2DynamicJob) -> bool:
-        """Let the job's filters work while the model runs; False if the job fails over it."""
-        if self._pool is None:
-            return True
+    def _prepared(self, job: ExLlamaV2DynamicJob) -> bool:
+        """Bring the job's settings up to date and let its filters work while the model runs; False if the job fails
+        over it."""
         try:
-            job.prefetch(self._pool)
+            job.refresh()
+            if self._pool is not None:
+                job.prefetch(self._pool)
             return True
         except BaseException as error:
             self._deliver([job.fail(contained(error))])

@@ -64,7 +64,8 @@ class ExLlamaV2DynamicJob:
     """A request for one completion; single use. Parameters and result dicts: spec/generators.md 3.3 and 3.14.
 
     `input_ids`: int64 [1, n] on the CPU, n >= 1. `stop_conditions`: ids and strings; None means none at all, not
-    even EOS. Settings are copied: later changes to the object do not reach this job, and jobs may share one object.
+    even EOS. Settings are copied: later changes to the object do not reach this job, and jobs may share one object. (A
+    class of settings may choose otherwise by its `for_job` and `revision`: that of exl-compat does.)
     Raises `RequestError` for malformed parameters.
 
     Beyond exllamav2: `loras`, the adapters of this job (None = those of the generator when the job is queued, [] =
@@ -112,8 +113,8 @@ class ExLlamaV2DynamicJob:
                 f"gen_settings is a {type(gen_settings).__name__}; pass ExLlamaV2Sampler.Settings or None"
             )
         given = Settings() if gen_settings is None else gen_settings
-        given.validate()  # before the copy, which has the fields alone
-        self.gen_settings = given.clone()
+        given.validate()  # before a copy is made, which has the fields alone
+        self.gen_settings = given.for_job()
         self.seed = seed_of(seed)
         self.identifier = identifier
         self.decode_special_tokens = flag_of("decode_special_tokens", decode_special_tokens)
@@ -194,12 +195,17 @@ class ExLlamaV2DynamicJob:
         return None if self._sampler is None else self._sampler.random.seed
 
     @property
+    def settings(self) -> Settings:
+        """The settings in force: those of the last `refresh`."""
+        return self.gen_settings if self._sampler is None else self._sampler.settings
+
+    @property
     def reads_logits_once(self) -> bool:
         """Whether nobody but the sampler of a GPU reads its logits, and that at once."""
         return (
             self._sampler is not None
             and self._sampler.never_left_to_cpu
-            and not (self.return_logits or self.return_top_tokens or self.gen_settings.post_sampling_hooks)
+            and not (self.return_logits or self.return_top_tokens or self.settings.post_sampling_hooks)
         )
 
     @property
@@ -382,6 +388,17 @@ class ExLlamaV2DynamicJob:
         for sequence in self.sequences:
             sequence.commit(len(sequence))
 
+    def refresh(self) -> None:
+        """Before a step: take over changes of live settings. Raises `RequestError` for values without meaning."""
+        assert self._sampler is not None
+        self._sampler.refresh()
+        scale = self._sampler.settings.cfg_scale
+        if scale is not None and len(self.sequences) == 1:
+            raise RequestError(
+                f"gen_settings.cfg_scale became {scale} while a job with one prompt runs; it needs a pair of prompts "
+                "(positive, negative) from the start, so begin a new job"
+            )
+
     def prefetch(self, pool: Callable[[], Executor]) -> None:
         """Let the filters work while the model runs."""
         if self._filters is not None and self._filters_begun:
@@ -391,6 +408,8 @@ class ExLlamaV2DynamicJob:
     def ask(self, windows: list[Window], at: int) -> Draw:
         """What the sampler needs to choose the next token behind position `at` of each sequence's window."""
         assert self._sampler is not None
+        if at > 0:  # position 0 keeps what `refresh` found: the engine has planned with it which logits stay
+            self.refresh()
         explored = self._explored.get(self.generated)
         return Draw(
             self._sampler,
@@ -407,7 +426,7 @@ class ExLlamaV2DynamicJob:
         """Take in a sampled token. Returns what to say, and whether it is the token that was guessed and stays, so that
         what was evaluated behind it is worth something."""
         sample, feed = drawn, True
-        if self.gen_settings.post_sampling_hooks:
+        if self.settings.post_sampling_hooks:
             sample, feed = self._hooked(drawn, window.row(at))
         held, rewinds = sample.token == guess, self._rewinds
         self.accepted_draft_tokens += held
@@ -446,8 +465,6 @@ class ExLlamaV2DynamicJob:
 
     def _hooked(self, sample: Sample, logits: torch.Tensor) -> tuple[Sample, bool]:
         """What the post-sampling hooks make of a sample, and whether filters are to see it."""
-        if not self.gen_settings.post_sampling_hooks:
-            return sample, True
         told = self.return_top_tokens > 0
         seen = ExLlamaV2PostSamplingResult(
             sampled_token=torch.tensor([[sample.token]]),
@@ -457,7 +474,7 @@ class ExLlamaV2DynamicJob:
             logits=logits[None, None].cpu().clone(),
         )
         with lent():
-            for hook in self.gen_settings.post_sampling_hooks:
+            for hook in self.settings.post_sampling_hooks:
                 hook(seen)
         token = -1 if seen.sampled_token is None else int(seen.sampled_token.reshape(-1)[0])
         if not 0 <= token < len(logits):

@@ -1,6 +1,6 @@
 """The sampler of one request: from its settings to the rows of `exl_kernels.sampling`, and from tokens to its state.
 
-The order of steps is that of spec/generators.md 4.3: 1 CFG mix - 2 penalties - 3 blocked tokens - 4 bias - 5 DRY - 6
+The order of steps: 1 CFG mix - 2 penalties - 3 blocked tokens - 4 bias - 5 DRY - 6
 filter mask - 7 healing prefix - 8 ids beyond the vocabulary - 9 greedy switch - 10 softmax with temperature - 11 top-k
 - 12 top-p - 13 top-a - 14 min-p - 15 TFS - 16 typical - 17 mirostat - 18 late or dynamic temperature - 19 XTC - 20
 order - 21 report - 22 skewed draw - 23 mirostat update. All but the last run in one native call, which may hold the
@@ -68,19 +68,39 @@ _NO_PROBABILITIES = np.zeros(0, dtype=np.float32)
 
 
 class RequestSampler:
-    """The sampler of one request: its settings as they were at the start, its random numbers, its mirostat state."""
+    """The sampler of one request: its settings, its random numbers, its mirostat state."""
 
     def __init__(self, settings: Settings, vocabulary: Vocabulary, seed: int | None = None) -> None:
-        settings.validate()
-        self.settings = settings.clone()
+        self._source = settings
+        self._vocabulary = vocabulary
         self.random = RequestRandom(seed)
-        self._plan = plan_of(self.settings, vocabulary)
-        s = self.settings
-        #: whether a GPU that has the logits never leaves them to be read later
-        self.never_left_to_cpu = self._plan.never_left_to_cpu
-        self._reads_context = s.dry_multiplier > 0 or s.has_penalties
+        self._compile()
         #: mu before position i; a rewind simply samples an earlier position again
-        self._mu = [2.0 * s.mirostat_tau]
+        self._mu = [2.0 * self.settings.mirostat_tau]
+
+    @property
+    def never_left_to_cpu(self) -> bool:
+        """Whether a GPU that has the logits never leaves them to be read later."""
+        return self._plan.never_left_to_cpu
+
+    def refresh(self) -> None:
+        """Take over what has changed in settings that running jobs follow. Call between tokens. Raises `RequestError`
+        for values that have no meaning; the settings in force then stay."""
+        if self._source.revision() == self._revision:
+            return
+        before = self.settings
+        self._compile()
+        if self.settings.mirostat and not before.mirostat:
+            self._mu = [2.0 * self.settings.mirostat_tau]
+
+    def _compile(self) -> None:
+        revision = self._source.revision()  # first: a change that comes in meanwhile is found by the next refresh
+        settings = self._source.resolve(self._vocabulary.width).clone()
+        self._plan = plan_of(settings, self._vocabulary)
+        self._reads_context = settings.dry_multiplier > 0 or settings.has_penalties
+        self._revision = revision
+        #: the settings in force: a private copy
+        self.settings = settings
 
     def row(
         self,
@@ -160,6 +180,7 @@ class RequestSampler:
 
     def _learn(self, position: int, chosen: float) -> None:
         """Step 23. Keyed by position, so that sampling a position again forgets what came after it."""
+        self._mu += [self._mu[-1]] * (position + 1 - len(self._mu))  # mirostat was off at the positions before
         del self._mu[position + 1 :]
         mu = mirostat_update(self._mu[-1], chosen, self.settings.mirostat_tau, self.settings.mirostat_eta)
         self._mu.append(mu)

@@ -1,13 +1,13 @@
-"""`ExLlamaV2Sampler.Settings`: what may be asked of the sampler, with the exact defaults of spec/generators.md 4.1."""
+"""`ExLlamaV2Sampler.Settings`: the sampler's settings, with exllamav2's defaults."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -73,14 +73,14 @@ class Settings:
     xtc_threshold: float = 0.1
     xtc_ignore_tokens: frozenset[int] | None = None
 
-    @staticmethod
-    def greedy(**kwargs: Any) -> Settings:
+    @classmethod
+    def greedy(cls, **kwargs: Any) -> Self:
         """The most probable token each time: temperature 1, no repetition penalty, `top_p` 0, `top_k` 1, changed by
         `kwargs`."""
         greedy: dict[str, Any] = {"temperature": 1.0, "token_repetition_penalty": 1.0, "top_p": 0.0, "top_k": 1}
-        return Settings(**{**greedy, **kwargs})
+        return cls(**{**greedy, **kwargs})
 
-    def clone(self) -> Settings:
+    def clone(self) -> Self:
         """A copy whose bias, hooks and sets are its own: changing one never changes the other."""
         return replace(
             self,
@@ -94,10 +94,10 @@ class Settings:
             ngram_history=deque(),
         )
 
-    def greedy_clone(self) -> Settings:
+    def greedy_clone(self) -> Self:
         """Greedy settings that keep this object's penalties, DRY and XTC fields: what a draft of its output is made
         with."""
-        return Settings(
+        return type(self)(
             token_repetition_penalty=self.token_repetition_penalty,
             token_repetition_range=self.token_repetition_range,
             token_repetition_decay=self.token_repetition_decay,
@@ -132,8 +132,22 @@ class Settings:
         self.token_bias = bias
 
     def validate(self) -> None:
-        """Refuse what has no meaning: `RequestError` with the field, its value and the limit."""
+        """Raise `RequestError`, with the field, its value and the limit, for a value that has no meaning."""
         validate(self)
+
+    def for_job(self) -> Settings:
+        """Return the object that a job keeps as its `gen_settings`: a copy, which later changes do not reach."""
+        return self.clone()
+
+    def resolve(self, width: int | None = None) -> Settings:
+        """Validate the settings and return those that the sampler applies: this object. `width`: ids that settings may
+        name, None if not known yet. Raises as `validate`."""
+        self.validate()
+        return self
+
+    def revision(self) -> Hashable:
+        """A value that differs after a change that running jobs follow. Constant here: a job has its own copy."""
+        return None
 
     @property
     def is_greedy(self) -> bool:

@@ -1,4 +1,4 @@
-"""`ExLlamaV2Sampler` for scripts that run their own loop: sampling without a request (spec/generators.md 4.2)."""
+"""`ExLlamaV2Sampler` for scripts that run their own loop: sampling without a request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExLlamaV2Sampler:
         settings: SamplerSettings,
         sequence_ids: torch.Tensor,
         random: float,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         prefix_token: torch.Tensor | None = None,
         return_top_tokens: int = 0,
         blocked_tokens: Sequence[int] | None = None,
@@ -52,13 +52,15 @@ class ExLlamaV2Sampler:
         `prefix_token` [B, 1]: the token must begin with this token's text. With `cfg_scale` the rows are a positive and
         a negative prompt and give one token. `filters` have been begun and are fed by the caller. The logits stay as
         they are. Mirostat's state is `settings.mirostat_mu`, one number a row. `sync` is taken and means nothing: the
-        logits are read in the order of their stream.
+        logits are read in the order of their stream. `tokenizer` None: every id of the logits may be chosen, and
+        options that need the text of tokens raise RequestError.
 
         Raises RequestError for operands that do not fit, NoCandidatesError if nothing is left.
         """
-        settings.validate()
+        given = settings
+        vocabulary = Vocabulary(None, logits.shape[-1]) if tokenizer is None else Vocabulary.of(tokenizer)
+        settings = given.resolve(vocabulary.width)
         _check(logits, settings, random, filters)
-        vocabulary = Vocabulary.of(tokenizer)
         plan = plan_of(settings, vocabulary)
         batch = 1 if settings.cfg_scale is not None else logits.shape[0]
         mask, ends = (None, frozenset[int]()) if not filters else _filtered(filters, vocabulary, logits.shape[2])
@@ -85,9 +87,7 @@ class ExLlamaV2Sampler:
         samples = [_taken(row, outcome) for row, outcome in zip(rows, kernels.sample(rows), strict=True)]
         if settings.mirostat:
             tau, eta = settings.mirostat_tau, settings.mirostat_eta
-            settings.mirostat_mu = [
-                mirostat_update(m, s.probability, tau, eta) for m, s in zip(mu, samples, strict=True)
-            ]
+            given.mirostat_mu = [mirostat_update(m, s.probability, tau, eta) for m, s in zip(mu, samples, strict=True)]
         tops = [report(s.top_tokens, s.top_probabilities, return_top_tokens, logits.shape[2]) for s in samples]
         return (
             torch.tensor([[s.token] for s in samples], dtype=torch.int64),
@@ -102,7 +102,8 @@ class ExLlamaV2Sampler:
         settings: SamplerSettings, tokenizer: Tokenizer, sequence_ids: torch.Tensor, logits: torch.Tensor
     ) -> None:
         """Subtracts DRY's penalties from float32 `logits` [1, .., Vp] in place; `sequence_ids` int64 [1, n]."""
-        settings.validate()
+        vocabulary = Vocabulary.of(tokenizer)
+        settings = settings.resolve(vocabulary.width)
         only = SamplerSettings(
             token_repetition_penalty=1.0,
             dry_multiplier=settings.dry_multiplier,
@@ -113,7 +114,7 @@ class ExLlamaV2Sampler:
             dry_sequence_breakers=settings.dry_sequence_breakers,
         )
         context = sequence_ids.to("cpu", torch.int64).reshape(-1).numpy()
-        row = kernels.Row(plan_of(only, Vocabulary.of(tokenizer)), logits.reshape(-1).contiguous(), context=context)
+        row = kernels.Row(plan_of(only, vocabulary), logits.reshape(-1).contiguous(), context=context)
         shaped = torch.from_numpy(kernels.shaped(row))
         logits.view(-1)[: len(shaped)] = shaped.to(logits.device)
 
@@ -199,8 +200,10 @@ def _only_eos(mask: Mask, tokenizer: Any) -> Mask:
     return kernels.pack_ids([eos], 32 * len(mask))
 
 
-def _continuing(token: int, tokenizer: Tokenizer) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _continuing(token: int, tokenizer: Tokenizer | None) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Ids whose bytes begin with this token's; a token without text can only be itself."""
+    if tokenizer is None:
+        raise RequestError("tokenizer is None, and prefix_token needs the text of tokens: pass the tokenizer")
     pieces = tokenizer.get_id_to_bytes_list()
     prefix = pieces[token]
     ids = [i for i, piece in enumerate(pieces) if piece.startswith(prefix)] if prefix else [token]

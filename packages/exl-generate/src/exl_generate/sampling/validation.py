@@ -105,6 +105,9 @@ def _no_others(s: Settings) -> None:
 def _number(name: str, value: Any) -> None:
     low, high = _RANGES[name]
     whole = name in _INTEGERS
+    plain = type(value) is int or (type(value) is float and not whole)  # nearly always, and far quicker to find
+    if plain and low <= value <= high and (whole or math.isfinite(value)):
+        return
     kind = "a whole number, as an int," if whole else "a finite number"
     if _is_real(value) and (isinstance(value, Integral) if whole else math.isfinite(value)) and low <= value <= high:
         return

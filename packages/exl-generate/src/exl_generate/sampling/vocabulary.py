@@ -27,13 +27,16 @@ _cache: weakref.WeakKeyDictionary[Tokenizer, Vocabulary] = weakref.WeakKeyDictio
 class Vocabulary:
     """Facts derived once per tokenizer; the sets are built on first use, since most requests need none of them."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = weakref.ref(tokenizer)
-        self.size = int(tokenizer.get_vocab_size())
+    def __init__(self, tokenizer: Tokenizer | None, width: int = 0) -> None:
+        """`width`: ids of the logits, which stand for the vocabulary if `tokenizer` is None; padding (at most 31 ids)
+        then counts too."""
+        self._tokenizer = None if tokenizer is None else weakref.ref(tokenizer)
+        self.size = width if tokenizer is None else int(tokenizer.get_vocab_size())
+        known = width if tokenizer is None else int(tokenizer.config.vocab_size)
         #: ids that settings may name: the model may know more of them than its tokenizer
-        self.width = max(self.size, int(tokenizer.config.vocab_size))
+        self.width = max(self.size, known)
         #: a bias says something of each of these; ids that only one of the two knows may be missing
-        self.least_bias = min(self.size, int(tokenizer.config.vocab_size))
+        self.least_bias = max(0, width - 31) if tokenizer is None else min(self.size, known)
         self._dry_breakers: Mask | None = None
         self._xtc_ignored: Mask | None = None
 
@@ -47,7 +50,7 @@ class Vocabulary:
 
     @property
     def dry_breakers(self) -> Mask:
-        """Ids whose piece contains punctuation that ends a repeat, and all special ids (P-6)."""
+        """Ids whose piece contains punctuation that ends a repeat, and all special ids."""
         if self._dry_breakers is None:
             self._dry_breakers = self.pack(self.dry_breaker_ids)
         return self._dry_breakers
@@ -59,7 +62,7 @@ class Vocabulary:
 
     @property
     def xtc_ignored(self) -> Mask:
-        """Ids whose piece contains a newline, and all special ids (P-19)."""
+        """Ids whose piece contains a newline, and all special ids."""
         if self._xtc_ignored is None:
             self._xtc_ignored = self.pack(self.xtc_ignored_ids)
         return self._xtc_ignored
@@ -98,6 +101,11 @@ class Vocabulary:
 
     @property
     def _owner(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(
+                "tokenizer is None, and these settings need the text of tokens (XTC without xtc_ignore_tokens, DRY "
+                "without dry_sequence_breakers or with breakers given as text): pass the tokenizer"
+            )
         tokenizer = self._tokenizer()
         assert tokenizer is not None, "a request outlived its tokenizer"
         return tokenizer
