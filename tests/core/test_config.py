@@ -339,7 +339,7 @@ def test_broken_config_json(tmp_path: Path, content: bytes) -> None:
 
 
 def test_missing_folder_file_and_model_dir(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="not a folder"):
+    with pytest.raises(FileNotFoundError, match="Can't find model directory"):
         ExLlamaV2Config(tmp_path / "nowhere")
     with pytest.raises(errors.ConfigFileError, match=r"Can't find .*config\.json"):
         ExLlamaV2Config(tmp_path)

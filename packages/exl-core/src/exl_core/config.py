@@ -15,7 +15,6 @@ from .architectures.llama import LLAMA
 from .architectures.windows import LayerRope
 from .errors import (
     ConfigError,
-    ConfigFileError,
     ConfigTypeError,
     MissingTensorError,
     UnsupportedArchitectureError,
@@ -23,6 +22,7 @@ from .errors import (
 )
 from .json_reader import MAX_INTEGER, REQUIRED, JsonReader, read_json_file
 from .loading.checkpoint import Checkpoint
+from .model_folder import check_model_folder
 from .rope import RopeSettings
 from .rope_config import LENGTH_KEYS, alternative_rope, main_rope, read_rope
 
@@ -169,9 +169,7 @@ class ExLlamaV2Config:
         """Read config.json, generation_config.json and, unless `no_tensors`, the headers of all weight files."""
         if self.model_dir is None:
             raise ConfigError("No model_dir specified in ExLlamaV2Config: set config.model_dir first")
-        folder = Path(self.model_dir)
-        if not folder.is_dir():
-            raise ConfigFileError(f"Can't find {folder}: not a folder")
+        folder = check_model_folder(self.model_dir)
         file = folder / "config.json"
         read = JsonReader(read_json_file(file), file)
         self._read_architecture(read)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from .config import ExLlamaV2Config
 from .errors import ConfigFileError, InputError
 from .model import ExLlamaV2
+from .model_folder import check_model_folder
 from .timer import Timer
 from .tokenizer import ExLlamaV2Tokenizer
 
@@ -52,10 +52,8 @@ def check_args(args: argparse.Namespace) -> None:
     """Raises ConfigFileError unless the folder holds config.json, a tokenizer and weights."""
     if not args.model_dir:
         raise ConfigFileError("no model folder given: use -m <folder>")
-    folder = Path(args.model_dir)
-    if not folder.is_dir():
-        raise ConfigFileError(f"Can't find model directory: {folder}")
-    for names in (("config.json",), ("tokenizer.json", "tokenizer.model"), ("*.safetensors",)):
+    folder = check_model_folder(args.model_dir)
+    for names in (("tokenizer.json", "tokenizer.model"), ("*.safetensors",)):
         if not any(any(folder.glob(name)) for name in names):
             raise ConfigFileError(f"Can't find {' or '.join(names)} in {folder}")
 
