@@ -233,6 +233,7 @@ def bench_models(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    os.environ["EXL_DEVICE"] = "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one shape and width, short runs")
     parser.add_argument("--bits", type=float, nargs="*", default=[4.0, 4.5], help="models; none: matrices only")

@@ -112,6 +112,7 @@ def measure(folder: Path, prompt: int, cold: bool) -> dict[str, Any]:
 
 
 def main() -> None:
+    os.environ["EXL_DEVICE"] = "cpu"  # memory of the process is measured, not a GPU's
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--gigabytes", type=float, default=1.0)

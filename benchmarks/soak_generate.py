@@ -12,6 +12,7 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import random
 import resource
 import tempfile
@@ -108,6 +109,7 @@ def random_adapter(model: ExLlamaV2, seed: int) -> ExLlamaV2Lora:
 
 
 def main() -> None:
+    os.environ.setdefault("EXL_DEVICE", "cpu")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)

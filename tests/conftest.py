@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+# The suite is written for the CPU, also where there is a GPU; a test of the GPU names its device. Programs that tests
+# start inherit the variable.
+os.environ.setdefault("EXL_DEVICE", "cpu")
+
 # Processes side by side (pytest-xdist) share the cores; each would have a thread a core, and torch as many again.
 if (_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     for _threads in ("EXL_CPU_THREADS", "OMP_NUM_THREADS"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -51,6 +52,7 @@ def loss(folder: Path, compute: str, rows: torch.Tensor) -> float:
 
 def main() -> None:
     """Measure each folder."""
+    os.environ["EXL_DEVICE"] = "cpu"  # exact and int8 are arithmetics of the CPU
     parser = argparse.ArgumentParser()
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--rows", type=int, default=48)

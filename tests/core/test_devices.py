@@ -147,7 +147,7 @@ def test_refused_in_no_time_with_the_numbers(lab: Any, monkeypatch: pytest.Monke
         model.load([0.00001, 0.00001])
     with pytest.raises(errors.DeviceError, match="Insufficient space"):
         model.load()
-    monkeypatch.delenv("EXL_DEVICE")
+    monkeypatch.setenv("EXL_DEVICE", "cpu")
     model.load()
     assert model.loaded
 
@@ -223,13 +223,23 @@ def test_reserves_beyond_the_devices_have_no_effect(lab: Any, monkeypatch: pytes
 def test_names_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, expected in (
         ("cpu", [("cpu", None)]),
-        ("", [("cpu", None)]),
         (" CPU:1 , cpu:0=1.5 ", [("cpu:1", None), ("cpu:0", int(1.5 * GIB))]),
         ("cpu:3=2gb", [("cpu:3", 2 * GIB)]),
     ):
         monkeypatch.setenv("EXL_DEVICE", text)
         assert [(d.name, d.cap) for d in devices()] == expected
-    for text in ("gpu", "cpu,,cpu", "cpu,cpu", "cpu:0,cpu:00", "cuda:99", "cuda:0=x", "cpu=-1", "cpu:" + "9" * 30):
+    for text in (
+        "gpu",
+        "auto,cpu",
+        "auto=4",
+        "cpu,,cpu",
+        "cpu,cpu",
+        "cpu:0,cpu:00",
+        "cuda:99",
+        "cuda:0=x",
+        "cpu=-1",
+        "cpu:" + "9" * 30,
+    ):
         monkeypatch.setenv("EXL_DEVICE", text)
         with pytest.raises(errors.DeviceError, match="EXL_DEVICE"):
             devices()

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 
 from exl_kernels.device import cuda_status, require_cuda
 
+from .auto_device import choose_devices
 from .errors import DeviceError
 
 __all__ = [
+    "CPU_REMEDY",
     "DEVICE_VARIABLE",
     "GIB",
     "Device",
     "activation_dtype",
     "default_device",
     "device_error",
+    "device_line",
     "devices",
     "out_of_memory_as_error",
     "torch_device",
+    "using_devices",
 ]
 
 DEVICE_VARIABLE = "EXL_DEVICE"
-"""Devices of a model, in the order of its layers: "cpu", "cuda:<index>", "cuda" (every GPU), or a list of them. A
-device may be capped: "cuda:0=20" uses at most 20 GiB of it. "cpu:<index>" are logical devices of the one CPU."""
+"""Devices of a model, in the order of its layers: "auto" (the default), "cpu", "cuda:<index>", "cuda" (every GPU), or a
+list of them. "auto" stands for every GPU that the kernels run on, or for the CPU if there is none. A device may be
+capped: "cuda:0=20" uses at most 20 GiB of it. "cpu:<index>" are logical devices of the one CPU."""
 
 GIB = 1024**3
+AUTO = "auto"
+CPU_REMEDY = "EXL_DEVICE=cpu, or --device cpu on the command line"
+log = logging.getLogger(__name__)
+_chosen: ContextVar[tuple[str, str] | None] = ContextVar("exl_devices", default=None)  # (name of the option, its value)
+_logged: set[str] = set()
 _ENTRY = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<index>\d{1,4}))?(?:=(?P<cap>\d{1,6}(?:\.\d{1,6})?)(?:gi?b)?)?")
 
 
@@ -57,25 +69,62 @@ def torch_device(name: str | torch.device | int) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
+@contextmanager
+def using_devices(value: str | None, option: str = "device") -> Iterator[None]:
+    """Let `value` decide instead of EXL_DEVICE, in this thread and inside this block; None changes nothing.
+
+    `option`: the name by which errors call the value.
+    """
+    if value is None:
+        yield
+        return
+    token = _chosen.set((option, value))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
 def devices() -> list[Device]:
-    """The devices of EXL_DEVICE, in order; the CPU if it is not set.
+    """The devices of EXL_DEVICE, in order; those of "auto" if it is not set. What "auto" chose is logged once (INFO).
 
     Raises DeviceError for a value that names no device of this machine, or one that our kernels cannot run on.
     """
-    text = os.environ.get(DEVICE_VARIABLE, "cpu").strip().lower() or "cpu"
+    option, text = _setting()
+    if text != AUTO:
+        return _listed(option, text)
+    found = choose_devices()
+    if found.line not in _logged:
+        _logged.add(found.line)
+        log.info("%s", found.line)
+    return [Device(name) for name in found.names]
+
+
+def device_line() -> str | None:
+    """One line that says what "auto" chose, and why a GPU was skipped; None where the caller named the devices."""
+    return choose_devices().line if _setting()[1] == AUTO else None
+
+
+def _setting() -> tuple[str, str]:
+    """Name and value of what decides now."""
+    option, text = _chosen.get() or (DEVICE_VARIABLE, os.environ.get(DEVICE_VARIABLE, ""))
+    return option, text.strip().lower() or AUTO
+
+
+def _listed(option: str, text: str) -> list[Device]:
     found: list[Device] = []
     for entry in text.split(","):
         match = _ENTRY.fullmatch(entry.strip())
         if match is None:
             raise DeviceError(
-                f'{DEVICE_VARIABLE} is {text!r}, must be "cpu", "cuda:<index>", "cuda", or a list of them with commas; '
-                '"=<GiB>" behind a device caps its memory'
+                f'{option} is {text!r}, must be "auto", "cpu", "cuda:<index>", "cuda", or a list of the last three '
+                'with commas; "=<GiB>" behind a device of a list caps its memory'
             )
         cap = None if match["cap"] is None else int(float(match["cap"]) * GIB)
-        found += [Device(name, cap) for name in _names(match["kind"], match["index"], text)]
+        found += [Device(name, cap) for name in _names(option, match["kind"], match["index"], text)]
     names = [d.name for d in found]
     if len(set(names)) < len(names):
-        raise DeviceError(f"{DEVICE_VARIABLE} is {text!r}: a device stands there twice")
+        raise DeviceError(f"{option} is {text!r}: it names a device twice")
     return found
 
 
@@ -84,7 +133,7 @@ def default_device() -> torch.device:
     return devices()[0].torch_device
 
 
-def _names(kind: str, index: str | None, text: str) -> list[str]:
+def _names(option: str, kind: str, index: str | None, text: str) -> list[str]:
     if kind == "cpu":
         return ["cpu" if index is None else f"cpu:{int(index)}"]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -92,7 +141,7 @@ def _names(kind: str, index: str | None, text: str) -> list[str]:
     if not indices or max(indices) >= count:
         why = cuda_status().reason
         found = f"this machine has {count} CUDA devices" if why is None else f"CUDA cannot be used: {why}"
-        raise DeviceError(f"{DEVICE_VARIABLE} is {text!r}, but {found}")
+        raise DeviceError(f"{option} is {text!r}, but {found}")
     return [str(require_cuda(torch.device("cuda", i))) for i in indices]
 
 
@@ -118,7 +167,8 @@ def device_error(task: str, error: RuntimeError) -> DeviceError | None:
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return DeviceError(
-            f"not enough GPU memory to {task}: use a smaller model, cache or batch, or free memory ({error})"
+            f"not enough GPU memory to {task}: use a smaller model, cache or batch, free memory, or run on the CPU "
+            f"({CPU_REMEDY}) ({error})"
         )
     if isinstance(error, getattr(torch, "AcceleratorError", ())) or str(error).startswith("CUDA error"):
         first = str(error).splitlines()[0]

@@ -92,10 +92,10 @@ class ExLlamaV2:
     ) -> None:
         """Load all weights. `lazy` only decides the devices. Loading a loaded model does nothing.
 
-        Everything goes to the first device of EXL_DEVICE, or with gpu_split, a list of GiB for weights and fixed
-        buffers (caches aside), to its devices in order; without EXL_DEVICE there is the CPU alone and gpu_split has no
-        effect. callback(index, total) runs before each module and at the end. An error leaves nothing loaded. Raises
-        DeviceError with the numbers, before anything is read, if it does not fit.
+        Everything goes to the first device of EXL_DEVICE (default: every usable GPU, else the CPU), or with gpu_split,
+        a list of GiB for weights and fixed buffers (caches aside), to its devices in order. On the CPU alone gpu_split
+        has no effect. callback(index, total) runs before each module and at the end. An error leaves nothing loaded.
+        Raises DeviceError with the numbers, before anything is read, if it does not fit.
         """
         check_callbacks(callback, progress)
         for _ in self.load_gen(gpu_split, lazy, stats, progress_bar() if progress else callback, callback_gen):

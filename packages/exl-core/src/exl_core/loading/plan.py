@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from exl_kernels.kv import KVKind
 from exl_kernels.safetensors_file import read_safetensors_header
 
-from ..device import GIB, Device, devices
+from ..device import CPU_REMEDY, GIB, Device, devices
 from ..errors import DeviceError, InputError, ModelStateError
 from ..modules import Module, build_modules
 from .memory import free_bytes
@@ -99,7 +99,9 @@ class LoadPlan:
     def check(self) -> LoadPlan:
         """This plan; DeviceError with the numbers unless it fits."""
         if not self.fits:
-            raise DeviceError(f"Insufficient space in device allocation: {self.table()}")
+            on_gpu = any(d.device.is_cuda for d in self.devices)
+            remedy = f"; the CPU runs it without GPU memory: {CPU_REMEDY}" if on_gpu else ""
+            raise DeviceError(f"Insufficient space in device allocation: {self.table()}{remedy}")
         return self
 
 
