@@ -23,7 +23,9 @@ lint:  ## ruff, rustfmt, clippy; nothing is rewritten
 	cd $(CARGO_DIR) && cargo clippy --locked --workspace --all-targets -- -D warnings
 	$(UV) run --no-sync python scripts/check_tree.py
 
-types:  ## mypy, strict, on the four packages
+types:  ## the native module's stub is current; mypy, strict, on all packages
+	$(UV) run --no-sync python scripts/native_stubs.py --check
+	$(UV) run --no-sync python -m mypy.stubtest exl_kernels._native
 	$(UV) run --no-sync mypy
 
 layers:  ## a package imports only what stands below it

@@ -50,7 +50,7 @@ def test_matches_the_oracle(kind: Any, heads: int, groups: int, dim: int) -> Non
 def test_prefill_matches_the_oracle(kind: Any, dim: int) -> None:
     case = make_cuda_case(kind, [200, 333], heads=2, groups=4, dim=dim)
     rows, positions = [0] * 100 + [1] * 150, [*range(100, 200), *range(150, 300)]
-    plan = _native.cuda_attention_plan(case.pages.native(), 250, 8, 2, case.block_table.shape[1], 300, False)
+    plan = _native.cuda_attention_plan(case.pages.native_cuda(), 250, 8, 2, case.block_table.shape[1], 300, False)
     pick = [0, 1, 15, 16, 37, 99, 100, 101, 180, 249]
     got = case.run(rows, positions)
     want = case.oracle([rows[i] for i in pick], [positions[i] for i in pick])
@@ -181,7 +181,7 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(kind: Any, 
             part = slice(begin, begin + count)
             assert torch.equal(case.run(rows[part], positions[part]), whole[part]), (count, begin)
         plan = _native.cuda_attention_plan(
-            case.pages.native(), count, 2 * groups, 2, case.block_table.shape[1], 600, False
+            case.pages.native_cuda(), count, 2 * groups, 2, case.block_table.shape[1], 600, False
         )
         modes.add(plan[0])
     assert "decode" in modes
@@ -196,7 +196,7 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(kind: Any, 
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 20.0}])
 def test_prefill_and_decode_kernels_give_the_same_bits(kind: Any, options: dict[str, Any]) -> None:
     case = make_cuda_case(kind, [900], dim=128, groups=4, heads=2)
-    native, pages = _native.cuda_attention_plan, case.pages.native()
+    native, pages = _native.cuda_attention_plan, case.pages.native_cuda()
     columns = case.block_table.shape[1]
     assert native(pages, 900, 8, 1, columns, 1, False)[0] == "prefill"
     assert native(pages, 1, 8, 1, columns, 900, False)[0] == "decode"
@@ -236,7 +236,9 @@ def test_any_number_of_blocks_that_share_a_row_gives_the_same_bits(kind: Any, di
         for i, r in enumerate(rows):
             assert torch.equal(got[i], alone[r]), (batch, lengths[r])
         modes.add(
-            _native.cuda_attention_plan(case.pages.native(), batch, 32, 9, case.block_table.shape[1], 3000, False)[1]
+            _native.cuda_attention_plan(case.pages.native_cuda(), batch, 32, 9, case.block_table.shape[1], 3000, False)[
+                1
+            ]
         )
     assert len(modes) > 1  # of 2 and 9 sequences alone 17 and 4 on 132 multiprocessors, by the plan's own test
     for b, n in ((0, 3000), (3, 513)):

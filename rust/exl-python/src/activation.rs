@@ -12,7 +12,7 @@ use crate::tensor::{Tensor, same_shape};
 /// out = activation(x) [* up]; out may be x or up.
 #[pyfunction]
 #[pyo3(signature = (kind, x, up, out))]
-fn activate(
+pub fn activate(
     py: Python<'_>,
     kind: &str,
     x: Tensor,
@@ -45,9 +45,4 @@ fn activate(
         }
     });
     Ok(())
-}
-
-/// Adds this subject's functions and classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_function(wrap_pyfunction!(activate, m)?)
 }

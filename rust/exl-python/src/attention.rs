@@ -13,7 +13,7 @@ use crate::tensor::{Tensor, same_shape};
 /// See `exl_kernels.attention.paged_attention`.
 #[pyfunction]
 #[pyo3(signature = (q, pages, block_table, rows, positions, scale, window, softcap, key_mask, out))]
-fn paged_attention(
+pub fn paged_attention(
     py: Python<'_>,
     q: Tensor,
     pages: &Bound<'_, Pages>,
@@ -71,9 +71,4 @@ fn paged_attention(
     let out = out.slice_mut("out")?;
     py.detach(|| attention::paged_attention(&args, out))
         .map_err(|error| shape_error(py, format!("paged_attention: {error}")))
-}
-
-/// Adds this subject's functions and classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_function(wrap_pyfunction!(paged_attention, m)?)
 }

@@ -307,11 +307,3 @@ impl MlpBlock {
         })
     }
 }
-
-/// Adds this subject's classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<Tokens>()?;
-    m.add_class::<BlockNorm>()?;
-    m.add_class::<AttentionBlock>()?;
-    m.add_class::<MlpBlock>()
-}

@@ -60,7 +60,7 @@ pub fn expect(holds: bool, what: &str) -> PyResult<()> {
 
 /// (architectures, toolkit version, why there are none) of this build.
 #[pyfunction]
-fn cuda_build() -> (Vec<&'static str>, &'static str, &'static str) {
+pub fn cuda_build() -> (Vec<&'static str>, &'static str, &'static str) {
     (images::ARCHS.to_vec(), images::TOOLKIT, images::NOTE)
 }
 
@@ -68,7 +68,7 @@ type DeviceRow = (u32, String, (i32, i32), usize, usize, usize, Option<String>);
 
 /// (driver's CUDA version, devices, reason why CUDA cannot be used).
 #[pyfunction]
-fn cuda_probe(py: Python<'_>) -> (Option<(i32, i32)>, Vec<DeviceRow>, Option<String>) {
+pub fn cuda_probe(py: Python<'_>) -> (Option<(i32, i32)>, Vec<DeviceRow>, Option<String>) {
     py.detach(|| match (Driver::get(), devices()) {
         (Ok(driver), Ok(found)) => {
             let rows: Vec<DeviceRow> = found
@@ -138,7 +138,7 @@ fn launch_norm(
 }
 
 #[pyfunction]
-fn cuda_rms_norm(
+pub fn cuda_rms_norm(
     py: Python<'_>,
     x: Tensor,
     weight: Tensor,
@@ -166,7 +166,7 @@ fn cuda_rms_norm(
 
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias, out, eps, stream, programmatic))]
-fn cuda_layer_norm(
+pub fn cuda_layer_norm(
     py: Python<'_>,
     x: Tensor,
     weight: Tensor,
@@ -190,7 +190,7 @@ fn cuda_layer_norm(
 }
 
 #[pyfunction]
-fn cuda_rope(
+pub fn cuda_rope(
     py: Python<'_>,
     x: Tensor,
     cos: Tensor,
@@ -248,7 +248,7 @@ fn cuda_rope(
 
 #[pyfunction]
 #[pyo3(signature = (gate, up, out, kind, stream, programmatic))]
-fn cuda_activation(
+pub fn cuda_activation(
     py: Python<'_>,
     gate: Tensor,
     up: Option<Tensor>,
@@ -292,7 +292,12 @@ fn cuda_activation(
 
 /// Reads all of `buffer` (uint8), for measuring the read bandwidth; `sink` is a uint8 tensor of at least 4 elements.
 #[pyfunction]
-fn cuda_probe_read(py: Python<'_>, buffer: Tensor, sink: Tensor, stream: usize) -> PyResult<()> {
+pub fn cuda_probe_read(
+    py: Python<'_>,
+    buffer: Tensor,
+    sink: Tensor,
+    stream: usize,
+) -> PyResult<()> {
     let to = target(&[("buffer", &buffer), ("sink", &sink)], stream, false)?;
     let bytes = buffer.numel() * buffer.dtype.size();
     expect(
@@ -306,7 +311,7 @@ fn cuda_probe_read(py: Python<'_>, buffer: Tensor, sink: Tensor, stream: usize) 
 
 /// Launches a kernel that does nothing, for measuring what a launch costs.
 #[pyfunction]
-fn cuda_probe_empty(
+pub fn cuda_probe_empty(
     py: Python<'_>,
     device: u32,
     stream: usize,
@@ -324,19 +329,6 @@ fn cuda_probe_empty(
 /// How often this process has launched each kernel of the GPUs in use, captured launches once; empty before the first use of a
 /// GPU.
 #[pyfunction]
-fn cuda_launches() -> BTreeMap<String, u64> {
+pub fn cuda_launches() -> BTreeMap<String, u64> {
     exl_cuda::launches()
-}
-
-/// Adds this subject's functions and classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_function(wrap_pyfunction!(cuda_build, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_probe, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_rms_norm, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_layer_norm, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_probe_read, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_probe_empty, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_launches, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_rope, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_activation, m)?)
 }

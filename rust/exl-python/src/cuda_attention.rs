@@ -15,15 +15,15 @@ use crate::errors::{device_error, shape_error};
 use crate::tensor::{DType, Tensor, same_length};
 
 /// One layer's pages on a GPU: the addresses, and the tensors that own them.
-#[pyclass(frozen, name = "CudaPages")]
-pub struct Pages {
+#[pyclass(frozen)]
+pub struct CudaPages {
     pub inner: kv::Pages,
     device: u32,
     _owners: Vec<Tensor>,
 }
 
 #[pymethods]
-impl Pages {
+impl CudaPages {
     /// key, value: [P, page, H, row]; scales [P, page, H, row] where the kind has them.
     #[new]
     #[pyo3(signature = (kind, head_dim, key, value, key_scales, value_scales))]
@@ -93,7 +93,7 @@ impl Pages {
     }
 }
 
-impl Pages {
+impl CudaPages {
     /// Where a launch on `tensors` and these pages goes.
     pub fn target(
         &self,
@@ -114,9 +114,9 @@ impl Pages {
 
 /// Encodes k, v [T, H, D] into slots [T], or (`load`) decodes into them.
 #[pyfunction]
-fn cuda_kv_transfer(
+pub fn cuda_kv_transfer(
     py: Python<'_>,
-    pages: &Bound<'_, Pages>,
+    pages: &Bound<'_, CudaPages>,
     k: Tensor,
     v: Tensor,
     slots: Tensor,
@@ -158,7 +158,7 @@ type OwnArguments = (Vec<Tensor>, usize, bool, bool);
 
 /// The operands of one call, checked; what `attention::plan` and `attention::attend` take.
 fn operands(
-    pages: &Pages,
+    pages: &CudaPages,
     (q, q_stride): (&Tensor, usize),
     out: &Tensor,
     tables: [&Tensor; 3],
@@ -304,9 +304,9 @@ fn ordered_operands(op: &Attention, to: &OrderedArguments<'_>) -> Result<Ordered
 /// (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over `max_keys`
 /// keys; `own`: the tokens' keys and values are not in the pages yet.
 #[pyfunction]
-fn cuda_attention_plan(
+pub fn cuda_attention_plan(
     py: Python<'_>,
-    pages: &Bound<'_, Pages>,
+    pages: &Bound<'_, CudaPages>,
     tokens: usize,
     q_heads: usize,
     batch: usize,
@@ -331,11 +331,11 @@ fn cuda_attention_plan(
 /// least what the plan asks for.
 #[pyfunction]
 #[pyo3(signature = (q, q_stride, pages, block_table, rows, positions, scale, window, softcap, key_mask, own, out, max_keys, workspace, tickets, stream, programmatic, ordered=None))]
-fn cuda_paged_attention(
+pub fn cuda_paged_attention(
     py: Python<'_>,
     q: Tensor,
     q_stride: usize,
-    pages: &Bound<'_, Pages>,
+    pages: &Bound<'_, CudaPages>,
     block_table: Tensor,
     rows: Tensor,
     positions: Tensor,
@@ -405,12 +405,4 @@ fn cuda_paged_attention(
     // SAFETY: as in `cuda_kv_transfer`.
     py.detach(|| unsafe { attention::attend(to, &op, &plan, memory) })
         .map_err(|e| device_error(py, &e))
-}
-
-/// Adds this subject's functions and classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<Pages>()?;
-    m.add_function(wrap_pyfunction!(cuda_kv_transfer, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_attention_plan, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_paged_attention, m)?)
 }

@@ -8,13 +8,13 @@ use exl_cuda::step::{self, Limits, Request, Sizes};
 use pyo3::prelude::*;
 
 use crate::cuda::{element, expect, target};
-use crate::cuda_attention::Pages;
+use crate::cuda_attention::CudaPages;
 use crate::errors::device_error;
 use crate::tensor::{DType, Tensor};
 
 /// x += y, out = rms_norm(x); all [rows, width] of one type, weight float32 [width].
 #[pyfunction]
-fn cuda_add_rms_norm(
+pub fn cuda_add_rms_norm(
     py: Python<'_>,
     x: Tensor,
     y: Tensor,
@@ -54,9 +54,9 @@ fn cuda_add_rms_norm(
 
 /// q [T, Hq, D] and k [T, H, D] rotated in place; k and v [T, H, D] encoded into slots [T].
 #[pyfunction]
-fn cuda_rope_store(
+pub fn cuda_rope_store(
     py: Python<'_>,
-    pages: &Bound<'_, Pages>,
+    pages: &Bound<'_, CudaPages>,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -121,7 +121,7 @@ fn cuda_rope_store(
 
 /// out [T, width] float16 = table[ids] * factor.
 #[pyfunction]
-fn cuda_embed(
+pub fn cuda_embed(
     py: Python<'_>,
     table: Tensor,
     ids: Tensor,
@@ -258,12 +258,4 @@ impl StepStage {
         py.detach(|| unsafe { step::send(target, to.ptr, self.buffer.ptr, bytes) })
             .map_err(|e| device_error(py, &e))
     }
-}
-
-/// Adds this subject's functions and classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<StepStage>()?;
-    m.add_function(wrap_pyfunction!(cuda_embed, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_add_rms_norm, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_rope_store, m)?)
 }

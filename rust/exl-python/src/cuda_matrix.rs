@@ -16,7 +16,7 @@ use crate::cuda::{expect, target};
 use crate::cuda_operands::{Scratch, kind};
 use crate::errors::{device_error, format_error, unsupported_error};
 use crate::matrix_parts::{Exl2Parts, GptqParts, zeros};
-use crate::tensor::{DType, Element, Tensor};
+use crate::tensor::{DType, Element, Tensor, TensorObject};
 
 /// A new CPU tensor of `count` elements, filled by `fill`.
 fn tensor<T: Element + Send>(
@@ -24,7 +24,7 @@ fn tensor<T: Element + Send>(
     dtype: &str,
     count: usize,
     fill: impl FnOnce(&mut [T]) + Send,
-) -> PyResult<Py<PyAny>> {
+) -> PyResult<TensorObject> {
     let torch = py.import("torch")?;
     let options = pyo3::types::PyDict::new(py);
     options.set_item("dtype", torch.getattr(dtype)?)?;
@@ -32,7 +32,7 @@ fn tensor<T: Element + Send>(
     let memory: Tensor = made.extract()?;
     let values = memory.slice_mut::<T>("a new tensor")?;
     py.detach(|| fill(values));
-    Ok(made.unbind())
+    Ok(TensorObject(made.unbind()))
 }
 
 /// A matrix repacked on the CPU: five tensors to be moved to the GPU.
@@ -41,19 +41,19 @@ pub struct CudaLayout {
     layout: Layout,
     /// uint8
     #[pyo3(get)]
-    image: Py<PyAny>,
+    image: TensorObject,
     /// int32, two a unit
     #[pyo3(get)]
-    units: Py<PyAny>,
+    units: TensorObject,
     /// float16
     #[pyo3(get)]
-    maxima: Py<PyAny>,
+    maxima: TensorObject,
     /// int32
     #[pyo3(get)]
-    features: Py<PyAny>,
+    features: TensorObject,
     /// int16 that holds unsigned numbers
     #[pyo3(get)]
-    row_of_feature: Py<PyAny>,
+    row_of_feature: TensorObject,
 }
 
 impl CudaLayout {
@@ -149,7 +149,7 @@ impl CudaLayout {
                 "({row}, {feature}) is outside the matrix"
             )));
         }
-        let image: Tensor = self.image.bind(py).extract()?;
+        let image = self.image.view(py)?;
         Ok(self.layout.code(image.slice::<u8>("image")?, row, feature))
     }
 }
@@ -214,7 +214,7 @@ impl CudaMatrix {
             (&features, &layout.features),
             (&row_of_feature, &layout.row_of_feature),
         ] {
-            let original: Tensor = from.bind(py).extract()?;
+            let original = from.view(py)?;
             expect(
                 moved.dtype == original.dtype && moved.shape == original.shape,
                 "a tensor of the layout changed on its way",
@@ -313,10 +313,4 @@ impl CudaMatrix {
         py.detach(|| unsafe { linear::dequantize(to, &self.matrix, out.ptr) })
             .map_err(|error| device_error(py, &error))
     }
-}
-
-/// Adds this subject's classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<CudaLayout>()?;
-    m.add_class::<CudaMatrix>()
 }

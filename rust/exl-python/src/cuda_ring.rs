@@ -516,8 +516,3 @@ impl CudaRing {
         )
     }
 }
-
-/// Adds this subject's classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<CudaRing>()
-}

@@ -211,7 +211,7 @@ fn row(
 /// Writes the rows to `staging` (pinned uint8) and queues their copy to `device_copy` (uint8 on the GPU, as long). Returns the bytes that
 /// are needed (more than there are: nothing of use was written, nothing is queued) and whether a row needs sums.
 #[pyfunction]
-fn cuda_sample_fill(
+pub fn cuda_sample_fill(
     py: Python<'_>,
     requests: Vec<Request>,
     constants: Vec<Constants>,
@@ -262,7 +262,7 @@ fn cuda_sample_fill(
 /// tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing), and what is copied to where before.
 #[pyfunction]
 #[pyo3(signature = (count, with_sums, staging, device_copy, shaped, maxima, sums, stream, programmatic, next = None))]
-fn cuda_sample_launch(
+pub fn cuda_sample_launch(
     py: Python<'_>,
     count: usize,
     with_sums: bool,
@@ -362,7 +362,7 @@ fn check_row(request: &Request, pitch: usize) -> PyResult<()> {
 
 /// The answers of the last launch over `staging`, whose stream has been synchronized; token -3: sample this row on the CPU.
 #[pyfunction]
-fn cuda_sample_answers(staging: Tensor, count: usize) -> PyResult<Vec<Answer>> {
+pub fn cuda_sample_answers(staging: Tensor, count: usize) -> PyResult<Vec<Answer>> {
     let bytes = staging.slice::<u8>("staging")?;
     expect(
         bytes.len() >= count * size_of::<sampling::Answer>(),
@@ -392,11 +392,4 @@ fn cuda_sample_answers(staging: Tensor, count: usize) -> PyResult<Vec<Answer>> {
             }
         })
         .collect())
-}
-
-/// Adds this subject's functions and classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_function(wrap_pyfunction!(cuda_sample_fill, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_sample_launch, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_sample_answers, m)?)
 }

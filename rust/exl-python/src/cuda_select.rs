@@ -65,7 +65,7 @@ impl CudaCard {
 
 /// Names of the cards whose kernels can be listed without having one.
 #[pyfunction]
-fn cuda_cards() -> Vec<&'static str> {
+pub fn cuda_cards() -> Vec<&'static str> {
     CARDS.iter().map(|card| card.name).collect()
 }
 
@@ -135,7 +135,7 @@ fn row(found: select::Selection) -> Row {
 /// The kernel of a matmul of several matrices over one input with an epilogue, as `FusedLinear` runs it.
 #[pyfunction]
 #[pyo3(signature = (card, shapes, rows, *, gate=false, norm=false, residual=false))]
-fn cuda_select_fused(
+pub fn cuda_select_fused(
     card: &CudaCard,
     shapes: Vec<PyRef<'_, CudaShape>>,
     rows: usize,
@@ -155,7 +155,7 @@ fn cuda_select_fused(
 
 /// The kernel of one matrix by itself, as `QuantMatrix.matmul` runs it.
 #[pyfunction]
-fn cuda_select_alone(card: &CudaCard, shape: &CudaShape, rows: usize) -> Row {
+pub fn cuda_select_alone(card: &CudaCard, shape: &CudaShape, rows: usize) -> Row {
     row(select::select_alone(
         &card.caps,
         &[&shape.matrix],
@@ -168,7 +168,7 @@ fn cuda_select_alone(card: &CudaCard, shape: &CudaShape, rows: usize) -> Row {
 #[pyfunction]
 #[pyo3(signature = (card, kind, head_dim, q_heads, kv_heads, *, batch, tokens, keys, window=0, softcap=0.0))]
 #[allow(clippy::too_many_arguments)] // one keyword each
-fn cuda_select_attention(
+pub fn cuda_select_attention(
     card: &CudaCard,
     kind: &str,
     head_dim: usize,
@@ -205,14 +205,4 @@ fn cuda_select_attention(
     let mut op = Attention::of_shape(pages, batch * tokens, q_heads, (batch, max_pages));
     (op.window, op.softcap) = (window, softcap);
     Ok(attention::selected(&card.caps, &op, keys).kernel)
-}
-
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<CudaCard>()?;
-    m.add_class::<CudaShape>()?;
-    m.add_function(wrap_pyfunction!(cuda_cards, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_select_fused, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_select_alone, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_select_attention, m)?)?;
-    Ok(())
 }

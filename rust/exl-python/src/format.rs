@@ -81,7 +81,7 @@ fn plan(py: Python<'_>, name: &str, text: &str) -> PyResult<Plan> {
 
 /// Checks an EXL2 matrix; (bits, rows) of each group.
 #[pyfunction]
-fn exl2_check(py: Python<'_>, name: &str, parts: Exl2Parts) -> PyResult<Vec<(u32, usize)>> {
+pub fn exl2_check(py: Python<'_>, name: &str, parts: Exl2Parts) -> PyResult<Vec<(u32, usize)>> {
     let tensors = parts.tensors()?;
     let view = py
         .detach(|| Exl2View::new(name, tensors))
@@ -92,7 +92,7 @@ fn exl2_check(py: Python<'_>, name: &str, parts: Exl2Parts) -> PyResult<Vec<(u32
 
 /// W [K, N] into `out`.
 #[pyfunction]
-fn exl2_dequantize(py: Python<'_>, name: &str, parts: Exl2Parts, out: Tensor) -> PyResult<()> {
+pub fn exl2_dequantize(py: Python<'_>, name: &str, parts: Exl2Parts, out: Tensor) -> PyResult<()> {
     let tensors = parts.tensors()?;
     let weights = out.slice_mut::<f16>("out")?;
     py.detach(|| {
@@ -105,7 +105,7 @@ fn exl2_dequantize(py: Python<'_>, name: &str, parts: Exl2Parts, out: Tensor) ->
 
 /// (bits, rows) of each group that `plan` cuts `k` rows into.
 #[pyfunction]
-fn exl2_groups(
+pub fn exl2_groups(
     py: Python<'_>,
     name: &str,
     plan_text: &str,
@@ -118,7 +118,7 @@ fn exl2_groups(
 
 /// Bits that a [k, n] matrix takes under `plan`.
 #[pyfunction]
-fn exl2_total_bits(
+pub fn exl2_total_bits(
     py: Python<'_>,
     name: &str,
     plan_text: &str,
@@ -132,7 +132,7 @@ fn exl2_total_bits(
 
 /// Quantizes `weight` [out, in] into `parts`.
 #[pyfunction]
-fn exl2_quantize(
+pub fn exl2_quantize(
     py: Python<'_>,
     name: &str,
     weight: Tensor,
@@ -162,7 +162,7 @@ fn exl2_quantize(
 
 /// Packs codes [K, N] and scale codes [G, N] into `parts`.
 #[pyfunction]
-fn exl2_pack(
+pub fn exl2_pack(
     py: Python<'_>,
     name: &str,
     codes: Tensor,
@@ -188,7 +188,7 @@ fn exl2_pack(
 
 /// Checks a GPTQ matrix; the group of each row.
 #[pyfunction]
-fn gptq_check(
+pub fn gptq_check(
     py: Python<'_>,
     name: &str,
     parts: GptqParts,
@@ -203,7 +203,7 @@ fn gptq_check(
 
 /// W [K, N] into `out`.
 #[pyfunction]
-fn gptq_dequantize(
+pub fn gptq_dequantize(
     py: Python<'_>,
     name: &str,
     parts: GptqParts,
@@ -224,7 +224,7 @@ fn gptq_dequantize(
 
 /// Quantizes `weight` [out, in] into `parts` (qweight, qzeros, scales, g_idx).
 #[pyfunction]
-fn gptq_quantize(
+pub fn gptq_quantize(
     py: Python<'_>,
     name: &str,
     weight: Tensor,
@@ -265,7 +265,7 @@ type Entry = (String, &'static str, Vec<u64>, u64, u64);
 
 /// The checked header of a safetensors file: entries in data order, metadata.
 #[pyfunction]
-fn safetensors_header(
+pub fn safetensors_header(
     py: Python<'_>,
     path: PathBuf,
 ) -> PyResult<(Vec<Entry>, BTreeMap<String, String>)> {
@@ -282,7 +282,13 @@ fn safetensors_header(
 
 /// Fills `out` (uint8) with the file's bytes at `offset`.
 #[pyfunction]
-fn read_into(py: Python<'_>, path: PathBuf, offset: u64, out: Tensor, name: &str) -> PyResult<()> {
+pub fn read_into(
+    py: Python<'_>,
+    path: PathBuf,
+    offset: u64,
+    out: Tensor,
+    name: &str,
+) -> PyResult<()> {
     let bytes = out.slice_mut::<u8>("out")?;
     py.detach(|| {
         let parts: Vec<_> = bytes
@@ -304,19 +310,4 @@ fn read_into(py: Python<'_>, path: PathBuf, offset: u64, out: Tensor, name: &str
         }
     })
     .map_err(|error| format_error(py, &error))
-}
-
-/// Adds this subject's functions and classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_function(wrap_pyfunction!(exl2_check, m)?)?;
-    m.add_function(wrap_pyfunction!(exl2_dequantize, m)?)?;
-    m.add_function(wrap_pyfunction!(exl2_groups, m)?)?;
-    m.add_function(wrap_pyfunction!(exl2_total_bits, m)?)?;
-    m.add_function(wrap_pyfunction!(exl2_quantize, m)?)?;
-    m.add_function(wrap_pyfunction!(exl2_pack, m)?)?;
-    m.add_function(wrap_pyfunction!(gptq_check, m)?)?;
-    m.add_function(wrap_pyfunction!(gptq_dequantize, m)?)?;
-    m.add_function(wrap_pyfunction!(gptq_quantize, m)?)?;
-    m.add_function(wrap_pyfunction!(safetensors_header, m)?)?;
-    m.add_function(wrap_pyfunction!(read_into, m)?)
 }

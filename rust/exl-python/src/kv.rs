@@ -106,7 +106,7 @@ impl Pages {
 
 /// Encodes k, v [T, H, D] into slots [T].
 #[pyfunction]
-fn kv_store(
+pub fn kv_store(
     py: Python<'_>,
     pages: &Bound<'_, Pages>,
     k: Tensor,
@@ -125,7 +125,7 @@ fn kv_store(
 
 /// Decodes slots [T] into k, v [T, H, D].
 #[pyfunction]
-fn kv_load(
+pub fn kv_load(
     py: Python<'_>,
     pages: &Bound<'_, Pages>,
     slots: Tensor,
@@ -136,11 +136,4 @@ fn kv_load(
     let (k, v, slots) = (k.slice_mut("k")?, v.slice_mut("v")?, slots.slice("slots")?);
     py.detach(|| kv::load(pages, slots, k, v))
         .map_err(|error| shape_error(py, format!("load_kv: {error}")))
-}
-
-/// Adds this subject's functions and classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<Pages>()?;
-    m.add_function(wrap_pyfunction!(kv_store, m)?)?;
-    m.add_function(wrap_pyfunction!(kv_load, m)?)
 }

@@ -24,26 +24,60 @@ mod sampling;
 mod tensor;
 mod threads;
 
-/// `exl_kernels._native`: private to the `exl_kernels` package.
+/// Native operators, private to `exl_kernels`: the package's modules check what they pass and are the public API.
 #[pymodule]
-fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    format::register(m)?;
-    threads::register(m)?;
-    linear::register(m)?;
-    norm::register(m)?;
-    rope::register(m)?;
-    activation::register(m)?;
-    kv::register(m)?;
-    attention::register(m)?;
-    block::register(m)?;
-    sampling::register(m)?;
-    cuda::register(m)?;
-    cuda_matrix::register(m)?;
-    cuda_ring::register(m)?;
-    cuda_sampling::register(m)?;
-    cuda_select::register(m)?;
-    cuda_attention::register(m)?;
-    cuda_fused::register(m)?;
-    Ok(())
+mod _native {
+    /// Version of the native module.
+    #[pymodule_export]
+    #[allow(non_upper_case_globals)]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+
+    #[pymodule_export]
+    use crate::activation::activate;
+    #[pymodule_export]
+    use crate::attention::paged_attention;
+    #[pymodule_export]
+    use crate::block::{AttentionBlock, BlockNorm, MlpBlock, Tokens};
+    #[pymodule_export]
+    use crate::cuda::{
+        cuda_activation, cuda_build, cuda_launches, cuda_layer_norm, cuda_probe, cuda_probe_empty,
+        cuda_probe_read, cuda_rms_norm, cuda_rope,
+    };
+    #[pymodule_export]
+    use crate::cuda_attention::{
+        CudaPages, cuda_attention_plan, cuda_kv_transfer, cuda_paged_attention,
+    };
+    #[pymodule_export]
+    use crate::cuda_fused::{StepStage, cuda_add_rms_norm, cuda_embed, cuda_rope_store};
+    #[pymodule_export]
+    use crate::cuda_matrix::{CudaLayout, CudaMatrix};
+    #[pymodule_export]
+    use crate::cuda_ring::CudaRing;
+    #[pymodule_export]
+    use crate::cuda_sampling::{cuda_sample_answers, cuda_sample_fill, cuda_sample_launch};
+    #[pymodule_export]
+    use crate::cuda_select::{
+        CudaCard, CudaShape, cuda_cards, cuda_select_alone, cuda_select_attention,
+        cuda_select_fused,
+    };
+    #[pymodule_export]
+    use crate::format::{
+        exl2_check, exl2_dequantize, exl2_groups, exl2_pack, exl2_quantize, exl2_total_bits,
+        gptq_check, gptq_dequantize, gptq_quantize, read_into, safetensors_header,
+    };
+    #[pymodule_export]
+    use crate::kv::{Pages, kv_load, kv_store};
+    #[pymodule_export]
+    use crate::linear::Matrix;
+    #[pymodule_export]
+    use crate::norm::{layer_norm, rms_norm};
+    #[pymodule_export]
+    use crate::rope::apply_rope;
+    #[pymodule_export]
+    use crate::sampling::{SamplingPlan, sample_rows, sampling_distribution, sampling_shaped};
+    #[pymodule_export]
+    use crate::threads::{
+        best_isa, isa, num_threads, pin_threads, read_bandwidth, run_empty, set_isa,
+        set_num_threads,
+    };
 }

@@ -148,8 +148,3 @@ impl Matrix {
         Ok(())
     }
 }
-
-/// Adds this subject's functions and classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<Matrix>()
-}

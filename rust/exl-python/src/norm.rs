@@ -11,7 +11,7 @@ use pyo3::exceptions::PyValueError;
 
 /// x [.., D] normalised into out (which may be x); weight f32 [D] or [H, D], the end of x's shape.
 #[pyfunction]
-fn rms_norm(
+pub fn rms_norm(
     py: Python<'_>,
     x: Tensor,
     weight: Tensor,
@@ -29,7 +29,7 @@ fn rms_norm(
 /// As `rms_norm`, with mean and bias.
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias, eps, out))]
-fn layer_norm(
+pub fn layer_norm(
     py: Python<'_>,
     x: Tensor,
     weight: Tensor,
@@ -75,10 +75,4 @@ fn run(
         unsafe { normalize_raw(norm, from as *const f32, len, dim, eps, to as *mut f32) }
     });
     Ok(())
-}
-
-/// Adds this subject's functions and classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_function(wrap_pyfunction!(rms_norm, m)?)?;
-    m.add_function(wrap_pyfunction!(layer_norm, m)?)
 }

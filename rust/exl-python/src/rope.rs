@@ -11,7 +11,7 @@ use crate::tensor::{Tensor, same_shape};
 
 /// Rotates x [T, H, D] in place; cos, sin [S, R/2].
 #[pyfunction]
-fn apply_rope(
+pub fn apply_rope(
     py: Python<'_>,
     x: Tensor,
     cos: Tensor,
@@ -36,9 +36,4 @@ fn apply_rope(
     let (x, positions) = (x.slice_mut("x")?, positions.slice("positions")?);
     py.detach(|| apply(x, heads, dim, tables, positions))
         .map_err(|error| shape_error(py, format!("apply_rope: {error}")))
-}
-
-/// Adds this subject's functions and classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_function(wrap_pyfunction!(apply_rope, m)?)
 }

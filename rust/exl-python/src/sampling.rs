@@ -280,7 +280,7 @@ pub fn only(request: &Request) -> PyResult<Option<&[i64]>> {
 
 /// Samples each row from its float32 logits in CPU memory.
 #[pyfunction]
-fn sample_rows(py: Python<'_>, requests: Vec<Request>) -> PyResult<Vec<Answer>> {
+pub fn sample_rows(py: Python<'_>, requests: Vec<Request>) -> PyResult<Vec<Answer>> {
     let edits = prepared(py, &requests, |edits, _| edits)?;
     let rows: Vec<Row<'_>> = requests
         .iter()
@@ -304,7 +304,7 @@ pub fn answer(result: Result<sampling::Sampled, Failure>) -> Answer {
 
 /// The final candidates of one row by ascending id, with their weights; raises `LookupError` where there are none.
 #[pyfunction]
-fn sampling_distribution(py: Python<'_>, request: Request) -> PyResult<(Vec<u32>, Vec<u64>)> {
+pub fn sampling_distribution(py: Python<'_>, request: Request) -> PyResult<(Vec<u32>, Vec<u64>)> {
     let edits = prepared(py, std::slice::from_ref(&request), |edits, _| edits)?;
     let row = row(&request, &edits[0])?;
     let found = py.detach(|| sampling::distribution(&row));
@@ -315,7 +315,7 @@ fn sampling_distribution(py: Python<'_>, request: Request) -> PyResult<(Vec<u32>
 
 /// The logits of one row as steps 1 to 8 leave them, written into `out` (float32, one per id of the vocabulary).
 #[pyfunction]
-fn sampling_shaped(py: Python<'_>, request: Request, out: Tensor) -> PyResult<()> {
+pub fn sampling_shaped(py: Python<'_>, request: Request, out: Tensor) -> PyResult<()> {
     let edits = prepared(py, std::slice::from_ref(&request), |edits, _| edits)?;
     let row = row(&request, &edits[0])?;
     let to = out.slice_mut::<f32>("out")?;
@@ -324,12 +324,4 @@ fn sampling_shaped(py: Python<'_>, request: Request, out: Tensor) -> PyResult<()
     }
     sampling::shaped(&row, to);
     Ok(())
-}
-
-/// Adds this subject's functions and classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<SamplingPlan>()?;
-    m.add_function(wrap_pyfunction!(sample_rows, m)?)?;
-    m.add_function(wrap_pyfunction!(sampling_distribution, m)?)?;
-    m.add_function(wrap_pyfunction!(sampling_shaped, m)?)
 }

@@ -5,10 +5,18 @@
 
 #![allow(dead_code)]
 
+use std::convert::Infallible;
+
 use pyo3::exceptions::{PyTypeError, PyValueError};
+#[cfg(feature = "stubs")]
+use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
+
+/// What a tensor is called in the generated signatures.
+#[cfg(feature = "stubs")]
+const TORCH_TENSOR: PyStaticExpr = pyo3::type_hint_identifier!("torch", "Tensor");
 
 /// Element types the kernels know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,6 +94,9 @@ pub struct Tensor {
 impl<'a, 'py> FromPyObject<'a, 'py> for Tensor {
     type Error = PyErr;
 
+    #[cfg(feature = "stubs")]
+    const INPUT_TYPE: PyStaticExpr = TORCH_TENSOR;
+
     fn extract(obj: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         let py = obj.py();
         let dtype_obj = obj.getattr(pyo3::intern!(py, "dtype"))?;
@@ -139,6 +150,30 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensor {
             cuda,
             owner: obj.to_owned().unbind(),
         })
+    }
+}
+
+/// A tensor that Rust made and hands to Python.
+#[derive(Debug)]
+pub struct TensorObject(pub Py<PyAny>);
+
+impl<'a, 'py> IntoPyObject<'py> for &'a TensorObject {
+    type Target = PyAny;
+    type Output = Borrowed<'a, 'py, PyAny>;
+    type Error = Infallible;
+
+    #[cfg(feature = "stubs")]
+    const OUTPUT_TYPE: PyStaticExpr = TORCH_TENSOR;
+
+    fn into_pyobject(self, py: Python<'py>) -> Result<Self::Output, Self::Error> {
+        Ok(self.0.bind_borrowed(py))
+    }
+}
+
+impl TensorObject {
+    /// The tensor's memory.
+    pub fn view(&self, py: Python<'_>) -> PyResult<Tensor> {
+        self.0.bind(py).extract()
     }
 }
 

@@ -8,12 +8,12 @@ use pyo3::prelude::*;
 use crate::tensor::Tensor;
 
 #[pyfunction]
-fn num_threads() -> usize {
+pub fn num_threads() -> usize {
     pool::threads()
 }
 
 #[pyfunction]
-fn set_num_threads(n: usize) {
+pub fn set_num_threads(n: usize) {
     pool::set_threads(n);
 }
 
@@ -26,52 +26,39 @@ fn name(isa: Isa) -> &'static str {
 }
 
 #[pyfunction]
-fn isa() -> &'static str {
+pub fn isa() -> &'static str {
     name(Isa::current())
 }
 
 #[pyfunction]
-fn best_isa() -> &'static str {
+pub fn best_isa() -> &'static str {
     name(Isa::detect())
 }
 
 #[pyfunction]
-fn set_isa(wanted: &str) -> PyResult<&'static str> {
+pub fn set_isa(wanted: &str) -> PyResult<&'static str> {
     let isa = Isa::from_name(wanted)
         .ok_or_else(|| PyValueError::new_err(format!("unknown instruction set {wanted:?}")))?;
     Ok(name(Isa::force(isa)))
 }
 
 #[pyfunction]
-fn pin_threads() -> bool {
+pub fn pin_threads() -> bool {
     pool::pin()
 }
 
 /// Runs `tasks` empty tasks: what a job costs by itself.
 #[pyfunction]
-fn run_empty(py: Python<'_>, tasks: usize) {
+pub fn run_empty(py: Python<'_>, tasks: usize) {
     py.detach(|| pool::run(tasks, &|_| {}));
 }
 
 /// Bytes per second at which the pool reads `data` (int64), once.
 #[pyfunction]
 #[allow(clippy::needless_pass_by_value)] // PyO3 hands extracted arguments over by value.
-fn read_bandwidth(py: Python<'_>, data: Tensor) -> PyResult<f64> {
+pub fn read_bandwidth(py: Python<'_>, data: Tensor) -> PyResult<f64> {
     let words = data.slice::<i64>("data")?;
     // SAFETY: the same size and alignment, and every bit pattern is a number.
     let words = unsafe { std::slice::from_raw_parts(words.as_ptr().cast::<u64>(), words.len()) };
     Ok(py.detach(|| roof::read_bandwidth(words)))
-}
-
-/// Adds this subject's functions and classes to the module.
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_function(wrap_pyfunction!(num_threads, m)?)?;
-    m.add_function(wrap_pyfunction!(set_num_threads, m)?)?;
-    m.add_function(wrap_pyfunction!(isa, m)?)?;
-    m.add_function(wrap_pyfunction!(best_isa, m)?)?;
-    m.add_function(wrap_pyfunction!(set_isa, m)?)?;
-    m.add_function(wrap_pyfunction!(pin_threads, m)?)?;
-    m.add_function(wrap_pyfunction!(run_empty, m)?)?;
-    m.add_function(wrap_pyfunction!(read_bandwidth, m)?)?;
-    Ok(())
 }

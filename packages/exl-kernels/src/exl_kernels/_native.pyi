@@ -1,5 +1,856 @@
-"""The native module is private: the typed wrappers beside it are its doors, and each checks what it passes."""
+"""
+Native operators, private to `exl_kernels`: the package's modules check what they pass and are the public API.
+"""
 
-from typing import Any
+from collections.abc import Sequence
+from os import PathLike
+from typing import Final, final
 
-def __getattr__(name: str) -> Any: ...
+from torch import Tensor
+from typing_extensions import Buffer
+
+__all__ = [
+    "AttentionBlock",
+    "BlockNorm",
+    "CudaLayout",
+    "CudaMatrix",
+    "CudaPages",
+    "CudaRing",
+    "Matrix",
+    "MlpBlock",
+    "Pages",
+    "SamplingPlan",
+    "StepStage",
+    "Tokens",
+    "__version__",
+    "activate",
+    "apply_rope",
+    "best_isa",
+    "cuda_activation",
+    "cuda_add_rms_norm",
+    "cuda_attention_plan",
+    "cuda_build",
+    "cuda_embed",
+    "cuda_kv_transfer",
+    "cuda_launches",
+    "cuda_layer_norm",
+    "cuda_paged_attention",
+    "cuda_probe",
+    "cuda_probe_empty",
+    "cuda_probe_read",
+    "cuda_rms_norm",
+    "cuda_rope",
+    "cuda_rope_store",
+    "cuda_sample_answers",
+    "cuda_sample_fill",
+    "cuda_sample_launch",
+    "exl2_check",
+    "exl2_dequantize",
+    "exl2_groups",
+    "exl2_pack",
+    "exl2_quantize",
+    "exl2_total_bits",
+    "gptq_check",
+    "gptq_dequantize",
+    "gptq_quantize",
+    "isa",
+    "kv_load",
+    "kv_store",
+    "layer_norm",
+    "num_threads",
+    "paged_attention",
+    "pin_threads",
+    "read_bandwidth",
+    "read_into",
+    "rms_norm",
+    "run_empty",
+    "safetensors_header",
+    "sample_rows",
+    "sampling_distribution",
+    "sampling_shaped",
+    "set_isa",
+    "set_num_threads",
+]
+
+__version__: Final[str]
+"""
+Version of the native module.
+"""
+
+@final
+class AttentionBlock:
+    """
+    Norm, q, k, v, their norms, RoPE, cache, attention, o, post norm, residual.
+    """
+    def __new__(
+        cls,
+        /,
+        norms: Sequence[BlockNorm | None],
+        matrices: Sequence[Matrix],
+        head_dim: int,
+        scale: float,
+        window: int,
+        softcap: float,
+        clip: float,
+    ) -> AttentionBlock: ...
+    def forward(self, /, x: Tensor, tokens: Tokens, pages: Pages) -> None:
+        """
+        x [T, hidden] float32, in place.
+        """
+
+@final
+class BlockNorm:
+    """
+    A norm inside a block: rms without a bias, or layer.
+    """
+    def __new__(cls, /, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> BlockNorm: ...
+
+@final
+class CudaLayout:
+    """
+    A matrix repacked on the CPU: five tensors to be moved to the GPU.
+    """
+    def code(self, /, row: int, feature: int) -> int:
+        """
+        The code at a row of the layout and a feature, read back from the image.
+        """
+    @property
+    def entry_rows(self, /) -> int:
+        """
+        Rows that share a scale entry.
+        """
+    @property
+    def features(self, /) -> Tensor:
+        """
+        int32
+        """
+    @staticmethod
+    def from_exl2(name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], threads: int) -> CudaLayout: ...
+    @staticmethod
+    def from_gptq(
+        name: str,
+        parts: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        bits: int,
+        v2: bool,
+        group_size: int | None,
+        threads: int,
+    ) -> CudaLayout: ...
+    @property
+    def image(self, /) -> Tensor:
+        """
+        uint8
+        """
+    @property
+    def in_features(self, /) -> int: ...
+    @property
+    def maxima(self, /) -> Tensor:
+        """
+        float16
+        """
+    @property
+    def out_features(self, /) -> int: ...
+    @property
+    def row_of_feature(self, /) -> Tensor:
+        """
+        int16 that holds unsigned numbers
+        """
+    @property
+    def rows(self, /) -> int:
+        """
+        Rows of K in the layout, padding included.
+        """
+    @property
+    def units(self, /) -> Tensor:
+        """
+        int32, two a unit
+        """
+
+@final
+class CudaMatrix:
+    """
+    A matrix whose tensors are on a GPU.
+    """
+    def __new__(
+        cls,
+        /,
+        layout: CudaLayout,
+        image: Tensor,
+        units: Tensor,
+        maxima: Tensor,
+        features: Tensor,
+        row_of_feature: Tensor,
+        bias: Tensor | None,
+        prescale: float,
+    ) -> CudaMatrix:
+        """
+        The tensors of `layout`, moved to one GPU, and a float32 bias there or None.
+        """
+    def dequantize(self, /, out: Tensor, stream: int) -> None:
+        """
+        W [in_features, out_features] float16 into `out`.
+        """
+    def matmul(
+        self, /, x: Tensor, prepared: Tensor, multipliers: Tensor, y: Tensor, stream: int, programmatic: bool
+    ) -> None:
+        """
+        y = (x @ W + bias) * prescale; `prepared` uint8 and `multipliers` [m] float32 are scratch.
+        """
+    def prepared_bytes(self, /, rows: int) -> int:
+        """
+        Bytes of scratch memory that `matmul` needs for `rows` rows.
+        """
+
+@final
+class CudaPages:
+    """
+    One layer's pages on a GPU: the addresses, and the tensors that own them.
+    """
+    def __new__(
+        cls,
+        /,
+        kind: str,
+        head_dim: int,
+        key: Tensor,
+        value: Tensor,
+        key_scales: Tensor | None,
+        value_scales: Tensor | None,
+    ) -> CudaPages:
+        """
+        key, value: [P, page, H, row]; scales [P, page, H, row] where the kind has them.
+        """
+
+@final
+class CudaRing:
+    """
+    Several matrices over one input as one launch of the ring kernel: what `FusedLinear` calls.
+    """
+    def __new__(cls, /, matrices: Sequence[CudaMatrix], gate: str | None = None) -> CudaRing: ...
+    def batch_fits(self, /) -> bool:
+        """
+        Whether one launch of the batch kernel takes these matrices, 1 to 64 rows each call.
+        """
+    def batch_gates(self, /) -> bool:
+        """
+        Whether `run_batch` applies the activation of the first of two matrices itself.
+        """
+    def batch_input(self, /, rows: int) -> int | None:
+        """
+        For how many columns another launch lays out `rows` rows in the scratch memory of `run_batch`, or None.
+        """
+    def batch_norms(self, /) -> bool:
+        """
+        Whether `run_batch` can norm its input.
+        """
+    def few_bytes(self, /, tuning: tuple[int, int, int] | None = None) -> int:
+        """
+        Bytes of scratch memory that `run_few` needs.
+        """
+    def few_rows(self, /) -> int:
+        """
+        Most rows of `run_few` on this GPU; 0 where it cannot run.
+        """
+    def few_takes_prepared(self, /) -> bool:
+        """
+        Whether who makes the input of `run_few` can leave it prepared in its scratch memory, normed already or not.
+        """
+    def meeting_bytes(self, /, rows: int, tuning: tuple[int, int, int, int, int] | None = None) -> int:
+        """
+        Bytes in which blocks of `run_batch` meet, for `rows` rows; 0 where they do not.
+        """
+    def rows(self, /, norm: bool, bfloat16: bool) -> int:
+        """
+        Most rows of a call on this GPU, with a norm before it or not, of BF16 or F16; 0 where separate launches have to do.
+        """
+    def run(
+        self,
+        /,
+        x: Tensor,
+        y: Tensor,
+        stream: int,
+        programmatic: bool,
+        residual: Tensor | None = None,
+        norm: tuple[Tensor, float, float] | None = None,
+        tuning: tuple[int, int] | None = None,
+    ) -> None:
+        """
+        y [m, N]; `norm` = (weight, eps, offset); `tuning` = (slots, window) is for benchmarks.
+        """
+    def run_batch(
+        self,
+        /,
+        x: Tensor | None,
+        scratch: Tensor,
+        multipliers: Tensor,
+        meeting: Tensor | None,
+        y: Tensor | None,
+        stream: int,
+        programmatic: bool,
+        residual: Tensor | None = None,
+        norm: tuple[Tensor, float, float] | None = None,
+        following: tuple[CudaRing, Tensor] | None = None,
+        turned: bool = False,
+        tuning: tuple[int, int, int, int, int] | None = None,
+    ) -> None:
+        """
+        y [m, N], or [2, m, N] for a matrix that gates another where not `batch_gates`, whose activation is left to the caller; `scratch` uint8
+        and `multipliers` [m] float32; `meeting` uint8 of `meeting_bytes`, all ones and left so; `residual` like y, even and of halves; `norm`
+        where `batch_norms`; `tuning` = (slots, activations, cut, groups, looks) is for benchmarks and tests. Without x its rows stand laid out in scratch
+        (`batch_input`), `turned` where the product before had this one as its `following`. Without y gated results go on, laid out, to
+        `following` = (product, its scratch).
+        """
+    def run_few(
+        self,
+        /,
+        x: Tensor,
+        y: Tensor,
+        scratch: Tensor,
+        stream: int,
+        programmatic: bool,
+        residual: Tensor | None = None,
+        norm: tuple[Tensor, float, float] | None = None,
+        tuning: tuple[int, int, int] | None = None,
+    ) -> None:
+        """
+        `run` in two launches, for 3 to 8 rows; `scratch` uint8, `tuning` = (cut, slots, window) is for benchmarks.
+        """
+    def run_few_in_a_row(
+        self,
+        /,
+        x: Tensor | None,
+        y: Tensor | None,
+        rows: int,
+        scratch: Tensor,
+        stream: int,
+        programmatic: bool,
+        residual: Tensor | None = None,
+        norm: tuple[Tensor, float, float] | None = None,
+        following: tuple[CudaRing, Tensor, bool] | None = None,
+        tuning: tuple[int, int, int] | None = None,
+    ) -> None:
+        """
+        A product of `rows` rows of float16 whose input, results or both go from launch to launch prepared: `x` None where it stands in
+        `scratch`, `y` None where only `following` = (product, its scratch, whether it norms them) wants the results. `norm` is as in
+        `run_few` with an x; without one weight and offset added up, [units * 256], in the order of the layout.
+        """
+    def scratch_bytes(self, /, rows: int) -> int:
+        """
+        Bytes of scratch memory that `run_batch` needs for `rows` rows.
+        """
+
+@final
+class Matrix:
+    """
+    A matrix in the kernels' layout.
+    """
+    @property
+    def bits_per_weight(self, /) -> float: ...
+    def dequantize(self, /, out: Tensor) -> None:
+        """
+        W [K, N] float16 into `out`.
+        """
+    @staticmethod
+    def from_exl2(
+        name: str,
+        parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        bias: Tensor | None,
+        prescale: float,
+        exact: bool,
+    ) -> Matrix: ...
+    @staticmethod
+    def from_float(weight: Tensor, bias: Tensor | None, prescale: float) -> Matrix:
+        """
+        `weight` [out, in].
+        """
+    @staticmethod
+    def from_gptq(
+        name: str,
+        parts: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        bits: int,
+        v2: bool,
+        group_size: int | None,
+        bias: Tensor | None,
+        prescale: float,
+        exact: bool,
+    ) -> Matrix: ...
+    @property
+    def in_features(self, /) -> int: ...
+    def matmul(self, /, x: Tensor, out: Tensor) -> None:
+        """
+        `x` [.., K] into `out` [.., N]; both float32. Refuses lengths that do not fit.
+        """
+    @property
+    def nbytes(self, /) -> int: ...
+    @property
+    def out_features(self, /) -> int: ...
+
+@final
+class MlpBlock:
+    """
+    Norm, gate if there is one, up, activation, down, post norm, residual.
+    """
+    def __new__(
+        cls, /, norms: Sequence[BlockNorm | None], gate: Matrix | None, matrices: Sequence[Matrix], activation: str
+    ) -> MlpBlock: ...
+    def forward(self, /, x: Tensor) -> None:
+        """
+        x [T, hidden] float32, in place.
+        """
+
+@final
+class Pages:
+    """
+    One layer's pages: the addresses, and the tensors that own them.
+    """
+    def __new__(
+        cls,
+        /,
+        kind: str,
+        head_dim: int,
+        key: Tensor,
+        value: Tensor,
+        key_scales: Tensor | None,
+        value_scales: Tensor | None,
+    ) -> Pages:
+        """
+        key, value: [P, page, H, row]; scales [P, page, H, row] where the kind has them.
+        """
+
+@final
+class SamplingPlan:
+    """
+    What stays the same over a request: its settings as numbers, and the sets they name.
+    """
+    def __new__(
+        cls,
+        /,
+        *,
+        size: int,
+        greedy: bool,
+        scale: float,
+        smooth: bool,
+        top_k: int,
+        cuts: tuple[float, float, float, float, float],
+        late: tuple[float, float, float] | None,
+        xtc: tuple[float, float],
+        descending: bool,
+        penalties: tuple[float, float, float, int, int],
+        dry: tuple[float, float, int, int, int, Tensor] | None,
+        bias: Tensor | None,
+        xtc_ignored: Tensor | None,
+        cfg_scale: float | None,
+    ) -> SamplingPlan:
+        """
+        Steps are named as in spec/generators.md 4.3; 0 or None switches one off. `size`: ids of the vocabulary.
+        """
+
+@final
+class StepStage:
+    """
+    The pinned buffer of one captured step's inputs.
+    """
+    def __new__(cls, /, buffer: Tensor, sizes: tuple[int, int, int, int]) -> StepStage:
+        """
+        `buffer`: uint8 on the CPU, of the bytes that `sizes` = (batch, q_len, pages, page_size) take.
+        """
+    @staticmethod
+    def bytes(sizes: tuple[int, int, int, int]) -> int:
+        """
+        Bytes that (batch, q_len, pages, page_size) take.
+        """
+    def fill(self, /, ids: Tensor | None, past: Tensor, table: Tensor, limits: tuple[int, int, int]) -> bool:
+        """
+        Lays a step out in the buffer; False, with the buffer as it was, when something about it is wrong or too large.
+        ids int64 [rows, q_len] or None for zeros, past int32 [rows], table int32 [rows, width]; limits = (vocabulary, positions, pages).
+        """
+    def send(self, /, to: Tensor, stream: int) -> None:
+        """
+        Queues the copy of the buffer to `to`, uint8 on a GPU and as long.
+        """
+
+@final
+class Tokens:
+    """
+    Where the tokens of one step lie: made once, used by every layer.
+    """
+    def __new__(
+        cls,
+        /,
+        rows: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        block_table: Tensor,
+        rope_positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        key_mask: Tensor | None,
+        interleaved: bool,
+    ) -> Tokens: ...
+
+def activate(kind: str, x: Tensor, up: Tensor | None, out: Tensor) -> None:
+    """
+    out = activation(x) [* up]; out may be x or up.
+    """
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> None:
+    """
+    Rotates x [T, H, D] in place; cos, sin [S, R/2].
+    """
+
+def best_isa() -> str: ...
+def cuda_activation(
+    gate: Tensor, up: Tensor | None, out: Tensor, kind: str, stream: int, programmatic: bool
+) -> None: ...
+def cuda_add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, stream: int, programmatic: bool
+) -> None:
+    """
+    x += y, out = rms_norm(x); all [rows, width] of one type, weight float32 [width].
+    """
+
+def cuda_attention_plan(
+    pages: CudaPages, tokens: int, q_heads: int, batch: int, max_pages: int, max_keys: int, own: bool
+) -> tuple[str, int, int, int]:
+    """
+    (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over `max_keys`
+    keys; `own`: the tokens' keys and values are not in the pages yet.
+    """
+
+def cuda_build() -> tuple[list[str], str, str]:
+    """
+    (architectures, toolkit version, why there are none) of this build.
+    """
+
+def cuda_embed(table: Tensor, ids: Tensor, out: Tensor, factor: float, stream: int, programmatic: bool) -> None:
+    """
+    out [T, width] float16 = table[ids] * factor.
+    """
+
+def cuda_kv_transfer(
+    pages: CudaPages, k: Tensor, v: Tensor, slots: Tensor, load: bool, stream: int, programmatic: bool
+) -> None:
+    """
+    Encodes k, v [T, H, D] into slots [T], or (`load`) decodes into them.
+    """
+
+def cuda_launches() -> dict[str, int]:
+    """
+    How often this process has launched each kernel of the GPUs in use, captured launches once; empty before the first use of a
+    GPU.
+    """
+
+def cuda_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float, stream: int, programmatic: bool
+) -> None: ...
+def cuda_paged_attention(
+    q: Tensor,
+    q_stride: int,
+    pages: CudaPages,
+    block_table: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    key_mask: Tensor | None,
+    own: tuple[Sequence[Tensor], int, bool, bool] | None,
+    out: Tensor,
+    max_keys: int,
+    workspace: Tensor | None,
+    tickets: Tensor | None,
+    stream: int,
+    programmatic: bool,
+    ordered: tuple[CudaMatrix, int, Tensor] | None = None,
+) -> None:
+    """
+    See `exl_kernels.attention_cuda`; q: flat, `q_stride` elements between tokens; workspace (float32) and tickets (int32 zeros): at
+    least what the plan asks for.
+    """
+
+def cuda_probe() -> tuple[
+    tuple[int, int] | None, list[tuple[int, str, tuple[int, int], int, int, int, str | None]], str | None
+]:
+    """
+    (driver's CUDA version, devices, reason why CUDA cannot be used).
+    """
+
+def cuda_probe_empty(device: int, stream: int, programmatic: bool) -> None:
+    """
+    Launches a kernel that does nothing, for measuring what a launch costs.
+    """
+
+def cuda_probe_read(buffer: Tensor, sink: Tensor, stream: int) -> None:
+    """
+    Reads all of `buffer` (uint8), for measuring the read bandwidth; `sink` is a uint8 tensor of at least 4 elements.
+    """
+
+def cuda_rms_norm(
+    x: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, stream: int, programmatic: bool
+) -> None: ...
+def cuda_rope(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, stream: int, programmatic: bool
+) -> None: ...
+def cuda_rope_store(
+    pages: CudaPages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Sequence[Tensor],
+    positions: Tensor,
+    slots: Tensor,
+    interleaved: bool,
+    stream: int,
+    programmatic: bool,
+) -> None:
+    """
+    q [T, Hq, D] and k [T, H, D] rotated in place; k and v [T, H, D] encoded into slots [T].
+    """
+
+def cuda_sample_answers(staging: Tensor, count: int) -> list[tuple[int, float, tuple[list[int], list[float]] | None]]:
+    """
+    The answers of the last launch over `staging`, whose stream has been synchronized; token -3: sample this row on the CPU.
+    """
+
+def cuda_sample_fill(
+    requests: Sequence[
+        tuple[
+            SamplingPlan,
+            Tensor,
+            Tensor | None,
+            Buffer | None,
+            float,
+            float,
+            Buffer | None,
+            Sequence[int],
+            Sequence[int],
+            Buffer | None,
+            int,
+        ]
+    ],
+    constants: Sequence[tuple[Tensor | None, Tensor | None]],
+    staging: Tensor,
+    device_copy: Tensor,
+    pitch: int,
+    stream: int,
+) -> tuple[int, bool]:
+    """
+    Writes the rows to `staging` (pinned uint8) and queues their copy to `device_copy` (uint8 on the GPU, as long). Returns the bytes that
+    are needed (more than there are: nothing of use was written, nothing is queued) and whether a row needs sums.
+    """
+
+def cuda_sample_launch(
+    count: int,
+    with_sums: bool,
+    staging: Tensor,
+    device_copy: Tensor,
+    shaped: Tensor,
+    maxima: Tensor,
+    sums: Tensor,
+    stream: int,
+    programmatic: bool,
+    next: tuple[Tensor, int, tuple[Tensor, Tensor] | None] | None = None,
+) -> None:
+    """
+    Launches for `count` rows that were filled in and copied; the answers are in `staging` once the stream has passed. `shaped` float32
+    [N, pitch], `maxima` int32 and `sums` int64 [N, 2048] on the GPU, for N rows or more. `next`: int64 [count] on the GPU that gets the
+    tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing), and what is copied to where before.
+    """
+
+def exl2_check(name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> list[tuple[int, int]]:
+    """
+    Checks an EXL2 matrix; (bits, rows) of each group.
+    """
+
+def exl2_dequantize(name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], out: Tensor) -> None:
+    """
+    W [K, N] into `out`.
+    """
+
+def exl2_groups(name: str, plan_text: str, k: int) -> list[tuple[int, int]]:
+    """
+    (bits, rows) of each group that `plan` cuts `k` rows into.
+    """
+
+def exl2_pack(
+    name: str,
+    codes: Tensor,
+    scale_codes: Tensor,
+    q_scale_max: Tensor,
+    groups: Sequence[tuple[int, int]],
+    perm: Tensor | None,
+    parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """
+    Packs codes [K, N] and scale codes [G, N] into `parts`.
+    """
+
+def exl2_quantize(
+    name: str,
+    weight: Tensor,
+    plan_text: str,
+    perm: Tensor | None,
+    grid: bool,
+    parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """
+    Quantizes `weight` [out, in] into `parts`.
+    """
+
+def exl2_total_bits(name: str, plan_text: str, k: int, n: int) -> int:
+    """
+    Bits that a [k, n] matrix takes under `plan`.
+    """
+
+def gptq_check(
+    name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor | None], bits: int, v2: bool, group_size: int | None
+) -> tuple[int, int]:
+    """
+    Checks a GPTQ matrix; the group of each row.
+    """
+
+def gptq_dequantize(
+    name: str,
+    parts: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    bits: int,
+    v2: bool,
+    group_size: int | None,
+    out: Tensor,
+) -> None:
+    """
+    W [K, N] into `out`.
+    """
+
+def gptq_quantize(
+    name: str,
+    weight: Tensor,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    v2: bool,
+    perm: Tensor | None,
+    parts: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """
+    Quantizes `weight` [out, in] into `parts` (qweight, qzeros, scales, g_idx).
+    """
+
+def isa() -> str: ...
+def kv_load(pages: Pages, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """
+    Decodes slots [T] into k, v [T, H, D].
+    """
+
+def kv_store(pages: Pages, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """
+    Encodes k, v [T, H, D] into slots [T].
+    """
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
+    """
+    As `rms_norm`, with mean and bias.
+    """
+
+def num_threads() -> int: ...
+def paged_attention(
+    q: Tensor,
+    pages: Pages,
+    block_table: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    key_mask: Tensor | None,
+    out: Tensor,
+) -> None:
+    """
+    See `exl_kernels.attention.paged_attention`.
+    """
+
+def pin_threads() -> bool: ...
+def read_bandwidth(data: Tensor) -> float:
+    """
+    Bytes per second at which the pool reads `data` (int64), once.
+    """
+
+def read_into(path: str | PathLike[str], offset: int, out: Tensor, name: str) -> None:
+    """
+    Fills `out` (uint8) with the file's bytes at `offset`.
+    """
+
+def rms_norm(x: Tensor, weight: Tensor, offset: float, eps: float, out: Tensor) -> None:
+    """
+    x [.., D] normalised into out (which may be x); weight f32 [D] or [H, D], the end of x's shape.
+    """
+
+def run_empty(tasks: int) -> None:
+    """
+    Runs `tasks` empty tasks: what a job costs by itself.
+    """
+
+def safetensors_header(path: str | PathLike[str]) -> tuple[list[tuple[str, str, list[int], int, int]], dict[str, str]]:
+    """
+    The checked header of a safetensors file: entries in data order, metadata.
+    """
+
+def sample_rows(
+    requests: Sequence[
+        tuple[
+            SamplingPlan,
+            Tensor,
+            Tensor | None,
+            Buffer | None,
+            float,
+            float,
+            Buffer | None,
+            Sequence[int],
+            Sequence[int],
+            Buffer | None,
+            int,
+        ]
+    ],
+) -> list[tuple[int, float, tuple[list[int], list[float]] | None]]:
+    """
+    Samples each row from its float32 logits in CPU memory.
+    """
+
+def sampling_distribution(
+    request: tuple[
+        SamplingPlan,
+        Tensor,
+        Tensor | None,
+        Buffer | None,
+        float,
+        float,
+        Buffer | None,
+        Sequence[int],
+        Sequence[int],
+        Buffer | None,
+        int,
+    ],
+) -> tuple[list[int], list[int]]:
+    """
+    The final candidates of one row by ascending id, with their weights; raises `LookupError` where there are none.
+    """
+
+def sampling_shaped(
+    request: tuple[
+        SamplingPlan,
+        Tensor,
+        Tensor | None,
+        Buffer | None,
+        float,
+        float,
+        Buffer | None,
+        Sequence[int],
+        Sequence[int],
+        Buffer | None,
+        int,
+    ],
+    out: Tensor,
+) -> None:
+    """
+    The logits of one row as steps 1 to 8 leave them, written into `out` (float32, one per id of the vocabulary).
+    """
+
+def set_isa(wanted: str) -> str: ...
+def set_num_threads(n: int) -> None: ...

@@ -89,7 +89,7 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     if checks_enabled():
         check_slots("store_kv", pages, slots)
     if slots.numel():
-        _native.cuda_kv_transfer(pages.native(), k, v, slots, False, stream_of(k), programmatic_launch())
+        _native.cuda_kv_transfer(pages.native_cuda(), k, v, slots, False, stream_of(k), programmatic_launch())
 
 
 def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,9 @@ def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
     shape = (slots.shape[0], pages.heads, pages.head_dim)
     k, v = (torch.empty(shape, dtype=torch.float32, device=pages.device) for _ in range(2))
     if slots.numel():
-        _native.cuda_kv_transfer(pages.native(), k, v, slots.contiguous(), True, stream_of(k), programmatic_launch())
+        _native.cuda_kv_transfer(
+            pages.native_cuda(), k, v, slots.contiguous(), True, stream_of(k), programmatic_launch()
+        )
     return k, v
 
 
@@ -237,7 +239,7 @@ def _launch(
     max_keys: int | None,
     into: ProductInput | None = None,
 ) -> None:
-    native, stream = pages.native(), stream_of(out)
+    native, stream = pages.native_cuda(), stream_of(out)
     tokens, q_heads = out.shape[:2]
     batch, max_pages = tables[0].shape
     if checks_enabled():
@@ -246,9 +248,24 @@ def _launch(
     _, _, floats, count = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit, own is not None)
     space = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
     tickets = _zeros(out.device, stream, count) if count else None
-    to = None if into is None else (into.matrix._native, into.columns, into.scratch)
+    to = None if into is None else (into.matrix._cuda, into.columns, into.scratch)
+    scale, window, softcap = options
     _native.cuda_paged_attention(
-        *q, native, *tables, *options, key_mask, own, out, limit, space, tickets, stream, programmatic_launch(), to
+        *q,
+        native,
+        *tables,
+        scale,
+        window,
+        softcap,
+        key_mask,
+        own,
+        out,
+        limit,
+        space,
+        tickets,
+        stream,
+        programmatic_launch(),
+        to,
     )
 
 

@@ -8,7 +8,7 @@ here runs on CPU tensors. `exl_kernels.formats_reference` holds the same functio
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,26 @@ __all__ = [
 
 Zeros = Literal["classic", "v2"]
 
+
+class Exl2Parts(NamedTuple):
+    """The tensors of an EXL2 matrix; `exl2_check` gives shapes and dtypes."""
+
+    q_weight: Tensor
+    q_scale: Tensor
+    q_scale_max: Tensor
+    q_groups: Tensor
+    q_invperm: Tensor
+
+
+class GptqParts(NamedTuple):
+    """The tensors of a GPTQ matrix; `gptq_dequantize` gives shapes and dtypes."""
+
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+    g_idx: Tensor | None
+
+
 _EXL2 = {
     "q_weight": (torch.int32, 2),
     "q_scale": (torch.int32, 2),
@@ -67,8 +87,7 @@ def exl2_check(tensors: Mapping[str, Tensor], *, name: str = "") -> list[tuple[i
     tensors: q_weight int32 [R, N], q_scale int32 [G, N / 8], q_scale_max float16 [G], q_groups int16 [2 G],
     q_invperm int32 [K]; others are ignored. Raises FormatError, naming `name` and what is wrong.
     """
-    groups: list[tuple[int, int]] = _native.exl2_check(name, _exl2_parts(tensors, name))
-    return groups
+    return _native.exl2_check(name, _exl2_parts(tensors, name))
 
 
 def exl2_dequantize(tensors: Mapping[str, Tensor], *, name: str = "") -> Tensor:
@@ -78,21 +97,19 @@ def exl2_dequantize(tensors: Mapping[str, Tensor], *, name: str = "") -> Tensor:
     """
     exl2_check(tensors, name=name)  # before allocating: a broken file may claim any size
     parts = _exl2_parts(tensors, name)
-    out = torch.empty((parts[4].shape[0], parts[0].shape[1]), dtype=torch.float16)
+    out = torch.empty((parts.q_invperm.shape[0], parts.q_weight.shape[1]), dtype=torch.float16)
     _native.exl2_dequantize(name, parts, out)
     return out
 
 
 def exl2_groups(plan: str, in_features: int) -> list[tuple[int, int]]:
     """(bits, rows) of each group that a plan such as "0.1:5b_32g/0.9:4b_32g" gives (6.5). Raises FormatError."""
-    groups: list[tuple[int, int]] = _native.exl2_groups("plan", plan, in_features)
-    return groups
+    return _native.exl2_groups("plan", plan, in_features)
 
 
 def exl2_total_bits(plan: str, in_features: int, out_features: int) -> int:
     """Bits the five tensors of a matrix take in a file, columns padded to 32 (6.5). Raises FormatError."""
-    bits: int = _native.exl2_total_bits("plan", plan, in_features, out_features)
-    return bits
+    return _native.exl2_total_bits("plan", plan, in_features, out_features)
 
 
 def importance_order(weight: Tensor) -> Tensor:
@@ -121,10 +138,10 @@ def exl2_quantize(
     weight = _float_weight(weight, name)
     text = plan if isinstance(plan, str) else f"1:{plan}b_{group_size}g"
     out_features, in_features = weight.shape
-    groups: list[tuple[int, int]] = _native.exl2_groups(name, text, in_features)
+    groups = _native.exl2_groups(name, text, in_features)
     result = _exl2_empty(groups, -(-out_features // 32) * 32)
-    _native.exl2_quantize(name, weight, text, _perm(perm, name), not fast, tuple(result.values()))
-    return result
+    _native.exl2_quantize(name, weight, text, _perm(perm, name), not fast, result)
+    return result._asdict()
 
 
 def exl2_pack(
@@ -157,16 +174,16 @@ def exl2_pack(
         q_scale_max.contiguous(),
         list(groups),
         _perm(perm, name),
-        tuple(result.values()),
+        result,
     )
-    return result
+    return result._asdict()
 
 
-def _exl2_parts(tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, ...]:
-    return tuple(_file_tensor(tensors, key, dtype, dims, name) for key, (dtype, dims) in _EXL2.items())
+def _exl2_parts(tensors: Mapping[str, Tensor], name: str) -> Exl2Parts:
+    return Exl2Parts(**{key: _file_tensor(tensors, key, dtype, dims, name) for key, (dtype, dims) in _EXL2.items()})
 
 
-def _exl2_empty(groups: Sequence[tuple[int, int]], columns: int) -> dict[str, Tensor]:
+def _exl2_empty(groups: Sequence[tuple[int, int]], columns: int) -> Exl2Parts:
     words = sum(rows // 32 * bits for bits, rows in groups)
     shapes = {
         "q_weight": (words, columns),
@@ -175,7 +192,7 @@ def _exl2_empty(groups: Sequence[tuple[int, int]], columns: int) -> dict[str, Te
         "q_groups": (2 * len(groups),),
         "q_invperm": (sum(rows for _, rows in groups),),
     }
-    return {key: torch.empty(shape, dtype=_EXL2[key][0]) for key, shape in shapes.items()}
+    return Exl2Parts(**{key: torch.empty(shape, dtype=_EXL2[key][0]) for key, shape in shapes.items()})
 
 
 # GPTQ
@@ -191,8 +208,7 @@ def gptq_check(
 ) -> tuple[int, int]:
     """Check a matrix completely and return (in_features, out_features). Arguments and errors as `gptq_dequantize`."""
     parts = _gptq_parts(tensors, bits, name)
-    shape: tuple[int, int] = _native.gptq_check(name, parts, bits, _is_v2(zeros), _group_size(group_size))
-    return shape
+    return _native.gptq_check(name, parts, bits, _is_v2(zeros), _group_size(group_size))
 
 
 def gptq_dequantize(
@@ -244,18 +260,16 @@ def gptq_quantize(
             "GPTQ has 2, 3, 4 and 8 bits, positive group sizes and sizes in multiples of 32"
         )
     groups = -(-in_features // group_size)
-    result = {
-        "qweight": torch.empty((in_features * bits // 32, out_features), dtype=torch.int32),
-        "qzeros": torch.empty((groups, out_features * bits // 32), dtype=torch.int32),
-        "scales": torch.empty((groups, out_features), dtype=torch.float16),
-        "g_idx": torch.empty(in_features, dtype=torch.int32),
-    }
-    outputs = tuple(result.values())
+    qweight = torch.empty((in_features * bits // 32, out_features), dtype=torch.int32)
+    qzeros = torch.empty((groups, out_features * bits // 32), dtype=torch.int32)
+    scales = torch.empty((groups, out_features), dtype=torch.float16)
+    g_idx = torch.empty(in_features, dtype=torch.int32)
+    outputs = (qweight, qzeros, scales, g_idx)
     _native.gptq_quantize(name, weight, bits, group_size, symmetric, _is_v2(zeros), _perm(perm, name), outputs)
-    return result
+    return {"qweight": qweight, "qzeros": qzeros, "scales": scales, "g_idx": g_idx}
 
 
-def _gptq_parts(tensors: Mapping[str, Tensor], bits: int, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _gptq_parts(tensors: Mapping[str, Tensor], bits: int, name: str) -> GptqParts:
     if bits not in (2, 3, 4, 8):
         raise FormatError(f"{name or 'matrix'}: {bits}-bit GPTQ is not a format; use 2, 3, 4 or 8")
     scales = tensors.get("scales")
@@ -263,7 +277,7 @@ def _gptq_parts(tensors: Mapping[str, Tensor], bits: int, name: str) -> tuple[Te
         tensors = {**tensors, "scales": scales.half()}
     qweight, qzeros, scales = (_file_tensor(tensors, key, dtype, dims, name) for key, (dtype, dims) in _GPTQ.items())
     g_idx = _file_tensor(tensors, "g_idx", torch.int32, 1, name) if tensors.get("g_idx") is not None else None
-    return qweight, qzeros, scales, g_idx
+    return GptqParts(qweight, qzeros, scales, g_idx)
 
 
 def _is_v2(zeros: Zeros) -> bool:

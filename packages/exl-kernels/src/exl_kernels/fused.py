@@ -91,7 +91,7 @@ def rope_store(
         raise ShapeError(f"rope_store: head_dim {pages.head_dim}; on a GPU it must be a multiple of 8, at most 256")
     try:
         _native.cuda_rope_store(
-            pages.native(), q, k, v, [cos, sin], positions, slots, interleaved, stream_of(q), programmatic_launch()
+            pages.native_cuda(), q, k, v, [cos, sin], positions, slots, interleaved, stream_of(q), programmatic_launch()
         )
     except ValueError as error:
         raise ShapeError(f"rope_store: {error}") from None

@@ -123,12 +123,14 @@ class FusedLinear:
         if self._ring is not None and self._ring.batch_fits() and (norm is None or self._ring.batch_norms()):
             self._batch_rows = MATRIX_ROWS
         self._even = all(matrix.out_features % 2 == 0 for matrix in matrices)
-        self._norm_weight = None if norm is None else norm.weight.float().contiguous()
-        self._prepared_norm: Tensor | None = None
-        if self._takes_prepared and norm is not None:
-            assert isinstance(first, CudaQuantMatrix)
-            assert self._norm_weight is not None
-            self._prepared_norm = first.in_layout(self._norm_weight + norm.offset)
+        self._norm: tuple[Tensor, float, float] | None = None
+        self._prepared_norm: tuple[Tensor, float, float] | None = None
+        if norm is not None:
+            weight = norm.weight.float().contiguous()
+            self._norm = (weight, norm.eps, norm.offset)
+            if self._takes_prepared:
+                assert isinstance(first, CudaQuantMatrix)
+                self._prepared_norm = (first.in_layout(weight + norm.offset), norm.eps, 0.0)
 
     @property
     def joined_rows(self) -> int:
@@ -152,9 +154,10 @@ class FusedLinear:
 
     def _one_launch(self) -> _native.CudaRing | None:
         """The ring kernel over all matrices, where they are quantized; matrices it cannot join report zero rows."""
-        if not all(isinstance(matrix, CudaQuantMatrix) for matrix in self.matrices):
+        quantized = [matrix._cuda for matrix in self.matrices if isinstance(matrix, CudaQuantMatrix)]
+        if len(quantized) < len(self.matrices):
             return None
-        return _native.CudaRing([matrix._native for matrix in self.matrices], self.activation)
+        return _native.CudaRing(quantized, self.activation)
 
     def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [m, K] to `out` [m, N], both contiguous; `residual` like out is added and may be out itself. Returns out.
@@ -163,12 +166,11 @@ class FusedLinear:
         """
         m = self._check(x, out, residual)
         if self._ring is not None and 0 < m <= max(self._ring_rows, self._few_rows) and x.data_ptr() % 16 == 0:
-            norm = None if self.norm is None else (self._norm_weight, self.norm.eps, self.norm.offset)
             if RING_ROWS < m <= self._few_rows or m > self._ring_rows:
                 scratch = torch.empty(self._few_bytes, dtype=torch.uint8, device=x.device)
-                self._ring.run_few(x, out, scratch, stream_of(x), programmatic_launch(), residual, norm)
+                self._ring.run_few(x, out, scratch, stream_of(x), programmatic_launch(), residual, self._norm)
             else:
-                self._ring.run(x, out, stream_of(x), programmatic_launch(), residual, norm)
+                self._ring.run(x, out, stream_of(x), programmatic_launch(), residual, self._norm)
         elif 0 < m <= self._batch_rows and self._batch_takes(x, out, residual):
             self._batched(x, out, residual)
         elif m:
@@ -204,8 +206,7 @@ class FusedLinear:
             and self._even
         ):
             return None
-        columns: int | None = self._ring.batch_input(m)
-        return columns
+        return self._ring.batch_input(m)
 
     def from_input(self, given: ProductInput, out: Tensor, residual: Tensor | None = None) -> Tensor:
         """The product of what has been laid out in `given`, of this product's own `input_of` the rows of out, as
@@ -245,6 +246,7 @@ class FusedLinear:
         if residual is not None:
             following._check_operand("residual", residual, (m, following.out_features))
         if given is not None:
+            assert following._ring is not None
             self._run_batch(m, x, self._scratch(m), None, following=(following._ring, given.scratch))
             following._run_batch(m, None, given.scratch, out, residual, turned=True)
             return out
@@ -286,13 +288,11 @@ class FusedLinear:
         assert self._ring is not None
         rows = x.rows if isinstance(x, Prepared) else x.shape[0]
         scratch = x.scratch if isinstance(x, Prepared) else self.room()
-        norm = None
-        if self.norm is not None:
-            norm = (self._norm_weight, self.norm.eps, self.norm.offset)
-            if isinstance(x, Prepared):
-                norm = (self._prepared_norm, self.norm.eps, 0.0)
+        norm = self._prepared_norm if isinstance(x, Prepared) else self._norm
+        assert (norm is None) == (self.norm is None)
         onward, to = None, None
         if following is not None:
+            assert following._ring is not None
             onward = Prepared(following.room(), rows)
             to = (following._ring, onward.scratch, following.norm is not None)
         self._ring.run_few_in_a_row(
@@ -347,18 +347,19 @@ class FusedLinear:
         scratch: Tensor,
         out: Tensor | None,
         residual: Tensor | None = None,
-        following: tuple[_native.CudaRing | None, Tensor] | None = None,
+        following: tuple[_native.CudaRing, Tensor] | None = None,
         turned: bool = False,
     ) -> None:
         """x None where its rows stand laid out in scratch, `turned` where the product before had this one as its
         `following`; out None where results go on, laid out, to `following`."""
         assert self._ring is not None
         stream = stream_of(scratch)
-        norm = None if self.norm is None else (self._norm_weight, self.norm.eps, self.norm.offset)
         multipliers = torch.empty(m, dtype=torch.float32, device=self.device)
         meeting = meeting_memory(self.device, stream, self._ring.meeting_bytes(m))
         early = programmatic_launch()
-        self._ring.run_batch(x, scratch, multipliers, meeting, out, stream, early, residual, norm, following, turned)
+        self._ring.run_batch(
+            x, scratch, multipliers, meeting, out, stream, early, residual, self._norm, following, turned
+        )
 
     def _separate(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
         """The product as separate launches; x is already normed."""

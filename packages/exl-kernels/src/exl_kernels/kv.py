@@ -46,8 +46,9 @@ class KVPages:
     value: Tensor
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
-    # The native view of the same memory, made on first use.
-    _view: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    # The kernels' view of the same memory, on the CPU or on a GPU, made on first use.
+    _view: list[_native.Pages] = field(default_factory=list, init=False, repr=False, compare=False)
+    _cuda_view: list[_native.CudaPages] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in _BITS:
@@ -158,13 +159,19 @@ class KVPages:
         parts = (self.key, self.value, self.key_scales, self.value_scales)
         return KVPages, (self.kind, self.head_dim, *parts)
 
-    def native(self) -> Any:
-        """The kernels' view of these pages. Not for use outside exl_kernels."""
+    def native(self) -> _native.Pages:
+        """The CPU kernels' view of pages in CPU memory. Not for use outside exl_kernels."""
         if not self._view:
             parts = (self.key, self.value, self.key_scales, self.value_scales)
-            view = _native.CudaPages if self.key.is_cuda else _native.Pages
-            self._view.append(view(self.kind, self.head_dim, *parts))
+            self._view.append(_native.Pages(self.kind, self.head_dim, *parts))
         return self._view[0]
+
+    def native_cuda(self) -> _native.CudaPages:
+        """The CUDA kernels' view of pages on a GPU. Not for use outside exl_kernels."""
+        if not self._cuda_view:
+            parts = (self.key, self.value, self.key_scales, self.value_scales)
+            self._cuda_view.append(_native.CudaPages(self.kind, self.head_dim, *parts))
+        return self._cuda_view[0]
 
     def repaged(self, page_size: int) -> KVPages:
         """The same memory as pages of another size: [1, seq, ...] as [seq / page_size, page_size, ...] and back."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import _native
 from .errors import DTypeError, FormatError, ShapeError, UnsupportedError
+from .formats import Exl2Parts, GptqParts
 
 __all__ = ["Compute", "Format", "QuantMatrix"]
 
@@ -83,9 +84,9 @@ class QuantMatrix:
         if CUDA cannot be used.
         """
         _check_options("from_exl2", compute, device, prescale)
-        parts = tuple(_part(tensors, key, dtype, name) for key, dtype in _EXL2_DTYPES.items())
-        bias = _bias(tensors.get("bias"), parts[0].shape[-1] if parts[0].dim() else 0, name)
-        parts = _two_dimensional(parts, 2, name)
+        parts = Exl2Parts(**{key: _part(tensors, key, dtype, name) for key, dtype in _EXL2_DTYPES.items()})
+        bias = _bias(tensors.get("bias"), parts.q_weight.shape[-1] if parts.q_weight.dim() else 0, name)
+        _require_two_dimensions(name, parts.q_weight, parts.q_scale)
         if torch.device(device).type == "cuda":
             from .linear_cuda import exl2_matrix
 
@@ -121,15 +122,16 @@ class QuantMatrix:
         qweight = _part(tensors, "qweight", torch.int32, name)
         qzeros = _part(tensors, "qzeros", torch.int32, name)
         scales = _float_part(tensors, "scales", name)
-        parts = _two_dimensional((qweight, qzeros, scales), 3, name)
+        _require_two_dimensions(name, qweight, qzeros, scales)
         g_idx = _part(tensors, "g_idx", torch.int32, name) if tensors.get("g_idx") is not None else None
+        parts = GptqParts(qweight, qzeros, scales, g_idx)
         bias = _bias(tensors.get("bias"), qweight.shape[1], name)
         if torch.device(device).type == "cuda":
             from .linear_cuda import gptq_matrix
 
-            return gptq_matrix((*parts, g_idx), bits, zeros, group_size, bias, prescale, compute, device, name)
+            return gptq_matrix(parts, bits, zeros, group_size, bias, prescale, compute, device, name)
         native = _native.Matrix.from_gptq(
-            name, (*parts, g_idx), bits, zeros == "v2", group_size, bias, prescale, compute == "exact"
+            name, parts, bits, zeros == "v2", group_size, bias, prescale, compute == "exact"
         )
         return cls(native, "gptq", compute, name)
 
@@ -234,13 +236,12 @@ def _float_part(tensors: Mapping[str, Tensor], key: str, name: str) -> Tensor:
     return _part(tensors, key, torch.float16, name)
 
 
-def _two_dimensional(parts: tuple[Tensor, ...], count: int, name: str) -> tuple[Tensor, ...]:
-    for tensor in parts[:count]:
+def _require_two_dimensions(name: str, *tensors: Tensor) -> None:
+    for tensor in tensors:
         if tensor.dim() != 2:
             raise FormatError(
                 f"{name or 'matrix'}: a packed tensor has shape {list(tensor.shape)}; expected two dimensions"
             )
-    return parts
 
 
 def _bias(bias: Tensor | None, out_features: int, name: str) -> Tensor | None:

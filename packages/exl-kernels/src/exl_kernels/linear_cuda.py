@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -21,6 +22,7 @@ from . import _native
 from .cuda_ops import stream_of
 from .device import programmatic_launch, require_cuda, row_invariant
 from .errors import DTypeError, FormatError, ShapeError, UnsupportedError
+from .formats import Exl2Parts, GptqParts
 from .linear import Compute, Format, QuantMatrix
 from .meeting import meeting_memory
 
@@ -76,7 +78,7 @@ class _CudaMatrix(QuantMatrix):
 class CudaQuantMatrix(_CudaMatrix):
     """An EXL2 or GPTQ matrix on a GPU. Attributes as `QuantMatrix`; `compute` is kept for information only."""
 
-    __slots__ = ("_batch", "_bias", "_features", "_prescale", "_ring", "_ring_rows")
+    __slots__ = ("_batch", "_bias", "_cuda", "_features", "_prescale", "_ring", "_ring_rows")
 
     def __init__(
         self,
@@ -90,13 +92,14 @@ class CudaQuantMatrix(_CudaMatrix):
         name: str,
     ) -> None:
         """Not for callers: use `QuantMatrix.from_exl2` or `from_gptq` with a CUDA device."""
-        parts = [layout.image, layout.units, layout.maxima, layout.features, layout.row_of_feature]
-        moved = [part.to(device) for part in parts]
+        image, units = layout.image.to(device), layout.units.to(device)
+        maxima, features = layout.maxima.to(device), layout.features.to(device)
+        row_of_feature = layout.row_of_feature.to(device)
         self._bias = None if bias is None else bias.to(device)
-        self._features = moved[3]
-        self._native = _native.CudaMatrix(layout, *moved, self._bias, prescale)
+        self._features = features
+        self._cuda = _native.CudaMatrix(layout, image, units, maxima, features, row_of_feature, self._bias, prescale)
         self._prescale = prescale
-        self._ring = _native.CudaRing([self._native])
+        self._ring = _native.CudaRing([self._cuda])
         self._ring_rows: tuple[int, int] = (self._ring.rows(False, False), self._ring.rows(False, True))
         self._batch: bool = self._ring.batch_fits()
         self.format: Format = format
@@ -106,7 +109,8 @@ class CudaQuantMatrix(_CudaMatrix):
         self.in_features: int = layout.in_features
         self.out_features: int = layout.out_features
         self.bits_per_weight = bits_per_weight
-        self.nbytes: int = sum(part.nbytes for part in moved) + (0 if self._bias is None else self._bias.nbytes)
+        held = [image, units, maxima, features, row_of_feature, *([] if self._bias is None else [self._bias])]
+        self.nbytes: int = sum(part.nbytes for part in held)
         # The weights must be in place before a kernel that starts early reads them (programmatic dependent launch).
         torch.cuda.current_stream(device).synchronize()
 
@@ -173,9 +177,9 @@ class CudaQuantMatrix(_CudaMatrix):
 
     def _direct(self, x: Tensor, out: Tensor, rows: int, stream: int) -> None:
         """The product for any GPU."""
-        prepared = torch.empty(self._native.prepared_bytes(rows), dtype=torch.uint8, device=x.device)
+        prepared = torch.empty(self._cuda.prepared_bytes(rows), dtype=torch.uint8, device=x.device)
         multipliers = torch.empty(rows, dtype=torch.float32, device=x.device)
-        self._native.matmul(x, prepared, multipliers, out, stream, programmatic_launch())
+        self._cuda.matmul(x, prepared, multipliers, out, stream, programmatic_launch())
 
     def _large(self, x: Tensor, out: Tensor) -> None:
         x, weight = x.view(-1, self.in_features), self.dequantize()
@@ -198,7 +202,7 @@ class CudaQuantMatrix(_CudaMatrix):
     def dequantize(self) -> Tensor:
         """W [K, N] float16 in file order on the GPU, bit-exact to formats 2.4 and 3.2."""
         out = torch.empty((self.in_features, self.out_features), dtype=torch.float16, device=self.device)
-        self._native.dequantize(out, stream_of(out))
+        self._cuda.dequantize(out, stream_of(out))
         return out
 
 
@@ -256,7 +260,7 @@ class CudaFloatMatrix(_CudaMatrix):
 
 
 def exl2_matrix(
-    parts: tuple[Tensor, ...],
+    parts: Exl2Parts,
     bias: Tensor | None,
     prescale: float,
     compute: Compute,
@@ -271,7 +275,7 @@ def exl2_matrix(
 
 
 def gptq_matrix(
-    parts: tuple[Tensor | None, ...],
+    parts: GptqParts,
     bits: int,
     zeros: Literal["classic", "v2"],
     group_size: int | None,
@@ -284,7 +288,7 @@ def gptq_matrix(
     """`QuantMatrix.from_gptq` for a GPU; `parts` are qweight, qzeros, scales and g_idx or None, on the CPU."""
     place = require_cuda(device)
     layout = _native.CudaLayout.from_gptq(name, parts, bits, zeros == "v2", group_size, _threads())
-    stored = _bits(tuple(part for part in parts if part is not None), layout)
+    stored = _bits((part for part in parts if part is not None), layout)
     return CudaQuantMatrix(layout, place, "gptq", stored, bias, prescale, compute, name)
 
 
@@ -310,7 +314,7 @@ def float_matrix(
     return CudaFloatMatrix(weight.to(place).contiguous(), moved, prescale, compute, name)
 
 
-def _bits(parts: tuple[Tensor, ...], layout: _native.CudaLayout) -> float:
+def _bits(parts: Iterable[Tensor], layout: _native.CudaLayout) -> float:
     weights: int = layout.in_features * layout.out_features
     if not weights:
         raise FormatError("a matrix without weights")
