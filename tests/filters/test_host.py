@@ -308,6 +308,30 @@ def test_prefer_eos_takes_the_end_where_it_is_offered():
     assert ids(s) == [2, EOS]
 
 
+@pytest.mark.covers("filters.md: CAP-6")
+@pytest.mark.parametrize("prefer", [True, "end"])
+def test_prefer_eos_leaves_filters_alone_that_mask_logits_themselves(prefer):
+    """Such a filter may allow EOS as text; only together with one that lists ids is EOS preferred."""
+
+    class Open(Words):
+        def next(self):
+            return {1, 2, EOS}, set()
+
+    class Masking(Open):
+        def can_mask_logits(self):
+            return True
+
+    class MaskingByTypeAlone:
+        begin, feed, can_mask_logits = (lambda self, *_: None,) * 2 + (lambda self: True,)
+
+        def next(self):
+            return {1, 2, EOS}, set()
+
+    for both in ([Masking()], [Masking(), Masking()], [MaskingByTypeAlone(), Masking()]):
+        assert ids(stack(*both, prefer_eos=prefer)) == [1, 2, EOS]
+    assert ids(stack(Masking(), Open(), prefer_eos=prefer)) == [EOS]
+
+
 @pytest.mark.covers("filters.md: CAP-12")
 def test_validate_a_draft():
     s = stack(Words([1, 2, 3]), Words([1, 2, 3], [4]))

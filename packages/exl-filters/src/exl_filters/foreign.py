@@ -119,6 +119,12 @@ class ForeignFilter(ExLlamaV2Filter):
         own = getattr(self.inner, "use_background_worker", None)
         return bool(own()) if callable(own) else False
 
+    @property
+    def masks_logits(self) -> bool:
+        """Whether the object prefers to mask logits itself; it is asked for its ids all the same."""
+        own = getattr(self.inner, "can_mask_logits", None)
+        return callable(own) and bool(self._call(own))
+
     def clone(self, c: Any = None) -> Any:
         """A wrapper around a copy of the object; `FilterUsageError` when the object's own clone cannot be trusted."""
         self._settle()

@@ -56,7 +56,8 @@ class FilterStack:
     ended when "any" filter (exllamav2) or "all" of those with an opinion have ended. dead_end: when nothing is allowed,
     "error" raises `FilterDeadEnd`; "eos" offers the stop ids if some filter is complete, and the one that is fed ends
     the stack as `cut`. prefer_eos: True narrows the mask to the stop ids as soon as one is allowed; "end" to the end
-    tokens the filters list.
+    tokens the filters list. It has no effect, as in exllamav2, where every filter masks logits itself
+    (`can_mask_logits`): such a filter ends by allowing EOS alone, and an EOS among others may be mere text to it.
 
     All exceptions are `FilterError`s. One stack is used by one thread at a time.
     """
@@ -105,6 +106,8 @@ class FilterStack:
         except BaseException:
             self.close()
             raise
+        if self._drivers and all(_masks_logits(driver.filter) for driver in self._drivers):
+            self._prefer_eos = False
 
     def __enter__(self) -> FilterStack:
         return self
@@ -499,6 +502,10 @@ class _Owners:
 
 
 _owners = _Owners()
+
+
+def _masks_logits(filter_: ExLlamaV2Filter) -> bool:
+    return filter_.masks_logits if isinstance(filter_, ForeignFilter) else filter_.can_mask_logits()
 
 
 def _piece(vocabulary: Any, token: int) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from exl_filters import ExLlamaV2Filter
 from exl_generate.errors import NoCandidatesError, RequestError
 from exl_generate.sampling.plan import plan_of
 from exl_generate.sampling.rng import RequestRandom
@@ -64,7 +65,7 @@ class ExLlamaV2Sampler:
         plan = plan_of(settings, vocabulary)
         batch = 1 if settings.cfg_scale is not None else logits.shape[0]
         mask, ends = (None, frozenset[int]()) if not filters else _filtered(filters, vocabulary, logits.shape[2])
-        if mask is not None and filter_prefer_eos:
+        if mask is not None and filter_prefer_eos and not all(map(_masks_logits, filters or ())):
             mask = _only_eos(mask, tokenizer)
         logits = logits.float()
         context = sequence_ids.to("cpu", torch.int64).contiguous().numpy()
@@ -179,17 +180,26 @@ def _filtered(filters: Sequence[Any], vocabulary: Vocabulary, width: int) -> tup
 
 def _opinion(filter_: Any, width: int) -> tuple[np.ndarray[Any, np.dtype[np.bool_]] | None, set[int]]:
     get = getattr(filter_, "get_next", None)
-    if filter_.can_mask_logits():
+    masks = _masks_logits(filter_)
+    if masks and getattr(type(filter_), "next", ExLlamaV2Filter.next) is ExLlamaV2Filter.next:
         prepared = get(mask=True) if get is not None else filter_.prepare_logit_mask()
         if prepared is False:
             return None, set()
         return np.asarray(filter_.mask_logits(torch.zeros(width)).numpy() == 0), set()
+    # Also asked of a filter that can mask: formatron's mask needs an NVIDIA driver. Its end tokens count for nothing.
     ids, ends = filter_.next() if get is None else get()
+    ends = () if masks else ends
     if ids is None:
         return None, set(ends or ())
     allowed = np.zeros(width, dtype=np.bool_)
     allowed[[int(i) for i in ids if int(i) < width]] = True
     return allowed, set(map(int, ends or ()))
+
+
+def _masks_logits(filter_: Any) -> bool:
+    """Whether a filter masks logits itself; lm-format-enforcer's class lacks the method."""
+    own = getattr(filter_, "can_mask_logits", None)
+    return callable(own) and bool(own())
 
 
 def _only_eos(mask: Mask, tokenizer: Any) -> Mask:
