@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from threading import Event
 from typing import Any, Literal
 
@@ -78,6 +79,16 @@ class ExLlamaV2:
         self.decode = DecodeGraphs(self)  # captured steps on a GPU; `decode.reason` says why there are none
         self.load_count = 0  # how often weights were loaded: adapters belong to one load
         self._quantized: tuple[int, bool] | None = None  # whether all matrices of that load are
+
+    def __repr__(self) -> str:
+        config = self.config
+        tensor_parallel = () if self.tp_context is None else self.tp_context.names
+        where = f"on {', '.join(dict.fromkeys([*self.placement.names, *tensor_parallel]))}"
+        return (
+            f"{type(self).__name__}({Path(config.model_dir or '?').name}: {config.architecture}, "
+            f"{config.num_hidden_layers} layers, vocabulary {config.vocab_size}, context {config.max_seq_len}, "
+            f"{where if self.loaded else 'not loaded'})"
+        )
 
     # ------------------------------------------------------------------------------------------------------- loading
 

@@ -64,6 +64,15 @@ class ExLlamaV2CacheBase:
         self.rope_offsets = RopeOffsets(batch_size)  # of images in it, in contiguous use
         self.create_state_tensors(copy_from, lazy)
 
+    def __repr__(self) -> str:
+        shards = self.shards()
+        places = dict.fromkeys(place for cache in shards for place in cache._places)
+        empty = any(layer is None for cache in shards for layer in cache._layers)
+        return (
+            f"{type(self).__name__}({self.batch_size} x {self.max_seq_len} tokens, {self.current_seq_len} used, "
+            f"{self.num_hidden_layers} layers, {'not allocated' if empty else 'on ' + ', '.join(places)})"
+        )
+
     # ------------------------------------------------------------------------------------------------------- storage
 
     def create_state_tensors(self, copy_from: ExLlamaV2CacheBase | None, lazy: bool = False) -> None:

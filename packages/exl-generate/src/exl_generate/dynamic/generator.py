@@ -130,6 +130,14 @@ class ExLlamaV2DynamicGenerator:
         self._lock = threading.RLock()
         self._submitting = threading.Lock()
 
+    def __repr__(self) -> str:
+        used = self.max_pages - self.page_table.unreferenced
+        drafts = f", up to {self.num_draft_tokens} draft tokens" if self.num_draft_tokens else ""
+        return (
+            f"{type(self).__name__}({self.num_active_jobs()} active and {self.num_pending_jobs()} pending jobs, "
+            f"{used} of {self.max_pages} pages of {self.page_size} tokens in use{drafts})"
+        )
+
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
     def enqueue(self, job: ExLlamaV2DynamicJob | Sequence[ExLlamaV2DynamicJob]) -> int | list[int]:

@@ -1,4 +1,4 @@
-"""`ExLlamaV2BaseGenerator`: prompts in, texts out. Behaviour: spec/generators.md 1."""
+"""`ExLlamaV2BaseGenerator`: prompts in, texts out."""
 
 from __future__ import annotations
 
@@ -44,6 +44,10 @@ class ExLlamaV2BaseGenerator:
         #: prompt tokens that the last call cut off on the left, per prompt
         self.truncated_tokens: list[int] = []
         self._engine: ExLlamaV2DynamicGenerator | None = None
+
+    def __repr__(self) -> str:
+        held = 0 if self.sequence_ids is None else self.sequence_ids.shape[-1]
+        return f"{type(self).__name__}({held} of {self.limit} tokens held)"
 
     @property
     def limit(self) -> int:
