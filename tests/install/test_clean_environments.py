@@ -24,7 +24,7 @@ TEST_NEEDS = {
     "exl-kernels": ["safetensors"],
     "exl-core": ["safetensors", "transformers>=5", "jinja2", "peft>=0.17", "sentencepiece>=0.2.1", "pillow>=11"],
     "exl-generate": ["safetensors", "llguidance>=1.9,<2"],
-    "exl-compat": ["safetensors", "websockets>=14", "formatron>=0.5", "lm-format-enforcer>=0.11.3"],
+    "exl-compat": ["safetensors", "websockets>=14", "pyarrow>=17", "formatron>=0.5", "lm-format-enforcer>=0.11.3"],
 }
 pytestmark = [pytest.mark.install, pytest.mark.timeout(7200)]
 

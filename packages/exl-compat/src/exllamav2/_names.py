@@ -1,33 +1,71 @@
-"""Names that exl_core may not have yet, and what third parties need before they are imported."""
+"""Names of exllamav2's modules that are not simply classes of this project, and what third parties need before import.
+
+A name whose object is built differently here can be imported, and used in `isinstance`. A name without any counterpart
+can be imported, too. Every other use raises `MissingNameError`, which names the page that says what to use instead.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-import exl_core
 from exl_filters.compat import restore_pydantic_names
 from exl_kernels.errors import UnsupportedError
 
-__all__ = ["core_name", "prepare_third_parties"]
+__all__ = ["GUIDE", "MissingNameError", "prepare_third_parties", "stand_in", "without_counterpart"]
+
+GUIDE = "docs/guides/compat.md"
 
 
-class _NotBuilt(type):
-    """Class of the stand-ins: `isinstance` is False, any use raises `UnsupportedError`."""
+class MissingNameError(UnsupportedError, AttributeError):
+    """A name of exllamav2 that this project does not have was used.
+
+    Also an AttributeError, so that `hasattr` and `getattr` with a default see an attribute that is not there.
+    """
+
+
+class _StandIn(type):
+    """Class of the stand-ins: instances of `counterparts` are theirs, any use but `isinstance` raises."""
+
+    counterparts: tuple[type, ...]
+    label: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(f"{cls.__name__} is not built in this version")
+        made = ", which only ExLlamaV2(config) builds here" if cls.counterparts else ""
+        raise MissingNameError(f"{cls.label}{made}: not available in exl-compat; {GUIDE} says what to use instead")
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("__"):  # what inspection asks for
             raise AttributeError(name)
-        raise UnsupportedError(f"{cls.__name__}.{name} is not built in this version")
+        raise MissingNameError(f"{cls.label}.{name}: not available in exl-compat; {GUIDE} says what to use instead")
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.counterparts)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return cls in subclass.__mro__ or issubclass(subclass, cls.counterparts)
 
 
-def core_name(name: str) -> Any:
-    """exl_core's class of this name, or a stand-in, so that scripts which only import it still run."""
-    found = getattr(exl_core, name, None)
-    return _NotBuilt(name, (), {"__doc__": "Not built in this version."}) if found is None else found
+def stand_in(label: str, *counterparts: type, **attributes: Any) -> Any:
+    """A class for the name `label`, such as "exllamav2.linear.ExLlamaV2Linear".
+
+    counterparts: classes here whose objects are its instances. attributes: what it does have.
+    """
+    module, _, name = label.rpartition(".")
+    fields = {"__module__": module, "label": label, "counterparts": counterparts}
+    return _StandIn(name, (), {**fields, **attributes})
+
+
+def without_counterpart(module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module of exllamav2's inner workings: every further name is a stand-in."""
+
+    def get(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return stand_in(f"{module}.{name}")
+
+    return get
 
 
 def prepare_third_parties() -> None:

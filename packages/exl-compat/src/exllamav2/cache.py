@@ -6,11 +6,9 @@ from exl_core import (
     ExLlamaV2Cache_Q4,
     ExLlamaV2Cache_Q6,
     ExLlamaV2Cache_Q8,
+    ExLlamaV2Cache_TP,
     ExLlamaV2CacheBase,
 )
-from exllamav2._names import core_name
-
-ExLlamaV2Cache_TP = core_name("ExLlamaV2Cache_TP")
 
 __all__ = [
     "ExLlamaV2Cache",

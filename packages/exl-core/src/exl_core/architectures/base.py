@@ -154,6 +154,11 @@ class Architecture:
     mrope_section: tuple[int, int, int] | None = None  # frequencies by time, height and width, where the file has none
     pictures_see_themselves: bool = False  # the rows of one image attend to each other in both directions
 
+    @property
+    def lm(self) -> Architecture:
+        """The language model's part: the same object, which does not list an image tower's. Scripts read `arch.lm`."""
+        return self
+
     def layer_keys(self, sparse: bool, head_norms: bool) -> list[str]:
         """Keys below a layer of the modules it must find in the files, without tensor suffix; `{}` is an expert."""
         norms = (self.norm_1, self.norm_1_post, self.norm_2, self.norm_2_post)

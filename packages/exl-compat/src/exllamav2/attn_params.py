@@ -1,0 +1,7 @@
+"""`exllamav2.attn_params`."""
+
+from exl_core import AttentionParams, PagedParams
+
+__all__ = ["PagedParams", "Params"]
+
+Params = AttentionParams

@@ -1,0 +1,1 @@
+"""`exllamav2.vlm.processor`: preparation of images, by family."""
