@@ -12,10 +12,12 @@ from typing_extensions import Buffer
 __all__ = [
     "AttentionBlock",
     "BlockNorm",
+    "CudaCard",
     "CudaLayout",
     "CudaMatrix",
     "CudaPages",
     "CudaRing",
+    "CudaShape",
     "Matrix",
     "MlpBlock",
     "Pages",
@@ -30,6 +32,7 @@ __all__ = [
     "cuda_add_rms_norm",
     "cuda_attention_plan",
     "cuda_build",
+    "cuda_cards",
     "cuda_embed",
     "cuda_kv_transfer",
     "cuda_launches",
@@ -44,6 +47,9 @@ __all__ = [
     "cuda_sample_answers",
     "cuda_sample_fill",
     "cuda_sample_launch",
+    "cuda_select_alone",
+    "cuda_select_attention",
+    "cuda_select_fused",
     "exl2_check",
     "exl2_dequantize",
     "exl2_groups",
@@ -104,6 +110,32 @@ class BlockNorm:
     A norm inside a block: rms without a bias, or layer.
     """
     def __new__(cls, /, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> BlockNorm: ...
+
+@final
+class CudaCard:
+    """
+    A GPU as far as it decides which kernels run: one that is here, or one known by name.
+    """
+    @property
+    def code(self, /) -> int:
+        """
+        Architecture of the code that the card runs, 80 for sm_80.
+        """
+    @staticmethod
+    def device(index: int) -> CudaCard:
+        """
+        The GPU `index` of this machine with the code that this module holds for it.
+        """
+    @property
+    def features(self, /) -> list[str]:
+        """
+        Those of "bulk_copy", "clusters" and "wgmma" that the code has.
+        """
+    @staticmethod
+    def named(name: str) -> CudaCard | None:
+        """
+        A card of `cuda_cards` with the code of a build for it, or None.
+        """
 
 @final
 class CudaLayout:
@@ -338,6 +370,18 @@ class CudaRing:
         """
 
 @final
+class CudaShape:
+    """
+    The shape of a quantized matrix in the GPU's layout, without its weights.
+    """
+    @staticmethod
+    def from_exl2(name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> CudaShape: ...
+    @staticmethod
+    def from_gptq(
+        name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor | None], bits: int, v2: bool, group_size: int | None
+    ) -> CudaShape: ...
+
+@final
 class Matrix:
     """
     A matrix in the kernels' layout.
@@ -520,6 +564,11 @@ def cuda_build() -> tuple[list[str], str, str]:
     (architectures, toolkit version, why there are none) of this build.
     """
 
+def cuda_cards() -> list[str]:
+    """
+    Names of the cards whose kernels can be listed without having one.
+    """
+
 def cuda_embed(table: Tensor, ids: Tensor, out: Tensor, factor: float, stream: int, programmatic: bool) -> None:
     """
     out [T, width] float16 = table[ids] * factor.
@@ -653,6 +702,41 @@ def cuda_sample_launch(
     Launches for `count` rows that were filled in and copied; the answers are in `staging` once the stream has passed. `shaped` float32
     [N, pitch], `maxima` int32 and `sums` int64 [N, 2048] on the GPU, for N rows or more. `next`: int64 [count] on the GPU that gets the
     tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing), and what is copied to where before.
+    """
+
+def cuda_select_alone(card: CudaCard, shape: CudaShape, rows: int) -> tuple[str, bool, list[tuple[str, str]]]:
+    """
+    The kernel of one matrix by itself, as `QuantMatrix.matmul` runs it.
+    """
+
+def cuda_select_attention(
+    card: CudaCard,
+    kind: str,
+    head_dim: int,
+    q_heads: int,
+    kv_heads: int,
+    *,
+    batch: int,
+    tokens: int,
+    keys: int,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> str:
+    """
+    The kernel of attention of `batch` sequences of `tokens` new tokens over `keys` keys each, on pages of 256 tokens.
+    """
+
+def cuda_select_fused(
+    card: CudaCard,
+    shapes: Sequence[CudaShape],
+    rows: int,
+    *,
+    gate: bool = False,
+    norm: bool = False,
+    residual: bool = False,
+) -> tuple[str, bool, list[tuple[str, str]]]:
+    """
+    The kernel of a matmul of several matrices over one input with an epilogue, as `FusedLinear` runs it.
     """
 
 def exl2_check(name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> list[tuple[int, int]]:
