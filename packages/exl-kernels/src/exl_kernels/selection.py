@@ -16,6 +16,8 @@ from .errors import DeviceError
 
 __all__ = ["Card", "MatrixShape", "Selection", "known_cards"]
 
+_EXL2_PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -46,8 +48,8 @@ class MatrixShape:
 
         Raises FormatError (tensors that do not fit the format) and UnsupportedError (a matrix too large for a GPU).
         """
-        keys = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
-        return cls(_native.CudaShape.from_exl2(name, tuple(tensors[key] for key in keys)))
+        q_weight, q_scale, q_scale_max, q_groups, q_invperm = (tensors[key] for key in _EXL2_PARTS)
+        return cls(_native.CudaShape.from_exl2(name, (q_weight, q_scale, q_scale_max, q_groups, q_invperm)))
 
     @classmethod
     def from_gptq(

@@ -2,7 +2,7 @@
 
 use super::Target;
 use super::linear::{Half, Matrix, MatrixArgument};
-use super::select::{Epilogue, Kernel, Refusal, check_rows};
+use super::select::{Epilogue, Kernel, Refusal, check_alike, check_rows};
 use crate::capabilities::{Capabilities, Feature};
 use crate::device::Device;
 use crate::kernel_arguments;
@@ -209,32 +209,6 @@ fn spare_slots(mut stages: impl Iterator<Item = usize> + Clone) -> usize {
     SPARE_SLOTS + usize::from(stages.clone().any(|s| s == 1) && stages.any(|s| s > 1))
 }
 
-/// Whether matrices can share a launch: their number, form and input size are those that a kernel takes.
-pub(super) fn alike(matrices: &[&Matrix], gate: bool) -> Result<(), Refusal> {
-    let same = |a: &&Matrix, b: &Matrix| {
-        a.kind == b.kind && a.entry_rows == b.entry_rows && a.in_features() == b.in_features()
-    };
-    match matrices {
-        [first, ..] if matrices.len() <= MATRICES => {
-            let paired = || matches!(matrices, [a, b] if a.out_features() == b.out_features());
-            if !matrices.iter().all(|a| same(a, first)) {
-                Err(Refusal::Matrices(
-                    "matrices of one format, group size and input size",
-                ))
-            } else if gate && !paired() {
-                Err(Refusal::Matrices(
-                    "a gate of two matrices of one output size",
-                ))
-            } else if !first.in_features().is_multiple_of(8) {
-                Err(Refusal::Matrices("input sizes that are multiples of 8"))
-            } else {
-                Ok(())
-            }
-        }
-        _ => Err(Refusal::Matrices("one to three matrices")),
-    }
-}
-
 /// Whether one launch takes `rows` rows of these matrices.
 pub(super) fn takes(
     caps: &Capabilities,
@@ -271,7 +245,7 @@ fn plan(
     }
     check_rows(m, MOST_ROWS)?;
     let gated = epilogue.gate;
-    alike(matrices, gated)?;
+    check_alike(matrices, gated)?;
     let first = matrices[0];
     // The kernel's 512 threads hold a whole row where they need its sum or maximum first.
     let widest = match epilogue {

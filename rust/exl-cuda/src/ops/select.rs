@@ -132,6 +132,32 @@ pub(crate) fn check_rows(rows: usize, limit: usize) -> Result<(), Refusal> {
     Err(Refusal::Rows { rows, limit })
 }
 
+/// Whether matrices can share a launch: their number, form and input size are those that a kernel takes.
+pub(super) fn check_alike(matrices: &[&Matrix], gate: bool) -> Result<(), Refusal> {
+    let same = |a: &&Matrix, b: &Matrix| {
+        a.kind == b.kind && a.entry_rows == b.entry_rows && a.in_features() == b.in_features()
+    };
+    match matrices {
+        [first, ..] if matrices.len() <= ring::MATRICES => {
+            let paired = || matches!(matrices, [a, b] if a.out_features() == b.out_features());
+            if !matrices.iter().all(|a| same(a, first)) {
+                Err(Refusal::Matrices(
+                    "matrices of one format, group size and input size",
+                ))
+            } else if gate && !paired() {
+                Err(Refusal::Matrices(
+                    "a gate of two matrices of one output size",
+                ))
+            } else if !first.in_features().is_multiple_of(8) {
+                Err(Refusal::Matrices("input sizes that are multiples of 8"))
+            } else {
+                Ok(())
+            }
+        }
+        _ => Err(Refusal::Matrices("one to three matrices")),
+    }
+}
+
 /// The kernel of a call, and why those that would be faster do not take it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selection {

@@ -2,14 +2,17 @@
 
 mod ordered;
 mod room;
+mod select;
 mod single;
 
 pub use ordered::{ORDERED_COLUMNS, Ordered};
-use room::{decode_shared, prefill_shared, prefill_warps, wide_shared};
+use room::{prefill_shared, prefill_warps};
+pub use select::{Selection, selected};
+use select::{decode_name, prefill_name, select, wide_name};
 
 use super::kv::{KINDS, Kind, Pages};
 use super::{Target, index32};
-use crate::capabilities::{Capabilities, Feature};
+use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -215,28 +218,6 @@ pub fn padded(dim: usize) -> usize {
     DIMS.into_iter().find(|&d| dim <= d).unwrap_or(MAX_DIM)
 }
 
-fn decode_name(kind: Kind, dim: usize, column_tiles: usize) -> String {
-    format!("attention_{}_{dim}_decode{column_tiles}", kind.name)
-}
-
-fn prefill_name(kind: Kind, dim: usize) -> String {
-    format!("attention_{}_{dim}_prefill", kind.name)
-}
-
-fn wide_name(dim: usize) -> String {
-    format!("attention_fp16_{dim}_wide")
-}
-
-/// Whether prefill takes the kernel of sm_90a: the same bits, for half pages without softcap and mask.
-fn is_wide(caps: &Capabilities, op: &Attention, dim: usize) -> bool {
-    caps.has(Feature::Wgmma)
-        && op.pages.kind.name == "fp16"
-        && WIDE_DIMS.contains(&dim)
-        && op.softcap == 0.0
-        && op.key_mask == 0
-        && wide_shared(dim) <= caps.shared_per_block
-}
-
 /// Kernels of `attention_wide.cu`, `attention_decode_<kind>.cu` or `attention_prefill_<kind>.cu`.
 pub(super) fn kernels(file: &str) -> Vec<String> {
     let all = |suffix: &str, names: &dyn Fn(Kind, usize) -> Vec<String>| {
@@ -336,82 +317,6 @@ fn plan_on(caps: &Capabilities, op: &Attention, max_keys: usize) -> Plan {
             0
         },
     }
-}
-
-/// The kernel of a call, and how it is launched.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Selection {
-    pub kernel: String,
-    grid: [usize; 3],
-    threads: usize,
-    /// Bytes of shared memory of a block.
-    pub shared: usize,
-    /// Blocks of a cluster; 0 for a launch without clusters.
-    cluster: usize,
-    /// What the kernel takes as `ring`, and as `ahead`.
-    ring: usize,
-    ahead: usize,
-    /// Heads and tokens of a tile of query rows.
-    tile: (usize, usize),
-}
-
-/// The kernel for a planned call on a card of these capabilities.
-fn select(caps: &Capabilities, op: &Attention, plan: &Plan) -> Selection {
-    if let Some(blocks) = single::blocks(caps, op, plan) {
-        return Selection {
-            kernel: blocks.kernel,
-            grid: [op.tokens, op.pages.heads, blocks.count],
-            threads: blocks.threads,
-            shared: blocks.shared,
-            cluster: blocks.cluster,
-            ring: blocks.ring,
-            ahead: blocks.ahead,
-            tile: (op.q_heads / op.pages.heads, 1),
-        };
-    }
-    let (kind, dim) = (op.pages.kind, padded(op.pages.head_dim));
-    let decode = plan.mode == Mode::Decode;
-    let wide = !decode && is_wide(caps, op, dim);
-    let warps = if decode { 4 } else { prefill_warps(dim) };
-    let (tile_heads, tile_tokens, head_tiles) = tile(op, if decode { 1 } else { warps });
-    let column_tiles = (tile_heads * tile_tokens).div_ceil(8);
-    let per_block = caps.shared_per_block;
-    let (kernel, (ring, shared)) = if decode {
-        (
-            decode_name(kind, dim, column_tiles),
-            decode_shared(kind, dim, column_tiles, per_block),
-        )
-    } else if wide {
-        (wide_name(dim), (0, wide_shared(dim)))
-    } else {
-        (
-            prefill_name(kind, dim),
-            prefill_shared(kind, dim, per_block),
-        )
-    };
-    let (tiles, heads) = (op.tokens.div_ceil(tile_tokens), op.pages.heads * head_tiles);
-    // Wide blocks stay resident and take one tile after another.
-    let resident = (tiles * heads).min(caps.sms);
-    let (grid, warps) = if wide {
-        ([resident, 1, 1], WIDE_WARPS)
-    } else {
-        ([tiles, heads, plan.chunks], warps)
-    };
-    Selection {
-        kernel,
-        grid,
-        threads: 32 * warps,
-        shared,
-        cluster: 0,
-        ring,
-        ahead: 0,
-        tile: (tile_heads, tile_tokens),
-    }
-}
-
-/// The kernel that [`plan`] and [`attend`] take for a call on a card of these capabilities, whether it is here or not.
-pub fn selected(caps: &Capabilities, op: &Attention, max_keys: usize) -> Selection {
-    select(caps, op, &plan_on(caps, op, max_keys))
 }
 
 /// Attention of every token over its sequence's keys. `memory`: device memory of [`Plan::workspace`] floats, aligned to 16
@@ -527,9 +432,9 @@ fn argument(
 
 #[cfg(test)]
 mod tests {
+    use super::room::decode_shared;
     use super::*;
-    use crate::capabilities::CARDS;
-    use crate::capabilities::tests::{RELEASE, card, hopper};
+    use crate::capabilities::tests::hopper;
 
     /// The batches of `test_any_number_of_blocks_that_share_a_row_gives_the_same_bits` in tests/kernels/test_cuda_attention.py share keys
     /// in several ways, and so do the first two alone, which are those it has under a tool.
@@ -555,100 +460,6 @@ mod tests {
                 assert_eq!(chunks, [17, 4, 7, 5, 3]);
             }
         }
-    }
-
-    fn call(kind: Kind, head_dim: usize, heads: (usize, usize), rows: (usize, usize)) -> Attention {
-        let ((q_heads, kv_heads), (batch, tokens)) = (heads, rows);
-        let pages = Pages {
-            kind,
-            data: [0; 2],
-            scales: [0; 2],
-            num_pages: 64 * batch,
-            page_size: 256,
-            heads: kv_heads,
-            head_dim,
-        };
-        Attention::of_shape(pages, batch * tokens, q_heads, (batch, 64))
-    }
-
-    #[test]
-    fn every_selected_launch_fits_its_card() {
-        for name in CARDS.map(|card| card.name) {
-            let caps = card(name, RELEASE);
-            for (kind, head_dim) in KINDS
-                .into_iter()
-                .flat_map(|kind| [64, 80, 96, 128, 192, 256].map(|dim| (kind, dim)))
-            {
-                // 64 keys and values of 256 halves are more than a Turing block has; the launch is refused with both numbers.
-                let too_large = name == "2080 Ti" && kind.name == "fp16" && head_dim > 128;
-                for heads in [(32, 8), (32, 32), (28, 4), (64, 8), (40, 1)] {
-                    for rows in [
-                        (1, 1),
-                        (8, 1),
-                        (64, 1),
-                        (1, 5),
-                        (32, 5),
-                        (1, 512),
-                        (4, 2048),
-                    ] {
-                        for keys in [256, 4096, 16384] {
-                            let op = call(kind, head_dim, heads, rows);
-                            let found = select(&caps, &op, &plan_on(&caps, &op, keys));
-                            assert_eq!(
-                                found.shared > caps.shared_per_block,
-                                too_large,
-                                "{name} {head_dim} {heads:?} {rows:?} {keys}: {found:?}"
-                            );
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn the_table_of_a_layer_on_every_card() {
-        let kind = KINDS.into_iter().find(|kind| kind.name == "fp16").unwrap();
-        let kernel = |caps: &Capabilities, rows, keys| {
-            let op = call(kind, 128, (32, 8), rows);
-            select(caps, &op, &plan_on(caps, &op, keys)).kernel
-        };
-        for (caps, single, prompt) in CARDS
-            .map(|card| card.with(RELEASE))
-            .into_iter()
-            .chain([card("H100", &["80+ptx"])])
-            .map(|caps| match caps.code {
-                90 => (
-                    caps,
-                    "attention_fp16_f16_128_few1",
-                    "attention_fp16_128_wide",
-                ),
-                // A prefill block's keys and totals are more than 64 KB.
-                75 => (
-                    caps,
-                    "attention_fp16_128_decode1",
-                    "attention_fp16_128_decode2",
-                ),
-                _ => (
-                    caps,
-                    "attention_fp16_128_decode1",
-                    "attention_fp16_128_prefill",
-                ),
-            })
-        {
-            for rows in [(1, 1), (8, 1)] {
-                assert_eq!(kernel(&caps, rows, 256), single, "{caps:?} {rows:?}");
-            }
-            for tokens in [512, 2048] {
-                assert_eq!(kernel(&caps, (1, tokens), tokens), prompt, "{caps:?}");
-            }
-        }
-        for (rows, keys) in [((32, 1), 256), ((32, 1), 2048)] {
-            let long = "attention_fp16_f16_128_long1x1";
-            assert_eq!(kernel(&hopper(), rows, keys), long, "{rows:?} {keys}");
-        }
-        let plain = "attention_fp16_128_decode1";
-        assert_eq!(kernel(&hopper(), (64, 1), 16384), plain);
     }
 
     #[test]

@@ -3,8 +3,8 @@
 mod plan;
 
 use super::linear::{self, Half, Matrix};
-use super::ring::{self, Norm};
-use super::select::{Epilogue, Kernel, Refusal};
+use super::ring::Norm;
+use super::select::{Epilogue, Kernel, Refusal, check_alike};
 use super::{Target, index32};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
@@ -182,7 +182,7 @@ pub(super) fn takes(
     matrices: &[&Matrix],
     epilogue: Epilogue,
 ) -> Result<(), Refusal> {
-    ring::alike(matrices, epilogue.gate)?;
+    check_alike(matrices, epilogue.gate)?;
     shares_launch(caps, matrices)?;
     if epilogue.norm && !norms(caps, matrices) {
         return Err(Refusal::Matrices(

@@ -1,8 +1,8 @@
 //! What a launch of the kernel of 3 to 8 rows is made of: how K is cut, who has which tiles, what stands where in shared memory.
 
 use super::super::linear::{Matrix, MatrixArgument};
-use super::super::ring::{MATRICES, alike};
-use super::super::select::{Refusal, check_rows};
+use super::super::ring::MATRICES;
+use super::super::select::{Refusal, check_alike, check_rows};
 use super::MOST_ROWS;
 use crate::capabilities::{Capabilities, Feature};
 
@@ -246,7 +246,7 @@ pub(super) fn plan(
         return Err(Refusal::Needs(Feature::BulkCopy));
     }
     check_rows(m, MOST_ROWS)?;
-    alike(matrices, gated)?;
+    check_alike(matrices, gated)?;
     let full = Refusal::SharedMemory(caps.shared_per_block);
     // A block of the launch that packs rows holds one of them.
     if 2 * matrices[0].in_features() + 1024 > caps.shared_per_block {
