@@ -23,6 +23,11 @@ SECONDS = 10.0
 START_SECONDS = 60.0  # for the process to come up, which is no template's doing
 MOST_CHARACTERS = 1 << 24
 WORKER = Path(__file__).with_name("template_worker.py")
+# The terminal sends Ctrl-C to its whole foreground process group. The worker is in another one before its program
+# starts: only this process decides what an interrupt means.
+_APART: dict[str, Any] = (
+    {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if sys.platform == "win32" else {"start_new_session": True}
+)
 
 
 def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -90,7 +95,7 @@ class _Worker:
             raise ChatTemplateError("chat templates need a Python interpreter to run in, and this program names none")
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-I", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, **_APART
             )
         except OSError as e:
             raise ChatTemplateError(f"no process for the chat template could be started: {e}") from e
