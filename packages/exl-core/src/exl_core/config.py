@@ -33,6 +33,13 @@ log = logging.getLogger(__name__)
 SCALES = ("scale_emb", "embedding_multiplier", "scale_depth", "residual_multiplier", "logit_scale", "logits_scaling")
 # The MLP as some files of the Llama kind hold it: gate above up, and down (spec core.md 3.3).
 SWIGLU = ((".mlp.swiglu.w12.", ".mlp.gate_up_proj."), (".mlp.swiglu.w3.", ".mlp.down_proj."))
+# `vision_model_type` by the name of an architecture's image tower.
+VISION_TYPES = {
+    "Pixtral": "pixtral",
+    "Qwen2-VL": "qwen2",
+    "Qwen2.5-VL": "qwen2.5",
+    "SigLIP": "siglip_vision_model",
+}
 CPU_MATMUL_MODES = ("int8", "exact")
 VOCAB_PADDING = 32  # logits have this many columns' granularity
 # Far beyond any published model; a file that asks for more is damaged or hostile, and costs no memory.
@@ -140,6 +147,7 @@ class ExLlamaV2Config:
     su_rope_mscales: tuple[float, float] | None = None  # factors of short and of long contexts instead
     dynamic_rope_factor: float | None = None
     mrope_section: list[int] | None = None
+    vision_model_type: str | None = None  # "pixtral", "qwen2", "qwen2.5", "siglip_vision_model"; None: text only
     vision_spatial_merge_size: int = 1  # patches of a side that make one row of an image on a grid
     quant_method: str | None = None  # quantization_config.quant_method: informative, the tensors decide
     gptq_bits: int = 4
@@ -246,6 +254,7 @@ class ExLlamaV2Config:
             break
         else:
             raise errors[0]
+        self.vision_model_type = None if self.arch.vision is None else VISION_TYPES[self.arch.vision]
         text_type = read.string("text_config->model_type", default=None)
         if self.arch.text_model_types and text_type not in self.arch.text_model_types:
             raise UnsupportedArchitectureError(

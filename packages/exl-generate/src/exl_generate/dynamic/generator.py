@@ -6,12 +6,15 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from exl_core import PagedParams
 from exl_generate.dynamic.adapters import adapter_names
 from exl_generate.dynamic.completion import Completions, build_jobs
 from exl_generate.dynamic.engine import Engine
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 from exl_generate.dynamic.limits import Limits, check_drafting
-from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, PageTable, namespace_digest
+from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, Page, PageTable, namespace_digest
 from exl_generate.dynamic.request import adapters_of, check_abort_event, count_of
 from exl_generate.dynamic.runner import Runner
 from exl_generate.dynamic.scheduler import Scheduler
@@ -98,6 +101,13 @@ class ExLlamaV2DynamicGenerator:
         self.max_seq_len = limits.max_seq_len
         self.max_chunk_size = limits.max_chunk_size
         self.max_q_size = max_q_size
+        # As they were passed, for programs that read them.
+        self.paged = paged
+        self.use_ngram_draft = use_ngram_draft
+        self.max_ngram = max_ngram
+        self.max_sampling_threads = max_sampling_threads
+        self.min_sampling_threads = min_sampling_threads
+        self.filter_background_eval = filter_background_eval
         self.padded_vocab_size = -(-model.config.vocab_size // 32) * 32
         #: whether another generator on the same cache ends this one's jobs rather than being refused
         self.yields_cache = False
@@ -311,6 +321,32 @@ class ExLlamaV2DynamicGenerator:
         """As `Tenant`: another generator has written into a cache of this one, which had no jobs meanwhile."""
         with self._lock:
             self.page_table.reset()
+
+    @property
+    def all_pages(self) -> list[Page]:
+        """Every page of the cache, in its order there."""
+        return list(self.page_table.pages)
+
+    @property
+    def referenced_pages(self) -> dict[int, Page]:
+        """Pages that jobs use, by index."""
+        return {page.index: page for page in self.page_table.pages if page.ref_count}
+
+    @property
+    def unreferenced_pages(self) -> dict[int, Page]:
+        """Pages that no job uses, by index; their content may be reused."""
+        return {page.index: page for page in self.page_table.pages if not page.ref_count}
+
+    @property
+    def access_serial(self) -> int:
+        """How often a sequence was given a page, new or shared."""
+        return self.page_table.access_serial
+
+    def get_paged_params(
+        self, batch_size: int, block_index: Tensor, cache_seqlens: Tensor, max_cache_seqlen: int, q_len: int = 0
+    ) -> PagedParams:
+        """Parameters of an attention call over this generator's pages, as `exl_core.PagedParams` describes them."""
+        return PagedParams(batch_size, block_index, cache_seqlens, max_cache_seqlen, self.page_size, q_len)
 
     def print_page_list(self, short: bool = True) -> None:
         """One character a page: its number of users (+ beyond 9), . for none. With `short` off, one line a page."""

@@ -167,6 +167,8 @@ class ExLlamaV2DynamicJob:
         #: guesses worth making in the next step, by how the last ones fared
         self.draft_length = 0
         self.total_pages = 0
+        #: of those, pages that do not follow the page before them in the cache
+        self.non_sequential_pages = 0
         self.time_enqueue: float | None = None
         self.time_first_prefill: float | None = None
         self.time_first_token: float | None = None
@@ -330,9 +332,10 @@ class ExLlamaV2DynamicJob:
         return full_pages(self.sequences) - full_pages(self.sequences, table) + self.own_pages(table.page_size)
 
     def acquire_pages(self) -> None:
-        self.total_pages = 0
+        self.total_pages = self.non_sequential_pages = 0
         for sequence in self.sequences:
             self.total_pages += sequence.acquire(self._share)
+            self.non_sequential_pages += int(np.count_nonzero(np.diff(sequence.block) != 1))
 
     @property
     def has_room(self) -> bool:

@@ -68,6 +68,8 @@ class PageTable:
         tokens = np.zeros((num_pages, page_size), dtype=np.int64)
         self.pages = [Page(i, tokens[i]) for i in range(num_pages)]
         self.reserved = 0
+        #: how often a sequence was given a page, new or shared
+        self.access_serial = 0
         self._waiting: OrderedDict[int, Page] = OrderedDict((p.index, p) for p in self.pages)
         self._by_label: dict[bytes, Page] = {}
         #: (parent, first id) -> pages that continue `parent` with that id
@@ -114,6 +116,7 @@ class PageTable:
     def share(self, page: Page) -> Page:
         """Add a reference to an existing page."""
         page.ref_count += 1
+        self.access_serial += 1
         self._waiting.pop(page.index, None)
         return page
 
@@ -126,6 +129,7 @@ class PageTable:
         self._forget(page)
         page.ref_count = 1
         page.parent = parent
+        self.access_serial += 1
         return page
 
     def label(self, page: Page, label: bytes, ids: Ids) -> None:

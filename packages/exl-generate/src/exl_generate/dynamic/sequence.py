@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from exl_core import SeqTensor
 from exl_generate.dynamic.pages import Page, PageTable, page_hash
 
 __all__ = ["EMBEDDING_INDEX", "NO_PICTURES", "Head", "Pictures", "Sequence", "full_pages"]
@@ -95,6 +98,16 @@ class Sequence:
     def ids(self) -> Ids:
         """All ids so far, as a view."""
         return self._buffer[: self._length]
+
+    @property
+    def input_ids(self) -> Tensor:
+        """The prompt's ids, int64 [1, n], a copy."""
+        return torch.tensor(self._buffer[: self.prompt_length])[None]
+
+    @property
+    def sequence_ids(self) -> SeqTensor:
+        """All ids so far, int64 [1, n], a copy."""
+        return SeqTensor.from_tensor(torch.tensor(self.ids)[None], seq_dim=-1)
 
     @property
     def keys(self) -> Ids:

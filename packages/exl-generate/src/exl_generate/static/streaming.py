@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from numbers import Real
 from operator import index
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,6 +43,10 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     model or cache are full. A draft model without `draft_cache` gets an FP16 cache of the main cache's size. A stream
     between two calls ends with `JobStateError` when another generator takes the cache.
     """
+
+    # Constants that programs written for exllamav2 may read; nothing here depends on them.
+    tail_decode_tokens: ClassVar[int] = 2
+    max_fallback_tokens: ClassVar[int] = 4
 
     def __init__(
         self,
