@@ -27,6 +27,8 @@ fn main() {
         println!("cargo:rerun-if-env-changed={name}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let layouts = layouts().unwrap_or_else(|why| panic!("{why}"));
+    fs::write(out.join("abi.rs"), layouts).expect("OUT_DIR is writable");
     let table = match build(&out) {
         Ok(table) => table,
         Err(why) => {
@@ -148,6 +150,55 @@ fn headers_of(source: &Path, text: &str) -> Result<Vec<(String, String)>, String
     }
     found.sort();
     Ok(found)
+}
+
+/// Rust constants of the layouts that the CUDA sources state: `file::Struct::{SIZE, FIELDS, field...}`.
+fn layouts() -> Result<String, String> {
+    let mut files = sources("cu")?;
+    files.extend(sources("cuh")?);
+    let mut text = String::new();
+    for path in files.iter().filter(|path| !path.ends_with("abi.cuh")) {
+        let source = fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
+        let structs = layouts_in(&source).map_err(|e| format!("{}: {e}", path.display()))?;
+        if !structs.is_empty() {
+            let file = path.file_stem().expect("a source has a stem").display();
+            writeln!(text, "pub mod {file} {{\n{structs}}}").expect("write to a String");
+        }
+    }
+    Ok(text)
+}
+
+/// The constants of one source: `ABI_SIZE(Struct, bytes)` opens a struct, its `ABI_AT(Struct, field, offset)` follow.
+fn layouts_in(source: &str) -> Result<String, String> {
+    let mut structs: Vec<(&str, &str, Vec<(&str, &str)>)> = Vec::new();
+    for call in source.split("ABI_").skip(1) {
+        let broken = || format!("expected SIZE(..) or AT(..) behind ABI_, found {call:.40}");
+        let (kind, rest) = call.split_once('(').ok_or_else(broken)?;
+        let (arguments, _) = rest.split_once(')').ok_or_else(broken)?;
+        let arguments: Vec<&str> = arguments.split(',').map(str::trim).collect();
+        match (kind, &arguments[..], structs.last_mut()) {
+            ("SIZE", &[name, bytes], _) => structs.push((name, bytes, Vec::new())),
+            ("AT", &[name, field, at], Some((open, _, fields))) if *open == name => {
+                fields.push((field, at));
+            }
+            _ => return Err(broken()),
+        }
+    }
+    let mut text = String::new();
+    for (name, bytes, fields) in structs {
+        let count = fields.len();
+        let constants: String = fields
+            .iter()
+            .map(|(field, at)| format!("        pub const {field}: usize = {at};\n"))
+            .collect();
+        write!(
+            text,
+            "    #[allow(non_snake_case, non_upper_case_globals)]\n    pub mod {name} {{\n        \
+             pub const SIZE: usize = {bytes};\n        pub const FIELDS: usize = {count};\n{constants}    }}\n"
+        )
+        .expect("write to a String");
+    }
+    Ok(text)
 }
 
 fn architectures() -> Result<Vec<String>, String> {

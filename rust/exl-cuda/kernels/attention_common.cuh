@@ -5,9 +5,10 @@
 // depend on nothing but its own position and its sequence's pages: not on the other rows of its tile (rows of a matrix product do not
 // mix), on the batch, on the chunk, on the number of blocks that shared the work, nor on which of the kernels ran.
 #pragma once
+#include "abi.cuh"
 #include "hadamard.cuh"
 
-struct Attention {  // mirrored in ops/attention/mod.rs
+struct Attention {
   const void* q;
   void* out;
   const uint8_t *key, *value;
@@ -35,7 +36,20 @@ struct Attention {  // mirrored in ops/attention/mod.rs
   float scale, softcap;
   int ahead;  // of attention_long.cuh: most bytes of keys, and of values, that one of the first blocks asks for ahead
 };
-static_assert(sizeof(Attention) == 288, "as the host has it");
+ABI_SIZE(Attention, 288); ABI_AT(Attention, q, 0); ABI_AT(Attention, out, 8); ABI_AT(Attention, key, 16); ABI_AT(Attention, value, 24);
+ABI_AT(Attention, key_scales, 32); ABI_AT(Attention, value_scales, 40); ABI_AT(Attention, block_table, 48); ABI_AT(Attention, rows, 56);
+ABI_AT(Attention, positions, 64); ABI_AT(Attention, key_mask, 72); ABI_AT(Attention, parts, 80); ABI_AT(Attention, tickets, 88);
+ABI_AT(Attention, new_key, 96); ABI_AT(Attention, new_value, 104); ABI_AT(Attention, cos, 112); ABI_AT(Attention, sin, 120);
+ABI_AT(Attention, rope_positions, 128); ABI_AT(Attention, slots, 136); ABI_AT(Attention, q_stride, 144);
+ABI_AT(Attention, new_stride, 148); ABI_AT(Attention, rotated, 152); ABI_AT(Attention, table_rows, 156);
+ABI_AT(Attention, interleaved, 160); ABI_AT(Attention, early, 164); ABI_AT(Attention, element, 168); ABI_AT(Attention, ordered, 176);
+ABI_AT(Attention, row_of_feature, 184); ABI_AT(Attention, columns, 192); ABI_AT(Attention, tokens, 196);
+ABI_AT(Attention, q_heads, 200); ABI_AT(Attention, heads, 204); ABI_AT(Attention, dim, 208); ABI_AT(Attention, group, 212);
+ABI_AT(Attention, tile_heads, 216); ABI_AT(Attention, tile_tokens, 220); ABI_AT(Attention, page_size, 224);
+ABI_AT(Attention, page_shift, 228); ABI_AT(Attention, max_pages, 232); ABI_AT(Attention, num_pages, 236); ABI_AT(Attention, batch, 240);
+ABI_AT(Attention, mask_width, 244); ABI_AT(Attention, window, 248); ABI_AT(Attention, chunks, 252); ABI_AT(Attention, part_slots, 256);
+ABI_AT(Attention, ring, 260); ABI_AT(Attention, page_inverse, 264); ABI_AT(Attention, key_limit, 268); ABI_AT(Attention, scale, 272);
+ABI_AT(Attention, softcap, 276); ABI_AT(Attention, ahead, 280);
 
 constexpr int UNIT = 64, SPLIT_UNITS = 8, UNIT_PARTS = 32;
 constexpr float LOG2E = 1.4426950408889634f;

@@ -1,5 +1,6 @@
 // Activation rows into layout order for the kernels of batch.cuh: norm, BF16's factor and the permutation in one launch.
 #pragma once
+#include "abi.cuh"
 #include <type_traits>
 
 #include "prepared.cuh"
@@ -17,7 +18,10 @@ struct LayoutTask {
   int shares, idle;  // blocks of a row; blocks before all others that have nothing to do
   float eps, offset;
 };
-static_assert(sizeof(LayoutTask) == 80, "as the host has it");
+ABI_SIZE(LayoutTask, 80); ABI_AT(LayoutTask, x, 0); ABI_AT(LayoutTask, weight, 8); ABI_AT(LayoutTask, out, 16);
+ABI_AT(LayoutTask, multipliers, 24); ABI_AT(LayoutTask, features, 32); ABI_AT(LayoutTask, rows, 40); ABI_AT(LayoutTask, units, 44);
+ABI_AT(LayoutTask, k, 48); ABI_AT(LayoutTask, m, 52); ABI_AT(LayoutTask, columns, 56); ABI_AT(LayoutTask, shares, 60);
+ABI_AT(LayoutTask, idle, 64); ABI_AT(LayoutTask, eps, 68); ABI_AT(LayoutTask, offset, 72);
 
 // Before sm_80 there are no asynchronous copies (nor is this kernel chosen there: it is compiled with the others of its file).
 DEVICE void copy_ahead(void* to, const void* from) {

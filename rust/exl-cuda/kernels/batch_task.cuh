@@ -1,5 +1,6 @@
 // What the kernels of 9 to 64 rows (batch.cuh) are told, and how their blocks share the work.
 #pragma once
+#include "abi.cuh"
 #include "pipeline.cuh"
 #include "tile.cuh"
 
@@ -11,6 +12,8 @@ struct BatchPart {
   int y_offset, first_item;  // column in y; items of the launch are counted through its matrices
   uint32_t units_at, padding;
 };
+ABI_SIZE(BatchPart, 88); ABI_AT(BatchPart, a, 0); ABI_AT(BatchPart, y_offset, 72); ABI_AT(BatchPart, first_item, 76);
+ABI_AT(BatchPart, units_at, 80); ABI_AT(BatchPart, padding, 84);
 
 // The same struct as `ops::batch::Task`; places are bytes in shared memory.
 struct BatchTask {
@@ -35,6 +38,14 @@ struct BatchTask {
   const uint16_t* into_rows;  // null when rows stand in the features' order
   BatchPart part[BATCH_MATRICES];
 };
+ABI_SIZE(BatchTask, 416); ABI_AT(BatchTask, x, 0); ABI_AT(BatchTask, multipliers, 8); ABI_AT(BatchTask, sums, 16);
+ABI_AT(BatchTask, arrivals, 24); ABI_AT(BatchTask, y, 32); ABI_AT(BatchTask, count, 40); ABI_AT(BatchTask, items, 44);
+ABI_AT(BatchTask, m, 48); ABI_AT(BatchTask, y_kind, 52); ABI_AT(BatchTask, y_stride, 56); ABI_AT(BatchTask, paired, 60);
+ABI_AT(BatchTask, groups, 64); ABI_AT(BatchTask, scaled, 68); ABI_AT(BatchTask, slots, 72); ABI_AT(BatchTask, resident, 76);
+ABI_AT(BatchTask, stage_stride, 80); ABI_AT(BatchTask, unit_room, 84); ABI_AT(BatchTask, ring_at, 88); ABI_AT(BatchTask, x_at, 92);
+ABI_AT(BatchTask, barriers_at, 96); ABI_AT(BatchTask, numbered_at, 100); ABI_AT(BatchTask, sums_at, 104); ABI_AT(BatchTask, cut, 108);
+ABI_AT(BatchTask, looks, 112); ABI_AT(BatchTask, gate, 116); ABI_AT(BatchTask, left, 120); ABI_AT(BatchTask, residual, 128);
+ABI_AT(BatchTask, into, 136); ABI_AT(BatchTask, into_rows, 144); ABI_AT(BatchTask, part, 152);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // A block's units in their order: quarter after quarter, in each the classes j, j + 8, j + 4, j + 12.

@@ -1,5 +1,6 @@
 // What the kernel of 3 to 8 rows (few.cuh) is told, and how its blocks and warps share the work.
 #pragma once
+#include "abi.cuh"
 #include "pipeline.cuh"
 #include "tile.cuh"
 
@@ -19,6 +20,9 @@ struct FewPart {
   int y_offset;
   int listed;  // where its units begin in `units_listed`; -1 where they do not stand there
 };
+ABI_SIZE(FewPart, 104); ABI_AT(FewPart, a, 0); ABI_AT(FewPart, pieces_at, 72); ABI_AT(FewPart, units_at, 76);
+ABI_AT(FewPart, maxima_at, 80); ABI_AT(FewPart, x_at, 84); ABI_AT(FewPart, copy, 88); ABI_AT(FewPart, y_offset, 92);
+ABI_AT(FewPart, listed, 96);
 
 // The same struct as `ops::few::Task`.
 struct FewTask {
@@ -49,6 +53,15 @@ struct FewTask {
   uint32_t units_listed[FEW_LISTED];  // {offset / 16, widths} in the halves of a word, with the end of each matrix's
   FewPart part[FEW_MATRICES];
 };
+ABI_SIZE(FewTask, 744); ABI_AT(FewTask, barriers_at, 0); ABI_AT(FewTask, stage_stride, 4); ABI_AT(FewTask, slots, 8);
+ABI_AT(FewTask, window, 12); ABI_AT(FewTask, count, 16); ABI_AT(FewTask, cut, 20); ABI_AT(FewTask, units, 24);
+ABI_AT(FewTask, stages, 28); ABI_AT(FewTask, stage_log, 32); ABI_AT(FewTask, rounds, 36); ABI_AT(FewTask, longer, 40);
+ABI_AT(FewTask, tiles, 44); ABI_AT(FewTask, gate, 48); ABI_AT(FewTask, results_at, 52); ABI_AT(FewTask, places_at, 56);
+ABI_AT(FewTask, mail_at, 60); ABI_AT(FewTask, mails, 64); ABI_AT(FewTask, m, 68); ABI_AT(FewTask, y_kind, 72);
+ABI_AT(FewTask, y_stride, 76); ABI_AT(FewTask, scaled, 80); ABI_AT(FewTask, copies, 84); ABI_AT(FewTask, copy_bytes, 88);
+ABI_AT(FewTask, x, 96); ABI_AT(FewTask, multipliers, 104); ABI_AT(FewTask, norm, 112); ABI_AT(FewTask, squares, 120);
+ABI_AT(FewTask, eps, 128); ABI_AT(FewTask, k, 132); ABI_AT(FewTask, y, 136); ABI_AT(FewTask, residual, 144); ABI_AT(FewTask, next, 152);
+ABI_AT(FewTask, next_rows, 160); ABI_AT(FewTask, next_squares, 168); ABI_AT(FewTask, units_listed, 176); ABI_AT(FewTask, part, 432);
 
 #if __CUDA_ARCH__ >= 900
 // {offset in the tile, widths} of a unit, or of the last one's end. Parameters are there a trip to L2 before what they point to.

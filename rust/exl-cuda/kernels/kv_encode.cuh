@@ -1,15 +1,18 @@
 // Encoding of one block of 64 elements into pages (spec formats 5): a warp a block, the CPU codec's arithmetic step by step, so that
 // codes and scales are the same bits.
 #pragma once
+#include "abi.cuh"
 #include "hadamard.cuh"
 
-struct Pages {  // mirrored in ops/kv.rs
+struct Pages {
   uint8_t* data[2];
   __half* scales[2];
   int codec[2];
   int heads, dim, blocks;  // blocks of 64 in a head, the last one possibly short
   int64_t slots;
 };
+ABI_SIZE(Pages, 64); ABI_AT(Pages, data, 0); ABI_AT(Pages, scales, 16); ABI_AT(Pages, codec, 32); ABI_AT(Pages, heads, 40);
+ABI_AT(Pages, dim, 44); ABI_AT(Pages, blocks, 48); ABI_AT(Pages, slots, 56);
 
 DEVICE uint8_t e5m2(float x) {
   const uint16_t bits = __half_as_ushort(saturating_half(x)), magnitude = bits & 0x7fff;

@@ -1,5 +1,14 @@
 // For measuring: a pure read of a buffer (the roof every memory-bound kernel is held against) and a kernel that does nothing.
+#include <cuda.h>
+#include "abi.cuh"
 #include "common.cuh"
+
+// What the host hands to the driver's launch call (src/ffi.rs), as cuda.h declares it.
+ABI_SIZE(CUlaunchConfig, 56); ABI_AT(CUlaunchConfig, gridDimX, 0); ABI_AT(CUlaunchConfig, blockDimX, 12);
+ABI_AT(CUlaunchConfig, sharedMemBytes, 24); ABI_AT(CUlaunchConfig, hStream, 32); ABI_AT(CUlaunchConfig, attrs, 40);
+ABI_AT(CUlaunchConfig, numAttrs, 48);
+ABI_SIZE(CUlaunchAttribute, 72); ABI_AT(CUlaunchAttribute, id, 0); ABI_AT(CUlaunchAttribute, pad, 4);
+ABI_AT(CUlaunchAttribute, value, 8);
 
 // Reads `count` 16-byte words, eight loads in flight a thread; writes only to keep the loads alive.
 extern "C" __global__ void __launch_bounds__(256) probe_read(const uint4* p, size_t count, uint32_t* sink) {

@@ -1,5 +1,6 @@
 // What the ring kernel (ring.cuh) is told, and how its blocks and warps share the work.
 #pragma once
+#include "abi.cuh"
 #include "pipeline.cuh"
 #include "tile.cuh"
 
@@ -17,6 +18,8 @@ struct Part {
   int order;  // the first matrix whose rows stand in the same order; its x_at is this one's too
   int y_offset;
 };
+ABI_SIZE(Part, 96); ABI_AT(Part, a, 0); ABI_AT(Part, units_at, 72); ABI_AT(Part, maxima_at, 76); ABI_AT(Part, x_at, 80);
+ABI_AT(Part, stages, 84); ABI_AT(Part, order, 88); ABI_AT(Part, y_offset, 92);
 
 enum { KEEP = 1, PADDED = 2, ROW = 4, FILLS = 8 };
 // Everything a launch needs, worked out by the host; the same struct as `ops::ring::Task`. First what the streaming thread reads.
@@ -41,6 +44,12 @@ struct Task {
   Part part[MATRICES];
   uint32_t stage_begin[MATRICES][MOST_STAGES + 1];  // bytes within a tile
 };
+ABI_SIZE(Task, 800); ABI_AT(Task, barriers_at, 0); ABI_AT(Task, stage_stride, 4); ABI_AT(Task, slots, 8); ABI_AT(Task, window, 12);
+ABI_AT(Task, count, 16); ABI_AT(Task, tiles, 20); ABI_AT(Task, longer, 24); ABI_AT(Task, gate, 28); ABI_AT(Task, results_at, 32);
+ABI_AT(Task, multipliers_at, 36); ABI_AT(Task, x_stride, 40); ABI_AT(Task, gates_at, 44); ABI_AT(Task, flags, 48); ABI_AT(Task, m, 52);
+ABI_AT(Task, columns, 56); ABI_AT(Task, x_kind, 60); ABI_AT(Task, y_kind, 64); ABI_AT(Task, y_stride, 68); ABI_AT(Task, eps, 72);
+ABI_AT(Task, offset, 76); ABI_AT(Task, x, 80); ABI_AT(Task, y, 88); ABI_AT(Task, residual, 96); ABI_AT(Task, norm, 104);
+ABI_AT(Task, part, 112); ABI_AT(Task, stage_begin, 400);
 
 #if __CUDA_ARCH__ >= 900
 struct SharedColumns {

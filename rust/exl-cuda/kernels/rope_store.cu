@@ -1,16 +1,19 @@
 // Queries and keys rotated, keys and values into pages: one launch where there were three. A warp a head of a token.
 //
 // Bit for bit what rope.cu on q and k and then kv.cu give: rotated values are rounded to their type before they are encoded.
+#include "abi.cuh"
 #include "kv_encode.cuh"
 #include "rope.cuh"
 
 constexpr int WARPS = 4, MAX_DIM = 256;
 
-struct Rotation {  // mirrored in ops/rope_store.rs
+struct Rotation {
   const float *cos, *sin;
   const int64_t* positions;
   int rotated, table_rows, interleaved;
 };
+ABI_SIZE(Rotation, 40); ABI_AT(Rotation, cos, 0); ABI_AT(Rotation, sin, 8); ABI_AT(Rotation, positions, 16);
+ABI_AT(Rotation, rotated, 24); ABI_AT(Rotation, table_rows, 28); ABI_AT(Rotation, interleaved, 32);
 
 // Grid: tokens, quarters of the heads of q, then of k, then of v. Positions, slots and tables are read before the wait: they are older
 // than the launch before this one.

@@ -1,5 +1,6 @@
 // Activation rows into layout order for the kernels of few.cuh: norm, BF16's factor and the permutations of all matrices in one launch.
 #pragma once
+#include "abi.cuh"
 #include <type_traits>
 
 #include "tile.cuh"
@@ -18,6 +19,10 @@ struct RowsTask {
   int copies, units, k, m;
   float eps, offset;
 };
+ABI_SIZE(RowsTask, 104); ABI_AT(RowsTask, x, 0); ABI_AT(RowsTask, weight, 8); ABI_AT(RowsTask, out, 16);
+ABI_AT(RowsTask, multipliers, 24); ABI_AT(RowsTask, copy_bytes, 32); ABI_AT(RowsTask, features, 40); ABI_AT(RowsTask, rows, 64);
+ABI_AT(RowsTask, copies, 76); ABI_AT(RowsTask, units, 80); ABI_AT(RowsTask, k, 84); ABI_AT(RowsTask, m, 88); ABI_AT(RowsTask, eps, 92);
+ABI_AT(RowsTask, offset, 96);
 
 // Eight values of K of a row to their place.
 DEVICE void store_eight(const RowsTask& p, int copy, int chunk, int token, uint4 v) {

@@ -5,6 +5,7 @@
 // Answers are written to pinned host memory in place: no copy to wait for. Each launch begins while the one before it ends, and waits
 // for it before it reads what it made; so whatever follows the last one follows all.
 // Products and sums are written as intrinsics wherever the compiler could fuse them: a fused one gives other bits.
+#include "abi.cuh"
 #include "sampling_math.cuh"
 #include "sampling_table.cuh"
 
@@ -14,6 +15,7 @@ struct Inputs {
   unsigned* to;
   int words;
 };
+ABI_SIZE(Inputs, 24); ABI_AT(Inputs, from, 0); ABI_AT(Inputs, to, 8); ABI_AT(Inputs, words, 16);
 
 // Steps 2 to 8: the shaped logits and the largest key of each block of ids. The blocks beyond the last row bring the next step's inputs,
 // while the others work: a copy between this launch and the next would be waited for.

@@ -1,5 +1,6 @@
 // What the sampling kernels share: a row's description, logits as ordered keys, weights in fixed point, sums and maxima of a block.
 #pragma once
+#include "abi.cuh"
 #include "common.cuh"
 
 typedef unsigned long long u64;
@@ -21,6 +22,7 @@ struct Edit {
   double factor, minus;
   unsigned id;
 };
+ABI_SIZE(Edit, 24); ABI_AT(Edit, factor, 0); ABI_AT(Edit, minus, 8); ABI_AT(Edit, id, 16);
 
 struct Row {
   const float* logits;
@@ -33,6 +35,12 @@ struct Row {
   float scale, late_scale;
   int size, bias_length, mask_words, ignored_words, top_k, top_n, flags, padding;
 };
+ABI_SIZE(Row, 192); ABI_AT(Row, logits, 0); ABI_AT(Row, bias, 8); ABI_AT(Row, mask, 16); ABI_AT(Row, edits, 24);
+ABI_AT(Row, starts, 40); ABI_AT(Row, ignored, 56); ABI_AT(Row, top_p, 64); ABI_AT(Row, top_a, 72); ABI_AT(Row, min_p, 80);
+ABI_AT(Row, tfs, 88); ABI_AT(Row, mirostat, 96); ABI_AT(Row, xtc_probability, 104); ABI_AT(Row, xtc_threshold, 112);
+ABI_AT(Row, low, 120); ABI_AT(Row, high, 128); ABI_AT(Row, exponent, 136); ABI_AT(Row, uniform, 144); ABI_AT(Row, scale, 152);
+ABI_AT(Row, late_scale, 156); ABI_AT(Row, size, 160); ABI_AT(Row, bias_length, 164); ABI_AT(Row, mask_words, 168);
+ABI_AT(Row, ignored_words, 172); ABI_AT(Row, top_k, 176); ABI_AT(Row, top_n, 180); ABI_AT(Row, flags, 184); ABI_AT(Row, padding, 188);
 
 struct Answer {
   int token, status, top, padding;
@@ -40,6 +48,8 @@ struct Answer {
   u64 top_weights[MOST_TOP];
   unsigned top_ids[MOST_TOP];
 };
+ABI_SIZE(Answer, 800); ABI_AT(Answer, token, 0); ABI_AT(Answer, status, 4); ABI_AT(Answer, top, 8); ABI_AT(Answer, padding, 12);
+ABI_AT(Answer, weight, 16); ABI_AT(Answer, total, 24); ABI_AT(Answer, top_weights, 32); ABI_AT(Answer, top_ids, 544);
 
 DEVICE int key_of(float x) {
   const int bits = __float_as_int(__fadd_rn(x, 0.f));

@@ -4,6 +4,7 @@
 // Everything that adds is written out (fmaf, matrix instructions in a fixed order), so that every kernel that computes a unit's
 // product gets the same bits, whatever NT and R are: a row's result does not depend on how many rows are in the call.
 #pragma once
+#include "abi.cuh"
 #include "common.cuh"
 
 // Unit u of a tile adds into class u % 16; `sum_classes` has the order in which classes are added.
@@ -21,6 +22,10 @@ struct Matrix {
   uint32_t tile_bytes;
   float prescale;
 };
+ABI_SIZE(Matrix, 72); ABI_AT(Matrix, image, 0); ABI_AT(Matrix, units, 8); ABI_AT(Matrix, maxima, 16);
+ABI_AT(Matrix, row_of_feature, 24); ABI_AT(Matrix, bias, 32); ABI_AT(Matrix, tiles, 40); ABI_AT(Matrix, unit_count, 44);
+ABI_AT(Matrix, rows, 48); ABI_AT(Matrix, in_features, 52); ABI_AT(Matrix, out_features, 56); ABI_AT(Matrix, tile_bytes, 60);
+ABI_AT(Matrix, prescale, 64);
 
 // ---------------------------------------------------------------------------------------------------- memory
 struct SharedBytes {

@@ -2,6 +2,8 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
+use crate::abi::assert_layout;
+
 pub type CuResult = c_int;
 pub type CuDevice = c_int;
 pub type CuContext = *mut c_void;
@@ -33,6 +35,8 @@ pub struct LaunchAttribute {
     pub value: [u32; 16],
 }
 
+assert_layout!(LaunchAttribute, probe::CUlaunchAttribute, { id, pad, value });
+
 /// `CUlaunchConfig`
 #[repr(C)]
 pub struct LaunchConfig {
@@ -43,6 +47,15 @@ pub struct LaunchConfig {
     pub attributes: *const LaunchAttribute,
     pub attribute_count: c_uint,
 }
+
+assert_layout!(LaunchConfig, probe::CUlaunchConfig, {
+    grid as gridDimX,
+    block as blockDimX,
+    shared_bytes as sharedMemBytes,
+    stream as hStream,
+    attributes as attrs,
+    attribute_count as numAttrs,
+});
 
 /// Declares the function table and how it is filled, so that a name stands in one place only.
 macro_rules! functions {

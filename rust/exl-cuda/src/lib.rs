@@ -3,6 +3,7 @@
 //! Nothing here links to libcuda, libcudart or libtorch: the driver is opened at run time, kernels are embedded images, and a launch
 //! goes to the stream the caller names, in the primary context that torch uses too. A machine without a GPU gets a [`Reason`].
 
+mod abi;
 mod capabilities;
 mod device;
 mod driver;

@@ -1,6 +1,7 @@
 //! Keys and values into pages and out of them.
 
 use super::{Element, Target, index32};
+use crate::abi::assert_layout;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -75,6 +76,8 @@ pub(super) struct PagesArgument {
     blocks: i32,
     slots: i64,
 }
+
+assert_layout!(PagesArgument, kv_encode::Pages, { data, scales, codec, heads, dim, blocks, slots });
 
 impl Pages {
     pub(super) fn argument(&self) -> Result<PagesArgument, CudaError> {

@@ -1,6 +1,7 @@
 //! Products with matrices in the tile layout.
 
 use super::{Target, index32};
+use crate::abi::assert_layout;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -31,6 +32,8 @@ pub(super) struct MatrixArgument {
     pub tile_bytes: u32,
     pub prescale: f32,
 }
+
+assert_layout!(MatrixArgument, tile::Matrix, { image, units, maxima, row_of_feature, bias, tiles, unit_count, rows, in_features, out_features, tile_bytes, prescale });
 
 /// Device addresses of a matrix; all of them stay valid as long as the [`Matrix`] is used.
 #[derive(Clone, Copy, Debug)]
@@ -358,7 +361,6 @@ pub(super) mod tests {
     #[test]
     fn a_unit_is_two_words() {
         assert_eq!(std::mem::size_of::<Unit>(), 8);
-        assert_eq!(std::mem::size_of::<MatrixArgument>(), 5 * 8 + 7 * 4 + 4);
     }
 
     #[test]

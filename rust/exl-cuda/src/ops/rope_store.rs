@@ -3,6 +3,7 @@
 use super::kv::{Codec, Pages};
 use super::rope::Rope;
 use super::{Element, Target, index32};
+use crate::abi::assert_layout;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
@@ -21,6 +22,8 @@ struct RotationArgument {
     table_rows: i32,
     interleaved: i32,
 }
+
+assert_layout!(RotationArgument, rope_store::Rotation, { cos, sin, positions, rotated, table_rows, interleaved });
 
 fn name(element: Element) -> String {
     format!("rope_store_{}", element.suffix())

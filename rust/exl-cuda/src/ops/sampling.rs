@@ -5,6 +5,7 @@
 //! (Kernels that read their rows from pinned memory in place cost 80 us a call on an H200: every block waits for the bus.)
 
 use super::Target;
+use crate::abi::assert_layout;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch, copy_to_device};
@@ -50,6 +51,8 @@ pub struct Edit {
     pub id: u32,
 }
 
+assert_layout!(Edit, sampling_rows::Edit, { factor, minus, id });
+
 /// One row as the kernels read it. Addresses are of device or pinned host memory; see kernels/sampling_rows.cuh.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
@@ -83,6 +86,8 @@ pub struct Row {
     pub padding: i32,
 }
 
+assert_layout!(Row, sampling_rows::Row, { logits, bias, mask, edits, starts, ignored, top_p, top_a, min_p, tfs, mirostat, xtc_probability, xtc_threshold, low, high, exponent, uniform, scale, late_scale, size, bias_length, mask_words, ignored_words, top_k, top_n, flags, padding });
+
 /// What the kernels answer.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -96,6 +101,8 @@ pub struct Answer {
     pub top_weights: [u64; MOST_TOP],
     pub top_ids: [u32; MOST_TOP],
 }
+
+assert_layout!(Answer, sampling_rows::Answer, { token, status, top, padding, weight, total, top_weights, top_ids });
 
 /// Bump allocator over pinned host memory: answers, rows, then what the rows point at.
 #[derive(Debug)]
@@ -209,6 +216,8 @@ pub struct Inputs {
     pub to: usize,
     pub words: i32,
 }
+
+assert_layout!(Inputs, sampling::Inputs, { from, to, words });
 
 /// Copies `bytes` bytes from `start` on of the staging memory at `host` to its copy on the GPU, in stream order.
 ///

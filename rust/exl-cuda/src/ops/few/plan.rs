@@ -4,6 +4,7 @@ use super::super::linear::{Matrix, MatrixArgument};
 use super::super::ring::MATRICES;
 use super::super::select::{Refusal, check_alike, check_rows};
 use super::MOST_ROWS;
+use crate::abi::assert_layout;
 use crate::capabilities::{Capabilities, Feature};
 
 /// Warps that multiply, one that streams weights, and those that finish tiles.
@@ -47,6 +48,8 @@ pub(super) struct Part {
     pub(super) listed: i32,
 }
 
+assert_layout!(Part, few_task::FewPart, { matrix as a, pieces_at, units_at, maxima_at, x_at, copy, y_offset, listed });
+
 /// `struct FewTask` of `kernels/few.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -89,6 +92,8 @@ pub(super) struct Task {
     pub(super) parts: [Part; MATRICES],
 }
 
+assert_layout!(Task, few_task::FewTask, { barriers_at, stage_stride, slots, window, count, cut, units, stages, stage_log, rounds, longer, tiles, gate, results_at, places_at, mail_at, mails, m, y_kind, y_stride, scaled, copies, copy_bytes, x, multipliers, norm, squares, eps, k, y, residual, next, next_rows, next_squares, units_listed, parts as part });
+
 /// `struct RowsTask` of `kernels/rows.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -107,6 +112,8 @@ pub(super) struct Preparation {
     pub(super) eps: f32,
     pub(super) offset: f32,
 }
+
+assert_layout!(Preparation, rows::RowsTask, { x, weight, out, multipliers, copy_bytes, features, layout_rows as rows, copies, units, k, m, eps, offset });
 
 /// Parts of K (1, 2 or 4), slots and window of the ring, for benchmarks that try others than the planned ones; zero leaves one as planned.
 #[derive(Clone, Copy, Debug, Default)]
@@ -553,18 +560,5 @@ mod tests {
         assert_eq!(down.map(|p| (p.task.cut, p.task.window)), Ok((2, 4)));
         let ampere = card("3090", RELEASE);
         assert_eq!(rows(&ampere, &[&matrix(16, 2064)], false), 0);
-    }
-
-    #[test]
-    fn structs_have_the_sizes_the_kernels_expect() {
-        assert_eq!(std::mem::size_of::<Part>(), 72 + 8 * 4);
-        assert_eq!(
-            std::mem::size_of::<Task>(),
-            22 * 4 + 11 * 8 + LISTED * 4 + 3 * 104
-        );
-        assert_eq!(
-            std::mem::size_of::<Preparation>(),
-            8 * 8 + 3 * 4 + 6 * 4 + 4
-        );
     }
 }

@@ -1,0 +1,37 @@
+//! Compile-time comparison of `repr(C)` structs with the CUDA structs that they are passed as.
+//!
+//! The CUDA sources state size and offsets (`ABI_SIZE`, `ABI_AT` of `kernels/abi.cuh`), where nvcc checks them; `build.rs` makes
+//! constants of the same lines, which [`assert_layout`] compares with the Rust struct.
+
+include!(concat!(env!("OUT_DIR"), "/abi.rs"));
+
+/// `assert_layout!(Rust, file::Cuda, { field, field as cuda_name, .. })`: the build fails unless `Rust` has the size of the CUDA struct,
+/// the same number of fields, and each listed field at the same offset. All fields must be listed.
+macro_rules! assert_layout {
+    ($rust:ident, $file:ident::$cuda:ident, { $($field:ident $(as $name:ident)?),* $(,)? }) => {
+        const _: () = {
+            use $crate::abi::$file::$cuda as cuda;
+            // A field that is not listed does not compile.
+            const fn listed(value: &$rust) -> usize {
+                let $rust { $($field: _),* } = value;
+                [$(stringify!($field)),*].len()
+            }
+            const _: fn(&$rust) -> usize = listed;
+            assert!(
+                [$(stringify!($field)),*].len() == cuda::FIELDS,
+                concat!(stringify!($cuda), " has another number of fields")
+            );
+            assert!(
+                size_of::<$rust>() == cuda::SIZE,
+                concat!(stringify!($cuda), " has another size")
+            );
+            $(assert!(
+                std::mem::offset_of!($rust, $field) == $crate::abi::assert_layout!(@offset $field $($name)?),
+                concat!(stringify!($cuda), " has this field elsewhere: ", stringify!($field))
+            );)*
+        };
+    };
+    (@offset $field:ident) => { cuda::$field };
+    (@offset $field:ident $name:ident) => { cuda::$name };
+}
+pub(crate) use assert_layout;
