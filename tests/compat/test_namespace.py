@@ -72,8 +72,15 @@ PATHS = {
 }
 # Modules of exllamav2's inner workings: scripts import them, few of their names have a counterpart.
 INNER = [
-    *("exllamav2.architecture", "exllamav2.compat", "exllamav2.conversion", "exllamav2.device", "exllamav2.embedding"),
-    *("exllamav2.ext", "exllamav2.headnorm", "exllamav2.layernorm", "exllamav2.linear", "exllamav2.mlp"),
+    *("exllamav2.architecture", "exllamav2.compat", "exllamav2.conv", "exllamav2.conversion", "exllamav2.device"),
+    *(
+        "exllamav2.embedding",
+        "exllamav2.ext",
+        "exllamav2.headnorm",
+        "exllamav2.layernorm",
+        "exllamav2.linear",
+        "exllamav2.mlp",
+    ),
     *("exllamav2.moe_mlp", "exllamav2.mrope", "exllamav2.parallel_decoder", "exllamav2.pos_embedding"),
     *("exllamav2.rmsnorm", "exllamav2.rope", "exllamav2.server.websocket_actions", "exllamav2.stloader"),
     *("exllamav2.tensor_p", "exllamav2.tokenizer.base", "exllamav2.tokenizer.hf", "exllamav2.tokenizer.spm"),
@@ -107,6 +114,7 @@ def modules_here() -> list[str]:
 MISSING = [
     ("exllamav2.architecture", "layer_keys_llama_norms"),
     ("exllamav2.compat", "test_gpu_peer_copy"),
+    ("exllamav2.conv", "ExLlamaV2Conv"),
     ("exllamav2.conversion.quantize", "quant"),
     ("exllamav2.conversion.tokenize", "tokenize"),
     ("exllamav2.device", "ExLlamaV2DeviceContext"),
