@@ -260,3 +260,43 @@ def test_two_consumers_of_one_job_both_end() -> None:
             assert await collect(one) == []
 
     play(main())
+
+
+@pytest.mark.covers("generators.md: 61", "generators.md: 62")
+def test_iterations_that_keep_failing_end_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure that is of no job in particular is tried again, but not for ever."""
+
+    async def main() -> None:
+        async with make() as generator:
+            tries = 0
+
+            def broken() -> None:
+                nonlocal tries
+                tries += 1
+                raise ZeroDivisionError("in the engine")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(generator.generator._engine, "step", broken)
+                ends = [(await collect(job(generator, "abc")))[-1] for _ in range(2)]
+            assert [(end["eos_reason"], type(end["exception"])) for end in ends] == [("error", ZeroDivisionError)] * 2
+            assert tries == 6
+            assert (await collect(job(generator, "abc", 3)))[-1]["new_tokens"] == 3
+            check_pages(generator.generator)
+
+    play(main())
+
+
+@pytest.mark.covers("generators.md: 62")
+def test_discard_ends_a_job_without_a_result() -> None:
+    async def main() -> None:
+        async with make(2 * ENDLESS) as generator:
+            one = job(generator, "abc", ENDLESS)
+            async for result in one:
+                if "text" in result:
+                    break
+            generator.discard(one)
+            assert generator.generator.num_remaining_jobs() == 0
+            assert (await collect(job(generator, "abc", 3)))[-1]["new_tokens"] == 3
+            check_pages(generator.generator)
+
+    play(main())

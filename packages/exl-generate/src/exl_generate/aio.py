@@ -1,4 +1,4 @@
-"""The dynamic generator for asyncio (spec/generators.md 3.22): rounds run in a thread, the event loop never waits."""
+"""The dynamic generator for asyncio: iterations run in a thread, so the event loop never waits for the model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar
 
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.errors import JobStateError
@@ -21,59 +21,46 @@ log = logging.getLogger(__name__)
 
 Result = dict[str, Any]
 
+#: Iterations that may fail one after the other, for a reason of no job in particular, before all jobs end with it.
+MAX_FAILED_ITERATIONS = 3
+
 
 class ExLlamaV2DynamicGeneratorAsync:
     """Takes the arguments of `ExLlamaV2DynamicGenerator`, which is the attribute `generator`.
 
     Jobs may be submitted from any task, event loop or thread. Results go to their job alone; a job that fails gets
-    its own last result and disturbs no other. After `close()` every consumer has seen its job end, and new jobs are
-    refused.
+    its own last result and disturbs no other. After `close()` every consumer has seen its job end, and new jobs raise
+    `JobStateError`. A generator that nobody refers to any more ends its thread, too.
     """
 
+    generator_class: ClassVar[type[ExLlamaV2DynamicGenerator]] = ExLlamaV2DynamicGenerator
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.generator = ExLlamaV2DynamicGenerator(*args, **kwargs)
-        # Weakly held: a job that nobody can read any more is cancelled.
-        self._jobs: dict[ExLlamaV2DynamicJob, weakref.ref[ExLlamaV2DynamicJobAsync]] = {}
-        self._cancels: deque[ExLlamaV2DynamicJob] = deque()
-        self._wake = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="exl-generate", daemon=True)
-        self._thread.start()
+        self.generator = self.generator_class(*args, **kwargs)
+        self._worker = _Worker(self.generator)
+        weakref.finalize(self, self._worker.stop).atexit = False
 
     def enqueue(self, job: ExLlamaV2DynamicJobAsync) -> None:
         """Queue a job; raises what `ExLlamaV2DynamicGenerator.enqueue` raises, and then leaves nothing behind."""
-        inner = job.job
-        with Unbroken(), self._wake:
-            if self._closing:
-                raise JobStateError("the generator has been closed; make a new one")
-            self._jobs[inner] = weakref.ref(job, lambda _: self._cancel_inner(inner))
-            try:
-                self.generator.enqueue(inner)
-            except BaseException:
-                del self._jobs[inner]
-                raise
-            self._wake.notify()
+        self._worker.enqueue(job)
 
     async def cancel(self, job: ExLlamaV2DynamicJobAsync) -> None:
-        """End a job and wait until its last result stands in its iterator. Finished jobs are left alone."""
+        """End a job and wait until its last result is in its iterator. Finished jobs are left alone."""
         self.cancel_soon(job)
         await job.finished()
 
     def cancel_soon(self, job: ExLlamaV2DynamicJobAsync) -> None:
-        """End a job at the next round, from any thread, without waiting."""
-        self._cancel_inner(job.job)
+        """End a job before the next iteration, from any thread, without waiting."""
+        self._worker.cancel(job.job)
 
-    def _cancel_inner(self, job: ExLlamaV2DynamicJob) -> None:
-        with Unbroken(), self._wake:
-            self._cancels.append(job)
-            self._wake.notify()
+    def discard(self, job: ExLlamaV2DynamicJobAsync) -> None:
+        """End a job at once, from any thread, without waiting and without any further result."""
+        self._worker.discard(job.job)
 
     async def close(self) -> None:
-        """Cancel all jobs, deliver their last results and end the thread."""
-        with Unbroken(), self._wake:
-            self._closing = True
-            self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        """Cancel all jobs, deliver their last results and end the thread. Once is enough."""
+        self._worker.stop()
+        await asyncio.to_thread(self._worker.join)
 
     async def __aenter__(self) -> ExLlamaV2DynamicGeneratorAsync:
         return self
@@ -81,26 +68,118 @@ class ExLlamaV2DynamicGeneratorAsync:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
+
+class _Worker:
+    """The thread that runs a generator's iterations and hands each result to its job.
+
+    It does not refer to the object that made it, so that one without users is collected, which stops the thread.
+    """
+
+    def __init__(self, generator: ExLlamaV2DynamicGenerator) -> None:
+        self._generator = generator
+        # Weakly held: a job that nobody can read any more is discarded.
+        self._jobs: dict[ExLlamaV2DynamicJob, weakref.ref[ExLlamaV2DynamicJobAsync]] = {}
+        self._cancels: deque[ExLlamaV2DynamicJob] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="exl-generate", daemon=True)
+        self._thread.start()
+
+    @property
+    def jobs(self) -> dict[ExLlamaV2DynamicJob, ExLlamaV2DynamicJobAsync]:
+        """The jobs that have not ended and that somebody refers to; a copy."""
+        found = {}
+        for inner in list(self._jobs):
+            reference = self._jobs.get(inner)
+            if reference is not None and (job := reference()) is not None:
+                found[inner] = job
+        return found
+
+    def enqueue(self, job: ExLlamaV2DynamicJobAsync) -> None:
+        inner = job.job
+        with Unbroken(), self._wake:
+            if self._closing:
+                raise JobStateError("the generator has been closed; make a new one")
+            self._jobs[inner] = weakref.ref(job, lambda _: self._abandon(inner))
+            try:
+                self._generator.enqueue(inner)
+            except BaseException:
+                del self._jobs[inner]
+                raise
+            self._wake.notify()
+
+    def cancel(self, job: ExLlamaV2DynamicJob) -> None:
+        """End a job before the next iteration, with a last result."""
+        with Unbroken(), self._wake:
+            self._cancels.append(job)
+            self._wake.notify()
+
+    def discard(self, job: ExLlamaV2DynamicJob) -> None:
+        """End a job at once, without any further result."""
+        with Unbroken():
+            self._jobs.pop(job, None)
+            self._generator.discard(job)
+            with self._wake:
+                self._wake.notify()
+
+    def stop(self) -> None:
+        """Have the thread end all jobs, and then itself; does not wait."""
+        with Unbroken(), self._wake:
+            self._closing = True
+            self._wake.notify()
+
+    def join(self) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join()
+
+    def _abandon(self, job: ExLlamaV2DynamicJob) -> None:
+        """As `discard`, called by the garbage collector in the middle of anything."""
+        with Unbroken(), self._wake:
+            self._jobs.pop(job, None)
+            self._generator.discard_soon(job)
+            self._wake.notify()
+
     def _run(self) -> None:
+        failures = 0
         while self._wait():
             try:
-                while self._cancels:
-                    self.generator.cancel(self._cancels.popleft())
-                for result in self.generator.iterate():
-                    self._deliver(result)
-            except BaseException:  # nothing that user code raises may end this thread: it is not the main one
-                log.exception("a round of the generator failed; its jobs go on with the next one")
+                self._iterate()
+                failures = 0
+            except BaseException as error:  # nothing that user code raises may end this thread: it is not the main one
+                failures += 1
+                log.exception("an iteration of the generator failed; its jobs go on with the next one")
+                if failures >= MAX_FAILED_ITERATIONS:
+                    self._fail_all(error)
+                    failures = 0
         for job in list(self._jobs):
-            self.generator.cancel(job)
-        for result in self.generator.iterate():
+            self._generator.cancel(job)
+        for result in self._generator.iterate():
             self._deliver(result)
         for job in list(self._jobs):
-            self._deliver(job.cancelled())  # somebody has cleared the generator's queue: there is no result to come
+            self._deliver(job.cancelled())
+
+    def _iterate(self) -> None:
+        while self._cancels:
+            self._generator.cancel(self._cancels.popleft())
+        for result in self._generator.iterate():
+            self._deliver(result)
+        for job in self._cleared():
+            self._deliver(job.cancelled())
+
+    def _cleared(self) -> list[ExLlamaV2DynamicJob]:
+        """Jobs that somebody has taken out of the generator itself: there is no result of theirs to come."""
+        return [job for job in list(self._jobs) if job.is_finished]
+
+    def _fail_all(self, error: BaseException) -> None:
+        """End every job with an error that is none of its own and does not go away."""
+        for job in list(self._jobs):
+            self._generator.discard(job)
+            self._deliver(job.fail(error))
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when it is time to end."""
         with self._wake:
-            self._wake.wait_for(lambda: self._closing or self._cancels or self.generator.num_remaining_jobs())
+            self._wake.wait_for(lambda: self._closing or self._cancels or self._generator.has_work or self._cleared())
             return not self._closing
 
     def _deliver(self, result: Result) -> None:
@@ -108,7 +187,7 @@ class ExLlamaV2DynamicGeneratorAsync:
         if held is None:
             return
         if result["eos"]:
-            del self._jobs[result["job"]]
+            self._jobs.pop(result["job"], None)  # another thread may have discarded it
         if (job := held()) is not None:
             job.put(result)
 
@@ -149,8 +228,7 @@ class ExLlamaV2DynamicJobAsync:
 
     def put(self, result: Result) -> None:
         """Hand a result to the job's event loop; called by the generator's thread."""
-        with contextlib.suppress(RuntimeError):  # that loop has been closed: nobody is listening
-            self._loop.call_soon_threadsafe(self._receive, result)
+        self._call_in_loop(self._receive, result)
 
     async def take(self) -> Result | None:
         """The next result; None after the last, for everyone who waits or asks."""
@@ -162,8 +240,23 @@ class ExLlamaV2DynamicJobAsync:
     def _receive(self, result: Result) -> None:
         self._results.put_nowait(result)
         if result["eos"]:
-            self._ended.set()
-            self._results.put_nowait(None)
+            self._end()
+
+    def _end(self) -> None:
+        """There are no more results: release everyone who waits. In the job's event loop."""
+        self._ended.set()
+        self._results.put_nowait(None)
+
+    def _call_in_loop(self, call: Callable[..., None], *args: Any) -> None:
+        """Run `call` in the job's event loop: now if this is it, else soon."""
+        here: asyncio.AbstractEventLoop | None = None
+        with contextlib.suppress(RuntimeError):
+            here = asyncio.get_running_loop()
+        if here is self._loop:
+            call(*args)
+            return
+        with contextlib.suppress(RuntimeError):  # that loop has been closed: nobody is listening
+            self._loop.call_soon_threadsafe(call, *args)
 
 
 class _Results:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,9 @@ __all__ = ["ExLlamaV2DynamicGenerator"]
 
 Result = dict[str, Any]
 
+#: Longest wait, in seconds, for the end of an iteration whose jobs have all been discarded.
+LAST_ITERATION = 120.0
+
 
 class ExLlamaV2DynamicGenerator:
     """Runs any number of jobs over one model and one cache, whose length is shared by all of them.
@@ -56,6 +60,9 @@ class ExLlamaV2DynamicGenerator:
     work in threads while the model runs. `max_sampling_threads` and `min_sampling_threads` are taken and checked, but
     change nothing: a step's tokens are all sampled in one call. `page_size` is for tests and tuning.
     """
+
+    #: whether `iterate` raises the error of a job that failed instead of returning it in the job's last result
+    raises_job_errors = False
 
     def __init__(
         self,
@@ -137,6 +144,8 @@ class ExLlamaV2DynamicGenerator:
         self._in_round = False
         self._sinks: dict[ExLlamaV2DynamicJob, list[Result]] = {}
         self._outbox: list[Result] = []
+        #: jobs that `discard` has marked and that are still to be taken out; appended to without the lock
+        self._discards: deque[ExLlamaV2DynamicJob] = deque()
         self._lock = threading.RLock()
         self._submitting = threading.Lock()
 
@@ -169,6 +178,29 @@ class ExLlamaV2DynamicGenerator:
                 self._deliver([job.cancelled()])
                 self._drop(job)
 
+    def discard(self, job: ExLlamaV2DynamicJob) -> None:
+        """End a job without any further result, and without waiting for an iteration in another thread.
+
+        The job counts as gone at once. Its pages are free when this returns or, if an iteration is running, before the
+        next job is admitted. A job that is unknown or finished is ignored.
+        """
+        if not isinstance(job, ExLlamaV2DynamicJob):
+            raise RequestError(f"discard takes a job, not {type(job).__name__}")
+        with Unbroken():
+            if job.serial_number is not None and not job.is_finished:
+                job.discarded = True
+            self.discard_soon(job)
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._drop_discarded()
+                finally:
+                    self._lock.release()
+
+    def discard_soon(self, job: ExLlamaV2DynamicJob) -> None:
+        """As `discard`, but the job counts until the next iteration takes it out. Takes no lock: for finalizers."""
+        if job.serial_number is not None and not job.is_finished:
+            self._discards.append(job)
+
     def clear_queue(self) -> None:
         """Drop every job, queued or running, without results. A `generate()` of another thread raises
         `JobStateError`."""
@@ -176,34 +208,46 @@ class ExLlamaV2DynamicGenerator:
             for job in [*self._scheduler.pending, *self._scheduler.active]:
                 self._drop(job)
             self._outbox.clear()
+            self._discards.clear()
 
     def num_remaining_jobs(self) -> int:
         """Jobs that are queued or running, and those that have ended but whose last result no `iterate()` has returned
         yet (after a Ctrl-C in the last round, or `cancel`)."""
-        waiting = self._scheduler.num_pending  # counted, not gone through: loops ask every round
+        waiting = self.num_pending_jobs()
         active = set(self._scheduler.active)  # before the outbox: what ends meanwhile is found there
         ended = {result["job"] for result in tuple(self._outbox) if result["job"].is_finished}
-        return waiting + len(active | ended)
+        return waiting + sum(not job.discarded for job in active | ended)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `iterate` has anything to do: jobs, results to return, or discarded jobs to take out."""
+        return bool(self._discards or self._scheduler.num_pending or self._scheduler.active or self._outbox)
 
     def num_pending_jobs(self) -> int:
-        return self._scheduler.num_pending
+        """Jobs that wait in the queue."""
+        # Counted, not gone through, where nothing is discarded: loops ask every round.
+        return len(self.pending_jobs) if self._discards else self._scheduler.num_pending
 
     def num_active_jobs(self) -> int:
-        return len(self._scheduler.active)
+        """Jobs that have started and not ended."""
+        return len(self.active_jobs)
 
     @property
     def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:
-        return self._scheduler.pending
+        """Jobs that wait in the queue, in order; a copy."""
+        return [job for job in self._scheduler.pending if not job.discarded]
 
     @property
     def active_jobs(self) -> list[ExLlamaV2DynamicJob]:
-        return list(self._scheduler.active)
+        """Jobs that have started and not ended; a copy."""
+        return [job for job in self._scheduler.active if not job.discarded]
 
     def iterate(self) -> list[Result]:
         """One round: start jobs, prefill, decode one step. Returns all results since the last call; [] if idle.
 
         Ctrl-C inside a round reaches the caller when the round is over, and its results come with the next call. Any
-        other failure ends the job that it is of.
+        other failure ends the job that it is of. With `raises_job_errors` the error of such a job is raised, one
+        a call; the results of other jobs come with the next call.
         """
         taken: list[Result] = []
         try:
@@ -212,7 +256,7 @@ class ExLlamaV2DynamicGenerator:
                     self._step()
                 section.hand_on()
                 with section.holding(self._lock):
-                    taken, self._outbox = self._outbox, []
+                    taken = self._collect()
             return taken
         except BaseException:
             # For a Ctrl-C at the section's end. Python looks for signals at calls, jumps back and entries only, and
@@ -284,6 +328,7 @@ class ExLlamaV2DynamicGenerator:
     def reset_page_table(self) -> None:
         """Forget all cached content. Only while no job is running."""
         with Unbroken() as section, section.holding(self._lock):
+            self._drop_discarded()
             if self._scheduler.active:
                 raise JobStateError(f"{len(self._scheduler.active)} jobs are running; finish or cancel them first")
             self.page_table.reset()
@@ -302,9 +347,10 @@ class ExLlamaV2DynamicGenerator:
 
     def leave_caches(self) -> None:
         """As `Tenant`: another generator queues jobs on a cache of this one."""
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(timeout=0 if self.num_remaining_jobs() else LAST_ITERATION):
             raise JobStateError("another generator works in this cache just now, in another thread; wait for it")
         try:
+            self._drop_discarded()
             jobs = [*self._scheduler.pending, *self._scheduler.active]
             if jobs and (self._in_round or not self.yields_cache):
                 raise JobStateError(
@@ -412,12 +458,14 @@ class ExLlamaV2DynamicGenerator:
                 raise RequestError(f"input_ids holds token id {int(bad[0])}; the vocabulary has ids 0 to {vocab - 1}")
 
     def _step(self) -> None:
+        self._drop_discarded()
         was, self._in_round = self._in_round, True
         try:
             self._meet_arrangement()
             self._engine.step()
         finally:
             self._in_round = was
+            self._drop_discarded()
 
     def _meet_arrangement(self) -> None:
         """What was computed before a module of the model was put into an `Intervention`, or taken out of one, is found
@@ -432,6 +480,24 @@ class ExLlamaV2DynamicGenerator:
     def _deliver(self, results: list[Result]) -> None:
         for result in results:
             self._sinks.get(result["job"], self._outbox).append(result)
+
+    def _collect(self) -> list[Result]:
+        """Take the results out of the outbox. Raises the first job's error among them if errors are to be raised."""
+        results = [result for result in self._outbox if not result["job"].discarded]
+        if self.raises_job_errors:
+            failed = next((at for at, result in enumerate(results) if "exception" in result), None)
+            if failed is not None:
+                error: BaseException = results.pop(failed)["exception"]
+                self._outbox = results
+                raise error
+        self._outbox = []
+        return results
+
+    def _drop_discarded(self) -> None:
+        """Take out what `discard` has marked, unless a round is under way, which does so at its end."""
+        while self._discards and not self._in_round:
+            self._drop(self._discards[0])
+            self._discards.popleft()
 
     def _owns(self, job: ExLlamaV2DynamicJob) -> bool:
         return job in self._scheduler.active or self._scheduler.holds(job)

@@ -155,6 +155,8 @@ class ExLlamaV2DynamicJob:
         self.skips = 0
         self.is_finished = False
         self.has_failed = False
+        #: whether it counts as gone already; the generator takes it out as soon as it can
+        self.discarded = False
         #: times it went back to the queue
         self.requeues = 0
         #: a paused job is prefilled but not decoded
