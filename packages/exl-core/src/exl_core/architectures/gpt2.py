@@ -13,8 +13,7 @@ def a_head_each(read: JsonReader) -> int | None:
 
 
 def bigcode_kv_heads(read: JsonReader) -> int | None:
-    """One key/value head for all, or with `multi_query` false one each (spec core.md 3.6 item 6); a number of them in
-    the file says nothing."""
+    """One key/value head for all, or with `multi_query` false one each. A number of them in the file has no effect."""
     if read.boolean("multi_query", default=True):
         return 1
     return a_head_each(read)
