@@ -19,7 +19,7 @@ from exl_core import (
 from exl_filters import ExLlamaV2SelectFilter
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.bundled import default_model_dir, draft_model_dir
-from exl_generate.testing import drain, streamed_text, streamed_tokens
+from exl_generate.testing import AsAsked, drain, streamed_text, streamed_tokens
 
 DATA = Path(__file__).parents[1] / "golden" / "data"
 GOLDEN = json.loads((DATA / "golden.json").read_text())
@@ -119,10 +119,13 @@ def bundled() -> dict[str, ExLlamaV2DynamicGenerator]:
         "model": {"draft_model": draft, "draft_cache": ExLlamaV2Cache(draft, max_seq_len=2048)},
         "ngram": {"use_ngram_draft": True},
     }
-    return {
+    generators = {
         name: ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=2048), tokenizer, **kw)
         for name, kw in kinds.items()
     }
+    for generator in generators.values():  # also where guesses cost more time than they save
+        generator.drafter.length = AsAsked(generator.num_draft_tokens)
+    return generators
 
 
 @pytest.mark.parametrize("style", ["greedy", "default"])

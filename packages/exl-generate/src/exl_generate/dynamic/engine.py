@@ -26,13 +26,13 @@ Results = list[dict[str, Any]]
 class Turn:
     """One job's part of a round: the windows its sequences evaluate, then the tokens it takes from their logits."""
 
-    __slots__ = ("_before", "_guesses", "job", "results", "windows")
+    __slots__ = ("_before", "guesses", "job", "results", "windows")
 
     def __init__(self, job: ExLlamaV2DynamicJob, guesses: list[int]) -> None:
         self.job = job
         self.windows = [Window(sequence, guesses, job.return_hidden_state) for sequence in job.sequences]
         self.results: Results = []
-        self._guesses = guesses
+        self.guesses = guesses
         self._before = job.accepted_draft_tokens
 
     def begin(self) -> bool:
@@ -40,7 +40,7 @@ class Turn:
         for window in self.windows:
             if window.error is not None:
                 return self.fail(window.error)
-        self.job.drafted_tokens += len(self._guesses)
+        self.job.drafted_tokens += len(self.guesses)
         return True
 
     def ask(self, at: int) -> Draw | None:
@@ -57,7 +57,7 @@ class Turn:
         """Accept a sample; True if the next position of the windows is worth something: the guess held."""
         if isinstance(sample, Exception):
             return self.fail(sample)
-        guess = self._guesses[at] if at < len(self._guesses) else None
+        guess = self.guesses[at] if at < len(self.guesses) else None
         try:
             result, held = self.job.take(sample, guess, self.windows[0], at)
         except BaseException as error:
@@ -67,8 +67,10 @@ class Turn:
 
     def settle(self) -> None:
         """The round is over for this job."""
-        if self._guesses:
-            self.job.adapt_drafts(len(self._guesses), self.job.accepted_draft_tokens - self._before)
+        if self.guesses:
+            held = self.job.accepted_draft_tokens - self._before
+            if held == len(self.guesses) or not self.job.is_finished:  # else guesses went unused, not wrong
+                self.job.acceptance.learn(len(self.guesses), held)
         if not self.job.has_failed:
             try:
                 self.job.settle()
@@ -102,6 +104,8 @@ class Engine:
         self._pool = pool
         #: the step that was queued at the end of the last round
         self._ahead: Ahead | None = None
+        #: whether no prompts are computed beside this round's step
+        self._alone = True
 
     def forget_ahead(self) -> None:
         """The model is another: what was queued of the next round is of no use."""
@@ -114,6 +118,7 @@ class Engine:
         try:
             for job in self._scheduler.admit():
                 self._deliver(job.start())
+            self._alone = not self._drafter.most or all(job.prefilled for job in self._scheduler.active)
             self._prompts.step()
             self._decode(self._turns(), ahead)
         finally:
@@ -124,11 +129,14 @@ class Engine:
         if not turns:
             return
         windows = [window for turn in turns for window in turn.windows]
+        began = self._drafter.length.clock()
         try:
             if ahead is not None:
                 windows = ahead.serve(windows, keep=not all(turn.job.reads_logits_once for turn in turns))
             self._runner.decode(windows)
-            self._sample(turns)
+            if not self._runner.asynchronous:
+                self._measure(turns, began)
+            self._sample(turns, began)
         finally:
             for turn in turns:
                 turn.settle()
@@ -146,7 +154,8 @@ class Engine:
             job.mark_decode()
             if self._prepared(job):
                 ready.append(job)
-        drafts = self._drafter.propose(ready)
+        # A hook that looks along the rows of a step may see how many there are: that must not depend on a clock.
+        drafts = self._drafter.propose(ready, fixed=self._runner.hooked)
         return [Turn(job, drafts.get(job, [])) for job in ready]
 
     def _prepared(self, job: ExLlamaV2DynamicJob) -> bool:
@@ -161,7 +170,14 @@ class Engine:
             self._deliver([job.fail(contained(error))])
             return False
 
-    def _sample(self, turns: list[Turn]) -> None:
+    def _measure(self, turns: list[Turn], began: float) -> None:
+        """Tell the drafter what the step cost: until its logits were there."""
+        if self._drafter.most and self._alone:
+            longest = max(len(turn.guesses) for turn in turns)
+            took = self._drafter.seconds + self._drafter.length.clock() - began
+            self._drafter.length.record(len(turns), longest, took)
+
+    def _sample(self, turns: list[Turn], began: float) -> None:
         """Turn logits into accepted tokens, one position of all windows after the other, while the guesses hold."""
         live = [turn for turn in turns if turn.begin()]
         foreseen = self._foresee(live)
@@ -171,6 +187,8 @@ class Engine:
             # Straight from the sampler where it answers for just those jobs.
             straight = self._ahead is not None and [turn for turn, _ in asked] == foreseen
             samples = sample_batch([draw for _, draw in asked], self._ahead if straight else None)
+            if at == 0 and self._runner.asynchronous:
+                self._measure(turns, began)  # the sampler has waited for the logits
             if foreseen:
                 self._run_ahead(foreseen, {turn: sample for (turn, _), sample in zip(asked, samples, strict=True)})
                 foreseen = []
@@ -179,7 +197,7 @@ class Engine:
 
     def _foresee(self, turns: list[Turn]) -> list[Turn]:
         """Prepares the next step of those turns whose job goes on as far as can be known; the GPU is busy meanwhile."""
-        if not self._runner.asynchronous or self._drafter.most:
+        if not self._runner.asynchronous or not self._drafter.length.next_is_plain:
             return []
         found = [turn for turn in turns if can_run_ahead(turn.job)]
         if found:

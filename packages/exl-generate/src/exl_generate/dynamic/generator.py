@@ -12,6 +12,7 @@ from torch import Tensor
 from exl_core import PagedParams
 from exl_generate.dynamic.adapters import adapter_names
 from exl_generate.dynamic.completion import Completions, build_jobs
+from exl_generate.dynamic.draft_model import ModelDrafter
 from exl_generate.dynamic.engine import Engine
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 from exl_generate.dynamic.limits import Limits, check_drafting
@@ -20,7 +21,7 @@ from exl_generate.dynamic.request import adapters_of, check_abort_event, count_o
 from exl_generate.dynamic.runner import Runner
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
-from exl_generate.dynamic.speculation import Drafter, ModelDrafter, NgramDrafter
+from exl_generate.dynamic.speculation import Drafter, NgramDrafter
 from exl_generate.dynamic.tenancy import taken
 from exl_generate.dynamic.workers import filter_pool
 from exl_generate.errors import JobStateError, RequestError
@@ -411,7 +412,8 @@ class ExLlamaV2DynamicGenerator:
         if self.draft_model is None or self.draft_cache is None:
             return Drafter()
         runner = Runner(self.draft_model, self.draft_cache, self.page_size, draft=True)
-        return ModelDrafter(runner, self.num_draft_tokens, self.model.config.vocab_size)
+        vocab_size, budget = self.model.config.vocab_size, min(512, self.max_chunk_size)
+        return ModelDrafter(runner, self.page_table, self.num_draft_tokens, vocab_size, budget)
 
     def _enqueue(self, jobs: list[ExLlamaV2DynamicJob], sink: list[Result] | None = None) -> list[int]:
         """Check and queue; does not wait for a round that is running in another thread."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from exl_filters import FilterStack
 from exl_generate.dynamic.detokenize import PieceTable
+from exl_generate.dynamic.draft_length import Acceptance
 from exl_generate.dynamic.output import Match, Record, TextStream
 from exl_generate.dynamic.pages import PageTable, namespace_digest
 from exl_generate.dynamic.request import (
@@ -166,8 +167,8 @@ class ExLlamaV2DynamicJob:
         self.accepted_draft_tokens = 0
         self.drafted_tokens = 0
         self.drafting = False
-        #: guesses worth making in the next step, by how the last ones fared
-        self.draft_length = 0
+        #: how its guesses fare
+        self.acceptance = Acceptance(1.0)
         self.total_pages = 0
         #: of those, pages that do not follow the page before them in the cache
         self.non_sequential_pages = 0
@@ -182,7 +183,6 @@ class ExLlamaV2DynamicJob:
         self._sampler: RequestSampler | None = None
         self._filters: FilterStack | None = None
         self._filters_begun = False
-        self._most_drafts = 0
         #: the arrangement of the model that its pages were named for when it started last, by number
         self._named_in = -1
         self._output: TextStream | None = None
@@ -245,8 +245,7 @@ class ExLlamaV2DynamicJob:
     def attach(self, generator: ExLlamaV2DynamicGenerator, serial: int) -> None:
         """Become part of a generator's queue: build what needs its tokenizer. Fails as a whole or not at all."""
         self._tokenizer = generator.tokenizer
-        self.draft_length = generator.num_draft_tokens
-        self._most_drafts = generator.num_draft_tokens
+        self.acceptance = generator.drafter.length.acceptance()
         self.drafting = generator.num_draft_tokens > 0
         vocabulary = Vocabulary.of(generator.tokenizer)
         sampler = RequestSampler(self.gen_settings, vocabulary, self.seed)
@@ -445,11 +444,6 @@ class ExLlamaV2DynamicJob:
             record.state = window.state[at].cpu().clone()
         result = self._accept(record)
         return result, held and rewinds == self._rewinds
-
-    def adapt_drafts(self, drafted: int, accepted: int) -> None:
-        """Guess further next time where all guesses held, less far where they did not."""
-        if drafted:
-            self.draft_length = min(self._most_drafts, accepted + 2)
 
     @property
     def rejected_draft_tokens(self) -> int:

@@ -43,13 +43,15 @@ class Page:
     """One physical page. `tokens[:valid]` are the ids whose K/V it holds; a labelled page knows all its ids in
     advance."""
 
-    __slots__ = ("index", "label", "parent", "ref_count", "tokens", "valid")
+    __slots__ = ("drafted", "index", "label", "parent", "ref_count", "tokens", "valid")
 
     def __init__(self, index: int, tokens: Ids) -> None:
         self.index = index
         self.tokens = tokens
         self.ref_count = 0
         self.valid = 0
+        #: leading ids whose K/V the draft model's cache holds
+        self.drafted = 0
         #: chained hash of the full page, None while its end is open
         self.label: bytes | None = None
         #: label of the page before it (namespace digest for the first), None for a page without content
@@ -159,6 +161,7 @@ class PageTable:
 
     def truncate(self, page: Page, valid: int) -> None:
         """Forget the K/V at offsets valid.. of an unlabelled page."""
+        page.drafted = min(page.drafted, valid)
         if valid >= page.valid:
             return
         assert page.label is None, "a published page does not shrink"
@@ -234,4 +237,4 @@ class PageTable:
         if page.label is not None:
             del self._by_label[page.label]
         page.label = page.parent = None
-        page.valid = 0
+        page.valid = page.drafted = 0

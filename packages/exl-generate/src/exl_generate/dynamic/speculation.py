@@ -7,7 +7,6 @@ tokens are the same with any drafter, with a failing one, and without.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
@@ -16,27 +15,47 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from exl_generate.dynamic.runner import Chunk, Runner
+from exl_generate.dynamic.draft_length import DraftLength
+from exl_generate.dynamic.runner import Chunk
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 
 if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
-__all__ = ["Drafter", "ModelDrafter", "NGramTrie", "NgramDrafter"]
-
-log = logging.getLogger(__name__)
+__all__ = ["Drafter", "Drafts", "NGramTrie", "NgramDrafter"]
 
 Drafts = dict["ExLlamaV2DynamicJob", list[int]]
 
 
 class Drafter:
-    """Guesses nothing. `most` is the longest draft per step."""
+    """Guesses nothing. `most` is the longest draft per step; `length` chooses how much of it pays."""
 
-    most = 0
+    def __init__(self, most: int = 0) -> None:
+        self.most = most
+        self.length = DraftLength(most)
+        #: seconds that the last `propose` took for guesses
+        self.seconds = 0.0
 
-    def propose(self, jobs: list[ExLlamaV2DynamicJob]) -> Drafts:
-        """Up to `most` guesses for each job, and never more than it may still generate after its next token."""
-        return {}
+    def propose(self, jobs: list[ExLlamaV2DynamicJob], fixed: bool = False) -> Drafts:
+        """Guesses for each job: as many as pay, or always `most` if `fixed`, and never more than it may still generate
+        after its next token."""
+        self.seconds = 0.0
+        if not self.most or not jobs:
+            return {}
+        chances = [(job.acceptance.rate, self.room(job)) for job in jobs]
+        length = self.most if fixed else self.length.plan(chances, lambda: self._overhead(jobs))
+        clock = self.length.clock
+        start = clock()
+        if length == 0:
+            if self.length.review_due():
+                self._review(jobs)
+                self.length.reviewed(clock() - start)
+            return {}
+        ready = self._catch_up(jobs)
+        start = clock()
+        drafts = self._guess(ready, length)
+        self.seconds = clock() - start
+        return drafts
 
     def prefill(self, chunks: SequenceOf[Chunk]) -> None:
         """The model is about to compute these parts of prompts."""
@@ -45,7 +64,23 @@ class Drafter:
         """The model's K/V of the head of a page have been copied."""
 
     def room(self, job: ExLlamaV2DynamicJob) -> int:
-        return max(0, min(self.most, job.draft_length, job.remaining_tokens - 1, job.room))
+        """Guesses that the job has room for."""
+        return max(0, min(self.most, job.remaining_tokens - 1, job.room))
+
+    def _guess(self, jobs: list[ExLlamaV2DynamicJob], length: int) -> Drafts:
+        """Up to `length` guesses for each of these jobs."""
+        return {}
+
+    def _catch_up(self, jobs: list[ExLlamaV2DynamicJob]) -> list[ExLlamaV2DynamicJob]:
+        """Make up for steps without drafting; returns the jobs that guesses can be made for."""
+        return jobs
+
+    def _overhead(self, jobs: list[ExLlamaV2DynamicJob]) -> float:
+        """Seconds that `_catch_up` would take."""
+        return 0.0
+
+    def _review(self, jobs: list[ExLlamaV2DynamicJob]) -> None:
+        """Tell the jobs' `acceptance` how guesses at their last tokens would have fared."""
 
 
 class NGramTrie:
@@ -57,6 +92,11 @@ class NGramTrie:
         self._counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
         self._best: dict[tuple[int, ...], int] = {}
         self._seen = 0
+
+    @property
+    def seen(self) -> int:
+        """How many ids it has taken in."""
+        return self._seen
 
     def update(self, ids: NDArray[np.int64]) -> None:
         """Take in what has been appended to `ids` since the last call."""
@@ -91,7 +131,7 @@ class NgramDrafter(Drafter):
     """Guesses by what followed the last few tokens earlier in the same request, or in a preloaded example text."""
 
     def __init__(self, most: int, max_ngram: int) -> None:
-        self.most = most
+        super().__init__(most)
         self._max_ngram = max_ngram
         self._shortest = self._threshold = 1
         self._preloaded: list[int] | None = None
@@ -107,87 +147,45 @@ class NgramDrafter(Drafter):
             if self._example is not None:
                 self._example.update(np.array(preloaded, dtype=np.int64))
 
-    def propose(self, jobs: list[ExLlamaV2DynamicJob]) -> Drafts:
-        return {job: self._guess(job) for job in jobs if self.room(job)}
+    def _guess(self, jobs: list[ExLlamaV2DynamicJob], length: int) -> Drafts:
+        return {job: self._guesses(job, min(length, room)) for job in jobs if (room := self.room(job))}
 
-    def _guess(self, job: ExLlamaV2DynamicJob) -> list[int]:
-        trie = self._tries.get(job)
-        if trie is None:
-            trie = self._tries[job] = NGramTrie(self._max_ngram)
+    def _guesses(self, job: ExLlamaV2DynamicJob, most: int) -> list[int]:
+        trie = self._trie(job)
         ids = job.sequence.ids
         trie.update(ids)
         context = ids[-self._max_ngram :].tolist()
         found: list[int] = []
-        while len(found) < self.room(job):
-            needed = self._threshold + len(found) if self._threshold > 1 else 1
-            token = trie.predict(context, self._shortest, needed)
-            if token is None and self._example is not None:
-                token = self._example.predict(context, self._shortest, needed)
+        while len(found) < most:
+            token = self._next(trie, context, len(found))
             if token is None:
                 break
             found.append(token)
             context.append(token)
         return found
 
+    def _review(self, jobs: list[ExLlamaV2DynamicJob]) -> None:
+        for job in jobs:
+            trie, ids = self._trie(job), job.sequence.ids
+            tried = held = 0
+            trie.update(ids[: max(trie.seen, job.sequence.prompt_length)])
+            for at in range(trie.seen, len(ids)):
+                token = self._next(trie, ids[max(0, at - self._max_ngram) : at].tolist(), 0)
+                tried += token is not None
+                held += token == int(ids[at])
+                trie.update(ids[: at + 1])
+            job.acceptance.review(tried, held)
 
-class ModelDrafter(Drafter):
-    """Guesses greedily with a smaller model of the same vocabulary. Its cache has the main cache's pages: wherever
-    the main cache holds K/V, this one holds the draft model's for the same tokens. If the draft model fails, the
-    step goes on without."""
+    def _trie(self, job: ExLlamaV2DynamicJob) -> NGramTrie:
+        trie = self._tries.get(job)
+        if trie is None:
+            trie = self._tries[job] = NGramTrie(self._max_ngram)
+        return trie
 
-    def __init__(self, runner: Runner, most: int, vocab_size: int) -> None:
-        self.most = most
-        #: a guess less probable than this ends the draft
-        self.threshold = 0.0
-        self._runner = runner
-        self._vocab_size = vocab_size
-
-    def prefill(self, chunks: SequenceOf[Chunk]) -> None:
-        for together in [[chunk] for chunk in chunks] if self._runner.hooked else [chunks]:
-            for error in self._runner.compute(together):
-                if error is not None:
-                    log.warning("the draft model failed in prefill: %s", error)
-
-    def copy_page_head(self, source: int, target: int, tokens: int) -> None:
-        self._runner.copy_page_head(source, target, tokens)
-
-    def propose(self, jobs: list[ExLlamaV2DynamicJob]) -> Drafts:
-        """Every job's last token is fed, and every guess, so that the draft cache keeps pace whatever is accepted."""
-        drafts: Drafts = {job: [] for job in jobs}
-        rooms = {job: self.room(job) for job in jobs}
-        try:
-            for i in range(self.most + 1):
-                rows = [job for job in jobs if i <= len(drafts[job])]
-                if not rows:
-                    break
-                fed = [drafts[job][i - 1] if i else None for job in rows]
-                for job, (guess, probability) in zip(rows, self._feed(rows, fed, i), strict=True):
-                    if i < rooms[job] and probability >= self.threshold:
-                        drafts[job].append(guess)
-        except Exception as error:
-            log.warning("the draft model failed: %s", error)
-            return {}
-        return drafts
-
-    def _feed(self, jobs: list[ExLlamaV2DynamicJob], tokens: list[int | None], offset: int) -> list[tuple[int, float]]:
-        """Feed one token per job (None = the last of each sequence), `offset` places behind the K/V that stand, to all
-        its sequences. The most probable next token of each job's first sequence, and its probability where a threshold
-        asks for it."""
-        rows = [
-            (sequence, int(sequence.ids[-1]) if token is None else token)
-            for job, token in zip(jobs, tokens, strict=True)
-            for sequence in job.sequences
-        ]
-        for sequence, _ in rows:
-            sequence.provide(sequence.kv_position + offset + 1)
-        ids = np.array([[token] for _, token in rows], dtype=np.int64)
-        sequences = [sequence for sequence, _ in rows]
-        out = self._runner.forward(ids, sequences, [s.kv_position + offset for s in sequences])
-        logits = out["logits"].float()
-        firsts = np.cumsum([0, *(len(job.sequences) for job in jobs[:-1])])
-        first = logits[firsts, 0, : self._vocab_size]
-        best = first.argmax(dim=-1)
-        if self.threshold <= 0:
-            return [(token, 1.0) for token in best.tolist()]
-        probabilities = first.softmax(dim=-1).gather(1, best[:, None])[:, 0]
-        return list(zip(best.tolist(), probabilities.tolist(), strict=True))
+    def _next(self, trie: NGramTrie, context: list[int], before: int) -> int | None:
+        """The guess behind `context`, which ends with `before` guesses."""
+        needed = self._threshold + before if self._threshold > 1 else 1
+        token = trie.predict(context, self._shortest, needed)
+        if token is None and self._example is not None:
+            token = self._example.predict(context, self._shortest, needed)
+        return token

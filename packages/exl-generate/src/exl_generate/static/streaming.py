@@ -12,9 +12,10 @@ import torch
 
 from exl_generate.contracts import Cache, Model, Tokenizer
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_generate.dynamic.draft_model import ModelDrafter
 from exl_generate.dynamic.request import check_abort_event, count_of
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
-from exl_generate.dynamic.speculation import ModelDrafter, NgramDrafter
+from exl_generate.dynamic.speculation import NgramDrafter
 from exl_generate.errors import CapacityError, JobStateError, RequestError
 from exl_generate.interrupts import Unbroken
 from exl_generate.sampling import Settings

@@ -9,8 +9,10 @@ from exl_generate.testing.scripted import (
     ScriptedModel,
     ScriptedTokenizer,
 )
+from exl_generate.testing.small import AsAsked
 
 __all__ = [
+    "AsAsked",
     "ScriptedCache",
     "ScriptedConfig",
     "ScriptedEmbedding",

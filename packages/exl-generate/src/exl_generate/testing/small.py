@@ -9,11 +9,26 @@ import numpy as np
 import torch
 
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_generate.dynamic.draft_length import DraftLength
 from exl_generate.sampling import Settings
 from exl_generate.testing.driving import check_pages, drain
 from exl_generate.testing.scripted import ScriptedCache, ScriptedConfig, ScriptedLora, ScriptedModel, ScriptedTokenizer
 
-__all__ = ["EOS", "PAGE", "PIECES", "TOKENIZER", "VOCAB", "ids", "job", "make", "naive", "run", "says", "speculate"]
+__all__ = [
+    "EOS",
+    "PAGE",
+    "PIECES",
+    "TOKENIZER",
+    "VOCAB",
+    "AsAsked",
+    "ids",
+    "job",
+    "make",
+    "naive",
+    "run",
+    "says",
+    "speculate",
+]
 
 #: Letters, some punctuation, a few longer pieces, and the single bytes of two characters.
 PIECES: list[str | bytes] = [*map(chr, range(97, 123)), *" .,\n!{}", "the", " the", "\nuser", "xy"]
@@ -34,15 +49,24 @@ def make(script: Script | None = None, cache_tokens: int = 512, **kw: Any) -> Ex
     return ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, **kw)
 
 
+class AsAsked(DraftLength):
+    """As many guesses in every step as were asked for, whatever the clock says."""
+
+    def plan(self, jobs: Sequence[tuple[float, int]], overhead: Callable[[], float] = lambda: 0.0) -> int:
+        return self.most
+
+
 def speculate(how: str, script: Script | None = None) -> ExLlamaV2DynamicGenerator:
-    """One that guesses: `how` is "ngram", or "model" for a draft model with the same script."""
+    """One that guesses in every step: `how` is "ngram", or "model" for a draft model with the same script."""
     config = ScriptedConfig(vocab_size=VOCAB, max_seq_len=256)
     model, draft = ScriptedModel(config, script), ScriptedModel(config, script)
     cache, draft_cache = ScriptedCache(model, max_seq_len=512), ScriptedCache(draft, max_seq_len=512)
     kw: dict[str, Any] = {"use_ngram_draft": True} if how == "ngram" else {}
     if how == "model":
         kw = {"draft_model": draft, "draft_cache": draft_cache}
-    return ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=PAGE, **kw)
+    generator = ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=PAGE, **kw)
+    generator.drafter.length = AsAsked(generator.num_draft_tokens)
+    return generator
 
 
 def ids(text: str) -> torch.Tensor:

@@ -1,0 +1,201 @@
+"""How many tokens to draft in a step: as many as give the most tokens per second, down to none.
+
+A step with k guesses costs draft passes and a wider pass of the model. It pays if enough guesses hold. Both are
+measured: the time of a step, relative to a step without guesses, and the share of guesses that held. The choice decides
+how fast a job runs, never which tokens it gets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
+
+__all__ = ["Acceptance", "DraftLength"]
+
+Clock = Callable[[], float]
+
+#: Turns of the first comparison, so that a load on the machine slows all lengths: as many guesses as allowed, fewer,
+#: and two steps without, of which only the second is measured, since only that may be prelaunched.
+FIRST_TURNS = 4
+#: Steps with guesses between two looks at what a step without them costs.
+STEPS_BETWEEN_LOOKS = 128
+#: Share of the time without drafting that may go into finding out whether guesses would hold.
+REVIEW_SHARE = 0.02
+#: Share of that time that may go into measuring steps with guesses anew.
+MEASURE_SHARE = 0.01
+#: A change of length must promise this much more speed, so that noise does not flip it.
+WORTH_CHANGING = 1.04
+
+
+class Acceptance:
+    """The share of guesses that hold; recent ones count more. What it learns, `parent` learns, too."""
+
+    def __init__(self, memory: float, parent: Acceptance | None = None) -> None:
+        self._memory = memory
+        self._parent = parent
+        self._held = self._tried = 0.0
+
+    def learn(self, drafted: int, held: int) -> None:
+        """Of `drafted` guesses in a row the first `held` held; those behind the first that did not say nothing."""
+        tried = held + (held < drafted)
+        kept = (1.0 - 1.0 / self._memory) ** tried
+        self._held = self._held * kept + held
+        self._tried = self._tried * kept + tried
+        if self._parent is not None:
+            self._parent.learn(drafted, held)
+
+    def review(self, tried: int, held: int) -> None:
+        """Of `tried` tokens, each guessed after the true ones before it, `held` were guessed."""
+        kept = (1.0 - 1.0 / self._memory) ** tried
+        self._held = self._held * kept + held
+        self._tried = self._tried * kept + tried
+        if self._parent is not None:
+            self._parent.review(tried, held)
+
+    @property
+    def rate(self) -> float:
+        """Probability that the next guess holds. With little evidence, that of `parent`; at first an optimistic one."""
+        prior, weight = (0.8, 2.0) if self._parent is None else (self._parent.rate, 4.0)
+        return (self._held + weight * prior) / (self._tried + weight)
+
+
+class _Costs:
+    """What steps of one batch size cost, in seconds without guesses, and relative to that with guesses."""
+
+    def __init__(self, planned: Sequence[int], ratios: dict[int, deque[float]]) -> None:
+        self.planned = deque(planned)
+        self.plain: deque[float] = deque(maxlen=7)
+        self.ratios = {guesses: deque(found, maxlen=7) for guesses, found in ratios.items()}
+        #: steps with guesses, until what a step without them costs is known
+        self.waiting: list[tuple[int, float]] = []
+
+    def add(self, guesses: int, seconds: float) -> None:
+        if guesses == 0:
+            self.plain.append(seconds)
+        else:
+            self.waiting.append((guesses, seconds))
+        if self.plain and not self.planned and (unit := median(self.plain)) > 0:
+            for k, took in self.waiting:
+                self.ratios.setdefault(k, deque(maxlen=7)).append(took / unit)
+            self.waiting.clear()
+
+    def of(self, guesses: int) -> float:
+        """Cost of a step with so many guesses, a step without being 1: measured, or on the line between neighbours."""
+        below, above = (0, 1.0), None
+        for k, found in sorted(self.ratios.items()):
+            if k <= guesses:
+                below = (k, median(found))
+            elif above is None:
+                above = (k, median(found))
+        if below[0] == guesses or above is None:
+            return below[1] * (1.0 if below[0] == 0 else (1 + guesses) / (1 + below[0]))
+        return below[1] + (above[1] - below[1]) * (guesses - below[0]) / (above[0] - below[0])
+
+
+class DraftLength:
+    """Chooses the number of guesses of each step, from 0 to `most`, the same for all jobs of the step.
+
+    `clock` returns seconds. Use: `plan` before a step, `record` after it; without drafting `review_due` now and then
+    asks for a review of the jobs' acceptance, whose time goes to `reviewed`.
+    """
+
+    def __init__(self, most: int, clock: Clock = time.perf_counter) -> None:
+        self.most = most
+        self.clock = clock
+        #: the length in force
+        self.current = most
+        self._overall = Acceptance(256.0)
+        self._sizes: dict[int, _Costs] = {}
+        self._last: _Costs | None = None
+        self._before = 0
+        self._steps = self._tried = 0
+        self._idle_seconds = self._unmeasured_seconds = 0.0
+        self._review_seconds = 0.0
+        self._review_steps = 0
+
+    def acceptance(self) -> Acceptance:
+        """An estimate for a new job, which starts from those of all jobs."""
+        return Acceptance(32.0, self._overall)
+
+    @property
+    def next_is_plain(self) -> bool:
+        """Whether the next step will have no guesses, as far as can be known before its jobs are."""
+        costs = self._last
+        return self.most == 0 or (costs.planned[0] if costs is not None and costs.planned else self.current) == 0
+
+    def plan(self, jobs: Sequence[tuple[float, int]], overhead: Callable[[], float] = lambda: 0.0) -> int:
+        """Guesses in the next step of these jobs: of each its acceptance rate, and the guesses that it has room for.
+        `overhead`: seconds that drafting would take before the step, to make up for steps without."""
+        if self.most == 0 or not jobs:
+            return 0
+        costs = self._last = self._costs(len(jobs))
+        if costs.planned:
+            return costs.planned.popleft()
+        self._steps += 1
+        self.current = self._best(costs, jobs)
+        if self.current > 0:
+            if self._steps % STEPS_BETWEEN_LOOKS == 0:
+                costs.planned.extend([0, self._another()])
+                return 0
+        elif self._steps % 32 == 0:
+            expected = overhead() + 2 * costs.of(self.most) * (median(costs.plain) if costs.plain else 0.0)
+            if expected < MEASURE_SHARE * self._unmeasured_seconds:
+                self._unmeasured_seconds = 0.0
+                costs.planned.append(self.most)
+                return self._another()
+        return self.current
+
+    def record(self, size: int, guesses: int, seconds: float) -> None:
+        """A step of `size` jobs, the longest draft of which had `guesses` tokens, took so long, drafting included."""
+        costs = self._costs(size)
+        if guesses > 0 or self._before == 0:
+            costs.add(guesses, seconds)
+        self._before = guesses
+        if self.current == 0:
+            self._idle_seconds += seconds
+            self._unmeasured_seconds += seconds
+            self._review_steps += 1
+
+    def review_due(self) -> bool:
+        """Whether it is time to look, without drafting, at how guesses would have fared."""
+        return (
+            self.current == 0 and self._review_steps >= 32 and self._review_seconds <= REVIEW_SHARE * self._idle_seconds
+        )
+
+    def reviewed(self, seconds: float) -> None:
+        """A review took so long."""
+        self._review_seconds, self._idle_seconds, self._review_steps = seconds, 0.0, 0
+
+    def _costs(self, size: int) -> _Costs:
+        bucket = (size - 1).bit_length()
+        found = self._sizes.get(bucket)
+        if found is None:
+            known = min(self._sizes, key=lambda other: abs(other - bucket), default=None)
+            if known is None:
+                turns = ((self.most, self._another(), 0, 0) for _ in range(FIRST_TURNS))
+                found = _Costs([k for turn in turns for k in turn], {})
+            else:
+                found = _Costs([0, 0, 0], self._sizes[known].ratios)
+            self._sizes[bucket] = found
+        return found
+
+    def _another(self) -> int:
+        """A length to try: each in turn."""
+        self._tried = self._tried % self.most + 1
+        return self._tried
+
+    def _best(self, costs: _Costs, jobs: Sequence[tuple[float, int]]) -> int:
+        speeds = [self._tokens(k, jobs) / costs.of(k) for k in range(self.most + 1)]
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        return best if speeds[best] > WORTH_CHANGING * speeds[self.current] else self.current
+
+    @staticmethod
+    def _tokens(guesses: int, jobs: Sequence[tuple[float, int]]) -> float:
+        """Expected tokens of a step: of each job one, and those guesses before which all held."""
+        total = 0.0
+        for rate, room in jobs:
+            k = min(guesses, room)
+            total += k + 1 if rate >= 1.0 else (1.0 - rate ** (k + 1)) / (1.0 - rate)
+        return total

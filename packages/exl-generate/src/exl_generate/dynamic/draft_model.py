@@ -1,0 +1,254 @@
+"""Guesses by a smaller model of the same vocabulary.
+
+Its cache has the main cache's pages. `Page.drafted` says how far it holds the draft model's K/V of a page's tokens:
+steps without drafting leave a gap, which is computed when drafting resumes.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from exl_generate.dynamic.pages import Page, PageTable
+from exl_generate.dynamic.runner import Chunk, Runner
+from exl_generate.dynamic.sequence import Sequence
+from exl_generate.dynamic.speculation import Drafter, Drafts
+
+if TYPE_CHECKING:
+    from exl_generate.dynamic.job import ExLlamaV2DynamicJob
+
+__all__ = ["ModelDrafter"]
+
+log = logging.getLogger(__name__)
+
+#: Ids that the first draft pass of a step may make up for along with the last one.
+WINDOW = 4
+#: Ids whose guesses a review looks at.
+REVIEWED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Fed:
+    """Guesses that the draft model has computed K/V of, at places from `start` on, in these pages."""
+
+    start: int
+    tokens: list[int]
+    pages: list[Page]
+    requeues: int
+
+
+class ModelDrafter(Drafter):
+    """Guesses greedily. If the draft model fails, the step goes on without. `budget`: ids of a catching-up pass."""
+
+    def __init__(self, runner: Runner, table: PageTable, most: int, vocab_size: int, budget: int) -> None:
+        super().__init__(most)
+        #: a guess less probable than this ends the draft
+        self.threshold = 0.0
+        self._runner = runner
+        self._table = table
+        self._vocab_size = vocab_size
+        self._budget = budget
+        self._fed: weakref.WeakKeyDictionary[ExLlamaV2DynamicJob, _Fed] = weakref.WeakKeyDictionary()
+        #: seconds a token of the last pass that caught up
+        self._pace = 0.0
+        self._reviews = 0
+
+    def prefill(self, chunks: SequenceOf[Chunk]) -> None:
+        if self.length.current == 0:
+            return  # made up for if drafting resumes
+        mine = []
+        for chunk in chunks:
+            known = self._known(chunk.sequence)
+            if chunk.start <= known < chunk.end:
+                mine.append(Chunk(chunk.sequence, known, chunk.end))
+        self._compute(mine)
+
+    def copy_page_head(self, source: int, target: int, tokens: int) -> None:
+        drafted = min(tokens, self._table.pages[source].drafted)
+        if drafted > self._table.pages[target].drafted:
+            self._runner.copy_page_head(source, target, drafted)
+            self._table.pages[target].drafted = drafted
+
+    # ---- guesses ---------------------------------------------------------------------------------------------------
+
+    def _guess(self, jobs: list[ExLlamaV2DynamicJob], length: int) -> Drafts:
+        rooms = {job: min(length, room) for job in jobs if (room := self.room(job))}
+        drafts: Drafts = {job: [] for job in rooms}
+        fed: dict[ExLlamaV2DynamicJob, list[int]] = {job: [] for job in rooms}
+        try:
+            guesses = self._first(list(rooms))
+            while guesses:
+                for job, (guess, probability) in guesses.items():
+                    if probability >= self.threshold:
+                        drafts[job].append(guess)
+                live = [job for job in guesses if len(fed[job]) < len(drafts[job]) < rooms[job]]
+                guesses = self._further(live, drafts)
+                for job in live:
+                    fed[job].append(drafts[job][-1])
+        except Exception as error:
+            log.warning("the draft model failed: %s", error)
+            return {}
+        for job, tokens in fed.items():
+            self._remember(job, tokens)
+        return drafts
+
+    def _first(self, jobs: list[ExLlamaV2DynamicJob]) -> dict[ExLlamaV2DynamicJob, tuple[int, float]]:
+        """The guess behind the last id of each job, whose few ids without K/V are computed along."""
+        windows: dict[int, list[tuple[ExLlamaV2DynamicJob, int]]] = defaultdict(list)
+        for job in jobs:
+            start = min(self._known(job.sequence), len(job.sequence) - 1)
+            windows[len(job.sequence) - start].append((job, start))
+        found: dict[ExLlamaV2DynamicJob, tuple[int, float]] = {}
+        for group in windows.values():
+            sequences = [job.sequence for job, _ in group]
+            ids = np.stack([job.sequence.ids[start:] for job, start in group])
+            guesses = self._feed(ids, sequences, [start for _, start in group])
+            found.update((job, guess) for (job, _), guess in zip(group, guesses, strict=True))
+            for sequence, (_, start) in zip(sequences, group, strict=True):
+                self._mark(sequence, start, len(sequence))
+        return found
+
+    def _further(self, jobs: list[ExLlamaV2DynamicJob], drafts: Drafts) -> dict[ExLlamaV2DynamicJob, tuple[int, float]]:
+        """The guess behind the last guess of each job."""
+        if not jobs:
+            return {}
+        ids = np.array([[drafts[job][-1]] for job in jobs], dtype=np.int64)
+        places = [len(job.sequence) + len(drafts[job]) - 1 for job in jobs]
+        guesses = self._feed(ids, [job.sequence for job in jobs], places)
+        return dict(zip(jobs, guesses, strict=True))
+
+    def _feed(
+        self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]], sequences: list[Sequence], places: list[int]
+    ) -> list[tuple[int, float]]:
+        """Compute `ids` [B, q] at these places; the most probable token behind each row, and its probability where a
+        threshold asks for it."""
+        for sequence, place in zip(sequences, places, strict=True):
+            sequence.provide(place + ids.shape[1])
+        out = self._runner.forward(ids, sequences, places)
+        last = out["logits"][:, -1, : self._vocab_size].float()
+        best = last.argmax(dim=-1)
+        if self.threshold <= 0:
+            return [(token, 1.0) for token in best.tolist()]
+        probabilities = last.softmax(dim=-1).gather(1, best[:, None])[:, 0]
+        return list(zip(best.tolist(), probabilities.tolist(), strict=True))
+
+    # ---- the draft cache -------------------------------------------------------------------------------------------
+
+    def _known(self, sequence: Sequence) -> int:
+        """Leading ids of a sequence whose K/V the draft cache holds."""
+        known, size = 0, self._table.page_size
+        for page in sequence.allocated_pages:
+            known += page.drafted
+            if page.drafted < size:
+                break
+        return min(known, len(sequence))
+
+    def _mark(self, sequence: Sequence, start: int, end: int) -> None:
+        """K/V of the ids start..end have been computed; those before are there."""
+        size = self._table.page_size
+        for k in range(start // size, -(-end // size)):
+            page = sequence.allocated_pages[k]
+            page.drafted = max(page.drafted, min(size, end - k * size))
+
+    def _remember(self, job: ExLlamaV2DynamicJob, tokens: list[int]) -> None:
+        """These guesses have been computed behind the job's ids: K/V of those that hold need not be computed again."""
+        start, size = len(job.sequence), self._table.page_size
+        pages = job.sequence.allocated_pages[start // size : -(-(start + len(tokens)) // size)]
+        self._fed[job] = _Fed(start, tokens, pages, job.requeues)
+
+    def _settle(self, job: ExLlamaV2DynamicJob) -> None:
+        """Mark the guesses of the last step that held."""
+        fed = self._fed.pop(job, None)
+        if fed is None or fed.requeues != job.requeues or self._known(job.sequence) != fed.start:
+            return
+        held = 0
+        for token, guess in zip(job.sequence.ids[fed.start :].tolist(), fed.tokens, strict=False):
+            if token != guess:
+                break
+            held += 1
+        first = fed.start // self._table.page_size
+        now = job.sequence.allocated_pages[first : first + len(fed.pages)]
+        if held and all(a is b for a, b in zip(fed.pages, now, strict=False)):  # not replaced by an older page
+            self._mark(job.sequence, fed.start, fed.start + held)
+
+    def _catch_up(self, jobs: list[ExLlamaV2DynamicJob]) -> list[ExLlamaV2DynamicJob]:
+        budget, start = self._budget, self.length.clock()
+        chunks: list[Chunk] = []
+        pages: set[int] = set()
+        for job in jobs:
+            self._settle(job)
+            sequence = job.sequence
+            known = self._known(sequence)
+            if budget <= 0 or not self._lags(sequence, known):
+                continue
+            if not pages.isdisjoint(sequence.pages_between(known, len(sequence))):
+                self._compute(chunks)  # some of them are pages of this job, too
+                chunks, known = [], self._known(sequence)
+                if not self._lags(sequence, known):
+                    continue
+            chunks.append(Chunk(sequence, known, min(len(sequence) - 1, known + budget)))
+            pages |= sequence.pages_between(known, len(sequence))
+            budget -= len(chunks[-1])
+        self._compute(chunks)
+        if budget < self._budget:
+            self._pace = (self.length.clock() - start) / (self._budget - budget)
+        return [job for job in jobs if not self._lags(job.sequence, self._known(job.sequence))]
+
+    def _lags(self, sequence: Sequence, known: int) -> bool:
+        """Whether more ids are missing than the first draft pass of a step computes, or some in a page of others."""
+        if known >= len(sequence) - 1:
+            return False
+        page = sequence.allocated_pages[known // self._table.page_size]
+        return len(sequence) - known > WINDOW or page.ref_count > 1
+
+    def _overhead(self, jobs: list[ExLlamaV2DynamicJob]) -> float:
+        return self._pace * sum(len(job.sequence) - self._known(job.sequence) for job in jobs)
+
+    def _compute(self, chunks: list[Chunk]) -> None:
+        """Compute K/V of these ids, each behind what is there."""
+        groups = [[chunk] for chunk in chunks] if self._runner.hooked else [chunks] if chunks else []
+        for group in groups:
+            for chunk, error in zip(group, self._runner.compute(group), strict=True):
+                if error is not None:
+                    log.warning("the draft model failed on a prompt: %s", error)
+                else:
+                    self._mark(chunk.sequence, chunk.start, chunk.end)
+
+    def _review(self, jobs: list[ExLlamaV2DynamicJob]) -> None:
+        """Let the draft model guess at each of the last tokens of one job, by turns, in one pass: in a free page, as if
+        the text began there, or where there is no such page behind what its cache holds."""
+        self._reviews += 1
+        job = jobs[self._reviews % len(jobs)]
+        self._settle(job)
+        sequence = job.sequence
+        known, end = self._known(sequence), len(sequence) - 1
+        free = next((page for page in reversed(sequence.allocated_pages) if page.drafted == 0), None)
+        start = end - min(REVIEWED, self._table.page_size, end)
+        if free is None or known >= start:
+            start, free = min(known, end), None
+        start = max(start, end - self._budget)
+        if start >= end or (free is None and start > known):
+            return
+        try:
+            if free is None:
+                out = self._runner.forward(sequence.ids[None, start:end], [sequence], [start])
+                self._mark(sequence, start, end)
+            else:
+                scratch = cast(Sequence, SimpleNamespace(block=np.array([free.index], dtype=np.int32)))
+                out = self._runner.forward(sequence.ids[None, start:end], [scratch], [0])
+        except Exception as error:
+            log.warning("the draft model failed: %s", error)
+            return
+        guesses = out["logits"][0, :, : self._vocab_size].argmax(dim=-1).cpu()
+        skipped = 0 if free is None else (end - start) // 4  # guesses that have seen too little of the text
+        skipped = max(skipped, sequence.prompt_length - start - 1)
+        held = guesses[skipped:] == torch.from_numpy(sequence.ids[start + 1 + skipped : end + 1].copy())
+        job.acceptance.review(len(held), int(held.sum()))
