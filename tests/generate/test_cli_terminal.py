@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from terminal import CTRL_C, Terminal  # noqa: E402
+from terminal import CTRL_C, Terminal
 
-from exl_generate.bundled import default_model_dir  # noqa: E402
+from exl_generate.bundled import default_model_dir
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "streaming_chat.py"
 
