@@ -17,7 +17,8 @@ from torch import Tensor
 from exl_core import ExLlamaV2
 from exl_core.decode import graphs, inputs
 from exl_core.decode.plan import DecodePlan
-from exl_core.modules import Head, Module, Step
+from exl_core.execution.batch import Step
+from exl_core.modules import Head, Module
 from exl_kernels.staging import StepStage
 
 __all__ = ["Stream", "captured_on_cpu"]

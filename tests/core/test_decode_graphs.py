@@ -199,7 +199,7 @@ def test_batches_of_models_with_float_matrices_stay_as_they_are(
 ) -> None:
     """Whichever modules the first look was at: a hook was in, or none of them had such a matrix."""
     inner, linears = model.modules[3], [SimpleNamespace(loaded_matrix=SimpleNamespace(format="exl2"))]
-    monkeypatch.setattr(ExLlamaV2, "_linears", lambda of: linears)
+    monkeypatch.setattr(ExLlamaV2, "linears", lambda of: linears)
     cache = ExLlamaV2Cache(model, max_seq_len=16 * PAGE)
 
     def rows() -> int:

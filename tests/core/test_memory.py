@@ -85,7 +85,7 @@ def test_unload_drops_all_weights_and_the_model_loads_again(
     ids = lab.ids(1, 20)
     first = model.forward(ids, cache_of(model, max_seq_len=256))
     norms = (m.norm for m in model.modules if getattr(m, "norm", None) is not None)
-    held = [weakref.ref(linear.matrix) for linear in model._linears() if how == "cut"]
+    held = [weakref.ref(linear.matrix) for linear in model.linears() if how == "cut"]
     held += [weakref.ref(norm.weight) for norm in norms]
     model.unload()
     assert [ref() for ref in held] == [None] * len(held)

@@ -13,7 +13,7 @@ from .axes import grid_axes
 from .errors import InputError, TokenIdError
 
 if TYPE_CHECKING:
-    from .model import ExLlamaV2
+    from .language_model import LanguageModel
 
 __all__ = ["EMBEDDING_INDEX", "ExLlamaV2MMEmbedding", "check_embeddings"]
 
@@ -47,7 +47,7 @@ class ExLlamaV2MMEmbedding:
 
     def __init__(
         self,
-        model: ExLlamaV2,
+        model: LanguageModel,
         embeddings: Tensor,
         text_alias: str | None = None,
         thw_grid: tuple[int, int, int] | None = None,

@@ -17,7 +17,7 @@ from .lora import ExLlamaV2Lora
 if TYPE_CHECKING:
     from .cache import ExLlamaV2CacheBase
     from .config import ExLlamaV2Config
-    from .model import ExLlamaV2
+    from .language_model import LanguageModel
 
 __all__ = [
     "check_context",
@@ -34,7 +34,7 @@ Embeddings = tuple[ExLlamaV2MMEmbedding, ...]
 
 
 def check_ids(
-    model: ExLlamaV2, input_ids: Tensor, indexed_embeddings: Sequence[ExLlamaV2MMEmbedding] | None
+    model: LanguageModel, input_ids: Tensor, indexed_embeddings: Sequence[ExLlamaV2MMEmbedding] | None
 ) -> tuple[Tensor, Embeddings]:
     """(ids int64 [batch, q_len] on the CPU, the embeddings). Raises ModelStateError, InputError, TokenIdError."""
     if not model.loaded:
@@ -58,7 +58,7 @@ def check_ids(
     return ids, embeddings
 
 
-def check_loras(model: ExLlamaV2, loras: Sequence[ExLlamaV2Lora] | None) -> tuple[ExLlamaV2Lora, ...]:
+def check_loras(model: LanguageModel, loras: Sequence[ExLlamaV2Lora] | None) -> tuple[ExLlamaV2Lora, ...]:
     """The adapters as a tuple. Raises InputError for other objects, ModelStateError for adapters of another model."""
     if loras is None:
         return ()

@@ -1,8 +1,8 @@
-"""ExLlamaV2: a model's modules in order, loading them, running token ids through them (spec core.md 1, 7, 9)."""
+"""`ExLlamaV2`: a model that can be loaded and run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any, Literal
@@ -12,43 +12,22 @@ from torch import Tensor
 
 from exl_kernels.device import row_invariant
 from exl_kernels.linear_cuda import INVARIANT_ROWS
-from exl_kernels.meeting import forget_meeting_memory
 
 from .attn_params import AttentionParams, PagedParams
-from .axes import chunk_end
-from .cache import ExLlamaV2Cache, ExLlamaV2CacheBase
-from .chunk import run_chunk
+from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
 from .decode import DecodeGraphs, PreparedStep
-from .device import GIB, Device, device_error, devices, out_of_memory_as_error, torch_device
+from .device import device_error, out_of_memory_as_error
 from .embeddings import ExLlamaV2MMEmbedding
-from .errors import CacheError, InputError, ModelStateError, UnsupportedError
-from .inputs import (
-    check_context,
-    check_ids,
-    check_indices,
-    check_length,
-    check_loras,
-    chunk_size,
-    contiguous_params,
-    paged_params,
-)
-from .loading.checkpoint import Checkpoint, TensorReader
-from .loading.loader import Callback, CallbackGen, check_callbacks, load_modules, progress_bar
-from .loading.parallel_plan import plan_parallel
-from .loading.plan import LoadPlan, check_split, plan_modules
-from .loading.sizes import CacheSize
+from .errors import UnsupportedError
+from .execution.forward import forward_all, forward_chunk
+from .loading.loadable import LoadableModel
 from .lora import ExLlamaV2Lora
-from .modules import Attention, Intervention, Linear, Module, build_modules
-from .parallel import TensorParallel
-from .parallel.cutting import cut_modules, mend_modules
-from .placement import Placement
-from .rope import RopeTable
 
 __all__ = ["ExLlamaV2"]
 
 
-class ExLlamaV2:
+class ExLlamaV2(LoadableModel):
     """A language model. Building it reads no weights; `load` or `load_autosplit` does, `unload` gives them back.
 
     Not thread-safe: one thread at a time may call forward.
@@ -57,28 +36,9 @@ class ExLlamaV2:
     def __init__(self, config: ExLlamaV2Config, lazy_load: bool = False, archparams: None = None) -> None:
         if archparams is not None:
             raise UnsupportedError("archparams is not supported: the architecture comes from config.arch")
-        if not isinstance(config, ExLlamaV2Config):
-            raise InputError(f"a model is made of an ExLlamaV2Config, not {config!r:.80}; pass ExLlamaV2Config(folder)")
-        config.check_for_load()
-        self.config = config
-        self.modules: list[Module] = build_modules(config)
-        self._arrangement = list(self.modules)
-        self.modules_dict: dict[str, Module | Linear] = {}
-        for module in self.modules:
-            submodules = list(module.submodules())
-            self.modules_dict.update({s.key: s for s in submodules} if submodules else {module.key: module})
-        self.last_kv_layer_idx = max(i for i, m in enumerate(self.modules) if isinstance(m, Attention))
-        self.head_layer_idx = len(self.modules) - 1
-        self.rope, self.rope_alt = self._rope_tables()
-        self.device: torch.device | None = None  # where logits come out; None until load
-        self.placement = Placement(["cpu"] * len(self.modules))
-        self.cache_map: dict[int, str] = {}  # layer index -> device of its cache
-        self.device_context: dict[str, Any] = {}
-        self.tp_context: TensorParallel | None = None  # where load_tp cut the matrices
-        self.loaded = False
+        super().__init__(config)
         self.decode = DecodeGraphs(self)  # captured steps on a GPU; `decode.reason` says why there are none
-        self.load_count = 0  # how often weights were loaded: adapters belong to one load
-        self._quantized: tuple[int, bool] | None = None  # whether all matrices of that load are
+        self._quantized: tuple[int, bool] | None = None  # of which load, and whether all of its matrices are
 
     def __repr__(self) -> str:
         config = self.config
@@ -90,293 +50,14 @@ class ExLlamaV2:
             f"{where if self.loaded else 'not loaded'})"
         )
 
-    # ------------------------------------------------------------------------------------------------------- loading
-
-    def load(
-        self,
-        gpu_split: Sequence[float] | None = None,
-        lazy: bool = False,
-        stats: bool = False,
-        callback: Callback | None = None,
-        callback_gen: CallbackGen | None = None,
-        progress: bool = False,
-    ) -> None:
-        """Load all weights. `lazy` only decides the devices. Loading a loaded model does nothing.
-
-        Everything goes to the first device of EXL_DEVICE (default: every usable GPU, else the CPU), or with gpu_split,
-        a list of GiB for weights and fixed buffers (caches aside), to its devices in order. On the CPU alone gpu_split
-        has no effect. callback(index, total) runs before each module and at the end. An error leaves nothing loaded.
-        Raises DeviceError with the numbers, before anything is read, if it does not fit.
-        """
-        check_callbacks(callback, progress)
-        for _ in self.load_gen(gpu_split, lazy, stats, progress_bar() if progress else callback, callback_gen):
-            pass
-
-    def load_gen(
-        self,
-        gpu_split: Sequence[float] | None = None,
-        lazy: bool = False,
-        stats: bool = False,
-        callback: Callback | None = None,
-        callback_gen: CallbackGen | None = None,
-    ) -> Iterator[Any]:
-        """As `load`, as a generator that must be exhausted; yields what `callback_gen(index, total)` yields."""
-        places = devices()
-        if gpu_split is None or [d.name for d in places] == ["cpu"]:
-            check_split([0.0] if gpu_split is None else gpu_split, max(len(places), 64))
-            places, gpu_split, reserve = places[:1], None, 0
-        else:
-            reserve = None
-        yield from self._load(callback, callback_gen, self._plan(places, None, gpu_split, reserve), lazy=lazy)
-
-    def load_autosplit(
-        self,
-        cache: ExLlamaV2CacheBase,
-        reserve_vram: int | Sequence[int] | None = None,
-        last_id_only: bool = False,
-        callback: Callback | None = None,
-        callback_gen: CallbackGen | None = None,
-        progress: bool = False,
-    ) -> None:
-        """Load all weights and create the tensors of the lazy `cache` beside them, filling the devices in order.
-
-        What goes where is worked out before anything is read (`exl_core.loading.plan`): weights, cache, working memory
-        of a chunk of max_input_len * max_batch_size tokens, and logits for all of them (max_output_len limits that,
-        last_id_only means one a row). reserve_vram: bytes to leave free, of every device or a list, whose entries
-        beyond the devices have no effect; default 192 MiB on the first and 64 MiB on the others. Raises DeviceError
-        with the numbers if it does not fit.
-        """
-        check_callbacks(callback, progress)
-        report = progress_bar() if progress else callback
-        for _ in self.load_autosplit_gen(cache, reserve_vram, last_id_only, report, callback_gen):
-            pass
-
-    def load_autosplit_gen(
-        self,
-        cache: ExLlamaV2CacheBase,
-        reserve_vram: int | Sequence[int] | None = None,
-        last_id_only: bool = False,
-        callback: Callback | None = None,
-        callback_gen: CallbackGen | None = None,
-    ) -> Iterator[Any]:
-        """As `load_autosplit`, as a generator that must be exhausted."""
-        if not isinstance(cache, ExLlamaV2CacheBase):
-            raise InputError(f"load_autosplit needs a cache made with lazy=True, not a {type(cache).__name__}")
-        if any(t is not None for t in cache.key_states):
-            raise CacheError("load_autosplit needs a cache made with lazy=True: it decides where the tensors go")
-        size = CacheSize(cache.kind, cache.batch_size * cache.max_seq_len)
-        found = self._plan(devices(), size, None, reserve_vram, last_id_only)
-        yield from self._load(callback, callback_gen, found, cache=cache)
-
-    def load_tp(
-        self,
-        gpu_split: Sequence[float] | None = None,
-        callback: Callback | None = None,
-        callback_gen: CallbackGen | None = None,
-        progress: bool = False,
-        expect_cache_tokens: int = 0,
-        expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
-    ) -> None:
-        """Load all weights, every matrix cut over all devices by its outputs, in proportion to their free memory.
-
-        Each output is computed whole on one device and gathered on the first, so that results are those of one device
-        (to the bit on the CPU). Key/value heads are not cut, experts of a mixture neither: each is on one device. The
-        cache must be an `ExLlamaV2Cache_TP`. gpu_split: GiB a device for weights and fixed buffers instead of the free
-        memory; the proportions count. expect_cache_tokens (default max_seq_len * max_batch_size) and
-        expect_cache_base size the cache to come. With one device this is `load`.
-        """
-        check_callbacks(callback, progress)
-        report = progress_bar() if progress else callback
-        for _ in self.load_tp_gen(gpu_split, report, callback_gen, expect_cache_tokens, expect_cache_base):
-            pass
-
-    def load_tp_gen(
-        self,
-        gpu_split: Sequence[float] | None = None,
-        callback: Callback | None = None,
-        callback_gen: CallbackGen | None = None,
-        expect_cache_tokens: int = 0,
-        expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
-    ) -> Iterator[Any]:
-        """As `load_tp`, as a generator that must be exhausted."""
-        places = devices()
-        if gpu_split is not None:
-            places = places[: len(check_split(gpu_split, len(places)))]
-        tokens = expect_cache_tokens or self.config.max_seq_len * self.config.max_batch_size
-        size = CacheSize((expect_cache_base or ExLlamaV2Cache).kind, tokens)
-        if len(places) == 1 or self.loaded:
-            yield from self._load(callback, callback_gen, self._plan(places, size, gpu_split, None))
-            return
-        self.config.check_for_load()
-        self._checkpoint()
-        found, shares = plan_parallel(self.config, self.modules, places, size, gpu_split)
-        names = [place.name for place in places]
-        heads, float_residual = self.config.num_key_value_heads, self.config.arch.float_residual
-        self.tp_context = TensorParallel(names, shares, heads, float_residual=float_residual)
-        cut_modules(self.modules, self.tp_context)
-        yield from self._load(callback, callback_gen, found)
-
-    def set_device_map(self, allocation: Sequence[float], embed_cpu: bool = True) -> list[float]:
-        """Decide the device of every module from GiB a device (weights and fixed buffers), without loading any.
-
-        embed_cpu keeps the embedding in the CPU's memory. Returns the GiB left over on each device.
-        """
-        if self.loaded:
-            raise ModelStateError("the model is loaded: unload it before its devices are decided anew")
-        found = self._plan(devices(), None, allocation, None).check()
-        names = ["cpu", *found.assignment[1:]] if embed_cpu else found.assignment
-        self._place(names)
-        weights = 0 if not embed_cpu else found.embedding_bytes
-        left = [(d.budget or 0) - d.used + (weights if i == 0 else 0) for i, d in enumerate(found.devices)]
-        return [bytes_left / GIB for bytes_left in left]
-
-    def set_cache_map(self) -> None:
-        """Decide the device of every layer's keys and values: beside the layer."""
-        layers = [(i, m.layer_idx) for i, m in enumerate(self.modules) if isinstance(m, Attention)]
-        names, context = self.placement.names, self.tp_context
-        first = None if context is None else context.names[context.heads[0][0]]
-        self.cache_map = {layer: first or names[i] for i, layer in layers}
-
-    def load_module(self, index: int) -> None:
-        """Load one of `modules` alone, where `load(lazy=True)` or `set_device_map` decided it goes.
-
-        The model runs once all are loaded. Loading a loaded module reads it again. Raises ModelStateError before the
-        devices are decided.
-        """
-        if self.device is None:
-            raise ModelStateError("no device is decided: call model.load(lazy=True) or set_device_map first")
-        module = self.modules[index]
+    def _weights_change(self) -> None:
         self.decode.clear()  # captured steps read the weights where they were
-        try:
-            with out_of_memory_as_error(f"load {module.key}"), torch.inference_mode(False):
-                module.load(TensorReader(self._checkpoint()), self.placement.device(index))
-        finally:
-            self._settle()
-
-    def unload_module(self, index: int) -> None:
-        """Drop the weights of one of `modules`."""
-        self.decode.clear()
-        self.modules[index].unload()
-        self._settle()
-
-    def _settle(self) -> None:
-        loaded = all(m.loaded for m in self.modules)
-        self.load_count += loaded and not self.loaded
-        self.loaded = loaded
-
-    @torch.inference_mode(False)  # the tables live as long as the model
-    def _rope_tables(self) -> tuple[RopeTable, RopeTable | None]:
-        alternative = self.config.rope_settings_alt()
-        return RopeTable(self.config.rope_settings()), None if alternative is None else RopeTable(alternative)
-
-    def _checkpoint(self) -> Checkpoint:
-        if self.config.checkpoint is None:
-            raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() before loading")
-        return self.config.checkpoint
-
-    def _plan(
-        self,
-        places: Sequence[Device],
-        cache: CacheSize | None,
-        gpu_split: Sequence[float] | None,
-        reserve: int | Sequence[int] | None,
-        last_id_only: bool = True,
-    ) -> LoadPlan:
-        self.config.check_for_load()
-        self._checkpoint()
-        modules = self.modules
-        return plan_modules(self.config, modules, places, cache, gpu_split, reserve, last_id_only)
-
-    def _place(self, names: Sequence[str]) -> None:
-        self.placement = Placement(list(names), self.config.arch.float_residual)
-        self.device = self.placement.device(len(self.modules) - 1)
-        self.set_cache_map()
-
-    def _load(
-        self,
-        callback: Callback | None,
-        callback_gen: CallbackGen | None,
-        found: LoadPlan,
-        *,
-        lazy: bool = False,
-        cache: ExLlamaV2CacheBase | None = None,
-    ) -> Iterator[Any]:
-        if not self.loaded:
-            found.check()
-            self._place(found.assignment)
-        if not lazy and not self.loaded:
-            tied = [f"{self.config.arch.embed_tokens}.weight"] if self.config.tie_word_embeddings else []
-            places = [self.placement.device(i) for i in range(len(self.modules))]
-            try:
-                with out_of_memory_as_error("load the model"):
-                    yield from load_modules(
-                        self.modules, self._checkpoint(), places, callback, callback_gen, shared=tied
-                    )
-            except BaseException:
-                self.unload()
-                raise
-            self.loaded = True
-            self.load_count += 1
-        if cache is not None:
-            cache.update_cache_tensors()
-
-    def unload(self) -> None:
-        """Drop all weights. The model may be loaded again; caches keep their own memory until they are dropped."""
-        self.decode.clear()
-        for module in self.modules:
-            module.unload()
-        if self.tp_context is not None:
-            mend_modules(self.modules)
-        self.cache_map = {}
-        self.loaded = False
-        names = [*self.placement.names, *(self.tp_context.names if self.tp_context is not None else ())]
-        self.tp_context = None
-        if self.device is not None and any(name.startswith("cuda") for name in names):
-            self.rope, self.rope_alt = self._rope_tables()  # copies on GPUs go too
-            for name in {name for name in names if name.startswith("cuda")}:
-                forget_meeting_memory(torch_device(name))
-            torch.cuda.empty_cache()
-        self.device = None
-        self.placement = Placement(["cpu"] * len(self.modules))
-
-    # ------------------------------------------------------------------------------------------------------- queries
-
-    def get_modules(self) -> list[Module]:
-        """The modules in the order of the forward pass."""
-        return self.modules
-
-    def get_cache_devices(self) -> list[str]:
-        """Devices that hold a part of the cache."""
-        if self.tp_context is not None:
-            return sorted(self.tp_context.names[shard] for shard, _, _ in self.tp_context.heads)
-        return sorted(set(self.cache_map.values()))
-
-    def is_quant(self) -> bool:
-        """Whether any loaded matrix is EXL2 or GPTQ."""
-        return any(linear.is_quant() for linear in self._linears() if linear.matrix is not None)
 
     def update_loras(self) -> None:
         """Nothing to do: adapters are looked up by every forward pass. Kept for callers of the original."""
 
-    def weight_bytes(self) -> int:
-        """Bytes held by loaded weights."""
-        return sum(m.weight_bytes() for m in self.modules)
-
-    @property
-    def hooked(self) -> bool:
-        """Whether a module is wrapped in an `Intervention`, whose hooks may look along a sequence."""
-        return any(isinstance(module, Intervention) for module in self.modules)
-
-    @property
-    def arrangement(self) -> list[Module]:
-        """The modules as they stand: one and the same list, not to be changed, until one of `modules` is replaced, or
-        wrapped in an `Intervention`, or taken out of one. What was computed under another is of no use any more."""
-        if self._arrangement != self.modules:
-            self._arrangement = list(self.modules)
-        return self._arrangement
-
     def invariant_tokens(self, loras: Sequence[ExLlamaV2Lora] = ()) -> int | None:
-        """Tokens of a pass up to which none of its bits depends on how many there are; None: however many there are.
+        """Tokens of a pass up to which no bit of it depends on how many there are; None: however many there are.
 
         On a CPU, and with `exl_kernels.device.set_row_invariant`, that is always so; on a GPU longer prompts are
         multiplied by torch, and so is every float matrix, of the model or in the place of one of its (`loras`).
@@ -384,16 +65,10 @@ class ExLlamaV2:
         if self.device is None or self.device.type != "cuda":
             return None
         if self._quantized is None or self._quantized[0] != self.load_count:
-            self._quantized = (self.load_count, all(linear.is_quant() for linear in self._linears()))
+            self._quantized = (self.load_count, all(linear.is_quant() for linear in self.linears()))
         if not self._quantized[1] or any(lora.replacements for lora in loras):
             return 0
         return None if row_invariant() else INVARIANT_ROWS
-
-    def _linears(self) -> Iterator[Linear]:
-        for module in self.modules:
-            yield from module.submodules()
-
-    # ------------------------------------------------------------------------------------------------------- forward
 
     @torch.no_grad()
     def forward(
@@ -421,45 +96,25 @@ class ExLlamaV2:
 
         input_mask: additive [batch, past + q_len], 0 attends to a key, -inf ignores it. position_offsets: int
         [batch, 1], added to RoPE positions (minus the left padding of each row). cpu_logits: bring the logits to the
-        CPU. loras: adapters to add, in this order. indexed_embeddings: rows that ids from
-        EMBEDDING_INDEX on stand for.
+        CPU. loras: adapters to add, in this order. indexed_embeddings: rows that ids from EMBEDDING_INDEX on mean.
 
         Raises ModelStateError, SequenceTooLongError, TokenIdError, InputError before anything is computed.
         """
-        ids, embeddings = check_ids(self, input_ids, indexed_embeddings)
-        adapters = check_loras(self, loras)
-        batch, q_len = ids.shape
-        check_context(cache, input_mask, position_offsets, abort_event, batch)
-        past = 0 if cache is None else cache.current_seq_len
-        check_length(self.config, cache, batch, past, q_len)
-        logits: list[Tensor] = []
-        state: Tensor | None = None
-        begin = 0
-        while begin < q_len:
-            end = begin + chunk_size(self.config, batch, past + begin, q_len - begin, cache is not None)
-            if end < q_len and any(e.sees_itself for e in embeddings):
-                end = chunk_end([row.numpy() for row in ids], begin, end, embeddings)
-            skip_head = preprocess_only or (last_id_only and end < q_len)
-            result = run_chunk(
-                self,
-                ids[:, begin:end],
-                cache,
-                AttentionParams(batch, end - begin, past + begin, input_mask, position_offsets),
-                preprocess_only=skip_head,
-                last_id_only=last_id_only,
-                return_last_state=return_last_state if end == q_len else False,
-                abort_event=abort_event,
-                loras=adapters,
-                embeddings=embeddings,
-            )
-            if result is None:
-                return None
-            if "logits" in result:
-                logits.append(result["logits"].cpu() if cpu_logits else result["logits"])
-            state = result.get("last_state")
-            begin = end
-        joined = None if not logits else logits[0] if len(logits) == 1 else torch.cat(logits, dim=1)
-        return (joined, state) if return_last_state else joined
+        return forward_all(
+            self,
+            self.decode.prompt_plan,
+            input_ids,
+            cache,
+            input_mask=input_mask,
+            preprocess_only=preprocess_only,
+            last_id_only=last_id_only,
+            loras=loras,
+            return_last_state=return_last_state,
+            position_offsets=position_offsets,
+            abort_event=abort_event,
+            cpu_logits=cpu_logits,
+            indexed_embeddings=indexed_embeddings,
+        )
 
     @torch.no_grad()
     def forward_chunk(
@@ -478,7 +133,7 @@ class ExLlamaV2:
         *,
         indexed_embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None,
     ) -> dict[str, Any]:
-        """One chunk, contiguous or paged. Returns a dict with the keys that apply: "logits" as in `forward`,
+        """Run one chunk, contiguous or paged. Returns a dict with the keys that apply: "logits" as in `forward`,
         "last_state" [batch, q_len, hidden], "states" {index: input of model.modules[index]}; "aborted": True and
         nothing else if `abort_event` was set, in which case cache.current_seq_len has not moved.
 
@@ -493,41 +148,31 @@ class ExLlamaV2:
             logits = self._graph_step(input_ids, cache, attn_params)
             if logits is not None:
                 return {"logits": logits}
-        ids, embeddings = check_ids(self, input_ids, indexed_embeddings)
-        adapters = check_loras(self, loras)
-        batch, q_len = ids.shape
-        check_context(cache, input_mask, position_offsets, abort_event, batch)
-        if isinstance(attn_params, PagedParams):
-            params: AttentionParams | PagedParams = paged_params(attn_params, input_mask, position_offsets)
-            if attn_params.q_lens is not None and last_id_only:
-                raise UnsupportedError("last_id_only and PagedParams.q_lens exclude each other: take the rows you need")
-        else:
-            params = contiguous_params(attn_params, cache, batch, q_len, input_mask, position_offsets)
-            check_context(cache, params.input_mask, params.position_offsets, abort_event, batch)
-        result = run_chunk(
+        return forward_chunk(
             self,
-            ids,
+            self.decode.prompt_plan,
+            input_ids,
             cache,
-            params,
+            input_mask=input_mask,
             preprocess_only=preprocess_only,
             last_id_only=last_id_only,
+            loras=loras,
             return_last_state=return_last_state,
+            position_offsets=position_offsets,
             abort_event=abort_event,
-            loras=adapters,
-            embeddings=embeddings,
-            extract=check_indices(extract_state_indices, len(self.modules)),
+            attn_params=attn_params,
+            extract_state_indices=extract_state_indices,
+            indexed_embeddings=indexed_embeddings,
         )
-        return {"aborted": True} if result is None else result
 
     def prepare_step(self, q_len: int, cache: ExLlamaV2CacheBase, attn_params: PagedParams) -> PreparedStep | None:
-        """A paged step of `q_len` tokens a row whose ids are not known yet: everything but them is prepared, so that
-        little is left to do when they come. None where `forward_chunk` would not launch a captured graph.
+        """Prepare a paged step of `q_len` tokens a row whose ids are not known yet. None where `forward_chunk` would
+        not launch a captured graph.
 
-        What is returned can be called with int64 ids [batch, q_len] on the CPU, queues the step and returns its logits
-        as `forward_chunk` does, or None, with nothing queued, for ids that it would refuse. It also takes integers on
-        the model's GPU that the current stream has still to compute, cut to the vocabulary when they are there; or they
-        are written to where its `stage` says (an `exl_kernels.sampling.Staged`), before its `launch`. It is to be
-        called before any other pass of this model, or not at all; a second call computes the step again.
+        Call the result with int64 ids [batch, q_len] on the CPU, or integers on the model's GPU that the current stream
+        has still to compute: it queues the step and returns its logits as `forward_chunk` does, or None for ids that
+        `forward_chunk` would refuse. Or let a kernel write the ids where `stage` says, then call `launch`. Use the
+        result before any other pass of this model, or not at all.
         """
         if not self._graphs_possible:
             return None
@@ -546,8 +191,7 @@ class ExLlamaV2:
         try:
             logits = self.decode.step(ids, cache, params)
         except RuntimeError as error:
-            typed = device_error("run a decode step", error)
-            if typed is None:
+            if (typed := device_error("run a decode step", error)) is None:
                 raise
             raise typed from error
         if logits is not None and cache is not None:

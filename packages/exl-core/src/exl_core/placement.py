@@ -15,7 +15,7 @@ from .device import activation_dtype, torch_device
 from .parallel.transfer import send
 
 if TYPE_CHECKING:
-    from .modules import Step
+    from .execution.batch import Step
 
 __all__ = ["Placement"]
 

@@ -14,7 +14,7 @@ from exl_kernels.kv import KVPages
 from .attn_params import AttentionParams, PagedParams
 from .axes import gather_axes, positions_on_axes, runs_of
 from .errors import InputError, SequenceTooLongError
-from .modules import Step
+from .execution.batch import Step
 from .rope import RopeTable
 
 if TYPE_CHECKING:

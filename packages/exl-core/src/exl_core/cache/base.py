@@ -16,7 +16,7 @@ from ..errors import CacheError, DeviceError, InputError, ModelStateError
 
 if TYPE_CHECKING:
     from ..config import ExLlamaV2Config
-    from ..model import ExLlamaV2
+    from ..language_model import LanguageModel
 
 __all__ = ["ExLlamaV2CacheBase"]
 
@@ -40,7 +40,7 @@ class ExLlamaV2CacheBase:
 
     def __init__(
         self,
-        model: ExLlamaV2,
+        model: LanguageModel,
         batch_size: int = 1,
         max_seq_len: int = -1,
         copy_from: ExLlamaV2CacheBase | None = None,

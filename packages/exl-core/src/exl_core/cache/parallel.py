@@ -16,7 +16,7 @@ from .base import ExLlamaV2CacheBase
 from .classes import ExLlamaV2Cache
 
 if TYPE_CHECKING:
-    from ..model import ExLlamaV2
+    from ..language_model import LanguageModel
 
 __all__ = ["ExLlamaV2Cache_TP"]
 
@@ -34,7 +34,7 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
 
     def __init__(
         self,
-        model: ExLlamaV2,
+        model: LanguageModel,
         base: type[ExLlamaV2CacheBase] = ExLlamaV2Cache,
         batch_size: int = 1,
         max_seq_len: int = -1,

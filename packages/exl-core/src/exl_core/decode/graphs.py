@@ -24,14 +24,15 @@ from exl_kernels.sampling import Staged
 from ..attn_params import PagedParams
 from ..device import device_error
 from ..errors import DeviceError
-from ..modules import Head, Intervention, Module, Step
+from ..execution.batch import Step
+from ..modules import Head, Intervention, Module
 from ..step import build_step
 from .inputs import Bucket, StepInputs, passed
 from .plan import DecodePlan, plan_of
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
-    from ..model import ExLlamaV2
+    from ..language_model import LanguageModel
 
 __all__ = ["GRAPHS_VARIABLE", "CaptureFailure", "DecodeGraphs", "PreparedStep"]
 
@@ -184,7 +185,7 @@ class DecodeGraphs:
     when it is taken out; another module in the place of one drops it.
     """
 
-    def __init__(self, model: ExLlamaV2) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self._model = weakref.ref(model)
         self._graphs: dict[tuple[int, ...], dict[Bucket, _Graph]] = {}
         self._failed: dict[tuple[tuple[int, ...], Bucket], CaptureFailure] = {}
@@ -248,7 +249,7 @@ class DecodeGraphs:
         plan = self._planned(model)
         return plan if isinstance(plan, DecodePlan) else None
 
-    def _planned(self, model: ExLlamaV2) -> DecodePlan | str:
+    def _planned(self, model: LanguageModel) -> DecodePlan | str:
         if self._plan is None:
             self._plan = plan_of(model)
         self.plan_reason = self._plan if isinstance(self._plan, str) else None
@@ -283,11 +284,11 @@ class DecodeGraphs:
         if not self.count:
             self._pool = None  # torch forgets a pool with its last graph; its number must not be used again
 
-    def _usable(self, model: ExLlamaV2) -> bool:
+    def _usable(self, model: LanguageModel) -> bool:
         self.reason = self._refusal_of(model)
         return self.reason is None
 
-    def _refusal_of(self, model: ExLlamaV2) -> str | None:
+    def _refusal_of(self, model: LanguageModel) -> str | None:
         found = model.arrangement
         if self._arrangement is not found:
             refused = _refusal(model)
@@ -298,7 +299,7 @@ class DecodeGraphs:
                 self._modules = modules
             if refused is None:
                 # torch's products of float matrices may change with the number of rows: no padding there.
-                self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model._linears())
+                self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model.linears())
             self._arrangement, self._refused = found, refused
         return self._refused
 
@@ -311,7 +312,7 @@ class DecodeGraphs:
         grain = 1 << max(0, (pages - 1).bit_length() - 3)
         return Bucket(rows, q_len, min(-(-pages // grain) * grain, places), page_size)
 
-    def _captured(self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, bucket: Bucket) -> _Graph | None:
+    def _captured(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket) -> _Graph | None:
         key = _place(cache, bucket.page_size)
         held = self._graphs.get(key)
         if held is not None and bucket in held:
@@ -350,7 +351,7 @@ class DecodeGraphs:
             del held[next(iter(held))]
         return made
 
-    def _record(self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, bucket: Bucket) -> _Graph:
+    def _record(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket) -> _Graph:
         device = model.device
         assert device is not None
         inputs = StepInputs(bucket, device)
@@ -430,7 +431,7 @@ def _without_hooks(module: Module) -> Module:
     return module
 
 
-def _refusal(model: ExLlamaV2) -> str | None:
+def _refusal(model: LanguageModel) -> str | None:
     """Why no step of this model can be captured."""
     if model.device is None or model.device.type != "cuda":
         return "the model is not on a GPU"
@@ -473,7 +474,7 @@ def _place(cache: ExLlamaV2CacheBase, page_size: int) -> tuple[int, ...]:
 
 
 def _static_step(
-    model: ExLlamaV2, cache: ExLlamaV2CacheBase, bucket: Bucket, inputs: StepInputs, device: torch.device
+    model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, inputs: StepInputs, device: torch.device
 ) -> Step:
     """A step over `inputs` that is right for every length the bucket's pages can hold."""
     longest = min(bucket.pages * bucket.page_size, model.config.max_seq_len)

@@ -34,10 +34,11 @@ from exl_kernels.norm import rms_norm
 from exl_kernels.rope import apply_rope
 
 from ..errors import InputError
-from ..modules import Attention, Embedding, GatedMLP, Head, Linear, Module, Norm, RMSNorm, Step
+from ..execution.batch import Step
+from ..modules import Attention, Embedding, GatedMLP, Head, Linear, Module, Norm, RMSNorm
 
 if TYPE_CHECKING:
-    from ..model import ExLlamaV2
+    from ..language_model import LanguageModel
 
 __all__ = ["DecodePlan", "plan_of"]
 
@@ -350,7 +351,7 @@ def _weight(norm: RMSNorm) -> Tensor:
     return norm.weight
 
 
-def plan_of(model: ExLlamaV2) -> DecodePlan | str:
+def plan_of(model: LanguageModel) -> DecodePlan | str:
     """The plan of a loaded model, or why it is not covered."""
     why = uncovered(model.modules)
     if why is not None:

@@ -22,7 +22,7 @@ from .keys import AdapterKey, ModuleIndex, Slice, parse_key, unknown_names
 from .pairs import EmbeddingPair, LoraPair
 
 if TYPE_CHECKING:
-    from ..model import ExLlamaV2
+    from ..language_model import LanguageModel
     from ..modules.embedding import Embedding
 
 __all__ = ["ExLlamaV2Lora"]
@@ -53,7 +53,7 @@ class ExLlamaV2Lora:
 
     def __init__(
         self,
-        model: ExLlamaV2,
+        model: LanguageModel,
         lora_config_path: str | os.PathLike[str],
         lora_path: str | os.PathLike[str],
         lora_scaling: float = 1.0,
@@ -89,7 +89,7 @@ class ExLlamaV2Lora:
 
     @classmethod
     def from_directory(
-        cls, model: ExLlamaV2, directory: str | os.PathLike[str], lora_scaling: float = 1.0
+        cls, model: LanguageModel, directory: str | os.PathLike[str], lora_scaling: float = 1.0
     ) -> ExLlamaV2Lora:
         """From a folder with adapter_config.json and adapter_model.safetensors or adapter_model.bin."""
         folder = Path(directory)
@@ -127,7 +127,7 @@ class ExLlamaV2Lora:
         total += 0 if self.embedding is None else self.embedding.nbytes
         return total + (0 if self.embedding_pair is None else self.embedding_pair.nbytes)
 
-    def check_usable(self, model: ExLlamaV2) -> None:
+    def check_usable(self, model: LanguageModel) -> None:
         """ModelStateError unless this adapter can be used in a forward pass of `model` as it is loaded now."""
         if self.model is not model:
             raise ModelStateError(f"the adapter {self.lora_path} was loaded for another model")

@@ -12,7 +12,7 @@ from ..modules.embedding import Embedding
 from ..modules.linear import Linear
 
 if TYPE_CHECKING:
-    from ..model import ExLlamaV2
+    from ..language_model import LanguageModel
 
 __all__ = ["AdapterKey", "ModuleIndex", "Slice", "parse_key"]
 
@@ -63,7 +63,7 @@ class Slice:
 class ModuleIndex:
     """The modules of a model under names without wrappers' prefixes, fused ones under the names of the files too."""
 
-    model: ExLlamaV2
+    model: LanguageModel
     linears: dict[str, list[Slice]] = field(default_factory=dict)
     embeddings: dict[str, Embedding] = field(default_factory=dict)
 

@@ -7,7 +7,7 @@ from .head import Head
 from .intervention import Intervention
 from .linear import Linear
 from .mlp import FeedForward, GatedMLP, PlainMLP
-from .module import Module, Step
+from .module import Module
 from .moe import Expert, MoE
 from .norm import LayerNorm, Norm, RMSNorm
 from .positions import PositionEmbedding
@@ -29,6 +29,5 @@ __all__ = [
     "PlainMLP",
     "PositionEmbedding",
     "RMSNorm",
-    "Step",
     "build_modules",
 ]

@@ -14,10 +14,10 @@ from exl_kernels.kv import store_kv
 from exl_kernels.rope import apply_rope
 
 from ..architectures.windows import LayerRope
+from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
 from .linear import Linear
 from .mlp import FeedForward
-from .module import Step
 from .norm import Norm, fused_norm
 from .sublayer import SubLayer
 

@@ -10,12 +10,13 @@ from torch import Tensor
 from ..device import activation_dtype
 from ..embeddings import EMBEDDING_INDEX
 from ..errors import FormatError, ModelStateError
+from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import check_vocabulary, require_finite_float
-from .module import Step, WeightModule
+from .module import WeightModule
 
 if TYPE_CHECKING:
-    from ..lora import ExLlamaV2Lora
+    from ..contracts import Adapter
 
 __all__ = ["Embedding"]
 
@@ -67,7 +68,7 @@ class Embedding(WeightModule):
                 rows[mine] = own
         return rows if self.float_residual else rows.to(activation_dtype(rows.device))
 
-    def _lookup(self, ids: Tensor, loras: tuple[ExLlamaV2Lora, ...]) -> Tensor:
+    def _lookup(self, ids: Tensor, loras: tuple[Adapter, ...]) -> Tensor:
         """float32 [T, hidden] of ids below the vocabulary."""
         assert self.weight is not None
         rows = next((lora.embedding for lora in loras if lora.embedding is not None), self.weight)[ids].float()

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from exl_kernels.activation import activation
 
+from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
 from .linear import Linear
-from .module import Module, Step
+from .module import Module
 
 __all__ = ["PADDING_LOGIT", "Head"]
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
 from .linear import Linear
-from .module import Module, Step
+from .module import Module
 
 __all__ = ["Hook", "Intervention"]
 

@@ -18,8 +18,8 @@ from ..loading.linears import LinearOptions, LinearSpec, load_linear
 from ..parallel.matrix import SplitMatrix, load_split
 
 if TYPE_CHECKING:
-    from ..lora import ExLlamaV2Lora
-    from ..parallel import TensorParallel
+    from ..contracts import Adapter
+    from ..parallel.context import TensorParallel
     from ..parallel.shares import Bounds
 
 __all__ = ["Linear"]
@@ -86,11 +86,11 @@ class Linear:
         """W float16 [in, out] as the file encodes it, rows in the model's (unpermuted) order, padding columns cut."""
         return self.loaded_matrix.dequantize()[:, : self.out_features].contiguous()
 
-    def adapted(self, loras: Sequence[ExLlamaV2Lora]) -> bool:
+    def adapted(self, loras: Sequence[Adapter]) -> bool:
         """Whether any of `loras` changes this matrix: fused blocks, which know of none, must then step aside."""
         return any(self.key in lora.touched for lora in loras)
 
-    def forward(self, x: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+    def forward(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """x [T, in] -> [T, out] of its type (float32, on a GPU half); columns that pad the file's are cut off.
 
         Every adapter adds (x @ A @ B) * its scaling, in the order given (spec core.md 14.4).
@@ -99,7 +99,7 @@ class Linear:
         y = y if y.shape[-1] == self.out_features else y[..., : self.out_features].contiguous()
         return self._add_adapters(x, y, loras)
 
-    def forward_into(self, x: Tensor, out: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> None:
+    def forward_into(self, x: Tensor, out: Tensor, loras: Sequence[Adapter] = ()) -> None:
         """The product written into `out` [T, columns >= out]; columns beyond `out_features` are left alone."""
         matrix = self._matrix(loras)
         if out.shape[-1] == matrix.out_features and matrix.out_features == self.out_features:
@@ -109,7 +109,7 @@ class Linear:
             out[..., : self.out_features] = matrix.matmul(x, out=whole)[..., : self.out_features]
         self._add_adapters(x, out[..., : self.out_features], loras)
 
-    def forward_precise(self, x: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+    def forward_precise(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """As `forward`, to float32 on a GPU too: for logits that choose experts, where half's rounding would decide.
         float matrices are summed so that a row's result does not depend on the number of rows."""
         matrix = self._matrix(loras)
@@ -119,7 +119,7 @@ class Linear:
             y = matrix.matmul(x, out=x.new_empty((*x.shape[:-1], matrix.out_features), dtype=torch.float32))
         return self._add_adapters(x, y[..., : self.out_features].contiguous(), loras)
 
-    def _matrix(self, loras: Sequence[ExLlamaV2Lora]) -> QuantMatrix | SplitMatrix:
+    def _matrix(self, loras: Sequence[Adapter]) -> QuantMatrix | SplitMatrix:
         """The matrix that is multiplied by: the first replacement an adapter brings, else the model's own."""
         for lora in loras:
             replacement = lora.replacements.get(self.key)
@@ -127,7 +127,7 @@ class Linear:
                 return replacement
         return self.loaded_matrix
 
-    def _add_adapters(self, x: Tensor, y: Tensor, loras: Sequence[ExLlamaV2Lora]) -> Tensor:
+    def _add_adapters(self, x: Tensor, y: Tensor, loras: Sequence[Adapter]) -> Tensor:
         for lora in loras:
             pair = lora.pairs.get(self.key)
             if pair is not None:
@@ -139,6 +139,6 @@ class Linear:
         """Where x is taken and y is given."""
         return self.loaded_matrix.device
 
-    def parts_for(self, loras: Sequence[ExLlamaV2Lora]) -> SplitMatrix | None:
+    def parts_for(self, loras: Sequence[Adapter]) -> SplitMatrix | None:
         """The matrix, if it is cut over devices and no adapter changes it: results may stay where they are."""
         return self.matrix if isinstance(self.matrix, SplitMatrix) and not self.adapted(loras) else None

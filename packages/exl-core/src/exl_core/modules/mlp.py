@@ -13,14 +13,14 @@ from exl_kernels.activation import gated_activation
 from exl_kernels.block import MlpBlock
 
 from ..architectures.base import Activation
+from ..execution.batch import Step
 from ..parallel.matrix import Part, over_parts
 from .linear import Linear
-from .module import Step
 from .norm import Norm, fused_norm
 from .sublayer import SubLayer
 
 if TYPE_CHECKING:
-    from ..lora import ExLlamaV2Lora
+    from ..contracts import Adapter
 
 __all__ = ["FeedForward", "GatedMLP", "PlainMLP"]
 
@@ -36,7 +36,7 @@ class FeedForward(SubLayer[MlpBlock]):
         self.activation: Activation = activation
 
     @abstractmethod
-    def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """The sub-layer without norms and residual: [T, hidden] -> [T, hidden], a tensor of its own."""
 
     def _parts(self) -> Iterator[Norm | Linear]:
@@ -52,7 +52,7 @@ class FeedForward(SubLayer[MlpBlock]):
             return self.block.forward(x)
         return self.forward_unfused(x, step.loras)
 
-    def forward_unfused(self, x: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+    def forward_unfused(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """Step by step: for padded matrices, adapters, and as the twin of a fused block, to the same bits."""
         y = self.inner(x if self.norm is None else self.norm.forward(x), loras)
         if self.post is not None:
@@ -87,7 +87,7 @@ class GatedMLP(FeedForward):
         norm, post = fused_norm(self.norm), fused_norm(self.post)
         return MlpBlock(norm, self.gate_proj.quant, matrices, self.activation, post=post)
 
-    def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         gate, up = self.gate_proj.parts_for(loras), self.up_proj.parts_for(loras)
         if gate is not None and up is not None:
             return self.down_proj.forward(over_parts(h, (gate, up), self._gated), loras)
@@ -126,7 +126,7 @@ class PlainMLP(FeedForward):
         matrices = (self.up_proj.quant, self.down_proj.quant)
         return MlpBlock(fused_norm(self.norm), None, matrices, self.activation, post=fused_norm(self.post))
 
-    def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         whole = self.up_proj.parts_for(loras)
         if whole is not None:
             return self.down_proj.forward(over_parts(h, (whole,), self._activated), loras)

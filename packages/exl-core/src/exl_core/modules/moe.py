@@ -19,7 +19,7 @@ from .mlp import FeedForward, GatedMLP
 from .norm import Norm
 
 if TYPE_CHECKING:
-    from ..lora import ExLlamaV2Lora
+    from ..contracts import Adapter
 
 __all__ = ["Expert", "MoE", "sparse_mixture"]
 
@@ -101,7 +101,7 @@ class MoE(FeedForward):
         if self.shared_gate is not None:
             yield self.shared_gate
 
-    def inner(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> Tensor:
+    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         weights, indices = self.route(h, loras)
         parts = self._outputs(h, indices, loras)
         y = parts[:, 0] * weights[:, :1]
@@ -111,7 +111,7 @@ class MoE(FeedForward):
             y += self._shared(h, loras)
         return y.to(h.dtype)
 
-    def route(self, h: Tensor, loras: Sequence[ExLlamaV2Lora] = ()) -> tuple[Tensor, Tensor]:
+    def route(self, h: Tensor, loras: Sequence[Adapter] = ()) -> tuple[Tensor, Tensor]:
         """(weights float32, expert numbers int64), both [T, chosen], likeliest first."""
         logits = self.router.forward_precise(h, loras)
         if self.jitter is not None:
@@ -120,7 +120,7 @@ class MoE(FeedForward):
         weights, indices = probabilities.topk(self.chosen, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
 
-    def _outputs(self, h: Tensor, indices: Tensor, loras: Sequence[ExLlamaV2Lora]) -> Tensor:
+    def _outputs(self, h: Tensor, indices: Tensor, loras: Sequence[Adapter]) -> Tensor:
         """Unweighted outputs float32 [T, chosen, hidden]: every expert runs once, over the rows that chose it."""
         out = torch.empty((*indices.shape, self.experts[0].down.out_features), dtype=torch.float32, device=h.device)
         flat, order = indices.reshape(-1).sort(stable=True)
@@ -134,12 +134,12 @@ class MoE(FeedForward):
                 begin += count
         return out
 
-    def _run(self, expert: Expert, h: Tensor, loras: Sequence[ExLlamaV2Lora]) -> Tensor:
+    def _run(self, expert: Expert, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
         gate = expert.gate.forward(h, loras)
         gated_activation(gate, expert.up.forward(h, loras), self.activation, out=gate)
         return expert.down.forward(gate, loras)
 
-    def _shared(self, h: Tensor, loras: Sequence[ExLlamaV2Lora]) -> Tensor:
+    def _shared(self, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
         assert self.shared is not None
         y = self.shared.inner(h, loras).float()
         if self.shared_gate is None:

@@ -12,9 +12,10 @@ from exl_kernels.norm import layer_norm, rms_norm
 
 from ..device import activation_dtype
 from ..errors import FormatError
+from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import require_finite_float
-from .module import Step, WeightModule
+from .module import WeightModule
 
 __all__ = ["LayerNorm", "Norm", "RMSNorm", "fused_norm"]
 

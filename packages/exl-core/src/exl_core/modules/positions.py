@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError
+from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import require_finite_float
-from .module import Step, WeightModule
+from .module import WeightModule
 
 __all__ = ["PositionEmbedding"]
 

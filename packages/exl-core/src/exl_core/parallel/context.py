@@ -17,8 +17,8 @@ from .shares import Bounds, Shares
 from .transfer import send
 
 if TYPE_CHECKING:
-    from ..cache import ExLlamaV2CacheBase
-    from ..modules import Step
+    from ..contracts import PagedCache
+    from ..execution.batch import Step
 
 __all__ = ["TensorParallel"]
 
@@ -61,7 +61,7 @@ class TensorParallel:
     # ---------------------------------------------------------------------------------------------------------- pages
 
     def pages(
-        self, cache: ExLlamaV2CacheBase | None, page_size: int, scratch: tuple[int, int]
+        self, cache: PagedCache | None, page_size: int, scratch: tuple[int, int]
     ) -> tuple[Callable[[int], KVPages], ...]:
         """For every entry of `heads`, layer -> pages of those heads; without a cache one scratch layer for all of them,
         of `scratch` = (pages, head_dim). CacheError unless the cache was made for this model as it is cut."""
@@ -86,5 +86,5 @@ def _always(pages: KVPages) -> Callable[[int], KVPages]:
     return lambda layer: pages
 
 
-def _paged(cache: ExLlamaV2CacheBase, page_size: int) -> Callable[[int], KVPages]:
+def _paged(cache: PagedCache, page_size: int) -> Callable[[int], KVPages]:
     return lambda layer: cache.pages(layer, page_size)

@@ -19,7 +19,7 @@ from ..modules import (
 from .context import TensorParallel
 from .heads import HeadCut
 
-__all__ = ["cut_modules", "mend_modules"]
+__all__ = ["cut_modules", "unshard_modules"]
 
 
 def cut_modules(modules: Sequence[Module], context: TensorParallel) -> None:
@@ -36,7 +36,7 @@ def cut_modules(modules: Sequence[Module], context: TensorParallel) -> None:
             _cut_linear(module.linear, context)
 
 
-def mend_modules(modules: Sequence[Module]) -> None:
+def unshard_modules(modules: Sequence[Module]) -> None:
     """Undo `cut_modules`, after an unload."""
     for module in _inner(modules):
         if isinstance(module, Attention):

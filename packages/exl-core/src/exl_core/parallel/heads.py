@@ -12,7 +12,9 @@ from .matrix import SplitMatrix, gathered
 from .transfer import send
 
 if TYPE_CHECKING:
-    from ..modules import Attention, Norm, Step
+    from ..execution.batch import Step
+    from ..modules.attention import Attention
+    from ..modules.norm import Norm
     from .context import TensorParallel
 
 __all__ = ["HeadCut"]

@@ -24,7 +24,7 @@ from .settings import read_settings
 from .siglip import SiglipEncoder, read_siglip_settings
 
 if TYPE_CHECKING:
-    from ..model import ExLlamaV2
+    from ..language_model import LanguageModel
     from ..tokenizer import ExLlamaV2Tokenizer
 
 __all__ = ["BUILT_TOWERS", "ExLlamaV2VisionTower"]
@@ -124,7 +124,7 @@ class ExLlamaV2VisionTower:
 
     def get_image_embeddings(
         self,
-        model: ExLlamaV2,
+        model: LanguageModel,
         tokenizer: ExLlamaV2Tokenizer,
         image: Any,
         text_alias: str | None = None,
@@ -141,7 +141,7 @@ class ExLlamaV2VisionTower:
 
     def get_video_embeddings(
         self,
-        model: ExLlamaV2,
+        model: LanguageModel,
         tokenizer: ExLlamaV2Tokenizer,
         video: Sequence[Any],
         text_alias: str | None = None,
@@ -163,7 +163,7 @@ class ExLlamaV2VisionTower:
     @torch.inference_mode(False)  # an image is kept over many requests
     def _embedding(
         self,
-        model: ExLlamaV2,
+        model: LanguageModel,
         tokenizer: ExLlamaV2Tokenizer,
         picture: Picture,
         size: tuple[int, int],
@@ -191,7 +191,7 @@ class ExLlamaV2VisionTower:
         }
         return made
 
-    def _framing(self, model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> Tensor:
+    def _framing(self, model: LanguageModel, tokenizer: ExLlamaV2Tokenizer) -> Tensor:
         """Embeddings float32 [2, hidden] of the two framing tokens, as the language model embeds them."""
         ids = []
         for piece in self.encoder.pieces:

@@ -1,0 +1,1 @@
+"""How a step runs: from a batch of tokens to launches."""

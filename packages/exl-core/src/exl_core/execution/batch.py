@@ -1,0 +1,78 @@
+"""One chunk of tokens on its way through a model's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Event
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exl_kernels.block import Tokens
+
+if TYPE_CHECKING:
+    from exl_kernels.kv import KVPages
+
+    from ..architectures.windows import LayerRope
+    from ..contracts import Adapter, EmbeddedRows
+
+__all__ = ["Step"]
+
+
+@dataclass
+class Step:
+    """One chunk on its way through the modules: T = batch * q_len token rows, sequence by sequence.
+
+    Built by `exl_core.step`; modules read it and do not change it.
+    """
+
+    batch_size: int
+    q_len: int
+    rows: Tensor  # int32 [T], row of block_table
+    positions: Tensor  # int32 [T], last place that is visible: the token's own, in a picture that sees itself its last
+    slots: Tensor  # int64 [T], place in the cache
+    block_table: Tensor  # int32 [B, max_pages]
+    rope_positions: Tensor  # int64 [T], position that is rotated by
+    cos: Tensor  # float32 [S, rotary_dim / 2]
+    sin: Tensor
+    pages: Callable[[int], KVPages]  # of a layer
+    key_mask: Tensor | None = None  # float32 [B, S], added to the logits of each key
+    max_keys: int | None = None  # every position is below it
+    abort_event: Event | None = None
+    loras: tuple[Adapter, ...] = ()  # the adapters of every row: linears take them
+    embeddings: tuple[EmbeddedRows, ...] = ()  # rows that ids from EMBEDDING_INDEX on stand for
+    alt: tuple[Tensor, Tensor] | None = None  # cos and sin of a second table, where the family has one
+    shards: tuple[Callable[[int], KVPages], ...] = ()  # instead of `pages` where heads are cut over devices
+    elsewhere: dict[torch.device, Step] = field(default_factory=dict, repr=False)  # the same step on other devices
+    # Of tokens in pictures that see themselves: their numbers int64 [n], their own places int32 [n].
+    pictures: tuple[Tensor, Tensor] | None = None
+    _tokens: dict[tuple[bool, LayerRope], Tokens] = field(default_factory=dict, repr=False)
+
+    def table(self, rope: LayerRope) -> tuple[Tensor, Tensor]:
+        """(cos, sin) that a layer rotates by; without columns for a layer that does not."""
+        if rope == "none":
+            return self.cos[:, :0].contiguous(), self.sin[:, :0].contiguous()
+        if rope == "alt":
+            assert self.alt is not None, "only families with a second table name it"
+            return self.alt
+        return self.cos, self.sin
+
+    def tokens(self, interleaved: bool, rope: LayerRope = "main") -> Tokens:
+        """The same facts in the form that fused blocks take; made once for all layers."""
+        made = self._tokens.get((interleaved, rope))
+        if made is None:
+            cos, sin = self.table(rope)
+            made = self._tokens[interleaved, rope] = Tokens(
+                self.rows,
+                self.positions,
+                self.slots,
+                self.block_table,
+                self.rope_positions,
+                cos,
+                sin,
+                self.key_mask,
+                interleaved=interleaved,
+            )
+        return made
