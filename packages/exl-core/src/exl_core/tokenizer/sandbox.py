@@ -25,9 +25,9 @@ MOST_CHARACTERS = 1 << 24
 WORKER = Path(__file__).with_name("template_worker.py")
 # The terminal sends Ctrl-C to its whole foreground process group. The worker is in another one before its program
 # starts: only this process decides what an interrupt means.
-_APART: dict[str, Any] = (
-    {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if sys.platform == "win32" else {"start_new_session": True}
-)
+_APART: dict[str, Any] = {"start_new_session": True}
+if sys.platform == "win32":
+    _APART = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 
 
 def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
