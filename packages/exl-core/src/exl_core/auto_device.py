@@ -30,7 +30,9 @@ class AutoDevices:
 def choose_devices() -> AutoDevices:
     """Choose anew. Opens the driver at the first call; never raises."""
     status = cuda_status()
-    why = status.reason or _torch_reason(status)
+    coded = any(d.reason is None for d in status.devices)
+    # Cards that the kernels have no code for are listed one by one; everything else is true of all of them.
+    why = None if status.devices and not coded else status.reason or _torch_reason(status)
     if why is not None:
         return AutoDevices(("cpu",), f"running on the CPU: {why if _may_have_gpu(status) else 'no NVIDIA GPU found'}")
     reasons = [(d, d.reason or _torch_skips(d)) for d in status.devices]
