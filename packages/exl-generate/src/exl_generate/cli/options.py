@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["FIELDS", "sampling_options"]
+__all__ = ["FIELDS", "RANGES", "sampling_options"]
 
 #: Field of Settings -> (flags, type, help).
 FIELDS: dict[str, tuple[tuple[str, ...], Any, str]] = {
@@ -48,11 +48,49 @@ FIELDS: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "xtc_ignore_tokens": (("--xtc-ignore",), list[int], "XTC: token id never left out; repeatable."),
 }
 
+_SHARE = (0, 1)
+_POSITIVE = (0, None)
+_ANY_COUNT = (1, None)
+
+#: Field of Settings -> lowest and highest value of its option, both included. The limits are those of `Settings`, but
+#: for shares and probabilities: a value above 1 switches a cut off there, and on a command line is a typing error.
+RANGES: dict[str, tuple[float | None, float | None]] = {
+    "temperature": _POSITIVE,
+    "top_k": _POSITIVE,
+    "top_p": _SHARE,
+    "min_p": _SHARE,
+    "top_a": _SHARE,
+    "tfs": _SHARE,
+    "typical": _SHARE,
+    "token_repetition_penalty": (1e-6, 1e6),
+    "token_repetition_range": (-1, None),
+    "token_repetition_decay": _POSITIVE,
+    "smoothing_factor": _POSITIVE,
+    "min_temp": _POSITIVE,
+    "max_temp": _POSITIVE,
+    "temp_exponent": _POSITIVE,
+    "mirostat_tau": _POSITIVE,
+    "mirostat_eta": _POSITIVE,
+    "dry_multiplier": _POSITIVE,
+    "dry_base": _POSITIVE,
+    "dry_allowed_length": _ANY_COUNT,
+    "dry_range": _POSITIVE,
+    "dry_max_ngram": _ANY_COUNT,
+    "xtc_probability": _SHARE,
+    "xtc_threshold": _SHARE,
+}
+
 _GREEDY = Annotated[bool, typer.Option("--greedy", help="Always the most probable token.", rich_help_panel="Sampling")]
 _SET = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Any setting by its Python name.", rich_help_panel="Sampling"),
 ]
+
+
+def _option(name: str, flags: tuple[str, ...], text: str) -> Any:
+    low, high = RANGES.get(name, (None, None))
+    limits = "" if low is None else f" At least {low:g}." if high is None else f" From {low:g} to {high:g}."
+    return typer.Option(*flags, help=text + limits, show_default=False, rich_help_panel="Sampling")
 
 
 def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -65,9 +103,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
             name,
             keyword,
             default=None,
-            annotation=Annotated[
-                kind | None, typer.Option(*flags, help=text, show_default=False, rich_help_panel="Sampling")
-            ],
+            annotation=Annotated[kind | None, _option(name, flags, text)],
         )
         for name, (flags, kind, text) in FIELDS.items()
     ]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 from typing import Any
 
+import typer
+
+from exl_generate.cli.options import FIELDS, RANGES
 from exl_generate.errors import RequestError
 from exl_generate.sampling import Settings
 
@@ -42,8 +46,14 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def make_settings(assignments: list[str] | None, greedy: bool, **options: Any) -> Settings:
-    """Defaults, then the options that were given, then NAME=VALUE assignments."""
+    """Defaults, then the options that were given, then NAME=VALUE assignments.
+
+    Raises click's usage error for a number out of its option's range, RequestError for settings that do not go
+    together.
+    """
     values = {name: value for name, value in options.items() if value is not None and value != []}
+    for name, value in values.items():
+        _check_range(" / ".join(FIELDS[name][0]), name, value)
     for name in _SETS:
         if name in values:
             values[name] = frozenset(values[name])
@@ -55,6 +65,7 @@ def make_settings(assignments: list[str] | None, greedy: bool, **options: Any) -
         if name in values:
             raise RequestError(f"--set {assignment!r}: {name} is given twice, also as {values[name]!r}; leave one out")
         values[name] = _value(assignment, text)
+        _check_range(f"--set {assignment}", name, values[name])
     if greedy and (idle := sorted(_DRAW & set(values))):
         raise RequestError(f"--greedy always takes the most probable token, so that {', '.join(idle)} would do nothing")
     settings = Settings.greedy(**values) if greedy else Settings(**values)
@@ -75,6 +86,15 @@ def _check_use(settings: Settings, given: dict[str, Any]) -> None:
 
 def _on(settings: Settings, name: str) -> bool:
     return bool(getattr(settings, name) != (1.0 if name == "token_repetition_penalty" else 0))
+
+
+def _check_range(hint: str, name: str, value: Any) -> None:
+    """Raises the command line's usage error unless `value` is in the range of the setting. `hint`: where it is from."""
+    low, high = RANGES.get(name, (None, None))
+    if low is None or not isinstance(value, (int, float)) or low <= value <= (math.inf if high is None else high):
+        return
+    limits = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+    raise typer.BadParameter(f"{value:g} is out of range; it must be {limits}", param_hint=hint)
 
 
 def _value(assignment: str, text: str) -> Any:
