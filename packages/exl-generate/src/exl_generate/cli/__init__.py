@@ -13,8 +13,8 @@ __all__ = ["main", "program"]
 
 
 def main() -> None:
-    """Run the command line; errors made on purpose become one line on stderr and exit code 1, Ctrl-C exit code 130, a
-    reader of the output that went away exit code 141."""
+    """Run the command line; errors made on purpose, and output that cannot be written, become one line on stderr and
+    exit code 1, Ctrl-C exit code 130, a reader of the output that went away exit code 141."""
     # Last in, first out: a second Ctrl-C does not break into what the libraries clean up at the end.
     _run(lambda: atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN))
 
@@ -49,15 +49,24 @@ def _run(at_end: Callable[[], object]) -> None:
         raise
     except Exception as error:
         code = getattr(error, "code", None)
-        if not isinstance(code, str):
+        if isinstance(code, str):
+            print(f"exl: {error} [{code}]", file=sys.stderr)
+        elif isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            # Errors about files carry a name: this one is of a stream that was open from the start.
+            print(f"exl: cannot write the output: {error.strerror} [output]", file=sys.stderr)
+            _discard_output()
+        else:
             raise
-        print(f"exl: {error} [{code}]", file=sys.stderr)
         sys.exit(1)
 
 
 def _reader_gone() -> NoReturn:
-    """Exit code 141 (128 + SIGPIPE); what is still buffered goes nowhere, so that the interpreter's own flush at the
-    end does not complain."""
+    """Exit code 141 (128 + SIGPIPE)."""
+    _discard_output()
+    sys.exit(141)
+
+
+def _discard_output() -> None:
+    """Send what is still buffered nowhere, so that the interpreter's own flush at the end does not complain."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
-    sys.exit(141)

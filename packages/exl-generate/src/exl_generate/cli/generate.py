@@ -7,13 +7,16 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exl_generate.cli.interrupt import interruptible
 from exl_generate.cli.models import Loaded, load
 from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicJob
 from exl_generate.errors import CapacityError, RequestError
 from exl_generate.sampling import Settings
+
+if TYPE_CHECKING:
+    from exl_filters.grammar import ExLlamaV2GrammarFilter
 
 __all__ = ["Options", "run"]
 
@@ -47,9 +50,13 @@ class Options:
 
 
 def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
-    """Stream the continuation to standard output, or print one JSON object at the end. Statistics go to stderr."""
+    """Stream the continuation to standard output, or print one JSON object at the end. Statistics go to stderr.
+
+    Raises RequestError, with the output written, where it ended before the schema or pattern was complete.
+    """
     _check(options)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    schema = None if options.json_schema is None else _schema(options.json_schema)
+    text = _piped() if prompt == "-" else prompt
     loaded = load(options.model)
     ids = loaded.tokenizer.encode(text, add_bos=None, encode_special_tokens=options.special)
     if ids.shape[1] == 0:
@@ -77,6 +84,7 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
     new = min(max(DEFAULT_TOKENS, options.min_tokens), room) if options.max_tokens is None else options.max_tokens
     tokens = options.cache_tokens or sum(_pages(row.shape[1] + new) for row in rows)
     generator = loaded.generator(options.cache, tokens, draft=options.draft, use_ngram_draft=options.ngram)
+    filters = _filters(loaded, schema, options.regex)
     job = ExLlamaV2DynamicJob(
         rows,
         new,
@@ -85,11 +93,12 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
         seed=options.seed,
         stop_conditions=[*loaded.stop_ids(), *options.stop],
         banned_strings=options.ban,
-        filters=_filters(loaded, options),
+        filters=filters,
         decode_special_tokens=options.special,
         loras=loaded.adapters(options.loras),
     )
     last: dict[str, Any] = {}
+    written: list[int] = []
     with interruptible() as interrupted:
         if echo and not as_json:
             _write(text)
@@ -100,6 +109,8 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
             for result in generator.iterate():
                 if not as_json:
                     _write(result.get("text", ""))
+                if "token_ids" in result:
+                    written += result["token_ids"].flatten().tolist()
                 last = result
     if "exception" in last:
         raise last["exception"]
@@ -110,6 +121,25 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
         print(_statistics(last), file=sys.stderr)
     if interrupted.is_set():
         sys.exit(130)
+    if last["eos_reason"] == "max_new_tokens" and not all(_is_complete(f, written) for f in filters):
+        what = "the JSON of --json-schema" if schema is not None else "the text that --regex asks for"
+        raise RequestError(
+            f"the output was cut after {new} tokens, before {what} was complete: raise --max-tokens (-n)"
+        )
+
+
+def _is_complete(constraint: ExLlamaV2GrammarFilter, ids: list[int]) -> bool:
+    """Whether an output of these tokens may end there. (The job works on a clone of the filter.)"""
+    constraint.begin()
+    for token in ids:
+        constraint.feed(token)
+    return constraint.is_complete()
+
+
+def _piped() -> str:
+    """Standard input without the line break that ends its last line: echo adds it, and nobody means it."""
+    text = sys.stdin.read()
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 
 def _check(options: Options) -> None:
@@ -128,32 +158,38 @@ def _pages(tokens: int) -> int:
     return -(-tokens // PAGED_PAGE_SIZE) * PAGED_PAGE_SIZE
 
 
-def _filters(loaded: Loaded, options: Options) -> list[object]:
+def _filters(loaded: Loaded, schema: str | None, regex: str | None) -> list[ExLlamaV2GrammarFilter]:
     """What the output has to obey."""
-    if options.json_schema is None and options.regex is None:
+    if schema is None and regex is None:
         return []
     from exl_filters.grammar import ExLlamaV2GrammarFilter
 
-    found: list[object] = []
-    if options.json_schema is not None:
-        schema = _schema(options.json_schema)
+    found = []
+    if schema is not None:
         found.append(ExLlamaV2GrammarFilter(loaded.model, loaded.tokenizer, json_schema=schema))
-    if options.regex is not None:
-        found.append(ExLlamaV2GrammarFilter(loaded.model, loaded.tokenizer, regex=options.regex))
+    if regex is not None:
+        found.append(ExLlamaV2GrammarFilter(loaded.model, loaded.tokenizer, regex=regex))
     return found
 
 
 def _schema(source: str) -> str:
     """The text of a schema that was given as a file, or as itself."""
-    file = Path(source)
-    if len(source) >= 4096 or not (file.is_file() or file.is_dir()):
+    if source.lstrip().startswith(("{", "[", '"')) or source.strip() in ("true", "false"):
         return source
-    if file.is_dir():
-        raise RequestError(f"--json-schema {source} is a folder: name a file, or write the schema itself")
+    file = Path(source)
+    shown = source if len(source) <= 200 else f"{source[:200]}..."
     try:
+        if file.is_dir():
+            raise RequestError(f"--json-schema {shown} is a folder: name a file, or write the schema itself")
         return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise RequestError(f"--json-schema {source}: cannot read it ({error})") from None
+    except FileNotFoundError:
+        raise RequestError(
+            f"--json-schema {shown}: there is no such file, and a schema itself begins with {{: check the name"
+        ) from None
+    except OSError as error:
+        raise RequestError(f"--json-schema {shown}: cannot read the file ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--json-schema {shown}: cannot read the file ({error})") from None
 
 
 def _write(text: str) -> None:

@@ -1,0 +1,139 @@
+"""What goes in and out of the `exl` command: pipes, full disks, cut output, numbers, the model that nobody named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exl_generate.bundled import default_model_dir
+
+MODEL = str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5")
+BUNDLED = str(default_model_dir())
+AGE = {
+    "type": "object",
+    "properties": {"age": {"type": "integer"}},
+    "required": ["age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def schema() -> str:
+    pytest.importorskip("llguidance", reason="the grammar extra of exl-filters is optional")
+    return json.dumps(AGE)
+
+
+# ---- standard input ----
+
+
+@pytest.mark.parametrize(
+    ("typed", "prompt"),
+    [("a\n", "a"), ("a\r\n", "a"), ("a", "a"), ("a\n\n", "a\n"), ("\na\n", "\na"), ("a \n", "a "), ("a\r", "a\r")],
+)
+def test_a_piped_prompt_loses_its_last_line_break(exl, typed: str, prompt: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = exl("generate", "-", "-m", MODEL, "-n", "2", "--json", stdin=typed)
+    assert code == 0
+    assert json.loads(out)["prompt"] == prompt
+
+
+def test_a_prompt_of_the_command_line_is_taken_as_it_is(exl) -> None:  # type: ignore[no-untyped-def]
+    assert json.loads(exl("generate", "a\n", "-m", MODEL, "-n", "2", "--json")[1])["prompt"] == "a\n"
+
+
+# ---- standard output ----
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["generate", "Once", "-n", "4", "-m", BUNDLED], ["info", BUNDLED], ["--help"]])
+def test_a_full_disk_is_one_line(arguments: list[str], buffered: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "exl_generate", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": buffered},
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "exl: cannot write the output: No space left on device [output]\n"
+
+
+def test_errors_about_files_keep_their_traceback(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """They are not about the output, and nobody foresaw them."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", "some file")
+
+    monkeypatch.setattr("exl_generate.cli.generate.run", fail)
+    with pytest.raises(OSError, match="some file"):
+        exl("generate", "x")
+
+
+# ---- output that is cut ----
+
+
+def test_json_that_the_limit_cuts_is_an_error(exl, schema: str) -> None:  # type: ignore[no-untyped-def]
+    common = ("generate", "A record:", "--json-schema", schema, "--seed", "1", "-m", BUNDLED)
+    code, out, err = exl(*common, "-n", "3")
+    assert code == 1
+    assert out.startswith("A record:{")
+    assert err.splitlines()[-1].startswith(
+        "exl: the output was cut after 3 tokens, before the JSON of --json-schema was complete: raise --max-tokens (-n)"
+    )
+    code, out, err = exl(*common, "-n", "3", "--json")
+    assert code == 1
+    assert json.loads(out)["eos_reason"] == "max_new_tokens"
+    assert len(err.splitlines()) == 1
+    code, out, err = exl(*common, "-n", "60", "--json")
+    assert (code, err) == (0, "")
+    json.loads(json.loads(out)["completion"])
+
+
+@pytest.mark.parametrize("extra", [(), ("--draft", "bundled"), ("--ngram",)])
+def test_a_limit_at_the_end_of_a_whole_text_is_no_error(exl, schema: str, extra: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    common = ("generate", "Once upon a time,", "-m", BUNDLED, "--seed", "1", "--json", *extra)
+    code, out, err = exl(*common, "--regex", "[ -~]*", "-n", "3")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["eos_reason"] == "max_new_tokens"
+    code, _, err = exl(*common, "--regex", "[ -~]{200}", "-n", "3")
+    assert code == 1
+    assert "before the text that --regex asks for was complete" in err
+
+
+def test_a_text_without_a_schema_may_be_cut(exl) -> None:  # type: ignore[no-untyped-def]
+    assert exl("generate", "Once", "-m", BUNDLED, "-n", "3")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["nofile.json", "folder/nofile.json", "x" * 5000])
+def test_a_schema_that_is_neither_file_nor_json_says_so(exl, name: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = exl("generate", "x", "-m", BUNDLED, "--json-schema", name)
+    assert (code, out) == (1, "")
+    assert "there is no such file" in err or "File name too long" in err
+    assert len(err.splitlines()) == 1
+
+
+# ---- what is said ----
+
+
+@pytest.mark.parametrize("command", [("generate", "Once", "-n", "2"), ("info",), ("bench", "--new-tokens", "2")])
+def test_the_bundled_model_is_named_once(exl, command: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    _, out, err = exl(*command, "--json")
+    assert json.loads(out.splitlines()[0])
+    assert err == "exl: no model folder given (-m DIR): using the bundled model fable-10m\n"
+    assert exl(command[0], *command[1:], "--json", "-m", BUNDLED)[2] == ""
+
+
+def test_the_facts_of_a_model_are_numbers(exl) -> None:  # type: ignore[no-untyped-def]
+    facts = json.loads(exl("info", MODEL, "--json")[1])["model"]
+    texts = {name for name, value in facts.items() if not isinstance(value, (int, float))}
+    assert texts == {"folder", "architecture"}
+    assert (facts["query_heads"], facts["key_value_heads"], facts["parameters"]) == (4, 2, 4_196_608)
+    assert "4,196,608" in exl("info", MODEL)[1]
