@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
 from exl_generate.cli.models import load
 
 pytestmark = pytest.mark.covers("core.md: loading")
+
+MODEL = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
 
 
 class Terminal(io.StringIO):
@@ -22,13 +25,16 @@ class Terminal(io.StringIO):
 def test_a_bar_on_terminals_and_silence_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loaded = load(None)
+    loaded = load(MODEL)
+    loaded.generator("fp16", 256)
     assert loaded.model.loaded
     assert capsys.readouterr() == ("", "")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    modules = len(load(None).model.modules)
+    again = load(MODEL)
+    again.generator("fp16", 256)
+    modules = len(again.model.modules)
     assert "loading " in terminal.getvalue()
     assert f"{modules}/{modules}" in terminal.getvalue()
     assert capsys.readouterr().out == ""

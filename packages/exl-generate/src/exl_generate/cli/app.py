@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,6 +54,23 @@ Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_def
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="Stop at this text; may be given more than once.")]
 Loras = Annotated[list[Path] | None, typer.Option("--lora", help="Folder of an adapter; may be given more than once.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="auto, cpu, cuda, cuda:0, or a list with commas in the order of the layers. Default: EXL_DEVICE, or auto: "
+        "the GPUs that can be used, else the CPU.",
+        show_default=False,
+    ),
+]
+
+
+@contextmanager
+def _on(device: str | None) -> Iterator[None]:
+    """Run a command on the devices of --device."""
+    from exl_core.device import using_devices
+
+    with using_devices(device, "--device"):
+        yield
 
 
 @app.command()
@@ -89,35 +108,37 @@ def generate(
     echo: Annotated[bool, typer.Option(help="Show the prompt before its continuation.")] = True,
     cache: Cache = "fp16",
     cache_tokens: CacheTokens = None,
+    device: Device = None,
     json_: Json = False,
 ) -> None:
     """Continue a text, streamed as it is written. Ctrl-C ends it."""
     from exl_generate.cli import generate as command
 
-    command.run(
-        prompt,
-        command.Options(
-            model=model,
-            settings=settings,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            seed=seed,
-            stop=stop or [],
-            ban=ban or [],
-            json_schema=json_schema,
-            regex=regex,
-            draft=draft,
-            ngram=ngram,
-            negative_prompt=negative_prompt,
-            cfg_scale=cfg_scale,
-            loras=lora or [],
-            special=special,
-            cache=cache,
-            cache_tokens=cache_tokens,
-        ),
-        echo=echo,
-        as_json=json_,
-    )
+    with _on(device):
+        command.run(
+            prompt,
+            command.Options(
+                model=model,
+                settings=settings,
+                max_tokens=max_tokens,
+                min_tokens=min_tokens,
+                seed=seed,
+                stop=stop or [],
+                ban=ban or [],
+                json_schema=json_schema,
+                regex=regex,
+                draft=draft,
+                ngram=ngram,
+                negative_prompt=negative_prompt,
+                cfg_scale=cfg_scale,
+                loras=lora or [],
+                special=special,
+                cache=cache,
+                cache_tokens=cache_tokens,
+            ),
+            echo=echo,
+            as_json=json_,
+        )
 
 
 @app.command()
@@ -136,26 +157,28 @@ def chat(
     lora: Loras = None,
     cache: Cache = "fp16",
     cache_tokens: CacheTokens = None,
+    device: Device = None,
     json_: Json = False,
 ) -> None:
     """Talk with a model that has a chat template. /help lists the commands; Ctrl-C interrupts an answer."""
     from exl_generate.cli import chat as command
 
-    command.run(
-        command.Options(
-            model=model,
-            system=system,
-            settings=settings,
-            max_tokens=max_tokens,
-            seed=seed,
-            stop=stop or [],
-            history=history,
-            loras=lora or [],
-            cache=cache,
-            cache_tokens=cache_tokens,
-        ),
-        as_json=json_,
-    )
+    with _on(device):
+        command.run(
+            command.Options(
+                model=model,
+                system=system,
+                settings=settings,
+                max_tokens=max_tokens,
+                seed=seed,
+                stop=stop or [],
+                history=history,
+                loras=lora or [],
+                cache=cache,
+                cache_tokens=cache_tokens,
+            ),
+            as_json=json_,
+        )
 
 
 @app.command()
@@ -182,6 +205,7 @@ def info(
         str | None,
         typer.Option(help='With --kernels: a card that need not be here, such as "4090".', show_default=False),
     ] = None,
+    device: Device = None,
     json_: Json = False,
 ) -> None:
     """Describe a model folder: shape, bits per weight of each kind of matrix, memory at several context lengths. Exit
@@ -205,11 +229,13 @@ def info(
 
         report.run(folder or model, card, cache or "fp16", json_)
         return
-    if not plan and (cache or cache_tokens):
+    if not plan and (cache or cache_tokens or device):
         from exl_generate.errors import RequestError
 
-        raise RequestError("--cache and --cache-tokens say what to plan with: add --plan")
-    raise typer.Exit(command.run(folder or model, json_, cache or "fp16" if plan else None, cache_tokens))
+        raise RequestError("--cache, --cache-tokens and --device say what to plan with: add --plan")
+    with _on(device):
+        code = command.run(folder or model, json_, cache or "fp16" if plan else None, cache_tokens)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -227,12 +253,14 @@ def bench(
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per sequence.")] = 128,
     batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Sequences at once; repeatable.")] = None,
     cache: Cache = "fp16",
+    device: Device = None,
     json_: Json = False,
 ) -> None:
     """Measure prefill and decode speed, tokens per second."""
     from exl_generate.cli import bench as command
 
-    command.run(model, prompt_tokens, new_tokens, batch or [1], cache, json_)
+    with _on(device):
+        command.run(model, prompt_tokens, new_tokens, batch or [1], cache, json_)
 
 
 def _version(value: bool) -> None:

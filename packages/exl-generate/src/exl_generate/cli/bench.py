@@ -29,12 +29,13 @@ def run(
     folder: Path | None, prompt_tokens: int, new_tokens: int, batches: list[int], cache: KVKind, as_json: bool
 ) -> None:
     """One line per batch size: a JSON object each with `as_json`."""
-    config = ExLlamaV2Config(model_folder(folder))
+    place = model_folder(folder)
+    config = ExLlamaV2Config(place)
     longest = config.max_seq_len
     if prompt_tokens + new_tokens > longest:
         raise RequestError(f"prompt and new tokens are {prompt_tokens + new_tokens}, the model's limit is {longest}")
     _check_batch(config, max(batches), prompt_tokens + new_tokens, cache)
-    loaded = load(folder)
+    loaded = load(place)
     rows = [measure(loaded, prompt_tokens, new_tokens, batch, cache) for batch in batches]
     if as_json:
         for row in rows:

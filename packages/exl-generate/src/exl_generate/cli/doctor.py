@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from exl_core.device import DEVICE_VARIABLE, device_line, devices
+from exl_core.errors import DeviceError
 from exl_generate.cli.tables import show_table
 from exl_kernels import threads
 from exl_kernels.device import cuda_status
@@ -49,6 +51,7 @@ def examine() -> dict[str, Any]:
             "threads": threads.num_threads(),
             "matmul": os.environ.get("EXL_CPU_MATMUL") or "int8",
         },
+        "models": {"device": _device()},
         "cuda": {
             "usable": cuda.available,
             "reason": cuda.reason,
@@ -66,6 +69,14 @@ def examine() -> dict[str, Any]:
         },
         "ok": _kernels_work(),
     }
+
+
+def _device() -> str:
+    """Where models run when nothing else is said."""
+    try:
+        return device_line() or f"{', '.join(d.name for d in devices())} ({DEVICE_VARIABLE})"
+    except DeviceError as error:
+        return str(error)
 
 
 def _kernels_work() -> bool:

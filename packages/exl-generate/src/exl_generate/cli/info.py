@@ -9,7 +9,7 @@ from typing import Any
 
 from exl_core import ExLlamaV2Config
 from exl_core.loading.plan import LoadPlan, plan
-from exl_generate.cli.models import model_folder
+from exl_generate.cli.models import model_folder, say_device
 from exl_generate.cli.tables import show_table
 from exl_kernels.kv import KVKind
 
@@ -24,6 +24,8 @@ def run(folder: Path | None, as_json: bool, planned_cache: KVKind | None = None,
     """`planned_cache`: also plan where the model would go with such a cache of `tokens` (default: its context).
     Returns the exit code: 1 when that does not fit."""
     place = model_folder(folder)
+    if planned_cache is not None:
+        say_device()
     facts = describe(place)
     found = None if planned_cache is None else plan(ExLlamaV2Config(place), cache=planned_cache, cache_tokens=tokens)
     code = 0 if found is None or found.fits else 1
@@ -32,7 +34,7 @@ def run(folder: Path | None, as_json: bool, planned_cache: KVKind | None = None,
     if as_json:
         print(json.dumps(facts))
         return code
-    show_table("model", ["", ""], [[name, str(value)] for name, value in facts["model"].items()])
+    show_table("model", ["", ""], [[name, _shown(name, value)] for name, value in facts["model"].items()])
     show_table(
         "matrices",
         ["kind", "count", "format", "parameters", "MB", "bits/weight"],
@@ -56,6 +58,11 @@ def run(folder: Path | None, as_json: bool, planned_cache: KVKind | None = None,
     if found is not None:
         print(found.table())
     return code
+
+
+def _shown(name: str, value: Any) -> str:
+    """A fact for people: large counts with separators."""
+    return f"{value:,}" if name == "parameters" else str(value)
 
 
 def _plan_facts(found: LoadPlan) -> dict[str, Any]:
@@ -85,11 +92,12 @@ def describe(folder: Path) -> dict[str, Any]:
             "architecture": config.architecture,
             "layers": config.num_hidden_layers,
             "hidden_size": config.hidden_size,
-            "heads": f"{config.num_attention_heads} query, {config.num_key_value_heads} key/value",
+            "query_heads": config.num_attention_heads,
+            "key_value_heads": config.num_key_value_heads,
             "head_dim": config.head_dim,
             "vocabulary": config.vocab_size,
             "context": config.max_seq_len,
-            "parameters": f"{parameters:,}",
+            "parameters": parameters,
             "size_mb": round(nbytes / 1e6, 1),
             "bits_per_weight": round(sum(m["bytes"] for m in inner) * 8 / weights, 3) if weights else None,
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,13 @@ from exl_core import (
     ExLlamaV2Lora,
     ExLlamaV2Tokenizer,
 )
+from exl_core.device import device_line, devices
 from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicGenerator
 from exl_generate.errors import RequestError
 
 from .progress import loading_bar
 
-__all__ = ["CACHES", "Loaded", "load", "model_folder"]
+__all__ = ["CACHES", "Loaded", "load", "model_folder", "note", "say_device"]
 
 CACHES: dict[str, Any] = {
     "fp16": ExLlamaV2Cache,
@@ -36,7 +38,8 @@ CACHES: dict[str, Any] = {
 
 @dataclass
 class Loaded:
-    """A model that is ready to generate; the generator is made once the needed cache length is known."""
+    """A model whose files are read but for the weights: those are loaded with the first generator, when the length of
+    the cache that has to fit beside them is known."""
 
     config: ExLlamaV2Config
     model: ExLlamaV2
@@ -45,11 +48,24 @@ class Loaded:
     def generator(self, cache: str, tokens: int, draft: str | None = None, **kwargs: Any) -> ExLlamaV2DynamicGenerator:
         """With a cache of at least `tokens` tokens, in whole pages; `draft`: folder of a draft model, or "bundled"."""
         length = -(-tokens // PAGED_PAGE_SIZE) * PAGED_PAGE_SIZE
+        if not self.model.loaded:
+            say_device()
         if draft is not None:
-            small = _load_model(_draft_folder(draft))
+            small = ExLlamaV2(ExLlamaV2Config(_draft_folder(draft)))
+            _load_weights(small)
             kwargs |= {"draft_model": small, "draft_cache": CACHES[cache](small, max_seq_len=length)}
-        kv = CACHES[cache](self.model, max_seq_len=length)
+        kv = self._cache(CACHES[cache], length)
         return ExLlamaV2DynamicGenerator(self.model, kv, self.tokenizer, **kwargs)
+
+    def _cache(self, kind: Any, length: int) -> Any:
+        """A cache of the loaded model. With several devices both fill them in order."""
+        if self.model.loaded or len(devices()) == 1:
+            _load_weights(self.model)
+            return kind(self.model, max_seq_len=length)
+        cache = kind(self.model, max_seq_len=length, lazy=True)
+        with loading_bar(_name(self.model)) as report:
+            self.model.load_autosplit(cache, callback=report)
+        return cache
 
     def adapters(self, folders: Sequence[Path]) -> list[ExLlamaV2Lora]:
         """The adapters in these folders."""
@@ -62,16 +78,31 @@ class Loaded:
 
 
 def load(folder: Path | None) -> Loaded:
-    """Load the model of a folder, or the bundled one."""
-    model = _load_model(model_folder(folder))
-    return Loaded(model.config, model, ExLlamaV2Tokenizer(model.config))
+    """Read configuration and tokenizer of a folder, or of the bundled model."""
+    config = ExLlamaV2Config(model_folder(folder))
+    return Loaded(config, ExLlamaV2(config), ExLlamaV2Tokenizer(config))
 
 
-def _load_model(folder: Path) -> ExLlamaV2:
-    model = ExLlamaV2(ExLlamaV2Config(folder))
-    with loading_bar(folder.name) as report:
-        model.load(callback=report)
-    return model
+def _load_weights(model: ExLlamaV2) -> None:
+    if not model.loaded:
+        with loading_bar(_name(model)) as report:
+            model.load(callback=report)
+
+
+def _name(model: ExLlamaV2) -> str:
+    return Path(model.config.model_dir or "").name
+
+
+def note(text: str) -> None:
+    """Write one line about this run to standard error."""
+    print(f"exl: {text}", file=sys.stderr)
+
+
+def say_device() -> None:
+    """Say which device was chosen, unless the caller named it."""
+    line = device_line()
+    if line is not None:
+        note(line)
 
 
 def _draft_folder(name: str) -> Path:
@@ -83,14 +114,16 @@ def _draft_folder(name: str) -> Path:
 
 
 def model_folder(folder: Path | None) -> Path:
-    """`folder`, or the bundled model's."""
+    """`folder`, or that of the bundled model, which is said on standard error."""
     if folder is not None:
         return folder
     try:
         from exl_generate import bundled
     except ImportError:
         raise RequestError("this installation carries no bundled model; name a model folder with -m DIR") from None
-    return Path(bundled.default_model_dir())
+    place = Path(bundled.default_model_dir())
+    note(f"no model folder given (-m DIR): using the bundled model {place.name}")
+    return place
 
 
 def special_ids(tokenizer: ExLlamaV2Tokenizer, pieces: Sequence[str]) -> list[int]:

@@ -1,0 +1,124 @@
+"""Where the `exl` command runs a model, and how it says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exl_core import ExLlamaV2, auto_device
+from exl_core.config import ExLlamaV2Config
+from exl_core.device import GIB
+from exl_core.loading import memory
+from exl_core.loading.plan import DEFAULT_RESERVE, plan
+from exl_kernels.device import CudaDevice, CudaStatus
+
+MODEL = str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5")
+RUNS = [
+    ("generate", "x", "-m", MODEL, "-n", "2", "--json"),
+    ("chat", "-m", MODEL, "--chat-template", "plain", "-n", "2", "--json"),
+    ("bench", "-m", MODEL, "--prompt-tokens", "8", "--new-tokens", "2", "--json"),
+    ("info", MODEL, "--plan", "--json"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EXL_DEVICE", raising=False)
+
+
+def gpus(patch: pytest.MonkeyPatch, *reasons: str | None, free: int = 8 << 30) -> None:
+    """Stand-ins for GPUs; a reason says why one cannot be used."""
+    cards = tuple(CudaDevice(i, f"Card {i}", (9, 0), 132, 1 << 17, 80 << 30, why) for i, why in enumerate(reasons))
+    none = "no NVIDIA driver" if not cards else cards[0].reason if all(reasons) else None
+    patch.setattr(auto_device, "cuda_status", lambda: CudaStatus(True, ("90a",), "13.0", "13.0", cards, none))
+    patch.setattr(auto_device, "_may_have_gpu", lambda status: bool(status.devices))
+    patch.setattr(torch.cuda, "is_available", lambda: bool(cards))
+    patch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    patch.setattr(torch.cuda, "get_arch_list", lambda: [])
+    patch.setattr(memory, "_cuda_bytes", lambda device: free)
+
+
+@pytest.mark.parametrize("command", RUNS, ids=lambda c: c[0])
+def test_the_cpu_is_said_in_one_line(exl, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    gpus(monkeypatch)
+    code, out, err = exl(*command, stdin="hello\n")
+    assert code == 0
+    assert err == "exl: running on the CPU: no NVIDIA GPU found\n"
+    assert json.loads(out.splitlines()[0])
+
+
+def test_a_skipped_gpu_is_said_with_the_reason(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    gpus(monkeypatch, "no code for it")
+    code, _, err = exl(*RUNS[0])
+    assert (code, err) == (0, "exl: running on the CPU; cuda:0 (Card 0) is skipped: no code for it\n")
+
+
+@pytest.mark.parametrize("command", RUNS, ids=lambda c: c[0])
+@pytest.mark.parametrize("option", [True, False])
+def test_a_named_device_is_not_said(  # type: ignore[no-untyped-def]
+    exl, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], option: bool
+) -> None:
+    """Neither is the GPU asked for anything."""
+    gpus(monkeypatch, None)
+    monkeypatch.setenv("EXL_DEVICE", "cuda:7" if option else "cpu")
+    code, _, err = exl(*command, *(("--device", "cpu") if option else ()), stdin="hello\n")
+    assert (code, err) == (0, "")
+
+
+def test_a_plan_for_the_gpus(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    gpus(monkeypatch, "no code for it", None)
+    code, out, err = exl(*RUNS[-1])
+    assert code == 0
+    assert [d["device"] for d in json.loads(out)["plan"]["devices"]] == ["cuda:1"]
+    assert err == "exl: running on cuda:1 (Card 1, 80 GiB); cuda:0 (Card 0) is skipped: no code for it\n"
+    out = exl(*RUNS[-1], "--device", "cpu:0=1,cpu:1=1")[1]
+    assert [d["device"] for d in json.loads(out)["plan"]["devices"]] == ["cpu:0", "cpu:1"]
+
+
+def test_a_model_beyond_the_gpu_names_the_way_to_the_cpu(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    gpus(monkeypatch, None, free=1000)
+    code, out, err = exl(*RUNS[0])
+    assert (code, out) == (1, "")
+    assert "Insufficient space" in err
+    assert "--device cpu" in err
+
+
+@pytest.mark.parametrize("command", RUNS, ids=lambda c: c[0])
+def test_a_device_that_is_none(exl, command: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = exl(*command, "--device", "gpu", stdin="hello\n")
+    assert (code, out) == (1, "")
+    assert err.startswith('exl: --device is \'gpu\', must be "auto", "cpu"')
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("extra", [(), ("--draft", MODEL)])
+def test_several_devices_share_a_model(exl, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    """With its cache beside it, filled in order, to the same text."""
+    common = (*RUNS[0], "--greedy", *extra)
+    whole = json.loads(exl(*common, "--device", "cpu")[1])
+    need = plan(ExLlamaV2Config(MODEL), cache_tokens=256, reserve=0).devices[0]
+    cap = ((need.weights + need.cache) * 0.7 + need.tables + need.scratch + DEFAULT_RESERVE[0]) / GIB
+    models, load = [], ExLlamaV2.load_autosplit
+
+    def watched(model: ExLlamaV2, *args: Any, **kwargs: Any) -> None:
+        load(model, *args, **kwargs)
+        models.append(model)
+
+    monkeypatch.setattr(ExLlamaV2, "load_autosplit", watched)
+    code, out, err = exl(*common, "--device", f"cpu:0={cap:.6f},cpu:1=1")
+    assert (code, err) == (0, "")
+    assert [set(model.placement.names) for model in models] == [{"cpu:0", "cpu:1"}]
+    assert json.loads(out)["completion"] == whole["completion"]
+
+
+def test_doctor_says_where_models_run(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    gpus(monkeypatch)
+    assert json.loads(exl("doctor", "--json")[1])["models"] == {"device": "running on the CPU: no NVIDIA GPU found"}
+    monkeypatch.setenv("EXL_DEVICE", "cpu:0,cpu:1")
+    assert json.loads(exl("doctor", "--json")[1])["models"] == {"device": "cpu:0, cpu:1 (EXL_DEVICE)"}
+    monkeypatch.setenv("EXL_DEVICE", "tpu")
+    assert "EXL_DEVICE is 'tpu'" in json.loads(exl("doctor", "--json")[1])["models"]["device"]
