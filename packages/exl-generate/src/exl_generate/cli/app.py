@@ -147,6 +147,13 @@ def chat(
     settings: Any,
     model: Model = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            help="Chat template instead of the model's: a file, a Jinja text, or alpaca, chatml, llama3 or plain.",
+            show_default=False,
+        ),
+    ] = None,
     max_tokens: MaxTokens = None,
     seed: Seed = None,
     stop: Stop = None,
@@ -160,7 +167,7 @@ def chat(
     device: Device = None,
     json_: Json = False,
 ) -> None:
-    """Talk with a model that has a chat template. /help lists the commands; Ctrl-C interrupts an answer."""
+    """Talk with a model, by its chat template or another. /help lists the commands; Ctrl-C interrupts an answer."""
     from exl_generate.cli import chat as command
 
     with _on(device):
@@ -168,6 +175,7 @@ def chat(
             command.Options(
                 model=model,
                 system=system,
+                chat_template=chat_template,
                 settings=settings,
                 max_tokens=max_tokens,
                 seed=seed,

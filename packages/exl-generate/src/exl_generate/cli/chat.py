@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from exl_core.errors import ChatTemplateError
+from exl_generate.cli.chat_templates import NamedTemplate, find_template, known_names
 from exl_generate.cli.interrupt import interruptible
 from exl_generate.cli.models import Loaded, load, special_ids
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
@@ -43,6 +44,7 @@ class Options:
 
     model: Path | None
     system: str | None
+    chat_template: str | None
     settings: Settings
     max_tokens: int | None
     seed: int | None
@@ -66,8 +68,10 @@ class Conversation:
         seed: int | None = None,
         stop: list[str] | None = None,
         loras: Sequence[Any] = (),
+        template: str | None = None,
     ) -> None:
         self._loaded = loaded
+        self._template = template
         self._generator = generator
         self._settings = settings
         self._max_tokens = max_tokens
@@ -195,7 +199,7 @@ class Conversation:
         while True:
             head = [{"role": "system", "content": self.system}] if self.system else []
             kept = self.messages[self.dropped :]
-            text = self._loaded.tokenizer.apply_chat_template([*head, *kept])
+            text = self._loaded.tokenizer.apply_chat_template([*head, *kept], chat_template=self._template)
             ids = self._loaded.tokenizer.encode(text, encode_special_tokens=True)
             if ids.shape[1] <= limit or len(kept) <= 1:
                 return ids
@@ -206,7 +210,9 @@ def run(options: Options, as_json: bool) -> None:
     """Read messages until the end of input; commands begin with a slash. With `as_json` each answer is one line."""
     if options.history is not None:
         _check_writable(options.history)
+    template = None if options.chat_template is None else find_template(options.chat_template)
     loaded = load(options.model)
+    _check_template(loaded, template, options.system)
     longest = loaded.config.max_seq_len
     if options.max_tokens is not None and options.max_tokens >= longest:
         raise CapacityError(f"--max-tokens is {options.max_tokens}; the model's limit is {longest}, prompt included")
@@ -221,8 +227,9 @@ def run(options: Options, as_json: bool) -> None:
         options.max_tokens or DEFAULT_TOKENS,
         options.system,
         options.seed,
-        options.stop,
+        [*options.stop, *(template.stops if template is not None else ())],
         loaded.adapters(options.loras),
+        None if template is None else template.source,
     )
     if options.history is not None and options.history.exists():
         talk.load(options.history)
@@ -244,6 +251,21 @@ def run(options: Options, as_json: bool) -> None:
         raise RequestError(f"{options.history}: the conversation could not be written there; it stands above")
 
 
+def _check_template(loaded: Loaded, template: NamedTemplate | None, system: str | None) -> None:
+    """Refuse a model whose conversations cannot be written, before its weights are read."""
+    head = [{"role": "system", "content": system}] if system else []
+    messages = [*head, {"role": "user", "content": "Hello"}]
+    if template is None and not loaded.tokenizer.chat_templates.templates:
+        raise ChatTemplateError(
+            f"{loaded.config.model_dir} has no chat template: give --chat-template, {known_names()}"
+        )
+    try:
+        loaded.tokenizer.apply_chat_template(messages, chat_template=None if template is None else template.source)
+    except ChatTemplateError as error:
+        whose = f"of {loaded.config.model_dir}" if template is None else "of --chat-template"
+        raise ChatTemplateError(f"{error} (the template {whose}, tried before the model is loaded)") from None
+
+
 def _check_writable(file: Path) -> None:
     """Refuse a history file that could not be written when the talk is over."""
     if file.is_dir():
@@ -260,7 +282,8 @@ def _talk(talk: Conversation, history: Path | None, as_json: bool) -> None:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
         except (EOFError, KeyboardInterrupt):
-            print(file=sys.stderr)
+            if sys.stdin.isatty():
+                print(file=sys.stderr)  # the shell's prompt begins a line
             return
         if line in ("/quit", "/exit"):
             return
