@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 from collections import deque
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,27 @@ def test_attributes_of_a_job_while_it_runs_and_after(objects: dict[str, Any]) ->
     assert job.full_completion
     times = [job.time_enqueue, job.time_first_prefill, job.time_first_token, job.time_last_token]
     assert times == sorted(t for t in times if t is not None)
+
+
+def test_pages_of_a_job_that_do_not_follow_each_other_are_counted(objects: dict[str, Any]) -> None:
+    """Pages are given back last page first, so that the next job gets them in the opposite order."""
+    generator = objects["dynamic"]
+    generator.reset_page_table()
+    seen = []
+    for first in (100, 900):
+        ids = torch.arange(first, first + 700)[None] % 1000 + 10
+        job = generators.ExLlamaV2DynamicJob(ids, 2)
+        generator.enqueue(job)
+        results = generator.iterate()
+        while not any(result["stage"] == "prefill" for result in results):
+            results = generator.iterate()
+        pages = [page.index for page in job.sequences[0].allocated_pages]
+        assert job.total_pages == len(pages) == 3
+        assert job.non_sequential_pages == sum(b != a + 1 for a, b in pairwise(pages))
+        seen.append(job.non_sequential_pages)
+        while generator.num_remaining_jobs():
+            generator.iterate()
+    assert max(seen) > 0
 
 
 def test_parameters_of_pages(objects: dict[str, Any]) -> None:

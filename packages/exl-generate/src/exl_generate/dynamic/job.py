@@ -170,8 +170,6 @@ class ExLlamaV2DynamicJob:
         #: how its guesses fare
         self.acceptance = Acceptance(1.0)
         self.total_pages = 0
-        #: of those, pages that do not follow the page before them in the cache
-        self.non_sequential_pages = 0
         self.time_enqueue: float | None = None
         self.time_first_prefill: float | None = None
         self.time_first_token: float | None = None
@@ -226,6 +224,11 @@ class ExLlamaV2DynamicJob:
     @property
     def cached_tokens(self) -> int:
         return sum(s.cached_tokens for s in self.sequences) // len(self.sequences)
+
+    @property
+    def non_sequential_pages(self) -> int:
+        """Pages taken so far that do not follow, in the cache, the page before them in their sequence."""
+        return sum(s.non_sequential_pages for s in self.sequences)
 
     @property
     def generated(self) -> int:
@@ -333,10 +336,9 @@ class ExLlamaV2DynamicJob:
         return full_pages(self.sequences) - full_pages(self.sequences, table) + self.own_pages(table.page_size)
 
     def acquire_pages(self) -> None:
-        self.total_pages = self.non_sequential_pages = 0
+        self.total_pages = 0
         for sequence in self.sequences:
             self.total_pages += sequence.acquire(self._share)
-            self.non_sequential_pages += int(np.count_nonzero(np.diff(sequence.block) != 1))
 
     @property
     def has_room(self) -> bool:

@@ -80,6 +80,8 @@ class Sequence:
         #: physical page numbers of `allocated_pages`, int32
         self.block = np.zeros(0, dtype=np.int32)
         self.allocated_pages: list[Page] = []
+        #: pages taken that did not follow the page before them in the cache
+        self.non_sequential_pages = 0
         #: labels of the leading full pages, as far as they are known
         self.labels: list[bytes] = []
         self.cached_pages = 0
@@ -165,6 +167,7 @@ class Sequence:
         returns the number of all of them."""
         table = self._pages
         total_pages = self.pages_needed(max_new_tokens, table.page_size)
+        self.non_sequential_pages = 0
         for k, (label, ids) in enumerate(self.context_pages()):
             page = table.find(label, ids)
             if page is not None:
@@ -332,6 +335,8 @@ class Sequence:
         return page
 
     def _hold(self, page: Page) -> None:
+        if self.allocated_pages and page.index != self.allocated_pages[-1].index + 1:
+            self.non_sequential_pages += 1
         self.allocated_pages.append(page)
         self.block = np.append(self.block, np.int32(page.index))
 
