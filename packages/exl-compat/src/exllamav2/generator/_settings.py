@@ -70,11 +70,8 @@ class Settings(NativeSettings):
         bias, hooks, breakers = self.token_bias, self.post_sampling_hooks, self.dry_sequence_breakers
         if bias is None and not hooks and not breakers:
             return change
-        return change, _content(bias), tuple(hooks or ()), breakers if _is_fixed(breakers) else frozenset(breakers)
-
-
-def _is_fixed(tokens: Any) -> bool:
-    return not isinstance(tokens, set | list)
+        held = frozenset(breakers) if isinstance(breakers, set | list) else breakers
+        return change, _content(bias), tuple(hooks or ()), held
 
 
 def _content(bias: Any) -> Hashable:
