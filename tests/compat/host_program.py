@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import torch
@@ -165,10 +165,11 @@ class ModelContainer:
         seed: int | None = None,
         grammar: str | None = None,
         disconnected: asyncio.Event | None = None,
-        grow_penalty_range: bool = False,
+        steer: Callable[[ExLlamaV2Sampler.Settings, int], None] | None = None,
         **sampling: Any,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Stream one choice: {"text", "finish_reason", ...} a chunk."""
+        """Stream one choice: {"text", "finish_reason", ...} a chunk. `steer` may change the running job's settings, by
+        the number of tokens so far."""
         settings = self.settings(**sampling)
         filters = [] if grammar is None else self.grammar(grammar)
         job = ExLlamaV2DynamicJobAsync(
@@ -201,8 +202,8 @@ class ModelContainer:
                 if (ids := result.get("token_ids")) is not None:
                     generated += ids.numel()
                     chunk["probs"] = result["token_probs"].flatten().tolist()
-                if grow_penalty_range:
-                    settings.token_repetition_range = generated
+                if steer is not None:
+                    steer(settings, generated)
                 if result["eos"]:
                     reasons = {"max_new_tokens": "length"}
                     chunk["finish_reason"] = reasons.get(result["eos_reason"], "stop")

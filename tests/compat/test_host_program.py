@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from exl_generate.bundled import default_model_dir, draft_model_dir
 from exl_generate.testing import check_pages
@@ -121,6 +122,31 @@ def test_sixteen_streams_are_those_of_single_requests() -> None:
             host.forget_prompts()
         together = await asyncio.gather(*(read(request, f"{i}") for i, request in enumerate(requests)))
         assert together == alone
+        await idle(host)
+
+    play(main)
+
+
+def test_settings_that_change_during_a_job_have_their_effect() -> None:
+    """A range of penalties that grows with the text, as servers do it, and a ban that is lifted half way."""
+
+    async def main(host: ModelContainer) -> None:
+        eos = host.tokenizer.eos_token_id
+        banned, forced = (torch.zeros(-(-host.config.vocab_size // 32) * 32) for _ in range(2))
+        banned[eos], forced[eos] = -torch.inf, 1000.0
+        seen: list[int] = []
+
+        def steer(settings: Any, generated: int) -> None:
+            settings.token_repetition_range = generated
+            seen.append(generated)
+            if generated >= 8:
+                settings.token_bias = forced
+
+        request = {"max_tokens": 900, "token_bias": banned, "token_repetition_penalty": 1.05, "seed": 1}
+        choice = (await host.complete(PROMPTS[1], "steered", steer=steer, **request))[0]
+        assert choice["finish_reason"] == "stop"
+        assert 8 <= choice["usage"][1] < 900
+        assert seen == sorted(seen)
         await idle(host)
 
     play(main)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 # Exercised elsewhere: the tests run this file, CI runs the verbs, installs have tests of their own.
 PROVEN_ELSEWHERE = re.compile(
     r"^(python3? -m pip install|uv (sync|pip|add|build)|pip install|uv run pytest|make |git |cargo )"
