@@ -52,7 +52,6 @@ class _Place:
         self.staging, self.copy = staging, copy  # both or, without memory for the second, none
         self._beside.wait_stream(self.stream())  # what had this memory before
 
-    @torch.inference_mode(False)
     def reserve(self, rows: int, width: int) -> None:
         """Room for this many rows of this width."""
         have_rows, have_width = self.shaped.shape
@@ -60,9 +59,10 @@ class _Place:
             return
         rows = max(have_rows, 1 << (rows - 1).bit_length())
         pitch = max(have_width, -(-width // _SEGMENT) * _SEGMENT)
-        shaped = torch.empty(rows, pitch, device=self.device)
-        maxima = torch.empty(rows, _BLOCKS, dtype=torch.int32, device=self.device)
-        sums = torch.empty(rows, _BLOCKS, dtype=torch.int64, device=self.device)
+        with torch.inference_mode(False):
+            shaped = torch.empty(rows, pitch, device=self.device)
+            maxima = torch.empty(rows, _BLOCKS, dtype=torch.int32, device=self.device)
+            sums = torch.empty(rows, _BLOCKS, dtype=torch.int64, device=self.device)
         self.shaped, self.maxima, self.sums = shaped, maxima, sums  # all or none
 
     def launch(self, rows: Sequence[Row], following: Staged | None = None, beside: bool = False) -> None:
