@@ -28,8 +28,9 @@ types:  ## the native module's stub is current; mypy, strict, on all packages
 	$(UV) run --no-sync python -m mypy.stubtest exl_kernels._native
 	$(UV) run --no-sync mypy
 
-layers:  ## a package imports only what stands below it
+layers:  ## a package imports only what is below it; no import circle of more than two files
 	$(UV) run --no-sync lint-imports
+	$(UV) run --no-sync python scripts/check_cycles.py
 
 lock:  ## the lock files agree with the manifests
 	$(UV) lock --check

@@ -19,32 +19,32 @@ def ints(*values: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("slot", [-2, 48, 10**12])
 def test_a_slot_outside_the_pages_is_refused_by_value_and_token(slot: int) -> None:
-    check_slots("store_kv", PAGES, torch.tensor([-1, 0, 47]))
+    check_slots("store_kv", PAGES.key, torch.tensor([-1, 0, 47]))
     with pytest.raises(ShapeError, match=rf"store_kv: slot {slot} of token 1; .* 0 to 47"):
-        check_slots("store_kv", PAGES, torch.tensor([3, slot]))
+        check_slots("store_kv", PAGES.key, torch.tensor([3, slot]))
 
 
 @pytest.mark.parametrize("row", [-1, 2])
 def test_a_row_outside_the_block_table_is_refused(row: int) -> None:
     table = torch.zeros(2, 2, dtype=torch.int32)
     with pytest.raises(ShapeError, match=f"row {row} of token 1; .* 0 to 1"):
-        check_tables("paged_attention", PAGES, table, ints(0, row), ints(3, 3), 0)
+        check_tables("paged_attention", PAGES.key, table, ints(0, row), ints(3, 3), 0)
 
 
 def test_a_position_beyond_the_block_table_is_refused() -> None:
     table = torch.zeros(1, 2, dtype=torch.int32)
-    check_tables("paged_attention", PAGES, table, ints(0, 0), ints(31, -1), 0)
+    check_tables("paged_attention", PAGES.key, table, ints(0, 0), ints(31, -1), 0)
     with pytest.raises(ShapeError, match="position 32 of token 0; 2 pages of 16 end at 31"):
-        check_tables("paged_attention", PAGES, table, ints(0), ints(32), 0)
+        check_tables("paged_attention", PAGES.key, table, ints(0), ints(32), 0)
 
 
 def test_only_pages_that_are_looked_at_must_exist() -> None:
     table = ints(7, 1, 2, -5).view(1, 4)
     with pytest.raises(ShapeError, match="page 0 of token 0 is number 7; there are pages 0 to 2"):
-        check_tables("paged_attention", PAGES, table, ints(0), ints(40), 0)
-    check_tables("paged_attention", PAGES, table, ints(0), ints(40), 20)  # a window that begins in page 1
+        check_tables("paged_attention", PAGES.key, table, ints(0), ints(40), 0)
+    check_tables("paged_attention", PAGES.key, table, ints(0), ints(40), 20)  # a window that begins in page 1
     with pytest.raises(ShapeError, match="page 3 of token 1 is number -5"):
-        check_tables("paged_attention", PAGES, table, ints(0, 0), ints(40, 48), 20)
+        check_tables("paged_attention", PAGES.key, table, ints(0, 0), ints(40, 48), 20)
 
 
 def test_checks_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

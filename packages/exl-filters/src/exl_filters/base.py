@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future
+from importlib import import_module
 from typing import Any, ClassVar
 
 from exl_filters import background, bits
 from exl_filters.background import Pending
 from exl_filters.bits import Words
 from exl_filters.context import FilterContext
-from exl_filters.copying import copy_state
+from exl_filters.copying import CopiesItself, copy_state
 from exl_filters.errors import FilterBusy, FilterError, FilterUsageError
 
 __all__ = ["Allowed", "ExLlamaV2Filter", "overrides"]
@@ -18,7 +19,7 @@ __all__ = ["Allowed", "ExLlamaV2Filter", "overrides"]
 Allowed = tuple[Collection[int] | None, Collection[int]]
 
 
-class ExLlamaV2Filter:
+class ExLlamaV2Filter(CopiesItself):
     """Base class of filters, with exllamav2's names.
 
     A filter must implement `begin`, `feed` and `next`; the rest has defaults. One instance serves one generation at a
@@ -240,9 +241,8 @@ class ExLlamaV2Filter:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Filters with a `spec` are pickled by it: their kind and parameters travel, their state does not."""
         if overrides(self, "spec"):
-            from exl_filters.registry import from_spec
-
-            return from_spec, (self.spec(), self.tokenizer)
+            # The registry imports this module: it is looked up when a filter is pickled.
+            return import_module("exl_filters.registry").from_spec, (self.spec(), self.tokenizer)
         return super().__reduce_ex__(protocol)
 
     def spec(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from exl_filters.errors import FilterUsageError
 
-__all__ = ["copy_state"]
+__all__ = ["CopiesItself", "copy_state"]
 
 _VALUES = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type, type(Ellipsis), type(NotImplemented)),
@@ -65,7 +65,7 @@ def _copy_container(value: Any, shared: dict[int, Any], where: str) -> Any:
         result = defaultdict(value.default_factory, {each(key): each(item) for key, item in value.items()})
     elif kind is bytearray or isinstance(value, np.ndarray):
         return value.copy()
-    elif (hasattr(value, "detach") and hasattr(value, "clone")) or _is_filter(value):
+    elif (hasattr(value, "detach") and hasattr(value, "clone")) or isinstance(value, CopiesItself):
         return value.clone()
     elif is_dataclass(value):
         result = object.__new__(kind)
@@ -74,7 +74,5 @@ def _copy_container(value: Any, shared: dict[int, Any], where: str) -> Any:
     return result
 
 
-def _is_filter(value: Any) -> bool:
-    from exl_filters.base import ExLlamaV2Filter
-
-    return isinstance(value, ExLlamaV2Filter)
+class CopiesItself:
+    """Marks classes whose `clone()` copies an object with its state."""

@@ -87,7 +87,7 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
         raise DTypeError(f"store_kv: k is {k.dtype}, v is {v.dtype}; expected one type")
     _one_device("store_kv", pages, k, slots)
     if checks_enabled():
-        check_slots("store_kv", pages, slots)
+        check_slots("store_kv", pages.key, slots)
     if slots.numel():
         _native.cuda_kv_transfer(pages.native_cuda(), k, v, slots, False, stream_of(k), programmatic_launch())
 
@@ -96,7 +96,7 @@ def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
     """`kv.load_kv` on a GPU: float32 [T, H, D] on the pages' device."""
     _one_device("load_kv", pages, slots)
     if checks_enabled():
-        check_slots("load_kv", pages, slots)
+        check_slots("load_kv", pages.key, slots)
     shape = (slots.shape[0], pages.heads, pages.head_dim)
     k, v = (torch.empty(shape, dtype=torch.float32, device=pages.device) for _ in range(2))
     if slots.numel():
@@ -179,7 +179,7 @@ def attend_own(
         raise UnsupportedError(f"{what}: pages on {pages.device}; it runs on a GPU only, use the separate doors")
     _one_device(what, pages, q, k, v, block_table, rows, positions, slots, cos, sin, rope_positions, key_mask)
     if checks_enabled():
-        check_slots(what, pages, slots)
+        check_slots(what, pages.key, slots)
     if q.dim() != 3 or q.shape[1] % pages.heads or q.shape[2] != pages.head_dim:
         raise ShapeError(f"{what}: q {tuple(q.shape)}, expected [T, n x {pages.heads}, {pages.head_dim}]")
     for name, tensor in (("k", k), ("v", v)):
@@ -243,7 +243,7 @@ def _launch(
     tokens, q_heads = out.shape[:2]
     batch, max_pages = tables[0].shape
     if checks_enabled():
-        check_tables("attend_own" if own else "paged_attention", pages, *tables, options[1])
+        check_tables("attend_own" if own else "paged_attention", pages.key, *tables, options[1])
     limit = max_pages * pages.page_size if max_keys is None else max_keys
     _, _, floats, count = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit, own is not None)
     space = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None

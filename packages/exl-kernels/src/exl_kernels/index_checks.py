@@ -6,15 +6,11 @@ Looking takes a read-back, which a decode step cannot afford; `EXL_CUDA_CHECKS=1
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .errors import ShapeError
-
-if TYPE_CHECKING:
-    from .kv import KVPages
 
 __all__ = ["CHECKS_VARIABLE", "check_slots", "check_tables", "checks_enabled"]
 
@@ -27,9 +23,9 @@ def checks_enabled() -> bool:
     return asked and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-def check_slots(what: str, pages: KVPages, slots: Tensor) -> None:
-    """Refuses slots [T] that are neither -1 nor a token's place in the pages."""
-    limit = pages.key.shape[0] * pages.key.shape[1]
+def check_slots(what: str, key: Tensor, slots: Tensor) -> None:
+    """Refuse slots [T] that are neither -1 nor a token's place in pages whose keys are [pages, page_size, ..]."""
+    limit = key.shape[0] * key.shape[1]
     found = slots.cpu()
     wrong = (found < -1) | (found >= limit)
     if bool(wrong.any()):
@@ -39,9 +35,9 @@ def check_slots(what: str, pages: KVPages, slots: Tensor) -> None:
         )
 
 
-def check_tables(what: str, pages: KVPages, block_table: Tensor, rows: Tensor, positions: Tensor, window: int) -> None:
+def check_tables(what: str, key: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, window: int) -> None:
     """Refuses rows outside the block table, positions beyond it, and numbers of needed pages that do not exist."""
-    num_pages, page_size = pages.key.shape[:2]
+    num_pages, page_size = key.shape[:2]
     table, row, position = block_table.cpu().long(), rows.cpu().long(), positions.cpu().long()
     batch, width = table.shape
     wrong = (row < 0) | (row >= batch)

@@ -30,6 +30,7 @@ from exl_generate.sampling import Settings
 
 if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Model, Tokenizer
+    from exl_generate.dynamic.draft_length import Acceptance
 
 __all__ = ["ExLlamaV2DynamicGenerator"]
 
@@ -345,6 +346,10 @@ class ExLlamaV2DynamicGenerator:
     def namespace_of(self, loras: Sequence[Any]) -> bytes:
         """What stands before the first page of every sequence under these adapters."""
         return namespace_digest([type(self.cache).__name__, f"modules {self.arrangements}", *adapter_names(loras)])
+
+    def new_acceptance(self) -> Acceptance:
+        """As `JobContext`: how the drafts of a new job fare."""
+        return self.drafter.length.acceptance()
 
     def leave_caches(self) -> None:
         """As `Tenant`: another generator queues jobs on a cache of this one."""

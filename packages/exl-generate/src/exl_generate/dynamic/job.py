@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from exl_generate.contracts import Tokenizer
-    from exl_generate.dynamic.generator import ExLlamaV2DynamicGenerator
+    from exl_generate.dynamic.context import JobContext
     from exl_generate.dynamic.runner import Window
 
 __all__ = ["ExLlamaV2DynamicJob"]
@@ -245,15 +245,15 @@ class ExLlamaV2DynamicJob:
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
-    def attach(self, generator: ExLlamaV2DynamicGenerator, serial: int) -> None:
+    def attach(self, context: JobContext, serial: int) -> None:
         """Become part of a generator's queue: build what needs its tokenizer. Fails as a whole or not at all."""
-        self._tokenizer = generator.tokenizer
-        self.acceptance = generator.drafter.length.acceptance()
-        self.drafting = generator.num_draft_tokens > 0
-        vocabulary = Vocabulary.of(generator.tokenizer)
+        self._tokenizer = context.tokenizer
+        self.acceptance = context.new_acceptance()
+        self.drafting = context.num_draft_tokens > 0
+        vocabulary = Vocabulary.of(context.tokenizer)
         sampler = RequestSampler(self.gen_settings, vocabulary, self.seed)
         output = TextStream(
-            PieceTable.of(generator.tokenizer, self.decode_special_tokens),
+            PieceTable.of(context.tokenizer, self.decode_special_tokens),
             automaton_of(tuple(self.stop_strings)),
             automaton_of(tuple(self.banned_strings), fold=True),
             skip=self._healed_bytes(),
@@ -264,43 +264,43 @@ class ExLlamaV2DynamicJob:
                     self.filters,
                     vocab_size=vocabulary.size,
                     stop_ids=self.stop_tokens,
-                    logits_width=generator.padded_vocab_size,
+                    logits_width=context.padded_vocab_size,
                     prefer_eos=self.filter_prefer_eos,
                 )
         if self.loras is None:
-            self.loras = tuple(generator.current_loras)
+            self.loras = tuple(context.current_loras)
         for lora in self.loras:
             if hasattr(lora, "check_usable"):
-                lora.check_usable(generator.model)
+                lora.check_usable(context.model)
         for sequence in self.sequences:
             sequence.loras = self.loras
-        self._name_pages(generator)
+        self._name_pages(context)
         self._sampler, self._output = sampler, output
         self.serial_number = serial
         self.time_enqueue = time.monotonic()
 
-    def before_start(self, generator: ExLlamaV2DynamicGenerator) -> None:
+    def before_start(self, context: JobContext) -> None:
         """A job starts, for the first time or again, with names of the arrangement that its model has now: another may
         have been met since, also while it was on its way into the queue."""
-        if self._named_in != generator.arrangements:
-            self._name_pages(generator)
+        if self._named_in != context.arrangements:
+            self._name_pages(context)
 
-    def part_pages(self, generator: ExLlamaV2DynamicGenerator) -> None:
+    def part_pages(self, context: JobContext) -> None:
         """Its model has been changed while it runs: it keeps what it has, and pages from here on are its own alone.
 
         Prompt pages that it holds together with others which run as well are filled by whoever comes first, as ever:
         none of them gets K/V of an arrangement that it has not run under itself.
         """
-        root = generator.namespace_of(self.loras or ())
+        root = context.namespace_of(self.loras or ())
         for number, sequence in enumerate(self.sequences):
             own = (root.hex(), f"job {self.serial_number}", f"sequence {number}")
             sequence.part(namespace_digest(own))
 
-    def _name_pages(self, generator: ExLlamaV2DynamicGenerator) -> None:
-        self._named_in = generator.arrangements  # first: who meets another meanwhile sees that this is of before
-        root = generator.namespace_of(self.loras or ())
+    def _name_pages(self, context: JobContext) -> None:
+        self._named_in = context.arrangements  # first: who meets another meanwhile sees that this is of before
+        root = context.namespace_of(self.loras or ())
         for sequence in self.sequences:
-            sequence.prepare(generator.page_table, root)
+            sequence.prepare(context.page_table, root)
 
     def forget_generator(self) -> None:
         """Undo `attach`, however far it came, for a job that was refused, so that it may be enqueued elsewhere."""

@@ -1,0 +1,54 @@
+"""scripts/check_cycles.py finds circles of imports, and there is none of more than two files."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_cycles.py"
+
+
+@pytest.fixture(scope="module")
+def cycles() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_cycles", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def found(cycles: ModuleType, root: Path, **files: str) -> list[set[str]]:
+    """Circles of a package `p` of these files."""
+    package = root / "packages" / "p" / "src" / "p"
+    (package / "sub").mkdir(parents=True)
+    for name, text in {"__init__": "", "sub__x": "", **files}.items():
+        (package / f"{name.replace('__x', '/x')}.py").write_text(text)
+    result: list[set[str]] = cycles.circles(cycles.imports(cycles.modules(root)))
+    return result
+
+
+def test_imports_for_types_and_inside_functions_count(cycles: ModuleType, tmp_path: Path) -> None:
+    guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.c import C\n"
+    late = "def f():\n    from . import a\n"
+    circles = found(cycles, tmp_path, a="import p.b\n", b=guarded, c=late)
+    assert circles == [{"p.a", "p.b", "p.c"}]
+
+
+def test_relative_imports_of_every_level(cycles: ModuleType, tmp_path: Path) -> None:
+    circles = found(cycles, tmp_path, a="from .sub import x\n", sub__x="from ..b import B\n", b="from .a import A\n")
+    assert circles == [{"p.a", "p.b", "p.sub.x"}]
+
+
+def test_a_chain_is_no_circle(cycles: ModuleType, tmp_path: Path) -> None:
+    assert not found(cycles, tmp_path, a="import p.b, os\n", b="from p import c\n", c="import sys\n")
+
+
+def test_this_repository_has_none() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
