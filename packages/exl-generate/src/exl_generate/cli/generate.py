@@ -67,21 +67,7 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
         rows.append(loaded.tokenizer.encode(options.negative_prompt, add_bos=None))
         scale = DEFAULT_CFG_SCALE if options.cfg_scale is None else options.cfg_scale
         settings = dataclasses.replace(settings, cfg_scale=scale)
-    longest = max(row.shape[1] for row in rows)
-    room = loaded.config.max_seq_len - longest
-    if room < 1:
-        raise RequestError(f"the prompt has {longest} tokens, the model's limit is {loaded.config.max_seq_len}")
-    if options.max_tokens is not None and options.max_tokens > room:
-        raise CapacityError(
-            f"the prompt has {longest} tokens and --max-tokens is {options.max_tokens}, together "
-            f"{longest + options.max_tokens}; the model's limit is {loaded.config.max_seq_len}: ask for at most {room}"
-        )
-    if options.min_tokens > room:
-        raise CapacityError(
-            f"the prompt has {longest} tokens and --min-tokens is {options.min_tokens}, together "
-            f"{longest + options.min_tokens}; the model's limit is {loaded.config.max_seq_len}: ask for at most {room}"
-        )
-    new = min(max(DEFAULT_TOKENS, options.min_tokens), room) if options.max_tokens is None else options.max_tokens
+    new = _new_tokens(options, max(row.shape[1] for row in rows), loaded.config.max_seq_len)
     tokens = options.cache_tokens or sum(_pages(row.shape[1] + new) for row in rows)
     generator = loaded.generator(options.cache, tokens, draft=options.draft, use_ngram_draft=options.ngram)
     filters = _filters(loaded, schema, options.regex)
@@ -126,6 +112,20 @@ def run(prompt: str, options: Options, *, echo: bool, as_json: bool) -> None:
         raise RequestError(
             f"the output was cut after {new} tokens, before {what} was complete: raise --max-tokens (-n)"
         )
+
+
+def _new_tokens(options: Options, longest: int, limit: int) -> int:
+    """Tokens to generate behind a prompt of `longest` tokens. Raises where the limit of the model leaves too few."""
+    room = limit - longest
+    if room < 1:
+        raise RequestError(f"the prompt has {longest} tokens, the model's limit is {limit}")
+    for name, asked in (("--max-tokens", options.max_tokens), ("--min-tokens", options.min_tokens)):
+        if asked is not None and asked > room:
+            raise CapacityError(
+                f"the prompt has {longest} tokens and {name} is {asked}, together {longest + asked}; the model's limit "
+                f"is {limit}: ask for at most {room}"
+            )
+    return min(max(DEFAULT_TOKENS, options.min_tokens), room) if options.max_tokens is None else options.max_tokens
 
 
 def _is_complete(constraint: ExLlamaV2GrammarFilter, ids: list[int]) -> bool:
