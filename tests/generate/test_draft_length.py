@@ -69,13 +69,13 @@ def simulate(
 
 def test_a_slow_draft_is_left_out() -> None:
     taken, seconds, _ = simulate(lambda _, k: 1.0 + k, lambda _: 0.8, 1000, review=6.0)
-    assert sum(map(bool, taken[16:])) <= 10
-    assert seconds < 1.06 * 1000
+    assert sum(map(bool, taken[20:])) <= 10
+    assert seconds < 1.08 * 1000  # 0.04 of it in the first comparison
 
 
 def test_a_fast_draft_that_holds_is_as_long_as_allowed() -> None:
     taken, _, _ = simulate(lambda _, k: 1.0 + 0.1 * k, lambda _: 0.97, 1000)
-    assert taken[16:].count(MOST) > 0.95 * len(taken[16:])
+    assert taken[20:].count(MOST) > 0.95 * len(taken[20:])
 
 
 def test_the_best_length_lies_between() -> None:
@@ -113,7 +113,7 @@ def test_spikes_of_a_busy_machine_do_not_decide(fast: bool) -> None:
         )
 
     taken, _, _ = simulate(cost, lambda _: 0.9, 2000, review=3.0)
-    assert taken[50:].count(MOST if fast else 0) > 0.9 * len(taken[50:])
+    assert sum(k >= 2 if fast else k == 0 for k in taken[50:]) > 0.9 * len(taken[50:])
 
 
 def test_reviews_cost_a_fixed_share_of_the_time() -> None:
@@ -123,7 +123,7 @@ def test_reviews_cost_a_fixed_share_of_the_time() -> None:
 
 def test_a_clock_that_stands_still_leaves_the_length_as_asked_for() -> None:
     taken, _, _ = simulate(lambda *_: 0.0, lambda _: 0.5, 200)
-    assert taken[16:].count(MOST) > 180
+    assert taken[20:].count(MOST) > 170
 
 
 def test_other_batch_sizes_begin_with_what_is_known() -> None:

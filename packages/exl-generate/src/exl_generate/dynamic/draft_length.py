@@ -17,14 +17,14 @@ __all__ = ["Acceptance", "DraftLength"]
 Clock = Callable[[], float]
 
 #: Turns of the first comparison, so that a load on the machine slows all lengths: as many guesses as allowed, fewer,
-#: and two steps without, of which only the second is measured, since only that may be prelaunched.
+#: and none. The first step with or without guesses is not measured: others may be prelaunched, and find warm caches.
 FIRST_TURNS = 4
 #: Steps with guesses between two looks at what a step without them costs.
 STEPS_BETWEEN_LOOKS = 128
 #: Share of the time without drafting that may go into finding out whether guesses would hold.
-REVIEW_SHARE = 0.02
+REVIEW_SHARE = 0.015
 #: Share of that time that may go into measuring steps with guesses anew.
-MEASURE_SHARE = 0.01
+MEASURE_SHARE = 0.015
 #: A change of length must promise this much more speed, so that noise does not flip it.
 WORTH_CHANGING = 1.04
 
@@ -66,8 +66,8 @@ class _Costs:
 
     def __init__(self, planned: Sequence[int], ratios: dict[int, deque[float]]) -> None:
         self.planned = deque(planned)
-        self.plain: deque[float] = deque(maxlen=7)
-        self.ratios = {guesses: deque(found, maxlen=7) for guesses, found in ratios.items()}
+        self.plain: deque[float] = deque(maxlen=5)
+        self.ratios = {guesses: deque(found, maxlen=5) for guesses, found in ratios.items()}
         #: steps with guesses, until what a step without them costs is known
         self.waiting: list[tuple[int, float]] = []
 
@@ -78,7 +78,7 @@ class _Costs:
             self.waiting.append((guesses, seconds))
         if self.plain and not self.planned and (unit := median(self.plain)) > 0:
             for k, took in self.waiting:
-                self.ratios.setdefault(k, deque(maxlen=7)).append(took / unit)
+                self.ratios.setdefault(k, deque(maxlen=5)).append(took / unit)
             self.waiting.clear()
 
     def of(self, guesses: int) -> float:
@@ -140,17 +140,17 @@ class DraftLength:
                 costs.planned.extend([0, self._another()])
                 return 0
         elif self._steps % 32 == 0:
-            expected = overhead() + 2 * costs.of(self.most) * (median(costs.plain) if costs.plain else 0.0)
+            expected = overhead() + 3 * costs.of(self.most) * (median(costs.plain) if costs.plain else 0.0)
             if expected < MEASURE_SHARE * self._unmeasured_seconds:
                 self._unmeasured_seconds = 0.0
-                costs.planned.append(self.most)
-                return self._another()
+                costs.planned.extend([self.most, self._another()])
+                return self.most
         return self.current
 
     def record(self, size: int, guesses: int, seconds: float) -> None:
         """A step of `size` jobs, the longest draft of which had `guesses` tokens, took so long, drafting included."""
         costs = self._costs(size)
-        if guesses > 0 or self._before == 0:
+        if (guesses > 0) == (self._before > 0):
             costs.add(guesses, seconds)
         self._before = guesses
         if self.current == 0:
@@ -174,7 +174,7 @@ class DraftLength:
         if found is None:
             known = min(self._sizes, key=lambda other: abs(other - bucket), default=None)
             if known is None:
-                turns = ((self.most, self._another(), 0, 0) for _ in range(FIRST_TURNS))
+                turns = ((self.most, self.most, self._another(), 0, 0) for _ in range(FIRST_TURNS))
                 found = _Costs([k for turn in turns for k in turn], {})
             else:
                 found = _Costs([0, 0, 0], self._sizes[known].ratios)

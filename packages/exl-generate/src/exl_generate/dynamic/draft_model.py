@@ -30,7 +30,7 @@ __all__ = ["ModelDrafter"]
 log = logging.getLogger(__name__)
 
 #: Ids that the first draft pass of a step may make up for along with the last one.
-WINDOW = 4
+WINDOW = 2
 #: Ids whose guesses a review looks at.
 REVIEWED = 64
 
