@@ -94,17 +94,19 @@ class Rotating:
 
     def run(self, copy: int, x: Tensor, y: Tensor, programmatic: bool, tuning: Tuning | None = None) -> None:
         made, stream = self.copies[copy % len(self.copies)], torch.cuda.current_stream().cuda_stream
+        launch = _native.Launch(stream, programmatic)
         if x.shape[0] <= self.ring_rows:
-            self.rings[copy % len(self.copies)].run(x, y, stream, programmatic, tuning=tuning)
+            self.rings[copy % len(self.copies)].run(x, y, launch, tuning=tuning)
         elif self.batch:
             ring = self.rings[copy % len(self.copies)]
             scratch = torch.empty(ring.scratch_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
             meeting = meeting_memory(x.device, stream, ring.meeting_bytes(x.shape[0]))
-            ring.run_batch(x, scratch, torch.empty(x.shape[0], device="cuda"), meeting, y, stream, programmatic)
+            workspace = _native.BatchWorkspace(scratch, torch.empty(x.shape[0], device="cuda"), meeting)
+            ring.run_batch(x, y, workspace, launch)
         else:
             prepared = torch.empty(made.prepared_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
             multipliers = torch.empty(x.shape[0], device="cuda")
-            made.matmul(x, prepared, multipliers, y, stream, programmatic)
+            made.matmul(x, prepared, multipliers, y, launch)
 
     def error(self, x: Tensor) -> float:
         """Relative RMS against float64 over the bit-exact weights (whose own rounding the kernels leave out: 2e-4)."""

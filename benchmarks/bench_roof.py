@@ -37,21 +37,21 @@ def main() -> None:
     for programmatic in (False, True):
 
         def nodes(programmatic: bool = programmatic) -> None:
-            stream = torch.cuda.current_stream().cuda_stream
+            launch = _native.Launch(torch.cuda.current_stream().cuda_stream, programmatic)
             for _ in range(200):
-                _native.cuda_probe_empty(0, stream, programmatic)
+                _native.cuda_probe_empty(0, launch)
 
         timing = time_graph(nodes, 200)
         emit({**common, "bench": "roof", "what": "empty graph node", "pdl": programmatic, "us": timing.p50})
     x, w = torch.randn(1, 4096, device="cuda", dtype=torch.float16), torch.ones(4096, device="cuda")
     out = torch.empty_like(x)
-    stream = torch.cuda.current_stream().cuda_stream
+    launch = _native.Launch(torch.cuda.current_stream().cuda_stream, True)
     emit(
         {
             **common,
             "bench": "roof",
             "what": "host, empty launch",
-            "us": host_microseconds(lambda: _native.cuda_probe_empty(0, stream, True)),
+            "us": host_microseconds(lambda: _native.cuda_probe_empty(0, launch)),
         }
     )
     emit(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_kernels import attention_cuda
+from exl_kernels import _native, attention_cuda
 from exl_kernels.attention import paged_attention
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.fused_linear import FusedLinear
@@ -191,13 +191,15 @@ def product_of(k: int, kind: str) -> CudaQuantMatrix:
 def laid_out(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
     """Columns, and scratch memory as the product's own layout launch leaves it for x [T, K]."""
     ring, y, stream = matrix._ring, x.new_empty(x.shape[0], 64), torch.cuda.current_stream().cuda_stream
+    launch = _native.Launch(stream, False)
     if x.shape[0] <= 8:
         scratch = torch.zeros(ring.few_bytes(), dtype=torch.uint8, device="cuda")
-        ring.run_few(x, y, scratch, stream, False)
+        ring.run_few(x, y, scratch, launch)
         return 8, scratch
     scratch = torch.zeros(ring.scratch_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
     meeting = meeting_memory(x.device, stream, ring.meeting_bytes(x.shape[0]))
-    ring.run_batch(x, scratch, torch.empty(x.shape[0], device="cuda"), meeting, y, stream, False)
+    workspace = _native.BatchWorkspace(scratch, torch.empty(x.shape[0], device="cuda"), meeting)
+    ring.run_batch(x, y, workspace, launch)
     return next(n for n in (16, 32, 64) if x.shape[0] <= n), scratch
 
 
@@ -266,8 +268,8 @@ def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -
         want = None
         for looks in [0, 1, 2, 3] * (1 if UNDER_A_TOOL else 8):
             y = torch.full((rows, 64), torch.nan, dtype=dtype, device="cuda")
-            room = (scratch, torch.empty(rows, device="cuda"), meeting)
-            ring.run_batch(x, *room, y, stream, looks % 2 == 0, tuning=(0, 0, 4, 0, looks))
+            room = _native.BatchWorkspace(scratch, torch.empty(rows, device="cuda"), meeting)
+            ring.run_batch(x, y, room, _native.Launch(stream, looks % 2 == 0), tuning=(0, 0, 4, 0, looks))
             want = y if want is None else want
             assert torch.equal(y, want)
         assert bool((meeting[1024:] == 255).all()), "left as it was found"

@@ -90,11 +90,11 @@ def test_programmatic_launch_changes_no_bit() -> None:
 
 def test_launches_are_counted_and_the_benchmarks_probes_run() -> None:
     stream = torch.cuda.current_stream().cuda_stream
-    _native.cuda_probe_empty(0, stream, False)
+    _native.cuda_probe_empty(0, _native.Launch(stream, False))
     before = _native.cuda_launches()
     buffer, sink = (torch.zeros(n, dtype=torch.uint8, device="cuda:0") for n in (1 << 20, 16))
     for _ in range(3):
-        _native.cuda_probe_empty(0, stream, False)
+        _native.cuda_probe_empty(0, _native.Launch(stream, False))
     _native.cuda_probe_read(buffer, sink, stream)
     torch.cuda.synchronize()
     now = _native.cuda_launches()
@@ -112,8 +112,9 @@ def test_a_foreign_stream_is_refused() -> None:
         return
     with torch.cuda.device(1):
         other = torch.cuda.Stream()
+    launch = _native.Launch(other.cuda_stream, False)
     with pytest.raises(DeviceError, match="another GPU"):
-        _native.cuda_rms_norm(x, x[0], torch.empty_like(x), 1e-6, 0.0, other.cuda_stream, False)
+        _native.cuda_rms_norm(x, x[0], torch.empty_like(x), 1e-6, 0.0, launch)
 
 
 def test_tensors_of_the_second_gpu_need_no_device_guard() -> None:

@@ -12,8 +12,6 @@ from torch import Tensor
 from exl_kernels import _native, sampling_cuda
 from exl_kernels.sampling import Plan, Row
 
-BLOCKS = 2048
-
 
 class Memory:
     """Allocates on the CPU; the allocation with number `fails` finds none."""
@@ -46,18 +44,14 @@ class Stream:
     def synchronize(self) -> None: ...
 
 
-def fill(requests: list[Any], _: Any, staging: Tensor, copy: Tensor, *__: Any) -> tuple[int, int]:
+def fill(_: _native.SamplingWorkspace, requests: list[Any], *__: Any) -> tuple[int, int]:
     """As the native function: the bytes that a call needs, whose number is that of its masks' words here."""
-    if len(copy) != len(staging):
-        raise ValueError("device_copy must be as long as staging")
     return sum(len(request[6]) for request in requests), 0
 
 
-def launch(
-    count: int, _: int, staging: Tensor, copy: Tensor, shaped: Tensor, maxima: Tensor, sums: Tensor, *__: Any
-) -> None:
-    if not (shaped.shape[0] >= count and maxima.shape == sums.shape == (len(shaped), BLOCKS)):
-        raise ValueError("shaped must be [N, pitch], maxima and sums [N, 2048], with a row a request")
+def launch(workspace: _native.SamplingWorkspace, count: int, *_: Any) -> None:
+    if workspace.rows < count:
+        raise ValueError("the workspace has fewer rows than there are requests")
 
 
 @pytest.fixture
@@ -72,7 +66,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(_native, "cuda_sample_fill", fill)
     monkeypatch.setattr(_native, "cuda_sample_launch", launch)
-    monkeypatch.setattr(_native, "cuda_sample_answers", lambda staging, count: [(7, 1.0, None)] * count)
+    monkeypatch.setattr(_native, "cuda_sample_answers", lambda workspace, count: [(7, 1.0, None)] * count)
     return found
 
 
@@ -106,6 +100,22 @@ def test_a_call_without_memory_leaves_buffers_that_fit_each_other(
     memory.fails = -1
     assert len(sampling_cuda.answers(large)) == count
     assert len(sampling_cuda.answers(small)) == 1
+
+
+@pytest.mark.parametrize("wrong", ["device_copy", "shaped", "maxima", "sums"])
+def test_buffers_that_do_not_fit_each_other_are_refused(wrong: str) -> None:
+    buffers = {
+        "staging": torch.zeros(64, dtype=torch.uint8),
+        "device_copy": torch.zeros(64, dtype=torch.uint8),
+        "shaped": torch.zeros(2, 4096),
+        "maxima": torch.zeros(2, 2048, dtype=torch.int32),
+        "sums": torch.zeros(2, 2048, dtype=torch.int64),
+    }
+    assert _native.SamplingWorkspace(**buffers).rows == 2
+    with pytest.raises(ValueError, match=wrong):
+        _native.SamplingWorkspace(**buffers | {wrong: buffers[wrong][1:]})
+    with pytest.raises(ValueError, match=wrong):
+        _native.SamplingWorkspace(**buffers | {wrong: buffers[wrong].double()})
 
 
 def test_a_launch_alone_is_waited_for_before_its_buffers_are_filled_again(

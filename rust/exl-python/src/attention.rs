@@ -8,24 +8,28 @@ use pyo3::prelude::*;
 
 use crate::errors::shape_error;
 use crate::kv::Pages;
+use crate::operands::AttentionTables;
 use crate::tensor::{Tensor, same_shape};
 
 /// See `exl_kernels.attention.paged_attention`.
 #[pyfunction]
-#[pyo3(signature = (q, pages, block_table, rows, positions, scale, window, softcap, key_mask, out))]
 pub fn paged_attention(
     py: Python<'_>,
     q: Tensor,
     pages: &Bound<'_, Pages>,
-    block_table: Tensor,
-    rows: Tensor,
-    positions: Tensor,
+    tables: &AttentionTables,
     scale: f32,
     window: usize,
     softcap: f32,
-    key_mask: Option<Tensor>,
     out: Tensor,
 ) -> PyResult<()> {
+    let AttentionTables {
+        block_table,
+        rows,
+        positions,
+        key_mask,
+        ..
+    } = tables;
     let (&[_, q_heads, _], &[_, max_pages]) = (&q.shape[..], &block_table.shape[..]) else {
         return Err(shape_error(
             py,
@@ -36,19 +40,19 @@ pub fn paged_attention(
     let tokens = q.shape[0];
     same_shape("q", &q, &[tokens, q_heads, inner.head_dim()])?;
     same_shape("out", &out, &q.shape)?;
-    same_shape("rows", &rows, &[tokens])?;
-    same_shape("positions", &positions, &[tokens])?;
+    same_shape("rows", rows, &[tokens])?;
+    same_shape("positions", positions, &[tokens])?;
     if softcap < 0.0 {
         return Err(shape_error(
             py,
             format!("paged_attention: softcap {softcap}, expected 0 or more"),
         ));
     }
-    if let Some(mask) = &key_mask {
+    if let Some(mask) = key_mask {
         let width = mask.shape.last().copied().unwrap_or(0);
         same_shape("key_mask", mask, &[block_table.shape[0], width])?;
     }
-    let key_mask = match &key_mask {
+    let key_mask = match key_mask {
         Some(mask) => Some((
             mask.slice("key_mask")?,
             mask.shape.last().copied().unwrap_or(0),

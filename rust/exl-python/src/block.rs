@@ -13,6 +13,7 @@ use pyo3::prelude::*;
 use crate::errors::shape_error;
 use crate::kv::Pages;
 use crate::linear::Matrix;
+use crate::operands::{AttentionTables, Rotation};
 use crate::tensor::Tensor;
 
 fn refused(py: Python<'_>, what: &str, error: BlockError) -> PyErr {
@@ -20,38 +21,27 @@ fn refused(py: Python<'_>, what: &str, error: BlockError) -> PyErr {
 }
 
 /// Where the tokens of one step lie: made once, used by every layer.
-#[pyclass(frozen, name = "Tokens")]
+#[pyclass(frozen, name = "Tokens", module = "exl_kernels._native")]
 pub struct Tokens {
-    rows: Tensor,
-    positions: Tensor,
+    tables: Py<AttentionTables>,
+    rotation: Py<Rotation>,
     slots: Tensor,
-    block_table: Tensor,
-    rope_positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    key_mask: Option<Tensor>,
-    interleaved: bool,
 }
 
 #[pymethods]
 impl Tokens {
+    /// `slots` int64 [T]: where keys and values of the tokens are stored.
     #[new]
-    #[pyo3(signature = (rows, positions, slots, block_table, rope_positions, cos, sin, key_mask, interleaved))]
     fn new(
         py: Python<'_>,
-        rows: Tensor,
-        positions: Tensor,
+        tables: Py<AttentionTables>,
+        rotation: Py<Rotation>,
         slots: Tensor,
-        block_table: Tensor,
-        rope_positions: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        key_mask: Option<Tensor>,
-        interleaved: bool,
     ) -> PyResult<Self> {
-        if block_table.shape.len() != 2
-            || cos.shape.len() != 2
-            || key_mask.as_ref().is_some_and(|mask| mask.shape.len() != 2)
+        let key_mask = tables.get().key_mask.as_ref();
+        if tables.get().block_table.shape.len() != 2
+            || rotation.get().cos.shape.len() != 2
+            || key_mask.is_some_and(|mask| mask.shape.len() != 2)
         {
             return Err(shape_error(
                 py,
@@ -59,15 +49,9 @@ impl Tokens {
             ));
         }
         let tokens = Self {
-            rows,
-            positions,
+            tables,
+            rotation,
             slots,
-            block_table,
-            rope_positions,
-            cos,
-            sin,
-            key_mask,
-            interleaved,
         };
         tokens.view()?; // element types
         Ok(tokens)
@@ -76,22 +60,23 @@ impl Tokens {
 
 impl Tokens {
     fn view(&self) -> PyResult<block::Tokens<'_>> {
-        let key_mask = match &self.key_mask {
+        let (tables, rotation) = (self.tables.get(), self.rotation.get());
+        let key_mask = match &tables.key_mask {
             Some(mask) => Some((mask.slice("key_mask")?, mask.shape[1])),
             None => None,
         };
         Ok(block::Tokens {
-            block_table: self.block_table.slice("block_table")?,
-            max_pages: self.block_table.shape[1],
-            rows: self.rows.slice("rows")?,
-            positions: self.positions.slice("positions")?,
+            block_table: tables.block_table.slice("block_table")?,
+            max_pages: tables.block_table.shape[1],
+            rows: tables.rows.slice("rows")?,
+            positions: tables.positions.slice("positions")?,
             slots: self.slots.slice("slots")?,
-            rope_positions: self.rope_positions.slice("rope_positions")?,
+            rope_positions: rotation.positions.slice("rope_positions")?,
             tables: Tables {
-                cos: self.cos.slice("cos")?,
-                sin: self.sin.slice("sin")?,
-                half: self.cos.shape[1],
-                interleaved: self.interleaved,
+                cos: rotation.cos.slice("cos")?,
+                sin: rotation.sin.slice("sin")?,
+                half: rotation.cos.shape[1],
+                interleaved: rotation.interleaved,
             },
             key_mask,
         })

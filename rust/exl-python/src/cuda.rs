@@ -11,6 +11,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::errors::device_error;
+use crate::operands::Launch;
 use crate::tensor::{DType, Tensor};
 
 /// The activation type of `tensor`, named `what` in errors.
@@ -26,7 +27,7 @@ pub fn element(tensor: &Tensor, what: &str) -> PyResult<Element> {
 }
 
 /// The one GPU that all `tensors` are on.
-pub fn target(tensors: &[(&str, &Tensor)], stream: usize, programmatic: bool) -> PyResult<Target> {
+pub fn target(tensors: &[(&str, &Tensor)], launch: &Launch) -> PyResult<Target> {
     let mut found: Option<(&str, u32)> = None;
     for (what, tensor) in tensors {
         let Some(device) = tensor.cuda else {
@@ -46,8 +47,8 @@ pub fn target(tensors: &[(&str, &Tensor)], stream: usize, programmatic: bool) ->
     let (_, device) = found.ok_or_else(|| PyValueError::new_err("no tensors"))?;
     Ok(Target {
         device,
-        stream,
-        programmatic,
+        stream: launch.stream,
+        programmatic: launch.programmatic,
     })
 }
 
@@ -145,14 +146,9 @@ pub fn cuda_rms_norm(
     out: Tensor,
     eps: f32,
     weight_offset: f32,
-    stream: usize,
-    programmatic: bool,
+    launch: &Launch,
 ) -> PyResult<()> {
-    let to = target(
-        &[("x", &x), ("weight", &weight), ("out", &out)],
-        stream,
-        programmatic,
-    )?;
+    let to = target(&[("x", &x), ("weight", &weight), ("out", &out)], launch)?;
     launch_norm(
         py,
         &x,
@@ -165,7 +161,7 @@ pub fn cuda_rms_norm(
 }
 
 #[pyfunction]
-#[pyo3(signature = (x, weight, bias, out, eps, stream, programmatic))]
+#[pyo3(signature = (x, weight, bias, out, eps, launch))]
 pub fn cuda_layer_norm(
     py: Python<'_>,
     x: Tensor,
@@ -173,8 +169,7 @@ pub fn cuda_layer_norm(
     bias: Option<Tensor>,
     out: Tensor,
     eps: f32,
-    stream: usize,
-    programmatic: bool,
+    launch: &Launch,
 ) -> PyResult<()> {
     let mut all = vec![("x", &x), ("weight", &weight), ("out", &out)];
     if let Some(bias) = &bias {
@@ -184,7 +179,7 @@ pub fn cuda_layer_norm(
         )?;
         all.push(("bias", bias));
     }
-    let to = target(&all, stream, programmatic)?;
+    let to = target(&all, launch)?;
     let bias = bias.as_ref().map_or(0, |b| b.ptr);
     launch_norm(py, &x, &weight, &out, eps, norm::Kind::Layer { bias }, to)
 }
@@ -197,8 +192,7 @@ pub fn cuda_rope(
     sin: Tensor,
     positions: Tensor,
     interleaved: bool,
-    stream: usize,
-    programmatic: bool,
+    launch: &Launch,
 ) -> PyResult<()> {
     let to = target(
         &[
@@ -207,8 +201,7 @@ pub fn cuda_rope(
             ("sin", &sin),
             ("positions", &positions),
         ],
-        stream,
-        programmatic,
+        launch,
     )?;
     expect(x.shape.len() == 3, "x must be [tokens, heads, head_dim]")?;
     expect(
@@ -247,15 +240,14 @@ pub fn cuda_rope(
 }
 
 #[pyfunction]
-#[pyo3(signature = (gate, up, out, kind, stream, programmatic))]
+#[pyo3(signature = (gate, up, out, kind, launch))]
 pub fn cuda_activation(
     py: Python<'_>,
     gate: Tensor,
     up: Option<Tensor>,
     out: Tensor,
     kind: &str,
-    stream: usize,
-    programmatic: bool,
+    launch: &Launch,
 ) -> PyResult<()> {
     let kind = match kind {
         "silu" => elementwise::Activation::Silu,
@@ -276,7 +268,7 @@ pub fn cuda_activation(
             &format!("{what} must have the shape and dtype of gate"),
         )?;
     }
-    let to = target(&all, stream, programmatic)?;
+    let to = target(&all, launch)?;
     let op = elementwise::Gated {
         gate: gate.ptr,
         up: up.as_ref().map_or(0, |t| t.ptr),
@@ -298,7 +290,10 @@ pub fn cuda_probe_read(
     sink: Tensor,
     stream: usize,
 ) -> PyResult<()> {
-    let to = target(&[("buffer", &buffer), ("sink", &sink)], stream, false)?;
+    let to = target(
+        &[("buffer", &buffer), ("sink", &sink)],
+        &Launch::in_order(stream),
+    )?;
     let bytes = buffer.numel() * buffer.dtype.size();
     expect(
         bytes.is_multiple_of(16) && sink.numel() >= 4,
@@ -311,16 +306,11 @@ pub fn cuda_probe_read(
 
 /// Launches a kernel that does nothing, for measuring what a launch costs.
 #[pyfunction]
-pub fn cuda_probe_empty(
-    py: Python<'_>,
-    device: u32,
-    stream: usize,
-    programmatic: bool,
-) -> PyResult<()> {
+pub fn cuda_probe_empty(py: Python<'_>, device: u32, launch: &Launch) -> PyResult<()> {
     let to = Target {
         device,
-        stream,
-        programmatic,
+        stream: launch.stream,
+        programmatic: launch.programmatic,
     };
     py.detach(|| probe::empty(to))
         .map_err(|e| device_error(py, &e))

@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 use crate::cuda::{element, target};
 use crate::cuda_matrix::CudaMatrix;
 use crate::errors::{device_error, shape_error};
+use crate::operands::{AttentionOptions, AttentionTables, Launch, Rotation};
 use crate::tensor::{DType, Tensor, same_length};
 
 /// One layer's pages on a GPU: the addresses, and the tensors that own them.
@@ -73,7 +74,7 @@ impl CudaPages {
                 format!("{what} does not begin at a multiple of 16 bytes: allocate it by itself"),
             ));
         }
-        let device = target(&all, 0, false)?.device;
+        let device = target(&all, &Launch::in_order(0))?.device;
         let address = |t: &Option<Tensor>| t.as_ref().map_or(0, |t| t.ptr);
         let inner = kv::Pages {
             kind,
@@ -95,13 +96,8 @@ impl CudaPages {
 
 impl CudaPages {
     /// Where a launch on `tensors` and these pages goes.
-    pub fn target(
-        &self,
-        tensors: &[(&str, &Tensor)],
-        stream: usize,
-        programmatic: bool,
-    ) -> PyResult<Target> {
-        let to = target(tensors, stream, programmatic)?;
+    pub fn target(&self, tensors: &[(&str, &Tensor)], launch: &Launch) -> PyResult<Target> {
+        let to = target(tensors, launch)?;
         if to.device == self.device {
             return Ok(to);
         }
@@ -121,15 +117,10 @@ pub fn cuda_kv_transfer(
     v: Tensor,
     slots: Tensor,
     load: bool,
-    stream: usize,
-    programmatic: bool,
+    launch: &Launch,
 ) -> PyResult<()> {
     let pages = pages.get();
-    let to = pages.target(
-        &[("k", &k), ("v", &v), ("slots", &slots)],
-        stream,
-        programmatic,
-    )?;
+    let to = pages.target(&[("k", &k), ("v", &v), ("slots", &slots)], launch)?;
     let tokens = slots.numel();
     let wanted = tokens * pages.inner.heads * pages.inner.head_dim;
     same_length("k", k.numel(), wanted)?;
@@ -152,20 +143,98 @@ pub fn cuda_kv_transfer(
     .map_err(|e| device_error(py, &e))
 }
 
-/// Keys and values that the pages lack: tensors key, value, cos, sin, rope_positions, slots; elements between tokens of key and
-/// value; interleaved; early.
-type OwnArguments = (Vec<Tensor>, usize, bool, bool);
+/// Keys and values of the call's own tokens, which the pages lack: rotated and stored in the same launch.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct NewKeys {
+    key: Tensor,
+    value: Tensor,
+    stride: usize,
+    rotation: Py<Rotation>,
+    slots: Tensor,
+    early: bool,
+}
+
+#[pymethods]
+impl NewKeys {
+    /// `key` and `value` flat, `stride` elements between tokens; `slots` int64 [T]. `early`: everything but queries, keys and values may be
+    /// read before the launches right before this one have ended.
+    #[new]
+    fn new(
+        key: Tensor,
+        value: Tensor,
+        stride: usize,
+        rotation: Py<Rotation>,
+        slots: Tensor,
+        early: bool,
+    ) -> Self {
+        Self {
+            key,
+            value,
+            stride,
+            rotation,
+            slots,
+            early,
+        }
+    }
+}
+
+/// Memory of a launch over many keys: what `cuda_attention_plan` asks for.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct AttentionWorkspace {
+    partials: Option<Tensor>,
+    tickets: Option<Tensor>,
+}
+
+#[pymethods]
+impl AttentionWorkspace {
+    /// `partials` float32; `tickets` int32, zero before and after the launch.
+    #[new]
+    #[pyo3(signature = (partials, tickets))]
+    fn new(partials: Option<Tensor>, tickets: Option<Tensor>) -> Self {
+        Self { partials, tickets }
+    }
+}
+
+/// The input of a matmul, in that kernel's order, as the place of results.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct MatmulInput {
+    matrix: Py<CudaMatrix>,
+    columns: usize,
+    scratch: Tensor,
+}
+
+#[pymethods]
+impl MatmulInput {
+    /// `scratch` uint8 of the matmul by `matrix`, laid out for `columns` rows.
+    #[new]
+    fn new(matrix: Py<CudaMatrix>, columns: usize, scratch: Tensor) -> Self {
+        Self {
+            matrix,
+            columns,
+            scratch,
+        }
+    }
+}
 
 /// The operands of one call, checked; what `attention::plan` and `attention::attend` take.
 fn operands(
     pages: &CudaPages,
     (q, q_stride): (&Tensor, usize),
     out: &Tensor,
-    tables: [&Tensor; 3],
-    key_mask: Option<&Tensor>,
-    options: (f32, usize, f32),
+    tables: &AttentionTables,
+    options: &AttentionOptions,
 ) -> PyResult<Attention> {
-    let [block_table, rows, positions] = tables;
+    let AttentionTables {
+        block_table,
+        rows,
+        positions,
+        key_mask,
+        ..
+    } = tables;
+    let key_mask = key_mask.as_ref();
     let (&[tokens, q_heads, dim], &[batch, max_pages]) = (&out.shape[..], &block_table.shape[..])
     else {
         return Err(PyValueError::new_err(
@@ -208,9 +277,9 @@ fn operands(
         positions: positions.ptr,
         key_mask: key_mask.map_or(0, |m| m.ptr),
         mask_width: key_mask.map_or(0, |m| m.shape[1]),
-        scale: options.0,
-        window: options.1,
-        softcap: options.2,
+        scale: options.scale,
+        window: options.window,
+        softcap: options.softcap,
         own: None,
         ordered: None,
     })
@@ -225,11 +294,21 @@ fn covers(t: &Tensor, rows: usize, stride: usize, width: usize) -> bool {
             && t.numel() >= (rows - 1) * stride + width)
 }
 
-fn own_operands(op: &Attention, q: &Tensor, own: &OwnArguments) -> PyResult<Own> {
-    let (tensors, stride, interleaved, early) = own;
-    let [key, value, cos, sin, rope_positions, slots] = &tensors[..] else {
-        return Err(PyValueError::new_err("six tensors of own keys and values"));
-    };
+fn own_operands(op: &Attention, q: &Tensor, own: &NewKeys) -> PyResult<Own> {
+    let NewKeys {
+        key,
+        value,
+        stride,
+        rotation,
+        slots,
+        early,
+    } = own;
+    let Rotation {
+        cos,
+        sin,
+        positions: rope_positions,
+        interleaved,
+    } = rotation.get();
     let width = op.pages.heads * op.pages.head_dim;
     let (&[table_rows, half], true) = (&cos.shape[..], cos.shape == sin.shape) else {
         return Err(PyValueError::new_err("cos and sin must be [S, R/2]"));
@@ -265,11 +344,12 @@ fn own_operands(op: &Attention, q: &Tensor, own: &OwnArguments) -> PyResult<Own>
     })
 }
 
-/// The input of a product in place of plain results: its matrix, columns, scratch memory.
-type OrderedArguments<'py> = (Bound<'py, CudaMatrix>, usize, Tensor);
-
-fn ordered_operands(op: &Attention, to: &OrderedArguments<'_>) -> Result<Ordered, String> {
-    let (matrix, columns, scratch) = to;
+fn ordered_operands(op: &Attention, to: &MatmulInput) -> Result<Ordered, String> {
+    let MatmulInput {
+        matrix,
+        columns,
+        scratch,
+    } = to;
     let matrix = &matrix.get().matrix;
     let features = op.q_heads * op.pages.head_dim;
     if matrix.in_features() != features {
@@ -327,81 +407,67 @@ pub fn cuda_attention_plan(
     Ok((mode, plan.chunks, plan.workspace(), plan.tickets))
 }
 
-/// See `exl_kernels.attention_cuda`; q: flat, `q_stride` elements between tokens; workspace (float32) and tickets (int32 zeros): at
-/// least what the plan asks for.
+/// See `exl_kernels.attention_cuda`. q: flat, `q_stride` elements between tokens; `workspace`: at least what the plan asks for; with `into`
+/// results go there, and only the shape of `out` counts.
 #[pyfunction]
-#[pyo3(signature = (q, q_stride, pages, block_table, rows, positions, scale, window, softcap, key_mask, own, out, max_keys, workspace, tickets, stream, programmatic, ordered=None))]
+#[pyo3(signature = (q, q_stride, pages, tables, options, out, launch, *, new_keys=None, workspace=None, into=None))]
 pub fn cuda_paged_attention(
     py: Python<'_>,
     q: Tensor,
     q_stride: usize,
     pages: &Bound<'_, CudaPages>,
-    block_table: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    scale: f32,
-    window: usize,
-    softcap: f32,
-    key_mask: Option<Tensor>,
-    own: Option<OwnArguments>,
+    tables: &AttentionTables,
+    options: &AttentionOptions,
     out: Tensor,
-    max_keys: usize,
-    workspace: Option<Tensor>,
-    tickets: Option<Tensor>,
-    stream: usize,
-    programmatic: bool,
-    ordered: Option<OrderedArguments<'_>>,
+    launch: &Launch,
+    new_keys: Option<&NewKeys>,
+    workspace: Option<&AttentionWorkspace>,
+    into: Option<&MatmulInput>,
 ) -> PyResult<()> {
     let pages = pages.get();
-    let mut all = vec![
-        ("q", &q),
-        ("block_table", &block_table),
-        ("rows", &rows),
-        ("positions", &positions),
-        ("out", &out),
-    ];
-    all.extend(key_mask.iter().map(|t| ("key_mask", t)));
-    all.extend(workspace.iter().map(|t| ("workspace", t)));
-    all.extend(tickets.iter().map(|t| ("tickets", t)));
-    all.extend(own.iter().flat_map(|o| &o.0).map(|t| ("own keys", t)));
-    all.extend(ordered.iter().map(|o| ("scratch", &o.2)));
-    let to = pages.target(&all, stream, programmatic)?;
-    let tables = [&block_table, &rows, &positions];
-    let options = (scale, window, softcap);
-    let mut op = operands(
-        pages,
-        (&q, q_stride),
-        &out,
-        tables,
-        key_mask.as_ref(),
-        options,
-    )?;
-    op.own = own.as_ref().map(|o| own_operands(&op, &q, o)).transpose()?;
-    if let Some(ordered) = &ordered {
-        let fits = ordered_operands(&op, ordered).map_err(PyValueError::new_err)?;
-        if op.own.is_none() || ordered.0.get().device != to.device {
+    let (partials, tickets) = workspace.map_or((None, None), |memory| {
+        (memory.partials.as_ref(), memory.tickets.as_ref())
+    });
+    let mut all = vec![("q", &q), ("out", &out)];
+    all.extend(tables.tensors());
+    all.extend(partials.map(|t| ("workspace", t)));
+    all.extend(tickets.map(|t| ("tickets", t)));
+    if let Some(new) = new_keys {
+        all.extend([
+            ("new keys", &new.key),
+            ("new values", &new.value),
+            ("slots", &new.slots),
+        ]);
+        all.extend(new.rotation.get().tensors());
+    }
+    all.extend(into.map(|to| ("scratch", &to.scratch)));
+    let to = pages.target(&all, launch)?;
+    let mut op = operands(pages, (&q, q_stride), &out, tables, options)?;
+    op.own = new_keys.map(|new| own_operands(&op, &q, new)).transpose()?;
+    if let Some(into) = into {
+        let fits = ordered_operands(&op, into).map_err(PyValueError::new_err)?;
+        if op.own.is_none() || into.matrix.get().device != to.device {
             return Err(PyValueError::new_err(
                 "a product's input: with own keys and a matrix on the same GPU only",
             ));
         }
         op.ordered = Some(fits);
     }
+    let room = op.max_pages * pages.inner.page_size;
+    let max_keys = tables.max_keys.unwrap_or(room);
     let plan = attention::plan(to.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
-    let holds = |t: &Option<Tensor>, dtype: DType, count: usize| match t {
+    let holds = |t: Option<&Tensor>, dtype: DType, count: usize| match t {
         Some(t) => t.dtype == dtype && t.numel() >= count && t.ptr % 16 == 0,
         None => count == 0,
     };
-    if !holds(&workspace, DType::F32, plan.workspace())
-        || !holds(&tickets, DType::I32, plan.tickets)
-    {
+    if !holds(partials, DType::F32, plan.workspace()) || !holds(tickets, DType::I32, plan.tickets) {
         return Err(PyValueError::new_err(format!(
             "workspace or tickets too small, unaligned or of another type: {} float32 and {} int32 are needed",
             plan.workspace(),
             plan.tickets
         )));
     }
-    let address = |t: &Option<Tensor>| t.as_ref().map_or(0, |t| t.ptr);
-    let memory = [address(&workspace), address(&tickets)];
+    let memory = [partials, tickets].map(|t| t.map_or(0, |t| t.ptr));
     // SAFETY: as in `cuda_kv_transfer`.
     py.detach(|| unsafe { attention::attend(to, &op, &plan, memory) })
         .map_err(|e| device_error(py, &e))

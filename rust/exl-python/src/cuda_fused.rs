@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use crate::cuda::{element, expect, target};
 use crate::cuda_attention::CudaPages;
 use crate::errors::device_error;
+use crate::operands::{Launch, Rotation};
 use crate::tensor::{DType, Tensor};
 
 /// x += y, out = rms_norm(x); all [rows, width] of one type, weight float32 [width].
@@ -22,8 +23,7 @@ pub fn cuda_add_rms_norm(
     out: Tensor,
     eps: f32,
     weight_offset: f32,
-    stream: usize,
-    programmatic: bool,
+    launch: &Launch,
 ) -> PyResult<()> {
     let width = x.shape.last().copied().unwrap_or(0);
     for (what, tensor) in [("y", &y), ("out", &out)] {
@@ -35,7 +35,7 @@ pub fn cuda_add_rms_norm(
         "weight must be float32 with the width of x",
     )?;
     let all = [("x", &x), ("y", &y), ("weight", &weight), ("out", &out)];
-    let to = target(&all, stream, programmatic)?;
+    let to = target(&all, launch)?;
     let op = residual::AddNorm {
         x: x.ptr,
         y: y.ptr,
@@ -52,7 +52,7 @@ pub fn cuda_add_rms_norm(
         .map_err(|e| device_error(py, &e))
 }
 
-/// q [T, Hq, D] and k [T, H, D] rotated in place; k and v [T, H, D] encoded into slots [T].
+/// Rotate q [T, Hq, D] and k [T, H, D] in place; encode k and v [T, H, D] into slots [T].
 #[pyfunction]
 pub fn cuda_rope_store(
     py: Python<'_>,
@@ -60,25 +60,27 @@ pub fn cuda_rope_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tables: [Tensor; 2],
-    positions: Tensor,
+    rotation: &Rotation,
     slots: Tensor,
-    interleaved: bool,
-    stream: usize,
-    programmatic: bool,
+    launch: &Launch,
 ) -> PyResult<()> {
     let pages = pages.get();
-    let [cos, sin] = &tables;
+    let Rotation {
+        cos,
+        sin,
+        positions,
+        interleaved,
+    } = rotation;
     let all = [
         ("q", &q),
         ("k", &k),
         ("v", &v),
         ("cos", cos),
         ("sin", sin),
-        ("positions", &positions),
+        ("positions", positions),
         ("slots", &slots),
     ];
-    let to = pages.target(&all, stream, programmatic)?;
+    let to = pages.target(&all, launch)?;
     let (heads, dim) = (pages.inner.heads, pages.inner.head_dim);
     expect(
         q.shape.len() == 3 && q.shape[2] == dim,
@@ -97,7 +99,7 @@ pub fn cuda_rope_store(
             && 2 * cos.shape[1] <= dim,
         "cos and sin must be float32 [positions, at most head_dim / 2]",
     )?;
-    for (what, tensor) in [("positions", &positions), ("slots", &slots)] {
+    for (what, tensor) in [("positions", positions), ("slots", &slots)] {
         let fits = tensor.dtype == DType::I64 && tensor.shape == [tokens];
         expect(fits, &format!("{what} must be int64 [tokens]"))?;
     }
@@ -112,7 +114,7 @@ pub fn cuda_rope_store(
         head_dim: dim,
         rotated: 2 * cos.shape[1],
         table_rows: cos.shape[0],
-        interleaved,
+        interleaved: *interleaved,
     };
     // SAFETY: as in `cuda_add_rms_norm`.
     py.detach(|| unsafe { rope_store::rope_store(to, &op, &pages.inner, k.ptr, v.ptr, slots.ptr) })
@@ -127,14 +129,9 @@ pub fn cuda_embed(
     ids: Tensor,
     out: Tensor,
     factor: f32,
-    stream: usize,
-    programmatic: bool,
+    launch: &Launch,
 ) -> PyResult<()> {
-    let to = target(
-        &[("table", &table), ("ids", &ids), ("out", &out)],
-        stream,
-        programmatic,
-    )?;
+    let to = target(&[("table", &table), ("ids", &ids), ("out", &out)], launch)?;
     expect(table.shape.len() == 2, "table must be [rows, width]")?;
     expect(
         ids.dtype == DType::I64 && ids.shape.len() == 1,
@@ -248,7 +245,7 @@ impl StepStage {
 
     /// Queues the copy of the buffer to `to`, uint8 on a GPU and as long.
     fn send(&self, py: Python<'_>, to: Tensor, stream: usize) -> PyResult<()> {
-        let target = target(&[("to", &to)], stream, false)?;
+        let target = target(&[("to", &to)], &Launch::in_order(stream))?;
         let bytes = self.buffer.numel();
         expect(
             to.dtype == DType::U8 && to.numel() == bytes,

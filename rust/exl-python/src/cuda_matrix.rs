@@ -16,6 +16,7 @@ use crate::cuda::{expect, target};
 use crate::cuda_operands::{Scratch, kind};
 use crate::errors::{device_error, format_error, unsupported_error};
 use crate::matrix_parts::{Exl2Parts, GptqParts, zeros};
+use crate::operands::Launch;
 use crate::tensor::{DType, Element, Tensor, TensorObject};
 
 /// A new CPU tensor of `count` elements, filled by `fill`.
@@ -235,7 +236,7 @@ impl CudaMatrix {
             ("row_of_feature", &row_of_feature),
         ];
         all.extend(bias.as_ref().map(|bias| ("bias", bias)));
-        let device = target(&all, 0, false)?.device;
+        let device = target(&all, &Launch::in_order(0))?.device;
         if let Some(bias) = &bias {
             expect(
                 bias.dtype == DType::F32 && bias.numel() == layout.layout.out_features,
@@ -273,8 +274,7 @@ impl CudaMatrix {
         prepared: Tensor,
         multipliers: Tensor,
         y: Tensor,
-        stream: usize,
-        programmatic: bool,
+        launch: &Launch,
     ) -> PyResult<()> {
         let op = self.product(&x, &y)?;
         let needed = Scratch {
@@ -289,7 +289,7 @@ impl CudaMatrix {
             ("multipliers", &multipliers),
             ("y", &y),
         ];
-        let to = target(&all, stream, programmatic)?;
+        let to = target(&all, launch)?;
         // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
         py.detach(|| unsafe {
             linear::matmul(to, &self.matrix, &op, prepared.ptr, multipliers.ptr)
@@ -308,7 +308,7 @@ impl CudaMatrix {
             out.cuda == Some(self.device),
             "out must be on the matrix's GPU",
         )?;
-        let to = target(&[("out", &out)], stream, false)?;
+        let to = target(&[("out", &out)], &Launch::in_order(stream))?;
         // SAFETY: as in `matmul`.
         py.detach(|| unsafe { linear::dequantize(to, &self.matrix, out.ptr) })
             .map_err(|error| device_error(py, &error))

@@ -1,7 +1,6 @@
 //! What the products of quantized matrices on a GPU check of their operands alike.
 
 use exl_cuda::ops::linear::Half;
-use exl_cuda::ops::ring;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
@@ -36,16 +35,5 @@ impl Scratch {
             && multipliers.dtype == DType::F32
             && multipliers.numel() >= self.rows;
         expect(fits, "scratch tensors are too small")
-    }
-}
-
-/// Weight, eps and offset of an RMS norm.
-pub type NormArgument = (Tensor, f32, f32);
-
-pub fn norm_of((weight, eps, offset): &NormArgument) -> ring::Norm {
-    ring::Norm {
-        weight: weight.ptr,
-        eps: *eps,
-        offset: *offset,
     }
 }

@@ -11,9 +11,88 @@ use pyo3::prelude::*;
 
 use crate::cuda::{expect, target};
 use crate::cuda_matrix::CudaMatrix;
-use crate::cuda_operands::{NormArgument, Scratch, kind, norm_of};
+use crate::cuda_operands::{Scratch, kind};
 use crate::errors::device_error;
+use crate::operands::Launch;
 use crate::tensor::{DType, Tensor};
+
+/// RMS norm of a matmul's input: made once with the layer, used by every step.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct NormPrologue {
+    weight: Tensor,
+    eps: f32,
+    offset: f32,
+}
+
+#[pymethods]
+impl NormPrologue {
+    /// x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [in_features], aligned to 16 bytes, on the matrices' GPU.
+    #[new]
+    fn new(weight: Tensor, eps: f32, offset: f32) -> Self {
+        Self {
+            weight,
+            eps,
+            offset,
+        }
+    }
+}
+
+impl NormPrologue {
+    fn argument(&self) -> ring::Norm {
+        ring::Norm {
+            weight: self.weight.ptr,
+            eps: self.eps,
+            offset: self.offset,
+        }
+    }
+}
+
+/// Memory of one call of `CudaRing.run_batch`.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct BatchWorkspace {
+    scratch: Tensor,
+    multipliers: Tensor,
+    exchange: Option<Tensor>,
+}
+
+#[pymethods]
+impl BatchWorkspace {
+    /// `scratch` uint8 of `scratch_bytes`, `multipliers` float32 [m]; `exchange` uint8 of `meeting_bytes`, all ones before and after.
+    #[new]
+    #[pyo3(signature = (scratch, multipliers, exchange))]
+    fn new(scratch: Tensor, multipliers: Tensor, exchange: Option<Tensor>) -> Self {
+        Self {
+            scratch,
+            multipliers,
+            exchange,
+        }
+    }
+}
+
+/// The input of the matmul that comes next, as a place for results.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct NextInput {
+    product: Py<CudaRing>,
+    scratch: Tensor,
+    normed: bool,
+}
+
+#[pymethods]
+impl NextInput {
+    /// `scratch` uint8 of that `product`; `normed`: it norms its input, so that results bring their sums of squares.
+    #[new]
+    #[pyo3(signature = (product, scratch, normed=false))]
+    fn new(product: Py<CudaRing>, scratch: Tensor, normed: bool) -> Self {
+        Self {
+            product,
+            scratch,
+            normed,
+        }
+    }
+}
 
 /// Several matrices over one input as one launch of the ring kernel: what `FusedLinear` calls.
 #[pyclass(frozen, name = "CudaRing", module = "exl_kernels._native")]
@@ -87,27 +166,19 @@ impl CudaRing {
         Ok(ring::rows(&info.info.caps, &self.parts(), epilogue))
     }
 
-    /// y [m, N]; `norm` = (weight, eps, offset); `tuning` = (slots, window) is for benchmarks.
-    #[pyo3(signature = (x, y, stream, programmatic, residual=None, norm=None, tuning=None))]
+    /// y [m, N] = norm(x) @ W, gated, with `residual` added; `tuning` = (slots, window) is for benchmarks.
+    #[pyo3(signature = (x, y, launch, *, residual=None, norm=None, tuning=None))]
     fn run(
         &self,
         py: Python<'_>,
         x: Tensor,
         y: Tensor,
-        stream: usize,
-        programmatic: bool,
+        launch: &Launch,
         residual: Option<Tensor>,
-        norm: Option<NormArgument>,
+        norm: Option<&NormPrologue>,
         tuning: Option<(i32, i32)>,
     ) -> PyResult<()> {
-        let (to, op) = self.checked(
-            &x,
-            &y,
-            None,
-            (stream, programmatic),
-            residual.as_ref(),
-            norm.as_ref(),
-        )?;
+        let (to, op) = self.checked(&x, &y, None, launch, residual.as_ref(), norm)?;
         let tuning = tuning.map(|(slots, window)| ring::Tuning { slots, window });
         let parts = self.parts();
         // SAFETY: as in `CudaMatrix::matmul`.
@@ -163,35 +234,36 @@ impl CudaRing {
         }
     }
 
-    /// y [m, N], or [2, m, N] for a matrix that gates another where not `batch_gates`, whose activation is left to the caller; `scratch` uint8
-    /// and `multipliers` [m] float32; `meeting` uint8 of `meeting_bytes`, all ones and left so; `residual` like y, even and of halves; `norm`
-    /// where `batch_norms`; `tuning` = (slots, activations, cut, groups, looks) is for benchmarks and tests. Without x its rows stand laid out in scratch
-    /// (`batch_input`), `turned` where the product before had this one as its `following`. Without y gated results go on, laid out, to
-    /// `following` = (product, its scratch).
-    #[pyo3(signature = (x, scratch, multipliers, meeting, y, stream, programmatic, residual=None, norm=None, following=None, turned=false, tuning=None))]
+    /// y [m, N], or [2, m, N] for a matrix that gates another where not `batch_gates`, whose activation is left to the caller. `residual` is
+    /// like y, even and of halves; `norm` where `batch_norms`; `tuning` = (slots, activations, cut, groups, looks) is for benchmarks and
+    /// tests. Without x its rows are in the workspace's scratch already, in the order of `batch_input`; `chained`: the matmul before put
+    /// them there as its `next`. Without y gated results go to `next`.
+    #[pyo3(signature = (x, y, workspace, launch, *, residual=None, norm=None, next=None, chained=false, tuning=None))]
     fn run_batch(
         &self,
         py: Python<'_>,
         x: Option<Tensor>,
-        scratch: Tensor,
-        multipliers: Tensor,
-        meeting: Option<Tensor>,
         y: Option<Tensor>,
-        stream: usize,
-        programmatic: bool,
+        workspace: &BatchWorkspace,
+        launch: &Launch,
         residual: Option<Tensor>,
-        norm: Option<NormArgument>,
-        following: Option<(PyRef<'_, Self>, Tensor)>,
-        turned: bool,
+        norm: Option<&NormPrologue>,
+        next: Option<&NextInput>,
+        chained: bool,
         tuning: Option<BatchTuning>,
     ) -> PyResult<()> {
+        let BatchWorkspace {
+            scratch,
+            multipliers,
+            exchange,
+        } = workspace;
         let k = self.in_features;
         let gated = self.batch_gates();
         // With a gate that is left to the caller, y has both matrices' results.
         let both: usize = self.parts().iter().map(|p| p.out_features()).sum();
         let n = if gated { self.out_features } else { both };
         expect(
-            y.is_some() != following.is_some() && (gated || following.is_none()),
+            y.is_some() != next.is_some() && (gated || next.is_none()),
             "results go to y or, gated, to what follows",
         )?;
         let m = match (&x, &y) {
@@ -213,17 +285,17 @@ impl CudaRing {
             alignment: 128,
             rows: m,
         };
-        needed.check(&scratch, &multipliers)?;
+        needed.check(scratch, multipliers)?;
         let bytes = |tensor: &Tensor, least: usize| {
             tensor.dtype == DType::U8 && tensor.numel() >= least && tensor.ptr.is_multiple_of(128)
         };
         let meets = self.meeting_bytes(py, m, tuning)?;
         expect(
-            meeting.as_ref().map_or(meets == 0, |t| bytes(t, meets)),
+            exchange.as_ref().map_or(meets == 0, |t| bytes(t, meets)),
             "memory to meet in is too small",
         )?;
-        let mut all = vec![("scratch", &scratch), ("multipliers", &multipliers)];
-        for (name, tensor) in [("x", &x), ("y", &y), ("meeting", &meeting)] {
+        let mut all = vec![("scratch", scratch), ("multipliers", multipliers)];
+        for (name, tensor) in [("x", &x), ("y", &y), ("exchange", exchange)] {
             all.extend(tensor.as_ref().map(|tensor| (name, tensor)));
         }
         if let Some(residual) = &residual {
@@ -236,45 +308,44 @@ impl CudaRing {
             )?;
             all.push(("residual", residual));
         }
-        if let Some(norm) = &norm {
+        if let Some(norm) = norm {
             self.check_norm(norm)?;
-            all.push(("norm", &norm.0));
+            all.push(("norm", &norm.weight));
         }
-        let next_parts = following.as_ref().map(|(next, _)| next.parts());
-        if let (Some((next, tensor)), Some(parts)) = (&following, &next_parts) {
-            let enough = next.scratch_bytes(m);
+        let next_parts = next.map(|next| next.product.get().parts());
+        if let (Some(next), Some(parts)) = (next, &next_parts) {
+            let enough = next.product.get().scratch_bytes(m);
             expect(
-                parts.len() == 1 && bytes(tensor, enough),
-                "the following product has one matrix, and scratch memory enough",
+                parts.len() == 1 && bytes(&next.scratch, enough),
+                "the next product has one matrix, and scratch memory enough",
             )?;
-            all.push(("following", tensor));
+            all.push(("next", &next.scratch));
         }
-        let next = following
-            .as_ref()
+        let next = next
             .zip(next_parts.as_ref())
-            .map(|((_, tensor), parts)| batch::Next {
+            .map(|(next, parts)| batch::Next {
                 matrix: parts[0],
-                scratch: tensor.ptr,
+                scratch: next.scratch.ptr,
             });
-        let to = target(&all, stream, programmatic)?;
+        let to = target(&all, launch)?;
         expect(to.device == self.device, "operands on another GPU")?;
         let address = |tensor: &Option<Tensor>| tensor.as_ref().map_or(0, |t| t.ptr);
         let op = batch::Product {
             x: address(&x),
-            turned,
+            turned: chained,
             x_type,
             y: address(&y),
             y_type: y.as_ref().map_or(Ok(Half::F16), |y| kind(y, "y"))?,
             m,
             apart: self.gate.is_some() && !gated,
-            norm: norm.as_ref().map(norm_of),
+            norm: norm.map(NormPrologue::argument),
             residual: address(&residual),
             gate: self.gate.filter(|_| gated),
         };
         let room = batch::Room {
             scratch: scratch.ptr,
             multipliers: multipliers.ptr,
-            meeting: address(&meeting),
+            meeting: address(exchange),
         };
         let (parts, tuning) = (self.parts(), batch_tuning(tuning));
         // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
@@ -313,22 +384,19 @@ impl CudaRing {
     }
 
     /// `run` in two launches, for 3 to 8 rows; `scratch` uint8, `tuning` = (cut, slots, window) is for benchmarks.
-    #[pyo3(signature = (x, y, scratch, stream, programmatic, residual=None, norm=None, tuning=None))]
+    #[pyo3(signature = (x, y, scratch, launch, *, residual=None, norm=None, tuning=None))]
     fn run_few(
         &self,
         py: Python<'_>,
         x: Tensor,
         y: Tensor,
         scratch: Tensor,
-        stream: usize,
-        programmatic: bool,
+        launch: &Launch,
         residual: Option<Tensor>,
-        norm: Option<NormArgument>,
+        norm: Option<&NormPrologue>,
         tuning: Option<(i32, i32, i32)>,
     ) -> PyResult<()> {
-        let at = (stream, programmatic);
-        let (to, op) =
-            self.checked(&x, &y, Some(&scratch), at, residual.as_ref(), norm.as_ref())?;
+        let (to, op) = self.checked(&x, &y, Some(&scratch), launch, residual.as_ref(), norm)?;
         let (parts, tuning) = (self.parts(), few_tuning(tuning));
         expect(scratch.dtype == DType::U8, "scratch must be uint8")?;
         let room = (scratch.ptr, scratch.numel());
@@ -338,21 +406,20 @@ impl CudaRing {
     }
 
     /// A product of `rows` rows of float16 whose input, results or both go from launch to launch prepared: `x` None where it stands in
-    /// `scratch`, `y` None where only `following` = (product, its scratch, whether it norms them) wants the results. `norm` is as in
-    /// `run_few` with an x; without one weight and offset added up, [units * 256], in the order of the layout.
-    #[pyo3(signature = (x, y, rows, scratch, stream, programmatic, residual=None, norm=None, following=None, tuning=None))]
-    fn run_few_in_a_row(
+    /// `scratch`, `y` None where only `next` wants the results. `norm` is as in `run_few` with an x; without one its weight is weight and
+    /// offset added up, [units * 256], in the order of the layout.
+    #[pyo3(signature = (x, y, rows, scratch, launch, *, residual=None, norm=None, next=None, tuning=None))]
+    fn run_few_chained(
         &self,
         py: Python<'_>,
         x: Option<Tensor>,
         y: Option<Tensor>,
         rows: usize,
         scratch: Tensor,
-        stream: usize,
-        programmatic: bool,
+        launch: &Launch,
         residual: Option<Tensor>,
-        norm: Option<NormArgument>,
-        following: Option<(PyRef<'_, Self>, Tensor, bool)>,
+        norm: Option<&NormPrologue>,
+        next: Option<&NextInput>,
         tuning: Option<(i32, i32, i32)>,
     ) -> PyResult<()> {
         let mut all = vec![("scratch", &scratch)];
@@ -363,7 +430,7 @@ impl CudaRing {
             ("residual", &residual, wide),
         ] {
             let Some(tensor) = tensor else { continue };
-            let alone = name == "y" && residual.is_none() && following.is_none();
+            let alone = name == "y" && residual.is_none() && next.is_none();
             let fits = tensor.dtype == DType::F16 || (alone && tensor.dtype == DType::F32);
             expect(
                 fits && tensor.numel() == size,
@@ -376,38 +443,38 @@ impl CudaRing {
             "x must be aligned to 16 bytes",
         )?;
         expect(
-            (y.is_some() || following.is_some()) && (residual.is_none() || self.gate.is_none()),
+            (y.is_some() || next.is_some()) && (residual.is_none() || self.gate.is_none()),
             "results must go somewhere, and a gated product takes no residual",
         )?;
         expect(scratch.dtype == DType::U8, "scratch must be uint8")?;
         let parts = self.parts();
-        if let Some(norm) = &norm {
+        if let Some(norm) = norm {
             if x.is_some() {
                 self.check_norm(norm)?;
             } else {
                 let padded = parts[0].rows().next_multiple_of(256);
-                let fits = norm.0.dtype == DType::F32
-                    && norm.0.numel() == padded
-                    && norm.0.ptr.is_multiple_of(16);
+                let fits = norm.weight.dtype == DType::F32
+                    && norm.weight.numel() == padded
+                    && norm.weight.ptr.is_multiple_of(16);
                 expect(
                     fits,
                     "norm weight must be float32, as many as the layout has rows",
                 )?;
             }
-            all.push(("norm", &norm.0));
+            all.push(("norm", &norm.weight));
         }
-        if let Some((_, tensor, _)) = &following {
-            expect(tensor.dtype == DType::U8, "scratch must be uint8")?;
-            all.push(("following", tensor));
+        if let Some(next) = next {
+            expect(next.scratch.dtype == DType::U8, "scratch must be uint8")?;
+            all.push(("next", &next.scratch));
         }
-        let to = target(&all, stream, programmatic)?;
+        let to = target(&all, launch)?;
         expect(to.device == self.device, "operands on another GPU")?;
-        let input = match (&x, &norm) {
+        let input = match (&x, norm) {
             (Some(_), _) => few::Input::Rows,
             (None, None) => few::Input::Prepared,
-            (None, Some((weight, eps, _))) => few::Input::Unnormed {
-                weight: weight.ptr,
-                eps: *eps,
+            (None, Some(norm)) => few::Input::Unnormed {
+                weight: norm.weight.ptr,
+                eps: norm.eps,
             },
         };
         let address = |tensor: &Option<Tensor>| tensor.as_ref().map_or(0, |t| t.ptr);
@@ -419,17 +486,17 @@ impl CudaRing {
             m: rows,
             residual: address(&residual),
             gate: self.gate,
-            norm: norm.as_ref().filter(|_| x.is_some()).map(norm_of),
+            norm: norm.filter(|_| x.is_some()).map(NormPrologue::argument),
         };
-        let next_parts = following.as_ref().map(|(next, _, _)| next.parts());
-        let next = following.as_ref().zip(next_parts.as_ref()).map(
-            |((product, tensor, unnormed), matrices)| few::Next {
+        let next_parts = next.map(|next| next.product.get().parts());
+        let next = next
+            .zip(next_parts.as_ref())
+            .map(|(next, matrices)| few::Next {
                 matrices,
-                gated: product.gate.is_some(),
-                scratch: (tensor.ptr, tensor.numel()),
-                unnormed: *unnormed,
-            },
-        );
+                gated: next.product.get().gate.is_some(),
+                scratch: (next.scratch.ptr, next.scratch.numel()),
+                unnormed: next.normed,
+            });
         let room = (scratch.ptr, scratch.numel());
         // SAFETY: as in `CudaMatrix::matmul`.
         unsafe { few::launch(to, &parts, &op, input, room, next, few_tuning(tuning)) }
@@ -460,15 +527,15 @@ fn batch_tuning(tuning: Option<BatchTuning>) -> batch::Tuning {
 }
 
 impl CudaRing {
-    /// The operands of a product, checked, on (stream, programmatic).
+    /// The operands of a product, checked.
     fn checked(
         &self,
         x: &Tensor,
         y: &Tensor,
         scratch: Option<&Tensor>,
-        at: (usize, bool),
+        launch: &Launch,
         residual: Option<&Tensor>,
-        norm: Option<&NormArgument>,
+        norm: Option<&NormPrologue>,
     ) -> PyResult<(Target, ring::Product)> {
         let (k, n) = (self.in_features, self.out_features);
         let m = x.numel() / k;
@@ -490,9 +557,9 @@ impl CudaRing {
         }
         if let Some(norm) = norm {
             self.check_norm(norm)?;
-            all.push(("norm", &norm.0));
+            all.push(("norm", &norm.weight));
         }
-        let to = target(&all, at.0, at.1)?;
+        let to = target(&all, launch)?;
         expect(to.device == self.device, "operands on another GPU")?;
         let op = ring::Product {
             x: x.ptr,
@@ -502,12 +569,12 @@ impl CudaRing {
             m,
             residual: residual.as_ref().map_or(0, |r| r.ptr),
             gate: self.gate,
-            norm: norm.map(norm_of),
+            norm: norm.map(NormPrologue::argument),
         };
         Ok((to, op))
     }
 
-    fn check_norm(&self, (weight, _, _): &NormArgument) -> PyResult<()> {
+    fn check_norm(&self, NormPrologue { weight, .. }: &NormPrologue) -> PyResult<()> {
         expect(
             weight.dtype == DType::F32
                 && weight.numel() == self.in_features

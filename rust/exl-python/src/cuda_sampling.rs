@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 
 use crate::cuda::{expect, target};
 use crate::errors::device_error;
+use crate::operands::Launch;
 use crate::sampling::{Answer, Edits, Request, mask, only, prepared};
 use crate::tensor::{DType, Tensor};
 
@@ -23,14 +24,69 @@ type Constants = (Option<Tensor>, Option<Tensor>);
 /// What follows: int64 ids on the GPU, what they must be below, and uint8 in pinned memory that is copied to as much on the GPU.
 type Following = (Tensor, usize, Option<(Tensor, Tensor)>);
 
+/// Memory that calls of one GPU share: what rows are staged in, and what the kernels compute in.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct SamplingWorkspace {
+    staging: Tensor,
+    device_copy: Tensor,
+    shaped: Tensor,
+    maxima: Tensor,
+    sums: Tensor,
+}
+
+#[pymethods]
+impl SamplingWorkspace {
+    /// `staging` uint8 in pinned memory, `device_copy` as much on the GPU; there too `shaped` float32 [N, pitch], `maxima` int32 and `sums`
+    /// int64 [N, 2048], for calls of up to N rows of up to `pitch` logits.
+    #[new]
+    fn new(
+        staging: Tensor,
+        device_copy: Tensor,
+        shaped: Tensor,
+        maxima: Tensor,
+        sums: Tensor,
+    ) -> PyResult<Self> {
+        expect(
+            staging.slice::<u8>("staging")?.len() == device_copy.numel()
+                && device_copy.dtype == DType::U8,
+            "device_copy must be as long as staging",
+        )?;
+        expect(
+            shaped.dtype == DType::F32 && maxima.dtype == DType::I32 && sums.dtype == DType::I64,
+            "shaped must be float32, maxima int32, sums int64",
+        )?;
+        let rows = shaped.shape.first().copied().unwrap_or(0);
+        expect(
+            shaped.shape.len() == 2
+                && maxima.shape == [rows, sampling::BLOCKS]
+                && sums.shape == [rows, sampling::BLOCKS],
+            "shaped must be [N, pitch], maxima and sums [N, 2048]",
+        )?;
+        Ok(Self {
+            staging,
+            device_copy,
+            shaped,
+            maxima,
+            sums,
+        })
+    }
+
+    /// Most rows of a call.
+    #[getter]
+    fn rows(&self) -> usize {
+        self.shaped.shape[0]
+    }
+}
+
 /// Whether the kernels have all stages of this row; the CPU samples the others.
 fn fits(request: &Request, chain: &Chain, size: usize) -> bool {
     let all = chain.top_k == 0 || chain.top_k >= size;
     let by_weight = chain.top_p > 0.0 || chain.top_a > 0.0 || chain.min_p > 0.0;
     let mirostat_first = chain.mirostat > 0.0 && chain.tfs == 0.0;
-    request.2.is_none()
+    request.negative.is_none()
         && chain.typical == 0.0
-        && request.10 <= MOST_TOP
+        && request.top_n <= MOST_TOP
         && (chain.greedy
             || (!all && chain.top_k <= CAPACITY)
             || (all && (by_weight || mirostat_first || is_plain(chain))))
@@ -152,12 +208,12 @@ fn row(
     edits: &Grouped,
     staging: &mut Staging,
 ) -> PyResult<Row> {
-    let plan = request.0.get();
+    let plan = request.plan.get();
     let chain = Chain {
-        mirostat: request.5,
+        mirostat: request.mirostat,
         ..plan.chain
     };
-    let size = plan.size.min(request.1.numel());
+    let size = plan.size.min(request.logits.numel());
     if size == 0 || !fits(request, &chain, size) {
         return Ok(Row {
             flags: flag::SKIP,
@@ -178,7 +234,7 @@ fn row(
     };
     let (bias, ignored) = constants;
     Ok(Row {
-        logits: request.1.ptr,
+        logits: request.logits.ptr,
         bias: bias.as_ref().map_or(0, |t| t.ptr),
         mask: words.as_ref().map_or(0, |words| staging.push(words)),
         edits: [before.0, after.0],
@@ -194,7 +250,7 @@ fn row(
         low,
         high,
         exponent,
-        uniform: request.4,
+        uniform: request.uniform,
         scale: chain.scale,
         late_scale,
         size: size as i32,
@@ -202,39 +258,39 @@ fn row(
         mask_words: words.map_or(0, |words| words.len() as i32),
         ignored_words: ignored.as_ref().map_or(0, |t| t.numel() as i32),
         top_k: if all { 0 } else { chain.top_k as i32 },
-        top_n: request.10 as i32,
+        top_n: request.top_n as i32,
         flags: flags(&chain, all),
         padding: 0,
     })
 }
 
-/// Writes the rows to `staging` (pinned uint8) and queues their copy to `device_copy` (uint8 on the GPU, as long). Returns the bytes that
-/// are needed (more than there are: nothing of use was written, nothing is queued) and whether a row needs sums.
+/// Write the rows to the staging memory and queue its copy on `stream`. Returns the bytes that are needed (more than there are: nothing of use
+/// was written, nothing is queued) and whether a row needs sums. `constants`: of each request.
 #[pyfunction]
 pub fn cuda_sample_fill(
     py: Python<'_>,
+    workspace: &SamplingWorkspace,
     requests: Vec<Request>,
     constants: Vec<Constants>,
-    staging: Tensor,
-    device_copy: Tensor,
-    pitch: usize,
     stream: usize,
 ) -> PyResult<(usize, bool)> {
-    let mut all = vec![("device_copy", &device_copy)];
+    let SamplingWorkspace {
+        staging,
+        device_copy,
+        shaped,
+        ..
+    } = workspace;
+    let mut all = vec![("device_copy", device_copy)];
     for (request, (bias, ignored)) in requests.iter().zip(&constants) {
-        all.push(("logits", &request.1));
+        all.push(("logits", &request.logits));
         all.extend(bias.as_ref().map(|t| ("bias", t)));
         all.extend(ignored.as_ref().map(|t| ("xtc_ignored", t)));
-        check_row(request, pitch)?;
+        check_row(request, shaped.shape[1])?;
     }
-    let to = target(&all, stream, false)?;
+    let to = target(&all, &Launch::in_order(stream))?;
     let rows = requests.len();
     expect(constants.len() == rows, "constants must be one a request")?;
     let bytes = staging.slice_mut::<u8>("staging")?;
-    expect(
-        bytes.len() == device_copy.numel() && device_copy.dtype == DType::U8,
-        "device_copy must be as long as staging",
-    )?;
     let (base, device) = (bytes.as_mut_ptr() as usize, device_copy.ptr);
     // SAFETY: the caller synchronizes after every launch, so nothing reads or writes it now; torch owns it.
     let Some(mut memory) = (unsafe { Staging::new(base, device, bytes.len(), rows) }) else {
@@ -257,45 +313,40 @@ pub fn cuda_sample_fill(
     Ok((end, with_sums))
 }
 
-/// Launches for `count` rows that were filled in and copied; the answers are in `staging` once the stream has passed. `shaped` float32
-/// [N, pitch], `maxima` int32 and `sums` int64 [N, 2048] on the GPU, for N rows or more. `next`: int64 [count] on the GPU that gets the
-/// tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing), and what is copied to where before.
+/// Launch for `count` rows that were filled in and copied; the answers are in the workspace once the stream has passed. `next`: int64
+/// [count] on the GPU that gets the tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing), and
+/// what is copied to where before.
 #[pyfunction]
-#[pyo3(signature = (count, with_sums, staging, device_copy, shaped, maxima, sums, stream, programmatic, next = None))]
+#[pyo3(signature = (workspace, count, with_sums, launch, next=None))]
 pub fn cuda_sample_launch(
     py: Python<'_>,
+    workspace: &SamplingWorkspace,
     count: usize,
     with_sums: bool,
-    staging: Tensor,
-    device_copy: Tensor,
-    shaped: Tensor,
-    maxima: Tensor,
-    sums: Tensor,
-    stream: usize,
-    programmatic: bool,
+    launch: &Launch,
     next: Option<Following>,
 ) -> PyResult<()> {
+    let SamplingWorkspace {
+        staging,
+        device_copy,
+        shaped,
+        maxima,
+        sums,
+    } = workspace;
     let mut all = vec![
-        ("device_copy", &device_copy),
-        ("shaped", &shaped),
-        ("maxima", &maxima),
-        ("sums", &sums),
+        ("device_copy", device_copy),
+        ("shaped", shaped),
+        ("maxima", maxima),
+        ("sums", sums),
     ];
     if let Some((ids, _, inputs)) = &next {
         all.push(("next", ids));
         all.extend(inputs.as_ref().map(|(_, to)| ("inputs", to)));
     }
-    let to = target(&all, stream, programmatic)?;
+    let to = target(&all, launch)?;
     expect(
-        shaped.dtype == DType::F32 && maxima.dtype == DType::I32 && sums.dtype == DType::I64,
-        "shaped must be float32, maxima int32, sums int64",
-    )?;
-    let enough = |t: &Tensor| t.shape.len() == 2 && t.shape[0] >= count;
-    expect(
-        [&shaped, &maxima, &sums].into_iter().all(enough)
-            && maxima.shape[1] == sampling::BLOCKS
-            && sums.shape[1] == sampling::BLOCKS,
-        "shaped must be [N, pitch], maxima and sums [N, 2048], with a row a request",
+        shaped.shape[0] >= count,
+        "the workspace has fewer rows than there are requests",
     )?;
     let next = next.map(|next| following(count, &next)).transpose()?;
     let host = staging.slice_mut::<u8>("staging")?.as_mut_ptr() as usize;
@@ -345,7 +396,7 @@ fn copied(from: &Tensor, to: &Tensor) -> PyResult<sampling::Inputs> {
 }
 
 fn check_row(request: &Request, pitch: usize) -> PyResult<()> {
-    let logits = &request.1;
+    let logits = &request.logits;
     expect(
         logits.dtype == DType::F32 && logits.shape.len() == 1,
         "logits must be float32 [V]",
@@ -354,16 +405,16 @@ fn check_row(request: &Request, pitch: usize) -> PyResult<()> {
         logits.numel() <= pitch && logits.numel() <= cpu::MAX_WIDTH,
         "logits are wider than the workspace",
     )?;
-    if (0.0..1.0).contains(&request.4) {
+    if (0.0..1.0).contains(&request.uniform) {
         return Ok(());
     }
     Err(PyValueError::new_err("uniform must be in [0, 1)"))
 }
 
-/// The answers of the last launch over `staging`, whose stream has been synchronized; token -3: sample this row on the CPU.
+/// The answers of the last launch over `workspace`, whose stream has been synchronized; token -3: sample this row on the CPU.
 #[pyfunction]
-pub fn cuda_sample_answers(staging: Tensor, count: usize) -> PyResult<Vec<Answer>> {
-    let bytes = staging.slice::<u8>("staging")?;
+pub fn cuda_sample_answers(workspace: &SamplingWorkspace, count: usize) -> PyResult<Vec<Answer>> {
+    let bytes = workspace.staging.slice::<u8>("staging")?;
     expect(
         bytes.len() >= count * size_of::<sampling::Answer>(),
         "staging holds fewer answers",

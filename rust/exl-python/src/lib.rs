@@ -19,6 +19,7 @@ mod kv;
 mod linear;
 mod matrix_parts;
 mod norm;
+mod operands;
 mod rope;
 mod sampling;
 mod tensor;
@@ -45,16 +46,19 @@ mod _native {
     };
     #[pymodule_export]
     use crate::cuda_attention::{
-        CudaPages, cuda_attention_plan, cuda_kv_transfer, cuda_paged_attention,
+        AttentionWorkspace, CudaPages, MatmulInput, NewKeys, cuda_attention_plan, cuda_kv_transfer,
+        cuda_paged_attention,
     };
     #[pymodule_export]
     use crate::cuda_fused::{StepStage, cuda_add_rms_norm, cuda_embed, cuda_rope_store};
     #[pymodule_export]
     use crate::cuda_matrix::{CudaLayout, CudaMatrix};
     #[pymodule_export]
-    use crate::cuda_ring::CudaRing;
+    use crate::cuda_ring::{BatchWorkspace, CudaRing, NextInput, NormPrologue};
     #[pymodule_export]
-    use crate::cuda_sampling::{cuda_sample_answers, cuda_sample_fill, cuda_sample_launch};
+    use crate::cuda_sampling::{
+        SamplingWorkspace, cuda_sample_answers, cuda_sample_fill, cuda_sample_launch,
+    };
     #[pymodule_export]
     use crate::cuda_select::{
         CudaCard, CudaShape, cuda_cards, cuda_select_alone, cuda_select_attention,
@@ -71,6 +75,8 @@ mod _native {
     use crate::linear::Matrix;
     #[pymodule_export]
     use crate::norm::{layer_norm, rms_norm};
+    #[pymodule_export]
+    use crate::operands::{AttentionOptions, AttentionTables, Launch, Rotation};
     #[pymodule_export]
     use crate::rope::apply_rope;
     #[pymodule_export]

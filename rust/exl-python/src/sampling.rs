@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 
 use crate::tensor::Tensor;
 
-/// What stays the same over a request: its settings as numbers, and the sets they name.
+/// The settings of a request as numbers, and the sets that they name: what stays the same over its rows.
 #[pyclass(frozen, module = "exl_kernels._native")]
 pub struct SamplingPlan {
     pub chain: Chain,
@@ -36,7 +36,9 @@ struct DryPlan {
 
 #[pymethods]
 impl SamplingPlan {
-    /// Steps are named as in spec/generators.md 4.3; 0 or None switches one off. `size`: ids of the vocabulary.
+    /// 0 or None switches a transform off. `size`: ids of the vocabulary; `cuts` = (top_p, top_a, min_p, tfs, typical); `late` = (low, high,
+    /// exponent) of the temperature behind the cuts; `xtc` = (probability, threshold); `penalties` = (repetition, presence, frequency, range,
+    /// decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers).
     #[new]
     #[pyo3(signature = (*, size, greedy, scale, smooth, top_k, cuts, late, xtc, descending, penalties, dry, bias, xtc_ignored, cfg_scale))]
     fn new(
@@ -118,21 +120,100 @@ fn copied<T: crate::tensor::Element>(tensor: Option<&Tensor>, what: &str) -> PyR
     tensor.map_or_else(|| Ok(Vec::new()), |t| Ok(t.slice::<T>(what)?.to_vec()))
 }
 
-/// One row of a call: (plan, logits [V], logits of the negative prompt, context, uniform, mirostat threshold, mask words, banned ids,
-/// discouraged ids, only these ids, top_n).
-pub type Request = (
+/// The elements of a numpy array.
+pub struct Ids(PyBuffer<i64>);
+/// The elements of a numpy array.
+pub struct Words(PyBuffer<i32>);
+
+macro_rules! array_argument {
+    ($($array:ident of $element:ty as $numpy:literal),*) => {$(
+        impl<'a, 'py> FromPyObject<'a, 'py> for $array {
+            type Error = PyErr;
+
+            #[cfg(feature = "stubs")]
+            const INPUT_TYPE: pyo3::inspect::PyStaticExpr = pyo3::type_hint_subscript!(
+                pyo3::type_hint_identifier!("numpy.typing", "NDArray"),
+                pyo3::type_hint_identifier!("numpy", $numpy)
+            );
+
+            fn extract(obj: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+                obj.extract::<PyBuffer<$element>>().map(Self)
+            }
+        }
+    )*};
+}
+array_argument!(Ids of i64 as "int64", Words of i32 as "int32");
+
+/// One row of a call, from a tuple in this order.
+pub struct Request {
+    pub plan: Py<SamplingPlan>,
+    /// [V]
+    pub logits: Tensor,
+    /// Logits of the negative prompt.
+    pub negative: Option<Tensor>,
+    pub context: Option<Ids>,
+    pub uniform: f64,
+    /// Threshold.
+    pub mirostat: f64,
+    /// Words of allowed ids.
+    pub mask: Option<Words>,
+    pub banned: Vec<i64>,
+    pub discouraged: Vec<i64>,
+    /// The only allowed ids.
+    pub only: Option<Ids>,
+    /// Candidates to report.
+    pub top_n: usize,
+}
+
+type RequestTuple = (
     Py<SamplingPlan>,
     Tensor,
     Option<Tensor>,
-    Option<PyBuffer<i64>>,
+    Option<Ids>,
     f64,
     f64,
-    Option<PyBuffer<i32>>,
+    Option<Words>,
     Vec<i64>,
     Vec<i64>,
-    Option<PyBuffer<i64>>,
+    Option<Ids>,
     usize,
 );
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Request {
+    type Error = PyErr;
+
+    #[cfg(feature = "stubs")]
+    const INPUT_TYPE: pyo3::inspect::PyStaticExpr = RequestTuple::INPUT_TYPE;
+
+    fn extract(obj: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let (
+            plan,
+            logits,
+            negative,
+            context,
+            uniform,
+            mirostat,
+            mask,
+            banned,
+            discouraged,
+            only,
+            top_n,
+        ) = obj.extract::<RequestTuple>()?;
+        Ok(Self {
+            plan,
+            logits,
+            negative,
+            context,
+            uniform,
+            mirostat,
+            mask,
+            banned,
+            discouraged,
+            only,
+            top_n,
+        })
+    }
+}
 
 /// A token, or -1 (nothing is left) or -2 (NaN or +inf); its probability; the first candidates with theirs.
 pub type Answer = (i64, f64, Option<(Vec<u32>, Vec<f64>)>);
@@ -207,14 +288,22 @@ pub fn prepared<T: Send>(
     let contexts: Vec<&[i64]> = requests
         .iter()
         .map(|request| {
-            let context = request.3.as_ref().map(|b| elements(b, "context"));
+            let context = request.context.as_ref().map(|b| elements(&b.0, "context"));
             Ok(context.transpose()?.unwrap_or(&[]))
         })
         .collect::<PyResult<_>>()?;
     let jobs: Vec<_> = requests
         .iter()
         .zip(contexts)
-        .map(|(r, context)| (r.0.get(), context, r.1.numel(), &r.7[..], &r.8[..]))
+        .map(|(r, context)| {
+            (
+                r.plan.get(),
+                context,
+                r.logits.numel(),
+                &r.banned[..],
+                &r.discouraged[..],
+            )
+        })
         .collect();
     let read = |plan: &SamplingPlan| plan.penalties.active() || plan.dry.is_some();
     let tokens: usize = jobs
@@ -234,24 +323,27 @@ pub fn prepared<T: Send>(
 }
 
 fn row<'a>(request: &'a Request, edits: &'a Edits) -> PyResult<Row<'a>> {
-    let plan = request.0.get();
-    let logits = request.1.slice::<f32>("logits")?;
-    if request.1.shape.len() != 1 || logits.len() > MAX_WIDTH {
+    let plan = request.plan.get();
+    let logits = request.logits.slice::<f32>("logits")?;
+    if request.logits.shape.len() != 1 || logits.len() > MAX_WIDTH {
         return Err(PyValueError::new_err(format!(
             "logits are {:?}, expected one dimension of at most {MAX_WIDTH}",
-            request.1.shape
+            request.logits.shape
         )));
     }
-    let negative = request.2.as_ref().map(|t| t.slice::<f32>("negative"));
+    let negative = request
+        .negative
+        .as_ref()
+        .map(|t| t.slice::<f32>("negative"));
     let negative = negative.transpose()?;
     if negative.is_some_and(|negative| negative.len() != logits.len()) {
         return Err(PyValueError::new_err("negative must be as wide as logits"));
     }
-    if !(0.0..1.0).contains(&request.4) {
+    if !(0.0..1.0).contains(&request.uniform) {
         return Err(PyValueError::new_err("uniform must be in [0, 1)"));
     }
     let chain = Chain {
-        mirostat: request.5,
+        mirostat: request.mirostat,
         ..plan.chain
     };
     Ok(Row {
@@ -265,17 +357,25 @@ fn row<'a>(request: &'a Request, edits: &'a Edits) -> PyResult<Row<'a>> {
         only: only(request)?,
         chain,
         xtc_ignored: &plan.xtc_ignored,
-        uniform: request.4,
-        top_n: request.10,
+        uniform: request.uniform,
+        top_n: request.top_n,
     })
 }
 
 pub fn mask(request: &Request) -> PyResult<Option<&[i32]>> {
-    request.6.as_ref().map(|b| elements(b, "mask")).transpose()
+    request
+        .mask
+        .as_ref()
+        .map(|b| elements(&b.0, "mask"))
+        .transpose()
 }
 
 pub fn only(request: &Request) -> PyResult<Option<&[i64]>> {
-    request.9.as_ref().map(|b| elements(b, "only")).transpose()
+    request
+        .only
+        .as_ref()
+        .map(|b| elements(&b.0, "only"))
+        .transpose()
 }
 
 /// Samples each row from its float32 logits in CPU memory.

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from bench_gemv import SHAPES, Plan, Rotating
 from gpu_timing import time_graph
 
+from exl_kernels import _native
 from exl_kernels.meeting import meeting_memory
 
 # (slots, 1: activations streamed or 2: kept, cut of K, warpgroups, looks); 0: the plan's own choice.
@@ -25,7 +26,7 @@ PLANS = (
 )
 
 
-def launches(rot: Rotating, x: torch.Tensor, y: torch.Tensor, plan: tuple[int, ...], count: int) -> None:
+def launches(rot: Rotating, x: torch.Tensor, y: torch.Tensor, plan: tuple[int, int, int, int, int], count: int) -> None:
     m = x.shape[0]
     for i in range(count):
         ring = rot.rings[i % len(rot.rings)]
@@ -33,7 +34,8 @@ def launches(rot: Rotating, x: torch.Tensor, y: torch.Tensor, plan: tuple[int, .
         multipliers = torch.empty(m, device="cuda")
         stream = torch.cuda.current_stream().cuda_stream
         meeting = meeting_memory(x.device, stream, ring.meeting_bytes(m, plan))
-        ring.run_batch(x, scratch, multipliers, meeting, y, stream, True, tuning=plan)
+        workspace = _native.BatchWorkspace(scratch, multipliers, meeting)
+        ring.run_batch(x, y, workspace, _native.Launch(stream, True), tuning=plan)
 
 
 def main() -> None:

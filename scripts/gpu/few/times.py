@@ -23,8 +23,8 @@ PLANS = {
 Tuning = tuple[int, int, int]
 
 
-def stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
+def launch() -> _native.Launch:
+    return _native.Launch(torch.cuda.current_stream().cuda_stream, True)
 
 
 class Made:
@@ -48,11 +48,11 @@ def few(
     x: torch.Tensor,
     y: torch.Tensor,
     residual: torch.Tensor | None = None,
-    norm: tuple[torch.Tensor, float, float] | None = None,
+    norm: _native.NormPrologue | None = None,
     tuning: Tuning | None = None,
 ) -> None:
     scratch = torch.empty(ring.few_bytes(tuning), dtype=torch.uint8, device="cuda")
-    ring.run_few(x, y, scratch, stream(), True, residual, norm, tuning)
+    ring.run_few(x, y, scratch, launch(), residual=residual, norm=norm, tuning=tuning)
 
 
 def check(k: int, ns: list[int], plan: Plan, gate: str | None, rows: tuple[int, ...]) -> tuple[int, int]:
@@ -66,7 +66,7 @@ def check(k: int, ns: list[int], plan: Plan, gate: str | None, rows: tuple[int, 
         want = torch.full((m, n), float("nan"), device="cuda", dtype=torch.float16)
         for i in range(m):
             row = None if residual is None else residual[i : i + 1]
-            ring.run(x[i : i + 1], want[i : i + 1], stream(), True, row, None)
+            ring.run(x[i : i + 1], want[i : i + 1], launch(), residual=row)
         for cut in (1, 2, 4):
             if ring.few_bytes((cut, 0, 0)) == 0:
                 continue
@@ -113,7 +113,7 @@ def layers_of(plan: Plan) -> list[Layer]:
 
 
 def times(m: int, layers: list[Layer]) -> None:
-    norm = (torch.rand(4096, device="cuda") + 0.5, 1e-5, 0.0)
+    norm = _native.NormPrologue(torch.rand(4096, device="cuda") + 0.5, 1e-5, 0.0)
     x, wide = (torch.randn(m, k, device="cuda", dtype=torch.float16) for k in (4096, 14336))
     out = {n: torch.empty(m, n, device="cuda", dtype=torch.float16) for n in (4096, 6144, 14336)}
 
@@ -144,38 +144,29 @@ def times(m: int, layers: list[Layer]) -> None:
         few(layer.qkv, x, out[6144], None, norm)
         few(layer.o, x, out[4096], x, None)
         rooms = room(layer.gate), room(layer.down)
-        layer.gate.run_few_in_a_row(x, None, m, rooms[0], stream(), True, None, norm, (layer.down, rooms[1], False))
-        layer.down.run_few_in_a_row(None, out[4096], m, rooms[1], stream(), True, x)
+        onward = _native.NextInput(layer.down, rooms[1])
+        layer.gate.run_few_chained(x, None, m, rooms[0], launch(), norm=norm, next=onward)
+        layer.down.run_few_chained(None, out[4096], m, rooms[1], launch(), residual=x)
 
-    ordered = (torch.rand(4096, device="cuda") + 0.5, 1e-5, 0.0)
+    ordered = _native.NormPrologue(torch.rand(4096, device="cuda") + 0.5, 1e-5, 0.0)
     inputs = {ring: room(ring).zero_() for layer in layers for ring in (layer.qkv, layer.o, layer.gate, layer.down)}
 
     def qkv(layer: Layer, tuning: Tuning | None = None) -> None:
-        layer.qkv.run_few_in_a_row(None, out[6144], m, inputs[layer.qkv], stream(), True, None, ordered, None, tuning)
+        layer.qkv.run_few_chained(None, out[6144], m, inputs[layer.qkv], launch(), norm=ordered, tuning=tuning)
 
     def o(layer: Layer, tuning: Tuning | None = None) -> None:
-        layer.o.run_few_in_a_row(
-            None, x, m, inputs[layer.o], stream(), True, x, None, (layer.gate, inputs[layer.gate], True), tuning
-        )
+        onward = _native.NextInput(layer.gate, inputs[layer.gate], True)
+        layer.o.run_few_chained(None, x, m, inputs[layer.o], launch(), residual=x, next=onward, tuning=tuning)
 
     def gate(layer: Layer, tuning: Tuning | None = None) -> None:
-        layer.gate.run_few_in_a_row(
-            None,
-            None,
-            m,
-            inputs[layer.gate],
-            stream(),
-            True,
-            None,
-            ordered,
-            (layer.down, inputs[layer.down], False),
-            tuning,
+        onward = _native.NextInput(layer.down, inputs[layer.down])
+        layer.gate.run_few_chained(
+            None, None, m, inputs[layer.gate], launch(), norm=ordered, next=onward, tuning=tuning
         )
 
     def down(layer: Layer, tuning: Tuning | None = None) -> None:
-        layer.down.run_few_in_a_row(
-            None, x, m, inputs[layer.down], stream(), True, x, None, (layer.qkv, inputs[layer.qkv], True), tuning
-        )
+        onward = _native.NextInput(layer.qkv, inputs[layer.qkv], True)
+        layer.down.run_few_chained(None, x, m, inputs[layer.down], launch(), residual=x, next=onward, tuning=tuning)
 
     def in_a_row(layer: Layer) -> None:
         for product in (qkv, o, gate, down):

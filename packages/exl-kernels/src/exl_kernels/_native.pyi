@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Final, final
 
+from numpy import int32, int64
+from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import Buffer
 
 __all__ = [
     "AttentionBlock",
+    "AttentionOptions",
+    "AttentionTables",
+    "AttentionWorkspace",
+    "BatchWorkspace",
     "BlockNorm",
     "CudaCard",
     "CudaLayout",
@@ -18,10 +23,17 @@ __all__ = [
     "CudaPages",
     "CudaRing",
     "CudaShape",
+    "Launch",
+    "MatmulInput",
     "Matrix",
     "MlpBlock",
+    "NewKeys",
+    "NextInput",
+    "NormPrologue",
     "Pages",
+    "Rotation",
     "SamplingPlan",
+    "SamplingWorkspace",
     "StepStage",
     "Tokens",
     "__version__",
@@ -102,6 +114,55 @@ class AttentionBlock:
     def forward(self, /, x: Tensor, tokens: Tokens, pages: Pages) -> None:
         """
         x [T, hidden] float32, in place.
+        """
+
+@final
+class AttentionOptions:
+    """
+    A layer's choices between scores and weights.
+    """
+    def __new__(cls, /, scale: float, window: int, softcap: float) -> AttentionOptions:
+        """
+        `scale` of q * k; `window`: a token sees so many keys, 0 for all before it; `softcap`: limit of scores, 0 for none.
+        """
+
+@final
+class AttentionTables:
+    """
+    Which keys the tokens of a call see.
+    """
+    def __new__(
+        cls,
+        /,
+        block_table: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        key_mask: Tensor | None = None,
+        max_keys: int | None = None,
+    ) -> AttentionTables:
+        """
+        `block_table` int32 [B, max_pages], `rows` and `positions` int32 [T], `key_mask` float32 [B, width]. Every position is below
+        `max_keys`, by default below what the block table has room for.
+        """
+
+@final
+class AttentionWorkspace:
+    """
+    Memory of a launch over many keys: what `cuda_attention_plan` asks for.
+    """
+    def __new__(cls, /, partials: Tensor | None, tickets: Tensor | None) -> AttentionWorkspace:
+        """
+        `partials` float32; `tickets` int32, zero before and after the launch.
+        """
+
+@final
+class BatchWorkspace:
+    """
+    Memory of one call of `CudaRing.run_batch`.
+    """
+    def __new__(cls, /, scratch: Tensor, multipliers: Tensor, exchange: Tensor | None) -> BatchWorkspace:
+        """
+        `scratch` uint8 of `scratch_bytes`, `multipliers` float32 [m]; `exchange` uint8 of `meeting_bytes`, all ones before and after.
         """
 
 @final
@@ -221,9 +282,7 @@ class CudaMatrix:
         """
         W [in_features, out_features] float16 into `out`.
         """
-    def matmul(
-        self, /, x: Tensor, prepared: Tensor, multipliers: Tensor, y: Tensor, stream: int, programmatic: bool
-    ) -> None:
+    def matmul(self, /, x: Tensor, prepared: Tensor, multipliers: Tensor, y: Tensor, launch: Launch) -> None:
         """
         y = (x @ W + bias) * prescale; `prepared` uint8 and `multipliers` [m] float32 are scratch.
         """
@@ -298,37 +357,34 @@ class CudaRing:
         /,
         x: Tensor,
         y: Tensor,
-        stream: int,
-        programmatic: bool,
+        launch: Launch,
+        *,
         residual: Tensor | None = None,
-        norm: tuple[Tensor, float, float] | None = None,
+        norm: NormPrologue | None = None,
         tuning: tuple[int, int] | None = None,
     ) -> None:
         """
-        y [m, N]; `norm` = (weight, eps, offset); `tuning` = (slots, window) is for benchmarks.
+        y [m, N] = norm(x) @ W, gated, with `residual` added; `tuning` = (slots, window) is for benchmarks.
         """
     def run_batch(
         self,
         /,
         x: Tensor | None,
-        scratch: Tensor,
-        multipliers: Tensor,
-        meeting: Tensor | None,
         y: Tensor | None,
-        stream: int,
-        programmatic: bool,
+        workspace: BatchWorkspace,
+        launch: Launch,
+        *,
         residual: Tensor | None = None,
-        norm: tuple[Tensor, float, float] | None = None,
-        following: tuple[CudaRing, Tensor] | None = None,
-        turned: bool = False,
+        norm: NormPrologue | None = None,
+        next: NextInput | None = None,
+        chained: bool = False,
         tuning: tuple[int, int, int, int, int] | None = None,
     ) -> None:
         """
-        y [m, N], or [2, m, N] for a matrix that gates another where not `batch_gates`, whose activation is left to the caller; `scratch` uint8
-        and `multipliers` [m] float32; `meeting` uint8 of `meeting_bytes`, all ones and left so; `residual` like y, even and of halves; `norm`
-        where `batch_norms`; `tuning` = (slots, activations, cut, groups, looks) is for benchmarks and tests. Without x its rows stand laid out in scratch
-        (`batch_input`), `turned` where the product before had this one as its `following`. Without y gated results go on, laid out, to
-        `following` = (product, its scratch).
+        y [m, N], or [2, m, N] for a matrix that gates another where not `batch_gates`, whose activation is left to the caller. `residual` is
+        like y, even and of halves; `norm` where `batch_norms`; `tuning` = (slots, activations, cut, groups, looks) is for benchmarks and
+        tests. Without x its rows are in the workspace's scratch already, in the order of `batch_input`; `chained`: the matmul before put
+        them there as its `next`. Without y gated results go to `next`.
         """
     def run_few(
         self,
@@ -336,33 +392,33 @@ class CudaRing:
         x: Tensor,
         y: Tensor,
         scratch: Tensor,
-        stream: int,
-        programmatic: bool,
+        launch: Launch,
+        *,
         residual: Tensor | None = None,
-        norm: tuple[Tensor, float, float] | None = None,
+        norm: NormPrologue | None = None,
         tuning: tuple[int, int, int] | None = None,
     ) -> None:
         """
         `run` in two launches, for 3 to 8 rows; `scratch` uint8, `tuning` = (cut, slots, window) is for benchmarks.
         """
-    def run_few_in_a_row(
+    def run_few_chained(
         self,
         /,
         x: Tensor | None,
         y: Tensor | None,
         rows: int,
         scratch: Tensor,
-        stream: int,
-        programmatic: bool,
+        launch: Launch,
+        *,
         residual: Tensor | None = None,
-        norm: tuple[Tensor, float, float] | None = None,
-        following: tuple[CudaRing, Tensor, bool] | None = None,
+        norm: NormPrologue | None = None,
+        next: NextInput | None = None,
         tuning: tuple[int, int, int] | None = None,
     ) -> None:
         """
         A product of `rows` rows of float16 whose input, results or both go from launch to launch prepared: `x` None where it stands in
-        `scratch`, `y` None where only `following` = (product, its scratch, whether it norms them) wants the results. `norm` is as in
-        `run_few` with an x; without one weight and offset added up, [units * 256], in the order of the layout.
+        `scratch`, `y` None where only `next` wants the results. `norm` is as in `run_few` with an x; without one its weight is weight and
+        offset added up, [units * 256], in the order of the layout.
         """
     def scratch_bytes(self, /, rows: int) -> int:
         """
@@ -380,6 +436,24 @@ class CudaShape:
     def from_gptq(
         name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor | None], bits: int, v2: bool, group_size: int | None
     ) -> CudaShape: ...
+
+@final
+class Launch:
+    """
+    How kernels are queued: the stream, as the driver's handle, and whether a kernel may begin while its predecessor drains
+    (programmatic dependent launch).
+    """
+    def __new__(cls, /, stream: int, programmatic: bool) -> Launch: ...
+
+@final
+class MatmulInput:
+    """
+    The input of a matmul, in that kernel's order, as the place of results.
+    """
+    def __new__(cls, /, matrix: CudaMatrix, columns: int, scratch: Tensor) -> MatmulInput:
+        """
+        `scratch` uint8 of the matmul by `matrix`, laid out for `columns` rows.
+        """
 
 @final
 class Matrix:
@@ -441,6 +515,39 @@ class MlpBlock:
         """
 
 @final
+class NewKeys:
+    """
+    Keys and values of the call's own tokens, which the pages lack: rotated and stored in the same launch.
+    """
+    def __new__(
+        cls, /, key: Tensor, value: Tensor, stride: int, rotation: Rotation, slots: Tensor, early: bool
+    ) -> NewKeys:
+        """
+        `key` and `value` flat, `stride` elements between tokens; `slots` int64 [T]. `early`: everything but queries, keys and values may be
+        read before the launches right before this one have ended.
+        """
+
+@final
+class NextInput:
+    """
+    The input of the matmul that comes next, as a place for results.
+    """
+    def __new__(cls, /, product: CudaRing, scratch: Tensor, normed: bool = False) -> NextInput:
+        """
+        `scratch` uint8 of that `product`; `normed`: it norms its input, so that results bring their sums of squares.
+        """
+
+@final
+class NormPrologue:
+    """
+    RMS norm of a matmul's input: made once with the layer, used by every step.
+    """
+    def __new__(cls, /, weight: Tensor, eps: float, offset: float) -> NormPrologue:
+        """
+        x / sqrt(mean(x^2) + eps) * (weight + offset); `weight` float32 [in_features], aligned to 16 bytes, on the matrices' GPU.
+        """
+
+@final
 class Pages:
     """
     One layer's pages: the addresses, and the tensors that own them.
@@ -460,9 +567,19 @@ class Pages:
         """
 
 @final
+class Rotation:
+    """
+    Rotary position embedding of a call's tokens.
+    """
+    def __new__(cls, /, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Rotation:
+        """
+        `cos` and `sin` float32 [S, R/2], `positions` int64 [T]; `interleaved`: pairs are neighbours, not halves.
+        """
+
+@final
 class SamplingPlan:
     """
-    What stays the same over a request: its settings as numbers, and the sets they name.
+    The settings of a request as numbers, and the sets that they name: what stays the same over its rows.
     """
     def __new__(
         cls,
@@ -484,7 +601,27 @@ class SamplingPlan:
         cfg_scale: float | None,
     ) -> SamplingPlan:
         """
-        Steps are named as in spec/generators.md 4.3; 0 or None switches one off. `size`: ids of the vocabulary.
+        0 or None switches a transform off. `size`: ids of the vocabulary; `cuts` = (top_p, top_a, min_p, tfs, typical); `late` = (low, high,
+        exponent) of the temperature behind the cuts; `xtc` = (probability, threshold); `penalties` = (repetition, presence, frequency, range,
+        decay); `dry` = (multiplier, base, allowed_length, max_ngram, range, breakers).
+        """
+
+@final
+class SamplingWorkspace:
+    """
+    Memory that calls of one GPU share: what rows are staged in, and what the kernels compute in.
+    """
+    def __new__(
+        cls, /, staging: Tensor, device_copy: Tensor, shaped: Tensor, maxima: Tensor, sums: Tensor
+    ) -> SamplingWorkspace:
+        """
+        `staging` uint8 in pinned memory, `device_copy` as much on the GPU; there too `shaped` float32 [N, pitch], `maxima` int32 and `sums`
+        int64 [N, 2048], for calls of up to N rows of up to `pitch` logits.
+        """
+    @property
+    def rows(self, /) -> int:
+        """
+        Most rows of a call.
         """
 
 @final
@@ -516,19 +653,10 @@ class Tokens:
     """
     Where the tokens of one step lie: made once, used by every layer.
     """
-    def __new__(
-        cls,
-        /,
-        rows: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        block_table: Tensor,
-        rope_positions: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        key_mask: Tensor | None,
-        interleaved: bool,
-    ) -> Tokens: ...
+    def __new__(cls, /, tables: AttentionTables, rotation: Rotation, slots: Tensor) -> Tokens:
+        """
+        `slots` int64 [T]: where keys and values of the tokens are stored.
+        """
 
 def activate(kind: str, x: Tensor, up: Tensor | None, out: Tensor) -> None:
     """
@@ -541,11 +669,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleav
     """
 
 def best_isa() -> str: ...
-def cuda_activation(
-    gate: Tensor, up: Tensor | None, out: Tensor, kind: str, stream: int, programmatic: bool
-) -> None: ...
+def cuda_activation(gate: Tensor, up: Tensor | None, out: Tensor, kind: str, launch: Launch) -> None: ...
 def cuda_add_rms_norm(
-    x: Tensor, y: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, stream: int, programmatic: bool
+    x: Tensor, y: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, launch: Launch
 ) -> None:
     """
     x += y, out = rms_norm(x); all [rows, width] of one type, weight float32 [width].
@@ -569,14 +695,12 @@ def cuda_cards() -> list[str]:
     Names of the cards whose kernels can be listed without having one.
     """
 
-def cuda_embed(table: Tensor, ids: Tensor, out: Tensor, factor: float, stream: int, programmatic: bool) -> None:
+def cuda_embed(table: Tensor, ids: Tensor, out: Tensor, factor: float, launch: Launch) -> None:
     """
     out [T, width] float16 = table[ids] * factor.
     """
 
-def cuda_kv_transfer(
-    pages: CudaPages, k: Tensor, v: Tensor, slots: Tensor, load: bool, stream: int, programmatic: bool
-) -> None:
+def cuda_kv_transfer(pages: CudaPages, k: Tensor, v: Tensor, slots: Tensor, load: bool, launch: Launch) -> None:
     """
     Encodes k, v [T, H, D] into slots [T], or (`load`) decodes into them.
     """
@@ -588,31 +712,24 @@ def cuda_launches() -> dict[str, int]:
     """
 
 def cuda_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float, stream: int, programmatic: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float, launch: Launch
 ) -> None: ...
 def cuda_paged_attention(
     q: Tensor,
     q_stride: int,
     pages: CudaPages,
-    block_table: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    key_mask: Tensor | None,
-    own: tuple[Sequence[Tensor], int, bool, bool] | None,
+    tables: AttentionTables,
+    options: AttentionOptions,
     out: Tensor,
-    max_keys: int,
-    workspace: Tensor | None,
-    tickets: Tensor | None,
-    stream: int,
-    programmatic: bool,
-    ordered: tuple[CudaMatrix, int, Tensor] | None = None,
+    launch: Launch,
+    *,
+    new_keys: NewKeys | None = None,
+    workspace: AttentionWorkspace | None = None,
+    into: MatmulInput | None = None,
 ) -> None:
     """
-    See `exl_kernels.attention_cuda`; q: flat, `q_stride` elements between tokens; workspace (float32) and tickets (int32 zeros): at
-    least what the plan asks for.
+    See `exl_kernels.attention_cuda`. q: flat, `q_stride` elements between tokens; `workspace`: at least what the plan asks for; with `into`
+    results go there, and only the shape of `out` counts.
     """
 
 def cuda_probe() -> tuple[
@@ -622,7 +739,7 @@ def cuda_probe() -> tuple[
     (driver's CUDA version, devices, reason why CUDA cannot be used).
     """
 
-def cuda_probe_empty(device: int, stream: int, programmatic: bool) -> None:
+def cuda_probe_empty(device: int, launch: Launch) -> None:
     """
     Launches a kernel that does nothing, for measuring what a launch costs.
     """
@@ -632,76 +749,58 @@ def cuda_probe_read(buffer: Tensor, sink: Tensor, stream: int) -> None:
     Reads all of `buffer` (uint8), for measuring the read bandwidth; `sink` is a uint8 tensor of at least 4 elements.
     """
 
-def cuda_rms_norm(
-    x: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, stream: int, programmatic: bool
-) -> None: ...
-def cuda_rope(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, stream: int, programmatic: bool
-) -> None: ...
+def cuda_rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, launch: Launch) -> None: ...
+def cuda_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, launch: Launch) -> None: ...
 def cuda_rope_store(
-    pages: CudaPages,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: Sequence[Tensor],
-    positions: Tensor,
-    slots: Tensor,
-    interleaved: bool,
-    stream: int,
-    programmatic: bool,
+    pages: CudaPages, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, slots: Tensor, launch: Launch
 ) -> None:
     """
-    q [T, Hq, D] and k [T, H, D] rotated in place; k and v [T, H, D] encoded into slots [T].
+    Rotate q [T, Hq, D] and k [T, H, D] in place; encode k and v [T, H, D] into slots [T].
     """
 
-def cuda_sample_answers(staging: Tensor, count: int) -> list[tuple[int, float, tuple[list[int], list[float]] | None]]:
+def cuda_sample_answers(
+    workspace: SamplingWorkspace, count: int
+) -> list[tuple[int, float, tuple[list[int], list[float]] | None]]:
     """
-    The answers of the last launch over `staging`, whose stream has been synchronized; token -3: sample this row on the CPU.
+    The answers of the last launch over `workspace`, whose stream has been synchronized; token -3: sample this row on the CPU.
     """
 
 def cuda_sample_fill(
+    workspace: SamplingWorkspace,
     requests: Sequence[
         tuple[
             SamplingPlan,
             Tensor,
             Tensor | None,
-            Buffer | None,
+            NDArray[int64] | None,
             float,
             float,
-            Buffer | None,
+            NDArray[int32] | None,
             Sequence[int],
             Sequence[int],
-            Buffer | None,
+            NDArray[int64] | None,
             int,
         ]
     ],
     constants: Sequence[tuple[Tensor | None, Tensor | None]],
-    staging: Tensor,
-    device_copy: Tensor,
-    pitch: int,
     stream: int,
 ) -> tuple[int, bool]:
     """
-    Writes the rows to `staging` (pinned uint8) and queues their copy to `device_copy` (uint8 on the GPU, as long). Returns the bytes that
-    are needed (more than there are: nothing of use was written, nothing is queued) and whether a row needs sums.
+    Write the rows to the staging memory and queue its copy on `stream`. Returns the bytes that are needed (more than there are: nothing of use
+    was written, nothing is queued) and whether a row needs sums. `constants`: of each request.
     """
 
 def cuda_sample_launch(
+    workspace: SamplingWorkspace,
     count: int,
     with_sums: bool,
-    staging: Tensor,
-    device_copy: Tensor,
-    shaped: Tensor,
-    maxima: Tensor,
-    sums: Tensor,
-    stream: int,
-    programmatic: bool,
+    launch: Launch,
     next: tuple[Tensor, int, tuple[Tensor, Tensor] | None] | None = None,
 ) -> None:
     """
-    Launches for `count` rows that were filled in and copied; the answers are in `staging` once the stream has passed. `shaped` float32
-    [N, pitch], `maxima` int32 and `sums` int64 [N, 2048] on the GPU, for N rows or more. `next`: int64 [count] on the GPU that gets the
-    tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing), and what is copied to where before.
+    Launch for `count` rows that were filled in and copied; the answers are in the workspace once the stream has passed. `next`: int64
+    [count] on the GPU that gets the tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing), and
+    what is copied to where before.
     """
 
 def cuda_select_alone(card: CudaCard, shape: CudaShape, rows: int) -> tuple[str, bool, list[tuple[str, str]]]:
@@ -835,16 +934,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: 
 
 def num_threads() -> int: ...
 def paged_attention(
-    q: Tensor,
-    pages: Pages,
-    block_table: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    key_mask: Tensor | None,
-    out: Tensor,
+    q: Tensor, pages: Pages, tables: AttentionTables, scale: float, window: int, softcap: float, out: Tensor
 ) -> None:
     """
     See `exl_kernels.attention.paged_attention`.
@@ -882,13 +972,13 @@ def sample_rows(
             SamplingPlan,
             Tensor,
             Tensor | None,
-            Buffer | None,
+            NDArray[int64] | None,
             float,
             float,
-            Buffer | None,
+            NDArray[int32] | None,
             Sequence[int],
             Sequence[int],
-            Buffer | None,
+            NDArray[int64] | None,
             int,
         ]
     ],
@@ -902,13 +992,13 @@ def sampling_distribution(
         SamplingPlan,
         Tensor,
         Tensor | None,
-        Buffer | None,
+        NDArray[int64] | None,
         float,
         float,
-        Buffer | None,
+        NDArray[int32] | None,
         Sequence[int],
         Sequence[int],
-        Buffer | None,
+        NDArray[int64] | None,
         int,
     ],
 ) -> tuple[list[int], list[int]]:
@@ -921,13 +1011,13 @@ def sampling_shaped(
         SamplingPlan,
         Tensor,
         Tensor | None,
-        Buffer | None,
+        NDArray[int64] | None,
         float,
         float,
-        Buffer | None,
+        NDArray[int32] | None,
         Sequence[int],
         Sequence[int],
-        Buffer | None,
+        NDArray[int64] | None,
         int,
     ],
     out: Tensor,

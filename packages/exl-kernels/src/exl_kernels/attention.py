@@ -63,15 +63,14 @@ def paged_attention(
         )
     result = torch.empty_like(q) if out is None else out
     try:
-        _native.paged_attention(
-            q, pages.native(), block_table, rows, positions, scale, window, softcap, key_mask, result
-        )
+        tables = _native.AttentionTables(block_table, rows, positions, key_mask)
+        _native.paged_attention(q, pages.native(), tables, scale, window, softcap, result)
     except (TypeError, ValueError, OverflowError):
         _check(q, pages, block_table, rows, positions, window, softcap, key_mask)
         result = require_out("paged_attention", out, q)
         mask = None if key_mask is None else key_mask.contiguous()
-        table, rows, positions = block_table.contiguous(), rows.contiguous(), positions.contiguous()
-        _native.paged_attention(q, pages.native(), table, rows, positions, scale, window, softcap, mask, result)
+        tables = _native.AttentionTables(block_table.contiguous(), rows.contiguous(), positions.contiguous(), mask)
+        _native.paged_attention(q, pages.native(), tables, scale, window, softcap, result)
     return result
 
 

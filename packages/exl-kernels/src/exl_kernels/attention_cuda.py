@@ -13,6 +13,7 @@ EXL_CUDA_CHECKS=1 the doors look first, outside captures, and refuse them as the
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from . import _native
 from ._check import require_dtype, require_out, require_shape
-from .cuda_ops import check_operand, stream_of
-from .device import programmatic_launch
+from .cuda_ops import check_operand, launch_on, stream_of
+from .device import launch_of
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .index_checks import check_slots, check_tables, checks_enabled
 from .linear_cuda import CudaQuantMatrix
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from .kv import KVPages
 
 __all__ = ["ProductInput", "attend_own", "counters", "load_kv", "paged_attention", "store_kv"]
+
+attention_options = functools.lru_cache(maxsize=256)(_native.AttentionOptions)
+"""A layer's scale, window and softcap as the kernels take them: the same for every step."""
 
 _by_stream: dict[tuple[torch.device, int], Tensor] = {}
 """Counters by device and stream: zero before and after every launch, so one tensor serves all launches of a stream."""
@@ -89,7 +93,7 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     if checks_enabled():
         check_slots("store_kv", pages.key, slots)
     if slots.numel():
-        _native.cuda_kv_transfer(pages.native_cuda(), k, v, slots, False, stream_of(k), programmatic_launch())
+        _native.cuda_kv_transfer(pages.native_cuda(), k, v, slots, False, launch_on(k))
 
 
 def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,9 +104,7 @@ def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
     shape = (slots.shape[0], pages.heads, pages.head_dim)
     k, v = (torch.empty(shape, dtype=torch.float32, device=pages.device) for _ in range(2))
     if slots.numel():
-        _native.cuda_kv_transfer(
-            pages.native_cuda(), k, v, slots.contiguous(), True, stream_of(k), programmatic_launch()
-        )
+        _native.cuda_kv_transfer(pages.native_cuda(), k, v, slots.contiguous(), True, launch_on(k))
     return k, v
 
 
@@ -130,8 +132,8 @@ def paged_attention(
     q_stride = q_heads * q.shape[2]
     table, rows, positions = block_table.contiguous(), rows.contiguous(), positions.contiguous()
     key_mask = None if key_mask is None else key_mask.contiguous()
-    options = (scale, window, softcap)
-    _launch((q, q_stride), pages, (table, rows, positions), options, key_mask, None, out, max_keys)
+    options = attention_options(scale, window, softcap)
+    _launch((q, q_stride), pages, (table, rows, positions, key_mask), window, options, None, out, max_keys)
     return out
 
 
@@ -197,11 +199,12 @@ def attend_own(
             f"{what}: k and v are {k.stride(0)} and {v.stride(0)} elements a token apart; expected one stride"
         )
     flat = [_flat(what, name, t) for name, t in (("q", q), ("k", k), ("v", v))]
-    tensors = [flat[1][0], flat[2][0], cos.contiguous(), sin.contiguous(), rope_positions, slots]
-    own = (tensors, flat[1][1], interleaved, early)
-    tables, options = (block_table, rows, positions), (scale, window, softcap)
+    tables = (block_table, rows, positions, key_mask)
     try:
-        _launch(flat[0], pages, tables, options, key_mask, own, out, max_keys, into)
+        rotation = _native.Rotation(cos.contiguous(), sin.contiguous(), rope_positions, interleaved)
+        new_keys = _native.NewKeys(flat[1][0], flat[2][0], flat[1][1], rotation, slots, early)
+        options = attention_options(scale, window, softcap)
+        _launch(flat[0], pages, tables, window, options, new_keys, out, max_keys, into)
     except ValueError as error:
         raise ShapeError(f"{what}: {error}") from None
     return out if into is None else into.scratch
@@ -231,41 +234,35 @@ def _flat(what: str, name: str, t: Tensor) -> tuple[Tensor, int]:
 def _launch(
     q: tuple[Tensor, int],
     pages: KVPages,
-    tables: tuple[Tensor, Tensor, Tensor],
-    options: tuple[float, int, float],
-    key_mask: Tensor | None,
-    own: tuple[list[Tensor], int, bool, bool] | None,
+    tables: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    window: int,
+    options: _native.AttentionOptions,
+    new_keys: _native.NewKeys | None,
     out: Tensor,
     max_keys: int | None,
     into: ProductInput | None = None,
 ) -> None:
     native, stream = pages.native_cuda(), stream_of(out)
+    block_table, rows, positions, key_mask = tables
     tokens, q_heads = out.shape[:2]
-    batch, max_pages = tables[0].shape
+    batch, max_pages = block_table.shape
     if checks_enabled():
-        check_tables("attend_own" if own else "paged_attention", pages.key, *tables, options[1])
+        check_tables(
+            "paged_attention" if new_keys is None else "attend_own", pages.key, block_table, rows, positions, window
+        )
     limit = max_pages * pages.page_size if max_keys is None else max_keys
-    _, _, floats, count = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit, own is not None)
-    space = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
-    tickets = _zeros(out.device, stream, count) if count else None
-    to = None if into is None else (into.matrix._cuda, into.columns, into.scratch)
-    scale, window, softcap = options
+    own = new_keys is not None
+    _, _, floats, count = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit, own)
+    workspace = None
+    if floats or count:
+        partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
+        tickets = _zeros(out.device, stream, count) if count else None
+        workspace = _native.AttentionWorkspace(partials, tickets)
+    seen = _native.AttentionTables(block_table, rows, positions, key_mask, limit)
+    to = None if into is None else _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
+    launch = launch_of(stream)
     _native.cuda_paged_attention(
-        *q,
-        native,
-        *tables,
-        scale,
-        window,
-        softcap,
-        key_mask,
-        own,
-        out,
-        limit,
-        space,
-        tickets,
-        stream,
-        programmatic_launch(),
-        to,
+        q[0], q[1], native, seen, options, out, launch, new_keys=new_keys, workspace=workspace, into=to
     )
 
 

@@ -57,9 +57,8 @@ class Tokens:
         if key_mask is not None:
             require_dtype("Tokens: key_mask", key_mask, torch.float32)
         self.count = rows.numel()
-        self._native = _native.Tokens(
-            rows, positions, slots, block_table, rope_positions, cos, sin, key_mask, interleaved
-        )
+        tables = _native.AttentionTables(block_table, rows, positions, key_mask)
+        self._native = _native.Tokens(tables, _native.Rotation(cos, sin, rope_positions, interleaved), slots)
 
 
 class BlockNorm:

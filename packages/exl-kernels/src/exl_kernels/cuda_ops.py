@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels import _native
-from exl_kernels.device import programmatic_launch, require_cuda
+from exl_kernels.device import launch_of, require_cuda
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 
 __all__ = ["activation", "apply_rope", "gated_activation", "layer_norm", "rms_norm", "warm_up"]
@@ -22,6 +22,11 @@ def stream_of(x: Tensor) -> int:
     """The current stream of the GPU that holds `x`, as the driver's handle."""
     # As torch.compile's launchers ask: building a Stream object for it costs the host 4 to 8 us.
     return int(torch._C._cuda_getCurrentRawStream(x.get_device()))
+
+
+def launch_on(x: Tensor) -> _native.Launch:
+    """How kernels are queued on the current stream of the GPU that holds `x`."""
+    return launch_of(torch._C._cuda_getCurrentRawStream(x.get_device()))
 
 
 def check_operand(name: str, t: Tensor, like: Tensor | None = None) -> None:
@@ -64,7 +69,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
     _check_norm(x, weight)
     out = _output(out, x)
     if x.numel():
-        _native.cuda_rms_norm(x, weight, out, eps, weight_offset, stream_of(x), programmatic_launch())
+        _native.cuda_rms_norm(x, weight, out, eps, weight_offset, launch_on(x))
     return out
 
 
@@ -82,7 +87,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, ou
             weight, bias = weight.float(), bias.float()
     out = _output(out, x)
     if x.numel():
-        _native.cuda_layer_norm(x, weight, bias, out, eps, stream_of(x), programmatic_launch())
+        _native.cuda_layer_norm(x, weight, bias, out, eps, launch_on(x))
     return out
 
 
@@ -118,7 +123,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interl
     if positions.shape != x.shape[:1] or not positions.is_contiguous():
         raise ShapeError(f"positions is {tuple(positions.shape)}: expected contiguous [{x.shape[0]}]")
     if x.numel() and cos.numel():
-        _native.cuda_rope(x, cos, sin, positions, interleaved, stream_of(x), programmatic_launch())
+        _native.cuda_rope(x, cos, sin, positions, interleaved, launch_on(x))
     return x
 
 
@@ -130,7 +135,7 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str, *, out: Tensor | None 
     if up.shape != gate.shape or up.dtype != gate.dtype:
         raise ShapeError(f"up is {tuple(up.shape)} {up.dtype}: expected {tuple(gate.shape)} {gate.dtype}, as gate")
     out = _output(out, gate)
-    _native.cuda_activation(gate, up, out, kind, stream_of(gate), programmatic_launch())
+    _native.cuda_activation(gate, up, out, kind, launch_on(gate))
     return out
 
 
@@ -139,7 +144,7 @@ def activation(x: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
     _check_kind(kind)
     check_operand("x", x)
     out = _output(out, x)
-    _native.cuda_activation(x, None, out, kind, stream_of(x), programmatic_launch())
+    _native.cuda_activation(x, None, out, kind, launch_on(x))
     return out
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "CudaDevice",
     "CudaStatus",
     "cuda_status",
+    "launch_of",
     "programmatic_launch",
     "require_cuda",
     "row_invariant",
@@ -99,6 +100,18 @@ _programmatic = os.environ.get("EXL_CUDA_PDL", "1") != "0"
 def programmatic_launch() -> bool:
     """Whether launches ask for programmatic dependent launch (a kernel begins while its predecessor drains)."""
     return _programmatic
+
+
+_launches: tuple[dict[int, _native.Launch], dict[int, _native.Launch]] = ({}, {})
+
+
+def launch_of(stream: int) -> _native.Launch:
+    """How kernels are queued on `stream`, the driver's handle, by the current setting; made once a stream."""
+    known = _launches[_programmatic]
+    found = known.get(stream)
+    if found is None:
+        found = known[stream] = _native.Launch(stream, _programmatic)
+    return found
 
 
 def set_programmatic_launch(enabled: bool) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from . import _native
 from ._check import require_shape
-from .cuda_ops import check_operand, stream_of
-from .device import programmatic_launch
+from .cuda_ops import check_operand, launch_on
 from .errors import DTypeError, ShapeError
 from .kv import KVPages, store_kv
 from .norm import rms_norm
@@ -34,7 +33,7 @@ def embed(table: Tensor, ids: Tensor, *, factor: float = 1.0) -> Tensor:
         raise ShapeError(f"embed: table {tuple(table.shape)}, ids {tuple(ids.shape)}; expected [rows, D] and [T]")
     out = torch.empty((ids.shape[0], table.shape[1]), dtype=torch.float16, device=table.device)
     if out.numel():
-        _native.cuda_embed(table, ids.contiguous(), out, factor, stream_of(table), programmatic_launch())
+        _native.cuda_embed(table, ids.contiguous(), out, factor, launch_on(table))
     return out
 
 
@@ -56,7 +55,7 @@ def add_rms_norm(
     if y.dtype != x.dtype or out.dtype != x.dtype:
         raise DTypeError(f"add_rms_norm: x is {x.dtype}, y {y.dtype}, out {out.dtype}; expected one type")
     if x.numel():
-        _native.cuda_add_rms_norm(x, y, weight, out, eps, weight_offset, stream_of(x), programmatic_launch())
+        _native.cuda_add_rms_norm(x, y, weight, out, eps, weight_offset, launch_on(x))
     return out
 
 
@@ -90,8 +89,7 @@ def rope_store(
     if pages.head_dim % 8 or pages.head_dim > 256:
         raise ShapeError(f"rope_store: head_dim {pages.head_dim}; on a GPU it must be a multiple of 8, at most 256")
     try:
-        _native.cuda_rope_store(
-            pages.native_cuda(), q, k, v, [cos, sin], positions, slots, interleaved, stream_of(q), programmatic_launch()
-        )
+        rotation = _native.Rotation(cos, sin, positions, interleaved)
+        _native.cuda_rope_store(pages.native_cuda(), q, k, v, rotation, slots, launch_on(q))
     except ValueError as error:
         raise ShapeError(f"rope_store: {error}") from None

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from . import _native
 from .attention_cuda import ProductInput
-from .cuda_ops import gated_activation, rms_norm, stream_of
-from .device import programmatic_launch
+from .cuda_ops import gated_activation, launch_on, rms_norm, stream_of
+from .device import launch_of
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .linear import QuantMatrix
 from .linear_cuda import MATRIX_ROWS, CudaQuantMatrix
@@ -123,14 +123,15 @@ class FusedLinear:
         if self._ring is not None and self._ring.batch_fits() and (norm is None or self._ring.batch_norms()):
             self._batch_rows = MATRIX_ROWS
         self._even = all(matrix.out_features % 2 == 0 for matrix in matrices)
-        self._norm: tuple[Tensor, float, float] | None = None
-        self._prepared_norm: tuple[Tensor, float, float] | None = None
+        self._norm: _native.NormPrologue | None = None
+        self._prepared_norm: _native.NormPrologue | None = None
         if norm is not None:
             weight = norm.weight.float().contiguous()
-            self._norm = (weight, norm.eps, norm.offset)
+            self._norm = _native.NormPrologue(weight, norm.eps, norm.offset)
             if self._takes_prepared:
                 assert isinstance(first, CudaQuantMatrix)
-                self._prepared_norm = (first.in_layout(weight + norm.offset), norm.eps, 0.0)
+                ordered = first.in_layout(weight + norm.offset)
+                self._prepared_norm = _native.NormPrologue(ordered, norm.eps, 0.0)
 
     @property
     def joined_rows(self) -> int:
@@ -168,9 +169,9 @@ class FusedLinear:
         if self._ring is not None and 0 < m <= max(self._ring_rows, self._few_rows) and x.data_ptr() % 16 == 0:
             if RING_ROWS < m <= self._few_rows or m > self._ring_rows:
                 scratch = torch.empty(self._few_bytes, dtype=torch.uint8, device=x.device)
-                self._ring.run_few(x, out, scratch, stream_of(x), programmatic_launch(), residual, self._norm)
+                self._ring.run_few(x, out, scratch, launch_on(x), residual=residual, norm=self._norm)
             else:
-                self._ring.run(x, out, stream_of(x), programmatic_launch(), residual, self._norm)
+                self._ring.run(x, out, launch_on(x), residual=residual, norm=self._norm)
         elif 0 < m <= self._batch_rows and self._batch_takes(x, out, residual):
             self._batched(x, out, residual)
         elif m:
@@ -247,8 +248,9 @@ class FusedLinear:
             following._check_operand("residual", residual, (m, following.out_features))
         if given is not None:
             assert following._ring is not None
-            self._run_batch(m, x, self._scratch(m), None, following=(following._ring, given.scratch))
-            following._run_batch(m, None, given.scratch, out, residual, turned=True)
+            given_on = _native.NextInput(following._ring, given.scratch)
+            self._run_batch(m, x, self._scratch(m), None, next_input=given_on)
+            following._run_batch(m, None, given.scratch, out, residual, chained=True)
             return out
         between_ = self.in_a_row(x, following=following)
         assert between_ is not None
@@ -294,18 +296,10 @@ class FusedLinear:
         if following is not None:
             assert following._ring is not None
             onward = Prepared(following.room(), rows)
-            to = (following._ring, onward.scratch, following.norm is not None)
-        self._ring.run_few_in_a_row(
-            None if isinstance(x, Prepared) else x,
-            out,
-            rows,
-            scratch,
-            stream_of(scratch),
-            programmatic_launch(),
-            residual,
-            norm,
-            to,
-        )
+            to = _native.NextInput(following._ring, onward.scratch, following.norm is not None)
+        given = None if isinstance(x, Prepared) else x
+        launch = launch_on(scratch)
+        self._ring.run_few_chained(given, out, rows, scratch, launch, residual=residual, norm=norm, next=to)
         return onward
 
     def _check(self, x: Tensor, out: Tensor, residual: Tensor | None) -> int:
@@ -347,18 +341,18 @@ class FusedLinear:
         scratch: Tensor,
         out: Tensor | None,
         residual: Tensor | None = None,
-        following: tuple[_native.CudaRing, Tensor] | None = None,
-        turned: bool = False,
+        next_input: _native.NextInput | None = None,
+        chained: bool = False,
     ) -> None:
-        """x None where its rows stand laid out in scratch, `turned` where the product before had this one as its
-        `following`; out None where results go on, laid out, to `following`."""
+        """x None where its rows are in scratch already, in this product's order; `chained`: the product before put them
+        there. out None where the results go to `next_input`."""
         assert self._ring is not None
         stream = stream_of(scratch)
         multipliers = torch.empty(m, dtype=torch.float32, device=self.device)
         meeting = meeting_memory(self.device, stream, self._ring.meeting_bytes(m))
-        early = programmatic_launch()
+        workspace, launch = _native.BatchWorkspace(scratch, multipliers, meeting), launch_of(stream)
         self._ring.run_batch(
-            x, scratch, multipliers, meeting, out, stream, early, residual, self._norm, following, turned
+            x, out, workspace, launch, residual=residual, norm=self._norm, next=next_input, chained=chained
         )
 
     def _separate(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:

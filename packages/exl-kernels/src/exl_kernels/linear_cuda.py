@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import _native
 from .cuda_ops import stream_of
-from .device import programmatic_launch, require_cuda, row_invariant
+from .device import launch_of, require_cuda, row_invariant
 from .errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from .formats import Exl2Parts, GptqParts
 from .linear import Compute, Format, QuantMatrix
@@ -155,12 +155,13 @@ class CudaQuantMatrix(_CudaMatrix):
 
     def _few(self, x: Tensor, out: Tensor, rows: int) -> None:
         stream = stream_of(x)
+        launch = launch_of(stream)
         if rows <= self._ring_rows[x.dtype == torch.bfloat16]:
-            self._ring.run(x, out, stream, programmatic_launch())
+            self._ring.run(x, out, launch)
         elif self._batch:
             self._batched(x, out, rows, stream)
         else:
-            self._direct(x, out, rows, stream)
+            self._direct(x, out, rows, launch)
 
     def in_layout(self, values: Tensor) -> Tensor:
         """values [K] in the order of the layout's rows, zero where one pads, as many as whole units of 256 have."""
@@ -173,13 +174,14 @@ class CudaQuantMatrix(_CudaMatrix):
         scratch = torch.empty(self._ring.scratch_bytes(rows), dtype=torch.uint8, device=x.device)
         multipliers = torch.empty(rows, dtype=torch.float32, device=x.device)
         meeting = meeting_memory(x.device, stream, self._ring.meeting_bytes(rows))
-        self._ring.run_batch(x, scratch, multipliers, meeting, out, stream, programmatic_launch())
+        workspace = _native.BatchWorkspace(scratch, multipliers, meeting)
+        self._ring.run_batch(x, out, workspace, launch_of(stream))
 
-    def _direct(self, x: Tensor, out: Tensor, rows: int, stream: int) -> None:
+    def _direct(self, x: Tensor, out: Tensor, rows: int, launch: _native.Launch) -> None:
         """The product for any GPU."""
         prepared = torch.empty(self._cuda.prepared_bytes(rows), dtype=torch.uint8, device=x.device)
         multipliers = torch.empty(rows, dtype=torch.float32, device=x.device)
-        self._cuda.matmul(x, prepared, multipliers, out, stream, programmatic_launch())
+        self._cuda.matmul(x, prepared, multipliers, out, launch)
 
     def _large(self, x: Tensor, out: Tensor) -> None:
         x, weight = x.view(-1, self.in_features), self.dequantize()

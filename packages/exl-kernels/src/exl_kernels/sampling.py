@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +42,23 @@ _LEFT_TO_CPU = -3
 
 Mask = NDArray[np.int32]
 Ids = NDArray[np.int64]
+Answer = tuple[int, float, tuple[list[int], list[float]] | None]
+"""Token, or a negative number that says why there is none, its probability and the first candidates with theirs."""
+_UNANSWERED: Answer = (_LEFT_TO_CPU, 0.0, None)
+Request = tuple[
+    _native.SamplingPlan,
+    Tensor,
+    Tensor | None,
+    Ids | None,
+    float,
+    float,
+    Mask | None,
+    Sequence[int],
+    Sequence[int],
+    Ids | None,
+    int,
+]
+"""A row's fields in the order of `Row.request`."""
 
 
 def pack_ids(ids: Iterable[int], size: int) -> Mask:
@@ -82,9 +99,11 @@ class Plan:
     dry: tuple[float, float, int, int, int, Mask] | None = None
     bias: Tensor | None = None
     cfg_scale: float | None = None
-    native: Any = field(init=False, repr=False)
+    native: _native.SamplingPlan = field(init=False, repr=False)
     #: constants on each GPU that has sampled with this plan
-    on_devices: dict[torch.device, Any] = field(init=False, repr=False, default_factory=dict)
+    on_devices: dict[torch.device, tuple[Tensor | None, Tensor | None]] = field(
+        init=False, repr=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         dry = None if self.dry is None else (*self.dry[:5], torch.from_numpy(self.dry[5]))
@@ -142,7 +161,7 @@ class Row:
     only: Ids | None = None
     top_n: int = 0
 
-    def request(self) -> tuple[Any, ...]:
+    def request(self) -> Request:
         """As the native functions take it."""
         return (
             self.plan.native,
@@ -215,12 +234,13 @@ def sample(rows: Sequence[Row], following: Following | None = None) -> list[Samp
     Raises ShapeError, DTypeError for logits that are not contiguous float32 [V], UnsupportedError for V beyond
     `MAX_WIDTH`, ValueError for a `uniform` outside [0, 1), DeviceError if a launch fails.
     """
-    results: list[Any] = [None] * len(rows)
+    results: list[Answer] = [_UNANSWERED] * len(rows)
     try:
         on_cpu = [i for i, row in enumerate(rows) if not row.logits.is_cuda]
         if len(on_cpu) < len(rows):
             on_cpu += _sample_on_gpus(rows, results, following)
-        for i, answer in zip(on_cpu, _native.sample_rows([_on_cpu(rows[i]).request() for i in on_cpu]), strict=True):
+        answers = _native.sample_rows([_on_cpu(rows[i]).request() for i in on_cpu])
+        for i, answer in zip(on_cpu, answers, strict=True):
             results[i] = answer
     except (AttributeError, TypeError, ValueError, BufferError):
         for row in rows:
@@ -229,7 +249,7 @@ def sample(rows: Sequence[Row], following: Following | None = None) -> list[Samp
     return [_result(*answer) for answer in results]
 
 
-def _sample_on_gpus(rows: Sequence[Row], results: list[Any], following: Following | None = None) -> list[int]:
+def _sample_on_gpus(rows: Sequence[Row], results: list[Answer], following: Following | None = None) -> list[int]:
     """Fills in the results of rows on GPUs; returns those that are left to the CPU."""
     devices: dict[torch.device, list[int]] = {}
     for i, row in enumerate(rows):

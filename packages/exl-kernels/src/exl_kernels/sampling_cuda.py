@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import _native
 from .cuda_ops import stream_of
-from .device import programmatic_launch
+from .device import launch_of
 
 if TYPE_CHECKING:
-    from .sampling import Following, Plan, Row, Staged
+    from .sampling import Answer, Following, Plan, Row, Staged
 
 __all__ = ["answers", "launch"]
 
@@ -39,6 +39,7 @@ class _Place:
         self.sampled, self._copied = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._workspace: _native.SamplingWorkspace | None = None
         self.shaped = torch.empty(0, 0, device=device)
         self.grow(1 << 18)
         self.maxima = torch.empty(0, _BLOCKS, dtype=torch.int32, device=device)
@@ -49,6 +50,7 @@ class _Place:
         """New staging memory, here and there."""
         staging = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
         copy = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._workspace = None
         self.staging, self.copy = staging, copy  # both or, without memory for the second, none
         self._beside.wait_stream(self.stream())  # what had this memory before
 
@@ -63,7 +65,14 @@ class _Place:
             shaped = torch.empty(rows, pitch, device=self.device)
             maxima = torch.empty(rows, _BLOCKS, dtype=torch.int32, device=self.device)
             sums = torch.empty(rows, _BLOCKS, dtype=torch.int64, device=self.device)
+        self._workspace = None
         self.shaped, self.maxima, self.sums = shaped, maxima, sums  # all or none
+
+    def workspace(self) -> _native.SamplingWorkspace:
+        """The buffers as the native functions take them: made anew when one of them has grown."""
+        if self._workspace is None:
+            self._workspace = _native.SamplingWorkspace(self.staging, self.copy, self.shaped, self.maxima, self.sums)
+        return self._workspace
 
     def launch(self, rows: Sequence[Row], following: Staged | None = None, beside: bool = False) -> None:
         """Fill the staging memory, copy it and launch. `beside`: the copy is made on a stream of its own, while the
@@ -71,17 +80,16 @@ class _Place:
         self.reserve(len(rows), max(row.logits.shape[0] for row in rows))
         requests = [row.request() for row in rows]
         constants = [_constants(row.plan, self.device) for row in rows]
-        pitch, stream = self.shaped.shape[1], stream_of(rows[0].logits)
+        stream = stream_of(rows[0].logits)
         way = self._beside.cuda_stream if beside else stream
-        need, sums = _native.cuda_sample_fill(requests, constants, self.staging, self.copy, pitch, way)
+        need, sums = _native.cuda_sample_fill(self.workspace(), requests, constants, way)
         while need > self.staging.numel():
             self.grow(2 * need)
-            need, sums = _native.cuda_sample_fill(requests, constants, self.staging, self.copy, pitch, way)
+            need, sums = _native.cuda_sample_fill(self.workspace(), requests, constants, way)
         if beside:
             self._copied.record(self._beside)
             self.stream().wait_event(self._copied)
-        buffers = (self.staging, self.copy, self.shaped, self.maxima, self.sums)
-        _native.cuda_sample_launch(len(rows), sums, *buffers, stream, programmatic_launch(), following)
+        _native.cuda_sample_launch(self.workspace(), len(rows), sums, launch_of(stream), following)
 
     def stream(self) -> torch.cuda.Stream:
         """Torch's current stream; its object is kept, since making one costs 4 to 8 us."""
@@ -91,10 +99,9 @@ class _Place:
             found = self._streams[number] = torch.cuda.current_stream(self.device)
         return found
 
-    def answers(self, count: int) -> list[tuple[int, float, Any]]:
+    def answers(self, count: int) -> list[Answer]:
         """What the last launch answered; its stream must have passed it."""
-        found: list[tuple[int, float, Any]] = _native.cuda_sample_answers(self.staging, count)
-        return found
+        return _native.cuda_sample_answers(self.workspace(), count)
 
 
 def _constants(plan: Plan, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -126,7 +133,7 @@ def launch(rows: Sequence[Row]) -> _Place:
     return place
 
 
-def answers(rows: Sequence[Row], following: Following | None = None) -> list[tuple[int, float, Any]]:
+def answers(rows: Sequence[Row], following: Following | None = None) -> list[Answer]:
     """(token, probability, top) of rows on one GPU, as `_native.sample_rows` gives them; token -3: the row needs the
     CPU. What `following` queues behind the launches is not waited for."""
     place = _place(rows[0].logits.device)
