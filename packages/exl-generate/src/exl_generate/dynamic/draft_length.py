@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import median
 
 __all__ = ["Acceptance", "DraftLength"]
 
@@ -27,6 +26,11 @@ REVIEW_SHARE = 0.015
 MEASURE_SHARE = 0.015
 #: A change of length must promise this much more speed, so that noise does not flip it.
 WORTH_CHANGING = 1.04
+
+
+def _typical(times: Sequence[float] | deque[float]) -> float:
+    """A time of these that a load on the machine has not stretched: below the median."""
+    return sorted(times)[(len(times) - 1) // 3]
 
 
 class Acceptance:
@@ -76,7 +80,7 @@ class _Costs:
             self.plain.append(seconds)
         else:
             self.waiting.append((guesses, seconds))
-        if self.plain and not self.planned and (unit := median(self.plain)) > 0:
+        if self.plain and not self.planned and (unit := _typical(self.plain)) > 0:
             for k, took in self.waiting:
                 self.ratios.setdefault(k, deque(maxlen=5)).append(took / unit)
             self.waiting.clear()
@@ -86,9 +90,9 @@ class _Costs:
         below, above = (0, 1.0), None
         for k, found in sorted(self.ratios.items()):
             if k <= guesses:
-                below = (k, median(found))
+                below = (k, _typical(found))
             elif above is None:
-                above = (k, median(found))
+                above = (k, _typical(found))
         if below[0] == guesses or above is None:
             return below[1] * (1.0 if below[0] == 0 else (1 + guesses) / (1 + below[0]))
         return below[1] + (above[1] - below[1]) * (guesses - below[0]) / (above[0] - below[0])
@@ -137,10 +141,11 @@ class DraftLength:
         self.current = self._best(costs, jobs)
         if self.current > 0:
             if self._steps % STEPS_BETWEEN_LOOKS == 0:
-                costs.planned.extend([0, self._another()])
+                other = self._another()
+                costs.planned.extend([0, other, other])
                 return 0
         elif self._steps % 32 == 0:
-            expected = overhead() + 3 * costs.of(self.most) * (median(costs.plain) if costs.plain else 0.0)
+            expected = overhead() + 3 * costs.of(self.most) * (_typical(costs.plain) if costs.plain else 0.0)
             if expected < MEASURE_SHARE * self._unmeasured_seconds:
                 self._unmeasured_seconds = 0.0
                 costs.planned.extend([self.most, self._another()])
