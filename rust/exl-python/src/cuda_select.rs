@@ -7,7 +7,7 @@ use exl_cuda::layout::Layout;
 use exl_cuda::ops::attention::{self, Attention};
 use exl_cuda::ops::kv::{KINDS, Pages};
 use exl_cuda::ops::linear::{Addresses, Matrix};
-use exl_cuda::ops::select::{self, Epilogue};
+use exl_cuda::ops::select::{self, Epilogue, Kernel};
 use exl_cuda::{CARDS, Capabilities, Card, Device, Feature};
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::GptqView;
@@ -67,6 +67,16 @@ impl CudaCard {
 #[pyfunction]
 pub fn cuda_cards() -> Vec<&'static str> {
     CARDS.iter().map(|card| card.name).collect()
+}
+
+/// Most rows of a matmul by `gemv_ring` where others fit too, by `gemm_few`, and on packed weights by any kernel.
+#[pyfunction]
+pub fn cuda_row_limits() -> (usize, usize, usize) {
+    (
+        select::MOST_GEMV_ROWS,
+        Kernel::GemmFew.most_rows(),
+        select::MOST_PACKED_ROWS,
+    )
 }
 
 /// The shape of a quantized matrix in the GPU's layout, without its weights.

@@ -61,7 +61,7 @@ mod _native {
     };
     #[pymodule_export]
     use crate::cuda_select::{
-        CudaCard, CudaShape, cuda_cards, cuda_select_alone, cuda_select_attention,
+        CudaCard, CudaShape, cuda_cards, cuda_row_limits, cuda_select_alone, cuda_select_attention,
         cuda_select_fused,
     };
     #[pymodule_export]

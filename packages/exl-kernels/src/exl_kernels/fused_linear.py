@@ -21,15 +21,13 @@ from .cuda_ops import gated_activation, launch_on, rms_norm, stream_of
 from .device import launch_of
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .linear import QuantMatrix
-from .linear_cuda import MATRIX_ROWS, CudaQuantMatrix
+from .linear_cuda import CudaQuantMatrix
 from .meeting import meeting_memory
+from .selection import GEMV_ROWS, PACKED_ROWS
 
-__all__ = ["RING_ROWS", "FusedLinear", "Norm", "Prepared"]
+__all__ = ["FusedLinear", "Norm", "Prepared"]
 
 Activation = Literal["silu", "gelu", "quickgelu"]
-
-RING_ROWS = 2
-"""Rows up to which a joined product is the ring kernel's where the kernels for few rows could do it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class FusedLinear:
         *,
         norm: Norm | None = None,
         activation: Activation | None = None,
-        max_rows: int = 64,
+        max_rows: int = PACKED_ROWS,
         dtype: torch.dtype = torch.float16,
     ) -> None:
         """`max_rows` bounds m; `dtype` of x and out, float16 or bfloat16.
@@ -121,7 +119,7 @@ class FusedLinear:
             self._takes_prepared = dtype == torch.float16 and self._ring.few_takes_prepared()
         self._batch_rows: int = 0
         if self._ring is not None and self._ring.batch_fits() and (norm is None or self._ring.batch_norms()):
-            self._batch_rows = MATRIX_ROWS
+            self._batch_rows = PACKED_ROWS
         self._even = all(matrix.out_features % 2 == 0 for matrix in matrices)
         self._norm: _native.NormPrologue | None = None
         self._prepared_norm: _native.NormPrologue | None = None
@@ -145,7 +143,7 @@ class FusedLinear:
 
     @property
     def takes_prepared(self) -> bool:
-        """Whether a call of more than RING_ROWS and at most `joined_rows` rows can have its input from another product,
+        """Whether a call of more than GEMV_ROWS and at most `joined_rows` rows can have its input from another product,
         without a launch that norms it and lays it out: float16, all matrices in one order that does not pad K."""
         return self._takes_prepared and self._few_rows > 0
 
@@ -167,7 +165,7 @@ class FusedLinear:
         """
         m = self._check(x, out, residual)
         if self._ring is not None and 0 < m <= max(self._ring_rows, self._few_rows) and x.data_ptr() % 16 == 0:
-            if RING_ROWS < m <= self._few_rows or m > self._ring_rows:
+            if GEMV_ROWS < m <= self._few_rows or m > self._ring_rows:
                 scratch = torch.empty(self._few_bytes, dtype=torch.uint8, device=x.device)
                 self._ring.run_few(x, out, scratch, launch_on(x), residual=residual, norm=self._norm)
             else:
@@ -234,7 +232,7 @@ class FusedLinear:
             alike
             and following.takes_prepared
             and self.goes_on_to(following)
-            and RING_ROWS < m <= min(self._few_rows, following._few_rows)
+            and GEMV_ROWS < m <= min(self._few_rows, following._few_rows)
         )
         given = None
         if alike and not few and self._lays_out(m, following) and following._stores_in(out, residual):
@@ -280,7 +278,7 @@ class FusedLinear:
         residual: Tensor | None = None,
         following: FusedLinear | None = None,
     ) -> Prepared | None:
-        """`self(x, out, residual)` of more than RING_ROWS and at most `joined_rows` rows. Results also, or only, go on
+        """`self(x, out, residual)` of more than GEMV_ROWS and at most `joined_rows` rows. Results also, or only, go on
         to `following`: what is returned is the input of its `in_a_row`. The same bits.
 
         x and out [m, ..] float16 (out float32, too, where there is neither residual nor following), or what the product

@@ -25,13 +25,11 @@ from .errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from .formats import Exl2Parts, GptqParts
 from .linear import Compute, Format, QuantMatrix
 from .meeting import meeting_memory
+from .selection import PACKED_ROWS
 
 __all__ = ["INVARIANT_ROWS", "CudaFloatMatrix", "CudaQuantMatrix", "exl2_matrix", "float_matrix", "gptq_matrix"]
 
-MATRIX_ROWS = 64
-"""Most rows that the quantized kernels take at once."""
-
-INVARIANT_ROWS = MATRIX_ROWS
+INVARIANT_ROWS = PACKED_ROWS
 """Rows up to which a product runs on the packed weights: there a row's result does not depend on their number. Beyond,
 the matrix is dequantized and multiplied by torch. (At 128 rows both take the GPU as long, but two passes over the
 packed weights take the host twice the launches, and prompts that may share passes only with few are many passes.)"""
@@ -126,7 +124,7 @@ class CudaQuantMatrix(_CudaMatrix):
         if rows == 0:
             return out
         x = aligned(x.contiguous())
-        if rows <= MATRIX_ROWS:
+        if rows <= PACKED_ROWS:
             self._few(x, out, rows)
         elif rows <= INVARIANT_ROWS or row_invariant():
             parts = zip(self._blocks(x, self.in_features), self._blocks(out, self.out_features), strict=True)
@@ -151,7 +149,7 @@ class CudaQuantMatrix(_CudaMatrix):
 
     @staticmethod
     def _blocks(t: Tensor, width: int) -> tuple[Tensor, ...]:
-        return torch.split(t.view(-1, width), MATRIX_ROWS)
+        return torch.split(t.view(-1, width), PACKED_ROWS)
 
     def _few(self, x: Tensor, out: Tensor, rows: int) -> None:
         stream = stream_of(x)

@@ -14,7 +14,11 @@ from torch import Tensor
 from . import _native
 from .errors import DeviceError
 
-__all__ = ["Card", "MatrixShape", "Selection", "known_cards"]
+__all__ = ["FEW_ROWS", "GEMV_ROWS", "PACKED_ROWS", "Card", "MatrixShape", "Selection", "known_cards"]
+
+GEMV_ROWS, FEW_ROWS, PACKED_ROWS = _native.cuda_row_limits()
+"""Most rows that `gemv_ring` is chosen for where `gemm_few` fits, too; that `gemm_few` takes; that run on packed
+weights."""
 
 _EXL2_PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.attention_cuda import counters
+from exl_kernels.linear_cuda import INVARIANT_ROWS
 from exl_kernels.meeting import meeting_in
 from exl_kernels.sampling import Staged
 
@@ -40,9 +41,6 @@ GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_Q_LEN = 8
-MAX_TOKENS = 64
-"""Rows up to which a row's result does not depend on their number (exl_kernels.linear_cuda)."""
-
 MAX_GRAPHS = 64
 """Most captured steps of one cache; beyond, the oldest is forgotten (a few megabytes of GPU memory each)."""
 
@@ -218,7 +216,7 @@ class DecodeGraphs:
     def prepare(self, q_len: int, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> PreparedStep | None:
         """All of a step of `q_len` tokens a row that can be done before its ids are known; None as for `step`."""
         batch = params.batch_size
-        if q_len > MAX_Q_LEN or batch * q_len > MAX_TOKENS or cache is None or params.q_lens is not None:
+        if q_len > MAX_Q_LEN or batch * q_len > INVARIANT_ROWS or cache is None or params.q_lens is not None:
             return None
         model = self._model()
         if model is None or not self._usable(model) or cache.batch_size != 1:
@@ -305,7 +303,7 @@ class DecodeGraphs:
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
         rows = batch if self._exact_batch else next(b for b in BATCHES if b >= batch)
-        if rows * q_len > MAX_TOKENS:
+        if rows * q_len > INVARIANT_ROWS:
             rows = batch
         pages = -(-longest // page_size)
         # Four buckets an octave: a launch is planned for all of its bucket's keys.

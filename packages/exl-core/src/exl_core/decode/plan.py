@@ -26,12 +26,13 @@ from exl_kernels.attention import paged_attention
 from exl_kernels.attention_cuda import ProductInput, attend_own
 from exl_kernels.device import row_invariant
 from exl_kernels.fused import add_rms_norm, embed, rope_store
-from exl_kernels.fused_linear import RING_ROWS, Activation, FusedLinear, Prepared
+from exl_kernels.fused_linear import Activation, FusedLinear, Prepared
 from exl_kernels.fused_linear import Norm as InputNorm
 from exl_kernels.kv import store_kv
 from exl_kernels.linear_cuda import INVARIANT_ROWS, CudaQuantMatrix
 from exl_kernels.norm import rms_norm
 from exl_kernels.rope import apply_rope
+from exl_kernels.selection import FEW_ROWS, GEMV_ROWS, PACKED_ROWS
 
 from ..errors import InputError
 from ..execution.batch import Step
@@ -49,26 +50,17 @@ _MLP = {"key", "layer_idx", "norm", "gate_proj", "up_proj", "down_proj", "activa
 _NORM = {"key", "shapes", "eps", "weight", "offset"}
 _EMBEDDING = {"key", "vocab_size", "hidden_size", "scale", "weight"}
 
-PREPARED_COLUMNS = 8
-"""Columns of the order in which products of few rows take a prepared input."""
-
-FEW = 8
-"""Rows of the kernels for few rows."""
-
-MOST = 64
-"""Rows up to which products can be joined with what stands around them."""
-
 JOINED_ROWS_VARIABLE = "EXL_DECODE_JOINED_ROWS"
-JOINED_ROWS = MOST
+JOINED_ROWS = PACKED_ROWS
 """Rows up to which they are joined, unless the variable says otherwise."""
 
 
 def joined_rows() -> int:
-    """JOINED_ROWS or what EXL_DECODE_JOINED_ROWS says (0: never join), at most MOST."""
+    """JOINED_ROWS or what EXL_DECODE_JOINED_ROWS says (0: never join), at most PACKED_ROWS."""
     text = os.environ.get(JOINED_ROWS_VARIABLE, "").strip()
     if text and not text.isdecimal():
-        raise InputError(f"{JOINED_ROWS_VARIABLE} is {text!r}, must be a number of rows from 0 to {MOST}")
-    return min(int(text or JOINED_ROWS), MOST)
+        raise InputError(f"{JOINED_ROWS_VARIABLE} is {text!r}, must be a number of rows from 0 to {PACKED_ROWS}")
+    return min(int(text or JOINED_ROWS), PACKED_ROWS)
 
 
 class _Layer:
@@ -107,7 +99,7 @@ class _Layer:
         joined = (self.qkv, self.gate_up, self.down)
         return (
             self.join(rows)
-            and RING_ROWS < rows <= FEW
+            and GEMV_ROWS < rows <= FEW_ROWS
             and all(product.takes_prepared for product in joined)
             and self.o.goes_on_to(self.gate_up)
         )
@@ -123,9 +115,7 @@ class _Layer:
         attended: Tensor | Prepared
         if step.q_len == 1 and self.o.takes_prepared:
             attended = Prepared(self.o.room(), rows)
-            _attend_one(
-                a, *self._split(qkv), step, into=ProductInput(_cuda(a.o_proj), PREPARED_COLUMNS, attended.scratch)
-            )
+            _attend_one(a, *self._split(qkv), step, into=ProductInput(_cuda(a.o_proj), FEW_ROWS, attended.scratch))
         else:
             attended = _attend(a, *self._split(qkv), step).view(rows, -1)
         normed = self.o.in_a_row(attended, x, x, self.gate_up)
@@ -264,7 +254,7 @@ class DecodePlan:
 def _in_blocks(product: FusedLinear, h: Tensor) -> Tensor | None:
     """The product of the normed h on the packed weights, at most 64 rows at a time; None where that is not the way."""
     rows = h.shape[0]
-    if rows <= FEW or not product.batch_rows or (rows > INVARIANT_ROWS and not row_invariant()):
+    if rows <= FEW_ROWS or not product.batch_rows or (rows > INVARIANT_ROWS and not row_invariant()):
         return None
     out = h.new_empty(rows, product.out_features)
     for some, to in zip(torch.split(h, product.batch_rows), torch.split(out, product.batch_rows), strict=True):

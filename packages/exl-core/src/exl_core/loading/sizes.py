@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from exl_kernels.kv import KVKind, KVPages
+from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import MissingTensorError
 from ..modules import Attention, Embedding, GatedMLP, Head, Linear, Module, MoE, PositionEmbedding
@@ -31,7 +32,6 @@ __all__ = [
 # What the repacked form of a quantized matrix may take beyond the file's: measured 0.0 to 0.8 % on the CPU and 0.0 to
 # 3.1 % for a GPU, for matrices of a million weights and more.
 REPACKED = {"cpu": 1.008, "cuda": 1.031}
-DEQUANTIZED_ROWS = 64  # more rows than this multiply by a dequantized matrix on a GPU
 CPU_BLOCK_ROWS = 512  # rows that the fused blocks of the CPU work on at a time
 
 
@@ -170,7 +170,7 @@ def _scratch(module: Module, config: ExLlamaV2Config, kind: str, rows: int) -> i
         if isinstance(module, MoE):
             width += (module.chosen + 1) * config.hidden_size * 4 // element
     dequantized = 0
-    if kind == "cuda" and rows > DEQUANTIZED_ROWS:
+    if kind == "cuda" and rows > PACKED_ROWS:
         dequantized = 2 * max(linear.in_features * linear.out_features for linear in linears)
     if kind == "cuda":  # what float matrices add to or scale is float32, beside the half that it comes from
         finished = [q.out_features for q in linears if q.spec.bias or q.spec.prescale != 1.0]

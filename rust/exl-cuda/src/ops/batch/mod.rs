@@ -4,7 +4,7 @@ mod plan;
 
 use super::linear::{self, Half, Matrix};
 use super::ring::Norm;
-use super::select::{Epilogue, Kernel, Refusal, check_alike};
+use super::select::{Epilogue, Kernel, MOST_PACKED_ROWS, Refusal, check_alike};
 use super::{Target, index32};
 use crate::abi::assert_layout;
 use crate::capabilities::Capabilities;
@@ -19,7 +19,7 @@ use plan::{
 };
 
 /// Most rows of the batch kernel.
-pub const MOST_ROWS: usize = 64;
+pub const MOST_ROWS: usize = MOST_PACKED_ROWS;
 /// Most matrices of a launch.
 pub const MATRICES: usize = 3;
 const LAYOUT_THREADS: u32 = 128;
