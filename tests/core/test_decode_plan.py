@@ -139,9 +139,7 @@ def test_the_plan_is_the_modules_own_pass(
             plan.run(ids[:, 20:].reshape(-1), step, logits)
             layers = sum(isinstance(module, Attention) for module in model.modules)
             rows = batch * q_len
-            joins = (
-                4 if rows <= int(joined) else 2 if rows > plans.FEW_ROWS else 0
-            )
+            joins = 4 if rows <= int(joined) else 2 if rows > plans.FEW_ROWS else 0
             head = plans.GEMV_ROWS < rows <= min(int(joined), plans.FEW_ROWS)
             assert FusedDouble.calls == joins * layers + head
         else:

@@ -56,6 +56,7 @@ __all__ = [
     "cuda_rms_norm",
     "cuda_rope",
     "cuda_rope_store",
+    "cuda_row_limits",
     "cuda_sample_answers",
     "cuda_sample_fill",
     "cuda_sample_launch",
@@ -756,6 +757,11 @@ def cuda_rope_store(
 ) -> None:
     """
     Rotate q [T, Hq, D] and k [T, H, D] in place; encode k and v [T, H, D] into slots [T].
+    """
+
+def cuda_row_limits() -> tuple[int, int, int]:
+    """
+    Most rows of a matmul by `gemv_ring` where others fit too, by `gemm_few`, and on packed weights by any kernel.
     """
 
 def cuda_sample_answers(
