@@ -20,10 +20,10 @@ from exl_generate.dynamic.detokenize import PieceTable
 from exl_generate.dynamic.output import Record, TextStream
 from exl_generate.dynamic.stopping import Automaton
 from exl_generate.sampling import RequestSampler, Settings, Vocabulary
-from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedTokenizer
+from exl_generate.testing import ModelBase, ScriptedCache, ScriptedConfig, ScriptedTokenizer
 
 
-class FreeModel:
+class FreeModel(ModelBase):
     """Returns the same logits every time, without looking at anything."""
 
     def __init__(self, vocab: int, max_seq_len: int = 8192) -> None:

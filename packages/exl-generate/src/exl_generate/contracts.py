@@ -27,6 +27,10 @@ class Cache(Protocol):
     batch_size: int
     max_seq_len: int
 
+    @property
+    def model(self) -> Any:
+        """The model that it was made for."""
+
     def copy_states(
         self,
         target: Any,
@@ -43,11 +47,29 @@ class Cache(Protocol):
 
 
 class Model(Protocol):
-    """A loaded model."""
+    """A loaded model. `exl_generate.testing.ModelBase` has the answers of a model on the CPU, for test doubles."""
 
     @property
     def config(self) -> Any:
         """Its `Config`."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where logits are computed; None is the CPU."""
+
+    @property
+    def arrangement(self) -> object:
+        """An object that is another one after a module of the model was replaced: what was computed is stale then."""
+
+    @property
+    def hooked(self) -> bool:
+        """Whether hooks of the caller look at hidden states: each prompt must then be a pass of its own."""
+
+    def invariant_tokens(self, loras: Any = ()) -> int | None:
+        """Tokens of a pass up to which no bit depends on how many there are; None: however many."""
+
+    def prepare_step(self, q_len: int, cache: Any, attn_params: Any) -> Any:
+        """A step of `q_len` tokens a row whose ids are not known yet (`ExLlamaV2.prepare_step`), or None."""
 
     def forward_chunk(
         self,

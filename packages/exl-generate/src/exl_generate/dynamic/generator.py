@@ -140,7 +140,7 @@ class ExLlamaV2DynamicGenerator:
             filter_pool if filter_background_eval else None,
         )
         self._caches = [cache] if draft_cache is None else [cache, draft_cache]
-        self._arrangement = getattr(model, "arrangement", None)
+        self._arrangement = model.arrangement
         #: ways in which the model's modules have stood before the present one (`Intervention` put in or taken out)
         self.arrangements = 0
         self._in_round = False
@@ -477,7 +477,7 @@ class ExLlamaV2DynamicGenerator:
     def _meet_arrangement(self) -> None:
         """What was computed before a module of the model was put into an `Intervention`, or taken out of one, is found
         under names that no job starts with from now on; jobs that run share no page from here on."""
-        now = getattr(self.model, "arrangement", None)
+        now = self.model.arrangement
         if now is not self._arrangement:
             self._arrangement, self.arrangements = now, self.arrangements + 1
             self._engine.forget_ahead()

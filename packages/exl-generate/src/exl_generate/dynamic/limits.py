@@ -47,7 +47,7 @@ class Limits:
             ("max_chunk_size", max_chunk_size, 1),
         ):
             check_count(name, value, least, optional=name not in ("page_size", "max_q_size"))
-        if getattr(cache, "model", model) is not model:
+        if cache.model is not model:
             raise RequestError("the cache was made for another model; make one with this model as its first argument")
         if cache.batch_size != 1:
             raise RequestError(
@@ -87,12 +87,17 @@ def check_count(name: str, value: object, least: int, optional: bool = False) ->
         raise RequestError(f"{name} is {value!r}; it must be an integer of at least {least}")
 
 
+_OF_MODELS = ("forward_chunk", "config", "device", "arrangement", "hooked", "invariant_tokens", "prepare_step")
+_OF_CACHES = ("copy_states", "model", "batch_size", "max_seq_len")
+
+
 def _check_parts(model: object, cache: object, which: str = "") -> None:
-    for name, part, needs in ((f"{which}model", model, "forward_chunk"), (f"{which}cache", cache, "copy_states")):
-        if not hasattr(part, needs):
+    for name, part, needed in ((f"{which}model", model, _OF_MODELS), (f"{which}cache", cache, _OF_CACHES)):
+        missing = next((attribute for attribute in needed if not hasattr(part, attribute)), None)
+        if missing is not None:
             raise RequestError(
-                f"{name} is {'None' if part is None else 'a ' + type(part).__name__}; pass a loaded model, its cache "
-                "and its tokenizer, in this order"
+                f"{name} is {'None' if part is None else 'a ' + type(part).__name__}, which has no {missing}; pass a "
+                "loaded model, its cache and its tokenizer, in this order"
             )
 
 

@@ -82,7 +82,7 @@ class Runner:
         self._page_size = page_size
         self._draft = draft
         #: whether a pass is only queued when it returns: the model is on a GPU
-        self.asynchronous = getattr(getattr(model, "device", None), "type", "cpu") == "cuda"
+        self.asynchronous = model.device is not None and model.device.type == "cuda"
         # A pass on the CPU takes its time, and what it has written when it is left lies behind what is valid of the
         # pages. One on a GPU is only queued, in part by recorded steps, which must not be left half recorded.
         self._guard: Callable[[], AbstractContextManager[None]] = nullcontext if self.asynchronous else lent
@@ -97,8 +97,7 @@ class Runner:
         loras = chunk.sequence.loras
         if self.hooked or (chunk.sequence.embeddings and int(chunk.ids.max()) >= EMBEDDING_INDEX):
             return chunk, len(chunk)  # by itself
-        invariant_tokens = getattr(self._model, "invariant_tokens", None)
-        alike = None if invariant_tokens is None else invariant_tokens(loras)
+        alike = self._model.invariant_tokens(loras)
         if alike is None or len(chunk) > alike:
             return (loras, "any"), sys.maxsize
         return (loras, "alike"), alike
@@ -106,7 +105,7 @@ class Runner:
     @property
     def hooked(self) -> bool:
         """Whether hooks of the caller's own look at the model's states: each prompt must then go by itself."""
-        return bool(getattr(self._model, "hooked", False))
+        return self._model.hooked
 
     def compute(self, chunks: SequenceOf[Chunk]) -> list[Exception | None]:
         """Compute the K/V of these ids, which must follow what is there and have pages: in one pass, or if that fails
@@ -213,8 +212,7 @@ class NextStep:
     def __init__(self, model: Model, cache: Cache, params: PagedParams) -> None:
         self._model, self._cache, self._params = model, cache, params
         self._set_aside = False  # logits are ours, whatever the model does
-        make = getattr(model, "prepare_step", None)
-        self._prepared = None if make is None else make(1, cache, params)
+        self._prepared = model.prepare_step(1, cache, params)
 
     def stage(self) -> Staged | None:
         """Where tokens that the GPU has still to sample are to be written, int64 [B], and what is to be copied before;

@@ -2,6 +2,7 @@
 
 from exl_generate.testing.driving import check_pages, drain, streamed_text, streamed_tokens
 from exl_generate.testing.scripted import (
+    ModelBase,
     ScriptedCache,
     ScriptedConfig,
     ScriptedEmbedding,
@@ -13,6 +14,7 @@ from exl_generate.testing.small import AsAsked
 
 __all__ = [
     "AsAsked",
+    "ModelBase",
     "ScriptedCache",
     "ScriptedConfig",
     "ScriptedEmbedding",

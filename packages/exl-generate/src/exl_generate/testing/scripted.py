@@ -17,7 +17,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["ScriptedCache", "ScriptedConfig", "ScriptedEmbedding", "ScriptedLora", "ScriptedModel", "ScriptedTokenizer"]
+__all__ = [
+    "ModelBase",
+    "ScriptedCache",
+    "ScriptedConfig",
+    "ScriptedEmbedding",
+    "ScriptedLora",
+    "ScriptedModel",
+    "ScriptedTokenizer",
+]
 
 Script = Callable[[list[int]], int | None]
 
@@ -83,7 +91,23 @@ class ScriptedEmbedding:
         return list(range(self.first_index, self.first_index + self.length))
 
 
-class ScriptedModel:
+class ModelBase:
+    """All of `exl_generate.contracts.Model` but `config` and `forward_chunk`, as a model on the CPU answers it."""
+
+    device: torch.device | None = None
+    arrangement: object = None
+    hooked: bool = False
+
+    def invariant_tokens(self, loras: Any = ()) -> int | None:
+        """None: tokens of a pass never depend on each other."""
+        return None
+
+    def prepare_step(self, q_len: int, cache: Any, attn_params: Any) -> Any:
+        """None: a step is computed when its ids are known."""
+        return None
+
+
+class ScriptedModel(ModelBase):
     """`script(context)` names the next token, or None where the hash decides. `faults` are raised by the forward passes
     that see a context ending in that token. In a context a row of an embedding stands as 10000 + its value."""
 
