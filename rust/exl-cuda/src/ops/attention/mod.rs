@@ -28,8 +28,8 @@ const UNIT_PARTS: usize = 32;
 const ROWS: usize = 16;
 /// Query rows of a call from which blocks that share keys between eight warps pay.
 const PREFILL_ROWS: usize = 64;
-/// Decode blocks that a launch wants for each multiprocessor.
-const BLOCKS_PER_MULTIPROCESSOR: usize = 2;
+/// Decode blocks that a launch wants for each SM.
+const BLOCKS_PER_SM: usize = 2;
 
 /// Most floats of parts: beyond, one block does a tile alone (256 MiB).
 const MOST_PARTS: usize = 1 << 26;
@@ -267,7 +267,7 @@ pub fn plan(device: u32, op: &Attention, max_keys: usize) -> Result<Plan, CudaEr
 fn plan_on(caps: &Capabilities, op: &Attention, max_keys: usize) -> Plan {
     let dim = padded(op.pages.head_dim);
     let group = op.q_heads / op.pages.heads;
-    let multiprocessors = caps.sms;
+    let sms = caps.sms;
     let capacity = op.max_pages * op.pages.page_size;
     let keys = max_keys.min(capacity);
     let warps = prefill_warps(dim);
@@ -275,7 +275,7 @@ fn plan_on(caps: &Capabilities, op: &Attention, max_keys: usize) -> Plan {
     let blocks = (op.tokens * group).div_ceil(ROWS * warps) * op.pages.heads;
     let per_block = caps.shared_per_block;
     let fits = prefill_shared(op.pages.kind, dim, per_block).1 <= per_block;
-    let enough = 2 * blocks >= multiprocessors || keys <= UNIT * SPLIT_UNITS;
+    let enough = 2 * blocks >= sms || keys <= UNIT * SPLIT_UNITS;
     if rows_of_sequence >= PREFILL_ROWS && fits && enough && op.own.is_none() {
         return Plan {
             mode: Mode::Prefill,
@@ -294,9 +294,7 @@ fn plan_on(caps: &Capabilities, op: &Attention, max_keys: usize) -> Plan {
     let tile_rows = tile_heads * tile_tokens;
     // Keys begin at any unit (a window): one split more than they fill.
     let splits = units.div_ceil(SPLIT_UNITS) + 1;
-    let wanted = (BLOCKS_PER_MULTIPROCESSOR * multiprocessors)
-        .div_ceil(groups.max(1))
-        .min(units);
+    let wanted = (BLOCKS_PER_SM * sms).div_ceil(groups.max(1)).min(units);
     let slots = if wanted > 1 {
         splits.max(units.min(UNIT_PARTS) + 1)
     } else {

@@ -12,7 +12,7 @@ const FEW_DIMS: [usize; 2] = [64, 128];
 /// What their queries may be.
 const FEW_ELEMENTS: [Element; 2] = [Element::F16, Element::BF16];
 
-/// Blocks of the kernel in clusters that fit a multiprocessor, and most that join in a cluster.
+/// Blocks of the kernel in clusters that fit an SM, and most that join in a cluster.
 const FEW_BLOCKS: usize = 5;
 const MOST_CLUSTER: usize = 8;
 
@@ -162,16 +162,11 @@ fn few_shared(kind: Kind, dim: usize, rows: usize, size: usize) -> usize {
 /// Blocks of a cluster and clusters of a key head: a cluster a split, of as many blocks as leave all of them resident at once. By what was
 /// measured (docs/performance.md): clusters of four only where a row is one split; more blocks than are resident only of short rows of
 /// half pages; else None.
-fn few_clusters(
-    groups: usize,
-    units: usize,
-    packed: bool,
-    multiprocessors: usize,
-) -> Option<(usize, usize)> {
+fn few_clusters(groups: usize, units: usize, packed: bool, sms: usize) -> Option<(usize, usize)> {
     let clusters = units.div_ceil(SPLIT_UNITS);
-    let (blocks, resident) = (groups * clusters, FEW_BLOCKS * multiprocessors);
+    let (blocks, resident) = (groups * clusters, FEW_BLOCKS * sms);
     let most = if clusters == 1 && !packed {
-        8 * multiprocessors
+        8 * sms
     } else {
         resident
     };
@@ -187,10 +182,10 @@ fn few_clusters(
     Some((size, clusters))
 }
 
-/// Bytes of shared memory that keep more than an even share of a launch's blocks off a multiprocessor: blocks come as those before them
+/// Bytes of shared memory that keep more than an even share of a launch's blocks off an SM: blocks come as those before them
 /// end, at different times, and whoever is free first would be filled. Few blocks stand beside one of the ring kernel, with no room for this.
-fn few_room(blocks: usize, multiprocessors: usize, per_block: usize) -> usize {
-    let share = blocks.div_ceil(multiprocessors);
+fn few_room(blocks: usize, sms: usize, per_block: usize) -> usize {
+    let share = blocks.div_ceil(sms);
     if (3..=FEW_BLOCKS).contains(&share) {
         (per_block + 1024) / (share + 1) - 1024 + 128
     } else {
@@ -227,11 +222,11 @@ fn is_single(caps: &Capabilities, op: &Attention, plan: &Plan) -> bool {
 fn few(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Few> {
     let (dim, heads) = (op.pages.head_dim, op.pages.heads);
     let group = op.q_heads / heads;
-    let multiprocessors = caps.sms;
+    let sms = caps.sms;
     let units = plan.key_limit.div_ceil(UNIT).max(1);
     let groups = op.tokens * heads;
     let packed = !is_half(op.pages.kind);
-    let (size, clusters) = few_clusters(groups, units, packed, multiprocessors)?;
+    let (size, clusters) = few_clusters(groups, units, packed, sms)?;
     if clusters > 1 && plan.part_slots == 0 {
         return None;
     }
@@ -239,7 +234,7 @@ fn few(caps: &Capabilities, op: &Attention, plan: &Plan) -> Option<Few> {
     let per_block = caps.shared_per_block;
     // Blocks of one unit are soon gone.
     let shared = if size == 2 {
-        natural.max(few_room(2 * groups * clusters, multiprocessors, per_block))
+        natural.max(few_room(2 * groups * clusters, sms, per_block))
     } else {
         natural
     };
@@ -267,12 +262,12 @@ const MOST_HALF_SPLITS: usize = 4;
 /// Most teams of a block.
 const MOST_TEAMS: usize = 2;
 
-/// Teams of a block, and how many blocks share a multiprocessor: many short sequences of packed keys are better in small blocks, all of which
+/// Teams of a block, and how many blocks share an SM: many short sequences of packed keys are better in small blocks, all of which
 /// are resident; half pages are bound by memory, which one team keeps busy.
-fn teams(half: bool, blocks: usize, splits: usize, multiprocessors: usize) -> (usize, usize) {
+fn teams(half: bool, blocks: usize, splits: usize, sms: usize) -> (usize, usize) {
     if half {
         (1, 2)
-    } else if splits == 1 && blocks > 2 * multiprocessors {
+    } else if splits == 1 && blocks > 2 * sms {
         (1, 4)
     } else {
         (MOST_TEAMS, 2)
@@ -377,7 +372,7 @@ mod tests {
 
     #[test]
     fn clusters_of_one_token_a_sequence() {
-        // An 8B Llama's 8 key heads on 132 multiprocessors: by keys, then by sequences of 512 keys.
+        // An 8B Llama's 8 key heads on 132 SMs: by keys, then by sequences of 512 keys.
         let of_keys = |keys: usize| few_clusters(8, keys / UNIT, false, 132);
         assert_eq!(of_keys(64), Some((2, 1)));
         assert_eq!(of_keys(512), Some((8, 1)));
@@ -408,7 +403,7 @@ mod tests {
         assert_eq!(long(true), [false, false, true, false]);
         assert!(prefers_long(false, None, 64) && prefers_long(true, None, 2));
         assert!(!prefers_long(true, None, 64));
-        // Four blocks of 512 on each multiprocessor, not five; no say over few.
+        // Four blocks of 512 on each SM, not five; no say over few.
         let room = few_room(512, 132, 227 * 1024);
         assert!(4 * (room + 1024) <= 228 * 1024 && 5 * (room + 1024) > 228 * 1024);
         assert_eq!(few_room(128, 132, 227 * 1024), 0);
