@@ -25,15 +25,21 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out `cuda` tests without a usable GPU; asking for them there (`-m cuda`) is an error that says why."""
     needs_gpu = [item for item in items if item.get_closest_marker("cuda")]
-    if not needs_gpu or str(config.getoption("markexpr")).strip() != "cuda":
+    if not needs_gpu or "not cuda" in str(config.getoption("markexpr")):
         return
     from exl_kernels.device import cuda_status
-
-    if (reason := cuda_status().reason) is not None:
-        raise pytest.UsageError(f"-m cuda: {reason}")
+    from exl_kernels.errors import DeviceError
     from exl_kernels.selection import Card
 
-    features = Card.device(0).features
+    reason = cuda_status().reason
+    if reason is not None and str(config.getoption("markexpr")).strip() != "cuda":
+        return
+    if reason is not None:
+        raise pytest.UsageError(f"-m cuda: {reason}")
+    try:
+        features = Card.device(0).features
+    except DeviceError as error:
+        raise pytest.UsageError(f"-m cuda: {error}") from error
     lacking = [item for item in items if not features.issuperset(_needs(item))]
     if lacking:
         config.hook.pytest_deselected(items=lacking)

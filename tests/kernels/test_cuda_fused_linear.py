@@ -309,6 +309,7 @@ def test_many_gated_rows_are_left_in_the_order_of_the_next_product(n: int, order
 FORMS = ["exl2", "exl2 groups of 32", "gptq", "gptq act-order", "gptq groups of 32"]
 
 
+@pytest.mark.needs("wgmma")
 @pytest.mark.parametrize(("kind", "activation"), [*((kind, "silu") for kind in FORMS), ("gptq", "gelu")])
 def test_products_of_all_forms_take_what_gated_ones_leave(kind: str, activation: str) -> None:
     """Of few features and of so many that a block has three items of 64 at a time; gates far from zero, too."""

@@ -129,7 +129,7 @@ impl Capabilities {
     pub fn has(&self, feature: Feature) -> bool {
         match feature {
             Feature::BulkCopy => self.code >= 90,
-            // Consumer Blackwell (sm_12x) has no distributed shared memory worth using: no multicast, clusters of one block.
+            // Consumer Blackwell (sm_12x) is planned without clusters: no kernel that uses them has been run there.
             Feature::Clusters => self.code >= 90 && self.compute.0 < 12,
             Feature::Wgmma => self.specific && self.compute == (9, 0) && self.code == 90,
         }

@@ -154,8 +154,8 @@ impl Device {
             context,
             functions: HashMap::new(),
         };
-        device.functions =
-            device.in_context(|| with_relaxed_capture(driver, || load_all(driver)))?;
+        device.functions = device
+            .in_context(|| with_relaxed_capture(driver, || load_all(driver, &device.info.caps)))?;
         Ok(device)
     }
 }
@@ -246,11 +246,16 @@ fn image_of(
     }
 }
 
-/// Loads every image and resolves every kernel, so that no load happens later inside a captured region.
-fn load_all(driver: &'static Driver) -> Result<HashMap<String, Function>, CudaError> {
+/// Loads every image whose kernels do their work on a card of these capabilities, and resolves every kernel, so that no load happens later
+/// inside a captured region. Launching any other kernel is an error.
+fn load_all(
+    driver: &'static Driver,
+    caps: &Capabilities,
+) -> Result<HashMap<String, Function>, CudaError> {
     let mut all = HashMap::new();
     let folder = std::env::var_os(IMAGES_VARIABLE).map(PathBuf::from);
-    for (file, own) in images::FATBINS {
+    let usable = |file: &str| crate::ops::feature_of(file).is_none_or(|feature| caps.has(feature));
+    for (file, own) in images::FATBINS.iter().filter(|(file, _)| usable(file)) {
         let image = image_of(file, own, folder.as_deref())?;
         let mut module: ffi::CuModule = std::ptr::null_mut();
         // SAFETY: a complete fatbin made by nvcc; the driver copies it.

@@ -107,10 +107,11 @@ _launches: tuple[dict[int, _native.Launch], dict[int, _native.Launch]] = ({}, {}
 
 def launch_of(stream: int) -> _native.Launch:
     """How kernels are queued on `stream`, the driver's handle, by the current setting; made once a stream."""
-    known = _launches[_programmatic]
+    programmatic = _programmatic  # read once: another thread may change it
+    known = _launches[programmatic]
     found = known.get(stream)
     if found is None:
-        found = known[stream] = _native.Launch(stream, _programmatic)
+        found = known[stream] = _native.Launch(stream, programmatic)
     return found
 
 

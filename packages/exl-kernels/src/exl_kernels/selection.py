@@ -1,6 +1,7 @@
 """Which kernel a GPU runs for a call, asked without launching it and, for known cards, without having the card.
 
-The answers come from the function that the launches themselves use, so they cannot drift from what runs.
+The answers come from the launch plans and row limits that the launches themselves use. A GPU test compares the kernels
+that are launched with the answers (tests/kernels/test_cuda_selection.py).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ pub mod rope_store;
 pub mod sampling;
 pub mod select;
 
+use crate::capabilities::Feature;
 use crate::launch::CudaError;
 
 /// Element type of activations.
@@ -64,9 +65,60 @@ pub(crate) fn kernels_of(file: &str) -> Vec<String> {
     }
 }
 
+/// What every kernel in the image of `file` needs of the card's code; None: nothing beyond the oldest card's.
+pub(crate) fn feature_of(file: &str) -> Option<Feature> {
+    let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| file.starts_with(prefix));
+    if starts(&["batch_", "attention_wide"]) {
+        Some(Feature::Wgmma)
+    } else if starts(&["ring", "few", "attention_few_", "attention_long_"]) {
+        Some(Feature::BulkCopy)
+    } else {
+        None
+    }
+}
+
 pub(crate) fn index32(what: &str, value: usize) -> Result<i32, CudaError> {
     i32::try_from(value).map_err(|_| CudaError::Argument {
         what: format!("{what} = {value}"),
         limit: format!("at most {}", i32::MAX),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::capabilities::tests::{RELEASE, card};
+
+    #[test]
+    fn a_card_loads_the_kernels_that_its_code_can_run() {
+        let loads =
+            |archs, file| feature_of(file).is_none_or(|feature| card("H100", archs).has(feature));
+        let newer = [
+            "ring_gptq",
+            "few",
+            "attention_few_q4",
+            "attention_long_fp16",
+        ];
+        let newest = ["batch_exl2_128", "attention_wide"];
+        let any = [
+            "linear",
+            "matmul_gptq_32",
+            "attention_decode_q6",
+            "attention_prefill_fp16",
+            "norm",
+            "sampling",
+        ];
+        for (archs, expected) in [
+            (&["80+ptx"][..], (false, false)),
+            (&["90"], (true, false)),
+            (RELEASE, (true, true)),
+        ] {
+            assert!(newer.iter().all(|file| loads(archs, file) == expected.0));
+            assert!(newest.iter().all(|file| loads(archs, file) == expected.1));
+            assert!(
+                any.iter()
+                    .all(|file| loads(archs, file) && !kernels_of(file).is_empty())
+            );
+        }
+    }
 }

@@ -50,6 +50,9 @@ _MLP = {"key", "layer_idx", "norm", "gate_proj", "up_proj", "down_proj", "activa
 _NORM = {"key", "shapes", "eps", "weight", "offset"}
 _EMBEDDING = {"key", "vocab_size", "hidden_size", "scale", "weight"}
 
+_PACKED_COLUMNS = FEW_ROWS
+"""Columns of the input that `gemm_few` takes: one for each row that it can have."""
+
 JOINED_ROWS_VARIABLE = "EXL_DECODE_JOINED_ROWS"
 JOINED_ROWS = PACKED_ROWS
 """Rows up to which they are joined, unless the variable says otherwise."""
@@ -115,7 +118,9 @@ class _Layer:
         attended: Tensor | Prepared
         if step.q_len == 1 and self.o.takes_prepared:
             attended = Prepared(self.o.room(), rows)
-            _attend_one(a, *self._split(qkv), step, into=ProductInput(_cuda(a.o_proj), FEW_ROWS, attended.scratch))
+            _attend_one(
+                a, *self._split(qkv), step, into=ProductInput(_cuda(a.o_proj), _PACKED_COLUMNS, attended.scratch)
+            )
         else:
             attended = _attend(a, *self._split(qkv), step).view(rows, -1)
         normed = self.o.in_a_row(attended, x, x, self.gate_up)

@@ -275,7 +275,9 @@ pub(super) fn plan(
             best = Some(plan);
         }
     }
-    best.ok_or(full)
+    // Shapes that share K between blocks are left out without clusters.
+    let missing = (!caps.has(Feature::Clusters)).then_some(Refusal::Needs(Feature::Clusters));
+    best.ok_or(missing.unwrap_or(full))
 }
 
 fn plan_cut(
