@@ -159,7 +159,8 @@ def test_vllm_requests_are_checked_and_a_failing_filter_ends_its_row():
             VllmFilterProcessor.validate_params(params(bad))
     processor = vllm_processor()
     output = []
-    processor.update_state(update(added=[(0, params({"type": "select", "options": ["z"]}), [], output)]))
+    apart = {"type": "all-of", "filters": [{"type": "select", "options": [word]} for word in ("yes", "no")]}
+    processor.update_state(update(added=[(0, params(apart), [], output)]))
     logits = processor.apply(np.zeros((1, WIDTH), np.float32))
     assert np.flatnonzero(np.isfinite(logits[0])).tolist() == [EOS]
     assert isinstance(processor.failures[0], FilterDeadEnd)
