@@ -161,6 +161,31 @@ def test_the_choice_is_logged_once(machine: Machine, caplog: pytest.LogCaptureFi
     assert [r.getMessage() for r in caplog.records] == ["running on cuda:0 (a card of this test, 24 GiB)"]
 
 
+def test_a_card_that_is_not_used_is_a_warning(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """A script that configures no logging prints warnings, and nothing below."""
+    machine.has(gpu(0, "a 4090 of this test", (8, 9), code=False))
+    devices()
+    devices()
+    (record,) = [r for r in caplog.records if r.name == "exl_core.device"]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("running on the CPU")
+    assert "a 4090 of this test" in record.getMessage()
+
+
+def test_a_machine_without_a_card_is_no_warning(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.has(reason="no driver in this test")
+    with caplog.at_level(logging.WARNING, logger="exl_core.device"):
+        devices()
+    assert caplog.records == []
+
+
+def test_a_line_that_the_caller_shows_is_not_logged(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.has(gpu(0, "a card that is said", (8, 9), code=False))
+    assert "a card that is said" in str(device_line())
+    devices()
+    assert caplog.records == []
+
+
 def test_splits_go_to_the_usable_gpus(lab: Any, machine: Machine) -> None:
     """As scripts written for exllamav2 ask for them."""
     machine.has(gpu(0, "A", (9, 0)), gpu(1, "B", (9, 0)))

@@ -21,10 +21,14 @@ NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor, and the class that graphics and co
 
 @dataclass(frozen=True, slots=True)
 class AutoDevices:
-    """Names of devices in the order in which they are filled, and one line that says so and what was skipped."""
+    """Names of devices in the order in which they are filled, and one line that says so and what was skipped.
+
+    `unused_card`: models run on the CPU although an NVIDIA card may be here.
+    """
 
     names: tuple[str, ...]
     line: str
+    unused_card: bool = False
 
 
 def choose_devices() -> AutoDevices:
@@ -34,12 +38,13 @@ def choose_devices() -> AutoDevices:
     # Cards that the kernels have no code for are listed one by one; everything else is true of all of them.
     why = None if status.devices and not coded else status.reason or _torch_reason(status)
     if why is not None:
-        return AutoDevices(("cpu",), f"running on the CPU: {why if _may_have_gpu(status) else 'no NVIDIA GPU found'}")
+        card = _may_have_gpu(status)
+        return AutoDevices(("cpu",), f"running on the CPU: {why if card else 'no NVIDIA GPU found'}", unused_card=card)
     reasons = [(d, d.reason or _torch_skips(d)) for d in status.devices]
     usable = [d for d, reason in reasons if reason is None]
     skipped = [f"cuda:{d.index} ({d.name}) is skipped: {reason}" for d, reason in reasons if reason is not None]
     if not usable:
-        return AutoDevices(("cpu",), "; ".join(["running on the CPU", *skipped]))
+        return AutoDevices(("cpu",), "; ".join(["running on the CPU", *skipped]), unused_card=True)
     parts = [f"running on {_described(usable[0])}"]
     if usable[1:]:
         parts.append(f"split models also use {', '.join(map(_described, usable[1:]))}")

@@ -86,7 +86,10 @@ def using_devices(value: str | None, option: str = "device") -> Iterator[None]:
 
 
 def devices() -> list[Device]:
-    """The devices of EXL_DEVICE, in order; those of "auto" if it is not set. What "auto" chose is logged once (INFO).
+    """The devices of EXL_DEVICE, in order; those of "auto" if it is not set.
+
+    The choice of "auto" is logged once, unless `device_line` has returned it: as INFO, or as WARNING if models run on
+    the CPU although an NVIDIA card may be here. Python prints a warning even for programs that configure no logging.
 
     Raises DeviceError for a value that names no device of this machine, or one that our kernels cannot run on.
     """
@@ -96,13 +99,20 @@ def devices() -> list[Device]:
     found = choose_devices()
     if found.line not in _logged:
         _logged.add(found.line)
-        log.info("%s", found.line)
+        log.log(logging.WARNING if found.unused_card else logging.INFO, "%s", found.line)
     return [Device(name) for name in found.names]
 
 
 def device_line() -> str | None:
-    """One line that says what "auto" chose, and why a GPU was skipped; None where the caller named the devices."""
-    return choose_devices().line if _setting()[1] == AUTO else None
+    """One line that says what "auto" chose, and why a GPU was skipped; None where the caller named the devices.
+
+    The caller shows the line, so `devices` no longer logs it.
+    """
+    if _setting()[1] != AUTO:
+        return None
+    line = choose_devices().line
+    _logged.add(line)
+    return line
 
 
 def _setting() -> tuple[str, str]:
