@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,38 @@ def test_a_full_disk_is_one_line(arguments: list[str], buffered: str) -> None:
         )
     assert done.returncode == 1
     assert done.stderr == "exl: cannot write the output: No space left on device [output]\n"
+
+
+def with_closed(streams: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with standard streams closed as a shell does it: "<&-", ">&-", "2>&-"."""
+    command = shlex.join([sys.executable, "-m", "exl_generate", *arguments])
+    return subprocess.run(["sh", "-c", f"{command} {streams}"], capture_output=True, text=True, check=False)
+
+
+ONCE = ("Once", "-n", "4", "--seed", "1", "-m", BUNDLED)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+@pytest.mark.parametrize("arguments", [("generate", *ONCE), ("generate", "--json", *ONCE), ("info", BUNDLED)])
+def test_a_closed_output_is_one_line(arguments: tuple[str, ...]) -> None:
+    done = with_closed(">&-", *arguments)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "exl: cannot write the output: Bad file descriptor [output]"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+def test_closed_errors_leave_the_output_as_it_is() -> None:
+    done = with_closed("2>&-", "generate", *ONCE)
+    whole = with_closed("", "generate", *ONCE)
+    assert (done.returncode, done.stdout) == (0, whole.stdout)
+    assert done.stdout.startswith("Once")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+def test_a_closed_input_is_empty() -> None:
+    done = with_closed("<&-", "chat", "-m", BUNDLED)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_errors_about_files_keep_their_traceback(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]

@@ -26,6 +26,7 @@ def program() -> None:
 
 
 def _run(at_end: Callable[[], object]) -> None:
+    _open_closed_streams()
     from exl_generate.cli.app import app
 
     try:
@@ -58,6 +59,19 @@ def _run(at_end: Callable[[], object]) -> None:
         else:
             raise
         sys.exit(1)
+
+
+def _open_closed_streams() -> None:
+    """Replace standard streams that were closed before the start, which Python sets to None.
+
+    Input is then empty, errors go nowhere, and writing output fails as on any stream that cannot be written.
+    """
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY), encoding="utf-8")
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
 
 
 def _reader_gone() -> NoReturn:
