@@ -122,3 +122,12 @@ def test_doctor_says_where_models_run(exl, monkeypatch: pytest.MonkeyPatch) -> N
     assert json.loads(exl("doctor", "--json")[1])["models"] == {"device": "cpu:0, cpu:1 (EXL_DEVICE)"}
     monkeypatch.setenv("EXL_DEVICE", "tpu")
     assert "EXL_DEVICE is 'tpu'" in json.loads(exl("doctor", "--json")[1])["models"]["device"]
+
+
+@pytest.mark.parametrize("value", ["tpu", "cuda"])
+def test_doctor_fails_where_the_chosen_device_cannot_be_used(exl, monkeypatch: pytest.MonkeyPatch, value: str) -> None:  # type: ignore[no-untyped-def]
+    gpus(monkeypatch)
+    monkeypatch.setenv("EXL_DEVICE", value)
+    code, out, _ = exl("doctor")
+    assert (code, out.splitlines()[-1]) == (1, "models cannot run here")
+    assert json.loads(exl("doctor", "--json")[1])["ok"] is False

@@ -21,7 +21,7 @@ __all__ = ["examine", "run"]
 
 
 def run(as_json: bool) -> int:
-    """Print the findings; 0 when models can run here, on whatever device."""
+    """Print the findings; 0 when models can run here, on the device of EXL_DEVICE if it is set."""
     facts = examine()
     if as_json:
         print(json.dumps(facts))
@@ -37,6 +37,7 @@ def examine() -> dict[str, Any]:
     """Everything `exl doctor` says, as data."""
     cuda = cuda_status()
     bundled = _bundled()
+    device, device_works = _device()
     return {
         "machine": {
             "python": platform.python_version(),
@@ -51,7 +52,7 @@ def examine() -> dict[str, Any]:
             "threads": threads.num_threads(),
             "matmul": os.environ.get("EXL_CPU_MATMUL") or "int8",
         },
-        "models": {"device": _device()},
+        "models": {"device": device},
         "cuda": {
             "usable": cuda.available,
             "reason": cuda.reason,
@@ -67,16 +68,16 @@ def examine() -> dict[str, Any]:
             **{name: version(name) for name in ("exl-kernels", "exl-core", "exl-filters", "exl-generate")},
             "bundled model": bundled,
         },
-        "ok": _kernels_work(),
+        "ok": _kernels_work() and device_works,
     }
 
 
-def _device() -> str:
-    """Where models run when nothing else is said."""
+def _device() -> tuple[str, bool]:
+    """Where models run when nothing else is said, or why they cannot; and whether they can."""
     try:
-        return device_line() or f"{', '.join(d.name for d in devices())} ({DEVICE_VARIABLE})"
+        return device_line() or f"{', '.join(d.name for d in devices())} ({DEVICE_VARIABLE})", True
     except DeviceError as error:
-        return str(error)
+        return str(error), False
 
 
 def _kernels_work() -> bool:
