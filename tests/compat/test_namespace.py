@@ -73,6 +73,9 @@ PATHS = {
 # Modules of exllamav2's inner workings: scripts import them, few of their names have a counterpart.
 INNER = [
     *("exllamav2.architecture", "exllamav2.compat", "exllamav2.conv", "exllamav2.conversion", "exllamav2.device"),
+    *("exllamav2.conversion.adaptivegptq", "exllamav2.conversion.bot_status", "exllamav2.conversion.compile"),
+    *("exllamav2.conversion.convert_exl2", "exllamav2.conversion.measure", "exllamav2.conversion.optimize"),
+    "exllamav2.conversion.qparams",
     *(
         "exllamav2.embedding",
         "exllamav2.ext",
@@ -112,6 +115,13 @@ MISSING = [
     ("exllamav2.architecture", "layer_keys_llama_norms"),
     ("exllamav2.compat", "test_gpu_peer_copy"),
     ("exllamav2.conv", "ExLlamaV2Conv"),
+    ("exllamav2.conversion.adaptivegptq", "AdaptiveGPTQ"),
+    ("exllamav2.conversion.bot_status", "print_stage"),
+    ("exllamav2.conversion.compile", "compile_model"),
+    ("exllamav2.conversion.convert_exl2", "main"),
+    ("exllamav2.conversion.measure", "measure_quant"),
+    ("exllamav2.conversion.optimize", "optimize"),
+    ("exllamav2.conversion.qparams", "QParams"),
     ("exllamav2.conversion.quantize", "quant"),
     ("exllamav2.conversion.tokenize", "tokenize"),
     ("exllamav2.device", "ExLlamaV2DeviceContext"),
