@@ -101,11 +101,12 @@ def test_a_closed_input_is_empty() -> None:
 
 def test_errors_about_files_keep_their_traceback(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """They are not about the output, and nobody foresaw them."""
+    from exl_generate.cli import generate as command
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error", "some file")
 
-    monkeypatch.setattr("exl_generate.cli.generate.run", fail)
+    monkeypatch.setattr(command, "run", fail)
     with pytest.raises(OSError, match="some file"):
         exl("generate", "x")
 
