@@ -18,7 +18,7 @@ PATIENCE = 120  # seconds without a sign of life, which only a hang takes
 
 
 class Terminal:
-    """Runs `command` until the block ends; what is typed is not echoed."""
+    """Runs `command` until the block ends; typed text is not echoed."""
 
     def __init__(self, *command: str) -> None:
         self._master, slave = pty.openpty()

@@ -1,4 +1,4 @@
-"""The devices that "auto" stands for, on machines that this one is not."""
+"""The devices that "auto" means, on machines that this one is not."""
 
 from __future__ import annotations
 

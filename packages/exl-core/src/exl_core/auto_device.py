@@ -1,4 +1,4 @@
-"""Which devices "auto" stands for: the GPUs that the kernels of this build and torch run on, else the CPU."""
+"""Which devices "auto" means: the GPUs that the kernels of this build and torch run on, else the CPU."""
 
 from __future__ import annotations
 

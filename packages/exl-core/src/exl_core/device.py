@@ -34,7 +34,7 @@ __all__ = [
 
 DEVICE_VARIABLE = "EXL_DEVICE"
 """Devices of a model, in the order of its layers: "auto" (the default), "cpu", "cuda:<index>", "cuda" (every GPU), or a
-list of them. "auto" stands for every GPU that the kernels run on, or for the CPU if there is none. A device may be
+list of them. "auto" means every GPU that the kernels run on, or for the CPU if there is none. A device may be
 capped: "cuda:0=20" uses at most 20 GiB of it. "cpu:<index>" are logical devices of the one CPU."""
 
 GIB = 1024**3

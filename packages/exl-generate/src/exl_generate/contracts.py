@@ -59,7 +59,7 @@ class Model(Protocol):
 
     @property
     def arrangement(self) -> object:
-        """An object that is another one after a module of the model was replaced: what was computed is stale then."""
+        """An object that is another one after a module of the model was replaced: earlier results are stale then."""
 
     @property
     def hooked(self) -> bool:

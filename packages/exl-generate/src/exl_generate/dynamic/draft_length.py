@@ -42,7 +42,7 @@ class Acceptance:
         self._held = self._tried = 0.0
 
     def learn(self, drafted: int, held: int) -> None:
-        """Of `drafted` guesses in a row the first `held` held; those behind the first that did not say nothing."""
+        """Of `drafted` consecutive guesses the first `held` held; those behind the first that did not say nothing."""
         tried = held + (held < drafted)
         kept = (1.0 - 1.0 / self._memory) ** tried
         self._held = self._held * kept + held
