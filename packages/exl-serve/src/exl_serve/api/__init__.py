@@ -1,0 +1,1 @@
+"""HTTP routes: what the API worker serves."""

@@ -1,0 +1,104 @@
+"""The seam between the API and what runs requests: an engine process on this machine, one in this process, a Ray
+replica. The same conformance tests run against each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from exl_serve.engine.events import EngineEvent
+from exl_serve.request.internal import EngineRequest
+
+__all__ = ["EngineClient", "EngineStatus", "ModelCard", "RunningRequest", "Sink"]
+
+Sink = Callable[[EngineEvent], None]
+"""Takes a request's events, on the event loop's thread, in order; must not block or raise."""
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says of its model when a client connects."""
+
+    id: str
+    #: the model's folder; never told to clients
+    folder: str
+    max_seq_len: int
+    max_batch_size: int
+    cache_tokens: int
+    vocab_size: int
+    #: token ids that end an answer
+    eos_ids: tuple[int, ...]
+    #: hexadecimal digest of weights, quantization, cache format and engine version: equal digests, equal tokens
+    digest: str
+    quantization: str = ""
+    cache_format: str = "fp16"
+    modalities: tuple[str, ...] = ("text",)
+    #: the folder's time, seconds since the epoch
+    created: int = 0
+    #: of generation_config.json, by the names of `Sampling`
+    sampling_defaults: dict[str, Any] = {}
+    #: loaded adapters by name
+    adapters: tuple[str, ...] = ()
+    page_size: int = 256
+    #: root of the page labels of a request without adapter and salt
+    namespace: bytes = b""
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A moment of an engine, as its status page holds it. Times are of `time.monotonic`."""
+
+    boot: bytes
+    state: Literal["loading", "warming", "ready", "draining", "failed"]
+    round: int
+    #: begin and end of the last round; in a round if `began > ended`
+    began: float
+    ended: float
+    decoding: int
+    prefilling: int
+    queued: int
+    queued_prompt_tokens: int
+    pages_pinned: int
+    pages_cached: int
+    pages_free: int
+    #: tokens per second, running averages; 0 where nothing was measured yet
+    prefill_rate: float
+    decode_rate: float
+
+
+class RunningRequest(Protocol):
+    """A request that an engine has taken. All methods return at once and may be called at any time, also again, and
+    after the end."""
+
+    def cancel(self) -> None:
+        """End it; events may still come for two rounds, then none: a cancelled completion has no last event."""
+
+    def pause(self) -> None:
+        """Generate nothing more until `resume`; pages are kept."""
+
+    def resume(self) -> None: ...
+
+
+class EngineClient(Protocol):
+    """One loaded model."""
+
+    @property
+    def card(self) -> ModelCard: ...
+
+    @property
+    def status(self) -> EngineStatus:
+        """Read without asking the engine."""
+
+    async def submit(self, request: EngineRequest, sink: Sink) -> RunningRequest:
+        """Queue a request. Returns when the engine has taken it, before its first event reaches `sink`.
+
+        Raises `ServeError` if it is refused: 400 for what can never run (constraints that do not compile, a prompt that
+        does not fit), 408 for a deadline that cannot be met, 429 with `retry_after` for a full queue, 503 while the
+        engine does not run.
+        """
+
+    async def control(self, name: str, **parameters: Any) -> dict[str, Any]:
+        """An operator's call: load_adapter, unload_adapter, reset_cache, drain, stats. Raises `ServeError`."""
+
+    async def close(self) -> None:
+        """Cancel what this client has running, and disconnect."""

@@ -1,0 +1,1 @@
+"""From a public request to the engine's: schema, validation, rendering, tokenizing."""

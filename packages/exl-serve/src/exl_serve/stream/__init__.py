@@ -1,0 +1,1 @@
+"""From the engine's events to the client's: channels, mailboxes, chunks."""

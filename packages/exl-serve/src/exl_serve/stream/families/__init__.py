@@ -1,0 +1,1 @@
+"""Output formats of model families: where reasoning and tool calls begin and end, and what is inside."""

@@ -1,0 +1,1 @@
+"""The supervisor: starts, watches, restarts and drains engine processes and API workers."""

@@ -1,0 +1,1 @@
+"""Test engines and in-process servers, for tests and notebooks."""
