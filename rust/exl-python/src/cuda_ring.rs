@@ -257,27 +257,8 @@ impl CudaRing {
             multipliers,
             exchange,
         } = workspace;
-        let k = self.in_features;
         let gated = self.batch_gates();
-        // With a gate that is left to the caller, y has both matrices' results.
-        let both: usize = self.parts().iter().map(|p| p.out_features()).sum();
-        let n = if gated { self.out_features } else { both };
-        expect(
-            y.is_some() != next.is_some() && (gated || next.is_none()),
-            "results go to y or, gated, to what follows",
-        )?;
-        let m = match (&x, &y) {
-            (Some(x), _) => x.numel() / k,
-            (None, Some(y)) => y.numel() / n,
-            (None, None) => 0,
-        };
-        expect(
-            m > 0
-                && x.as_ref().is_none_or(|x| x.numel() == m * k)
-                && y.as_ref().is_none_or(|y| y.numel() == m * n)
-                && m <= batch::MOST_ROWS,
-            "x or y has the wrong size",
-        )?;
+        let m = self.batch_rows(x.as_ref(), y.as_ref(), next.is_some())?;
         let x_type = x.as_ref().map_or(Ok(Half::F16), |x| kind(x, "x"))?;
         expect(x_type != Half::F32, "x must be float16 or bfloat16")?;
         let needed = Scratch {
@@ -286,12 +267,9 @@ impl CudaRing {
             rows: m,
         };
         needed.check(scratch, multipliers)?;
-        let bytes = |tensor: &Tensor, least: usize| {
-            tensor.dtype == DType::U8 && tensor.numel() >= least && tensor.ptr.is_multiple_of(128)
-        };
         let meets = self.meeting_bytes(py, m, tuning)?;
         expect(
-            exchange.as_ref().map_or(meets == 0, |t| bytes(t, meets)),
+            exchange.as_ref().map_or(meets == 0, |t| holds(t, meets)),
             "memory to meet in is too small",
         )?;
         let mut all = vec![("scratch", scratch), ("multipliers", multipliers)];
@@ -316,7 +294,7 @@ impl CudaRing {
         if let (Some(next), Some(parts)) = (next, &next_parts) {
             let enough = next.product.get().scratch_bytes(m);
             expect(
-                parts.len() == 1 && bytes(&next.scratch, enough),
+                parts.len() == 1 && holds(&next.scratch, enough),
                 "the next product has one matrix, and scratch memory enough",
             )?;
             all.push(("next", &next.scratch));
@@ -504,6 +482,11 @@ impl CudaRing {
     }
 }
 
+/// Whether a tensor is aligned memory of at least so many bytes.
+fn holds(tensor: &Tensor, least: usize) -> bool {
+    tensor.dtype == DType::U8 && tensor.numel() >= least && tensor.ptr.is_multiple_of(128)
+}
+
 fn few_tuning(tuning: Option<(i32, i32, i32)>) -> few::Tuning {
     let (cut, slots, window) = tuning.unwrap_or_default();
     few::Tuning { cut, slots, window }
@@ -527,6 +510,32 @@ fn batch_tuning(tuning: Option<BatchTuning>) -> batch::Tuning {
 }
 
 impl CudaRing {
+    /// Rows of `run_batch`, of operands whose sizes are checked.
+    fn batch_rows(&self, x: Option<&Tensor>, y: Option<&Tensor>, goes_on: bool) -> PyResult<usize> {
+        let k = self.in_features;
+        let gated = self.batch_gates();
+        // With a gate that is left to the caller, y has both matrices' results.
+        let both: usize = self.parts().iter().map(|p| p.out_features()).sum();
+        let n = if gated { self.out_features } else { both };
+        expect(
+            y.is_some() != goes_on && (gated || !goes_on),
+            "results go to y or, gated, to what follows",
+        )?;
+        let m = match (x, y) {
+            (Some(x), _) => x.numel() / k,
+            (None, Some(y)) => y.numel() / n,
+            (None, None) => 0,
+        };
+        expect(
+            m > 0
+                && x.is_none_or(|x| x.numel() == m * k)
+                && y.is_none_or(|y| y.numel() == m * n)
+                && m <= batch::MOST_ROWS,
+            "x or y has the wrong size",
+        )?;
+        Ok(m)
+    }
+
     /// The operands of a product, checked.
     fn checked(
         &self,

@@ -1,59 +1,27 @@
 //! The batch kernel: products of 9 to 64 rows on sm_90a, of up to three matrices over one input.
 
+mod layout;
 mod plan;
 
-use super::linear::{self, Half, Matrix};
+use super::linear::{Half, Matrix};
 use super::ring::Norm;
 use super::select::{Epilogue, Kernel, MOST_PACKED_ROWS, Refusal, check_alike};
 use super::{Target, index32};
-use crate::abi::assert_layout;
 use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
-use crate::layout::UNIT_ROWS;
+use layout::{lays_out, prepare};
 pub use plan::Tuning;
 use plan::{
-    COUNTERS, EVEN_GROUPS, LEFT_FREE, Plan, SHARED_BYTES, UNCUT_ITEMS, VARIANTS, items, left_alone,
-    plan, turns, unit_bytes, variant,
+    COUNTERS, EVEN_GROUPS, Plan, Shares, Task, UNCUT_ITEMS, VARIANTS, items, plan, turns,
+    unit_bytes, variant,
 };
 
 /// Most rows of the batch kernel.
 pub const MOST_ROWS: usize = MOST_PACKED_ROWS;
 /// Most matrices of a launch.
 pub const MATRICES: usize = 3;
-const LAYOUT_THREADS: u32 = 128;
-/// Blocks of a launch that lays out, about: one a multiprocessor stands beside the product before.
-const LAYOUT_BLOCKS: usize = 128;
-
-/// Blocks with nothing to do in a launch that lays out, for each multiprocessor that the product before leaves alone, where these are few. With
-/// five as good, with seven worse than with three: blocks with something to do would have no room beside the product. With twenty and more
-/// multiprocessors alone they gain little or cost something (docs/performance-tried.md, "where blocks of a launch go").
-const IDLE_BLOCKS: usize = 4;
-const FEW_ALONE: usize = 8;
-
-/// `struct LayoutTask` of `kernels/batch_rows.cuh`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct Preparation {
-    x: usize,
-    weight: usize,
-    out: usize,
-    multipliers: usize,
-    features: usize,
-    layout_rows: i32,
-    units: i32,
-    k: i32,
-    m: i32,
-    columns: i32,
-    shares: i32,
-    idle: i32,
-    eps: f32,
-    offset: f32,
-}
-
-assert_layout!(Preparation, batch_rows::LayoutTask, { x, weight, out, multipliers, features, layout_rows as rows, units, k, m, columns, shares, idle, eps, offset });
-
 /// One product; device addresses, row-major and contiguous.
 #[derive(Clone, Copy, Debug)]
 pub struct Product {
@@ -135,29 +103,6 @@ pub fn input(matrices: &[&Matrix], m: usize) -> Option<usize> {
 /// Whether the input, at an address that is a multiple of 16, can be normed on its way into layout order.
 pub fn norms(caps: &Capabilities, matrices: &[&Matrix]) -> bool {
     matrices.iter().all(|matrix| lays_out(caps, matrix, true))
-}
-
-/// Blocks that share a row in a launch that lays out, and their shared memory: the row, a share's features and the norm's weights of them.
-fn layout_shape(matrix: &Matrix, columns: usize, norm: bool) -> (usize, usize) {
-    let eights = matrix.argument.unit_count as usize * UNIT_ROWS / 8;
-    let blocks = (LAYOUT_BLOCKS / columns).clamp(1, eights.div_ceil(LAYOUT_THREADS as usize));
-    let units = (eights.div_ceil(blocks) * 8).div_ceil(UNIT_ROWS) + 1;
-    let place = if norm { 4 + 4 } else { 4 };
-    (blocks, 2 * matrix.in_features() + place * UNIT_ROWS * units)
-}
-
-/// Blocks with nothing to do before those that lay out and norm `m` rows of so many features: the sum of a layer, as a rule, to which the product
-/// before has added as many results.
-fn idle_blocks(caps: &Capabilities, m: usize, features: usize) -> usize {
-    match left_alone(caps, m, features) {
-        few @ ..=FEW_ALONE => IDLE_BLOCKS * few,
-        _ => 0,
-    }
-}
-
-fn lays_out(caps: &Capabilities, matrix: &Matrix, norm: bool) -> bool {
-    let most = SHARED_BYTES.min(caps.shared_per_block);
-    matrix.in_features().is_multiple_of(8) && layout_shape(matrix, MOST_ROWS, norm).1 <= most
 }
 
 /// Whether these matrices can share a launch on this GPU: the kernels are there, the input's order and the form are the same.
@@ -295,6 +240,37 @@ fn check(
     }
 }
 
+/// Where results go, and what is added to them.
+fn set_operands(
+    task: &mut Task,
+    matrices: &[&Matrix],
+    op: &Product,
+    shares: &Shares,
+) -> Result<(), CudaError> {
+    let first = matrices[0];
+    (task.gate, task.residual) = (op.gate.unwrap_or(-1), op.residual);
+    (task.y, task.y_kind) = (op.y, op.y_type as i32);
+    task.scaled = i32::from(op.x_type == Half::BF16);
+    let mut before = 0;
+    for (part, matrix) in task.parts.iter_mut().zip(matrices) {
+        if shares.gated {
+            before = 0;
+        }
+        part.y_offset = before;
+        before += matrix.argument.out_features * if op.apart { task.m } else { 1 };
+    }
+    index32("elements of y", before as usize)?;
+    task.y_stride = if op.apart {
+        first.argument.out_features
+    } else {
+        before
+    };
+    // Two results are stored at once, of four bytes each at most.
+    let pairs = op.y.is_multiple_of(8) && task.y_stride % 2 == 0;
+    task.paired = i32::from(pairs && matrices.iter().all(|matrix| even(matrix)));
+    Ok(())
+}
+
 /// The product in two launches, activations into layout order and the rest. Results stand beside each other in the order of `matrices`, or go
 /// to the product that comes next. Same bits as `ops::ring`.
 ///
@@ -331,41 +307,9 @@ pub unsafe fn launch(
         meeting,
     } = room;
     check(&device.info.caps, matrices, op, next.as_ref())?;
-    if op.x == 0 {
-        // Another launch has laid the rows out.
-    } else if lays_out(&device.info.caps, first, op.norm.is_some())
-        && op.x.is_multiple_of(16)
-        && op.x_type != Half::F32
-    {
-        let norm = op.norm;
-        let preparation = Preparation {
-            x: op.x,
-            weight: norm.map_or(0, |norm| norm.weight),
-            out: scratch,
-            multipliers,
-            features: first.features,
-            layout_rows: first.argument.rows,
-            units: first.argument.unit_count,
-            k: first.argument.in_features,
-            m: task.m,
-            columns: shares.columns as i32,
-            shares: 1,
-            idle: 0,
-            eps: norm.map_or(0.0, |norm| norm.eps),
-            offset: norm.map_or(0.0, |norm| norm.offset),
-        };
+    if op.x != 0 {
         // SAFETY: this function's contract.
-        unsafe { lay_out(to, device, first, op.x_type, preparation)? };
-    } else {
-        let alone = linear::Product {
-            x: op.x,
-            x_type: op.x_type,
-            y: op.y,
-            y_type: op.y_type,
-            m: op.m,
-        };
-        // SAFETY: this function's contract.
-        unsafe { linear::prepare(to, first, &alone, scratch, multipliers, shares.columns)? };
+        unsafe { prepare(to, device, first, op, room, &shares)? };
     }
     (task.x, task.multipliers) = (scratch, multipliers);
     (task.arrivals, task.sums) = if shares.sums() == 0 {
@@ -376,26 +320,7 @@ pub unsafe fn launch(
     if let Some(next) = next {
         (task.into, task.into_rows) = (next.scratch, next.matrix.argument.row_of_feature);
     }
-    (task.gate, task.residual) = (op.gate.unwrap_or(-1), op.residual);
-    (task.y, task.y_kind) = (op.y, op.y_type as i32);
-    task.scaled = i32::from(op.x_type == Half::BF16);
-    let mut before = 0;
-    for (part, matrix) in task.parts.iter_mut().zip(matrices) {
-        if shares.gated {
-            before = 0;
-        }
-        part.y_offset = before;
-        before += matrix.argument.out_features * if op.apart { task.m } else { 1 };
-    }
-    index32("elements of y", before as usize)?;
-    task.y_stride = if op.apart {
-        first.argument.out_features
-    } else {
-        before
-    };
-    // Two results are stored at once, of four bytes each at most.
-    let pairs = op.y.is_multiple_of(8) && task.y_stride % 2 == 0;
-    task.paired = i32::from(pairs && matrices.iter().all(|matrix| even(matrix)));
+    set_operands(&mut task, matrices, op, &shares)?;
     let kernel = format!(
         "{}_{}_{}_{}x{}{}",
         shares.family(),
@@ -415,45 +340,6 @@ pub unsafe fn launch(
     };
     let mut arguments = kernel_arguments![task];
     // SAFETY: the order is that of `batch_matmul`; validity is the caller's promise.
-    unsafe { launch.run(device, &mut arguments) }
-}
-
-/// # Safety
-/// As [`launch`].
-unsafe fn lay_out(
-    to: Target,
-    device: &Device,
-    matrix: &Matrix,
-    x_type: Half,
-    mut preparation: Preparation,
-) -> Result<(), CudaError> {
-    let columns = preparation.columns as usize;
-    let norm = preparation.weight != 0;
-    let (blocks, shared) = layout_shape(matrix, columns, norm);
-    let idle = if norm && to.programmatic && shared <= LEFT_FREE {
-        idle_blocks(
-            &device.info.caps,
-            preparation.m as usize,
-            matrix.in_features(),
-        )
-    } else {
-        0
-    };
-    (preparation.shares, preparation.idle) = (blocks as i32, idle as i32);
-    let launch = Launch {
-        kernel: if x_type == Half::BF16 {
-            "lay_out_bf16"
-        } else {
-            "lay_out_f16"
-        },
-        grid: [(idle + columns * blocks) as u32, 1, 1],
-        block: LAYOUT_THREADS,
-        shared_bytes: shared as u32,
-        stream: to.stream,
-        programmatic: to.programmatic,
-    };
-    let mut arguments = kernel_arguments![preparation];
-    // SAFETY: the struct is the kernel's; validity is the caller's promise.
     unsafe { launch.run(device, &mut arguments) }
 }
 
@@ -505,22 +391,6 @@ mod tests {
         eps: 1e-5,
         offset: 0.0,
     });
-
-    #[test]
-    fn blocks_with_nothing_to_do_where_few_multiprocessors_are_free() {
-        for features in [2048, 4096, 6144] {
-            let layer = matrix(features / UNIT_ROWS, 2064);
-            for (columns, _) in VARIANTS {
-                assert!(layout_shape(&layer, columns, true).1 <= LEFT_FREE);
-            }
-            let idle = [16, 32, 40, 64].map(|m| idle_blocks(&hopper(), m, features));
-            assert_eq!(idle, [16; 4], "{features}");
-        }
-        assert_eq!(
-            [512, 1024, 3584, 5120].map(|k| idle_blocks(&hopper(), 64, k)),
-            [0; 4]
-        );
-    }
 
     fn refusal(op: Product, next: Option<&Matrix>) -> String {
         let matrix = matrix(16, 2064);

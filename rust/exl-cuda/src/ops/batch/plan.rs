@@ -327,6 +327,105 @@ pub fn plan(
         .ok_or(Refusal::SharedMemory(caps.shared_per_block))
 }
 
+/// Where a block's shared memory has what does not depend on the ring.
+struct Layout {
+    parts: [Part; MATRICES],
+    barriers_at: u32,
+    numbered_at: u32,
+    sums_at: u32,
+    bytes: usize,
+}
+
+impl Layout {
+    /// `own`: units of K of a block.
+    fn new(matrices: &[&Matrix], own: usize, shares: &Shares) -> Self {
+        let first = matrices[0];
+        let mut at = 0;
+        let mut take = |bytes: usize| {
+            let start = at;
+            at = (at + bytes).next_multiple_of(128);
+            start as u32
+        };
+        let mut first_item = 0;
+        let parts: [Part; MATRICES] = std::array::from_fn(|i| {
+            let Some(matrix) = matrices.get(i) else {
+                return Part {
+                    matrix: first.argument,
+                    y_offset: 0,
+                    first_item: i32::MAX,
+                    units_at: 0,
+                    padding: 0,
+                };
+            };
+            let part = Part {
+                matrix: matrix.argument,
+                y_offset: 0,
+                first_item,
+                units_at: take(own * unit_row(first.entry_rows)),
+                padding: 0,
+            };
+            first_item += (matrix.argument.tiles as usize).div_ceil(ITEM_TILES) as i32;
+            part
+        });
+        let barriers_at = take((2 * MOST_SLOTS + own) * 8);
+        let numbered_at = take(16);
+        let sums_at = take(if shares.cut == 1 {
+            shares.groups * shares.place() / QUARTERS
+        } else {
+            0
+        });
+        Self {
+            parts,
+            barriers_at,
+            numbered_at,
+            sums_at,
+            bytes: at,
+        }
+    }
+}
+
+/// The ring of weights, and whether activations stay in shared memory instead of travelling with them.
+struct Ring {
+    resident: bool,
+    stage: usize,
+    slots: usize,
+}
+
+impl Ring {
+    /// In `space` bytes; `kept`: bytes of all of a block's activations. None where not even two slots fit.
+    fn new(
+        space: usize,
+        unit_room: usize,
+        kept: usize,
+        shares: &Shares,
+        tuning: Tuning,
+    ) -> Option<Self> {
+        let x_bytes = unit_bytes(shares.columns);
+        let weights = (shares.groups * ITEM_TILES * unit_room).next_multiple_of(128);
+        let resident = match tuning.activations {
+            // The kernel that deals out evenly has no such form.
+            _ if shares.left > 0 => false,
+            0 => shares.rounds > 1 && space.saturating_sub(kept) / weights >= 2,
+            1 => false,
+            _ => true,
+        };
+        let (stage, room) = if resident {
+            (weights, space.checked_sub(kept)?)
+        } else {
+            ((weights + x_bytes).next_multiple_of(128), space)
+        };
+        let slots = match tuning.slots {
+            0 => (room / stage).min(MOST_SLOTS),
+            forced => forced.min(room / stage).min(MOST_SLOTS),
+        };
+        (slots >= 2).then_some(Self {
+            resident,
+            stage,
+            slots,
+        })
+    }
+}
+
 fn plan_within(
     shared: usize,
     matrices: &[&Matrix],
@@ -334,72 +433,18 @@ fn plan_within(
     shares: Shares,
     tuning: Tuning,
 ) -> Option<Plan> {
-    let first = *matrices.first()?;
-    let x_bytes = unit_bytes(shares.columns);
-    let units = first.argument.unit_count as usize;
+    let units = matrices.first()?.argument.unit_count as usize;
     let own = units.div_ceil(shares.cut);
-    let mut at = 0;
-    let mut take = |bytes: usize| {
-        let start = at;
-        at = (at + bytes).next_multiple_of(128);
-        start as u32
-    };
     let unit_room = matrices
         .iter()
         .flat_map(|matrix| matrix.unit_offsets.windows(2).map(|p| p[1] - p[0]))
         .max()?;
-    let mut first_item = 0;
-    let parts: [Part; MATRICES] = std::array::from_fn(|i| {
-        let Some(matrix) = matrices.get(i) else {
-            return Part {
-                matrix: first.argument,
-                y_offset: 0,
-                first_item: i32::MAX,
-                units_at: 0,
-                padding: 0,
-            };
-        };
-        let part = Part {
-            matrix: matrix.argument,
-            y_offset: 0,
-            first_item,
-            units_at: take(own * unit_row(first.entry_rows)),
-            padding: 0,
-        };
-        first_item += (matrix.argument.tiles as usize).div_ceil(ITEM_TILES) as i32;
-        part
-    });
-    let barriers_at = take((2 * MOST_SLOTS + own) * 8);
-    let numbered_at = take(16);
-    let sums_at = take(if shares.cut == 1 {
-        shares.groups * shares.place() / QUARTERS
-    } else {
-        0
-    });
+    let layout = Layout::new(matrices, own, &shares);
+    let at = layout.bytes;
+    let kept = own * unit_bytes(shares.columns);
     let space = shared.checked_sub(at)?;
-    let weights = (shares.groups * ITEM_TILES * unit_room as usize).next_multiple_of(128);
-    let kept = own * x_bytes;
-    let resident = match tuning.activations {
-        // The kernel that deals out evenly has no such form.
-        _ if shares.left > 0 => false,
-        0 => shares.rounds > 1 && space.saturating_sub(kept) / weights >= 2,
-        1 => false,
-        _ => true,
-    };
-    let (stage, room) = if resident {
-        (weights, space.checked_sub(kept)?)
-    } else {
-        ((weights + x_bytes).next_multiple_of(128), space)
-    };
-    let slots = match tuning.slots {
-        0 => (room / stage).min(MOST_SLOTS),
-        forced => forced.min(room / stage).min(MOST_SLOTS),
-    };
-    if slots < 2 {
-        return None;
-    }
-    let x_at = at;
-    let ring_at = if resident { at + kept } else { at };
+    let ring = Ring::new(space, unit_room as usize, kept, &shares, tuning)?;
+    let ring_at = if ring.resident { at + kept } else { at };
     Some(Plan {
         task: Task {
             x: 0,
@@ -415,15 +460,15 @@ fn plan_within(
             paired: 0,
             groups: shares.groups as i32,
             scaled: 0,
-            slots: slots as i32,
-            resident: i32::from(resident),
-            stage_stride: stage as u32,
+            slots: ring.slots as i32,
+            resident: i32::from(ring.resident),
+            stage_stride: ring.stage as u32,
             unit_room,
             ring_at: ring_at as u32,
-            x_at: x_at as u32,
-            barriers_at,
-            numbered_at,
-            sums_at,
+            x_at: at as u32,
+            barriers_at: layout.barriers_at,
+            numbered_at: layout.numbered_at,
+            sums_at: layout.sums_at,
             cut: shares.cut as i32,
             looks: if tuning.looks == 0 {
                 LOOKS
@@ -435,9 +480,9 @@ fn plan_within(
             residual: 0,
             into: 0,
             into_rows: 0,
-            parts,
+            parts: layout.parts,
         },
-        shared: ring_at + slots * stage,
+        shared: ring_at + ring.slots * ring.stage,
         shares,
     })
 }

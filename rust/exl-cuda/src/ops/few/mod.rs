@@ -2,6 +2,7 @@
 //! one row.
 
 mod plan;
+mod task;
 
 use super::Target;
 use super::linear::{Half, Matrix};

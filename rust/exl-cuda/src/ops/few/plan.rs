@@ -1,10 +1,10 @@
 //! What a launch of the kernel of 3 to 8 rows is made of: how K is cut, who has which tiles, what stands where in shared memory.
 
-use super::super::linear::{Matrix, MatrixArgument};
+use super::super::linear::Matrix;
 use super::super::ring::MATRICES;
 use super::super::select::{Refusal, check_alike, check_rows};
 use super::MOST_ROWS;
-use crate::abi::assert_layout;
+pub(super) use super::task::{LISTED, Part, Preparation, Task};
 use crate::capabilities::{Capabilities, Feature};
 
 /// Warps that multiply, one that streams weights, and those that finish tiles.
@@ -27,93 +27,10 @@ const BYTES_IN_FLIGHT: usize = 33 * 1024;
 /// kernels in between, which then start early.
 const RING_BYTES: usize = 95 * 1024;
 const LEAST_RING: usize = 60 * 1024;
-/// Units that a launch's parameters have room for, and the end of each matrix's.
-const LISTED: usize = 64;
 /// The kernel's static arrays.
 const STATIC_BYTES: usize = 512;
 /// More than half of a multiprocessor's shared memory, so that one block is placed on each (spec/kernels-measured.md 6.2).
 const LEAST_SHARED: usize = 116 * 1024;
-
-/// `struct FewPart` of `kernels/few.cuh`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Part {
-    pub(super) matrix: MatrixArgument,
-    pub(super) pieces_at: u32,
-    pub(super) units_at: u32,
-    pub(super) maxima_at: u32,
-    pub(super) x_at: u32,
-    pub(super) copy: i32,
-    pub(super) y_offset: i32,
-    pub(super) listed: i32,
-}
-
-assert_layout!(Part, few_task::FewPart, { matrix as a, pieces_at, units_at, maxima_at, x_at, copy, y_offset, listed });
-
-/// `struct FewTask` of `kernels/few.cuh`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Task {
-    pub(super) barriers_at: u32,
-    pub(super) stage_stride: u32,
-    pub(super) slots: i32,
-    pub(super) window: i32,
-    pub(super) count: i32,
-    pub(super) cut: i32,
-    pub(super) units: i32,
-    pub(super) stages: i32,
-    pub(super) stage_log: i32,
-    pub(super) rounds: i32,
-    pub(super) longer: i32,
-    pub(super) tiles: i32,
-    pub(super) gate: i32,
-    pub(super) results_at: u32,
-    pub(super) places_at: u32,
-    pub(super) mail_at: u32,
-    pub(super) mails: i32,
-    pub(super) m: i32,
-    pub(super) y_kind: i32,
-    pub(super) y_stride: i32,
-    pub(super) scaled: i32,
-    pub(super) copies: i32,
-    pub(super) copy_bytes: usize,
-    pub(super) x: usize,
-    pub(super) multipliers: usize,
-    pub(super) norm: usize,
-    pub(super) squares: usize,
-    pub(super) eps: f32,
-    pub(super) k: i32,
-    pub(super) y: usize,
-    pub(super) residual: usize,
-    pub(super) next: usize,
-    pub(super) next_rows: usize,
-    pub(super) next_squares: usize,
-    pub(super) units_listed: [u32; LISTED],
-    pub(super) parts: [Part; MATRICES],
-}
-
-assert_layout!(Task, few_task::FewTask, { barriers_at, stage_stride, slots, window, count, cut, units, stages, stage_log, rounds, longer, tiles, gate, results_at, places_at, mail_at, mails, m, y_kind, y_stride, scaled, copies, copy_bytes, x, multipliers, norm, squares, eps, k, y, residual, next, next_rows, next_squares, units_listed, parts as part });
-
-/// `struct RowsTask` of `kernels/rows.cuh`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Preparation {
-    pub(super) x: usize,
-    pub(super) weight: usize,
-    pub(super) out: usize,
-    pub(super) multipliers: usize,
-    pub(super) copy_bytes: usize,
-    pub(super) features: [usize; MATRICES],
-    pub(super) layout_rows: [i32; MATRICES],
-    pub(super) copies: i32,
-    pub(super) units: i32,
-    pub(super) k: i32,
-    pub(super) m: i32,
-    pub(super) eps: f32,
-    pub(super) offset: f32,
-}
-
-assert_layout!(Preparation, rows::RowsTask, { x, weight, out, multipliers, copy_bytes, features, layout_rows as rows, copies, units, k, m, eps, offset });
 
 /// Parts of K (1, 2 or 4), slots and window of the ring, for benchmarks that try others than the planned ones; zero leaves one as planned.
 #[derive(Clone, Copy, Debug, Default)]
@@ -173,7 +90,7 @@ impl Shape {
     }
 
     /// Slots of a ring beyond its window: stages that lie between two that a warp consumes. A warp that waits for a stage must not meet
-    /// its slot's barrier in the phase before the last (`ring.rs` has the reasoning).
+    /// its slot's barrier in the phase before the last (`ring/plan.rs` has the reasoning).
     fn spare_slots(self, stages: usize) -> usize {
         let classes = CLASSES / self.cut;
         let (within, step) = (
@@ -280,6 +197,178 @@ pub(super) fn plan(
     best.ok_or(missing.unwrap_or(full))
 }
 
+/// The rounds that groups of `cut` blocks have, a tile each or, gated, a pair of tiles.
+struct Deal {
+    tiles: usize,
+    /// What groups are dealt: rounds, or pairs of rounds where one block has both tiles of a pair.
+    pairs: usize,
+    groups: usize,
+    rounds: usize,
+    /// Sums that a block gets from the others of its group.
+    mails: usize,
+    /// Partial sums of a mail.
+    tiles_each: usize,
+    /// Gates that a block keeps until their partners are there.
+    gates: usize,
+}
+
+impl Deal {
+    fn new(caps: &Capabilities, matrices: &[&Matrix], gated: bool, cut: usize) -> Self {
+        let turns = gated && cut == 1;
+        let tiles: usize = matrices.iter().map(|a| a.argument.tiles as usize).sum();
+        let pairs = tiles.div_ceil(if turns { 2 } else { cut });
+        let groups = pairs.min(caps.sms / cut).max(1);
+        let rounds = pairs.div_ceil(groups) * if turns { 2 } else { 1 };
+        let (items, tiles_each) = if gated { (cut / 2, 2) } else { (cut, 1) };
+        let mails = if cut > 1 {
+            (rounds * items).div_ceil(cut)
+        } else {
+            0
+        };
+        let gates = if turns { rounds / 2 } else { 0 };
+        Self {
+            tiles,
+            pairs,
+            groups,
+            rounds,
+            mails,
+            tiles_each,
+            gates,
+        }
+    }
+}
+
+/// Where everything but the ring and the barriers stands in shared memory, from the end of the ring on.
+struct Layout {
+    parts: [Part; MATRICES],
+    results_at: u32,
+    mail_at: u32,
+    places_at: u32,
+    bytes: usize,
+}
+
+impl Layout {
+    /// `own`: units of a block in each tile, in `stages` stages; `copies`: which prepared copy of x each matrix reads.
+    fn new(
+        matrices: &[&Matrix],
+        copies: &[usize],
+        own: usize,
+        stages: usize,
+        begin: [i32; MATRICES],
+        deal: &Deal,
+    ) -> Option<Self> {
+        let mut arena = Arena(0);
+        let copy_count = copies.iter().max()? + 1;
+        let x_at: Vec<u32> = (0..copy_count).map(|_| arena.take(own * X_BYTES)).collect();
+        let mut column = 0;
+        let parts = std::array::from_fn(|i| {
+            let matrix = matrices.get(i).unwrap_or(&matrices[0]);
+            let bytes = |b: usize| if i < matrices.len() { b } else { 0 };
+            let copy = copies.get(i).copied().unwrap_or(0);
+            let part = Part {
+                matrix: matrix.argument,
+                pieces_at: arena.take(bytes(2 * stages * 16)),
+                units_at: arena.take(bytes(8 * own)),
+                maxima_at: arena.take(bytes(2 * 256 / matrix.entry_rows * own)),
+                x_at: x_at[copy],
+                copy: copy as i32,
+                y_offset: column,
+                listed: begin[i],
+            };
+            column += matrix.argument.out_features;
+            part
+        });
+        let results_at = arena.take(FINISHERS.min(deal.rounds) * CLASSES * PART_BYTES);
+        // Gates of a block's tiles stand there, too.
+        let mail_at = arena.take((deal.mails * deal.tiles_each * 4).max(deal.gates) * PART_BYTES);
+        let places_at = arena.take(16 * MATRICES);
+        Some(Self {
+            parts,
+            results_at,
+            mail_at,
+            places_at,
+            bytes: arena.0,
+        })
+    }
+
+    /// All places moved behind a ring of so many bytes, which comes first so that its slots are aligned.
+    fn behind(mut self, ring: usize) -> Self {
+        let by = ring as u32;
+        for part in &mut self.parts {
+            part.pieces_at += by;
+            part.units_at += by;
+            part.maxima_at += by;
+            part.x_at += by;
+        }
+        self.results_at += by;
+        self.mail_at += by;
+        self.places_at += by;
+        self
+    }
+}
+
+/// Slots of the ring, and those of them that are in flight.
+struct Ring {
+    slots: usize,
+    window: usize,
+    /// Shared memory of a block, the ring included.
+    total: usize,
+}
+
+impl Ring {
+    /// The largest ring of slots of `stride` bytes, at least one more than `spare`, that leaves room for the rest; `mean`: bytes of a stage.
+    fn largest(
+        stride: usize,
+        mean: usize,
+        spare: usize,
+        total: impl Fn(usize) -> usize,
+        space: usize,
+        tuning: Tuning,
+    ) -> Option<Self> {
+        let wanted = match tuning.slots {
+            0 => RING_BYTES / stride.max(1),
+            slots => slots as usize,
+        }
+        .max(spare + 1);
+        let slots = (spare + 1..=wanted)
+            .rev()
+            .find(|&slots| total(slots) <= space)?;
+        let window = match tuning.window {
+            0 => (BYTES_IN_FLIGHT + mean / 2) / mean,
+            window => window as usize,
+        };
+        Some(Self {
+            slots,
+            window: window.clamp(1, slots - spare),
+            total: total(slots),
+        })
+    }
+}
+
+/// The launch that packs rows, its addresses missing.
+fn preparation(matrices: &[&Matrix], copies: &[usize], units: usize, m: usize) -> Preparation {
+    let mut rows = Preparation {
+        x: 0,
+        weight: 0,
+        out: 0,
+        multipliers: 0,
+        copy_bytes: units * X_BYTES,
+        features: [0; MATRICES],
+        layout_rows: [0; MATRICES],
+        copies: copies.iter().max().map_or(0, |most| most + 1) as i32,
+        units: units as i32,
+        k: matrices[0].argument.in_features,
+        m: m as i32,
+        eps: 0.0,
+        offset: 0.0,
+    };
+    for (matrix, &copy) in matrices.iter().zip(copies) {
+        rows.features[copy] = matrix.features;
+        rows.layout_rows[copy] = matrix.argument.rows;
+    }
+    rows
+}
+
 fn plan_cut(
     caps: &Capabilities,
     matrices: &[&Matrix],
@@ -301,143 +390,54 @@ fn plan_cut(
         .sum();
     let all: usize = matrices.iter().map(|a| count(a)).sum();
     let mean = ((cut << shape.stage_log) * bytes / all.max(1)).max(1);
-    let spare = shape.spare_slots(stages);
-    let tiles: usize = matrices.iter().map(|a| a.argument.tiles as usize).sum();
-    // What groups of blocks are dealt: rounds, or pairs of rounds.
-    let turns = gated && cut == 1;
-    let pairs = tiles.div_ceil(if turns { 2 } else { cut });
-    let groups = pairs.min(caps.sms / cut).max(1);
-    let rounds = pairs.div_ceil(groups) * if turns { 2 } else { 1 };
-    let (items, tiles_each) = if gated { (cut / 2, 2) } else { (cut, 1) };
-    let mails = if cut > 1 {
-        (rounds * items).div_ceil(cut)
-    } else {
-        0
-    };
+    let deal = Deal::new(caps, matrices, gated, cut);
     let copies = copies(matrices);
-    let mut arena = Arena(0);
-    let copy_count = copies.iter().max()? + 1;
-    let own = stages << shape.stage_log;
-    let x_at: Vec<u32> = (0..copy_count).map(|_| arena.take(own * X_BYTES)).collect();
     let (units_listed, begin) = listed(matrices);
-    let mut column = 0;
-    let parts = std::array::from_fn(|i| {
-        let matrix = matrices.get(i).unwrap_or(&matrices[0]);
-        let bytes = |b: usize| if i < matrices.len() { b } else { 0 };
-        let copy = copies.get(i).copied().unwrap_or(0);
-        let part = Part {
-            matrix: matrix.argument,
-            pieces_at: arena.take(bytes(2 * stages * 16)),
-            units_at: arena.take(bytes(8 * own)),
-            maxima_at: arena.take(bytes(2 * 256 / matrix.entry_rows * own)),
-            x_at: x_at[copy],
-            copy: copy as i32,
-            y_offset: column,
-            listed: begin[i],
-        };
-        column += matrix.argument.out_features;
-        part
-    });
-    let results_at = arena.take(FINISHERS.min(rounds) * CLASSES * PART_BYTES);
-    // Gates of a block's tiles stand there, too.
-    let mail_at =
-        arena.take((mails * tiles_each * 4).max(if turns { rounds / 2 } else { 0 }) * PART_BYTES);
-    let places_at = arena.take(16 * MATRICES);
-    let wanted = match tuning.slots {
-        0 => RING_BYTES / stride.max(1),
-        slots => slots as usize,
-    }
-    .max(spare + 1);
-    // The ring comes first, so that its slots are aligned; everything else moves behind it.
-    let rest = arena.0;
+    let own = stages << shape.stage_log;
+    let layout = Layout::new(matrices, &copies, own, stages, begin, &deal)?;
+    let rest = layout.bytes.next_multiple_of(128);
     let total = |slots: usize| {
-        let ring = slots * stride;
-        ring + (rest.next_multiple_of(128)) + (2 * slots + 2 * FINISHERS + 1 + stages + mails) * 8
+        slots * stride + rest + (2 * slots + 2 * FINISHERS + 1 + stages + deal.mails) * 8
     };
-    let slots = (spare + 1..=wanted)
-        .rev()
-        .find(|&slots| total(slots) <= space)?;
-    let behind = (slots * stride) as u32;
-    let window = match tuning.window {
-        0 => (BYTES_IN_FLIGHT + mean / 2) / mean,
-        window => window as usize,
-    };
-    let argument = |i: usize| matrices.get(i).map(|a| a.argument);
-    let columns: i32 = (0..MATRICES)
-        .filter_map(argument)
-        .map(|a| a.out_features)
-        .sum();
-    let mut task = Task {
-        barriers_at: behind + rest.next_multiple_of(128) as u32,
+    let spare = shape.spare_slots(stages);
+    let ring = Ring::largest(stride, mean, spare, total, space, tuning)?;
+    let behind = ring.slots * stride;
+    let mut layout = layout.behind(behind);
+    if gated {
+        layout.parts[1].y_offset = 0;
+    }
+    let columns: i32 = matrices.iter().map(|a| a.argument.out_features).sum();
+    let rows = preparation(matrices, &copies, units, m);
+    let task = Task {
+        barriers_at: (behind + rest) as u32,
         stage_stride: stride as u32,
-        slots: slots as i32,
-        window: window.clamp(1, slots - spare) as i32,
+        slots: ring.slots as i32,
+        window: ring.window as i32,
         count: matrices.len() as i32,
         cut: cut as i32,
         units: units as i32,
         stages: stages as i32,
         stage_log: shape.stage_log as i32,
-        rounds: (pairs / groups) as i32,
-        longer: (pairs % groups) as i32,
-        tiles: tiles as i32,
-        gate: -1,
-        results_at: behind + results_at,
-        places_at: behind + places_at,
-        mail_at: behind + mail_at,
-        mails: mails as i32,
+        rounds: (deal.pairs / deal.groups) as i32,
+        longer: (deal.pairs % deal.groups) as i32,
+        tiles: deal.tiles as i32,
+        results_at: layout.results_at,
+        places_at: layout.places_at,
+        mail_at: layout.mail_at,
+        mails: deal.mails as i32,
         m: m as i32,
-        y_kind: 0,
         y_stride: if gated { columns / 2 } else { columns },
-        scaled: 0,
-        copies: copy_count as i32,
-        copy_bytes: units * X_BYTES,
-        x: 0,
-        multipliers: 0,
-        norm: 0,
-        squares: 0,
-        eps: 0.0,
-        k: matrices[0].argument.in_features,
-        y: 0,
-        residual: 0,
-        next: 0,
-        next_rows: 0,
-        next_squares: 0,
+        copies: rows.copies,
+        copy_bytes: rows.copy_bytes,
+        k: rows.k,
         units_listed,
-        parts,
+        ..Task::without_operands(&layout.parts)
     };
-    for part in &mut task.parts {
-        part.pieces_at += behind;
-        part.units_at += behind;
-        part.maxima_at += behind;
-        part.x_at += behind;
-    }
-    if gated {
-        task.parts[1].y_offset = 0;
-    }
-    let mut rows = Preparation {
-        x: 0,
-        weight: 0,
-        out: 0,
-        multipliers: 0,
-        copy_bytes: units * X_BYTES,
-        features: [0; MATRICES],
-        layout_rows: [0; MATRICES],
-        copies: copy_count as i32,
-        units: units as i32,
-        k: matrices[0].argument.in_features,
-        m: m as i32,
-        eps: 0.0,
-        offset: 0.0,
-    };
-    for (matrix, &copy) in matrices.iter().zip(&copies) {
-        rows.features[copy] = matrix.features;
-        rows.layout_rows[copy] = matrix.argument.rows;
-    }
     Some(Plan {
         task,
         rows,
-        shared: total(slots).max(LEAST_SHARED.min(space)),
-        groups,
+        shared: ring.total.max(LEAST_SHARED.min(space)),
+        groups: deal.groups,
     })
 }
 

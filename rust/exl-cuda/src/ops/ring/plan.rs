@@ -1,19 +1,12 @@
-//! The ring kernel: products of few rows, of up to three matrices over one input, with what stands around them in a layer.
+//! How a launch of the ring kernel is shared out among blocks and their shared memory.
 
-use super::Target;
-use super::linear::{Half, Matrix, MatrixArgument};
-use super::select::{Epilogue, Kernel, Refusal, check_alike, check_rows};
+use super::{MATRICES, MOST_ROWS, Tuning};
 use crate::abi::assert_layout;
 use crate::capabilities::{Capabilities, Feature};
-use crate::device::Device;
-use crate::kernel_arguments;
-use crate::launch::{CudaError, Launch};
 use crate::layout::TILE;
+use crate::ops::linear::{Matrix, MatrixArgument};
+use crate::ops::select::{Epilogue, Refusal, check_alike, check_rows};
 
-/// Most rows of the ring kernel.
-pub const MOST_ROWS: usize = 8;
-/// Most matrices of a launch.
-pub const MATRICES: usize = 3;
 /// Most stages of eight units in a tile.
 const MOST_STAGES: usize = 32;
 const RESULT_BUFFERS: usize = 4;
@@ -28,7 +21,7 @@ const RING_BYTES: usize = 130 * 1024;
 const SPARE_SLOTS: usize = 3;
 /// More than half of a multiprocessor's shared memory, so that one block is placed on each (spec/kernels-measured.md 6.2).
 const LEAST_SHARED: usize = 116 * 1024;
-const THREADS: u32 = 576;
+pub(super) const THREADS: u32 = 576;
 /// Of `Task::flags`: a warp keeps its class over tiles; a layout has rows in which no feature stands; one row of halves as it is, in one
 /// order; the first bit of those that name matrices with an order of rows of their own.
 const KEEP: i32 = 1;
@@ -41,14 +34,14 @@ const ROW_FEATURES: usize = 4 * 8 * 512;
 /// `struct Part` of `kernels/ring_task.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct Part {
-    matrix: MatrixArgument,
-    units_at: u32,
-    maxima_at: u32,
-    x_at: u32,
-    stages: i32,
-    order: i32,
-    y_offset: i32,
+pub(super) struct Part {
+    pub(super) matrix: MatrixArgument,
+    pub(super) units_at: u32,
+    pub(super) maxima_at: u32,
+    pub(super) x_at: u32,
+    pub(super) stages: i32,
+    pub(super) order: i32,
+    pub(super) y_offset: i32,
 }
 
 assert_layout!(Part, ring_task::Part, { matrix as a, units_at, maxima_at, x_at, stages, order, y_offset });
@@ -56,85 +49,52 @@ assert_layout!(Part, ring_task::Part, { matrix as a, units_at, maxima_at, x_at, 
 /// `struct Task` of `kernels/ring_task.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct Task {
-    barriers_at: u32,
-    stage_stride: u32,
-    slots: i32,
-    window: i32,
-    count: i32,
-    tiles: i32,
-    longer: i32,
-    gate: i32,
-    results_at: u32,
-    multipliers_at: u32,
-    x_stride: u32,
-    gates_at: u32,
-    flags: i32,
-    m: i32,
-    columns: i32,
-    x_kind: i32,
-    y_kind: i32,
-    y_stride: i32,
-    eps: f32,
-    offset: f32,
-    x: usize,
-    y: usize,
-    residual: usize,
-    norm: usize,
-    parts: [Part; MATRICES],
-    stage_begin: [[u32; MOST_STAGES + 1]; MATRICES],
+pub(super) struct Task {
+    pub(super) barriers_at: u32,
+    pub(super) stage_stride: u32,
+    pub(super) slots: i32,
+    pub(super) window: i32,
+    pub(super) count: i32,
+    pub(super) tiles: i32,
+    pub(super) longer: i32,
+    pub(super) gate: i32,
+    pub(super) results_at: u32,
+    pub(super) multipliers_at: u32,
+    pub(super) x_stride: u32,
+    pub(super) gates_at: u32,
+    pub(super) flags: i32,
+    pub(super) m: i32,
+    pub(super) columns: i32,
+    pub(super) x_kind: i32,
+    pub(super) y_kind: i32,
+    pub(super) y_stride: i32,
+    pub(super) eps: f32,
+    pub(super) offset: f32,
+    pub(super) x: usize,
+    pub(super) y: usize,
+    pub(super) residual: usize,
+    pub(super) norm: usize,
+    pub(super) parts: [Part; MATRICES],
+    pub(super) stage_begin: [[u32; MOST_STAGES + 1]; MATRICES],
 }
 
 assert_layout!(Task, ring_task::Task, { barriers_at, stage_stride, slots, window, count, tiles, longer, gate, results_at, multipliers_at, x_stride, gates_at, flags, m, columns, x_kind, y_kind, y_stride, eps, offset, x, y, residual, norm, parts as part, stage_begin });
 
-/// RMS norm of the input before the product.
-#[derive(Clone, Copy, Debug)]
-pub struct Norm {
-    /// `[in_features]` FP32, aligned to 16 bytes.
-    pub weight: usize,
-    pub eps: f32,
-    pub offset: f32,
-}
-
-/// One product; device addresses, row-major and contiguous.
-#[derive(Clone, Copy, Debug)]
-pub struct Product {
-    /// `[m, in_features]` of `x_type`, F16 or BF16, aligned to 16 bytes.
-    pub x: usize,
-    pub x_type: Half,
-    /// `[m, sum of out_features]` of `y_type`, or `[m, out_features]` when gated.
-    pub y: usize,
-    pub y_type: Half,
-    pub m: usize,
-    /// Like y, added to the result; 0 for none.
-    pub residual: usize,
-    /// Number of the activation (`ops::elementwise`) of the first of two matrices, which then gates the second.
-    pub gate: Option<i32>,
-    pub norm: Option<Norm>,
-}
-
-/// Depth and window of the ring, for benchmarks that try others than the planned ones.
-#[derive(Clone, Copy, Debug)]
-pub struct Tuning {
-    pub slots: i32,
-    pub window: i32,
-}
-
 /// Where a launch's data are in shared memory.
-struct Plan {
-    task: Task,
-    shared: usize,
-    deal: Deal,
+pub(super) struct Plan {
+    pub(super) task: Task,
+    pub(super) shared: usize,
+    pub(super) deal: Deal,
 }
 
 /// Tiles, or pairs of them when gated, as blocks have them.
 #[derive(Clone, Copy, Debug)]
-struct Deal {
-    blocks: usize,
+pub(super) struct Deal {
+    pub(super) blocks: usize,
     /// Of every block.
-    tiles: usize,
+    pub(super) tiles: usize,
     /// How many blocks have one more.
-    longer: usize,
+    pub(super) longer: usize,
 }
 
 impl Deal {
@@ -214,90 +174,88 @@ fn spare_slots(mut stages: impl Iterator<Item = usize> + Clone) -> usize {
     SPARE_SLOTS + usize::from(stages.clone().any(|s| s == 1) && stages.any(|s| s > 1))
 }
 
-/// Whether one launch takes `rows` rows of these matrices.
-pub(super) fn takes(
-    caps: &Capabilities,
-    matrices: &[&Matrix],
-    rows: usize,
-    epilogue: Epilogue,
-) -> Result<(), Refusal> {
-    plan(caps, matrices, rows, epilogue, None).map(|_| ())
-}
-
-/// Bytes of shared memory of a block, where [`takes`] agrees.
-#[cfg(test)]
-pub(super) fn shared_bytes(
-    caps: &Capabilities,
-    matrices: &[&Matrix],
-    rows: usize,
-    epilogue: Epilogue,
-) -> Option<usize> {
-    plan(caps, matrices, rows, epilogue, None)
-        .ok()
-        .map(|plan| plan.shared)
-}
-
-/// Plans a launch for `m` rows; an error says why the kernel cannot take it.
-fn plan(
+/// Refuses what the kernel has no code for.
+fn check(
     caps: &Capabilities,
     matrices: &[&Matrix],
     m: usize,
     epilogue: Epilogue,
-    tuning: Option<Tuning>,
-) -> Result<Plan, Refusal> {
+) -> Result<(), Refusal> {
     if !caps.has(Feature::BulkCopy) {
         return Err(Refusal::Needs(Feature::BulkCopy));
     }
     check_rows(m, MOST_ROWS)?;
-    let gated = epilogue.gate;
-    check_alike(matrices, gated)?;
-    let first = matrices[0];
+    check_alike(matrices, epilogue.gate)?;
     // The kernel's 512 threads hold a whole row where they need its sum or maximum first.
     let widest = match epilogue {
         Epilogue { norm: true, .. } => 8192,
         Epilogue { bf16: true, .. } => 16384,
         _ => usize::MAX,
     };
-    if first.in_features() > widest {
+    if matrices[0].in_features() > widest {
         return Err(Refusal::Matrices(
             "inputs of up to 8,192 features with a norm, 16,384 in BF16",
         ));
     }
-    let full = Refusal::SharedMemory(caps.shared_per_block);
-    // 1 KB for the kernel's static arrays.
-    let space = caps.shared_per_block.checked_sub(1024).ok_or(full)?;
-    let mut begin = [[0; MOST_STAGES + 1]; MATRICES];
-    let (mut largest, mut bytes, mut count) = (0, 0, 0);
-    for (to, matrix) in begin.iter_mut().zip(matrices) {
-        *to = stages(matrix).ok_or(Refusal::Matrices("tiles of up to 256 units of 256 rows"))?;
-        let sizes = to.windows(2).map(|p| p[1].saturating_sub(p[0]) as usize);
-        largest = largest.max(sizes.max().unwrap_or(0));
-        bytes += matrix.argument.tile_bytes as usize;
-        count += matrix.argument.unit_count as usize;
-    }
-    let deal = Deal::new(caps, matrices, gated);
-    let keep = keeps(matrices, deal, gated);
-    let mean = (8 * bytes / count.max(1)).max(1);
-    let stride = largest.next_multiple_of(128);
-    let rows = matrices.iter().map(|a| a.rows()).max().unwrap_or(0);
-    let columns = m.next_multiple_of(2);
-    let wanted = RING_BYTES.div_ceil(mean).clamp(5, 24);
-    let spare = spare_slots(
-        matrices
+    Ok(())
+}
+
+/// The stages of a launch's tiles.
+struct Stages {
+    begin: [[u32; MOST_STAGES + 1]; MATRICES],
+    /// Bytes of a slot of the ring, and of a stage on average.
+    stride: usize,
+    mean: usize,
+    /// Slots beyond the window.
+    spare: usize,
+}
+
+impl Stages {
+    fn new(matrices: &[&Matrix]) -> Result<Self, Refusal> {
+        let mut begin = [[0; MOST_STAGES + 1]; MATRICES];
+        let (mut largest, mut bytes, mut count) = (0, 0, 0);
+        for (to, matrix) in begin.iter_mut().zip(matrices) {
+            *to =
+                stages(matrix).ok_or(Refusal::Matrices("tiles of up to 256 units of 256 rows"))?;
+            let sizes = to.windows(2).map(|p| p[1].saturating_sub(p[0]) as usize);
+            largest = largest.max(sizes.max().unwrap_or(0));
+            bytes += matrix.argument.tile_bytes as usize;
+            count += matrix.argument.unit_count as usize;
+        }
+        let numbers = matrices
             .iter()
-            .map(|a| (a.unit_offsets.len() - 1).div_ceil(8)),
-    );
-    let forced = tuning.filter(|t| (1..=t.slots - spare as i32).contains(&t.window));
-    let candidates = match forced {
-        Some(t) => t.slots as usize..=t.slots as usize,
-        None => 1 + spare..=wanted,
-    };
-    for slots in candidates.rev() {
+            .map(|a| (a.unit_offsets.len() - 1).div_ceil(8));
+        Ok(Self {
+            begin,
+            stride: largest.next_multiple_of(128),
+            mean: (8 * bytes / count.max(1)).max(1),
+            spare: spare_slots(numbers),
+        })
+    }
+}
+
+/// Where data stand in shared memory behind a ring of so many slots.
+struct Layout {
+    parts: [Part; MATRICES],
+    results_at: u32,
+    multipliers_at: u32,
+    gates_at: u32,
+    barriers_at: u32,
+    bytes: usize,
+}
+
+impl Layout {
+    /// `columns`: rows of a result; `gates`: tiles whose gates are kept; rows of x of `x_stride` halves.
+    fn new(
+        matrices: &[&Matrix],
+        slots: usize,
+        stride: usize,
+        (m, columns, gates): (usize, usize, usize),
+        x_stride: usize,
+    ) -> Self {
         let mut arena = Arena(slots * stride);
-        // 64 bytes past a multiple of 128: eight rows' loads meet no bank twice.
-        let x_stride = rows + 32;
         let mut parts: [Part; MATRICES] = std::array::from_fn(|i| Part {
-            matrix: matrices.get(i).unwrap_or(&first).argument,
+            matrix: matrices.get(i).unwrap_or(&matrices[0]).argument,
             units_at: 0,
             maxima_at: 0,
             x_at: 0,
@@ -323,119 +281,101 @@ fn plan(
         }
         let results_at = arena.take(RESULT_BUFFERS * 16 * TILE * columns * 4);
         let multipliers_at = arena.take(32);
-        let pairs = match (gated, keep) {
-            (false, _) => 0,
-            (true, false) => 1,
-            (true, true) => deal.most(),
-        };
-        let gates_at = arena.take(pairs * columns * 64);
+        let gates_at = arena.take(gates * columns * 64);
         // As `Barriers` has them: those of slots in groups of four.
         let barriers_at = arena.take((2 * slots.next_multiple_of(4) + 2 * RESULT_BUFFERS) * 8);
-        if arena.0 > space {
-            continue;
-        }
-        let window = forced.map_or(((BYTES_IN_FLIGHT + mean / 2) / mean) as i32, |t| t.window);
-        let alone = m == 1 && !epilogue.norm && !epilogue.bf16;
-        let task = Task {
-            x: 0,
-            y: 0,
-            residual: 0,
-            norm: 0,
-            flags: flags(&parts[..matrices.len()], keep, alone),
+        Self {
             parts,
-            stage_begin: begin,
             results_at,
-            barriers_at,
             multipliers_at,
-            stage_stride: stride as u32,
-            x_stride: x_stride as u32,
             gates_at,
-            count: matrices.len() as i32,
-            tiles: deal.tiles as i32,
-            longer: deal.longer as i32,
-            m: m as i32,
-            columns: columns as i32,
-            slots: slots as i32,
-            window: window.clamp(1, (slots - spare) as i32),
-            gate: -1,
-            x_kind: 0,
-            y_kind: 0,
-            y_stride: 0,
-            eps: 0.0,
-            offset: 0.0,
-        };
-        return Ok(Plan {
-            task,
-            shared: arena.0.max(LEAST_SHARED.min(space)),
-            deal,
-        });
+            barriers_at,
+            bytes: arena.0,
+        }
     }
-    Err(full)
 }
 
-/// How many activation rows one launch for these matrices takes on this GPU; 0 when it cannot run there.
-pub fn rows(caps: &Capabilities, matrices: &[&Matrix], epilogue: Epilogue) -> usize {
-    (1..=MOST_ROWS)
-        .rev()
-        .find(|&m| plan(caps, matrices, m, epilogue, None).is_ok())
-        .unwrap_or(0)
-}
-
-/// The product in one launch, for up to [`rows`] rows. Results stand beside each other in the order of `matrices`.
-///
-/// # Safety
-/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
-pub unsafe fn launch(
-    to: Target,
+/// Plans a launch for `m` rows; an error says why the kernel cannot take it.
+pub(super) fn plan(
+    caps: &Capabilities,
     matrices: &[&Matrix],
-    op: &Product,
+    m: usize,
+    epilogue: Epilogue,
     tuning: Option<Tuning>,
-) -> Result<(), CudaError> {
-    let device = Device::get(to.device)?;
-    let epilogue = Epilogue {
-        gate: op.gate.is_some(),
-        norm: op.norm.is_some(),
-        residual: op.residual != 0,
-        bf16: op.x_type == Half::BF16,
+) -> Result<Plan, Refusal> {
+    check(caps, matrices, m, epilogue)?;
+    let full = Refusal::SharedMemory(caps.shared_per_block);
+    // 1 KB for the kernel's static arrays.
+    let space = caps.shared_per_block.checked_sub(1024).ok_or(full)?;
+    let Stages {
+        begin,
+        stride,
+        mean,
+        spare,
+    } = Stages::new(matrices)?;
+    let deal = Deal::new(caps, matrices, epilogue.gate);
+    let keep = keeps(matrices, deal, epilogue.gate);
+    let gates = match (epilogue.gate, keep) {
+        (false, _) => 0,
+        (true, false) => 1,
+        (true, true) => deal.most(),
     };
-    let gated = epilogue.gate;
-    let Plan {
-        mut task,
-        shared,
+    // 64 bytes past a multiple of 128: eight rows' loads meet no bank twice.
+    let x_stride = matrices.iter().map(|a| a.rows()).max().unwrap_or(0) + 32;
+    let columns = m.next_multiple_of(2);
+    let wanted = RING_BYTES.div_ceil(mean).clamp(5, 24);
+    let forced = tuning.filter(|t| (1..=t.slots - spare as i32).contains(&t.window));
+    let candidates = match forced {
+        Some(t) => t.slots as usize..=t.slots as usize,
+        None => 1 + spare..=wanted,
+    };
+    let laid_out =
+        |slots: usize| Layout::new(matrices, slots, stride, (m, columns, gates), x_stride);
+    let (slots, layout) = candidates
+        .rev()
+        .map(|slots| (slots, laid_out(slots)))
+        .find(|(_, layout)| layout.bytes <= space)
+        .ok_or(full)?;
+    let window = forced.map_or(((BYTES_IN_FLIGHT + mean / 2) / mean) as i32, |t| t.window);
+    let alone = m == 1 && !epilogue.norm && !epilogue.bf16;
+    let task = Task {
+        x: 0,
+        y: 0,
+        residual: 0,
+        norm: 0,
+        flags: flags(&layout.parts[..matrices.len()], keep, alone),
+        parts: layout.parts,
+        stage_begin: begin,
+        results_at: layout.results_at,
+        barriers_at: layout.barriers_at,
+        multipliers_at: layout.multipliers_at,
+        stage_stride: stride as u32,
+        x_stride: x_stride as u32,
+        gates_at: layout.gates_at,
+        count: matrices.len() as i32,
+        tiles: deal.tiles as i32,
+        longer: deal.longer as i32,
+        m: m as i32,
+        columns: columns as i32,
+        slots: slots as i32,
+        window: window.clamp(1, (slots - spare) as i32),
+        gate: -1,
+        x_kind: 0,
+        y_kind: 0,
+        y_stride: 0,
+        eps: 0.0,
+        offset: 0.0,
+    };
+    Ok(Plan {
+        task,
+        shared: layout.bytes.max(LEAST_SHARED.min(space)),
         deal,
-    } = plan(&device.info.caps, matrices, op.m, epilogue, tuning)
-        .map_err(|why| why.for_kernel(Kernel::GemvRing))?;
-    (task.x, task.x_kind) = (op.x, op.x_type as i32);
-    (task.y, task.y_kind) = (op.y, op.y_type as i32);
-    task.residual = op.residual;
-    task.gate = op.gate.unwrap_or(-1);
-    if let Some(norm) = op.norm {
-        task.norm = norm.weight;
-        (task.eps, task.offset) = (norm.eps, norm.offset);
-    }
-    let mut columns = 0;
-    for (i, matrix) in matrices.iter().enumerate() {
-        task.parts[i].y_offset = if gated { 0 } else { columns };
-        columns += matrix.argument.out_features;
-    }
-    task.y_stride = if gated { columns / 2 } else { columns };
-    let (kind, entry) = (matrices[0].kind, matrices[0].entry_rows);
-    let kernel = format!("ring_{kind}_{entry}");
-    let launch = Launch {
-        kernel: &kernel,
-        grid: [deal.blocks as u32, 1, 1],
-        block: THREADS,
-        shared_bytes: shared as u32,
-        stream: to.stream,
-        programmatic: to.programmatic,
-    };
-    let mut arguments = kernel_arguments![task];
-    // SAFETY: the order is that of `ring_matmul`; validity is the caller's promise.
-    unsafe { launch.run(device, &mut arguments) }
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::rows;
     use super::*;
     use crate::capabilities::tests::{RELEASE, card, hopper};
     use crate::ops::linear::tests::matrix;
