@@ -13,6 +13,7 @@ from .architectures import Architecture, find_architecture
 from .architectures.base import Activation
 from .architectures.llama import LLAMA
 from .architectures.windows import LayerRope
+from .control_ids import MAX_VOCAB, read_control_ids
 from .errors import (
     ConfigError,
     ConfigTypeError,
@@ -20,7 +21,7 @@ from .errors import (
     UnsupportedArchitectureError,
     UnsupportedError,
 )
-from .json_reader import MAX_INTEGER, REQUIRED, JsonReader, read_json_file
+from .json_reader import REQUIRED, JsonReader, read_json_file
 from .loading.checkpoint import Checkpoint
 from .model_folder import check_model_folder
 from .rope import RopeSettings
@@ -43,7 +44,7 @@ VISION_TYPES = {
 CPU_MATMUL_MODES = ("int8", "exact")
 VOCAB_PADDING = 32  # logits have this many columns' granularity
 # Far beyond any published model; a file that asks for more is damaged or hostile, and costs no memory.
-MAX_LAYERS, MAX_WIDTH, MAX_VOCAB, MAX_EXPERTS = 4096, 1 << 22, 1 << 24, 1 << 14
+MAX_LAYERS, MAX_WIDTH, MAX_EXPERTS = 4096, 1 << 22, 1 << 14
 
 
 def _env(name: str) -> bool:
@@ -276,17 +277,11 @@ class ExLlamaV2Config:
                 )
 
     def _read_tokens(self, read: JsonReader, folder: Path) -> None:
-        bos = read.integer("bos_token_id", default=None, text=True)
-        self.bos_token_id = None if bos is None or bos < 0 else bos  # -1 in files: there is none
-        self.pad_token_id = read.integer("pad_token_id", default=None, text=True)
-        self.eos_token_ids = _id_list(read, "eos_token_id")
-        self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
-        self.generation_config = None
-        file = folder / "generation_config.json"
-        if file.exists():
-            ids = _id_list(JsonReader(read_json_file(file), file), "eos_token_id")
-            self.generation_config = {"eos_token_id": ids or None}
-            self.eos_token_ids += [i for i in ids if i not in self.eos_token_ids]
+        ids = read_control_ids(read, folder)
+        self.bos_token_id, self.pad_token_id = ids.bos_token_id, ids.pad_token_id
+        self.eos_token_id, self.eos_token_ids = ids.eos_token_id, list(ids.eos_token_ids)
+        said = ids.generation_eos_ids
+        self.generation_config = None if said is None else {"eos_token_id": list(said) or None}
 
     def _read_shape(self, read: JsonReader) -> None:
         def count(*keys: str, default: Any = REQUIRED, maximum: int = MAX_WIDTH) -> Any:
@@ -486,19 +481,6 @@ class ExLlamaV2Config:
                 experts = range(self.num_experts or 0) if "{}" in part else (0,)
                 for e in experts:
                     yield [prefix + part.format(e), *others]
-
-
-def _id_list(read: JsonReader, key: str) -> list[int]:
-    """A token id, or a list of them, as a list without repetitions and without the -1 of files that have none."""
-    found = read.raw(key, text=True)
-    if found is None:
-        return []
-    values = found[1] if isinstance(found[1], list) else [found[1]]
-    if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
-        raise ConfigTypeError(f"{read.file}: Value for {key} is not of expected type int or list of int: {found[1]!r}")
-    if any(value > MAX_INTEGER for value in values):
-        raise ConfigError(f"{read.file}: {key} holds a number of more than 63 bits, must be at most {MAX_INTEGER}")
-    return list(dict.fromkeys(value for value in values if value >= 0))
 
 
 def _activation(read: JsonReader, arch: Architecture) -> Activation:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -20,6 +21,8 @@ __all__ = ["render"]
 
 MEMORY = 512 << 20  # bytes that a template may take
 SECONDS = 10.0
+PROCESSES = 4  # started as they are needed
+WAIT_SECONDS = 60.0  # for one of them to be free
 START_SECONDS = 60.0  # for the process to come up, which is no template's doing
 MOST_CHARACTERS = 1 << 24
 WORKER = Path(__file__).with_name("template_worker.py")
@@ -38,7 +41,7 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
         request = json.loads(json.dumps({"source": source, "values": values, "most": MOST_CHARACTERS}, default=_plain))
     except (TypeError, ValueError, RecursionError) as e:
         raise ChatTemplateError(f"messages and variables of a chat template must be plain data: {e}") from e
-    answer = _worker.ask(request)
+    answer = _pool.ask(request)
     if "error" in answer:
         raise ChatTemplateError(answer["error"])
     return str(answer["text"])
@@ -138,7 +141,45 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait(1.0)
 
 
-_worker = _Worker()
-atexit.register(_worker.end)
+class _Pool:
+    """Several processes, so that a slow template does not stop the others. One that is free is taken, the one used last
+    first; where none is, who came first is served first."""
+
+    def __init__(self, size: int) -> None:
+        self._workers = [_Worker() for _ in range(size)]
+        self._fill()
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Its answer. Raises ChatTemplateError when there is none, or no process is free for too long."""
+        try:
+            worker = self._idle.get(timeout=WAIT_SECONDS)
+        except queue.Empty:
+            raise ChatTemplateError(
+                f"all {len(self._workers)} processes for chat templates were busy for {WAIT_SECONDS:g} seconds"
+            ) from None
+        try:
+            return worker.ask(request)
+        finally:
+            self._idle.put(worker)
+
+    def end(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.end()
+
+    def forget(self) -> None:
+        """After a fork: the processes belong to the parent."""
+        for worker in self._workers:
+            worker.forget()
+        self._fill()
+
+    def _fill(self) -> None:
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+
+
+_pool = _Pool(PROCESSES)
+atexit.register(_pool.end)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_worker.forget)
+    os.register_at_fork(after_in_child=_pool.forget)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ..config import ExLlamaV2Config
 from ..json_reader import JsonReader, read_json_file
 from .backend import TokenizerBackend
 from .sentencepiece_backend import SentencePieceBackend
 
-__all__ = ["SpecialTokens", "read_special_tokens"]
+__all__ = ["ConfigIds", "SpecialTokens", "read_special_tokens"]
+
+
+class ConfigIds(Protocol):
+    """What config.json says: an `ExLlamaV2Config` or `ControlIds`."""
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def pad_token_id(self) -> int | None: ...
+    @property
+    def eos_token_ids(self) -> Sequence[int]: ...
+
 
 DEFAULT_BOS, DEFAULT_EOS = 1, 2  # where neither config.json nor tokenizer_config.json says anything
 
@@ -31,7 +45,7 @@ class SpecialTokens:
 
 
 def read_special_tokens(
-    config: ExLlamaV2Config,
+    config: ConfigIds,
     folder: Path,
     backend: TokenizerBackend | SentencePieceBackend,
     tokenizer_config: dict[str, Any],
@@ -76,7 +90,7 @@ def _read_added_tokens_decoder(tokenizer_config: dict[str, Any], special: Specia
 
 
 def _find_control_ids(
-    config: ExLlamaV2Config,
+    config: ConfigIds,
     backend: TokenizerBackend | SentencePieceBackend,
     tokenizer_config: dict[str, Any],
     special: SpecialTokens,

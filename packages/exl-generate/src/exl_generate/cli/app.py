@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from exl_generate.cli.options import sampling_options
+from exl_generate.cli.plugins import CommandGroup
 
 __all__ = ["app"]
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Run EXL2, GPTQ and float language models on this machine.",
     no_args_is_help=True,
     add_completion=False,
