@@ -170,6 +170,12 @@ class ExLlamaV2DynamicGenerator:
             raise RequestError(f"enqueue takes jobs, not {type(job).__name__}; build an ExLlamaV2DynamicJob")
         return self._enqueue(list(job))
 
+    def check(self, job: ExLlamaV2DynamicJob) -> None:
+        """Raise what `enqueue` would raise for a job that can never run here; queues nothing. May be called from any
+        thread."""
+        self._check(job)
+        self._scheduler.check(job)
+
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
         """End a job in whatever phase it is. Its last result (`eos_reason` "cancelled") comes with the next
         `iterate()`. A job that is unknown or finished is ignored."""

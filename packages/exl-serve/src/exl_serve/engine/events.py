@@ -34,7 +34,7 @@ class Usage(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     generate_seconds: float = 0.0
 
 
-class Started(msgspec.Struct, array_like=True, frozen=True, tag=0):
+class Started(msgspec.Struct, array_like=True, frozen=True, tag=0, tag_field="kind"):
     """The engine has begun with the prompt."""
 
     choice: int
@@ -45,7 +45,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True, tag=0):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Progress(msgspec.Struct, array_like=True, frozen=True, tag=1):
+class Progress(msgspec.Struct, array_like=True, frozen=True, tag=1, tag_field="kind"):
     """Prompt tokens computed so far."""
 
     choice: int
@@ -53,7 +53,7 @@ class Progress(msgspec.Struct, array_like=True, frozen=True, tag=1):
     total: int
 
 
-class Tokens(msgspec.Struct, array_like=True, frozen=True, tag=2):
+class Tokens(msgspec.Struct, array_like=True, frozen=True, tag=2, tag_field="kind"):
     """Tokens that are released, and their text: complete UTF-8, without what may yet become a stop string. The text of
     a special token is empty unless the request asked for it."""
 
@@ -64,7 +64,7 @@ class Tokens(msgspec.Struct, array_like=True, frozen=True, tag=2):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Finished(msgspec.Struct, array_like=True, frozen=True, tag=3):
+class Finished(msgspec.Struct, array_like=True, frozen=True, tag=3, tag_field="kind"):
     """The completion ended by itself. `reason` length: max_tokens is used up; filter: a grammar came to its end."""
 
     choice: int
@@ -74,7 +74,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True, tag=3):
     usage: Usage
 
 
-class Failed(msgspec.Struct, array_like=True, frozen=True, tag=4):
+class Failed(msgspec.Struct, array_like=True, frozen=True, tag=4, tag_field="kind"):
     """The completion ended by an error; the others of the request go on unless they failed too."""
 
     choice: int

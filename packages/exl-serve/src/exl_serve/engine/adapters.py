@@ -1,0 +1,75 @@
+"""The LoRA adapters of an engine: loaded at run time from folders that the operator allows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from exl_serve.config.model import ModelConfig
+from exl_serve.errors import ServeError
+
+__all__ = ["Adapters"]
+
+
+class Adapters:
+    """By name. Those of the configuration are loaded at once."""
+
+    def __init__(self, model: Any, config: ModelConfig) -> None:
+        self._model = model
+        self._roots = [Path(os.path.realpath(root)) for root in config.adapter_roots]
+        self._loaded: dict[str, Any] = {}
+        for name, folder in config.adapters.items():
+            self._loaded[name] = self._read(Path(folder))
+
+    def names(self) -> list[str]:
+        return list(self._loaded)
+
+    def find(self, name: str | None) -> list[Any]:
+        """The adapters of a request. Raises ServeError 404."""
+        if name is None:
+            return []
+        if name not in self._loaded:
+            raise ServeError(404, "not_found_error", "model_not_found", f"no adapter {name!r} is loaded", param="model")
+        return [self._loaded[name]]
+
+    def load(self, name: str, path: str) -> dict[str, Any]:
+        """Raises ServeError 403 outside the allowed folders, 404 for a missing one, 400 for one that does not fit."""
+        if not name or len(name) > 128 or ":" in name:
+            raise ServeError.invalid(
+                f"lora_name is {name[:128]!r}; 1 to 128 characters, none of them a colon", "lora_name"
+            )
+        if name in self._loaded:
+            raise ServeError(409, "conflict", "conflict", f"an adapter {name!r} is loaded: unload it first")
+        place = self._allowed(path)
+        if not (place / "adapter_config.json").is_file():
+            raise ServeError(404, "not_found_error", "adapter_not_found", "there is no adapter in that folder")
+        self._loaded[name] = self._read(place)
+        return {"name": name}
+
+    def unload(self, name: str, used: int) -> dict[str, Any]:
+        """Raises ServeError 404 and, while requests use it, 409."""
+        if name not in self._loaded:
+            raise ServeError(404, "not_found_error", "adapter_not_found", f"no adapter {name!r} is loaded")
+        if used:
+            raise ServeError(409, "conflict", "conflict", f"{used} requests use the adapter {name!r}: wait for them")
+        self._loaded.pop(name).unload()
+        return {"name": name}
+
+    def _allowed(self, path: str) -> Path:
+        if "\0" in path:
+            raise ServeError.invalid("lora_path holds a null character", "lora_path")
+        place = Path(os.path.realpath(path))
+        if not any(place.is_relative_to(root) for root in self._roots):
+            raise ServeError(
+                403,
+                "permission_error",
+                "adapter_root",
+                "lora_path is outside of the folders that adapter_roots in the server's configuration allows",
+            )
+        return place
+
+    def _read(self, folder: Path) -> Any:
+        from exl_core import ExLlamaV2Lora
+
+        return ExLlamaV2Lora.from_directory(self._model, str(folder))

@@ -1,0 +1,180 @@
+"""Who is next: the queue in front of the generator. A pure data structure; the clock is an argument.
+
+Priority classes come first, and a request moves up one class for every `ageing` seconds that it has waited. Within a
+class the key with the smallest counter of served cost is next (virtual token counters: Sheng et al., "Fairness in
+Serving Large Language Models", OSDI 2024); within a key, who came first. The generator is fed only what can start soon,
+so that all this is decided late.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from exl_serve.errors import ServeError
+
+__all__ = ["Admission", "Entry", "Rates"]
+
+PROMPT_COST, CACHED_COST, GENERATED_COST = 1.0, 0.1, 2.0
+"""Cost of a token, in tokens of a prompt that are computed."""
+LEAST_RETRY, MOST_RETRY = 1.0, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Tokens a second; 0 where nothing was measured yet."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A request that waits."""
+
+    key: str
+    weight: float
+    priority: int
+    prompt_tokens: int
+    new_tokens: int
+    arrived: float
+    deadline: float | None
+    payload: Any
+    number: int = 0
+
+
+@dataclass
+class Admission:
+    """At most `max_requests` requests with `max_prompt_tokens` prompt tokens wait (None: the tokens that `target_ttft`
+    seconds of the measured prefill rate compute)."""
+
+    max_requests: int
+    max_prompt_tokens: int | None = None
+    target_ttft: float = 20.0
+    ageing: float = 30.0
+    seed: int | None = None
+    #: served cost by key, divided by its weight
+    counters: dict[str, float] = field(default_factory=dict)
+    queued_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._waiting: dict[str, deque[Entry]] = {}
+        self._active: dict[str, int] = {}
+        self._count = self._numbers = 0
+        self._random = random.Random(self.seed)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, entry: Entry, now: float, rates: Rates) -> None:
+        """Queue a request. Raises ServeError 429 for a full queue, 408 for a deadline that cannot be met."""
+        wait = self.predicted_wait(rates)
+        if self._count >= self.max_requests:
+            raise self._full(f"{self._count} requests wait, the most that may", wait)
+        most = self.max_prompt_tokens
+        if most is None and rates.prefill > 0:
+            most = max(1, int(self.target_ttft * rates.prefill))
+        # One request may always wait, however long it is.
+        if most is not None and self._count and self.queued_tokens + entry.prompt_tokens > most:
+            raise self._full(f"{self.queued_tokens} prompt tokens wait, and at most {most} may", wait)
+        if entry.deadline is not None and now + wait > entry.deadline:
+            raise ServeError(
+                408,
+                "timeout",
+                "deadline_exceeded",
+                f"the predicted wait of {wait:.1f} s is longer than the request's deadline: ask again later, or allow "
+                "more time",
+                retry_after=self._retry(wait),
+            )
+        self._numbers += 1
+        entry.number = self._numbers
+        self._lift(entry.key)
+        self._waiting.setdefault(entry.key, deque()).append(entry)
+        self._count += 1
+        self.queued_tokens += entry.prompt_tokens
+
+    def pop(self, now: float) -> Entry | None:
+        """The next request; it counts as active until `done`."""
+        best: tuple[float, float, int] | None = None
+        chosen: Entry | None = None
+        for key, entries in self._waiting.items():
+            for entry in entries if len({e.priority for e in entries}) > 1 else [entries[0]]:
+                rank = (self._class(entry, now), self.counters.get(key, 0.0), entry.number)
+                if best is None or rank < best:
+                    best, chosen = rank, entry
+        if chosen is not None:
+            self._take(chosen)
+            self._active[chosen.key] = self._active.get(chosen.key, 0) + 1
+        return chosen
+
+    def remove(self, entry: Entry) -> bool:
+        """Take out one that waits; False if it does not."""
+        if entry not in self._waiting.get(entry.key, ()):
+            return False
+        self._take(entry)
+        return True
+
+    def expired(self, now: float) -> list[Entry]:
+        """Take out all whose deadline has passed."""
+        late = [e for es in self._waiting.values() for e in es if e.deadline is not None and now > e.deadline]
+        for entry in late:
+            self._take(entry)
+        return late
+
+    def charge(self, key: str, weight: float, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
+        """Count what was computed for a key."""
+        cost = PROMPT_COST * prompt + CACHED_COST * cached + GENERATED_COST * generated
+        self.counters[key] = self.counters.get(key, 0.0) + cost / max(weight, 1e-6)
+
+    def done(self, key: str) -> None:
+        """An active request of this key has ended."""
+        left = self._active.get(key, 0) - 1
+        if left > 0:
+            self._active[key] = left
+        else:
+            self._active.pop(key, None)
+        if not self._active and not self._waiting:
+            self.counters.clear()  # nobody is owed anything
+
+    def predicted_wait(self, rates: Rates) -> float:
+        """Seconds until a request that comes now would start, about."""
+        if not self._count:
+            return 0.0
+        wait = self.queued_tokens / rates.prefill if rates.prefill > 0 else 0.0
+        new = sum(entry.new_tokens for entries in self._waiting.values() for entry in entries)
+        # Answers are rarely as long as they may be.
+        return wait + (0.25 * new / rates.decode if rates.decode > 0 else 0.0)
+
+    def _lift(self, key: str) -> None:
+        """A key that comes back from idleness has saved nothing up."""
+        if key in self._active or key in self._waiting:
+            return
+        others = [self.counters.get(other, 0.0) for other in {*self._active, *self._waiting}]
+        if others:
+            self.counters[key] = max(self.counters.get(key, 0.0), min(others))
+
+    def _class(self, entry: Entry, now: float) -> int:
+        return max(0, entry.priority - int((now - entry.arrived) / self.ageing))
+
+    def _take(self, entry: Entry) -> None:
+        entries = self._waiting[entry.key]
+        entries.remove(entry)
+        if not entries:
+            del self._waiting[entry.key]
+        self._count -= 1
+        self.queued_tokens -= entry.prompt_tokens
+
+    def _full(self, what: str, wait: float) -> ServeError:
+        return ServeError(
+            429,
+            "rate_limit_error",
+            "queue_full",
+            f"the queue of this model is full: {what}; try again later",
+            retry_after=self._retry(wait),
+        )
+
+    def _retry(self, wait: float) -> float:
+        """With 20 % of jitter: clients that were refused together do not come back together."""
+        return min(MOST_RETRY, max(LEAST_RETRY, wait)) * self._random.uniform(0.8, 1.2)

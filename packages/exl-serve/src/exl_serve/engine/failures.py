@@ -1,0 +1,48 @@
+"""What an error of the library is to an HTTP client."""
+
+from __future__ import annotations
+
+from exl_serve.errors import ServeError
+
+__all__ = ["BY_CODE", "serve_error"]
+
+_INVALID = (400, "invalid_request_error")
+_ENGINE = (500, "server_error")
+
+BY_CODE: dict[str, tuple[int, str, str]] = {
+    # A request that can never run.
+    "request": (*_INVALID, "invalid_value"),
+    "input": (*_INVALID, "invalid_value"),
+    "token_id": (*_INVALID, "token_id"),
+    "capacity": (*_INVALID, "context_length_exceeded"),
+    "sequence_too_long": (*_INVALID, "context_length_exceeded"),
+    "chat_template": (*_INVALID, "chat_template"),
+    "tokenizer": (*_INVALID, "invalid_value"),
+    "adapter": (*_INVALID, "adapter"),
+    "filter_compile": (*_INVALID, "invalid_grammar"),
+    "filter_usage": (*_INVALID, "invalid_grammar"),
+    "unknown_filter": (*_INVALID, "invalid_grammar"),
+    "ambiguous_plugin": (*_INVALID, "invalid_grammar"),
+    "plugin": (*_INVALID, "invalid_grammar"),
+    "no_candidates": (*_INVALID, "no_candidates"),
+    # What this installation or model does not offer.
+    "unsupported": (501, "not_implemented", "unsupported"),
+    "missing_extra": (501, "not_implemented", "unsupported"),
+    "architecture": (501, "not_implemented", "unsupported"),
+    # The engine failed.
+    "filter_dead_end": (*_ENGINE, "filter_dead_end"),
+}
+"""By an error's `code`; every other code is (500, server_error, engine_error)."""
+
+
+def serve_error(error: BaseException, param: str | None = None) -> ServeError:
+    """An error for the client. One that nobody foresaw tells its kind alone: its text may hold paths or a prompt."""
+    if isinstance(error, ServeError):
+        return error
+    code = getattr(error, "code", None)
+    if not isinstance(code, str):
+        return ServeError.engine(f"the engine failed on this request ({type(error).__name__}); its log says more")
+    status, kind, name = BY_CODE.get(code, (*_ENGINE, "engine_error"))
+    if status == 500 and name == "engine_error":
+        return ServeError.engine(f"the engine failed on this request ({code}); its log says more")
+    return ServeError(status, kind, name, str(error), param=param)

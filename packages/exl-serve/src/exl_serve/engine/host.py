@@ -1,0 +1,554 @@
+"""The engine process: one thread that runs rounds of the generator and talks to workers between them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from exl_serve.config.model import Limits, ModelConfig, Qos
+from exl_serve.engine import wire
+from exl_serve.engine.adapters import Adapters
+from exl_serve.engine.admission import Admission, Entry, Rates
+from exl_serve.engine.client import ModelCard
+from exl_serve.engine.events import EngineEvent, Failed, Finished
+from exl_serve.engine.failures import serve_error
+from exl_serve.engine.jobs import Reader, compile_constraints, make_job
+from exl_serve.engine.status import StatusWriter
+from exl_serve.errors import ServeError
+from exl_serve.request.internal import EngineRequest
+
+__all__ = ["Host"]
+
+log = logging.getLogger(__name__)
+
+SPARE_JOBS = 4
+"""Jobs that may stand in the generator's own queue."""
+INBOUND_SECONDS = 0.0005
+"""How long messages are read between two rounds."""
+IDLE_SECONDS, BUSY_WAIT = 1.0, 0.02
+STATUS_SECONDS = 0.1
+COMPILERS = 4
+
+
+@dataclass(eq=False)
+class _Group:
+    """One request: its completions, of which the later ones begin when the first has computed the prompt."""
+
+    worker: bytes
+    tag: int
+    request: EngineRequest
+    filters: Sequence[Any] = ()
+    loras: Sequence[Any] = ()
+    jobs: dict[int, Any] = field(default_factory=dict)
+    readers: dict[int, Reader] = field(default_factory=dict)
+    waiting: list[int] = field(default_factory=list)
+    live: int = 0
+    cancelled: bool = False
+    paused: bool = False
+    entry: Entry | None = None
+
+
+class Host:
+    """Serves one generator at `address` until `stop`. `wake` ends a wait from another thread."""
+
+    def __init__(
+        self,
+        generator: Any,
+        card: ModelCard,
+        address: str,
+        status: StatusWriter,
+        *,
+        config: ModelConfig,
+        limits: Limits | None = None,
+        qos: Qos | None = None,
+        context: zmq.Context[Any] | None = None,
+        round_floor: Callable[[int], float] | None = None,
+    ) -> None:
+        limits, qos = limits or Limits(), qos or Qos()
+        self._generator = generator
+        self._card = card
+        self._status = status
+        self._boot = os.urandom(16)
+        self._adapters = Adapters(generator.model, config)
+        self._admission = Admission(
+            limits.max_queued_requests or 8 * generator.max_batch_size,
+            limits.max_queued_prompt_tokens,
+            qos.target_ttft,
+            qos.ageing,
+        )
+        #: seconds that a round lasts at least, by the jobs in it: for test engines
+        self._round_floor = round_floor
+        self._workers: dict[bytes, float] = {}
+        self._groups: dict[tuple[bytes, int], _Group] = {}
+        self._by_job: dict[Any, tuple[_Group, int]] = {}
+        self._outgoing: dict[bytes, list[tuple[int, Any]]] = {}
+        self._compilers: ThreadPoolExecutor | None = None
+        self._compiled: deque[Callable[[], None]] = deque()
+        self._rates = Rates()
+        self._stopping = False
+        self._draining = False
+        self._written = 0.0
+        self._socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
+        self._socket.bind(address)
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until `stop`, or until drained."""
+        self._status.state = "ready"
+        self._status.write()
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """End `run`; what is running is cancelled. May be called from another thread or a signal handler."""
+        self._stopping = True
+        self.wake()
+
+    def drain(self) -> None:
+        """Take nothing new; end when all is done."""
+        self._draining = True
+        self._status.state = "draining"
+        self.wake()
+
+    def wake(self) -> None:
+        os.write(self._wake_write, b"\0")
+
+    def _close(self) -> None:
+        for group in list(self._groups.values()):
+            self._drop(group)
+        if self._compilers is not None:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._socket.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        self._status.close()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        running = any(not group.paused for group, _ in self._by_job.values())
+        self._receive(0.0 if running else BUSY_WAIT if self._groups else IDLE_SECONDS)
+        while self._compiled:
+            self._compiled.popleft()()
+        self._forget_silent(now)
+        self._expire()
+        self._feed()
+        if self._by_job:
+            self._round()
+        self._send()
+        if now - self._written >= STATUS_SECONDS or not self._by_job:
+            self._write_status(now)
+        if self._draining and not self._groups:
+            self._stopping = True
+
+    # ---- messages --------------------------------------------------------------------------------------------------
+
+    def _receive(self, timeout: float) -> None:
+        events = dict(self._poller.poll(round(timeout * 1000)))
+        if self._wake_read in events:
+            os.read(self._wake_read, 4096)
+        if self._socket not in events:
+            return
+        until = time.monotonic() + INBOUND_SECONDS
+        while time.monotonic() < until:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) == 2:
+                self._take(*frames)
+
+    def _take(self, worker: bytes, data: bytes) -> None:
+        try:
+            message = wire.decode_to_engine(data)
+        except wire.WireError as error:
+            log.warning("a worker sent %s; its requests are cancelled", error)
+            self._leave(worker)
+            return
+        if isinstance(message, wire.Hello):
+            self._hello(worker, message)
+            return
+        if worker not in self._workers:
+            if isinstance(message, wire.Submit):
+                refusal = ServeError.unavailable("engine_restarting", "the engine has restarted: try again")
+                self._tell(worker, wire.Rejected.of(message.tag, refusal))
+            return
+        self._workers[worker] = time.monotonic()
+        match message:
+            case wire.Submit():
+                self._submit(worker, message)
+            case wire.Cancel():
+                group = self._groups.get((worker, message.tag))
+                if group is not None:
+                    self._drop(group)
+            case wire.Pause() | wire.Resume():
+                self._set_paused(worker, message.tag, isinstance(message, wire.Pause))
+            case wire.Call():
+                self._call(worker, message)
+            case wire.Goodbye():
+                self._leave(worker)
+
+    def _hello(self, worker: bytes, message: wire.Hello) -> None:
+        if message.version != wire.VERSION:
+            log.warning("a worker speaks version %s of the protocol, this is %s", message.version, wire.VERSION)
+        else:
+            self._workers[worker] = time.monotonic()
+        card = wire.card_bytes(self._described())
+        self._tell(worker, wire.Welcome(wire.VERSION, self._boot, card, str(self._status.path)))
+
+    def _described(self) -> ModelCard:
+        return msgspec.structs.replace(self._card, adapters=tuple(self._adapters.names()))
+
+    def _leave(self, worker: bytes) -> None:
+        self._workers.pop(worker, None)
+        for group in [group for group in self._groups.values() if group.worker == worker]:
+            self._drop(group)
+
+    def _forget_silent(self, now: float) -> None:
+        for worker in [w for w, heard in self._workers.items() if now - heard > wire.SILENCE]:
+            log.warning("a worker has been silent for %s seconds; its requests are cancelled", wire.SILENCE)
+            self._leave(worker)
+
+    def _tell(self, worker: bytes, message: wire.ToWorker) -> None:
+        self._socket.send_multipart([worker, wire.encode(message)])
+
+    def _send(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for worker, events in outgoing.items():
+            self._tell(worker, wire.Round(events))
+
+    def _emit(self, group: _Group, events: Sequence[EngineEvent]) -> None:
+        self._outgoing.setdefault(group.worker, []).extend((group.tag, event) for event in events)
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def _submit(self, worker: bytes, message: wire.Submit) -> None:
+        group = _Group(worker, message.tag, message.request, waiting=list(range(message.request.n)))
+        try:
+            if self._draining:
+                raise ServeError.unavailable("draining", "this engine is about to stop: try again elsewhere", 5.0)
+            if (worker, message.tag) in self._groups or not group.waiting:
+                raise ServeError.invalid("a request needs a tag of its own and at least one seed")
+            group.loras = self._adapters.find(message.request.adapter)
+            self._groups[worker, message.tag] = group
+            if message.request.constraints:
+                self._compile(group)
+            else:
+                self._enter(group)
+        except Exception as error:
+            self._refuse(group, error)
+
+    def _compile(self, group: _Group) -> None:
+        """On another thread: a grammar may take seconds."""
+        if self._compilers is None:
+            self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="exl-compile")
+        generator = self._generator
+
+        def work() -> None:
+            try:
+                made = compile_constraints(group.request.constraints, generator.model, generator.tokenizer)
+            except Exception as error:
+                found = error
+                self._compiled.append(lambda: self._refuse(group, found))
+            else:
+                self._compiled.append(lambda: self._compiled_for(group, made))
+            if not self._stopping:
+                self.wake()
+
+        self._compilers.submit(work)
+
+    def _compiled_for(self, group: _Group, filters: Sequence[Any]) -> None:
+        if group.cancelled:
+            return
+        group.filters = filters
+        try:
+            self._enter(group)
+        except Exception as error:
+            self._refuse(group, error)
+
+    def _enter(self, group: _Group) -> None:
+        """Into the queue, once it is known that it can run. Raises ServeError."""
+        request = group.request
+        job = self._job(group, 0)
+        self._generator.check(job)
+        wall = request.deadline
+        now = time.monotonic()
+        entry = Entry(
+            request.key,
+            request.weight,
+            request.priority,
+            len(request.prompt) // 4,
+            request.max_tokens * request.n,
+            now,
+            None if wall is None else now + wall - time.time(),
+            group,
+        )
+        self._admission.add(entry, now, self._rates)
+        group.entry = entry
+        group.jobs[0] = job
+        self._tell(group.worker, wire.Accepted(group.tag))
+
+    def _job(self, group: _Group, choice: int) -> Any:
+        return make_job(
+            group.request,
+            choice,
+            vocab_size=self._card.vocab_size,
+            eos_ids=self._card.eos_ids,
+            filters=[made.clone() for made in group.filters],
+            loras=group.loras,
+        )
+
+    def _refuse(self, group: _Group, error: Exception) -> None:
+        if group.cancelled:
+            return
+        found = serve_error(error)
+        if found.status >= 500:
+            log.error("request %s failed", group.request.id, exc_info=error)
+        self._groups.pop((group.worker, group.tag), None)
+        group.cancelled = True
+        self._tell(group.worker, wire.Rejected.of(group.tag, found))
+
+    def _feed(self) -> None:
+        """Give the generator what can start soon."""
+        generator = self._generator
+        while len(self._admission):
+            standing = generator.num_remaining_jobs()
+            if standing >= generator.max_batch_size + SPARE_JOBS or generator.num_pending_jobs() >= SPARE_JOBS:
+                return
+            entry = self._admission.pop(time.monotonic())
+            if entry is None:
+                return
+            self._start(entry.payload, 0)
+
+    def _start(self, group: _Group, choice: int) -> None:
+        try:
+            job = group.jobs.get(choice) or self._job(group, choice)
+            self._generator.enqueue(job)
+        except Exception as error:
+            found = serve_error(error)
+            log.error("request %s failed", group.request.id, exc_info=error)
+            self._emit(group, [Failed(choice, found.status, found.type, found.code, found.message)])
+            group.waiting = [c for c in group.waiting if c != choice]
+            self._ended_one(group)
+            return
+        if group.paused:
+            job.paused = True
+        group.waiting.remove(choice)
+        group.jobs[choice] = job
+        group.readers[choice] = Reader(group.request, choice, self._card.vocab_size)
+        group.live += 1
+        self._by_job[job] = (group, choice)
+
+    def _set_paused(self, worker: bytes, tag: int, paused: bool) -> None:
+        group = self._groups.get((worker, tag))
+        if group is not None:
+            group.paused = paused
+            for job in group.jobs.values():
+                job.paused = paused
+
+    def _drop(self, group: _Group) -> None:
+        """Cancel what is left of a request."""
+        group.cancelled = True
+        self._groups.pop((group.worker, group.tag), None)
+        if group.entry is not None:
+            if not self._admission.remove(group.entry):
+                self._admission.done(group.request.key)
+            group.entry = None
+        for job in group.jobs.values():
+            if self._by_job.pop(job, None) is not None:
+                self._generator.discard(job)
+        group.jobs.clear()
+        left = self._outgoing.get(group.worker)
+        if left:
+            self._outgoing[group.worker] = [pair for pair in left if pair[0] != group.tag]
+
+    def _expire(self) -> None:
+        """End requests whose deadline has passed."""
+        now, wall = time.monotonic(), time.time()
+        late = [entry.payload for entry in self._admission.expired(now)]
+        for group in late:
+            group.entry = None
+            self._admission.done(group.request.key) if group.live else None
+        late += [
+            g for g in self._groups.values() if g.live and g.request.deadline is not None and wall > g.request.deadline
+        ]
+        for group in late:
+            text = "the request's deadline has passed: allow more time, or ask for fewer tokens"
+            for choice in sorted({*group.waiting, *(c for j, (g, c) in self._by_job.items() if g is group)}):
+                self._emit(group, [Failed(choice, 408, "timeout", "deadline_exceeded", text)])
+            kept = self._outgoing.get(group.worker, [])[:]
+            self._drop(group)
+            self._outgoing[group.worker] = kept
+
+    # ---- rounds ----------------------------------------------------------------------------------------------------
+
+    def _round(self) -> None:
+        began = time.monotonic()
+        self._status.round += 1
+        self._status.began = began
+        self._status.write()
+        try:
+            results = self._generator.iterate()
+        except Exception:
+            log.exception("a round failed; the jobs in it are ended")
+            results = []
+            self._fail_all()
+        if self._round_floor is not None:
+            rest = began + self._round_floor(len(self._by_job)) - time.monotonic()
+            if rest > 0:
+                time.sleep(rest)
+        self._status.ended = time.monotonic()
+        tokens = 0
+        for result in results:
+            tokens += self._deliver(result)
+        took = self._status.ended - began
+        if tokens and took > 0:
+            self._rates = Rates(self._rates.prefill, _average(self._rates.decode, tokens / took))
+
+    def _deliver(self, result: dict[str, Any]) -> int:
+        """Tell a result; returns how many tokens it has."""
+        found = self._by_job.get(result["job"])
+        if found is None:
+            return 0
+        group, choice = found
+        reader = group.readers[choice]
+        before = reader.generated
+        events = reader.read(result)
+        new = reader.generated - before
+        self._emit(group, events)
+        key, weight = group.request.key, group.request.weight
+        if result["stage"] == "started":
+            self._admission.charge(key, weight, prompt=reader.prompt - reader.cached, cached=reader.cached)
+        elif new:
+            self._admission.charge(key, weight, generated=new)
+            if reader.first_at is None:
+                reader.first_at = time.monotonic()
+                self._measure_prompt(result["job"])
+        if choice == 0 and group.waiting and result["stage"] == "streaming":
+            # The prompt's pages are there: the other completions find them.
+            for other in list(group.waiting):
+                self._start(group, other)
+        if events and isinstance(events[-1], Finished | Failed):
+            if isinstance(events[-1], Failed) and events[-1].status >= 500:
+                log.error("request %s failed", group.request.id, exc_info=result.get("exception"))
+            self._by_job.pop(result["job"], None)
+            group.jobs.pop(choice, None)
+            group.live -= 1
+            self._ended_one(group)
+        return new
+
+    def _ended_one(self, group: _Group) -> None:
+        if group.live == 0 and not group.waiting:
+            self._groups.pop((group.worker, group.tag), None)
+            if group.entry is not None:
+                self._admission.done(group.request.key)
+                group.entry = None
+
+    def _measure_prompt(self, job: Any) -> None:
+        if job.time_first_prefill and job.time_first_token:
+            took, new = job.time_first_token - job.time_first_prefill, job.prompt_tokens - job.cached_tokens
+            if new > 64 and took > 0:
+                self._rates = Rates(_average(self._rates.prefill, new / took), self._rates.decode)
+
+    def _fail_all(self) -> None:
+        for job, (group, choice) in list(self._by_job.items()):
+            text = "the engine failed in the middle of this request; its log says more"
+            self._emit(group, [Failed(choice, 500, "server_error", "engine_error", text)])
+            self._by_job.pop(job, None)
+            self._generator.discard(job)
+            group.live -= 1
+            self._ended_one(group)
+
+    # ---- the operator ----------------------------------------------------------------------------------------------
+
+    def _call(self, worker: bytes, message: wire.Call) -> None:
+        try:
+            self._tell(worker, wire.Reply(message.tag, self._answer(message.name, message.parameters)))
+        except Exception as error:
+            self._tell(worker, wire.Rejected.of(message.tag, serve_error(error)))
+
+    def _answer(self, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        if name == "load_adapter":
+            return self._adapters.load(str(parameters["name"]), str(parameters["path"]))
+        if name == "unload_adapter":
+            used = [g for g in self._groups.values() if g.request.adapter == parameters["name"]]
+            return self._adapters.unload(str(parameters["name"]), len(used))
+        if name == "reset_cache":
+            if self._by_job:
+                raise ServeError(409, "conflict", "conflict", f"{len(self._by_job)} jobs are running: try when idle")
+            self._generator.reset_page_table()
+            return {}
+        if name == "requests":
+            return {"requests": [self._summary(group) for group in self._groups.values()]}
+        if name == "cancel":
+            for group in [g for g in self._groups.values() if g.request.id == parameters["id"]]:
+                self._emit(group, [Failed(c, 499, "cancelled", "cancelled", "cancelled by the operator") for c in [0]])
+                kept = self._outgoing.get(group.worker, [])[:]
+                self._drop(group)
+                self._outgoing[group.worker] = kept
+                return {"cancelled": True}
+            return {"cancelled": False}
+        if name == "drain":
+            self.drain()
+            return {}
+        raise ServeError.invalid(f"the engine knows no call {name!r}", "name")
+
+    def _summary(self, group: _Group) -> dict[str, Any]:
+        return {
+            "id": group.request.id,
+            "key": group.request.key,
+            "prompt_tokens": len(group.request.prompt) // 4,
+            "generated": sum(reader.generated for reader in group.readers.values()),
+            "state": "running" if group.live else "queued",
+        }
+
+    def _write_status(self, now: float) -> None:
+        generator, status = self._generator, self._status
+        table = generator.page_table
+        unused = table.unreferenced
+        cached = sum(1 for page in table.pages if not page.ref_count and page.valid)
+        decoding = sum(1 for job in self._by_job if job.prefilled)
+        standing = generator.num_pending_jobs()
+        status.counts = (
+            decoding,
+            max(0, len(self._by_job) - decoding - standing),
+            len(self._admission) + standing,
+            self._admission.queued_tokens,
+            generator.max_pages - unused,
+            cached,
+            unused - cached,
+        )
+        status.rates = (self._rates.prefill, self._rates.decode)
+        status.write()
+        self._written = now
+
+
+def _average(before: float, now: float) -> float:
+    return now if before == 0 else 0.9 * before + 0.1 * now
+
+
+def status_path(folder: Path, model: str) -> Path:
+    """Where an engine's status page is."""
+    return folder / f"status-{model.replace('/', '_')}"

@@ -1,0 +1,231 @@
+"""From an `EngineRequest` to the generator's jobs, and from its results to events."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from exl_filters import FilterError, TriggeredFilter, create
+from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, TokenLogprob, Tokens, Usage
+from exl_serve.engine.failures import serve_error
+from exl_serve.errors import ServeError
+from exl_serve.request.internal import Constraint, EngineRequest, Sampling
+
+__all__ = ["PAGES_AT_ONCE", "Reader", "compile_constraints", "make_job", "settings_of"]
+
+PAGES_AT_ONCE = 512
+"""New tokens that a job reserves pages for at a time: a large limit does not take the cache away from others."""
+
+
+def settings_of(sampling: Sampling, vocab_size: int) -> Any:
+    """The sampler's settings; every field is set, so that none of the library's defaults leaks in."""
+    return ExLlamaV2Sampler.Settings(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        top_a=sampling.top_a,
+        min_p=sampling.min_p,
+        tfs=sampling.tfs,
+        typical=sampling.typical,
+        skew=sampling.skew,
+        temperature_last=sampling.temperature_last,
+        smoothing_factor=sampling.smoothing_factor,
+        min_temp=sampling.min_temp,
+        max_temp=sampling.max_temp,
+        temp_exponent=sampling.temp_exponent,
+        mirostat=sampling.mirostat,
+        mirostat_tau=sampling.mirostat_tau,
+        mirostat_eta=sampling.mirostat_eta,
+        token_repetition_penalty=sampling.token_repetition_penalty,
+        token_repetition_range=sampling.token_repetition_range,
+        token_repetition_decay=sampling.token_repetition_decay,
+        token_frequency_penalty=sampling.token_frequency_penalty,
+        token_presence_penalty=sampling.token_presence_penalty,
+        dry_multiplier=sampling.dry_multiplier,
+        dry_base=sampling.dry_base,
+        dry_allowed_length=sampling.dry_allowed_length,
+        dry_range=sampling.dry_range,
+        dry_sequence_breakers=sampling.dry_sequence_breakers,
+        xtc_probability=sampling.xtc_probability,
+        xtc_threshold=sampling.xtc_threshold,
+        cfg_scale=sampling.cfg_scale,
+        token_bias=_bias(sampling, vocab_size),
+    )
+
+
+def _bias(sampling: Sampling, vocab_size: int) -> torch.Tensor | None:
+    """float32 [vocab_size] or None. Raises ServeError for ids outside the vocabulary."""
+    if not sampling.logit_bias and sampling.allowed_token_ids is None:
+        return None
+    for param, ids in (("logit_bias", sampling.logit_bias), ("allowed_token_ids", sampling.allowed_token_ids or ())):
+        bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if bad is not None:
+            raise ServeError.invalid(
+                f"{param} names token id {bad}; the vocabulary has ids 0 to {vocab_size - 1}", param, "token_id"
+            )
+    allowed = sampling.allowed_token_ids
+    bias = torch.full((vocab_size,), 0.0 if allowed is None else -math.inf)
+    if allowed is not None:
+        bias[list(allowed)] = 0.0
+    for token, value in sampling.logit_bias.items():
+        bias[token] += value
+    return bias
+
+
+def compile_constraints(constraints: Sequence[Constraint], model: Any, tokenizer: Any) -> list[Any]:
+    """The filters of a request. May take seconds: not on the engine's thread. Raises ServeError 400."""
+    return [_compiled(constraint, model, tokenizer) for constraint in constraints]
+
+
+def _compiled(constraint: Constraint, model: Any, tokenizer: Any) -> Any:
+    try:
+        made = _filter(constraint, model, tokenizer)
+        if constraint.after is None:
+            return made
+        return TriggeredFilter(made, constraint.after, constraint.then, tokenizer=tokenizer)
+    except FilterError as error:
+        found = serve_error(error, constraint.param)
+        if found.code == "invalid_grammar" and constraint.kind in ("json_schema", "json_object"):
+            found.code = "invalid_schema"
+        raise found from error
+
+
+def _filter(constraint: Constraint, model: Any, tokenizer: Any) -> Any:
+    from exl_filters.grammar import ExLlamaV2GrammarFilter
+
+    kind, source = constraint.kind, constraint.source
+    if kind == "plugin":
+        return create(source, tokenizer, **constraint.options)
+    given: dict[str, Any]
+    if kind == "json_schema":
+        given = {kind: json.loads(source)}
+    elif kind == "json_object":
+        given = {"json_schema": {"type": "object"}}
+    else:
+        given = {kind: json.loads(source) if kind == "choice" else source}
+    return ExLlamaV2GrammarFilter(model, tokenizer, on_complete="end", **given, **constraint.options)
+
+
+def make_job(
+    request: EngineRequest,
+    choice: int,
+    *,
+    vocab_size: int,
+    eos_ids: Sequence[int],
+    filters: Sequence[Any] = (),
+    loras: Sequence[Any] = (),
+) -> ExLlamaV2DynamicJob:
+    """One completion. Raises ServeError, or the library's RequestError."""
+    prompts = [_ids(request.prompt)]
+    if request.negative_prompt is not None:
+        prompts.append(_ids(request.negative_prompt))
+    stops: list[int | str] = [*request.stop_ids, *request.stop_strings]
+    if not request.ignore_eos:
+        stops += eos_ids
+    return ExLlamaV2DynamicJob(
+        prompts if len(prompts) > 1 else prompts[0],
+        request.max_tokens,
+        min_new_tokens=request.min_tokens,
+        gen_settings=settings_of(request.sampling, vocab_size),
+        seed=request.seeds[choice],
+        stop_conditions=stops,
+        decode_special_tokens=request.special_text,
+        filters=list(filters),
+        token_healing=request.token_healing,
+        banned_strings=list(request.banned_strings),
+        return_logits=request.logprobs is not None,
+        loras=list(loras),
+        max_rq_tokens=PAGES_AT_ONCE,
+    )
+
+
+def _ids(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype="<i4").astype(np.int64))[None]
+
+
+_REASONS: dict[str, Any] = {
+    "stop_token": "stop_token",
+    "stop_string": "stop_string",
+    "max_new_tokens": "length",
+    "end_filter": "filter",
+}
+
+
+class Reader:
+    """Reads one completion's result dicts."""
+
+    __slots__ = ("_choice", "_top", "_vocab_size", "cached", "first_at", "generated", "prompt")
+
+    def __init__(self, request: EngineRequest, choice: int, vocab_size: int) -> None:
+        self._choice = choice
+        self._top = request.logprobs
+        self._vocab_size = vocab_size
+        #: tokens so far, for the accounts of the engine
+        self.generated = self.prompt = self.cached = 0
+        self.first_at: float | None = None
+
+    def read(self, result: dict[str, Any]) -> list[EngineEvent]:
+        """The events of one result; none of a cancelled one."""
+        stage = result["stage"]
+        job = result["job"]
+        if stage == "started":
+            self.prompt, self.cached = job.prompt_tokens, job.cached_tokens
+            return [Started(self._choice, self.prompt, self.cached)]
+        if stage == "prefill":
+            return [Progress(self._choice, result["curr_progress"], result["max_progress"])]
+        events: list[EngineEvent] = []
+        ids = result.get("token_ids")
+        text = result.get("text", "")
+        if ids is not None or text:
+            numbers = () if ids is None else tuple(ids[0].tolist())
+            self.generated += len(numbers)
+            events.append(Tokens(self._choice, numbers, text, self._logprobs(numbers, result.get("logits"))))
+        if result["eos"] and result["eos_reason"] != "cancelled":
+            events.append(self._last(result))
+        return events
+
+    def _last(self, result: dict[str, Any]) -> EngineEvent:
+        usage = self._usage(result)
+        reason = _REASONS.get(result["eos_reason"])
+        if reason is None:
+            error = serve_error(result["exception"])
+            return Failed(self._choice, error.status, error.type, error.code, error.message, usage)
+        stop = result.get("eos_triggering_token_id", result.get("eos_triggering_string"))
+        return Finished(self._choice, reason, stop, usage)
+
+    def _usage(self, result: dict[str, Any]) -> Usage:
+        return Usage(
+            prompt_tokens=result["prompt_tokens"],
+            completion_tokens=result["new_tokens"],
+            cached_tokens=result["cached_tokens"],
+            drafts_accepted=result.get("accepted_draft_tokens", 0),
+            drafts_rejected=result.get("rejected_draft_tokens", 0),
+            queue_seconds=result["time_enqueued"],
+            prefill_seconds=result["time_prefill"],
+            generate_seconds=result["time_generate"],
+        )
+
+    def _logprobs(self, ids: tuple[int, ...], logits: torch.Tensor | None) -> tuple[TokenLogprob, ...]:
+        """Of the raw logits, before any transform; ties go to the lower id."""
+        if self._top is None or logits is None or not ids:
+            return ()
+        rows = torch.log_softmax(logits[0, :, : self._vocab_size].double(), dim=-1)
+        found = []
+        for token, row in zip(ids, rows, strict=True):
+            top: tuple[tuple[int, float], ...] = ()
+            if self._top:
+                values, numbers = torch.sort(row, descending=True, stable=True)
+                top = tuple(zip(numbers[: self._top].tolist(), map(_finite, values[: self._top].tolist()), strict=True))
+            found.append(TokenLogprob(token, _finite(float(row[token])), top))
+        return tuple(found)
+
+
+def _finite(value: float) -> float:
+    """JSON knows no infinity: OpenAI writes -9999 for tokens that cannot be."""
+    return max(value, -9999.0) if value == value else -9999.0

@@ -1,0 +1,174 @@
+"""From a model's configuration to the generator that runs it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from exl_serve.config.model import ModelConfig
+from exl_serve.engine.client import ModelCard
+from exl_serve.errors import ServeError
+
+__all__ = ["load"]
+
+MOST_CACHE_TOKENS = 1 << 18
+"""Of a cache whose size the configuration leaves open."""
+PAGE = 256
+STEP_SECONDS = (0.00149, 0.00413)
+"""A round of 1 and of 64 sequences of an 8B model on an H200, which the paced test engine takes as long as."""
+
+
+def load(config: ModelConfig, report: Callable[[int, int], None] | None = None) -> tuple[Any, ModelCard, Any]:
+    """(generator, card, least seconds of a round by its jobs or None). Loads the weights; `report(done, modules)`."""
+    from exl_core import ExLlamaV2Config
+    from exl_core.device import using_devices
+
+    with using_devices(config.device, "device"):
+        folder = Path(config.path)
+        described = ExLlamaV2Config(str(folder))
+        if config.max_seq_len is not None:
+            if config.max_seq_len > described.max_seq_len:
+                raise ServeError.invalid(
+                    f"max_seq_len is {config.max_seq_len}, the model's is {described.max_seq_len}", "max_seq_len"
+                )
+            described.max_seq_len = config.max_seq_len
+        generator = _scripted(config, described) if config.engine != "model" else _loaded(config, described, report)
+    card = _card(config, described, generator, folder)
+    return generator, card, _pace if config.engine == "paced" else None
+
+
+def _loaded(config: ModelConfig, described: Any, report: Callable[[int, int], None] | None) -> Any:
+    from exl_core import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Tokenizer
+    from exl_core.device import devices
+    from exl_generate import ExLlamaV2DynamicGenerator
+    from exl_generate.cli.models import CACHES
+
+    model, tokenizer = ExLlamaV2(described), ExLlamaV2Tokenizer(described)
+    kind = CACHES[config.cache]
+    tokens = _cache_tokens(config, described)
+    if len(devices()) > 1:
+        cache = kind(model, max_seq_len=tokens, lazy=True)
+        model.load_autosplit(cache, callback=report)
+    else:
+        model.load(callback=report)
+        cache = kind(model, max_seq_len=tokens)
+    extra: dict[str, Any] = {"use_ngram_draft": config.ngram}
+    if config.draft is not None:
+        small = ExLlamaV2(ExLlamaV2Config(config.draft))
+        small.load()
+        extra |= {"draft_model": small, "draft_cache": kind(small, max_seq_len=tokens)}
+    generator = ExLlamaV2DynamicGenerator(
+        model,
+        cache,
+        tokenizer,
+        max_batch_size=config.max_batch_size,
+        max_chunk_size=config.max_chunk_size,
+        **extra,
+    )
+    generator.warmup()
+    return generator
+
+
+def _cache_tokens(config: ModelConfig, described: Any) -> int:
+    """Whole pages. As configured, else a full context for every sequence, or what fits."""
+    asked = config.cache_tokens
+    if asked is not None:
+        return -(-asked // PAGE) * PAGE
+    from exl_core.loading.plan import plan
+
+    wanted = min(config.max_batch_size * described.max_seq_len, max(MOST_CACHE_TOKENS, described.max_seq_len))
+    most = plan(described, cache=config.cache, cache_tokens=PAGE).max_cache_tokens
+    if most is not None:
+        wanted = min(wanted, int(0.9 * most))
+    return max(PAGE, int(wanted) // PAGE * PAGE)
+
+
+def _scripted(config: ModelConfig, described: Any) -> Any:
+    """A test engine: a hash function instead of the weights, everything else as it is."""
+    from exl_core import ExLlamaV2Tokenizer
+    from exl_generate import ExLlamaV2DynamicGenerator
+    from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel
+
+    small = ScriptedConfig(
+        vocab_size=described.vocab_size,
+        max_seq_len=described.max_seq_len,
+        max_input_len=2048,
+        max_batch_size=config.max_batch_size,
+    )
+    model = ScriptedModel(small)
+    tokens = config.cache_tokens or min(MOST_CACHE_TOKENS, config.max_batch_size * described.max_seq_len)
+    cache = ScriptedCache(model, max_seq_len=-(-tokens // PAGE) * PAGE)
+    return ExLlamaV2DynamicGenerator(
+        model,
+        cache,
+        ExLlamaV2Tokenizer(described),
+        max_batch_size=config.max_batch_size,
+        max_chunk_size=config.max_chunk_size,
+    )
+
+
+def _pace(jobs: int) -> float:
+    one, many = STEP_SECONDS
+    return one + (many - one) * min(max(jobs - 1, 0), 63) / 63
+
+
+def _card(config: ModelConfig, described: Any, generator: Any, folder: Path) -> ModelCard:
+    from exl_generate import __version__ as engine_version
+
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(folder.iterdir()):
+        # Names, sizes and headers: a safetensors header has every tensor's shape and place.
+        if file.suffix in (".safetensors", ".json") and file.is_file():
+            digest.update(f"{file.name} {file.stat().st_size}".encode())
+            with open(file, "rb") as opened:
+                digest.update(opened.read(1 << 20))
+    digest.update(f"{config.cache} {engine_version}".encode())
+    ids = [*described.eos_token_ids, generator.tokenizer.eos_token_id]
+    return ModelCard(
+        id=config.id,
+        folder=str(folder),
+        max_seq_len=generator.max_seq_len,
+        max_batch_size=generator.max_batch_size,
+        cache_tokens=generator.max_total_tokens,
+        vocab_size=described.vocab_size,
+        eos_ids=tuple(sorted({i for i in ids if i is not None and i >= 0})),
+        digest=digest.hexdigest(),
+        quantization=_quantization(folder),
+        cache_format=config.cache,
+        created=int(folder.stat().st_mtime),
+        sampling_defaults=_defaults(folder, config),
+        page_size=generator.page_size,
+    )
+
+
+def _quantization(folder: Path) -> str:
+    found = _json(folder / "config.json").get("quantization_config")
+    if not isinstance(found, dict):
+        return "float"
+    bits = found.get("bits")
+    return f"{found.get('quant_method', '?')}{'' if bits is None else f' {bits} bpw'}"
+
+
+def _defaults(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """Of generation_config.json, then of the server's configuration, by the names of `Sampling`."""
+    said = _json(folder / "generation_config.json")
+    found: dict[str, Any] = {}
+    if said.get("do_sample", True):
+        names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+        names["repetition_penalty"] = "token_repetition_penalty"
+        for theirs, ours in names.items():
+            value = said.get(theirs)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                found[ours] = int(value) if ours == "top_k" else float(value)
+    return found | dict(config.sampling)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

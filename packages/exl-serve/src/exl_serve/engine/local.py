@@ -1,0 +1,234 @@
+"""Clients of an engine on this machine, over ZeroMQ, on an asyncio event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from exl_serve.engine import wire
+from exl_serve.engine.client import EngineStatus, ModelCard, Sink
+from exl_serve.engine.events import Failed, Finished
+from exl_serve.engine.status import StatusReader
+from exl_serve.errors import ServeError
+from exl_serve.request.internal import EngineRequest
+
+__all__ = ["LocalEngine"]
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 30.0
+GONE = "the engine process has ended; it is being restarted: try again"
+
+
+class _Running:
+    """A request that the engine has taken."""
+
+    __slots__ = ("_engine", "_tag", "left", "sink")
+
+    def __init__(self, engine: LocalEngine, tag: int, sink: Sink, left: int) -> None:
+        self._engine, self._tag = engine, tag
+        self.sink, self.left = sink, left
+
+    def cancel(self) -> None:
+        self._engine.forget(self._tag, wire.Cancel(self._tag))
+
+    def pause(self) -> None:
+        self._engine.send_if_running(self._tag, wire.Pause(self._tag))
+
+    def resume(self) -> None:
+        self._engine.send_if_running(self._tag, wire.Resume(self._tag))
+
+
+class LocalEngine:
+    """One engine process, or one engine thread for `inproc://` addresses. Use `connect`."""
+
+    def __init__(self, address: str, context: zmq.Context[Any] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket = (context or zmq.Context.instance()).socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.IDENTITY, os.urandom(8))
+        self._socket.connect(address)
+        self._tags = itertools.count(1)
+        self._running: dict[int, _Running] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, tuple[Sink, int]] = {}
+        self._welcome: asyncio.Future[wire.Welcome] = self._loop.create_future()
+        self._card: ModelCard | None = None
+        self._status: StatusReader | None = None
+        self._closed = False
+        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._drain)
+        self._pinging: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(cls, address: str, context: zmq.Context[Any] | None = None) -> LocalEngine:
+        """Raises ServeError 503 when no engine answers."""
+        engine = cls(address, context)
+        engine._send(wire.Hello(wire.VERSION, f"pid {os.getpid()}"))
+        try:
+            welcome = await asyncio.wait_for(engine._welcome, CONNECT_SECONDS)
+        except TimeoutError:
+            await engine.close()
+            raise ServeError.unavailable("engine_restarting", "the engine does not answer: try again") from None
+        if welcome.version != wire.VERSION:
+            await engine.close()
+            raise ServeError.unavailable(
+                "engine_version",
+                f"the engine speaks version {welcome.version} of the protocol, this worker {wire.VERSION}: restart all",
+            )
+        engine._card = wire.card_of(welcome.card)
+        engine._status = StatusReader(Path(welcome.status_path))
+        engine._pinging = asyncio.create_task(engine._ping())
+        return engine
+
+    @property
+    def card(self) -> ModelCard:
+        if self._card is None:
+            raise RuntimeError("the engine is not connected: use LocalEngine.connect")
+        return self._card
+
+    @property
+    def status(self) -> EngineStatus:
+        if self._status is None:
+            raise RuntimeError("the engine is not connected: use LocalEngine.connect")
+        return self._status.read()
+
+    async def submit(self, request: EngineRequest, sink: Sink) -> _Running:
+        self._check_open()
+        tag = next(self._tags)
+        taken = self._answers[tag] = self._loop.create_future()
+        self._waiting[tag] = (sink, request.n)
+        self._send(wire.Submit(tag, request))
+        try:
+            running: _Running = await taken
+        except asyncio.CancelledError:
+            self._waiting.pop(tag, None)
+            self.forget(tag, wire.Cancel(tag), always=True)
+            raise
+        finally:
+            self._answers.pop(tag, None)
+            self._waiting.pop(tag, None)
+        return running
+
+    async def control(self, name: str, **parameters: Any) -> dict[str, Any]:
+        self._check_open()
+        tag = next(self._tags)
+        answered = self._answers[tag] = self._loop.create_future()
+        self._send(wire.Call(tag, name, parameters))
+        try:
+            found: dict[str, Any] = await answered
+        finally:
+            self._answers.pop(tag, None)
+        if name in ("load_adapter", "unload_adapter"):
+            await self._refresh_card()
+        return found
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self.fail(GONE)
+        self._send(wire.Goodbye())
+        self._closed = True
+        if self._pinging is not None:
+            self._pinging.cancel()
+        self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+        self._socket.close()
+        if self._status is not None:
+            self._status.close()
+
+    def fail(self, message: str) -> None:
+        """The engine is gone: everything that runs on it ends with an error."""
+        running, self._running = self._running, {}
+        for one in running.values():
+            for choice in range(one.left):
+                one.sink(Failed(choice, 503, "server_error", "engine_restarting", message))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(ServeError.unavailable("engine_restarting", message))
+
+    def forget(self, tag: int, message: wire.ToEngine, *, always: bool = False) -> None:
+        """Tell the engine, and take no more events of this request."""
+        if self._running.pop(tag, None) is not None or always:
+            self._send(message)
+
+    def send_if_running(self, tag: int, message: wire.ToEngine) -> None:
+        if tag in self._running:
+            self._send(message)
+
+    async def _refresh_card(self) -> None:
+        self._welcome = self._loop.create_future()
+        self._send(wire.Hello(wire.VERSION, f"pid {os.getpid()}"))
+        self._card = wire.card_of((await self._welcome).card)
+
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(wire.PING_SECONDS)
+            self._send(wire.Ping())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ServeError.unavailable("engine_restarting", GONE)
+
+    def _send(self, message: wire.ToEngine) -> None:
+        if self._closed:
+            return
+        try:
+            data = wire.encode(message)
+        except wire.WireError as error:
+            raise ServeError(413, "invalid_request_error", "body_too_large", str(error)) from error
+        self._socket.send(data)
+        # The descriptor tells changes alone: what came while this was sent would be found with the next change.
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        """Everything that has come."""
+        while not self._closed:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._take(wire.decode_to_worker(data))
+            except wire.WireError as error:
+                log.error("the engine sent %s", error)
+
+    def _take(self, message: wire.ToWorker) -> None:
+        if isinstance(message, wire.Round):
+            running = self._running
+            for tag, event in message.events:
+                one = running.get(tag)
+                if one is None:
+                    continue
+                if isinstance(event, Finished | Failed):
+                    one.left -= 1
+                    if one.left <= 0:
+                        del running[tag]
+                one.sink(event)
+            return
+        if isinstance(message, wire.Welcome):
+            if not self._welcome.done():
+                self._welcome.set_result(message)
+            return
+        answer = self._answers.get(message.tag)
+        if isinstance(message, wire.Accepted):
+            waiting = self._waiting.get(message.tag)
+            if waiting is None or answer is None or answer.done():
+                self._send(wire.Cancel(message.tag))  # nobody waits for it any more
+                return
+            running_one = _Running(self, message.tag, *waiting)
+            # Now, not when the waiting task runs: events may follow in the same batch of messages.
+            self._running[message.tag] = running_one
+            answer.set_result(running_one)
+        elif answer is not None and not answer.done():
+            if isinstance(message, wire.Rejected):
+                answer.set_exception(message.error())
+            else:
+                answer.set_result(message.result)

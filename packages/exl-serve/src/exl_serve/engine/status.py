@@ -1,0 +1,106 @@
+"""The status page: what an engine is doing, in a file that anybody may map and read without asking it.
+
+The engine's thread writes plain stores between two increments of a sequence number; a reader that finds the number odd,
+or changed, reads again. So a hung engine still shows that it is in a round, and since when.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Literal
+
+from exl_serve.engine.client import EngineStatus
+
+__all__ = ["STATES", "StatusReader", "StatusWriter"]
+
+State = Literal["loading", "warming", "ready", "draining", "failed"]
+STATES: tuple[State, ...] = ("loading", "warming", "ready", "draining", "failed")
+_SEQUENCE = struct.Struct("<Q")
+# boot, state, round, began, ended, seven counts, two rates.
+_BODY = struct.Struct("<16sQQddQQQQQQQdd")
+_SIZE = 4096
+_TRIES = 1000
+
+
+class StatusWriter:
+    """Makes the file, mode 0600."""
+
+    def __init__(self, path: Path, boot: bytes) -> None:
+        self.path = path
+        self._boot = boot
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.ftruncate(descriptor, _SIZE)
+            self._map = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        self._sequence = 0
+        self.state: State = "loading"
+        self.round = 0
+        self.began = self.ended = time.monotonic()
+        self.counts = (0, 0, 0, 0, 0, 0, 0)
+        self.rates = (0.0, 0.0)
+        self.write()
+
+    def write(self) -> None:
+        self._sequence += 1
+        _SEQUENCE.pack_into(self._map, 0, self._sequence)
+        _BODY.pack_into(
+            self._map,
+            8,
+            self._boot,
+            STATES.index(self.state),
+            self.round,
+            self.began,
+            self.ended,
+            *self.counts,
+            *self.rates,
+        )
+        self._sequence += 1
+        _SEQUENCE.pack_into(self._map, 0, self._sequence)
+
+    def close(self) -> None:
+        self._map.close()
+        self.path.unlink(missing_ok=True)
+
+
+class StatusReader:
+    """Raises OSError where there is no such file."""
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
+
+    def read(self) -> EngineStatus:
+        """The last state that was written whole. Raises RuntimeError if the engine died while it wrote."""
+        for _ in range(_TRIES):
+            before = _SEQUENCE.unpack_from(self._map, 0)[0]
+            values = _BODY.unpack_from(self._map, 8)
+            if before % 2 == 0 and before == _SEQUENCE.unpack_from(self._map, 0)[0]:
+                boot, state, number, began, ended, *counts = values
+                decoding, prefilling, queued, queued_tokens, pinned, cached, free, prefill, decode = counts
+                return EngineStatus(
+                    boot=boot,
+                    state=STATES[state],
+                    round=number,
+                    began=began,
+                    ended=ended,
+                    decoding=decoding,
+                    prefilling=prefilling,
+                    queued=queued,
+                    queued_prompt_tokens=queued_tokens,
+                    pages_pinned=pinned,
+                    pages_cached=cached,
+                    pages_free=free,
+                    prefill_rate=prefill,
+                    decode_rate=decode,
+                )
+            time.sleep(0)
+        raise RuntimeError("the engine's status page was left half written")
+
+    def close(self) -> None:
+        self._map.close()

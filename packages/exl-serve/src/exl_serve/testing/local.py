@@ -1,0 +1,74 @@
+"""An engine in this process, for tests and notebooks; not for load."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from exl_serve.config.model import Limits, ModelConfig, Qos
+from exl_serve.engine.client import ModelCard
+from exl_serve.engine.host import Host, status_path
+from exl_serve.engine.load import load
+from exl_serve.engine.local import LocalEngine
+from exl_serve.engine.status import StatusWriter
+
+__all__ = ["EngineThread", "local_engine"]
+
+
+class EngineThread:
+    """A host in a thread, at an `inproc://` address."""
+
+    def __init__(
+        self, config: ModelConfig, limits: Limits | None = None, qos: Qos | None = None, loaded: Any = None
+    ) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.address = f"inproc://engine-{os.urandom(8).hex()}"
+        self._folder = tempfile.TemporaryDirectory(prefix="exl-serve-")
+        made: tuple[Any, ModelCard, Any] = load(config) if loaded is None else loaded
+        self.generator, self.card, floor = made
+        status = StatusWriter(status_path(Path(self._folder.name), config.id), os.urandom(16))
+        self.host = Host(
+            self.generator,
+            self.card,
+            self.address,
+            status,
+            config=config,
+            limits=limits,
+            qos=qos,
+            context=self.context,
+            round_floor=floor,
+        )
+        self._thread = threading.Thread(target=self.host.run, name="exl-engine", daemon=True)
+        self._thread.start()
+
+    async def connect(self) -> LocalEngine:
+        return await LocalEngine.connect(self.address, self.context)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self.host.stop()
+            self._thread.join(30)
+        self._folder.cleanup()
+
+
+@asynccontextmanager
+async def local_engine(
+    config: ModelConfig, limits: Limits | None = None, qos: Qos | None = None
+) -> AsyncIterator[LocalEngine]:
+    """A loaded engine, and its client."""
+    thread = EngineThread(config, limits, qos)
+    try:
+        engine = await thread.connect()
+        try:
+            yield engine
+        finally:
+            await engine.close()
+    finally:
+        thread.close()

@@ -1,0 +1,30 @@
+"""Engines and servers for the tests of exl-serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from exl_generate import bundled
+from exl_serve.config.model import ModelConfig
+from exl_serve.testing.local import EngineThread
+
+FABLE = ModelConfig(id="fable", path=str(bundled.default_model_dir()), device="cpu", max_batch_size=8)
+SCRIPTED = ModelConfig(id="scripted", path=FABLE.path, device="cpu", max_batch_size=8, engine="free")
+
+
+@pytest.fixture(scope="session")
+def fable() -> Iterator[EngineThread]:
+    """The bundled model in a thread."""
+    thread = EngineThread(FABLE)
+    yield thread
+    thread.close()
+
+
+@pytest.fixture(scope="session")
+def scripted() -> Iterator[EngineThread]:
+    """The scripted test engine in a thread."""
+    thread = EngineThread(SCRIPTED)
+    yield thread
+    thread.close()

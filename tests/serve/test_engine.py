@@ -1,0 +1,485 @@
+"""The engine host and its client: requests, events, refusals, cancellation, fairness."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exl_generate import ExLlamaV2DynamicJob
+from exl_serve.engine import wire
+from exl_serve.engine.admission import Admission, Entry, Rates
+from exl_serve.engine.events import Failed, Finished, Started, Tokens
+from exl_serve.engine.failures import BY_CODE
+from exl_serve.engine.jobs import settings_of
+from exl_serve.engine.local import LocalEngine
+from exl_serve.errors import ServeError
+from exl_serve.request.internal import Constraint, EngineRequest, Sampling
+from exl_serve.testing.local import EngineThread
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def request(thread: EngineThread, text: str = "Once upon a time", **fields: Any) -> EngineRequest:
+    ids = thread.generator.tokenizer.encode_ids(text, add_bos=True)
+    given: dict[str, Any] = {"id": "r", "sampling": GREEDY, "seeds": (1,), "max_tokens": 12} | fields
+    return EngineRequest(prompt=np.array(ids, dtype="<i4").tobytes(), **given)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.changed = asyncio.Event()
+
+    def __call__(self, event: Any) -> None:
+        self.events.append(event)
+        self.changed.set()
+
+    async def until(self, done: Callable[[list[Any]], bool]) -> list[Any]:
+        async with asyncio.timeout(60):
+            while not done(self.events):
+                self.changed.clear()
+                await self.changed.wait()
+        return self.events
+
+    async def ended(self, choices: int = 1) -> list[Any]:
+        return await self.until(lambda es: sum(isinstance(e, Finished | Failed) for e in es) == choices)
+
+    def text(self, choice: int = 0) -> str:
+        return "".join(e.text for e in self.events if isinstance(e, Tokens) and e.choice == choice)
+
+
+def on(thread: EngineThread, work: Callable[[LocalEngine], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        engine = await thread.connect()
+        try:
+            return await work(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def idle(thread: EngineThread) -> bool:
+    """Whether nothing is left of any request, within a few rounds."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        g = thread.generator
+        if not g.num_remaining_jobs() and not g.referenced_pages and not thread.host._groups:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def library(thread: EngineThread, asked: EngineRequest, choice: int = 0) -> str:
+    """What the library writes for the same request."""
+    import torch
+
+    ids = torch.from_numpy(np.frombuffer(asked.prompt, "<i4").astype(np.int64))[None]
+    job = ExLlamaV2DynamicJob(
+        ids,
+        asked.max_tokens,
+        gen_settings=settings_of(asked.sampling, thread.card.vocab_size),
+        seed=asked.seeds[choice],
+        stop_conditions=list(thread.card.eos_ids),
+    )
+    generator = type(thread.generator)(
+        thread.generator.model,
+        type(thread.generator.cache)(thread.generator.model, max_seq_len=1024),
+        thread.generator.tokenizer,
+    )
+    generator.enqueue(job)
+    text = ""
+    while generator.num_remaining_jobs():
+        text += "".join(result.get("text", "") for result in generator.iterate())
+    return text
+
+
+def test_the_library_s_tokens(fable: EngineThread) -> None:
+    asked = request(fable, seeds=(3, 4, 5), sampling=Sampling(temperature=1.0), max_tokens=30)
+
+    async def work(engine: LocalEngine) -> Sink:
+        sink = Sink()
+        await engine.submit(asked, sink)
+        await sink.ended(3)
+        return sink
+
+    sink = on(fable, work)
+    assert isinstance(sink.events[0], Started)
+    for choice in range(3):
+        assert sink.text(choice) == library(fable, asked, choice)
+    assert len({sink.text(choice) for choice in range(3)}) > 1
+    assert idle(fable)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"max_tokens": 5000}, "context_length_exceeded"),
+        ({"sampling": Sampling(top_k=-1)}, "invalid_value"),
+        ({"sampling": Sampling(logit_bias={10**6: 1.0})}, "token_id"),
+        ({"constraints": (Constraint(kind="json_schema", source='{"type": "nothing"}'),)}, "invalid_schema"),
+        ({"constraints": (Constraint(kind="regex", source="("),)}, "invalid_grammar"),
+        ({"adapter": "none"}, "model_not_found"),
+        ({"deadline": 1.0}, "deadline_exceeded"),
+        ({"seeds": ()}, "invalid_value"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(fable: EngineThread, fields: dict[str, Any], code: str) -> None:
+    async def work(engine: LocalEngine) -> str:
+        sink = Sink()
+        with pytest.raises(ServeError) as caught:
+            await engine.submit(request(fable, **fields), sink)
+        assert not sink.events
+        return caught.value.code
+
+    assert on(fable, work) == code
+    assert idle(fable)
+
+
+def test_constraints_hold(fable: EngineThread) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    asked = request(
+        fable,
+        constraints=(Constraint(kind="json_schema", source=json.dumps(schema)),),
+        max_tokens=60,
+        seeds=(1, 2),
+        sampling=Sampling(),
+    )
+
+    async def work(engine: LocalEngine) -> Sink:
+        sink = Sink()
+        await engine.submit(asked, sink)
+        await sink.ended(2)
+        return sink
+
+    sink = on(fable, work)
+    for choice in range(2):
+        assert isinstance(json.loads(sink.text(choice))["n"], int)
+
+
+def test_log_probabilities_are_the_model_s(fable: EngineThread) -> None:
+    import torch
+
+    asked = request(fable, logprobs=3, max_tokens=5, sampling=Sampling(temperature=0.7, top_k=5))
+
+    async def work(engine: LocalEngine) -> list[Any]:
+        sink = Sink()
+        await engine.submit(asked, sink)
+        return await sink.ended()
+
+    tokens = [e for e in on(fable, work) if isinstance(e, Tokens)]
+    ids = [i for e in tokens for i in e.ids]
+    found = [p for e in tokens for p in e.logprobs]
+    assert [p.id for p in found] == ids
+    prompt = np.frombuffer(asked.prompt, "<i4").tolist()
+    whole = torch.tensor([prompt + ids])
+    logits = fable.generator.model.forward(whole)[0, len(prompt) - 1 :, : fable.card.vocab_size].double()
+    expected = torch.log_softmax(logits, -1)
+    for at, one in enumerate(found):
+        assert one.logprob == pytest.approx(float(expected[at, one.id]), abs=1e-3)
+        best = expected[at].topk(3)
+        assert [i for i, _ in one.top] == best.indices.tolist()
+
+
+def test_cancelling_frees_everything(scripted: EngineThread) -> None:
+    async def work(engine: LocalEngine) -> None:
+        for wait in (0, 0, 0.001, 0.005, 0.02):
+            sink = Sink()
+            running = await engine.submit(request(scripted, seeds=(1, 2, 3), max_tokens=500), sink)
+            await asyncio.sleep(wait)
+            running.cancel()
+            running.cancel()
+            seen = len(sink.events)
+            await asyncio.sleep(0.05)
+            assert len(sink.events) == seen
+
+    on(scripted, work)
+    assert idle(scripted)
+
+
+def test_a_task_that_is_cancelled_leaves_nothing(scripted: EngineThread) -> None:
+    async def work(engine: LocalEngine) -> None:
+        task = asyncio.create_task(engine.submit(request(scripted, max_tokens=500), Sink()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    on(scripted, work)
+    assert idle(scripted)
+
+
+def test_a_client_that_leaves_takes_its_requests_along(scripted: EngineThread) -> None:
+    async def work(engine: LocalEngine) -> Sink:
+        sink = Sink()
+        await engine.submit(request(scripted, max_tokens=900), sink)
+        await sink.until(lambda es: len(es) > 2)
+        return sink
+
+    sink = on(scripted, work)
+    assert isinstance(sink.events[-1], Failed)
+    assert sink.events[-1].code == "engine_restarting"
+    assert idle(scripted)
+
+
+def test_a_paused_request_stands_still_and_goes_on(scripted: EngineThread) -> None:
+    async def work(engine: LocalEngine) -> tuple[str, str]:
+        plain, sink = Sink(), Sink()
+        await engine.submit(request(scripted, max_tokens=200), plain)
+        await plain.ended()
+        running = await engine.submit(request(scripted, max_tokens=200), sink)
+        await sink.until(lambda es: len(es) > 3)
+        running.pause()
+        await asyncio.sleep(0.2)
+        seen = len(sink.events)
+        await asyncio.sleep(0.2)
+        assert len(sink.events) == seen
+        running.resume()
+        await sink.ended()
+        return plain.text(), sink.text()
+
+    one, other = on(scripted, work)
+    assert one == other
+
+
+def test_an_error_in_a_round_ends_its_requests_alone(scripted: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(engine: LocalEngine) -> None:
+        sink = Sink()
+        with monkeypatch.context() as patched:
+            patched.setattr(scripted.generator, "iterate", lambda: 1 / 0)
+            await engine.submit(request(scripted), sink)
+            events = await sink.ended()
+        assert (events[-1].status, events[-1].code) == (500, "engine_error")
+        again = Sink()
+        await engine.submit(request(scripted), again)
+        assert isinstance((await again.ended())[-1], Finished)
+
+    on(scripted, work)
+    assert idle(scripted)
+
+
+def test_the_queue_has_an_end(scripted: EngineThread) -> None:
+    async def work(engine: LocalEngine) -> None:
+        refused, sinks = [], []
+        for _ in range(120):
+            sink = Sink()
+            try:
+                await engine.submit(request(scripted, max_tokens=300), sink)
+                sinks.append(sink)
+            except ServeError as error:
+                refused.append(error)
+        assert refused
+        assert all(e.status == 429 and e.code == "queue_full" and 0.8 <= e.retry_after <= 72 for e in refused)
+        for sink in sinks:
+            assert isinstance((await sink.ended())[-1], Finished)
+
+    on(scripted, work)
+    assert idle(scripted)
+
+
+def test_the_status_page(scripted: EngineThread) -> None:
+    async def work(engine: LocalEngine) -> None:
+        sink = Sink()
+        before = engine.status.round
+        await engine.submit(request(scripted, max_tokens=20), sink)
+        await sink.ended()
+        await asyncio.sleep(0.3)
+        status = engine.status
+        assert status.state == "ready"
+        assert status.round > before
+        assert (status.decoding, status.queued, status.pages_pinned) == (0, 0, 0)
+        assert status.pages_free + status.pages_cached == scripted.generator.max_pages
+
+    on(scripted, work)
+
+
+# ---- the wire ------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.binary(max_size=200))
+def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
+    for decode in (wire.decode_to_engine, wire.decode_to_worker):
+        try:
+            message = decode(data)
+        except wire.WireError:
+            continue
+        assert decode(wire.encode(message)) == message
+
+
+def test_messages_survive_the_wire(fable: EngineThread) -> None:
+    asked = request(fable, constraints=(Constraint(kind="lark", source="start: x", after="<tool>"),), key="k")
+    for message in (
+        wire.Hello(1, "w"),
+        wire.Submit(7, asked),
+        wire.Cancel(3),
+        wire.Ping(),
+        wire.Call(1, "x", {"a": 1}),
+    ):
+        assert wire.decode_to_engine(wire.encode(message)) == message
+    rounds = wire.Round([(1, Tokens(0, (1, 2), "ab")), (2, Failed(0, 500, "t", "c", "m"))])
+    assert wire.decode_to_worker(wire.encode(rounds)) == rounds
+    assert wire.encode(wire.Cancel(3)) == b"\x92\xa6cancel\x03"
+
+
+def test_a_malformed_message_ends_that_worker_s_requests_alone(scripted: EngineThread) -> None:
+    async def work(engine: LocalEngine) -> None:
+        other = await scripted.connect()
+        mine, theirs = Sink(), Sink()
+        await engine.submit(request(scripted, max_tokens=300), mine)
+        await other.submit(request(scripted, max_tokens=900), theirs)
+        other._socket.send(b"\xc1 no message")
+        assert isinstance((await mine.ended())[-1], Finished)
+        with pytest.raises(ServeError, match="restarted"):
+            await other.submit(request(scripted), Sink())
+        await other.close()
+
+    on(scripted, work)
+    assert idle(scripted)
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------
+
+
+def test_no_default_of_the_library_leaks_in() -> None:
+    import dataclasses
+
+    from exl_generate import ExLlamaV2Sampler
+
+    made = settings_of(Sampling(), 100)
+    known = set(Sampling.__struct_fields__) - {"logit_bias", "allowed_token_ids"}
+    state = {"mirostat_mu", "ngram_trie", "ngram_index", "ngram_history", "post_sampling_hooks", "token_bias"}
+    own = (
+        {f.name for f in dataclasses.fields(ExLlamaV2Sampler.Settings)} - state - {"dry_max_ngram", "xtc_ignore_tokens"}
+    )
+    assert known == own
+    for name in known:
+        assert getattr(made, name) == getattr(Sampling(), name), name
+
+
+def test_every_error_code_is_in_the_table() -> None:
+    from exl_core import errors as core  # noqa: F401, so that its classes are there
+    from exl_filters.errors import FilterError
+    from exl_generate import errors as generate  # noqa: F401
+    from exl_kernels.errors import ExlError
+
+    def below(kind: type) -> set[type]:
+        return {kind}.union(*(below(sub) for sub in kind.__subclasses__()))
+
+    codes = {
+        kind.code for base in (ExlError, FilterError) for kind in below(base) if kind.__module__.startswith("exl_")
+    }
+    internal = {
+        "error", "format", "shape", "dtype", "device", "config", "config_file", "config_key", "config_type",
+        "missing_tensor", "model_state", "cache", "tokenizer_file", "job_state", "user_code", "filter_error",
+        "filter_rejected", "filter_busy", "filter_failed",
+    }  # fmt: skip
+    assert codes - internal <= set(BY_CODE) <= codes
+    assert not internal & set(BY_CODE)
+
+
+# ---- who is next ---------------------------------------------------------------------------------------------------
+
+
+def entry(key: str, now: float = 0.0, priority: int = 1, prompt: int = 10, **fields: Any) -> Entry:
+    given: dict[str, Any] = {"weight": 1.0, "new_tokens": 10, "deadline": None, "payload": None} | fields
+    return Entry(key=key, priority=priority, prompt_tokens=prompt, arrived=now, **given)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 400), min_size=40, max_size=120),
+    batch=st.integers(1, 8),
+    other=st.integers(1, 400),
+)
+def test_two_busy_keys_are_served_alike(lengths: list[int], batch: int, other: int) -> None:
+    """Whatever the sizes of their requests, the cost served to each differs by at most 2 x (batch x longest job)."""
+    queue = Admission(10_000)
+    for length in lengths:
+        queue.add(entry("a", prompt=length), 0.0, Rates())
+        queue.add(entry("b", prompt=other), 0.0, Rates())
+    served = {"a": 0.0, "b": 0.0}
+    running: list[Entry] = []
+    longest = max([*lengths, other])
+    while {"a", "b"} <= set(queue._waiting):
+        while len(running) < batch and {"a", "b"} <= set(queue._waiting):
+            one = queue.pop(0.0)
+            assert one is not None
+            queue.charge(one.key, 1.0, prompt=one.prompt_tokens)
+            served[one.key] += one.prompt_tokens
+            running.append(one)
+        assert abs(served["a"] - served["b"]) <= 2 * batch * longest
+        queue.done(running.pop(0).key)
+
+
+def test_one_request_does_not_wait_behind_ten_thousand() -> None:
+    queue = Admission(20_000)
+    for _ in range(10_000):
+        queue.add(entry("many"), 0.0, Rates())
+    first = queue.pop(0.0)
+    assert first is not None
+    queue.charge("many", 1.0, prompt=10)
+    queue.add(entry("one"), 0.0, Rates())
+    served = []
+    for _ in range(2):
+        one = queue.pop(0.0)
+        assert one is not None
+        queue.charge(one.key, 1.0, prompt=10)
+        served.append(one.key)
+    assert served.count("one") == 1
+
+
+def test_classes_and_ageing() -> None:
+    queue = Admission(100, ageing=30.0)
+    queue.add(entry("batch", now=0.0, priority=2), 0.0, Rates())
+    queue.add(entry("user", now=50.0, priority=1), 50.0, Rates())
+    queue.add(entry("admin", now=50.0, priority=0), 50.0, Rates())
+    assert [queue.pop(50.0).key for _ in range(3)] == ["admin", "batch", "user"]
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["add", "pop", "remove", "done", "expire"]), st.integers(0, 3), st.integers(1, 50)),
+        max_size=80,
+    )
+)
+def test_the_queue_keeps_its_books(steps: list[tuple[str, int, int]]) -> None:
+    queue, waiting, active = Admission(10, seed=1), [], []
+    for now, (what, key, size) in enumerate(steps):
+        if what == "add":
+            one = entry(str(key), now=now, prompt=size, deadline=now + size)
+            if len(waiting) >= 10:
+                with pytest.raises(ServeError, match="queue of this model is full"):
+                    queue.add(one, now, Rates(prefill=100.0))
+            else:
+                queue.add(one, now, Rates(prefill=100.0))
+                waiting.append(one)
+        elif what == "pop":
+            one = queue.pop(now)
+            assert (one is None) == (not waiting)
+            if one is not None:
+                waiting.remove(one)
+                active.append(one)
+        elif what == "remove" and waiting:
+            one = waiting.pop(size % len(waiting))
+            assert queue.remove(one)
+            assert not queue.remove(one)
+        elif what == "done" and active:
+            queue.done(active.pop().key)
+        elif what == "expire":
+            late = queue.expired(now)
+            assert late == [] or all(now > one.deadline for one in late)
+            waiting = [one for one in waiting if one not in late]
+        assert len(queue) == len(waiting)
+        assert queue.queued_tokens == sum(one.prompt_tokens for one in waiting)
