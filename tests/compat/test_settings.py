@@ -357,8 +357,8 @@ def test_a_hook_that_changes_settings_meets_the_next_token_with_any_drafter() ->
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_queued_ahead_is_sampled_with_the_settings_of_its_round(ahead: bool) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_launched_early_is_sampled_with_the_settings_of_its_round(early: bool) -> None:
     """The logits of every pass lie in memory that the next pass overwrites, as on a GPU."""
 
     class Overwriting(ScriptedModel):
@@ -374,7 +374,7 @@ def test_a_step_queued_ahead_is_sampled_with_the_settings_of_its_round(ahead: bo
 
     model = Overwriting(ScriptedConfig(vocab_size=VOCAB, max_seq_len=128))
     generator = ExLlamaV2DynamicGenerator(model, ScriptedCache(model, max_seq_len=128), TOKENIZER, page_size=PAGE)
-    generator._engine._runner.asynchronous = ahead
+    generator._engine._runner.asynchronous = early
     settings = Settings.greedy()
     job = ExLlamaV2DynamicJob(ids("the abc"), 60, gen_settings=settings, seed=4)
     generator.enqueue(job)

@@ -29,13 +29,13 @@ def loaded() -> tuple[ExLlamaV2, ExLlamaV2Tokenizer]:
     return model, ExLlamaV2Tokenizer(model.config)
 
 
-def said(lengths: list[int], style: Any, new: int, ahead: bool) -> list[list[int]]:
+def said(lengths: list[int], style: Any, new: int, early: bool) -> list[list[int]]:
     model, tokenizer = loaded()
     model.decode.clear()
     ids = tokenizer.encode("def main(argv):\n    import os, sys\n")
     cache = ExLlamaV2Cache(model, max_seq_len=1024)
     made = ExLlamaV2DynamicGenerator(model, cache, tokenizer, page_size=16)
-    made._engine._runner.asynchronous = ahead
+    made._engine._runner.asynchronous = early
     jobs = [ExLlamaV2DynamicJob(ids[:, :length], new, gen_settings=style, seed=length) for length in lengths]
     made.enqueue(jobs)
     results = drain(made)
@@ -47,10 +47,10 @@ def said(lengths: list[int], style: Any, new: int, ahead: bool) -> list[list[int
 @pytest.mark.parametrize("lengths", [[5], [3, 12]], ids=["one", "two"])
 def test_steps_captured_while_logits_wait(lengths: list[int], style: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences grow over many pages, so that again and again the next step is one that has not been captured yet."""
-    plain = said(lengths, style, 60, ahead=False)
+    plain = said(lengths, style, 60, early=False)
     captured_on_cpu(monkeypatch)
-    for ahead in (False, True):
-        assert said(lengths, style, 60, ahead) == plain
+    for early in (False, True):
+        assert said(lengths, style, 60, early) == plain
         assert loaded()[0].decode.steps > 0
 
 
@@ -60,13 +60,13 @@ def test_a_hook_takes_effect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = model.modules[3]
     hook = Intervention(inner, post_forward=lambda state, step: state.flip(-1))
     found = []
-    for ahead in (False, True):
-        if ahead:
+    for early in (False, True):
+        if early:
             captured_on_cpu(monkeypatch)
             model.decode.clear()
         cache = ExLlamaV2Cache(model, max_seq_len=256)
         made = ExLlamaV2DynamicGenerator(model, cache, tokenizer, page_size=16)
-        made._engine._runner.asynchronous = ahead
+        made._engine._runner.asynchronous = early
         made.enqueue(ExLlamaV2DynamicJob(tokenizer.encode("import os"), 20, gen_settings=Settings.greedy()))
         results: list[Any] = []
         try:

@@ -1,4 +1,4 @@
-"""The dynamic generator on a GPU: steps ahead, 64 jobs at once, sampling there and here, no memory, two GPUs."""
+"""The dynamic generator on a GPU: next steps launched early, 64 jobs, sampling there and here, no memory, two GPUs."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def ids(length: int, start: int = 0) -> torch.Tensor:
     return tokenizer().encode(TEXT * 3)[:, start : start + length]
 
 
-def generator(model: ExLlamaV2 | None = None, ahead: bool = True, **kw: Any) -> ExLlamaV2DynamicGenerator:
+def generator(model: ExLlamaV2 | None = None, early: bool = True, **kw: Any) -> ExLlamaV2DynamicGenerator:
     model = model or loaded()
     store = kw.pop("cache", None) or ExLlamaV2Cache(model, max_seq_len=kw.pop("tokens", 4096))
     made = ExLlamaV2DynamicGenerator(model, store, tokenizer(), page_size=16, **kw)
     assert made._engine._runner.asynchronous
-    made._engine._runner.asynchronous = ahead
+    made._engine._runner.asynchronous = early
     return made
 
 
@@ -91,22 +91,22 @@ def said(made: ExLlamaV2DynamicGenerator, jobs: list[ExLlamaV2DynamicJob]) -> li
     return [(streamed_tokens(results[one]), results[one][-1]["eos_reason"]) for one in jobs]
 
 
-def test_steps_ahead_change_nothing() -> None:
+def test_steps_launched_early_change_nothing() -> None:
     stops = {"stop_conditions": ["return", tokenizer().eos_token_id]}
     found, expected = (
-        said(generator(ahead=ahead, max_batch_size=5), [job(at, 8 + at, **stops) for at in range(12)])
-        for ahead in (True, False)
+        said(generator(early=early, max_batch_size=5), [job(at, 8 + at, **stops) for at in range(12)])
+        for early in (True, False)
     )
     assert found == expected
     assert {reason for _, reason in found} >= {"stop_string", "max_new_tokens"}
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_step_that_is_captured_ahead_changes_nothing(batch: int) -> None:
+def test_a_captured_step_launched_early_changes_nothing(batch: int) -> None:
     """Sequences grow over many pages, so that again and again the next step is one that has not been captured yet."""
     found = []
-    for ahead in (True, False):
-        made = generator(ahead=ahead, max_batch_size=batch)
+    for early in (True, False):
+        made = generator(early=early, max_batch_size=batch)
         found.append(said(made, [job(6 * at, 90) for at in range(batch)]))
         assert made.model.decode.reason is None
         assert made.model.decode.count >= 5

@@ -177,6 +177,7 @@ def test_a_row_is_left_as_it_was_and_fails_alone() -> None:
     assert (second, fourth) == (Failure(not_finite=True), Failure(not_finite=False))
     assert torch.equal(x, kept)
     assert sampling.sample([]) == []
+    assert sampling.launch([]).collect() == []
 
 
 ODD = (float("nan"), float("inf"), float("-inf"), -float("nan"), 3e38, -3e38)
@@ -260,6 +261,18 @@ def test_unfit_operands_are_refused(change: dict[str, Any], error: type[Exceptio
         sampling.sample([Row(Plan(size=8), **fields)])
 
 
+def test_rows_on_the_cpu_are_sampled_when_they_are_collected() -> None:
+    """Also beside inputs of a next step, which only a GPU writes; errors come from one of the two calls."""
+    rows = [Row(Plan(size=300, top_k=k), torch.randn(300), uniform=0.5) for k in (1, 20)]
+    ids = torch.full((2,), -1)
+    launched = sampling.launch(rows, sampling.NextInputs(ids, 300))
+    assert launched.collect() == launched.collect() == sampling.sample(rows)
+    assert not launched.written
+    assert ids.tolist() == [-1, -1]
+    with pytest.raises(ValueError, match="uniform is 2"):
+        sampling.launch([replace(rows[0], uniform=2.0)]).collect()
+
+
 # ---- on a GPU: the same tokens as the CPU, to the bit ----
 
 
@@ -280,7 +293,7 @@ def test_gpu_equals_cpu(width: int) -> None:
         there = [on_gpu(row) for row in rows]
         for row, got, want in zip(rows, sampling.sample(there), sampling.sample(rows), strict=True):
             assert same(got, want), (row.plan, got, want)
-        left += sum(answer[0] == -3 for answer in sampling_cuda.answers(there))
+        left += sum(answer[0] == -3 for answer in sampling_cuda.launch(there).answers())
     assert left < 0.85 * 40 * len(calls), "too many rows were left to the CPU for this test to mean much"
 
 
@@ -315,7 +328,7 @@ def test_gpu_equals_cpu_on_long_rows_of_one_batch() -> None:
         rows.append(replace(row, mask=mask if i % 4 == 1 else None, banned=[3, 5] if i % 5 == 0 else []))
     there = [on_gpu(row) for row in rows]
     kept = there[0].logits.clone()
-    assert all(answer[0] >= 0 for answer in sampling_cuda.answers(there))
+    assert all(answer[0] >= 0 for answer in sampling_cuda.launch(there).answers())
     for row, got, want in zip(rows, sampling.sample(there), sampling.sample(rows), strict=True):
         assert same(got, want), (row.plan, got, want)
     few = slice(0, 2 if UNDER_A_TOOL else None)
@@ -329,32 +342,33 @@ def test_gpu_leaves_flat_rows_and_rare_transforms_to_the_cpu() -> None:
     x = torch.randn(60_000)
     plans = [Plan(size=60_000, **fields) for fields in ({"top_p": 0.9}, {"typical": 0.9}, {"top_k": 5000})]
     rows = [Row(plan, x.cuda(), uniform=0.7) for plan in plans]
-    assert [answer[0] for answer in sampling_cuda.answers(rows)] == [-3, -3, -3]
+    assert [answer[0] for answer in sampling_cuda.launch(rows).answers()] == [-3, -3, -3]
     want = sampling.sample([replace(row, logits=x) for row in rows])
     assert all(same(a, b) for a, b in zip(sampling.sample(rows), want, strict=True))
 
 
-class Reader:
-    """`Following` that keeps what it is launched on; `rows` 0: nothing follows. The tokens stand at the front of its
-    inputs, of `size` bytes."""
+class Step:
+    """A next step that keeps the inputs it is launched on: the tokens at the front, of `size` bytes in all."""
 
     def __init__(self, rows: int, limit: int, size: int = 0) -> None:
         self.source = torch.randint(0, 256, (max(size, 8 * rows),), dtype=torch.uint8).pin_memory()
-        self.inputs = torch.full_like(self.source, 0xA5, device="cuda")
-        self.ids = self.inputs[: 8 * rows].view(torch.int64)
-        self.limit = limit
+        self.device = torch.full_like(self.source, 0xA5, device="cuda")
+        self.ids = self.device[: 8 * rows].view(torch.int64)
+        self.inputs = sampling.NextInputs(self.ids, limit, (self.source, self.device))
         self.tokens: torch.Tensor | None = None
-        self.withdrawn = False
-
-    def stage(self) -> sampling.Staged | None:
-        return sampling.Staged(self.ids, self.limit, (self.source, self.inputs)) if len(self.ids) else None
 
     def launch(self) -> None:
         self.tokens = self.ids.clone()
-        self.copied = self.inputs[self.ids.nbytes :].clone()
+        self.copied = self.device[self.ids.nbytes :].clone()
 
-    def withdraw(self) -> None:
-        self.withdrawn = True
+
+def sampled_into(step: Step, rows: list[Row]) -> tuple[list[Sampled | Failure], bool]:
+    """Launch the sampling, then the step if its tokens are written, then collect: the results, and whether the step
+    keeps its tokens."""
+    launched = sampling.launch(rows, step.inputs)
+    if launched.written:
+        step.launch()
+    return launched.collect(), launched.written
 
 
 @pytest.mark.cuda
@@ -365,70 +379,76 @@ def test_tokens_are_on_the_gpu_before_anybody_waits() -> None:
         Row(Plan(size=3000, top_k=20 + i, greedy=i % 5 == 0), logits[i], uniform=0.02 * i, top_n=i % 3)
         for i in range(count)
     ]
-    following = Reader(count, 3000)
-    found = sampling.sample(rows, following)
-    assert following.tokens is not None
-    assert following.tokens.tolist() == [one.token for one in found if isinstance(one, Sampled)]
-    # Where there is no room for them nothing follows; ids are cut to the limit.
-    assert sampling.sample(rows, silent := Reader(0, 3000)) == found
-    assert (silent.tokens, silent.withdrawn) == (None, False)
-    low = Reader(count, 7)
-    assert sampling.sample(rows, low) == found
+    step = Step(count, 3000)
+    found, kept = sampled_into(step, rows)
+    assert kept
+    assert step.tokens is not None
+    assert step.tokens.tolist() == [one.token for one in found if isinstance(one, Sampled)]
+    # Without inputs nothing is written; ids are cut to the limit.
+    silent = sampling.launch(rows)
+    assert silent.collect() == silent.collect() == found
+    assert not silent.written
+    low = Step(count, 7)
+    assert sampled_into(low, rows) == (found, True)
     assert low.tokens is not None
     assert low.tokens.tolist() == [min(one.token, 6) for one in found if isinstance(one, Sampled)]
     typical = Row(Plan(size=3000, typical=0.9), logits[0], uniform=0.3)  # left to the CPU
-    mixed = Reader(2, 3000)
-    assert sampling.sample([rows[1], typical], mixed)[0] == found[1]
+    mixed = Step(2, 3000)
+    results, kept = sampled_into(mixed, [rows[1], typical])
+    assert results[0] == found[1]
     assert mixed.tokens is not None
-    assert mixed.withdrawn
-    elsewhere = Reader(2, 3000)
-    sampling.sample([rows[1], replace(rows[2], logits=rows[2].logits.cpu())], elsewhere)
+    assert not kept
+    elsewhere = Step(2, 3000)
+    assert not sampled_into(elsewhere, [rows[1], replace(rows[2], logits=rows[2].logits.cpu())])[1]
     assert elsewhere.tokens is None
-    assert not elsewhere.withdrawn
+
+
+@pytest.mark.cuda
+def test_launches_are_collected_in_any_order() -> None:
+    """A second launch on a GPU keeps the answers of the first, which may be collected later, or never."""
+    logits = torch.randn(4, 3000, device="cuda") * 4
+    first, second = ([Row(Plan(size=3000, top_k=k), row, uniform=0.5) for row in logits] for k in (3, 300))
+    want = sampling.sample(first), sampling.sample(second)
+    one, _, other = sampling.launch(first), sampling.launch(first), sampling.launch(second)
+    assert (other.collect(), one.collect()) == (want[1], want[0])
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(("rows", "width", "size"), [(1, 50, 28), (1, 3000, 60), (3, 3000, 1028), (64, 9000, 300_000)])
-def test_inputs_of_what_follows_are_there_with_the_tokens(rows: int, width: int, size: int) -> None:
+def test_inputs_of_the_next_step_are_there_with_the_tokens(rows: int, width: int, size: int) -> None:
     """Of any size, whatever the sampling before has queued, and also where every row is left to the CPU."""
     logits = torch.randn(rows, width, device="cuda") * 4
     for plan in (Plan(size=width, greedy=True), Plan(size=width, top_p=0.9), Plan(size=width, typical=0.9)):
         asked = [Row(plan, logits[i], uniform=0.01 * i) for i in range(rows)]
         for _ in range(3):
-            following = Reader(rows, width, size)
+            step = Step(rows, width, size)
             torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
-            found = sampling.sample(asked, following)
-            assert following.tokens is not None
-            assert torch.equal(following.copied.cpu(), following.source[8 * rows :])
+            found, kept = sampled_into(step, asked)
+            assert step.tokens is not None
+            assert torch.equal(step.copied.cpu(), step.source[8 * rows :])
             if plan.typical:
-                assert following.withdrawn
+                assert not kept
             else:
-                assert following.tokens.tolist() == [one.token for one in found if isinstance(one, Sampled)]
-    staged = sampling.Staged(following.ids, width, (following.source[:-4], following.inputs))
-    following.stage = lambda: staged  # type: ignore[method-assign]
+                assert step.tokens.tolist() == [one.token for one in found if isinstance(one, Sampled)]
     with pytest.raises(ValueError, match="as long as"):
-        sampling.sample(asked, following)
+        sampling.launch(asked, sampling.NextInputs(step.ids, width, (step.source[:-4], step.device)))
 
 
 @pytest.mark.cuda
-def test_an_interrupt_before_the_answers_leaves_the_next_call_alone() -> None:
-    class Interrupted(Reader):
-        def launch(self) -> None:
-            super().launch()
-            raise KeyboardInterrupt
-
+def test_a_launch_that_is_never_collected_leaves_the_next_call_alone() -> None:
+    """An interrupt, for example, came in between."""
     count = 4 if UNDER_A_TOOL else 64
     logits = torch.randn(count, 9000, device="cuda") * 4
     first, second = ([Row(Plan(size=9000, top_k=k), row, uniform=0.5) for row in logits] for k in (3, 2000))
     want = sampling.sample(second)
     for _ in range(1 if UNDER_A_TOOL else 5):
-        following = Interrupted(count, 9000)
+        step = Step(count, 9000)
         torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
-        with pytest.raises(KeyboardInterrupt):
-            sampling.sample(first, following)
+        sampling.launch(first, step.inputs)
+        step.launch()
         assert sampling.sample(second) == want
-        assert following.tokens is not None
-        assert following.tokens.tolist() == [one.token for one in sampling.sample(first) if isinstance(one, Sampled)]
+        assert step.tokens is not None
+        assert step.tokens.tolist() == [one.token for one in sampling.sample(first) if isinstance(one, Sampled)]
 
 
 @pytest.mark.cuda
@@ -441,7 +461,7 @@ def test_plans_that_say_so_are_never_left_to_the_cpu(data: st.DataObject) -> Non
     plan = replace(row.plan, greedy=True, typical=data.draw(st.sampled_from([0.0, 0.5])), top_k=1, cfg_scale=None)
     row = replace(on_gpu(row), plan=plan, top_n=0, negative=None)
     if plan.never_left_to_cpu:
-        assert sampling_cuda.answers([row])[0][0] != -3
+        assert sampling_cuda.launch([row]).answers()[0][0] != -3
 
 
 @pytest.mark.cuda
@@ -473,7 +493,7 @@ def test_gpu_launches_can_be_captured_behind_a_step() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits.mul_(1.5)
-        place = sampling_cuda.launch(rows)
+        place = sampling_cuda.queue(rows)
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()

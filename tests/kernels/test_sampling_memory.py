@@ -83,23 +83,23 @@ def test_a_call_without_memory_leaves_buffers_that_fit_each_other(
 ) -> None:
     """Whichever of the allocations fails: the error says so, and calls of that size or less are answered behind it."""
     small, large = rows(1, 100), rows(count, width, mask)
-    sampling_cuda.answers(small)
+    sampling_cuda.launch(small).answers()
     before = memory.made
     failures = 0
     for number in (1, 2, 3, 4):
         memory.made, memory.fails = 0, number
         try:
-            sampling_cuda.answers(large)
+            sampling_cuda.launch(large).answers()
         except torch.OutOfMemoryError:
             failures += 1
-            assert len(sampling_cuda.answers(small)) == 1
+            assert len(sampling_cuda.launch(small).answers()) == 1
         else:
             break
     assert before >= 6
     assert failures >= 2, "nothing has grown"
     memory.fails = -1
-    assert len(sampling_cuda.answers(large)) == count
-    assert len(sampling_cuda.answers(small)) == 1
+    assert len(sampling_cuda.launch(large).answers()) == count
+    assert len(sampling_cuda.launch(small).answers()) == 1
 
 
 @pytest.mark.parametrize("wrong", ["device_copy", "shaped", "maxima", "sums"])
@@ -124,10 +124,48 @@ def test_a_launch_alone_is_waited_for_before_its_buffers_are_filled_again(
     waited: list[object] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     one = rows(1, 100)
-    sampling_cuda.answers(one)
+    sampling_cuda.launch(one).answers()
     assert waited == []
-    sampling_cuda.launch(one)
-    sampling_cuda.answers(one)
+    sampling_cuda.queue(one)
+    sampling_cuda.launch(one).answers()
     assert len(waited) == 1
-    sampling_cuda.answers(one)
+    sampling_cuda.launch(one).answers()
+    assert len(waited) == 1
+
+
+def test_a_launch_that_is_not_collected_yet_keeps_its_answers(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers hold one launch: the next one reads the answers out first. Waiting for one launch waits only once."""
+    events: list[str] = []
+
+    class Event(Stream):
+        def synchronize(self) -> None:
+            events.append("wait")
+
+    def launch_one(workspace: _native.SamplingWorkspace, *_: Any) -> None:
+        events.append("launch")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait for all"))
+    monkeypatch.setattr(_native, "cuda_sample_launch", launch_one)
+    monkeypatch.setattr(
+        _native, "cuda_sample_answers", lambda workspace, count: [(events.count("launch"), 1.0, None)] * count
+    )
+    first = sampling_cuda.launch(rows(1, 100))
+    assert events == ["launch"]
+    second = sampling_cuda.launch(rows(2, 100))
+    assert events == ["launch", "wait", "launch"]
+    assert [answer[0] for answer in second.answers()] == [2, 2]
+    assert [answer[0] for answer in first.answers()] == [1]
+    assert events == ["launch", "wait", "launch", "wait"]
+
+
+def test_a_launch_that_fails_is_waited_for_before_the_next(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(_native, "cuda_sample_launch", lambda *_: (_ for _ in ()).throw(RuntimeError("no launch")))
+        with pytest.raises(RuntimeError, match="no launch"):
+            sampling_cuda.launch(rows(1, 100))
+    assert waited == []
+    assert len(sampling_cuda.launch(rows(1, 100)).answers()) == 1
     assert len(waited) == 1

@@ -16,7 +16,7 @@ from exl_kernels.linear_cuda import INVARIANT_ROWS
 from .attn_params import AttentionParams, PagedParams
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
-from .decode import DecodeGraphs, PreparedStep
+from .decode import DecodeGraphs, NextStep
 from .device import device_error, out_of_memory_as_error
 from .embeddings import ExLlamaV2MMEmbedding
 from .errors import UnsupportedError
@@ -165,13 +165,13 @@ class ExLlamaV2(LoadableModel):
             indexed_embeddings=indexed_embeddings,
         )
 
-    def prepare_step(self, q_len: int, cache: ExLlamaV2CacheBase, attn_params: PagedParams) -> PreparedStep | None:
+    def prepare_step(self, q_len: int, cache: ExLlamaV2CacheBase, attn_params: PagedParams) -> NextStep | None:
         """Prepare a paged step of `q_len` tokens a row whose ids are not known yet. None where `forward_chunk` would
         not launch a captured graph.
 
-        Call the result with int64 ids [batch, q_len] on the CPU, or integers on the model's GPU that the current stream
-        has still to compute: it queues the step and returns its logits as `forward_chunk` does, or None for ids that
-        `forward_chunk` would refuse. Or let a kernel write the ids where `stage` says, then call `launch`. Use the
+        `run` of the result takes int64 ids [batch, q_len] on the CPU, or integers on the model's GPU that the current
+        stream has still to compute: it queues the step and returns its logits as `forward_chunk` does, or None for ids
+        that `forward_chunk` would refuse. Or let a kernel write the ids into `inputs()`, then call `launch`. Use the
         result before any other pass of this model, or not at all.
         """
         if not self._graphs_possible:

@@ -1,7 +1,9 @@
-"""From rows of logits to tokens: all transforms of spec/generators.md 4.3 in one native call for a batch of rows.
+"""From rows of logits to tokens: all transforms in one native call for a batch of rows.
 
-A `Plan` holds what stays the same over a request, a `Row` what one step adds; `sample` draws a token for each row. The
-token is a function of (logits, plan, row) alone: whatever else is in the call, on every instruction set, on CPU and
+A `Plan` holds what stays the same over a request, a `Row` what one step adds; `launch` queues the sampling
+of a token for each row, `Launched.collect` waits for the tokens, and `sample` does both.
+
+The token is a function of (logits, plan, row) alone: whatever else is in the call, on every instruction set, on CPU and
 GPU. `exl_kernels.reference.sampling` is the same algorithm in plain numpy, to the bit.
 
 Weights are fixed-point: floor(e^l * 2^44), so sums are exact and have no order. A candidate below 2^-44 of the most
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,11 +28,13 @@ from .errors import DTypeError, ShapeError, UnsupportedError
 __all__ = [
     "MAX_WIDTH",
     "Failure",
-    "Following",
+    "Launched",
+    "NextInputs",
     "Plan",
     "Row",
     "Sampled",
     "distribution",
+    "launch",
     "pack_ids",
     "sample",
     "shaped",
@@ -39,6 +43,7 @@ __all__ = [
 #: Widest row of logits: 2^19 weights of 2^44 fit an unsigned 64-bit sum.
 MAX_WIDTH = 1 << 19
 _LEFT_TO_CPU = -3
+_REFUSED = (AttributeError, TypeError, ValueError, BufferError)  # by native calls, for an operand
 
 Mask = NDArray[np.int32]
 Ids = NDArray[np.int64]
@@ -178,29 +183,16 @@ class Row:
         )
 
 
-class Staged(NamedTuple):
-    """What a call's launches write for what follows them."""
+class NextInputs(NamedTuple):
+    """The inputs of the next step, which the launches that sample its tokens fill in."""
 
     ids: Tensor
     """int64 [rows] on the rows' GPU, contiguous: gets the tokens."""
     limit: int
     """Tokens are cut to ids below it."""
-    inputs: tuple[Tensor, Tensor] | None = None
+    copied: tuple[Tensor, Tensor] | None = None
     """Before that, the first is copied to the second: uint8 of one size, a multiple of 4, in pinned memory, which must
     stay as it is until the stream has passed the call's launches, and on the GPU."""
-
-
-class Following(Protocol):
-    """What is to be queued right behind a call's sampling, on tokens that the host has not seen yet."""
-
-    def stage(self) -> Staged | None:
-        """Where the tokens are written, in the order of the current stream. None: nothing follows."""
-
-    def launch(self) -> None:
-        """Queues what reads them, on the current stream; it is not waited for. Must not raise."""
-
-    def withdraw(self) -> None:
-        """A row was left to the CPU: one of them was not its token."""
 
 
 @dataclass(slots=True)
@@ -221,50 +213,78 @@ class Failure:
     not_finite: bool
 
 
-def sample(rows: Sequence[Row], following: Following | None = None) -> list[Sampled | Failure]:
-    """One token a row. Rows may differ in width, settings and device.
+class Launched:
+    """The sampling of rows that `launch` has queued; `collect` waits for it."""
 
-    `following` is asked if all rows are on one GPU, and launched before their answers are waited for. A row without a
-    token (`Failure`) gives it any id.
+    __slots__ = ("_on_gpus", "_results", "_rows", "written")
+
+    def __init__(self, rows: Sequence[Row], into: NextInputs | None) -> None:
+        self._rows = rows
+        self._results: list[Sampled | Failure] | None = None
+        self._on_gpus: list[tuple[list[int], sampling_cuda.Launched]] = []
+        #: Whether `into` gets the rows' tokens. `collect` takes it back where a row was left to the CPU.
+        self.written = False
+        devices: dict[torch.device, list[int]] = {}
+        for i, row in enumerate(rows):
+            if row.logits.is_cuda:
+                devices.setdefault(row.logits.device, []).append(i)
+        for indices in devices.values():
+            writes = into is not None and len(indices) == len(rows)
+            queued = sampling_cuda.launch([rows[i] for i in indices], into if writes else None)
+            self._on_gpus.append((indices, queued))
+            self.written = writes
+
+    def collect(self) -> list[Sampled | Failure]:
+        """Wait for the GPUs, sample what is left on the CPU, and return the result of each row. Errors as of `launch`;
+        a second call returns the same results."""
+        if self._results is None:
+            try:
+                self._results = [_result(*answer) for answer in self._answers()]
+            except _REFUSED:
+                _check_all(self._rows)
+                raise
+        return self._results
+
+    def _answers(self) -> list[Answer]:
+        if not self._on_gpus:
+            return _native.sample_rows([_on_cpu(row).request() for row in self._rows])
+        answers: list[Answer] = [_UNANSWERED] * len(self._rows)
+        for indices, queued in self._on_gpus:
+            for i, answer in zip(indices, queued.answers(), strict=True):
+                answers[i] = answer
+        left = [i for i, answer in enumerate(answers) if answer[0] == _LEFT_TO_CPU]
+        if left:
+            self.written = False
+            found = _native.sample_rows([_on_cpu(self._rows[i]).request() for i in left])
+            for i, answer in zip(left, found, strict=True):
+                answers[i] = answer
+        return answers
+
+
+def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
+    """Queue the sampling of one token a row. Rows may differ in width, settings and device.
 
     Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read
-    back; a row whose transforms the GPU has no code for (typical, CFG, more than 2,048 candidates or 64 to report) is
-    sampled on the CPU, to the token the GPU would give.
+    back; a row whose transforms the GPU has no code for (typical, CFG, more than 2,048 candidates or 64 to report) and
+    rows on the CPU are sampled by `collect` on the CPU, to the token the GPU would give. Logits must stay as they are
+    until then, those of plans that are `never_left_to_cpu` until the stream has passed the launches.
 
-    Raises ShapeError, DTypeError for logits that are not contiguous float32 [V], UnsupportedError for V beyond
-    `MAX_WIDTH`, ValueError for a `uniform` outside [0, 1), DeviceError if a launch fails.
+    `into` gets the tokens if all rows are on one GPU (`Launched.written`): a step that is queued after this call, on
+    the same stream, reads them before the host has seen them. A row without a token (`Failure`) gives it any id.
+
+    Raises, here or from `collect`: ShapeError, DTypeError for logits that are not contiguous float32 [V],
+    UnsupportedError for V beyond `MAX_WIDTH`, ValueError for a `uniform` outside [0, 1), DeviceError if a launch fails.
     """
-    results: list[Answer] = [_UNANSWERED] * len(rows)
     try:
-        on_cpu = [i for i, row in enumerate(rows) if not row.logits.is_cuda]
-        if len(on_cpu) < len(rows):
-            on_cpu += _sample_on_gpus(rows, results, following)
-        answers = _native.sample_rows([_on_cpu(rows[i]).request() for i in on_cpu])
-        for i, answer in zip(on_cpu, answers, strict=True):
-            results[i] = answer
-    except (AttributeError, TypeError, ValueError, BufferError):
-        for row in rows:
-            _check(row)
+        return Launched(rows, into)
+    except _REFUSED:
+        _check_all(rows)
         raise
-    return [_result(*answer) for answer in results]
 
 
-def _sample_on_gpus(rows: Sequence[Row], results: list[Answer], following: Following | None = None) -> list[int]:
-    """Fills in the results of rows on GPUs; returns those that are left to the CPU."""
-    devices: dict[torch.device, list[int]] = {}
-    for i, row in enumerate(rows):
-        if row.logits.is_cuda:
-            devices.setdefault(row.logits.device, []).append(i)
-    left = []
-    for indices in devices.values():
-        then = following if len(indices) == len(rows) else None
-        for i, answer in zip(indices, sampling_cuda.answers([rows[i] for i in indices], then), strict=True):
-            results[i] = answer
-            if answer[0] == _LEFT_TO_CPU:
-                left.append(i)
-        if left and then is not None:
-            then.withdraw()
-    return left
+def sample(rows: Sequence[Row]) -> list[Sampled | Failure]:
+    """One token a row: `launch` and `collect` in one call, with the same errors."""
+    return launch(rows).collect()
 
 
 def _on_cpu(row: Row) -> Row:
@@ -294,6 +314,12 @@ def shaped(row: Row) -> NDArray[np.float32]:
     out = torch.empty(min(row.plan.size, row.logits.numel()))
     _native.sampling_shaped(_on_cpu(row).request(), out)
     return out.numpy()
+
+
+def _check_all(rows: Sequence[Row]) -> None:
+    """Name the operand that is wrong, after a native call has refused its arguments."""
+    for row in rows:
+        _check(row)
 
 
 def _check(row: Row) -> None:

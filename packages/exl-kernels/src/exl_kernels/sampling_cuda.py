@@ -1,7 +1,8 @@
 """The CUDA side of `sampling`: rows whose logits are on a GPU, one set of launches for all, only answers read back.
 
 What the rows bring beside logits is written to pinned memory and copied in one piece; the answers are written to pinned
-memory by the kernels. Buffers grow to the largest call and stay; one call at a time uses those of a GPU.
+memory by the kernels. Buffers grow to the largest call and stay; one launch at a time uses those of a GPU: the next one
+waits for its answers and keeps them for whoever collects them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from .cuda_ops import stream_of
 from .device import launch_of
 
 if TYPE_CHECKING:
-    from .sampling import Answer, Following, Plan, Row, Staged
+    from .sampling import Answer, NextInputs, Plan, Row
 
-__all__ = ["answers", "launch"]
+__all__ = ["Launched", "launch", "queue"]
 
 _SEGMENT = 2048
 _BLOCKS = 2048
@@ -36,6 +37,7 @@ class _Place:
         self.device = device
         self.lock = threading.Lock()
         self.under_way = False  # whether launches may read the buffers below
+        self.pending: Launched | None = None  # the launch whose answers are still in them
         self.sampled, self._copied = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -74,7 +76,7 @@ class _Place:
             self._workspace = _native.SamplingWorkspace(self.staging, self.copy, self.shaped, self.maxima, self.sums)
         return self._workspace
 
-    def launch(self, rows: Sequence[Row], following: Staged | None = None, beside: bool = False) -> None:
+    def launch(self, rows: Sequence[Row], into: NextInputs | None = None, beside: bool = False) -> None:
         """Fill the staging memory, copy it and launch. `beside`: the copy is made on a stream of its own, while the
         current one is still busy with what was queued before; for calls whose launches have all been waited for."""
         self.reserve(len(rows), max(row.logits.shape[0] for row in rows))
@@ -89,7 +91,7 @@ class _Place:
         if beside:
             self._copied.record(self._beside)
             self.stream().wait_event(self._copied)
-        _native.cuda_sample_launch(self.workspace(), len(rows), sums, launch_of(stream), following)
+        _native.cuda_sample_launch(self.workspace(), len(rows), sums, launch_of(stream), into)
 
     def stream(self) -> torch.cuda.Stream:
         """Torch's current stream; its object is kept, since making one costs 4 to 8 us."""
@@ -124,30 +126,51 @@ def _place(device: torch.device) -> _Place:
         return found
 
 
-def launch(rows: Sequence[Row]) -> _Place:
+def queue(rows: Sequence[Row]) -> _Place:
     """Launches on torch's current stream and returns at once; nothing is allocated once a call as large has been made,
     so that a capture may hold it. The answers are at the returned place after the stream has passed."""
     place = _place(rows[0].logits.device)
+    if place.pending is not None:
+        place.pending.answers()
     place.under_way = True
     place.launch(rows)
     return place
 
 
-def answers(rows: Sequence[Row], following: Following | None = None) -> list[Answer]:
-    """(token, probability, top) of rows on one GPU, as `_native.sample_rows` gives them; token -3: the row needs the
-    CPU. What `following` queues behind the launches is not waited for."""
+class Launched:
+    """Queued sampling of rows on one GPU. Keeps alive what its launches read and write."""
+
+    __slots__ = ("_answers", "_into", "_place", "_rows")
+
+    def __init__(self, place: _Place, rows: Sequence[Row], into: NextInputs | None) -> None:
+        self._place, self._rows, self._into = place, rows, into
+        self._answers: list[Answer] | None = None
+
+    def answers(self) -> list[Answer]:
+        """Wait for the launches, not for what was queued after them, and return (token, probability, top) of each row,
+        as `_native.sample_rows` does; token -3: the row needs the CPU."""
+        with self._place.lock:
+            return self.finish()
+
+    def finish(self) -> list[Answer]:
+        """`answers`, for a caller that holds the place's lock."""
+        if self._answers is None:
+            self._place.sampled.synchronize()
+            self._answers = self._place.answers(len(self._rows))
+            self._place.pending, self._place.under_way = None, False
+        return self._answers
+
+
+def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
+    """Queue the sampling of rows of one GPU on torch's current stream; `into` gets their tokens."""
     place = _place(rows[0].logits.device)
     with place.lock:
-        if place.under_way:  # an interrupt or a failure came in before the last call had waited
+        if place.pending is not None:  # another thread's, or one that an interrupt kept from being collected
+            place.pending.finish()
+        elif place.under_way:  # an interrupt or a failure came before the launches were complete
             torch.cuda.synchronize(place.device)
         place.under_way = True
-        staged = None if following is None else following.stage()
-        place.launch(rows, staged, beside=True)
-        if following is None or staged is None:
-            place.stream().synchronize()
-        else:
-            place.sampled.record(place.stream())
-            following.launch()
-            place.sampled.synchronize()
-        place.under_way = False
-        return place.answers(len(rows))
+        place.launch(rows, into, beside=True)
+        place.sampled.record(place.stream())
+        place.pending = Launched(place, rows, into)
+        return place.pending

@@ -20,7 +20,7 @@ from torch import Tensor
 from exl_kernels.attention_cuda import counters
 from exl_kernels.linear_cuda import INVARIANT_ROWS
 from exl_kernels.meeting import meeting_in
-from exl_kernels.sampling import Staged
+from exl_kernels.sampling import NextInputs
 
 from ..attn_params import PagedParams
 from ..device import device_error
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
     from ..language_model import LanguageModel
 
-__all__ = ["GRAPHS_VARIABLE", "CaptureFailure", "DecodeGraphs", "PreparedStep"]
+__all__ = ["GRAPHS_VARIABLE", "CaptureFailure", "DecodeGraphs", "NextStep"]
 
 GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
 
@@ -93,7 +93,7 @@ class _Graph:
         return view
 
 
-class PreparedStep:
+class NextStep:
     """A captured step that waits for its ids. To be run before anything else of its model is, or not at all.
 
     Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites: `stands` says
@@ -131,19 +131,13 @@ class PreparedStep:
             return None
         if there:
             self._ids().copy_(ids.reshape(-1)).clamp_(0, self._limits[0] - 1)
-        return self._replay()
+        return self.launch()
 
-    __call__ = run
-
-    def stage(self) -> Staged | None:
+    def inputs(self) -> NextInputs | None:
         """Everything but the ids, int64 [B * q] on the model's GPU, to be copied and filled in by what is queued until
         `launch`. None if the step is not right."""
         inputs = self._captured.inputs.stage(*self._inputs, self._limits, self._offsets)
-        return None if inputs is None else Staged(self._ids(), self._limits[0], inputs)
-
-    def launch(self) -> Tensor:
-        """Queues the step whose inputs have been copied and whose ids have been filled in; returns its logits."""
-        return self._replay()
+        return None if inputs is None else NextInputs(self._ids(), self._limits[0], inputs)
 
     def _ids(self) -> Tensor:
         return self._captured.inputs.first_ids(self._shape[0] * self._shape[1])
@@ -154,7 +148,8 @@ class PreparedStep:
         except RuntimeError as error:
             raise _typed(error) from error
 
-    def _replay(self) -> Tensor:
+    def launch(self) -> Tensor:
+        """Queues the step whose inputs have been copied and whose ids have been filled in; returns its logits."""
         self._owner.steps += 1
         try:
             self._captured.graph.replay()
@@ -213,7 +208,7 @@ class DecodeGraphs:
         prepared = None if params.batch_size != batch else self.prepare(q_len, cache, params)
         return None if prepared is None else prepared.run(ids)
 
-    def prepare(self, q_len: int, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> PreparedStep | None:
+    def prepare(self, q_len: int, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> NextStep | None:
         """All of a step of `q_len` tokens a row that can be done before its ids are known; None as for `step`."""
         batch = params.batch_size
         if q_len > MAX_Q_LEN or batch * q_len > INVARIANT_ROWS or cache is None or params.q_lens is not None:
@@ -235,7 +230,7 @@ class DecodeGraphs:
         if captured is None:
             return None
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
-        return PreparedStep(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest)
+        return NextStep(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest)
 
     def prompt_plan(self, step: Step) -> DecodePlan | None:
         """The plan for a pass that is no captured step; None where the modules' own passes are the way."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from exl_generate.dynamic.ahead import Ahead, attempt, can_run_ahead
+from exl_generate.dynamic.next_step import NextStep, attempt, predictable
 from exl_generate.dynamic.prompts import Prompts
 from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.speculation import Drafter
 from exl_generate.interrupts import contained
-from exl_generate.sampling import Draw, Sample, sample_batch
+from exl_generate.sampling import Draw, Sample, launch_batch
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -85,7 +85,7 @@ class Turn:
 class Engine:
     """Moves every running job one step on. `deliver` gets all results, those of a job together, jobs in the order they
     started. `pool` runs filters while the model runs. A model on a GPU begins the next step before the host has made
-    text of the last (`ahead.py`)."""
+    text of the last (`next_step.py`)."""
 
     def __init__(
         self,
@@ -102,37 +102,37 @@ class Engine:
         self._prompts = Prompts(scheduler, runner, drafter, max_chunk_size, deliver)
         self._deliver = deliver
         self._pool = pool
-        #: the step that was queued at the end of the last round
-        self._ahead: Ahead | None = None
+        #: the step that the last one prepared and launched
+        self._next: NextStep | None = None
         #: whether no prompts are computed beside this round's step
         self._alone = True
 
-    def forget_ahead(self) -> None:
-        """The model is another: what was queued of the next round is of no use."""
-        self._ahead = None
+    def forget_next_step(self) -> None:
+        """The model is another: the step that was launched early is of no use."""
+        self._next = None
 
     def step(self) -> None:
         """Schedule, run, sample, settle. If something breaks in, what was reached is kept: what a job has said is
         delivered, what has not been sampled is computed again, and finished jobs are taken out."""
-        ahead, self._ahead = self._ahead, None
+        current, self._next = self._next, None
         try:
             for job in self._scheduler.admit():
                 self._deliver(job.start())
             self._alone = not self._drafter.most or all(job.prefilled for job in self._scheduler.active)
             self._prompts.step()
-            self._decode(self._turns(), ahead)
+            self._decode(self._turns(), current)
         finally:
             self._scheduler.retire()
 
-    def _decode(self, turns: list[Turn], ahead: Ahead | None) -> None:
-        """One step of all these jobs."""
+    def _decode(self, turns: list[Turn], current: NextStep | None) -> None:
+        """One step of all these jobs; `current` is what the last step launched of it."""
         if not turns:
             return
         windows = [window for turn in turns for window in turn.windows]
         began = self._drafter.length.clock()
         try:
-            if ahead is not None:
-                windows = ahead.serve(windows, keep=not all(turn.job.reads_logits_once for turn in turns))
+            if current is not None:
+                windows = current.serve(windows, keep=not all(turn.job.reads_logits_once for turn in turns))
             self._runner.decode(windows)
             if not self._runner.asynchronous:
                 self._measure(turns, began)
@@ -180,39 +180,46 @@ class Engine:
     def _sample(self, turns: list[Turn], began: float) -> None:
         """Turn logits into accepted tokens, one position of all windows after the other, while the guesses hold."""
         live = [turn for turn in turns if turn.begin()]
-        foreseen = self._foresee(live)
+        expected = self._prepare_next(live)
         at = 0
         while live:
             asked = [(turn, draw) for turn in live if (draw := turn.ask(at)) is not None]
-            # Straight from the sampler where it answers for just those jobs.
-            straight = self._ahead is not None and [turn for turn, _ in asked] == foreseen
-            samples = sample_batch([draw for _, draw in asked], self._ahead if straight else None)
+            # The tokens go straight into the next step where they are those of just its jobs.
+            taken = self._next if expected and [turn for turn, _ in asked] == expected else None
+            launched = launch_batch([draw for _, draw in asked], None if taken is None else taken.inputs())
+            if taken is not None and launched.written:
+                taken.launch()
+            samples = launched.collect()
             if at == 0 and self._runner.asynchronous:
                 self._measure(turns, began)  # the sampler has waited for the logits
-            if foreseen:
-                self._run_ahead(foreseen, {turn: sample for (turn, _), sample in zip(asked, samples, strict=True)})
-                foreseen = []
+            if expected:
+                found = {turn: sample for (turn, _), sample in zip(asked, samples, strict=True)}
+                self._settle_next(expected, found, launched.written)
+                expected = []
             live = [turn for (turn, _), sample in zip(asked, samples, strict=True) if turn.take(at, sample)]
             at += 1
 
-    def _foresee(self, turns: list[Turn]) -> list[Turn]:
-        """Prepares the next step of those turns whose job goes on as far as can be known; the GPU is busy meanwhile."""
+    def _prepare_next(self, turns: list[Turn]) -> list[Turn]:
+        """Prepare the next step of the jobs that are not known to finish in this one, while the GPU is busy; returns
+        their turns, none if there is no next step yet."""
         if not self._runner.asynchronous or not self._drafter.length.next_is_plain:
             return []
-        found = [turn for turn in turns if can_run_ahead(turn.job)]
+        found = [turn for turn in turns if predictable(turn.job)]
         if found:
-            self._ahead = attempt(lambda: Ahead(self._runner, [turn.job.sequence for turn in found]))
-        return found if self._ahead else []
+            self._next = attempt(lambda: NextStep(self._runner, [turn.job.sequence for turn in found]))
+        return found if self._next else []
 
-    def _run_ahead(self, foreseen: list[Turn], samples: dict[Turn, Sample | Exception]) -> None:
-        """Tells the prepared step its tokens, and queues it if it is not, unless no job needs it. A job that a stop
-        token ends has its row for nothing."""
-        assert self._ahead is not None
-        drawn = [samples.get(turn) for turn in foreseen]
+    def _settle_next(self, expected: list[Turn], samples: dict[Turn, Sample | Exception], written: bool) -> None:
+        """Tell the next step its tokens. Unless it was launched on them already (`written`), launch it now if a job
+        needs it. A job that a stop token ends leaves its row unused."""
+        assert self._next is not None
+        drawn = [samples.get(turn) for turn in expected]
         tokens = [sample.token if isinstance(sample, Sample) else 0 for sample in drawn]
-        self._ahead.know(tokens)
-        if not self._ahead.queued and any(
+        self._next.know(tokens)
+        if not written:
+            self._next.withdraw()
+        if not self._next.launched and any(
             isinstance(sample, Sample) and sample.token not in turn.job.stop_tokens
-            for turn, sample in zip(foreseen, drawn, strict=True)
+            for turn, sample in zip(expected, drawn, strict=True)
         ):
-            self._ahead.run(tokens)
+            self._next.run(tokens)

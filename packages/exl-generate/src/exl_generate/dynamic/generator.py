@@ -486,7 +486,7 @@ class ExLlamaV2DynamicGenerator:
         now = self.model.arrangement
         if now is not self._arrangement:
             self._arrangement, self.arrangements = now, self.arrangements + 1
-            self._engine.forget_ahead()
+            self._engine.forget_next_step()
             for job in self._scheduler.active:
                 job.part_pages(self)
 

@@ -22,7 +22,6 @@ from exl_generate.interrupts import lent
 
 if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Model
-    from exl_kernels.sampling import Staged
 
 __all__ = ["Chunk", "Runner", "Window"]
 
@@ -183,10 +182,18 @@ class Runner:
                 torch.from_numpy(ids), cache=self._cache, attn_params=params, preprocess_only=preprocess_only, **extra
             )
 
-    def prepare(self, sequences: list[Sequence], positions: list[int]) -> NextStep:
+    def prepare(self, sequences: list[Sequence], positions: list[int]) -> tuple[PagedParams, Any]:
         """A pass over one token of each sequence at places `positions`, for sequences without adapters and embeddings
-        there, that only waits for its tokens. To be run before the next pass, and again if they were others."""
-        return NextStep(self._model, self._cache, self._params(sequences, positions, 1))
+        there: its parameters and, where the model can do all of it but the tokens beforehand, `Model.prepare_step`'s
+        step, else None."""
+        params = self._params(sequences, positions, 1)
+        return params, self._model.prepare_step(1, self._cache, params)
+
+    def run(self, ids: torch.Tensor, params: PagedParams) -> torch.Tensor:
+        """The pass of `prepare` over int64 `ids` [B, 1]: logits float32 [B, 1, Vp] in memory of their own."""
+        with torch.inference_mode():
+            found = self._model.forward_chunk(ids, cache=self._cache, attn_params=params)
+        return torch.as_tensor(found["logits"]).float().clone()  # what forward_chunk gives may be the model's own
 
     def _params(self, sequences: list[Sequence], positions: list[int], q_len: int) -> PagedParams:
         blocks = [sequence.block for sequence in sequences]
@@ -203,44 +210,6 @@ class Runner:
             q_len=q_len,
             rope_offsets=None if self._draft else _offsets(sequences, positions),
         )
-
-
-class NextStep:
-    """A pass that waits for its tokens, one a row. Its logits float32 [B, 1, Vp] stay while `stands` is true: until the
-    model runs again, for another generator, say, or for a caller of its own."""
-
-    def __init__(self, model: Model, cache: Cache, params: PagedParams) -> None:
-        self._model, self._cache, self._params = model, cache, params
-        self._set_aside = False  # logits are ours, whatever the model does
-        self._prepared = model.prepare_step(1, cache, params)
-
-    def stage(self) -> Staged | None:
-        """Where tokens that the GPU has still to sample are to be written, int64 [B], and what is to be copied before;
-        None where the pass does not allow that."""
-        return None if self._prepared is None else self._prepared.stage()
-
-    @property
-    def stands(self) -> bool:
-        """Whether the logits returned last are still what this pass computed."""
-        return self._set_aside or (self._prepared is not None and bool(self._prepared.stands))
-
-    def launch(self) -> torch.Tensor:
-        """Queue the pass over the tokens that have been written there."""
-        assert self._prepared is not None
-        self._set_aside = False
-        logits: torch.Tensor = self._prepared.launch()
-        return logits.float()
-
-    def run(self, tokens: list[int]) -> torch.Tensor:
-        """The pass over these tokens."""
-        ids = torch.tensor(tokens, dtype=torch.int64).unsqueeze(1)
-        logits: torch.Tensor | None = None if self._prepared is None else self._prepared(ids)
-        self._set_aside = logits is None
-        if logits is None:
-            with torch.inference_mode():
-                found = self._model.forward_chunk(ids, cache=self._cache, attn_params=self._params)
-            return torch.as_tensor(found["logits"]).float().clone()  # what forward_chunk gives may be the model's own
-        return logits.float()
 
 
 def _attempt(run: Callable[[], object]) -> Exception | None:

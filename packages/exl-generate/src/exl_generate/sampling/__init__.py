@@ -1,7 +1,7 @@
 """Sampling: settings, the sampler of a request over `exl_kernels.sampling`, random numbers that belong to the request;
 `transforms` has the definitions in float64."""
 
-from exl_generate.sampling.batch import Draw, sample_batch
+from exl_generate.sampling.batch import Draw, LaunchedBatch, launch_batch, sample_batch
 from exl_generate.sampling.hooks import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult
 from exl_generate.sampling.rng import RequestRandom
 from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample
@@ -16,10 +16,12 @@ __all__ = [
     "ExLlamaV2PostSamplingHook",
     "ExLlamaV2PostSamplingResult",
     "ExLlamaV2Sampler",
+    "LaunchedBatch",
     "RequestRandom",
     "RequestSampler",
     "Sample",
     "Settings",
     "Vocabulary",
+    "launch_batch",
     "sample_batch",
 ]

@@ -1,4 +1,4 @@
-"""One call a step: every job's next token from its row of logits. The only door between the engine and the sampler."""
+"""Sample a step: every job's next token from its row of logits, in one native call. The engine samples only here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from exl_generate.interrupts import contained
-from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample, sample_rows
-from exl_kernels.sampling import Failure, Following, Row, Sampled
+from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample
+from exl_kernels import sampling as kernels
+from exl_kernels.sampling import Failure, NextInputs, Row, Sampled
 
-__all__ = ["Draw", "sample_batch"]
+__all__ = ["Draw", "LaunchedBatch", "launch_batch", "sample_batch"]
 
 
 @dataclass(slots=True)
@@ -54,32 +55,62 @@ class Draw:
             return contained(error)
 
 
-def sample_batch(draws: Sequence[Draw], following: Following | None = None) -> list[Sample | Exception]:
-    """A sample for each draw, or what went wrong with it, by one native call. A sample depends on its own draw
-    alone; if the call fails, rows are tried one by one, so that only those that fail by themselves do.
+class LaunchedBatch:
+    """The sampling of draws that `launch_batch` has queued; `collect` waits for it."""
 
-    `following` is queued behind them on their GPU, before anybody waits for them, if all draws are sampled there."""
-    if not draws:
-        return []
-    rows = [_prepared(draw) for draw in draws]
-    good = [row for row in rows if not isinstance(row, Exception)]
-    outcomes: Sequence[Sampled | Failure | Exception]
-    try:
-        outcomes = sample_rows(good, following if len(good) == len(rows) else None) if good else []
-    except Exception:
-        outcomes = [_alone(row) for row in good]
-        if following is not None:
-            following.withdraw()
-    left = iter(outcomes)
-    samples = [
-        draw.take(row, row if isinstance(row, Exception) else next(left)) for draw, row in zip(draws, rows, strict=True)
-    ]
-    drawn = [sample for sample in samples if isinstance(sample, Sample)]
-    # One tensor for all is cheaper than one for each: these are what most results show.
-    ids = torch.tensor([sample.token for sample in drawn], dtype=torch.int64).view(-1, 1, 1)
-    for sample, own in zip(drawn, ids.unbind(0), strict=True):
-        sample.ids = own
-    return samples
+    __slots__ = ("_draws", "_good", "_launched", "_rows")
+
+    def __init__(self, draws: Sequence[Draw], into: NextInputs | None) -> None:
+        self._draws = draws
+        self._rows = [_prepared(draw) for draw in draws]
+        self._good = [row for row in self._rows if not isinstance(row, Exception)]
+        self._launched: kernels.Launched | None = None
+        if self._good:
+            try:
+                self._launched = kernels.launch(self._good, into if len(self._good) == len(draws) else None)
+            except Exception:
+                self._launched = None  # `collect` finds out which rows fail by themselves
+
+    @property
+    def written(self) -> bool:
+        """Whether the tokens of all draws are written into the next step's inputs; final after `collect`."""
+        return self._launched is not None and self._launched.written
+
+    def collect(self) -> list[Sample | Exception]:
+        """Wait, and return the sample of each draw, or what went wrong with it. Call once."""
+        if not self._draws:
+            return []
+        left = iter(self._outcomes())
+        samples = [
+            draw.take(row, row if isinstance(row, Exception) else next(left))
+            for draw, row in zip(self._draws, self._rows, strict=True)
+        ]
+        drawn = [sample for sample in samples if isinstance(sample, Sample)]
+        # One tensor for all is cheaper than one for each: these are what most results show.
+        ids = torch.tensor([sample.token for sample in drawn], dtype=torch.int64).view(-1, 1, 1)
+        for sample, own in zip(drawn, ids.unbind(0), strict=True):
+            sample.ids = own
+        return samples
+
+    def _outcomes(self) -> Sequence[Sampled | Failure | Exception]:
+        if self._launched is not None:
+            try:
+                return self._launched.collect()
+            except Exception:
+                self._launched = None  # what it has written is of no use
+        return [_alone(row) for row in self._good]
+
+
+def launch_batch(draws: Sequence[Draw], into: NextInputs | None = None) -> LaunchedBatch:
+    """Queue a sample for each draw, by one native call. A sample depends on its own draw alone; if the call fails, rows
+    are tried one by one, so that only those that fail by themselves do. `into` gets the tokens, in the order of their
+    GPU's stream, if all draws are sampled there (`LaunchedBatch.written`)."""
+    return LaunchedBatch(draws, into)
+
+
+def sample_batch(draws: Sequence[Draw]) -> list[Sample | Exception]:
+    """A sample for each draw, or what went wrong with it: `launch_batch` and `collect` in one call."""
+    return launch_batch(draws).collect()
 
 
 def _prepared(draw: Draw) -> Row | Exception:
@@ -91,6 +122,6 @@ def _prepared(draw: Draw) -> Row | Exception:
 
 def _alone(row: Row) -> Sampled | Failure | Exception:
     try:
-        return sample_rows([row])[0]
+        return kernels.sample([row])[0]
     except Exception as error:
         return error

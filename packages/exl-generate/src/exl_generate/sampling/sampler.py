@@ -27,7 +27,7 @@ from exl_generate.sampling.transforms import mirostat_update, skew
 from exl_generate.sampling.vocabulary import Vocabulary
 from exl_kernels import sampling as kernels
 
-__all__ = ["Constraint", "RequestSampler", "Sample", "report", "sample_rows", "skewed", "why_none"]
+__all__ = ["Constraint", "RequestSampler", "Sample", "report", "skewed", "why_none"]
 
 Ids = NDArray[np.int64]
 Probabilities = NDArray[np.float64]
@@ -184,13 +184,6 @@ class RequestSampler:
         del self._mu[position + 1 :]
         mu = mirostat_update(self._mu[-1], chosen, self.settings.mirostat_tau, self.settings.mirostat_eta)
         self._mu.append(mu)
-
-
-def sample_rows(
-    rows: Sequence[kernels.Row], following: kernels.Following | None = None
-) -> list[kernels.Sampled | kernels.Failure]:
-    """All rows of a step in one native call; `following` as in `exl_kernels.sampling.sample`."""
-    return kernels.sample(rows, following)
 
 
 def skewed(uniform: float, amount: float) -> float:

@@ -1,10 +1,10 @@
-"""The next step, queued on the GPU behind the sampling of its tokens, before the host has seen them.
+"""The next step, prepared while the current one runs and launched before the host has seen its tokens.
 
-What a step needs beside its tokens (pages, positions, the captured graph) is prepared while the step before it runs;
-its tokens go from the sampler to the model without leaving the GPU. Where the step is no captured graph, or some of the
-tokens are of no use to it, the host passes them on as soon as it has them. A step ahead decides nothing: the round
-after takes its logits for those windows that turn out to be what was computed, and computes the others itself. What a
-job that has ended left in its pages lies behind what is valid of them.
+Pages, positions and the captured graph are known beforehand; the tokens go from the sampler to the model without
+leaving the GPU. Where the step is no captured graph, or a row was not sampled on the GPU, the host passes the tokens on
+as soon as it has them. The next step decides nothing: the engine uses its logits only for the windows whose prediction
+held, and computes the others again. Pages of a job that has ended are valid only up to the job's last token, so what
+the step wrote beyond is never read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from exl_generate.dynamic.sequence import Sequence
 
 if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
-    from exl_kernels.sampling import Staged
+    from exl_kernels.sampling import NextInputs
 
-__all__ = ["Ahead", "attempt", "can_run_ahead"]
+__all__ = ["NextStep", "attempt", "predictable"]
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ def attempt(compute: Callable[[], T]) -> T | None:
     try:
         return compute()
     except Exception:
-        log.debug("a step could not be queued ahead of its tokens", exc_info=True)
+        log.debug("the next step could not be launched early", exc_info=True)
         return None
 
 
-def can_run_ahead(job: ExLlamaV2DynamicJob) -> bool:
-    """Whether the job's next step can be foreseen but for its token: one sequence without adapters, of which the model
+def predictable(job: ExLlamaV2DynamicJob) -> bool:
+    """Whether all of the job's next step but its token is known: one sequence without adapters, of which the model
     is asked for logits alone, with a place for one token more. What changes tokens after they are drawn forbids it."""
     return (
         len(job.sequences) == 1
@@ -51,56 +51,62 @@ def can_run_ahead(job: ExLlamaV2DynamicJob) -> bool:
     )
 
 
-class Ahead:
-    """One step of the given sequences, each one token longer than now. Made while the step before it runs."""
+class NextStep:
+    """One pass over the given sequences, each one token longer than now. Made while the pass before it runs."""
 
     def __init__(self, runner: Runner, sequences: list[Sequence]) -> None:
+        self._runner = runner
         self._rows = {id(sequence): row for row, sequence in enumerate(sequences)}
         self._sequences = sequences  # kept alive, so that the numbers above stay theirs
         self._positions = [len(sequence) for sequence in sequences]
         self._tokens: list[int] = []
-        self._pages: list[int] = []
         self._logits: torch.Tensor | None = None
+        self._own_logits = False  # no later pass of the model writes over them
         for sequence, position in zip(sequences, self._positions, strict=True):
             sequence.provide(position + 1)
-        self._next = runner.prepare(sequences, self._positions)
-        self._pages = [self._page(sequence, position) for sequence, position in self._places()]
+        self._params, self._captured = runner.prepare(sequences, self._positions)
+        self._pages = [
+            self._page(sequence, position) for sequence, position in zip(sequences, self._positions, strict=True)
+        ]
 
     @property
-    def queued(self) -> bool:
+    def launched(self) -> bool:
         """Whether the step is on its way."""
         return self._logits is not None
 
-    def stage(self) -> Staged | None:
-        """As `exl_kernels.sampling.Following`: what the sampler is to write for `launch`: a token a sequence."""
-        return attempt(self._next.stage)
+    def inputs(self) -> NextInputs | None:
+        """What the sampler is to fill in for `launch`: a token a sequence. None where the step is no captured one."""
+        return None if self._captured is None else attempt(self._captured.inputs)
 
     def launch(self) -> None:
-        """Queue the step behind the sampling of its tokens. If it fails, nothing has been foreseen: whoever computes
-        the step again meets the failure."""
-        self._take(self._next.launch)
+        """Queue the step behind the sampling of its tokens, which fills in `inputs`. A failure is no job's failure yet:
+        the step is computed again, and that meets it."""
+        self._logits, self._own_logits = None, False
+        self._logits = attempt(lambda: self._captured.launch().float())
 
     def withdraw(self) -> None:
-        """What was queued was for other tokens."""
+        """The step was launched for other tokens."""
         self._logits = None
 
     def run(self, tokens: list[int]) -> None:
         """Queue the step for these tokens, one a sequence. Failures as of `launch`."""
-        self._take(lambda: self._next.run(tokens))
-
-    def _take(self, compute: Callable[[], torch.Tensor]) -> None:
         self._logits = None
-        self._logits = attempt(compute)
+        self._logits = attempt(lambda: self._run(torch.tensor(tokens, dtype=torch.int64).unsqueeze(1)))
+
+    def _run(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor | None = None if self._captured is None else self._captured.run(ids)
+        self._own_logits = logits is None
+        return self._runner.run(ids, self._params) if logits is None else logits.float()
 
     def know(self, tokens: list[int]) -> None:
-        """What the tokens turned out to be."""
+        """Remember the tokens that were sampled, one a sequence."""
         self._tokens = tokens
 
     def serve(self, windows: list[Window], keep: bool) -> list[Window]:
-        """Gives logits to the windows that were foreseen; returns the others. `keep`: somebody reads them when the
-        model has run again."""
-        if self._logits is None or not self._next.stands:
-            return windows  # who else uses the model has had it since
+        """Give the windows whose prediction held their logits; return the others. `keep`: the logits may be read after
+        the model has run again."""
+        if self._logits is None or not (self._own_logits or self._captured.stands):
+            return windows  # another user of the model has run it since
         rows = [self._row_of(window) for window in windows]
         logits = (self._logits.clone() if keep or None in rows else self._logits).unbind(0)
         left = []
@@ -123,9 +129,6 @@ class Ahead:
         if window.ids != [self._tokens[row]] or sequence.kv_position != position or len(sequence) != position + 1:
             return None
         return row if self._page(sequence, position) == self._pages[row] else None
-
-    def _places(self) -> list[tuple[Sequence, int]]:
-        return list(zip(self._sequences, self._positions, strict=True))
 
     @staticmethod
     def _page(sequence: Sequence, position: int) -> int:

@@ -1,0 +1,462 @@
+"""The next step is launched before the host has seen its tokens, as on a GPU: no result depends on it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exl_core import PagedParams
+from exl_filters import ExLlamaV2Filter
+from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.testing import (
+    ScriptedCache,
+    ScriptedConfig,
+    ScriptedLora,
+    ScriptedModel,
+    ScriptedTokenizer,
+    check_pages,
+    streamed_tokens,
+)
+from exl_kernels import sampling as kernels
+
+TOKENIZER = ScriptedTokenizer(["a", "b", "c", "ab", "bc", " ", "A", "cab", ".", "é"])
+VOCAB, EOS = TOKENIZER.get_vocab_size(), TOKENIZER.eos_token_id
+Settings = ExLlamaV2Sampler.Settings
+ADAPTER = ScriptedLora(3)
+
+
+class Even(ExLlamaV2Filter):
+    """Even ids; raises at step `fault`."""
+
+    def __init__(self, fault: int) -> None:
+        super().__init__(None, None)
+        self.fault, self.at = fault, 0
+
+    def clone(self, c: Any = None) -> Even:
+        return Even(self.fault)
+
+    def begin(self, prefix_str: Any = "") -> None:
+        self.at = 0
+
+    def feed(self, token: Any) -> None:
+        self.at += 1
+
+    def next(self) -> tuple[set[int], set[int]]:
+        if self.at == self.fault:
+            raise ZeroDivisionError("broken plugin")
+        return set(range(4, VOCAB, 2)), set()
+
+
+def one_less(result: Any) -> None:
+    result.sampled_token = torch.tensor([[max(3, int(result.sampled_token) - 1)]])
+
+
+class Overwriting(ScriptedModel):
+    """Its logits lie in memory that its next pass with logits overwrites, as those of captured steps."""
+
+    def __init__(self, config: ScriptedConfig) -> None:
+        super().__init__(config)
+        self.given: list[torch.Tensor] = []
+
+    def forward_chunk(self, *args: Any, **kw: Any) -> dict[str, torch.Tensor]:
+        found = super().forward_chunk(*args, **kw)
+        if "logits" in found:
+            for logits in self.given:
+                logits.fill_(float("nan"))
+            self.given = [found["logits"]]
+        return found
+
+
+class OneBuffer(ScriptedModel):
+    """Its logits lie in one buffer for all passes of a size, whoever asked for them, as those of captured steps."""
+
+    def __init__(self, config: ScriptedConfig) -> None:
+        super().__init__(config)
+        self.steps = 0
+        self.buffers: dict[int, torch.Tensor] = {}
+
+    def forward_chunk(self, *args: Any, **kw: Any) -> dict[str, torch.Tensor]:
+        found = super().forward_chunk(*args, **kw)
+        self.steps += 1
+        if "logits" in found:
+            fresh = found["logits"]
+            rows = fresh.shape[0] * fresh.shape[1]
+            buffer = self.buffers.setdefault(rows, torch.empty(rows, fresh.shape[2]))
+            found["logits"] = buffer.copy_(fresh.view(rows, -1)).view(fresh.shape)
+        return found
+
+
+class Captured:
+    """A step of `Preparing` that waits for its ids."""
+
+    def __init__(self, model: Preparing, cache: Any, params: PagedParams) -> None:
+        self.model, self.cache, self.params, self.number = model, cache, params, -1
+        self.ids = torch.full((params.batch_size,), -1)
+
+    def inputs(self) -> kernels.NextInputs:
+        return kernels.NextInputs(self.ids, VOCAB)
+
+    def launch(self) -> torch.Tensor:
+        self.model.events.append("step")
+        if self.model.interrupts:
+            signal.raise_signal(signal.SIGINT)
+        return self._pass(self.ids.unsqueeze(1))
+
+    def run(self, ids: torch.Tensor) -> torch.Tensor:
+        self.model.events.append("run")
+        return self._pass(ids)
+
+    def _pass(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.model.launch_faults:
+            raise self.model.launch_faults.pop()
+        with torch.inference_mode():
+            logits = self.model.forward_chunk(ids, cache=self.cache, attn_params=self.params)["logits"]
+        self.number = self.model.steps
+        return logits
+
+    @property
+    def stands(self) -> bool:
+        return self.number == self.model.steps
+
+
+class Preparing(OneBuffer):
+    """A model with steps whose inputs are made beforehand. `events` has their launches, and what `Device` did."""
+
+    def __init__(self, config: ScriptedConfig) -> None:
+        super().__init__(config)
+        self.events: list[str] = []
+        self.launch_faults: list[Exception] = []
+        self.interrupts = False
+
+    def prepare_step(self, q_len: int, cache: Any, params: PagedParams) -> Captured:
+        return Captured(self, cache, params)
+
+
+class OnDevice:
+    """Sampling as a GPU does it: tokens are in the inputs of the next step before the host collects them."""
+
+    def __init__(self, device: Device, rows: list[kernels.Row], into: kernels.NextInputs | None) -> None:
+        into = into if device.writes else None
+        self.device, self.rows, self.written = device, rows, into is not None
+        self.found: list[Any] = []
+        for row in rows:
+            left = device.leaves and not row.plan.never_left_to_cpu
+            self.found.append(None if left else device.really(row))
+        for i, found in enumerate(self.found if into is not None else []):
+            assert into is not None
+            into.ids[i] = min(found.token, into.limit - 1) if isinstance(found, kernels.Sampled) else 0
+
+    def collect(self) -> list[kernels.Sampled | kernels.Failure]:
+        self.device.events.append("collect")
+        if None in self.found:
+            self.written = False
+        pairs = zip(self.rows, self.found, strict=True)
+        return [self.device.really(row) if found is None else found for row, found in pairs]
+
+
+class Device:
+    """Stands in for `exl_kernels.sampling.launch` of rows on a GPU, which leaves to the CPU what it may if `leaves`."""
+
+    def __init__(self, events: list[str], leaves: bool = False) -> None:
+        self.events, self.leaves = events, leaves
+        self.writes = True  # else rows are on several devices, and the next step's inputs get none of their tokens
+        self.faults: list[Exception] = []
+        self._launch = kernels.launch
+
+    def really(self, row: kernels.Row) -> kernels.Sampled | kernels.Failure:
+        return self._launch([row]).collect()[0]
+
+    def launch(self, rows: list[kernels.Row], into: kernels.NextInputs | None = None) -> OnDevice:
+        self.events.append("sample")
+        if self.faults:
+            raise self.faults.pop()
+        return OnDevice(self, rows, into)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request as data."""
+
+    prompt: tuple[int, ...]
+    new: int
+    seed: int
+    kind: str
+    stops: tuple[str | int, ...]
+    arrives: int
+    cancelled_at: int
+
+    def job(self) -> ExLlamaV2DynamicJob:
+        style = Settings.greedy() if self.kind == "greedy" else Settings(temperature=1.0, top_k=0, top_p=0)
+        style.post_sampling_hooks = [one_less] if self.kind == "hook" else []
+        return ExLlamaV2DynamicJob(
+            torch.tensor([self.prompt]),
+            self.new,
+            gen_settings=style,
+            seed=self.seed,
+            stop_conditions=list(self.stops),
+            banned_strings=["ab", "cc"] if self.kind == "bans" else [],
+            filters=[Even(self.seed + 3)] if self.kind == "filter" else None,
+            loras=[ADAPTER] if self.kind == "lora" else [],
+            max_rq_tokens=3 if self.kind == "share" else None,
+            return_logits=self.kind != "greedy",
+            return_hidden_state=self.kind == "state",
+        )
+
+
+ASKS = st.builds(
+    Ask,
+    prompt=st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=20).map(tuple),
+    new=st.integers(0, 20),
+    seed=st.integers(0, 3),
+    kind=st.sampled_from(["plain", "greedy", "greedy", "hook", "bans", "filter", "lora", "share", "state"]),
+    stops=st.sampled_from([(), (EOS,), ("bc",), (5, "a ")]),
+    arrives=st.integers(0, 10),
+    cancelled_at=st.sampled_from([-1, -1, -1, 4, 9]),
+)
+
+
+def comparable(value: Any) -> Any:
+    """A result without clocks and objects, its tensors as bytes."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {k: comparable(v) for k, v in value.items() if not k.startswith("time_") and k != "job"}
+    return repr(value)
+
+
+CONFIG = ScriptedConfig(vocab_size=VOCAB, max_seq_len=96, max_input_len=32)
+
+
+def play(
+    asks: list[Ask], early: bool, kind: type[ScriptedModel] = Overwriting
+) -> tuple[list[list[Any]], ScriptedModel]:
+    """What every job said, round by round, and the model that was asked."""
+    model = kind(CONFIG)
+    cache = ScriptedCache(model, max_seq_len=160)
+    generator = ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=8, max_chunk_size=16, max_batch_size=4)
+    generator._engine._runner.asynchronous = early
+    jobs = [ask.job() for ask in asks]
+    said: list[list[Any]] = [[] for _ in jobs]
+    for at in range(400):
+        for job, ask in zip(jobs, asks, strict=True):
+            if ask.arrives == at:
+                generator.enqueue(job)
+            if ask.cancelled_at == at:
+                generator.cancel(job)
+        for result in generator.iterate():
+            said[jobs.index(result["job"])].append(comparable(result))
+        check_pages(generator)
+        if at > 10 and not generator.num_remaining_jobs():
+            return said, model
+    raise AssertionError("the jobs do not end")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(ASKS, min_size=1, max_size=6))
+def test_nobody_can_tell(asks: list[Ask]) -> None:
+    assert play(asks, early=True)[0] == play(asks, early=False)[0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(ASKS, min_size=1, max_size=6), st.booleans())
+def test_nobody_can_tell_that_tokens_stayed_on_the_device(asks: list[Ask], leaves: bool) -> None:
+    """Also where logits are read after the next step has overwritten its buffer."""
+    expected = play(asks, early=False)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "launch", Device([], leaves).launch)
+        assert play(asks, early=True, kind=Preparing)[0] == expected
+
+
+def test_steps_are_foreseen_and_computed_once() -> None:
+    """Two plain jobs: not one pass more than without, and the last step is not followed by another."""
+    asks = [Ask((3, 4, 5), 12, 0, "plain", (), 0, -1), Ask((6, 7), 12, 1, "plain", (), 0, -1)]
+    (said, early), (expected, plain) = play(asks, early=True), play(asks, early=False)
+    assert said == expected
+    assert early.calls == plain.calls
+
+
+@pytest.mark.parametrize("kind", [OneBuffer, Preparing])
+def test_generators_that_share_a_model_keep_their_logits(kind: type[OneBuffer]) -> None:
+    """In turns, each with a cache of its own; and a caller's own passes in between."""
+
+    def play_all(company: bool) -> list[list[int]]:
+        model = kind(ScriptedConfig(vocab_size=VOCAB, max_seq_len=96, max_input_len=32))
+        generators = []
+        for prompt in ([3, 4, 5], [6, 7]):
+            cache = ScriptedCache(model, max_seq_len=160)
+            generator = ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=8)
+            generator._engine._runner.asynchronous = True
+            generator.enqueue(ExLlamaV2DynamicJob(torch.tensor([prompt]), 16, gen_settings=Settings.greedy()))
+            generators.append(generator)
+        own = ScriptedCache(model, max_seq_len=64)
+        said: list[list[Any]] = [[], []]
+        table = torch.arange(8, dtype=torch.int32)[None]
+        for round_ in range(400):
+            for generator, results in zip(generators, said, strict=True):
+                if generator.num_remaining_jobs() and (company or generator is generators[0] or round_ >= 200):
+                    results += generator.iterate()
+                if company and round_ < 8:
+                    params = PagedParams(1, table, torch.tensor([round_], dtype=torch.int32), round_, 8, 1)
+                    with torch.inference_mode():
+                        model.forward_chunk(torch.tensor([[7]]), cache=own, attn_params=params)
+        assert not any(generator.num_remaining_jobs() for generator in generators)
+        return [streamed_tokens(results) for results in said]
+
+    assert play_all(company=True) == play_all(company=False)
+
+
+def test_a_step_that_cannot_be_queued_is_computed_in_its_round() -> None:
+    model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=96, max_input_len=32), lambda context: 6)
+    generator = ExLlamaV2DynamicGenerator(model, ScriptedCache(model, max_seq_len=64), TOKENIZER, page_size=8)
+    generator._engine._runner.asynchronous = True
+    job = ExLlamaV2DynamicJob(torch.tensor([[3, 4, 5]]), 8, gen_settings=Settings.greedy())
+    generator.enqueue(job)
+    generator.iterate()
+    model.faults[6] = RuntimeError("the GPU is full")  # met by the early pass, then by the job's own
+    results = [result for _ in range(3) for result in generator.iterate()]
+    assert results[-1]["eos_reason"] == "error"
+    with pytest.raises(RuntimeError, match="the GPU is full"):
+        raise results[-1]["exception"]
+    check_pages(generator)
+
+
+# ---- the order of launches ----
+
+
+class Stage:
+    """A generator over a model and a sampler that note in `events` what is launched and collected."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, leaves: bool = False, script: Any = None) -> None:
+        self.model = Preparing(CONFIG)
+        if script is not None:
+            self.model.script = script
+        self.device = Device(self.model.events, leaves)
+        patch.setattr(kernels, "launch", self.device.launch)
+        cache = ScriptedCache(self.model, max_seq_len=160)
+        self.generator = ExLlamaV2DynamicGenerator(self.model, cache, TOKENIZER, page_size=8)
+        self.generator._engine._runner.asynchronous = True
+        self.results: list[dict[str, Any]] = []
+
+    def add(self, prompt: list[int], new: int, style: Any = None, **kw: Any) -> ExLlamaV2DynamicJob:
+        made = ExLlamaV2DynamicJob(torch.tensor([prompt]), new, gen_settings=style or Settings.greedy(), seed=1, **kw)
+        self.generator.enqueue(made)
+        return made
+
+    def round(self) -> list[str]:
+        """The events of one call of `iterate`."""
+        self.model.events.clear()
+        self.results += self.generator.iterate()
+        check_pages(self.generator)
+        return list(self.model.events)
+
+    def finish(self) -> None:
+        while self.generator.num_remaining_jobs():
+            self.round()
+
+    def tokens(self, job: ExLlamaV2DynamicJob) -> list[int]:
+        return streamed_tokens([result for result in self.results if result["job"] is job])
+
+
+PLAIN = Settings(temperature=1.0, top_k=0, top_p=0)
+
+
+def alone(prompt: list[int], new: int, style: Any = None) -> list[int]:
+    """What a job says whose steps are computed when they are due."""
+    model = OneBuffer(CONFIG)
+    generator = ExLlamaV2DynamicGenerator(model, ScriptedCache(model, max_seq_len=160), TOKENIZER, page_size=8)
+    job = ExLlamaV2DynamicJob(torch.tensor([prompt]), new, gen_settings=style or Settings.greedy(), seed=1)
+    generator.enqueue(job)
+    results = []
+    while generator.num_remaining_jobs():
+        results += generator.iterate()
+    return streamed_tokens(results)
+
+
+def test_the_next_step_is_launched_between_sampling_and_collecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch)
+    one, other = stage.add([3, 4, 5], 6), stage.add([6, 7], 6, PLAIN)
+    for _ in range(5):
+        assert stage.round() == ["sample", "step", "collect"]
+    assert stage.round() == ["sample", "collect"], "the last step must not be followed by another"
+    assert not stage.generator.num_remaining_jobs()
+    assert stage.tokens(one) == alone([3, 4, 5], 6)
+    assert stage.tokens(other) == alone([6, 7], 6, PLAIN)
+
+
+def test_a_step_whose_row_is_left_to_the_cpu_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, leaves=True)
+    one, other = stage.add([3, 4, 5], 6), stage.add([6, 7], 6, PLAIN)
+    for _ in range(5):
+        assert stage.round() == ["sample", "step", "collect", "run"]
+    stage.finish()
+    assert stage.tokens(one) == alone([3, 4, 5], 6)
+    assert stage.tokens(other) == alone([6, 7], 6, PLAIN)
+
+
+def test_the_host_passes_the_tokens_on_where_a_job_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that its filter ends asks for no token, so the rows are not those of the prepared step."""
+    stage = Stage(monkeypatch)
+    good, bad = stage.add([3, 4, 5], 8), stage.add([6, 7], 8, filters=[Even(2)])
+    assert [stage.round() for _ in range(2)] == [["sample", "step", "collect"]] * 2
+    assert stage.round() == ["sample", "collect", "run"]
+    assert stage.round() == ["sample", "step", "collect"]
+    stage.finish()
+    assert stage.tokens(good) == alone([3, 4, 5], 8)
+    last = [result for result in stage.results if result["job"] is bad][-1]
+    assert last["eos_reason"] == "filter_error"
+
+
+def test_no_step_is_launched_for_jobs_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stop token that the host sees before the step could be launched."""
+    stage = Stage(monkeypatch, leaves=True, script=lambda context: 6 if len(context) < 5 else 5)
+    job = stage.add([3, 4, 5], 20, PLAIN, stop_conditions=[5])
+    stage.device.writes = False
+    assert stage.round() == ["sample", "collect", "run"]
+    assert stage.round() == ["sample", "collect", "run"]
+    assert stage.round() == ["sample", "collect"]
+    assert job.is_finished
+    assert not stage.generator.num_remaining_jobs()
+
+
+@pytest.mark.parametrize("faults", [1, 2])
+def test_a_failing_launch_of_the_next_step_is_no_failure_of_a_job(monkeypatch: pytest.MonkeyPatch, faults: int) -> None:
+    """The step is launched again with the tokens of the host; if that fails too it is computed when it is due."""
+    stage = Stage(monkeypatch)
+    job = stage.add([3, 4, 5], 6)
+    stage.model.launch_faults = [RuntimeError("the GPU is full") for _ in range(faults)]
+    assert stage.round() == ["sample", "step", "collect", "run"]
+    assert stage.round() == ["sample", "step", "collect"]
+    stage.finish()
+    assert stage.tokens(job) == alone([3, 4, 5], 6)
+
+
+def test_a_failing_launch_of_the_sampling_is_tried_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch)
+    jobs = stage.add([3, 4, 5], 6), stage.add([6, 7], 6)
+    stage.device.faults = [RuntimeError("the first row"), RuntimeError("both rows")]
+    events = stage.round()
+    assert events[0] == "sample"
+    assert "step" not in events
+    stage.finish()
+    failed = [result["job"] for result in stage.results if result.get("eos_reason") == "error"]
+    assert failed == [jobs[0]]
+    assert stage.tokens(jobs[1]) == alone([6, 7], 6)
+
+
+def test_an_interrupt_between_launch_and_collection_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch)
+    job = stage.add([3, 4, 5], 6)
+    assert stage.round() == ["sample", "step", "collect"]
+    stage.model.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        stage.round()
+    assert stage.model.events == ["sample", "step", "collect"]
+    stage.model.interrupts = False
+    stage.finish()
+    assert stage.tokens(job) == alone([3, 4, 5], 6)
