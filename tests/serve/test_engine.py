@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from exl_serve.engine.local import LocalEngine
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint, EngineRequest, Sampling
 from exl_serve.testing.local import EngineThread
+from exl_serve.testing.waiting import until
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -43,7 +43,7 @@ class Sink:
         self.changed.set()
 
     async def until(self, done: Callable[[list[Any]], bool]) -> list[Any]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not done(self.events):
                 self.changed.clear()
                 await self.changed.wait()
@@ -69,13 +69,8 @@ def on(thread: EngineThread, work: Callable[[LocalEngine], Awaitable[Any]]) -> A
 
 def idle(thread: EngineThread) -> bool:
     """Whether nothing is left of any request, within a few rounds."""
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        g = thread.generator
-        if not g.num_remaining_jobs() and not g.referenced_pages and not thread.host._groups:
-            return True
-        time.sleep(0.01)
-    return False
+    g = thread.generator
+    return bool(until(lambda: not g.num_remaining_jobs() and not g.referenced_pages and not thread.host._groups))
 
 
 def library(thread: EngineThread, asked: EngineRequest, choice: int = 0) -> str:

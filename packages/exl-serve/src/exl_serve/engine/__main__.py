@@ -50,9 +50,9 @@ def main() -> None:
 
 
 def _serve(start: EngineStart) -> None:
-    from exl_serve.engine.host import Host, status_path
+    from exl_serve.engine.host import Host
     from exl_serve.engine.load import load
-    from exl_serve.engine.status import StatusWriter
+    from exl_serve.engine.status import StatusWriter, status_path
 
     _say(state="loading")
     status = StatusWriter(status_path(Path(start.folder), start.model.id), os.urandom(16))

@@ -97,7 +97,7 @@ class EngineClient(Protocol):
         engine does not run.
         """
 
-    async def control(self, name: str, **parameters: Any) -> dict[str, Any]:
+    async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
         """An operator's call: load_adapter, unload_adapter, reset_cache, drain, stats. Raises `ServeError`."""
 
     async def close(self) -> None:

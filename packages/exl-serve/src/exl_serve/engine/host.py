@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -547,8 +546,3 @@ class Host:
 
 def _average(before: float, now: float) -> float:
     return now if before == 0 else 0.9 * before + 0.1 * now
-
-
-def status_path(folder: Path, model: str) -> Path:
-    """Where an engine's status page is."""
-    return folder / f"status-{model.replace('/', '_')}"

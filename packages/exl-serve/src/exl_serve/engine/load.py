@@ -12,7 +12,7 @@ from exl_serve.config.model import ModelConfig
 from exl_serve.engine.client import ModelCard
 from exl_serve.errors import ServeError
 
-__all__ = ["load"]
+__all__ = ["cache_tokens", "load"]
 
 MOST_CACHE_TOKENS = 1 << 18
 """Of a cache whose size the configuration leaves open."""
@@ -48,7 +48,7 @@ def _loaded(config: ModelConfig, described: Any, report: Callable[[int, int], No
 
     model, tokenizer = ExLlamaV2(described), ExLlamaV2Tokenizer(described)
     kind = CACHES[config.cache]
-    tokens = _cache_tokens(config, described)
+    tokens = cache_tokens(config, described)
     if len(devices()) > 1:
         cache = kind(model, max_seq_len=tokens, lazy=True)
         model.load_autosplit(cache, callback=report)
@@ -72,7 +72,7 @@ def _loaded(config: ModelConfig, described: Any, report: Callable[[int, int], No
     return generator
 
 
-def _cache_tokens(config: ModelConfig, described: Any) -> int:
+def cache_tokens(config: ModelConfig, described: Any) -> int:
     """Whole pages. As configured, else a full context for every sequence, or what fits."""
     asked = config.cache_tokens
     if asked is not None:

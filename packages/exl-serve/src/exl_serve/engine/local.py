@@ -117,7 +117,7 @@ class LocalEngine:
             self._waiting.pop(tag, None)
         return running
 
-    async def control(self, name: str, **parameters: Any) -> dict[str, Any]:
+    async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
         self._check_open()
         tag = next(self._tags)
         answered = self._answers[tag] = self._loop.create_future()

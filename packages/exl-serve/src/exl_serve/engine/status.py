@@ -15,7 +15,7 @@ from typing import Literal
 
 from exl_serve.engine.client import EngineStatus
 
-__all__ = ["STATES", "StatusReader", "StatusWriter"]
+__all__ = ["STATES", "StatusReader", "StatusWriter", "status_path"]
 
 State = Literal["loading", "warming", "ready", "draining", "failed"]
 STATES: tuple[State, ...] = ("loading", "warming", "ready", "draining", "failed")
@@ -75,6 +75,12 @@ class StatusReader:
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
 
+    @property
+    def writes(self) -> int:
+        """A number that changes with every write: an engine that writes no more makes no progress."""
+        found: int = _SEQUENCE.unpack_from(self._map, 0)[0]
+        return found
+
     def read(self) -> EngineStatus:
         """The last state that was written whole. Raises RuntimeError if the engine died while it wrote."""
         for _ in range(_TRIES):
@@ -104,3 +110,8 @@ class StatusReader:
 
     def close(self) -> None:
         self._map.close()
+
+
+def status_path(folder: Path, model: str) -> Path:
+    """Where an engine's status page is."""
+    return folder / f"status-{model.replace('/', '_')}"

@@ -14,10 +14,10 @@ import zmq
 
 from exl_serve.config.model import Limits, ModelConfig, Qos
 from exl_serve.engine.client import ModelCard
-from exl_serve.engine.host import Host, status_path
+from exl_serve.engine.host import Host
 from exl_serve.engine.load import load
 from exl_serve.engine.local import LocalEngine
-from exl_serve.engine.status import StatusWriter
+from exl_serve.engine.status import StatusWriter, status_path
 
 __all__ = ["EngineThread", "local_engine"]
 

@@ -1,0 +1,80 @@
+"""Between the supervisor and its workers: states of the models one way, metrics and calls the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from exl_serve.config.model import ModelConfig, ServeConfig
+
+__all__ = ["ModelState", "Operator", "Report", "State", "Told", "WorkerStart", "decode_report", "decode_told", "encode"]
+
+
+class ModelState(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """One model, as the supervisor knows it. `epoch` counts the starts of its engine."""
+
+    config: ModelConfig
+    state: str
+    address: str
+    epoch: int
+    reason: str = ""
+
+
+class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is told at its start, as JSON on its standard input."""
+
+    config: ServeConfig
+    #: the listening socket's number in the worker
+    listener: int
+    address: str
+    parent: int
+
+
+class Report(msgspec.Struct, array_like=True, frozen=True, tag="report", tag_field="kind"):
+    """From a worker, once a second: (is a count, name, labels, value), and lines of finished requests."""
+
+    metrics: list[tuple[bool, str, dict[str, str], float]]
+
+
+class Operator(msgspec.Struct, array_like=True, frozen=True, tag="call", tag_field="kind"):
+    tag: int
+    name: str
+    parameters: dict[str, Any]
+
+
+class State(msgspec.Struct, array_like=True, frozen=True, tag="state", tag_field="kind"):
+    """To a worker, at every change. phase: serving; draining (new requests are refused); stopping (finish and end)."""
+
+    models: list[ModelState]
+    phase: str
+    #: what a reload has changed since the worker's start
+    config: ServeConfig | None = None
+
+
+class Told(msgspec.Struct, array_like=True, frozen=True, tag="told", tag_field="kind"):
+    tag: int
+    result: dict[str, Any]
+    #: (status, type, code, message), where the call failed
+    error: tuple[int, str, str, str] | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_report = msgspec.msgpack.Decoder(Report | Operator)
+_told = msgspec.msgpack.Decoder(State | Told)
+
+
+def encode(message: Report | Operator | State | Told) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_report(data: bytes) -> Report | Operator:
+    """Raises msgspec.DecodeError."""
+    message: Report | Operator = _report.decode(data)
+    return message
+
+
+def decode_told(data: bytes) -> State | Told:
+    """Raises msgspec.DecodeError."""
+    message: State | Told = _told.decode(data)
+    return message

@@ -1,0 +1,44 @@
+"""Whether an engine makes progress. Busy is not dead: a round may be long, and what counts is that one ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from exl_serve.engine.client import EngineStatus
+
+__all__ = ["Patience", "Watch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds: `stall` without progress, or 20 times the longest recent round, is a stall; `kill` more, and the engine
+    is ended."""
+
+    stall: float = 30.0
+    kill: float = 90.0
+
+
+@dataclass
+class Watch:
+    """Looks at one engine's status now and then.
+
+    Its page changes with each round, and at least once a second when it is idle: one that does not change belongs to an
+    engine that hangs, or was stopped.
+    """
+
+    patience: Patience = field(default_factory=Patience)
+    _writes: int = -1
+    _moved: float = 0.0
+    _longest: float = 0.0
+
+    def look(self, status: EngineStatus, writes: int, now: float) -> Literal["ok", "stalled", "kill"]:
+        """`writes`: how often the page was written so far."""
+        if writes != self._writes:
+            if status.ended >= status.began:
+                self._longest = max(0.95 * self._longest, status.ended - status.began)
+            self._writes, self._moved = writes, now
+            return "ok"
+        still = now - self._moved
+        stall = max(self.patience.stall, 20 * self._longest)
+        return "ok" if still < stall else "stalled" if still < stall + self.patience.kill else "kill"

@@ -1,0 +1,432 @@
+"""The supervisor: starts an engine process for each model and the API workers, watches them, drains them.
+
+It loads no model and answers no request, so there is little that can end it. Everything that it starts ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from exl_serve.config.load import ConfigError, reloaded
+from exl_serve.config.model import ServeConfig
+from exl_serve.errors import ServeError
+from exl_serve.super import link
+from exl_serve.super.engines import Engines
+from exl_serve.super.models import CRASH_SECONDS, MAX_BACKOFF, Entry
+from exl_serve.super.notify import Notifier
+from exl_serve.super.registry import Metrics
+from exl_serve.super.spawn import Child, describe
+from exl_serve.super.stall import Patience
+
+__all__ = ["Supervisor"]
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 10.0
+ANSWER_SECONDS = 25.0
+"""How long a call that loads a model waits for the outcome."""
+SHOWN = {"planning": "loading", "warming": "loading", "unloading": "draining"}
+
+
+@dataclass(eq=False)
+class _Worker:
+    child: Child | None = None
+    crashes: deque[float] = field(default_factory=deque)
+    start_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    worker: bytes
+    tag: int
+    id: str
+    until: float
+
+
+class Supervisor:
+    """`run` serves until SIGTERM or SIGINT, and returns the exit code.
+
+    `announce` is called once the first model is ready. `reload` reads the configuration again after SIGHUP; it may
+    raise ConfigError. `patience`: when an engine without progress is ended.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        announce: Callable[[Supervisor], None] | None = None,
+        *,
+        reload: Callable[[], ServeConfig] | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        """Raises ServeError where nothing can listen at the address."""
+        self._config = config
+        self._announce, self._reload = announce, reload
+        self._listener = _listen(config)
+        self._folder = Path(tempfile.mkdtemp(prefix="exl-serve-"))  # 0700
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._metrics = Metrics(config.metrics_alias == "vllm")
+        self._engines = Engines(
+            config, self._folder, self._metrics, time.monotonic, self._wake_write, patience or Patience()
+        )
+        self._workers = [_Worker() for _ in range(config.server.workers)]
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._address = f"ipc://{self._folder}/super"
+        self._known: set[bytes] = set()
+        self._waiting: list[_Waiting] = []
+        self._phase = "serving"
+        self._phase_at = 0.0
+        self._forced = self._announced = self._hung_up = False
+        self._broadcast_due = True
+        self._notifier = Notifier()
+        self._notified = self._measured = 0.0
+
+    @property
+    def address(self) -> str:
+        """Where it listens, for people."""
+        server = self._config.server
+        if server.uds is not None:
+            return f"unix:{server.uds}"
+        host, port = self._listener.getsockname()[:2]
+        scheme = "https" if server.tls_cert else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self) -> int:
+        """1 if no model could be loaded at the start, else 0."""
+        _check_descriptors(self._config)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(self._address)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        for model in self._config.model:
+            if model.preload:
+                self._engines.registry.load(model.id)
+        code = 0
+        try:
+            while not self._ended():
+                for source, _ in poller.poll(200):
+                    if source == self._wake_read:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(self._wake_read, 4096)
+                    else:
+                        self._receive()
+                self._step(time.monotonic())
+                if self._is_hopeless():
+                    code = 1
+                    break
+        finally:
+            self._close()
+        return code
+
+    # ---- one turn --------------------------------------------------------------------------------------------------
+
+    def _step(self, now: float) -> None:
+        if self._hung_up:
+            self._hung_up = False
+            self._take_over()
+        self._engines.step()
+        if self._phase != "stopping":
+            for index, worker in enumerate(self._workers):
+                self._watch_worker(index, worker, now)
+        elif self._broadcast_due is False:
+            self._reap_workers()
+        if self._phase == "draining" and now - self._phase_at >= self._config.drain.delay:
+            self._phase, self._phase_at, self._broadcast_due = "stopping", now, True
+        if self._engines.changed or self._broadcast_due:
+            self._engines.changed = self._broadcast_due = False
+            self._broadcast()
+        self._answer_waiting(now)
+        if now - self._measured >= 1.0:
+            self._measured = now
+            self._measure()
+        self._notify(now)
+
+    def _watch_worker(self, index: int, worker: _Worker, now: float) -> None:
+        if worker.child is not None and (status := worker.child.poll()) is not None:
+            log.error("API worker %d has ended with %s; its requests are cut off", index, describe(status))
+            worker.child = None
+            worker.crashes.append(now)
+            while worker.crashes[0] < now - CRASH_SECONDS:
+                worker.crashes.popleft()
+            worker.start_at = now + min(MAX_BACKOFF, 2.0 ** (len(worker.crashes) - 1))
+            self._metrics.count("exl_worker_restarts_total")
+        if worker.child is None and now >= worker.start_at:
+            number = self._listener.fileno()
+            start = link.WorkerStart(config=self._config, listener=number, address=self._address, parent=os.getpid())
+            worker.child = Child(
+                "exl_serve.api",
+                msgspec.json.encode(start),
+                f"worker.{index}",
+                wake=self._wake_write,
+                sockets=(number,),
+                read_output=False,
+                inherit_log=True,
+            )
+
+    def _reap_workers(self) -> None:
+        for worker in self._workers:
+            if worker.child is not None and worker.child.poll() is not None:
+                worker.child = None
+
+    def _measure(self) -> None:
+        self._metrics.set("exl_ready", float(self._is_ready()))
+        running = {f"worker {i}": w.child.rss() for i, w in enumerate(self._workers) if w.child is not None}
+        for name, size in (running | self._engines.rss()).items():
+            self._metrics.set("exl_process_rss_bytes", float(size), process=name)
+
+    def _is_ready(self) -> bool:
+        return self._phase == "serving" and any(
+            e.state == "ready" and not self._engines.is_stalled(e.config.id) for e in self._engines.entries()
+        )
+
+    def _is_hopeless(self) -> bool:
+        """No model was ever ready, and none will be."""
+        entries = [e for e in self._engines.entries() if e.config.preload]
+        if self._announced or not entries or any(e.boot > 1 and e.ready_at for e in entries):
+            return False
+        hopeless = all(e.state in ("failed", "unloaded") and e.error is not None and not e.retry_at for e in entries)
+        if hopeless:
+            for entry in entries:
+                log.error("model %s cannot be served: %s", entry.config.id, entry.reason)
+        return hopeless
+
+    def _notify(self, now: float) -> None:
+        if not self._announced and self._known and any(e.state == "ready" for e in self._engines.entries()):
+            self._announced = True
+            self._notifier.tell(f"READY=1\nSTATUS=serving at {self.address}")
+            if self._announce is not None:
+                self._announce(self)
+        interval = self._notifier.interval
+        if interval is not None and self._announced and now - self._notified >= interval:
+            self._notified = now
+            if not any(self._engines.is_stalled(e.config.id) for e in self._engines.entries()):
+                self._notifier.tell("WATCHDOG=1")
+
+    # ---- signals, the end ------------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        """SIGTERM drains, SIGINT drains without delay, a second one ends at once; SIGHUP reloads."""
+        if number == signal.SIGHUP:
+            self._hung_up = True
+        elif self._phase == "serving":
+            self._phase = "draining" if number == signal.SIGTERM else "stopping"
+            self._phase_at = time.monotonic()
+            self._notifier.tell("STOPPING=1")
+        else:
+            self._forced = True
+        self._broadcast_due = True
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"\0")
+
+    def _take_over(self) -> None:
+        """What may change while it runs; the rest is named in the log."""
+        if self._reload is None:
+            log.warning("there is no configuration file to read again")
+            return
+        try:
+            taken, restart = reloaded(self._config, self._reload())
+        except ConfigError as error:
+            log.error("the configuration was not read again: %s", error)
+            return
+        for path in restart:
+            log.warning("%s has changed: that needs a restart", path)
+        self._config = taken
+        logging.getLogger().setLevel(taken.log.level.upper())
+        self._engines.replace(taken)
+        self._broadcast_due = True
+        log.info("the configuration was read again")
+
+    def _ended(self) -> bool:
+        if self._forced:
+            return True
+        return (
+            self._phase == "stopping"
+            and not self._broadcast_due
+            and all(worker.child is None for worker in self._workers)
+        )
+
+    def _close(self) -> None:
+        seconds = 0.5 if self._forced else STOP_SECONDS
+        children = [worker.child for worker in self._workers if worker.child is not None]
+        for child in children:
+            child.terminate()
+        until = time.monotonic() + seconds
+        for child in children:
+            child.end(until - time.monotonic())
+        self._engines.stop(seconds)
+        self._socket.close()
+        self._context.term()
+        self._listener.close()
+        if self._config.server.uds is not None:
+            Path(self._config.server.uds).unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # ---- workers' messages -----------------------------------------------------------------------------------------
+
+    def _state(self) -> bytes:
+        models = []
+        for entry in self._engines.entries():
+            shown = SHOWN.get(entry.state, entry.state)
+            if entry.state == "failed" and entry.retry_at is not None:
+                shown = "loading"
+            id = entry.config.id
+            if shown == "ready" and self._engines.is_stalled(id):
+                shown = "stalled"
+            models.append(
+                link.ModelState(
+                    config=entry.config,
+                    state=shown,
+                    address=self._engines.address(id),
+                    epoch=entry.boot,
+                    reason=entry.reason,
+                )
+            )
+        return link.encode(link.State(models, self._phase, self._config))
+
+    def _broadcast(self) -> None:
+        state = self._state()
+        for worker in self._known:
+            self._socket.send_multipart([worker, state])
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 2:
+                continue
+            worker, data = frames
+            try:
+                message = link.decode_report(data)
+            except msgspec.MsgspecError:
+                log.error("a worker sent what is no message")
+                continue
+            if worker not in self._known:
+                self._known.add(worker)
+                self._socket.send_multipart([worker, self._state()])
+            if isinstance(message, link.Report):
+                self._metrics.take(message.metrics)
+            else:
+                self._call(worker, message)
+
+    def _call(self, worker: bytes, call: link.Operator) -> None:
+        try:
+            found = self._operate(worker, call)
+            answer = None if found is None else link.Told(call.tag, found)
+        except ServeError as error:
+            answer = link.Told(call.tag, {}, (error.status, error.type, error.code, error.message))
+        if answer is not None:
+            self._socket.send_multipart([worker, link.encode(answer)])
+
+    def _operate(self, worker: bytes, call: link.Operator) -> dict[str, Any] | None:
+        """The answer, or None if it comes later. Raises ServeError."""
+        parameters = call.parameters
+        if call.name == "metrics":
+            return {"text": self._metrics.text()}
+        registry, id = self._engines.registry, str(parameters.get("model"))
+        if call.name == "load":
+            # `wanted`: by a request, which moves nobody who was used lately.
+            registry.load(id, urgent=not parameters.get("wanted"))
+            self._waiting.append(_Waiting(worker, call.tag, id, time.monotonic() + ANSWER_SECONDS))
+            return None
+        if call.name == "unload":
+            return _described(registry.unload(id, force=bool(parameters.get("force"))))
+        raise ServeError.invalid(f"the supervisor knows no call {call.name!r}")
+
+    def _answer_waiting(self, now: float) -> None:
+        left = []
+        for one in self._waiting:
+            entry = self._engines.registry.entries.get(one.id)
+            if entry is not None and now < one.until and (entry.state not in ("ready", "failed", "unloaded")):
+                left.append(one)
+                continue
+            told = link.Told(one.tag, {} if entry is None else _described(entry))
+            if entry is not None and entry.state != "ready" and entry.error is not None:
+                error = entry.error
+                told = link.Told(one.tag, {}, (error.status, error.type, error.code, error.message))
+            self._socket.send_multipart([one.worker, link.encode(told)])
+        self._waiting = left
+
+
+def _described(entry: Entry) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": entry.config.id, "state": entry.state}
+    if entry.total:
+        found |= {"done": entry.done, "total": entry.total}
+    return found
+
+
+def _check_descriptors(config: ServeConfig) -> None:
+    """A connection takes a descriptor: allow as many as are needed, or say that there are fewer."""
+    needed = config.server.limits.max_connections + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed:
+        return
+    most = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    if most < needed:
+        log.warning("%d open files are allowed (ulimit -n), %d connections need %d", most, needed - 256, needed)
+
+
+def _listen(config: ServeConfig) -> socket.socket:
+    """Raises ServeError where nothing can listen there.
+
+    One socket for all workers: with one each (SO_REUSEPORT) the kernel would hand connections to a worker that has
+    ended and is not started again yet.
+    """
+    server = config.server
+    try:
+        if server.uds is not None:
+            _remove_dead_socket(Path(server.uds))
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            before = os.umask(0o177)
+            try:
+                listener.bind(server.uds)
+            finally:
+                os.umask(before)
+        else:
+            family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets have it too
+            listener.bind((server.host, server.port))
+        listener.listen(2048)
+    except OSError as error:
+        place = server.uds or f"{server.host}:{server.port}"
+        raise ServeError.invalid(
+            f"cannot listen on {place}: {error.strerror}; choose another with --port", "port"
+        ) from error
+    listener.set_inheritable(True)
+    return listener
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """One that a server left behind, to which nobody listens."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()

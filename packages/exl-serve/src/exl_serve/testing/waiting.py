@@ -1,0 +1,22 @@
+"""Waiting for something that another thread or process does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["until"]
+
+HANG_SECONDS = 120.0
+
+
+def until(true: Callable[[], Any], explain: Callable[[], str] = str) -> Any:
+    """What `true()` gives, once that is true. Raises TimeoutError, with what `explain()` says, when it never is: after
+    two minutes, which only a hang takes."""
+    end = time.monotonic() + HANG_SECONDS
+    while not (found := true()):
+        if time.monotonic() > end:
+            raise TimeoutError(explain() or "waited for nothing")
+        time.sleep(0.02)
+    return found
