@@ -9,6 +9,7 @@ import pytest
 from exl_generate import bundled
 from exl_serve.config.model import ModelConfig
 from exl_serve.testing.local import EngineThread
+from exl_serve.testing.server import LiveServer
 
 FABLE = ModelConfig(id="fable", path=str(bundled.default_model_dir()), device="cpu", max_batch_size=8)
 SCRIPTED = ModelConfig(id="scripted", path=FABLE.path, device="cpu", max_batch_size=8, engine="free")
@@ -28,3 +29,11 @@ def scripted() -> Iterator[EngineThread]:
     thread = EngineThread(SCRIPTED)
     yield thread
     thread.close()
+
+
+@pytest.fixture(scope="session")
+def server(fable: EngineThread, scripted: EngineThread) -> Iterator[LiveServer]:
+    """Both models behind HTTP on loopback."""
+    live = LiveServer({"fable": fable, "scripted": scripted}, [FABLE, SCRIPTED])
+    yield live
+    live.close()

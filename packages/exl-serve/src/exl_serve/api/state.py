@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from exl_serve.config.model import ModelConfig, ServeConfig
 from exl_serve.engine.client import EngineClient
-from exl_serve.stream.family import Family
+from exl_serve.stream.channels import OutputFamily
 
 __all__ = ["AppState", "Caller", "Meter", "ModelHandle", "Models", "TextDoor"]
 
@@ -30,9 +30,11 @@ class Caller:
 class TextDoor(Protocol):
     """Tokenizer and chat template of a model folder, without torch."""
 
-    vocab_size: int
-    #: special tokens by spelling
-    special: Mapping[str, int]
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def special(self) -> Mapping[str, int]:
+        """Special tokens by spelling."""
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]: ...
 
@@ -54,11 +56,15 @@ class TextDoor(Protocol):
 class ModelHandle(Protocol):
     """A model that requests may name."""
 
-    config: ModelConfig
-    text: TextDoor
-    family: Family
-    #: unloaded, loading, warming, ready, draining, sleeping, failed
-    state: str
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def text(self) -> TextDoor: ...
+    @property
+    def family(self) -> OutputFamily: ...
+    @property
+    def state(self) -> str:
+        """unloaded, loading, ready, draining or failed."""
 
     async def engine(self) -> EngineClient:
         """The loaded engine; waits while it loads if the registry allows that. Raises `ServeError` 503."""
@@ -72,7 +78,7 @@ class Models(Protocol):
 
     def list(self) -> Sequence[ModelHandle]: ...
 
-    async def control(self, name: str, **parameters: Any) -> dict[str, Any]:
+    async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
         """An operator's call on the registry: load, unload (model=...). Raises `ServeError`."""
 
 
@@ -94,10 +100,15 @@ class AppState:
     meter: Meter
     #: raises ServeError 401, 403 or 429: (ASGI scope, needed scope) -> caller
     authenticate: Callable[[Mapping[str, Any], str], Caller]
-    #: set once the server drains: new requests are refused
+    #: about to stop: load balancers are told to go elsewhere, requests are still taken
     draining: bool = False
+    #: stopping: new requests are refused
+    refusing: bool = False
+    #: counts a request against its key's limits: raises ServeError 429; (caller, choices) -> its place, or None
+    admit: Callable[[Caller, int], Any] = lambda caller, choices: None
     #: text of /metrics
     render_metrics: Callable[[], Awaitable[str]] | None = None
     #: one line for each finished request
     log_request: Callable[[Mapping[str, Any]], None] = lambda fields: None
-    extra: dict[str, Any] = field(default_factory=dict)
+    #: generations that are under way, which a drain ends at last
+    running: set[Any] = field(default_factory=set)

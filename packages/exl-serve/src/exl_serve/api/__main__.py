@@ -1,0 +1,166 @@
+"""An API worker: `python -m exl_serve.api`, started by the supervisor with its configuration on standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from exl_serve.api.app import create_app
+from exl_serve.api.auth import Authenticator
+from exl_serve.api.limits import guarded
+from exl_serve.api.state import AppState
+from exl_serve.api.worker import Link, WorkerModels
+from exl_serve.config.load import ConfigError
+from exl_serve.config.model import ServeConfig
+from exl_serve.errors import ServeError
+from exl_serve.super import link
+from exl_serve.super.logs import set_up
+
+__all__ = ["main"]
+
+log = logging.getLogger("exl_serve")
+
+
+def main() -> None:
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=link.WorkerStart)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != start.parent:
+        sys.exit(1)
+    set_up(start.config.log, "%(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        import uvloop
+
+        runner: Any = uvloop.run
+    except ImportError:
+        runner = asyncio.run
+    runner(_serve(start))
+
+
+async def _serve(start: link.WorkerStart) -> None:
+    config = start.config
+    up = asyncio.Event()
+    stopping = asyncio.Event()
+    protocol: Any = guarded(config.server.limits)
+    state: AppState | None = None
+
+    def on_state(message: link.State) -> None:
+        models.update(message.models)
+        up.set()
+        if state is not None:
+            state.draining = message.phase != "serving"
+            state.refusing = message.phase == "stopping"
+        if message.phase == "stopping":
+            stopping.set()
+        if message.config is not None and state is not None:
+            _take_over(message.config, state, authenticator, protocol)
+
+    authenticator = Authenticator(config.auth, workers=config.server.workers)
+    connection = Link(start.address, on_state)
+    models = WorkerModels(config.server.accept_any_model, connection.call)
+    state = AppState(
+        config,
+        models,
+        connection,
+        authenticator,
+        admit=authenticator.admit,
+        render_metrics=connection.metrics,
+        log_request=_logger(config),
+    )
+    await up.wait()
+    server = uvicorn.Server(_settings(config, create_app(state), protocol))
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    listener = socket.socket(fileno=start.listener)
+    drain = asyncio.create_task(_drain(stopping, server, state))
+    await server.serve([listener])
+    drain.cancel()
+    connection.close()
+
+
+def _take_over(config: ServeConfig, state: AppState, authenticator: Authenticator, protocol: Any) -> None:
+    """What the supervisor has read again."""
+    state.config = config
+    protocol.limits = config.server.limits
+    logging.getLogger().setLevel(config.log.level.upper())
+    try:
+        authenticator.reload(config.auth)
+    except ConfigError as error:
+        log.error("the keys were not read again: %s", error)
+
+
+def _settings(config: ServeConfig, app: Any, protocol: Any) -> uvicorn.Config:
+    limits = config.server.limits
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        http=protocol,
+        server_header=False,
+        proxy_headers=False,
+        backlog=2048,
+        timeout_keep_alive=int(limits.keep_alive_seconds),
+        ssl_certfile=config.server.tls_cert,
+        ssl_keyfile=config.server.tls_key,
+    )
+
+
+async def _drain(stopping: asyncio.Event, server: uvicorn.Server, state: AppState) -> None:
+    """Let what runs finish, up to the limit; tell the rest; end."""
+    await stopping.wait()
+    server.should_exit = True  # no new connections; those that are open finish their request
+    refusal = ServeError.unavailable("draining", "the server stops: try again elsewhere", 5.0)
+    for generation in list(state.running):
+        if not generation.started:
+            generation.fail(refusal)
+    timeout = state.config.drain.timeout
+    until = None if timeout < 0 else time.monotonic() + timeout
+    while state.running and (until is None or time.monotonic() < until):
+        await asyncio.sleep(0.05)
+    for generation in list(state.running):
+        generation.fail(refusal)
+    await asyncio.sleep(0.2)
+    server.force_exit = True
+
+
+def _logger(config: ServeConfig) -> Any:
+    """One line for each finished request, on standard error: JSON, or text on a terminal."""
+    as_json = config.log.format == "json" or (config.log.format == "auto" and not sys.stderr.isatty())
+    if config.log.level in ("warning", "error"):
+        return lambda fields: None
+
+    def write(fields: Mapping[str, Any]) -> None:
+        if as_json:
+            line = json.dumps({"time": round(time.time(), 3), **fields})
+        else:
+            line = (
+                f"{time.strftime('%H:%M:%S')} {fields['status']} {fields['model']} {fields['finish']}: "
+                f"{fields['prompt_tokens']} ({fields['cached_tokens']} cached) + {fields['completion_tokens']} tokens "
+                f"in {fields['seconds']:.2f} s"
+            )
+        # In one call, or another process's line would come between it and its end.
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+    return write
+
+
+if __name__ == "__main__":
+    main()

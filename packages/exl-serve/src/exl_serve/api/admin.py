@@ -1,0 +1,93 @@
+"""The operator's routes: adapters, models, requests, the prefix cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exl_serve.api.http import Call
+from exl_serve.api.state import ModelHandle
+from exl_serve.errors import ServeError
+
+__all__ = [
+    "cancel_request",
+    "list_adapters",
+    "list_requests",
+    "load_adapter",
+    "load_model",
+    "reset_cache",
+    "unload_adapter",
+    "unload_model",
+]
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise ServeError.invalid(f"{name} must be a text", name, "missing_field")
+    return value
+
+
+def _handle(call: Call, body: dict[str, Any]) -> ModelHandle:
+    """The model that is named, or the only one."""
+    handles = call.state.models.list()
+    if body.get("model") is None and len(handles) == 1:
+        return handles[0]
+    return call.state.models.resolve(str(body.get("model") or ""), call.caller)[0]
+
+
+async def load_adapter(call: Call) -> None:
+    """{lora_name, lora_path}. 200 once it is loaded and fits."""
+    body = await call.json()
+    engine = await _handle(call, body).engine()
+    name, path = _text(body, "lora_name"), _text(body, "lora_path")
+    await call.answer(200, await engine.control("load_adapter", name=name, path=path))
+
+
+async def unload_adapter(call: Call) -> None:
+    """{lora_name}. 409 while requests use it."""
+    body = await call.json()
+    engine = await _handle(call, body).engine()
+    await call.answer(200, await engine.control("unload_adapter", name=_text(body, "lora_name")))
+
+
+async def list_adapters(call: Call) -> None:
+    found = []
+    for handle in call.state.models.list():
+        if handle.state == "ready":
+            card = (await handle.engine()).card
+            found += [{"id": name, "object": "lora", "model": handle.config.id} for name in card.adapters]
+    await call.answer(200, {"object": "list", "data": found})
+
+
+async def reset_cache(call: Call) -> None:
+    for handle in call.state.models.list():
+        if handle.state == "ready":
+            await (await handle.engine()).control("reset_cache")
+    await call.answer(200, {})
+
+
+async def list_requests(call: Call) -> None:
+    found: list[dict[str, Any]] = []
+    for handle in call.state.models.list():
+        if handle.state == "ready":
+            told = await (await handle.engine()).control("requests")
+            found += [{**one, "model": handle.config.id} for one in told["requests"]]
+    await call.answer(200, {"object": "list", "data": found})
+
+
+async def cancel_request(call: Call) -> None:
+    for handle in call.state.models.list():
+        if handle.state == "ready":
+            told = await (await handle.engine()).control("cancel", id=call.path["id"])
+            if told["cancelled"]:
+                await call.answer(200, {"id": call.path["id"], "cancelled": True})
+                return
+    raise ServeError(404, "not_found_error", "request_not_found", "there is no such request")
+
+
+async def load_model(call: Call) -> None:
+    await call.answer(200, await call.state.models.control("load", model=call.path["id"]))
+
+
+async def unload_model(call: Call) -> None:
+    await call.answer(200, await call.state.models.control("unload", model=call.path["id"]))

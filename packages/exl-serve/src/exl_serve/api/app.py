@@ -1,0 +1,229 @@
+"""The ASGI application: routes, authentication, errors in OpenAI's shape, headers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ipaddress
+import logging
+import mimetypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from exl_serve.api import admin, chat, completions, health, models, tabby
+from exl_serve.api.http import Call, Endpoint, error_response
+from exl_serve.api.state import AppState
+from exl_serve.errors import ServeError
+
+__all__ = ["ROUTES", "Path", "create_app"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One route: `scope` is what a key needs for it; open: no key."""
+
+    method: str
+    path: str
+    scope: str
+    endpoint: Endpoint
+
+
+ROUTES: tuple[Path, ...] = (
+    Path("POST", "/v1/chat/completions", "infer", chat.chat_completions),
+    Path("POST", "/v1/completions", "infer", completions.completions),
+    Path("GET", "/v1/models", "infer", models.list_models),
+    Path("GET", "/v1/models/{id:path}", "infer", models.get_model),
+    Path("POST", "/tokenize", "infer", models.tokenize),
+    Path("POST", "/v1/tokenize", "infer", models.tokenize),
+    Path("POST", "/v1/token/encode", "infer", models.tokenize),
+    Path("POST", "/detokenize", "infer", models.detokenize),
+    Path("POST", "/v1/detokenize", "infer", models.detokenize),
+    Path("POST", "/v1/token/decode", "infer", models.detokenize),
+    Path("POST", "/apply-template", "infer", models.apply_template),
+    Path("GET", "/health/live", "open", health.live),
+    Path("GET", "/health/ready", "open", health.ready),
+    Path("GET", "/health", "open", health.ready),
+    Path("GET", "/ping", "open", health.ready),
+    Path("GET", "/version", "open", health.version),
+    Path("GET", "/metrics", "metrics", health.metrics),
+    Path("GET", "/load", "metrics", health.load),
+    Path("POST", "/v1/load_lora_adapter", "admin", admin.load_adapter),
+    Path("POST", "/v1/unload_lora_adapter", "admin", admin.unload_adapter),
+    Path("GET", "/v1/lora/list", "admin", admin.list_adapters),
+    Path("POST", "/reset_prefix_cache", "admin", admin.reset_cache),
+    Path("GET", "/v1/requests", "admin", admin.list_requests),
+    Path("DELETE", "/v1/requests/{id}", "admin", admin.cancel_request),
+    Path("POST", "/v1/models/{id:path}/load", "admin", admin.load_model),
+    Path("POST", "/v1/models/{id:path}/unload", "admin", admin.unload_model),
+    Path("GET", "/v1/model", "admin", tabby.current_model),
+    Path("GET", "/v1/model/list", "admin", tabby.list_folders),
+    Path("POST", "/v1/model/load", "admin", tabby.load_model),
+    Path("POST", "/v1/model/unload", "admin", tabby.unload_model),
+    Path("POST", "/v1/lora/load", "admin", tabby.load_lora),
+    Path("POST", "/v1/lora/unload", "admin", tabby.unload_lora),
+    Path("GET", "/v1/auth/permission", "infer", tabby.permission),
+)
+"""Every route but those of the page."""
+
+SECURITY_HEADERS = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+
+
+def create_app(state: AppState) -> ASGIApp:
+    """The application over `state`, to be run by any ASGI server, or mounted."""
+    routes = [(Route(path.path, _unused, methods=[path.method]), path) for path in ROUTES]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "http":
+            await _handle(state, routes, scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1003})
+
+    return app
+
+
+async def _unused(*_: Any) -> None:
+    """Routes are matched by starlette and called here."""
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "lifespan.startup":
+            await send({"type": "lifespan.startup.complete"})
+        elif message["type"] == "lifespan.shutdown":
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+
+
+async def _handle(
+    state: AppState, routes: Sequence[tuple[Route, Path]], scope: Scope, receive: Receive, send: Send
+) -> None:
+    call = Call(scope, receive, send, state)
+    call.headers |= SECURITY_HEADERS
+    try:
+        _check_host(call)
+        if _cors(call):
+            await call.start(204, {})
+            await call.write(b"", more=False)
+            return
+        if await _page(call):
+            return
+        path, parameters = _find(routes, scope)
+        scope["path_params"] = parameters
+        if path.scope != "open":
+            call.caller = state.authenticate(scope, path.scope)
+        await path.endpoint(call)
+    except ServeError as error:
+        await _refuse(call, error)
+    except asyncio.CancelledError:
+        raise
+    except Exception:
+        log.exception("request %s failed", call.id)
+        await _refuse(call, ServeError.engine(f"the server failed on this request; its log has it under {call.id}"))
+
+
+async def _refuse(call: Call, error: ServeError) -> None:
+    call.state.meter.count("exl_rejected_total", code=error.code)
+    if error.status == 499 or call.started:
+        return  # nobody reads it, or a stream has begun, which has its own end
+    try:
+        await error_response(call, error)
+    except OSError:  # the client left
+        log.debug("request %s: the client left before its error", call.id)
+
+
+def _find(routes: Sequence[tuple[Route, Path]], scope: Scope) -> tuple[Path, dict[str, Any]]:
+    """Raises ServeError 404, 405."""
+    allowed: list[str] = []
+    for route, path in routes:
+        match, child = route.matches(scope)
+        if match is Match.FULL:
+            return path, child.get("path_params", {})
+        if match is Match.PARTIAL:
+            allowed.append(path.method)
+    if allowed:
+        error = ServeError(
+            405,
+            "invalid_request_error",
+            "method_not_allowed",
+            f"{scope['method']} is not served here: use {', '.join(sorted(set(allowed)))}",
+        )
+        raise error
+    raise ServeError(404, "not_found_error", "not_found", f"there is no route {scope['path'][:128]}")
+
+
+def _check_host(call: Call) -> None:
+    """A page of another origin whose name was made to point here must not reach a server on loopback."""
+    server = call.state.config.server
+    if not _is_loopback(server.host) or server.uds is not None:
+        return
+    host = (call.header("host") or "").strip()
+    name = host[1 : host.find("]")] if host.startswith("[") else host.rpartition(":")[0] or host
+    if name and name != "testserver" and not _is_loopback(name) and name not in server.allowed_hosts:
+        raise ServeError(
+            403,
+            "permission_error",
+            "host_not_allowed",
+            f"the host {name[:128]!r} is not served here: name it in allowed_hosts",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _cors(call: Call) -> bool:
+    """Add the headers for allowed origins; True for a preflight request."""
+    origin = call.header("origin")
+    if origin is None or origin not in call.state.config.server.cors_origins:
+        return False
+    call.headers["access-control-allow-origin"] = origin
+    call.headers["vary"] = "origin"
+    if call.scope["method"] != "OPTIONS":
+        return False
+    call.headers["access-control-allow-methods"] = "GET, POST, DELETE"
+    call.headers["access-control-allow-headers"] = "authorization, content-type, x-api-key, x-request-id"
+    call.headers["access-control-max-age"] = "600"
+    return True
+
+
+async def _page(call: Call) -> bool:
+    """The chat page's files; True if this was one."""
+    path = call.scope["path"]
+    if call.scope["method"] != "GET" or not call.state.config.server.ui:
+        return False
+    name = "index.html" if path == "/" else path.removeprefix("/ui/") if path.startswith("/ui/") else ""
+    if name not in ("index.html", "app.js", "style.css"):
+        return False
+    file = files("exl_serve") / "ui" / name
+    if not file.is_file():
+        return False
+    data = file.read_bytes()
+    tag = f'"{hashlib.blake2b(data, digest_size=12).hexdigest()}"'
+    headers = {"etag": tag, "cache-control": "no-cache", "content-security-policy": PAGE_POLICY}
+    if call.header("if-none-match") == tag:
+        await call.start(304, headers)
+        await call.write(b"", more=False)
+        return True
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    await call.start(200, headers | {"content-type": f"{kind}; charset=utf-8", "content-length": str(len(data))})
+    await call.write(data, more=False)
+    return True

@@ -1,0 +1,199 @@
+"""Who sent a request, and whether it may."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from exl_serve.api.keys import MINUTE, KeyFile, Usage
+from exl_serve.api.state import Caller
+from exl_serve.config.load import ConfigError
+from exl_serve.config.model import Auth, ServeConfig
+from exl_serve.errors import ServeError
+
+__all__ = ["Authenticator", "Ticket", "check_bind", "is_loopback"]
+
+MAX_ADDRESSES = 10_000
+"""Addresses whose failures are remembered."""
+HEADERS = (b"authorization", b"x-api-key", b"api-key", b"x-admin-key")
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1", "[::1]") or (host.startswith("127.") and host.replace(".", "").isdigit())
+
+
+def check_bind(config: ServeConfig) -> None:
+    """Raises ConfigError where anybody who reaches the port could use the server without a key."""
+    server = config.server
+    if server.uds is not None or is_loopback(server.host) or config.auth.key_file is not None or server.no_auth:
+        return
+    raise ConfigError(
+        f"server.host is {server.host}, which others can reach, and there are no keys: give --key-file FILE (exl serve "
+        "key new makes one), or --no-auth-i-know",
+        "server.host",
+    )
+
+
+class Ticket:
+    """One request of a key in its limits. `release` at its end; `spend` its tokens."""
+
+    __slots__ = ("_clock", "_released", "_usage", "headers")
+
+    def __init__(self, usage: Usage, clock: Callable[[], float], headers: dict[str, str]) -> None:
+        self._usage, self._clock, self.headers = usage, clock, headers
+        self._released = False
+        usage.open += 1
+
+    def spend(self, tokens: int) -> None:
+        self._usage.spend(self._clock(), tokens)
+
+    def release(self) -> None:
+        """May be called again."""
+        if not self._released:
+            self._released = True
+            self._usage.open -= 1
+
+
+class Authenticator:
+    """Called with an ASGI scope and the scope that a route needs; "open" needs none. Raises ServeError 401, 403, 429.
+
+    Without a key file everybody has all scopes, as `check_bind` allows that. Limits are those of one worker process:
+    each of N workers grants its share, 1/N of them, at least 1.
+    """
+
+    def __init__(
+        self,
+        auth: Auth,
+        *,
+        workers: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Raises ConfigError."""
+        self._auth, self._workers, self._clock, self._wall = auth, workers, clock, wall
+        self.file = None if auth.key_file is None else KeyFile(Path(auth.key_file))
+        self._failures: OrderedDict[str, deque[float]] = OrderedDict()
+        self._usage: dict[str, Usage] = {}
+
+    def reload(self, auth: Auth) -> None:
+        """Another configuration. Raises ConfigError and keeps the old one."""
+        if (auth.key_file is None) != (self._auth.key_file is None):
+            raise ConfigError("auth.key_file was added or taken away: restart", "auth.key_file")
+        if auth.key_file is not None and auth.key_file != self._auth.key_file:
+            self.file = KeyFile(Path(auth.key_file))
+        elif self.file is not None:
+            self.file.refresh(self._clock(), force=True)
+        self._auth = auth
+
+    def __call__(self, scope: Mapping[str, Any], needed: str) -> Caller:
+        address = _address(scope)
+        if self.file is None:
+            return Caller(name=address if self._auth.per_address else "")
+        if needed == "open":
+            return Caller(scopes=frozenset())
+        now = self._clock()
+        self.file.refresh(now)
+        self._check_failures(address, now)
+        given = _given(scope)
+        if not given:
+            raise ServeError(
+                401, "authentication_error", "invalid_api_key", "this server needs a key: Authorization: Bearer KEY"
+            )
+        found = [key for key in (self.file.find(text, self._wall()) for text in given) if key is not None]
+        if not found:
+            self._failed(address, now)
+            raise ServeError(401, "authentication_error", "invalid_api_key", "the key is not known or has expired")
+        key = next((k for k in found if needed in k.scopes), None)
+        if key is None:
+            raise ServeError(
+                403,
+                "permission_error",
+                "insufficient_scope",
+                f"this needs the scope {needed}; the key {found[0].name!r} has {', '.join(sorted(found[0].scopes))}",
+            )
+        salt = hashlib.sha256(b"exl-salt\0" + key.digest).digest()[:16] if self._auth.per_key_salt else b""
+        return Caller(key.name, key.scopes, key.weight, key.priority, key.models, salt)
+
+    def admit(self, caller: Caller, choices: int = 1) -> Ticket | None:
+        """Count a request against its key's limits; None where there are none. Raises ServeError 429."""
+        key = next((k for k in self.file.keys if k.name == caller.name), None) if self.file is not None else None
+        if key is None:
+            return None
+        usage = self._usage.setdefault(key.name, Usage())
+        now = self._clock()
+        usage.trim(now)
+        concurrent, requests, tokens = (
+            None if limit is None else max(1, limit // self._workers)
+            for limit in (key.limits.concurrent, key.limits.requests_per_minute, key.limits.tokens_per_minute)
+        )
+        headers: dict[str, str] = {}
+        if requests is not None:
+            left = requests - len(usage.requests) - choices
+            headers |= _headers("requests", requests, left, usage.requests_reset(now))
+        if tokens is not None:
+            headers |= _headers("tokens", tokens, tokens - usage.sum, usage.tokens_reset(now, tokens))
+        if concurrent is not None and usage.open >= concurrent:
+            raise _over("too_many_requests", f"{usage.open} requests of this key are open, it may have {concurrent}", 1)
+        if requests is not None and len(usage.requests) + choices > requests:
+            text = f"{len(usage.requests)} requests in the last minute, the key may send {requests}"
+            raise _over("rate_limit_exceeded", text, usage.requests_reset(now))
+        if tokens is not None and usage.sum >= tokens:
+            text = f"{usage.sum} tokens in the last minute, the key may use {tokens}"
+            raise _over("rate_limit_exceeded", text, usage.tokens_reset(now, tokens))
+        usage.requests.extend([now] * choices)
+        return Ticket(usage, self._clock, headers)
+
+    def _check_failures(self, address: str, now: float) -> None:
+        failures = self._failures.get(address)
+        if failures is None:
+            return
+        while failures and failures[0] <= now - MINUTE:
+            failures.popleft()
+        if not failures:
+            del self._failures[address]
+        elif len(failures) >= self._auth.max_failures_per_minute:
+            text = f"{len(failures)} requests with wrong keys came from this address in the last minute"
+            raise _over("too_many_requests", text, failures[0] + MINUTE - now)
+
+    def _failed(self, address: str, now: float) -> None:
+        self._failures.setdefault(address, deque()).append(now)
+        self._failures.move_to_end(address)
+        if len(self._failures) > MAX_ADDRESSES:
+            self._failures.popitem(last=False)
+
+
+def _address(scope: Mapping[str, Any]) -> str:
+    client = scope.get("client")
+    return str(client[0]) if client else ""
+
+
+def _given(scope: Mapping[str, Any]) -> list[str]:
+    """The keys in the headers of a request."""
+    found = []
+    for name, value in scope.get("headers", ()):
+        if name not in HEADERS:
+            continue
+        text = value.decode("latin-1").strip()
+        if name == b"authorization":
+            kind, _, text = text.partition(" ")
+            if kind.lower() != "bearer":
+                continue
+        if text.strip():
+            found.append(text.strip())
+    return found[:4]
+
+
+def _headers(what: str, limit: int, remaining: int, reset: float) -> dict[str, str]:
+    return {
+        f"x-ratelimit-limit-{what}": str(limit),
+        f"x-ratelimit-remaining-{what}": str(max(0, remaining)),
+        f"x-ratelimit-reset-{what}": f"{reset:.3f}s",
+    }
+
+
+def _over(code: str, message: str, retry_after: float) -> ServeError:
+    return ServeError(429, "rate_limit_error", code, f"{message}: wait", retry_after=max(1.0, retry_after))

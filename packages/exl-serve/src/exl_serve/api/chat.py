@@ -1,0 +1,144 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from exl_serve.api.generation import Generation, answer_id, serve
+from exl_serve.api.http import Call, now
+from exl_serve.api.prepare import engine_request, read_request, resolve, stream_options
+from exl_serve.errors import ServeError
+from exl_serve.request.fields import COMMON, SAMPLING, Field, anything, boolean, by_name, integer
+from exl_serve.request.formats import format_of
+from exl_serve.request.messages import messages_of, tool_choice_of, tools_of
+from exl_serve.stream.chunks import Chat
+from exl_serve.stream.family import ChannelSettings
+
+__all__ = ["CHAT", "FIELDS", "chat_completions"]
+
+CHAT: tuple[Field, ...] = (
+    Field(
+        "max_tokens", integer(1, 1 << 24), "1 to what the context leaves; absent: all of it", ("max_completion_tokens",)
+    ),
+    Field("logprobs", boolean, "true or false"),
+    Field("top_logprobs", integer(0, 20), "0 to 20, with logprobs"),
+    Field("tools", anything, "functions with a JSON schema each"),
+    Field("tool_choice", anything, "none, auto, required, or a function's name"),
+    Field("parallel_tool_calls", boolean, "false: at most one call"),
+    Field("chat_template_kwargs", anything, "variables of the chat template"),
+    Field("enable_thinking", boolean, "a variable of the chat template"),
+    Field("reasoning_effort", anything, "a variable of the chat template"),
+    Field("add_generation_prompt", boolean, "true or false"),
+    Field("continue_final_message", boolean, "go on with the last message"),
+)
+"""Fields of chat alone."""
+FIELDS = by_name(COMMON, SAMPLING, CHAT)
+RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "documents"})
+
+
+async def chat_completions(call: Call) -> None:
+    """Raises ServeError for everything that can be known before the first token."""
+    body = await call.json(media=True)
+    fields = read_request(call, body, FIELDS, frozenset({"messages", "functions", "function_call"}))
+    state = call.state
+    limits = state.config.server.limits
+    usage, continuous = stream_options(fields)
+    n = fields.get("n", 1)
+    if n > limits.max_n:
+        raise ServeError.invalid(f"n is {n}; at most {limits.max_n} are made", "n")
+    messages = messages_of(body.get("messages"), limits)
+    plain, specs = tools_of(_old_or_new(body, fields, "tools"), limits)
+    choice = tool_choice_of(_old_or_new(body, fields, "tool_choice"), specs)
+    logprobs = _logprobs(fields)
+    wanted = format_of(fields, limits)
+    target = await resolve(call, fields)
+    text = target.handle.text
+    prompt, ids = await text.render(messages, plain if choice != "none" else None, _variables(call, fields))
+    family = target.handle.family
+    settings = ChannelSettings(
+        tools=specs if choice != "none" else (),
+        tool_choice=choice,
+        parallel=fields.get("parallel_tool_calls", True),
+        starts_in_reasoning=family.starts_in_reasoning(ids, prompt),
+    )
+    constraints = family.constraints(settings, wanted)
+    forced = family.forced_prefix(settings)
+    if forced:
+        ids = [*ids, *text.encode(forced, special=True)]
+    request = engine_request(
+        call,
+        target,
+        fields,
+        ids,
+        max_tokens=fields.get("max_tokens"),
+        n=n,
+        logprobs=logprobs,
+        constraints=constraints,
+        special_text=True,
+    )
+    shown = fields.get("skip_special_tokens", True) is False
+    machines = [family.machine(i, settings, call.id, show_special=shown) for i in range(n)]
+    head = {
+        "id": answer_id("chatcmpl-"),
+        "created": now(),
+        "model": target.name,
+        "system_fingerprint": target.fingerprint,
+    }
+    answer = Chat(
+        head,
+        n,
+        text,
+        include_usage=usage,
+        continuous_usage=continuous,
+        logprobs=logprobs is not None,
+        return_ids=fields.get("return_token_ids", False),
+        reasoning_field=state.config.server.reasoning_field,
+    )
+    await serve(call, Generation(target.engine, [request], machines), answer, stream=fields.get("stream", False))
+
+
+def _old_or_new(body: Mapping[str, Any], fields: Mapping[str, Any], name: str) -> Any:
+    """The field, or its form of 2023: functions, function_call."""
+    if name == "tools" and body.get("functions") is not None and "tools" not in fields:
+        old = body["functions"]
+        return [{"type": "function", "function": one} for one in old] if isinstance(old, list) else old
+    if name == "tool_choice" and body.get("function_call") is not None and "tool_choice" not in fields:
+        old = body["function_call"]
+        return {"type": "function", "function": old} if isinstance(old, dict) else old
+    return fields.get(name)
+
+
+def _logprobs(fields: Mapping[str, Any]) -> int | None:
+    top = fields.get("top_logprobs")
+    if not fields.get("logprobs", False):
+        if top:
+            raise ServeError.invalid("top_logprobs needs logprobs: set it to true", "top_logprobs")
+        return None
+    return top or 0
+
+
+def _variables(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the chat template. Raises ServeError 400."""
+    given = fields.get("chat_template_kwargs", {})
+    if not isinstance(given, dict):
+        raise ServeError.invalid("chat_template_kwargs must be an object", "chat_template_kwargs")
+    taken = RESERVED & set(given)
+    if taken:
+        raise ServeError.invalid(f"chat_template_kwargs cannot set {', '.join(sorted(taken))}", "chat_template_kwargs")
+    if any(not name.isidentifier() or name.startswith("_") for name in given):
+        raise ServeError.invalid("chat_template_kwargs names variables: letters, digits and _", "chat_template_kwargs")
+    found: dict[str, Any] = dict(given)
+    for name in ("enable_thinking", "reasoning_effort"):
+        if name in fields:
+            found[name] = fields[name]
+    going_on = fields.get("continue_final_message", False)
+    if going_on and fields.get("add_generation_prompt", False):
+        raise ServeError.invalid(
+            "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+        )
+    found["continue_final_message"] = going_on
+    found["add_generation_prompt"] = fields.get("add_generation_prompt", not going_on)
+    if call.state.config.server.parse_special_in_content:
+        found["parse_special_in_content"] = True
+    return found

@@ -1,0 +1,116 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from exl_serve.api.generation import Generation, answer_id, serve
+from exl_serve.api.http import Call, now
+from exl_serve.api.prepare import Target, engine_request, read_request, resolve, seed_of, stream_options
+from exl_serve.errors import ServeError
+from exl_serve.request.fields import COMMON, SAMPLING, Field, boolean, by_name, integer
+from exl_serve.request.formats import format_of
+from exl_serve.stream.channels import OutputFamily
+from exl_serve.stream.chunks import Completion
+from exl_serve.stream.families.table import Format
+from exl_serve.stream.family import ChannelSettings
+
+__all__ = ["COMPLETION", "FIELDS", "completions"]
+
+COMPLETION: tuple[Field, ...] = (
+    Field("max_tokens", integer(1, 1 << 24), "1 to what the context leaves; absent: 16", ("n_predict",)),
+    Field("logprobs", integer(0, 20), "0 to 20"),
+    Field("echo", boolean, "the prompt in front of its completion"),
+    Field("add_special_tokens", boolean, "false: no BOS in front of a prompt", ("add_bos_token",)),
+)
+"""Fields of text completions alone."""
+FIELDS = by_name(COMMON, SAMPLING, COMPLETION)
+DEFAULT_MAX_TOKENS = 16
+PLAIN = Format("text", think=None)
+
+
+async def completions(call: Call) -> None:
+    """Raises ServeError for everything that can be known before the first token."""
+    body = await call.json()
+    fields = read_request(call, body, FIELDS, frozenset({"prompt", "suffix"}))
+    if body.get("suffix"):
+        raise ServeError.unsupported("suffix", "suffix is not offered for this model: it has no format for infilling")
+    limits = call.state.config.server.limits
+    usage, continuous = stream_options(fields)
+    n = fields.get("n", 1)
+    wanted = format_of(fields, limits)
+    target = await resolve(call, fields)
+    prompts = await _prompts(body.get("prompt"), fields, target)
+    if n > limits.max_n or n * len(prompts) > limits.max_choices:
+        raise ServeError.invalid(
+            f"{len(prompts)} prompts and n = {n}; n is at most {limits.max_n}, and all choices together at most "
+            f"{limits.max_choices}",
+            "n",
+        )
+    text = target.handle.text
+    seed = seed_of(call, fields)
+    requests = [
+        engine_request(
+            call,
+            target,
+            fields,
+            ids,
+            number=number,
+            max_tokens=fields.get("max_tokens", DEFAULT_MAX_TOKENS),
+            n=n,
+            logprobs=fields.get("logprobs"),
+            constraints=() if wanted is None else (wanted,),
+            special_text=True,
+            seed=seed + number,
+        )
+        for number, ids in enumerate(prompts)
+    ]
+    family = OutputFamily(PLAIN, text.special, text.piece)
+    shown = fields.get("skip_special_tokens", True) is False
+    total = n * len(prompts)
+    machines = [family.machine(i, ChannelSettings(), call.id, show_special=shown) for i in range(total)]
+    head = {"id": answer_id("cmpl-"), "created": now(), "model": target.name, "system_fingerprint": target.fingerprint}
+    answer = Completion(
+        head,
+        total,
+        text,
+        include_usage=usage,
+        continuous_usage=continuous,
+        logprobs="logprobs" in fields,
+        return_ids=fields.get("return_token_ids", False),
+        prompts=len(prompts),
+    )
+    if fields.get("echo"):
+        answer.echo = [text.decode(prompts[i // n]) for i in range(total)]
+    await serve(call, Generation(target.engine, requests, machines), answer, stream=fields.get("stream", False))
+
+
+async def _prompts(value: Any, fields: Mapping[str, Any], target: Target) -> list[list[int]]:
+    """A text, texts, ids, or lists of ids. Raises ServeError 400."""
+    if value is None:
+        raise ServeError.invalid("prompt is missing", "prompt", "missing_field")
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise ServeError.invalid("prompt must be a text, a list of texts, ids, or a list of lists of ids", "prompt")
+    if all(isinstance(one, int) and not isinstance(one, bool) for one in value):
+        value = [value]
+    bos = fields.get("add_special_tokens", True)
+    found: list[list[int]] = []
+    for at, one in enumerate(value):
+        if isinstance(one, str):
+            try:
+                one.encode()
+            except UnicodeEncodeError:
+                raise ServeError.invalid(f"prompt[{at}] holds a lone surrogate", "prompt") from None
+            found.append(target.handle.text.encode(one, special=True, bos=bos))
+        elif isinstance(one, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in one):
+            size = target.engine.card.vocab_size
+            bad = next((i for i in one if not 0 <= i < size), None)
+            if bad is not None:
+                raise ServeError.invalid(f"prompt[{at}] has token {bad}; ids are 0 to {size - 1}", "prompt", "token_id")
+            found.append(list(one))
+        else:
+            raise ServeError.invalid(f"prompt[{at}] must be a text or a list of token ids", "prompt")
+    return found

@@ -1,0 +1,213 @@
+"""A generation from its engine requests to the client: streamed or whole, cancelled when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from exl_serve.api.http import Call
+from exl_serve.engine.client import EngineClient, RunningRequest
+from exl_serve.engine.events import EngineEvent
+from exl_serve.errors import ServeError
+from exl_serve.request.internal import EngineRequest
+from exl_serve.stream.chunks import DONE, Answer, sse
+from exl_serve.stream.events import Error
+from exl_serve.stream.family import ChannelMachine
+from exl_serve.stream.mailbox import Mailbox
+
+__all__ = ["Generation", "answer_id", "serve"]
+
+STALLED_SECONDS = 30.0
+"""A client that reads nothing for so long while its request is paused is given up."""
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+def answer_id(prefix: str) -> str:
+    return prefix + base64.b32encode(secrets.token_bytes(15)).decode().lower()
+
+
+class Generation:
+    """The completions of one HTTP request: `machines` has one for each choice, those of the first request first."""
+
+    def __init__(
+        self, engine: EngineClient, requests: Sequence[EngineRequest], machines: Sequence[ChannelMachine]
+    ) -> None:
+        self._engine, self._requests, self._machines = engine, requests, machines
+        self._running: list[RunningRequest] = []
+        self.mailbox = Mailbox(self._pause, self._resume)
+        self._cancelled = False
+        self.first_token: float | None = None
+        #: the engine has begun with it
+        self.started = False
+
+    async def submit(self) -> None:
+        """Queue all of it. Raises ServeError if one request is refused: the others are cancelled."""
+        base = 0
+        try:
+            for request in self._requests:
+                self._running.append(await self._engine.submit(request, self._sink(base)))
+                base += request.n
+                if self._cancelled:
+                    break
+        except BaseException:
+            self.cancel()
+            raise
+        if self._cancelled:  # the client left meanwhile
+            self.cancel()
+
+    def fail(self, error: ServeError) -> None:
+        """End it with an error that the client is told."""
+        for running in self._running:
+            running.cancel()
+        self.mailbox.put(Error(0, error.status, error.type, error.code, error.message))
+
+    def is_cancelled(self) -> bool:
+        return self._cancelled
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self.mailbox.close()
+        for running in self._running:
+            running.cancel()
+
+    def _sink(self, base: int) -> Callable[[EngineEvent], None]:
+        machines, put = self._machines, self.mailbox.put
+
+        def take(event: EngineEvent) -> None:
+            self.started = True
+            for found in machines[base + event.choice].feed(event):
+                put(found)
+
+        return take
+
+    def _pause(self) -> None:
+        for running in self._running:
+            running.pause()
+
+    def _resume(self) -> None:
+        for running in self._running:
+            running.resume()
+
+
+async def serve(
+    call: Call,
+    generation: Generation,
+    answer: Answer,
+    *,
+    stream: bool,
+    extra: Callable[[Answer], dict[str, Any]] | None = None,
+) -> None:
+    """Run a generation and write its answer. Raises ServeError before anything was written."""
+    ticket = call.state.admit(call.caller, len(answer.choices))
+    if ticket is not None:
+        call.headers |= ticket.headers
+    call.on_disconnect(generation.cancel)
+    call.state.running.add(generation)
+    began = time.monotonic()
+    try:
+        await generation.submit()
+        if stream:
+            await _stream(call, generation, answer)
+        else:
+            await _whole(call, generation, answer, extra)
+    finally:
+        call.stop_watching()
+        call.state.running.discard(generation)
+        left = generation.is_cancelled() and not answer.finished
+        if not answer.finished:
+            generation.cancel()
+        if ticket is not None:
+            ticket.spend(answer.usage()["total_tokens"])
+            ticket.release()
+        _account(call, generation, answer, began, left)
+
+
+async def _whole(
+    call: Call, generation: Generation, answer: Answer, extra: Callable[[Answer], dict[str, Any]] | None
+) -> None:
+    while not answer.finished:
+        events = await generation.mailbox.take()
+        if generation.is_cancelled():
+            return
+        _first(generation)
+        answer.chunks(events)
+    value = answer.whole() | ({} if extra is None else extra(answer))
+    await call.answer(200, value)
+
+
+async def _stream(call: Call, generation: Generation, answer: Answer) -> None:
+    server = call.state.config.server
+    events = await generation.mailbox.take(server.first_byte_seconds)
+    if generation.is_cancelled():
+        return
+    failed = next((event for event in events if isinstance(event, Error)), None)
+    if failed is not None and not any(answer.chunks([event]) for event in events if event is not failed):
+        raise ServeError(failed.status, failed.type, failed.code, failed.message)
+    await call.start(200, SSE_HEADERS)
+    while True:
+        data = b"".join(map(sse, answer.chunks(events)))
+        if events:
+            _first(generation)
+        if answer.finished:
+            tail = b"".join(map(sse, answer.last_chunks()))
+            await call.write(data + tail + DONE, more=False)
+            return
+        if data or not events:
+            try:
+                async with asyncio.timeout(STALLED_SECONDS):
+                    await call.write(data or b": ping\n\n", more=True)
+            except TimeoutError:
+                call.state.meter.count("exl_stalled_streams_total")
+                generation.cancel()
+                return
+        generation.mailbox.written()
+        events = await generation.mailbox.take(server.ping_seconds)
+        if generation.is_cancelled():
+            return
+
+
+def _first(generation: Generation) -> None:
+    if generation.first_token is None:
+        generation.first_token = time.monotonic()
+
+
+def _account(call: Call, generation: Generation, answer: Answer, began: float, left: bool) -> None:
+    """Metrics and the log line of a request."""
+    meter, now = call.state.meter, time.monotonic()
+    model = str(answer.head.get("model", ""))
+    usage = answer.usage()
+    reason = "abort" if left else "error" if answer.error is not None else (answer.choices[0].finish or "abort")
+    meter.count("exl_requests_total", model_name=model, finished_reason=reason)
+    meter.count("exl_prompt_tokens_total", usage["prompt_tokens"], model_name=model)
+    meter.count("exl_generation_tokens_total", usage["completion_tokens"], model_name=model)
+    meter.count("exl_cached_tokens_total", usage["prompt_tokens_details"]["cached_tokens"], model_name=model)
+    meter.observe("exl_request_prompt_tokens", usage["prompt_tokens"], model_name=model)
+    meter.observe("exl_request_generation_tokens", usage["completion_tokens"], model_name=model)
+    meter.observe("exl_request_params_n", len(answer.choices), model_name=model)
+    meter.observe("exl_request_seconds", now - began, model_name=model)
+    if generation.first_token is not None:
+        meter.observe("exl_time_to_first_token_seconds", generation.first_token - began, model_name=model)
+    if left:
+        meter.count("exl_disconnects_total", phase="decode" if generation.first_token else "queue")
+    call.state.log_request(
+        {
+            "id": call.id,
+            "key": call.caller.name,
+            "model": model,
+            "status": 499 if left else 200 if answer.error is None else answer.error.status,
+            "finish": reason,
+            "prompt_tokens": usage["prompt_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "seconds": round(now - began, 4),
+            "ttft": None if generation.first_token is None else round(generation.first_token - began, 4),
+        }
+    )

@@ -1,0 +1,93 @@
+"""Health, version, load: read from status pages, never asked of an engine."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from exl_serve import __version__
+from exl_serve.api.http import Call
+from exl_serve.api.state import ModelHandle
+from exl_serve.engine.client import EngineStatus
+from exl_serve.errors import ServeError
+
+__all__ = ["live", "load", "metrics", "problem", "ready", "version"]
+
+STALLED_SECONDS = 30.0
+"""A round that has been open for longer is taken for hung."""
+
+
+async def live(call: Call) -> None:
+    """200 while this process's loop runs."""
+    await call.answer(200, {"status": "ok"})
+
+
+async def ready(call: Call) -> None:
+    """200 if this address should get traffic, else 503 with the reason."""
+    if call.state.draining:
+        raise ServeError.unavailable("draining", "the server is about to stop", 5.0)
+    reasons = [await problem(handle) for handle in call.state.models.list()]
+    if reasons and all(reason is not None for reason in reasons):
+        first = next(reason for reason in reasons if reason is not None)
+        raise ServeError.unavailable(*first)
+    await call.answer(200, {"status": "ok"})
+
+
+async def problem(handle: ModelHandle) -> tuple[str, str] | None:
+    """(code, message) for a model that does not serve; None for one that does, or that is loaded when asked for."""
+    if handle.state == "unloaded":
+        return None
+    if handle.state == "failed":
+        return "model_failed", f"the model {handle.config.id} could not be loaded; the server's log says why"
+    if handle.state == "stalled":
+        return "engine_stalled", f"the engine of {handle.config.id} makes no progress"
+    if handle.state != "ready":
+        return "model_loading", f"the model {handle.config.id} is {handle.state}"
+    status = (await handle.engine()).status
+    if is_stalled(status):
+        return (
+            "engine_stalled",
+            f"the engine of {handle.config.id} has made no progress for {STALLED_SECONDS:g} seconds",
+        )
+    return None
+
+
+def is_stalled(status: EngineStatus) -> bool:
+    """Busy is not dead: only a round that does not end counts."""
+    return status.began > status.ended and time.monotonic() - status.began > STALLED_SECONDS
+
+
+async def version(call: Call) -> None:
+    await call.answer(200, {"version": __version__, "server": "exl-serve"})
+
+
+async def load(call: Call) -> None:
+    """What each engine is doing."""
+    found: dict[str, Any] = {}
+    for handle in call.state.models.list():
+        entry: dict[str, Any] = {"state": handle.state}
+        if handle.state == "ready":
+            status = (await handle.engine()).status
+            entry |= {
+                "running": status.decoding + status.prefilling,
+                "waiting": status.queued,
+                "queued_prompt_tokens": status.queued_prompt_tokens,
+                "pages_pinned": status.pages_pinned,
+                "pages_cached": status.pages_cached,
+                "pages_free": status.pages_free,
+                "prefill_tokens_per_second": round(status.prefill_rate, 1),
+                "decode_tokens_per_second": round(status.decode_rate, 1),
+                "rounds": status.round,
+            }
+        found[handle.config.id] = entry
+    await call.answer(200, {"models": found})
+
+
+async def metrics(call: Call) -> None:
+    """In Prometheus's text format."""
+    render = call.state.render_metrics
+    data = b"" if render is None else (await render()).encode()
+    await call.start(
+        200, {"content-type": "text/plain; version=0.0.4; charset=utf-8", "content-length": str(len(data))}
+    )
+    await call.write(data, more=False)

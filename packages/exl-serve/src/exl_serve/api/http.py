@@ -1,0 +1,152 @@
+"""Reading requests and writing answers: bodies, errors, headers, streams, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from exl_serve.api.state import AppState, Caller
+from exl_serve.errors import ServeError
+from exl_serve.request.body import read_json
+
+__all__ = ["Call", "Endpoint", "error_response", "send_json"]
+
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_encoder = msgspec.json.Encoder()
+
+
+class Call:
+    """One HTTP request on its way through a route."""
+
+    __slots__ = ("_receive", "_send", "_watching", "caller", "headers", "id", "scope", "started", "state", "status")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, state: AppState) -> None:
+        self.scope, self._receive, self._send, self.state = scope, receive, send, state
+        given = self.header("x-request-id") or ""
+        self.id = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        self.caller = Caller()
+        #: headers of the answer
+        self.headers: dict[str, str] = {"x-request-id": self.id}
+        self.started = False
+        self.status = 0
+        self._watching: asyncio.Task[None] | None = None
+
+    def header(self, name: str) -> str | None:
+        wanted = name.encode()
+        for key, value in self.scope["headers"]:
+            if key == wanted:
+                return str(value.decode("latin-1"))
+        return None
+
+    @property
+    def path(self) -> dict[str, str]:
+        """Parameters of the path."""
+        return dict(self.scope.get("path_params", {}))
+
+    @property
+    def query(self) -> dict[str, str]:
+        from urllib.parse import parse_qsl
+
+        return dict(parse_qsl(self.scope.get("query_string", b"").decode("latin-1")))
+
+    async def body(self, *, media: bool = False) -> bytes:
+        """Raises ServeError 413 for a body beyond the limit, 499 if the client leaves."""
+        limits = self.state.config.server.limits
+        most = limits.max_body_bytes if media else limits.max_plain_body_bytes
+        length = self.header("content-length")
+        if length is not None and length.isdecimal() and int(length) > most:
+            raise _too_large(most)
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ServeError(499, "cancelled", "client_disconnected", "the client left")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > most:
+                raise _too_large(most)
+            parts.append(part)
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def json(self, *, media: bool = False) -> dict[str, Any]:
+        """The body as an object. Raises ServeError."""
+        kind = (self.header("content-type") or "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise ServeError(
+                415,
+                "invalid_request_error",
+                "unsupported_media_type",
+                f"content-type is {kind[:64]}; send application/json",
+            )
+        return read_json(await self.body(media=media), self.state.config.server.limits)
+
+    def on_disconnect(self, act: Callable[[], None]) -> None:
+        """Run `act` once the client has left. The body must have been read."""
+
+        async def watch() -> None:
+            while True:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    act()
+                    return
+
+        self._watching = asyncio.create_task(watch())
+
+    def stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.started, self.status = True, status
+        sent = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**self.headers, **headers}.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": sent})
+
+    async def write(self, data: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def answer(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
+        """A JSON answer."""
+        await send_json(self, status, value, headers)
+
+
+Endpoint = Callable[[Call], Awaitable[None]]
+
+
+def _too_large(most: int) -> ServeError:
+    return ServeError(
+        413,
+        "invalid_request_error",
+        "body_too_large",
+        f"the body is larger than the {most} bytes that are allowed here",
+    )
+
+
+async def send_json(call: Call, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
+    data = _encoder.encode(value)
+    given = {"content-type": "application/json", "content-length": str(len(data)), **(headers or {})}
+    await call.start(status, given)
+    await call.write(data, more=False)
+
+
+async def error_response(call: Call, error: ServeError) -> None:
+    """An error, before anything of an answer was sent."""
+    headers: dict[str, str] = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after)))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    await send_json(call, error.status, error.body(), headers)
+
+
+def now() -> int:
+    return int(time.time())

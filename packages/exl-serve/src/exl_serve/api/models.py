@@ -1,0 +1,132 @@
+"""GET /v1/models, and the tokenizer's routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from exl_serve.api.http import Call
+from exl_serve.api.state import ModelHandle
+from exl_serve.errors import ServeError
+from exl_serve.request.messages import messages_of, tools_of
+
+__all__ = ["apply_template", "card_of", "detokenize", "get_model", "list_models", "tokenize"]
+
+
+async def card_of(handle: ModelHandle) -> list[dict[str, Any]]:
+    """The model's entry in the list, and those of its adapters."""
+    card: dict[str, Any] = {
+        "id": handle.config.id,
+        "object": "model",
+        "created": 0,
+        "owned_by": "exl",
+        "root": handle.config.id,
+        "parent": None,
+        "max_model_len": handle.config.max_seq_len,
+        "exl": {
+            "state": handle.state,
+            "aliases": list(handle.config.aliases),
+            "reasoning": handle.family.has_reasoning,
+            "tools": handle.family.name if handle.family.has_tools else None,
+        },
+    }
+    found = [card]
+    if handle.state == "ready":
+        known = (await handle.engine()).card
+        card |= {"created": known.created, "max_model_len": known.max_seq_len}
+        card["exl"] |= {
+            "modalities": list(known.modalities),
+            "quantization": known.quantization,
+            "cache": known.cache_format,
+            "digest": known.digest,
+            "default_sampling": known.sampling_defaults,
+        }
+        parent = handle.config.id
+        found += [card | {"id": f"{parent}:{name}", "parent": parent} for name in known.adapters]
+    return found
+
+
+async def list_models(call: Call) -> None:
+    entries = [
+        entry for handle in call.state.models.list() if _allowed(call, handle) for entry in await card_of(handle)
+    ]
+    await call.answer(200, {"object": "list", "data": entries})
+
+
+def _allowed(call: Call, handle: ModelHandle) -> bool:
+    return call.caller.models is None or handle.config.id in call.caller.models
+
+
+async def get_model(call: Call) -> None:
+    name = call.path["id"]
+    handle, adapter = call.state.models.resolve(name, call.caller)
+    wanted = handle.config.id if adapter is None else f"{handle.config.id}:{adapter}"
+    for entry in await card_of(handle):
+        if entry["id"] == wanted:
+            await call.answer(200, entry)
+            return
+    raise ServeError(
+        404, "not_found_error", "model_not_found", f"the model {name[:128]!r} does not exist", param="model"
+    )
+
+
+async def tokenize(call: Call) -> None:
+    """vLLM's fields (prompt or messages), llama.cpp's (content, with_pieces) and TabbyAPI's (text)."""
+    body = await call.json()
+    handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
+    text = handle.text
+    special = _flag(body, "parse_special", True)
+    given = body.get("prompt", body.get("content", body.get("text")))
+    if body.get("messages") is not None or isinstance(given, list):
+        messages = messages_of(body.get("messages") or given, call.state.config.server.limits)
+        plain, _ = tools_of(body.get("tools"), call.state.config.server.limits)
+        _, ids = await text.render(
+            messages, plain or None, {"add_generation_prompt": _flag(body, "add_generation_prompt", True)}
+        )
+    elif isinstance(given, str):
+        # vLLM and TabbyAPI put the BOS in front unless told otherwise, llama.cpp does not.
+        default = "content" not in body
+        bos = _flag(body, "add_special_tokens", _flag(body, "add_special", _flag(body, "add_bos_token", default)))
+        ids = text.encode(given, special=special, bos=bos)
+    else:
+        raise ServeError.invalid("prompt, content or messages must be given", "prompt", "missing_field")
+    limit = (await handle.engine()).card.max_seq_len
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "length": len(ids), "max_model_len": limit}
+    if _flag(body, "return_token_strs", False):
+        answer["token_strs"] = [text.piece(i).decode("utf-8", "replace") for i in ids]
+    if _flag(body, "with_pieces", False):
+        answer["tokens"] = [{"id": i, "piece": text.piece(i).decode("utf-8", "replace")} for i in ids]
+    await call.answer(200, answer)
+
+
+def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ServeError.invalid(f"{name} must be true or false", name)
+    return value
+
+
+async def detokenize(call: Call) -> None:
+    body = await call.json()
+    handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
+    ids = body.get("tokens")
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ServeError.invalid("tokens must be a list of token ids", "tokens")
+    bad = next((i for i in ids if not 0 <= i < handle.text.vocab_size), None)
+    if bad is not None:
+        raise ServeError.invalid(f"there is no token {bad}", "tokens", "token_id")
+    text = handle.text.decode(ids, special=_flag(body, "decode_special_tokens", True))
+    await call.answer(200, {"prompt": text, "content": text, "text": text})
+
+
+async def apply_template(call: Call) -> None:
+    body = await call.json()
+    handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
+    limits = call.state.config.server.limits
+    plain, _specs = tools_of(body.get("tools"), limits)
+    messages = messages_of(body.get("messages"), limits)
+    options = {"add_generation_prompt": _flag(body, "add_generation_prompt", True)}
+    text, ids = await handle.text.render(messages, plain or None, options)
+    await call.answer(200, {"prompt": text, "tokens": len(ids)})

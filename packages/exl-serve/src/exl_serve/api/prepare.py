@@ -1,0 +1,170 @@
+"""What chat and text completions have in common: from clean fields to an `EngineRequest`."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from exl_serve.api.http import Call
+from exl_serve.api.state import ModelHandle
+from exl_serve.engine.client import EngineClient
+from exl_serve.errors import ServeError
+from exl_serve.request.fields import Field, read_fields
+from exl_serve.request.internal import Constraint, EngineRequest
+from exl_serve.request.sampling import draw_seed, sampling_of, seeds_of
+
+__all__ = ["Target", "engine_request", "read_request", "resolve", "seed_of", "stream_options"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that a request names, with its loaded engine."""
+
+    handle: ModelHandle
+    engine: EngineClient
+    adapter: str | None
+    name: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal fingerprints mean equal tokens for equal seeds."""
+        return f"fp_{self.engine.card.digest[:12]}"
+
+
+async def resolve(call: Call, fields: Mapping[str, Any]) -> Target:
+    """Raises ServeError 404, 503."""
+    if call.state.refusing:
+        raise ServeError.unavailable("draining", "the server is about to stop: try again elsewhere", 5.0)
+    name = fields.get("model", "")
+    handle, adapter = call.state.models.resolve(name, call.caller)
+    engine = await handle.engine()
+    shown = handle.config.id if adapter is None else f"{handle.config.id}:{adapter}"
+    return Target(handle, engine, adapter, shown)
+
+
+def read_request(
+    call: Call, body: Mapping[str, Any], fields: Mapping[str, Field], own: frozenset[str]
+) -> dict[str, Any]:
+    """The clean fields; unknown ones are named in a header, or refused. Raises ServeError 400."""
+    found, unknown = read_fields(body, fields, own)
+    if unknown:
+        if call.state.config.server.strict_fields:
+            raise ServeError.invalid(
+                f"unknown fields: {', '.join(unknown)[:200]}", unknown[0][:64], "unknown_parameter"
+            )
+        names = ",".join(
+            name[:64] for name in unknown[:16] if name.isascii() and name.isprintable() and "," not in name
+        )
+        call.headers["x-exl-ignored"] = names
+        for _ in unknown[:16]:
+            call.state.meter.count("exl_ignored_fields_total")
+    return found
+
+
+def stream_options(fields: Mapping[str, Any]) -> tuple[bool, bool]:
+    """(include_usage, continuous_usage_stats). Raises ServeError 400."""
+    value = fields.get("stream_options")
+    if value is None:
+        return False, False
+    if not fields.get("stream"):
+        raise ServeError.invalid("stream_options is for streams: set stream to true", "stream_options")
+    if not isinstance(value, dict):
+        raise ServeError.invalid("stream_options must be an object", "stream_options")
+    if value.get("include_obfuscation"):
+        raise ServeError.unsupported("stream_options.include_obfuscation", "include_obfuscation is not offered")
+    flags = (value.get("include_usage"), value.get("continuous_usage_stats"))
+    if not all(flag is None or isinstance(flag, bool) for flag in flags):
+        raise ServeError.invalid("include_usage and continuous_usage_stats are true or false", "stream_options")
+    return bool(flags[0]), bool(flags[1])
+
+
+def engine_request(
+    call: Call,
+    target: Target,
+    fields: Mapping[str, Any],
+    ids: Sequence[int],
+    *,
+    number: int = 0,
+    max_tokens: int | None,
+    n: int,
+    logprobs: int | None = None,
+    constraints: tuple[Constraint, ...] = (),
+    special_text: bool,
+    seed: int | None = None,
+) -> EngineRequest:
+    """One prompt with its n completions. Raises ServeError 400."""
+    card, text = target.engine.card, target.handle.text
+    if not ids:
+        raise ServeError.invalid("the prompt is empty: it needs at least one token", "prompt")
+    room = card.max_seq_len - len(ids)
+    asked = max_tokens if max_tokens is not None else call.state.config.server.default_max_tokens
+    new = room if asked is None else asked
+    if room < 1 or new > room:
+        raise ServeError.invalid(
+            f"the prompt has {len(ids)} tokens and {max(new, 1)} are asked for, together more than the context of "
+            f"{card.max_seq_len} tokens: shorten the prompt, or ask for at most {max(room, 0)}",
+            "max_tokens" if room >= 1 else "messages",
+            "context_length_exceeded",
+        )
+    if fields.get("min_tokens", 0) > new:
+        raise ServeError.invalid(
+            f"min_tokens is {fields['min_tokens']}, more than the {new} tokens at most", "min_tokens"
+        )
+    seed = seed if seed is not None else seed_of(call, fields)
+    negative = fields.get("negative_prompt")
+    if (negative is None) != ("cfg_scale" not in fields):
+        raise ServeError.invalid("negative_prompt and cfg_scale go together: give both or none", "cfg_scale")
+    timeout = fields.get("timeout")
+    header = call.header("x-exl-timeout-ms")
+    if timeout is None and header is not None and header.isdecimal():
+        timeout = int(header) / 1000
+    priority = fields.get("priority", max(1, call.caller.best_priority))
+    if priority < call.caller.best_priority:
+        raise ServeError(
+            403, "permission_error", "insufficient_scope", f"priority {priority} is not allowed for this key"
+        )
+    # A digest: a key's salt is of one length, whatever the request's own is.
+    salt = _salt(fields.get("cache_salt", ""), call.caller.salt)
+    return EngineRequest(
+        id=f"{call.id}-{number}" if number else call.id,
+        prompt=np.asarray(ids, dtype="<i4").tobytes(),
+        negative_prompt=None
+        if negative is None
+        else np.asarray(text.encode(negative, bos=True), dtype="<i4").tobytes(),
+        sampling=sampling_of(fields, card.sampling_defaults, text),
+        seeds=seeds_of(seed, n),
+        max_tokens=new,
+        min_tokens=fields.get("min_tokens", 0),
+        stop_ids=fields.get("stop_token_ids", ()),
+        stop_strings=fields.get("stop", ()),
+        ignore_eos=fields.get("ignore_eos", False),
+        banned_strings=fields.get("banned_strings", ()),
+        constraints=constraints,
+        token_healing=fields.get("token_healing", False),
+        special_text=special_text,
+        logprobs=logprobs,
+        adapter=target.adapter,
+        cache_salt=salt,
+        deadline=None if timeout is None else time.time() + timeout,
+        key=call.caller.name,
+        weight=call.caller.weight,
+        priority=priority,
+    )
+
+
+def seed_of(call: Call, fields: Mapping[str, Any]) -> int:
+    """The request's seed, or one that is drawn; told in a header."""
+    seed = int(fields["seed"]) if "seed" in fields else draw_seed()
+    call.headers["x-exl-seed"] = str(seed)
+    return seed
+
+
+def _salt(own: str, of_key: bytes) -> bytes:
+    if not own and not of_key:
+        return b""
+    return hashlib.blake2b(own.encode(), key=of_key, digest_size=16).digest()

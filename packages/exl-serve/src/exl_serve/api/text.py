@@ -1,0 +1,80 @@
+"""Tokenizer and chat template of a model folder, as the API workers use them: without torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from exl_core.errors import ChatTemplateError, TokenizerError
+from exl_core.tokenizer import TextTokenizer
+from exl_core.tokenizer.conversation import conversation_ids
+from exl_serve.errors import ServeError
+
+__all__ = ["FolderText"]
+
+_renderers = ThreadPoolExecutor(4, thread_name_prefix="exl-render")
+"""They wait for the processes that render templates, and tokenize: the tokenizers library releases the GIL."""
+
+
+class FolderText:
+    """A `TextDoor`. `template`: the text of a chat template instead of the folder's. Raises TokenizerError."""
+
+    def __init__(self, folder: str, template: str | None = None) -> None:
+        self._tokenizer = TextTokenizer.from_folder(folder)
+        self._template = template
+        self._pieces = self._tokenizer.get_id_to_bytes_list(True)
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.special: Mapping[str, int] = {text: i for text, i in self._tokenizer.extended_piece_to_id.items() if text}
+
+    @property
+    def template(self) -> str | None:
+        """The text of the chat template; None where the model has none."""
+        if self._template is not None:
+            return self._template
+        known = self._tokenizer.chat_templates.templates
+        return known.get("tool_use") or known.get("default") or next(iter(known.values()), None)
+
+    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
+        return self._tokenizer.encode_ids(text, special, None if bos else False)
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return self._tokenizer.decode_ids(ids, special)
+
+    def piece(self, id: int) -> bytes:
+        return self._pieces[id] if 0 <= id < len(self._pieces) else b""
+
+    async def encode_long(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
+        """As `encode`; a long text does not hold the event loop up."""
+        if len(text) <= 1500:
+            return self.encode(text, special=special, bos=bos)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_renderers, lambda: self.encode(text, special=special, bos=bos))
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> tuple[str, list[int]]:
+        if self.template is None:
+            raise ServeError.invalid(
+                "this model has no chat template: use /v1/completions, or name one in the server's configuration",
+                "messages",
+                "chat_template",
+            )
+        values = dict(options)
+        parse = bool(values.pop("parse_special_in_content", False))
+        if self._template is not None:
+            values["chat_template"] = self._template
+
+        def work() -> tuple[str, list[int]]:
+            return conversation_ids(self._tokenizer, messages, parse_special=parse, tools=tools, **values)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_renderers, work)
+        except ChatTemplateError as error:
+            raise ServeError.invalid(str(error), "messages", "chat_template") from error
+        except TokenizerError as error:
+            raise ServeError.invalid(str(error), "messages") from error

@@ -1,0 +1,245 @@
+"""One API worker: its models as the supervisor tells them, its metrics, its HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from exl_serve.api.state import Caller, ModelHandle
+from exl_serve.api.text import FolderText
+from exl_serve.config.model import ModelConfig
+from exl_serve.engine.client import EngineClient
+from exl_serve.engine.local import LocalEngine
+from exl_serve.errors import ServeError
+from exl_serve.stream.channels import OutputFamily, detect_family
+from exl_serve.super import link
+
+__all__ = ["Handle", "Link", "WorkerModels", "find_model"]
+
+log = logging.getLogger(__name__)
+
+LIVING = ("ready", "draining", "stalled")
+"""States in which an engine may still answer what it has taken."""
+LOAD_WAIT = 5.0
+"""Seconds that a request waits for a model that is being loaded."""
+REPORT_SECONDS = 1.0
+
+
+class Handle:
+    """A model whose engine is a process of its own."""
+
+    def __init__(self, told: link.ModelState, load: Callable[[str], Awaitable[Any]]) -> None:
+        self.told = told
+        self._load = load
+        template = None
+        if told.config.template is not None:
+            template = Path(told.config.template).read_text(encoding="utf-8")
+        self.text = FolderText(told.config.path, template)
+        self.family: OutputFamily = detect_family(
+            told.config.family, self.text.template, self.text.special, self.text.piece
+        )
+        self._client: LocalEngine | None = None
+        self._epoch = -1
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.told.config
+
+    @property
+    def state(self) -> str:
+        return self.told.state
+
+    def update(self, told: link.ModelState) -> None:
+        """A new state. A client of an engine that is gone fails what runs on it."""
+        self.told = told
+        if self._client is not None and (told.epoch != self._epoch or told.state not in LIVING):
+            client, self._client = self._client, None
+            client.fail("the engine of this model has ended; it is being restarted: try again")
+            asyncio.get_running_loop().create_task(client.close())
+        self._changed.set()
+
+    async def engine(self) -> EngineClient:
+        """Loads the model if it is not. Raises ServeError 503, or 409 where there is no room for it."""
+        if self.state == "unloaded":
+            await self._load(self.config.id)
+        if self.state in ("unloaded", "loading"):
+            try:
+                async with asyncio.timeout(LOAD_WAIT):
+                    while self.state in ("unloaded", "loading"):
+                        self._changed.clear()
+                        await self._changed.wait()
+            except TimeoutError:
+                pass
+        if self.state != "ready":
+            raise self._refusal()
+        async with self._lock:
+            if self._client is None:
+                epoch = self.told.epoch
+                self._client = await LocalEngine.connect(self.told.address)
+                self._epoch = epoch
+            return self._client
+
+    def _refusal(self) -> ServeError:
+        name = self.config.id
+        if self.state == "failed":
+            return ServeError.unavailable("model_failed", f"the model {name} could not be loaded; see the log", None)
+        if self.state == "stalled":
+            return ServeError.unavailable("engine_stalled", f"the engine of {name} makes no progress", LOAD_WAIT)
+        if self.state == "loading":
+            return ServeError.unavailable("model_loading", f"the model {name} is being loaded: try again", LOAD_WAIT)
+        return ServeError.unavailable("model_unloaded", f"the model {name} is {self.state}: load it first", None)
+
+
+def find_model(
+    handles: Sequence[ModelHandle], name: str, caller: Caller, accept_any: bool
+) -> tuple[ModelHandle, str | None]:
+    """(model, adapter). Raises ServeError 404 naming what there is."""
+    allowed = [handle for handle in handles if caller.models is None or handle.config.id in caller.models]
+    base, _, adapter = name.partition(":")
+    for handle in allowed:
+        known = (handle.config.id, *handle.config.aliases)
+        if name in known:
+            return handle, None
+        if base in known and adapter:
+            return handle, adapter
+    # A request that names no model means the only one there is.
+    if len(allowed) == 1 and (accept_any or not name):
+        return allowed[0], None
+    there = ", ".join(handle.config.id for handle in allowed) or "none"
+    raise ServeError(
+        404,
+        "not_found_error",
+        "model_not_found",
+        f"the model {name[:128]!r} does not exist; there is: {there}",
+        param="model",
+    )
+
+
+class WorkerModels:
+    """The models of a worker."""
+
+    def __init__(self, accept_any: bool, call: Any) -> None:
+        self._handles: dict[str, Handle] = {}
+        self._accept_any, self._call = accept_any, call
+
+    def update(self, told: Sequence[link.ModelState]) -> None:
+        for id in self._handles.keys() - {one.config.id for one in told}:
+            del self._handles[id]  # the operator has removed it
+        for one in told:
+            handle = self._handles.get(one.config.id)
+            if handle is not None:
+                handle.update(one)
+                continue
+            try:
+                self._handles[one.config.id] = Handle(one, self._load)
+            except Exception as error:  # the engine meets the same, and says it
+                log.error("the tokenizer of %s cannot be used: %s", one.config.id, error)
+
+    def resolve(self, name: str, caller: Caller) -> tuple[ModelHandle, str | None]:
+        return find_model(self.list(), name, caller, self._accept_any)
+
+    def list(self) -> Sequence[ModelHandle]:
+        return list(self._handles.values())
+
+    async def _load(self, id: str) -> None:
+        await self._call("load", {"model": id, "wanted": True})
+
+    async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
+        found: dict[str, Any] = await self._call(name, parameters)
+        return found
+
+
+class Link:
+    """The worker's end of the supervisor's socket, and its `Meter`."""
+
+    def __init__(self, address: str, on_state: Any) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 100)
+        self._socket.setsockopt(zmq.IDENTITY, os.urandom(8))
+        self._socket.connect(address)
+        self._on_state = on_state
+        self._tags = itertools.count()
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._counts: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._observed: list[tuple[bool, str, dict[str, str], float]] = []
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._drain)
+        self._task = asyncio.create_task(self._report())
+
+    def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        key = (name, tuple(sorted(labels.items())))
+        self._counts[key] = self._counts.get(key, 0.0) + amount
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        self._observed.append((False, name, labels, value))
+
+    async def call(self, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises ServeError."""
+        tag = next(self._tags)
+        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._answers[tag] = answer
+        self._send(link.Operator(tag, name, dict(parameters)))
+        try:
+            async with asyncio.timeout(30):
+                return await answer
+        except TimeoutError:
+            raise ServeError.unavailable("supervisor", "the supervisor does not answer") from None
+        finally:
+            del self._answers[tag]
+
+    async def metrics(self) -> str:
+        self._flush()
+        return str((await self.call("metrics", {}))["text"])
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._flush()
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close()
+
+    async def _report(self) -> None:
+        while True:
+            self._flush()
+            await asyncio.sleep(REPORT_SECONDS)
+
+    def _flush(self) -> None:
+        counts = [(True, name, dict(labels), value) for (name, labels), value in self._counts.items()]
+        self._counts.clear()
+        observed, self._observed = self._observed, []
+        self._send(link.Report(counts + observed))
+
+    def _send(self, message: link.Report | link.Operator) -> None:
+        self._socket.send(link.encode(message))
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        while not self._socket.closed:
+            try:
+                message = link.decode_told(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except msgspec.MsgspecError:
+                log.error("the supervisor sent what is no message")
+                continue
+            if isinstance(message, link.State):
+                self._on_state(message)
+                continue
+            answer = self._answers.get(message.tag)
+            if answer is None or answer.done():
+                continue
+            if message.error is None:
+                answer.set_result(message.result)
+            else:
+                answer.set_exception(ServeError(*message.error))

@@ -1,0 +1,260 @@
+"""`exl serve`: the command."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from exl_serve.config.model import ServeConfig
+    from exl_serve.super.supervisor import Supervisor
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Serve models over HTTP: OpenAI's API.", pretty_exceptions_enable=False)
+key = typer.Typer(help="Keys of clients.", no_args_is_help=True)
+app.add_typer(key, name="key")
+
+
+@app.callback(invoke_without_command=True)
+def serve(
+    ctx: typer.Context,
+    model: Annotated[
+        list[Path] | None,
+        typer.Option("-m", "--model", help="Model folder; repeatable. Default: the bundled model.", show_default=False),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with all of this and more.", show_default=False)
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.", show_default=False)
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port; 0: any that is free. Default: 8000.", show_default=False)
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="API processes. Default: 1.", show_default=False)] = None,
+    cache: Annotated[
+        str | None, typer.Option(help="Number format of the K/V cache: fp16, fp8, q8, q6, q4.", show_default=False)
+    ] = None,
+    cache_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in the K/V cache. Default: what fits.", show_default=False)
+    ] = None,
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="Longest context of a request. Default: the model's.", show_default=False)
+    ] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Requests at once. Default: 16.", show_default=False)] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:0, ...", show_default=False)] = None,
+    draft: Annotated[
+        str | None, typer.Option(help='Folder of a draft model, or "bundled".', show_default=False)
+    ] = None,
+    lora: Annotated[
+        list[str] | None, typer.Option(help="NAME=DIR of an adapter; repeatable.", show_default=False)
+    ] = None,
+    key_file: Annotated[
+        Path | None, typer.Option(help="File of clients' keys (exl serve key new).", show_default=False)
+    ] = None,
+    no_auth: Annotated[bool, typer.Option("--no-auth-i-know", help="Listen beyond this machine without keys.")] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="PATH=VALUE of any key of the configuration; repeatable.", show_default=False),
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning, error. Default: info.", show_default=False)
+    ] = None,
+) -> None:
+    """Serve models over HTTP: OpenAI's API, until Ctrl-C. `check FILE` looks at a configuration without serving."""
+    if ctx.invoked_subcommand is not None:
+        return
+    options: dict[str, Any] = {
+        "server.host": host,
+        "server.port": port,
+        "server.workers": workers,
+        "server.no_auth": no_auth or None,
+        "auth.key_file": None if key_file is None else str(key_file),
+        "log.level": log_level,
+    }
+    given = {
+        "cache": cache,
+        "cache_tokens": cache_tokens,
+        "max_seq_len": max_seq_len,
+        "max_batch_size": max_batch,
+        "device": device,
+        "draft": _draft(draft),
+        "adapters": _adapters(lora or []) or None,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    with _told():
+        if model or config is None:
+            options["model"] = _models(model or [_bundled()], given)
+        elif given:
+            from exl_serve.config.load import ConfigError
+
+            raise ConfigError(
+                f"{', '.join(given)}: set it in the file's [[model]], or name the folder with -m", "model"
+            )
+        for one in set_ or []:
+            path, sign, value = one.partition("=")
+            if not sign:
+                from exl_serve.config.load import ConfigError
+
+                raise ConfigError(f"--set {one}: give PATH=VALUE")
+            options[path] = value
+        made = _load(config, options)
+        raise typer.Exit(_run(made, None if config is None else lambda: _load(config, options)))
+
+
+@app.command()
+def check(file: Annotated[Path, typer.Argument(help="TOML file.")]) -> None:
+    """Check a configuration and its model folders; nothing is loaded."""
+    with _told():
+        made = _load(file, {})
+        from exl_core.model_folder import check_model_folder
+        from exl_serve.super.plans import plans
+
+        for one in made.model:
+            check_model_folder(one.path)
+        names = ", ".join(one.id for one in made.model) or "no models"
+        typer.echo(f"{file}: {names}; listens on {made.server.uds or f'{made.server.host}:{made.server.port}'}")
+        found = plans(made.model)
+        for plan in found:
+            typer.echo(f"\n{plan['id']}, {plan['cache_tokens']} tokens of cache\n{plan['table']}")
+    if not all(plan["fits"] for plan in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="Address of the server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option("--key", envvar="EXL_KEY", help="Key with the scope metrics.", show_default=False),
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
+) -> None:
+    """What a running server is doing."""
+    import time
+
+    import click
+
+    from exl_serve.super.top import fetch, table
+
+    with _told():
+        while True:
+            typer.echo(table(fetch(url, api_key)))
+            if once:
+                return
+            time.sleep(interval)
+            click.clear()
+
+
+@key.command("new")
+def new(
+    name: Annotated[str, typer.Argument(help="Name of the client.")],
+    scope: Annotated[list[str] | None, typer.Option(help="infer, admin, metrics; repeatable.")] = None,
+) -> None:
+    """Make a key: prints it once, and the entry for the key file, which holds its hash alone."""
+    import hashlib
+
+    from exl_serve.api.keys import SCOPES, new_key
+    from exl_serve.config.load import ConfigError
+
+    with _told():
+        scopes = scope or ["infer"]
+        if not set(scopes) <= SCOPES:
+            raise ConfigError(f"--scope is one of {', '.join(sorted(SCOPES))}")
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+            raise ConfigError("a name has 1 to 64 letters, digits, dots, dashes and underscores")
+    made = new_key()
+    listed = ", ".join(f'"{one}"' for one in scopes)
+    typer.echo(f"key: {made}", err=True)
+    digest = hashlib.sha256(made.encode()).hexdigest()
+    typer.echo(f'[[key]]\nname = "{name}"\nsha256 = "{digest}"\nscopes = [{listed}]')
+
+
+def _load(file: Path | None, options: dict[str, Any]) -> ServeConfig:
+    import os
+
+    from exl_serve.api.auth import Authenticator, check_bind
+    from exl_serve.config.load import load
+
+    made = load(file, os.environ, {name: value for name, value in options.items() if value is not None})
+    check_bind(made)
+    Authenticator(made.auth)  # the key file can be read
+    return made
+
+
+def _run(config: ServeConfig, reload: Callable[[], ServeConfig] | None) -> int:
+    from exl_serve.super.logs import set_up
+    from exl_serve.super.supervisor import Supervisor
+
+    set_up(config.log, "exl: %(message)s")
+    return Supervisor(config, _announce, reload=reload).run()
+
+
+def _announce(supervisor: Supervisor) -> None:
+    address = supervisor.address
+    print(
+        f"exl: serving at {address}\n"
+        f"exl: try: curl {address}/v1/chat/completions -H 'content-type: application/json' "
+        """-d '{"messages": [{"role": "user", "content": "Tell me a story."}]}'""",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _bundled() -> Path:
+    from exl_generate import bundled
+
+    place = Path(bundled.default_model_dir())
+    print(f"exl: no model folder given (-m DIR): serving the bundled model {place.name}", file=sys.stderr)
+    return place
+
+
+def _models(folders: list[Path], given: dict[str, Any]) -> list[dict[str, Any]]:
+    from exl_core.model_folder import check_model_folder
+
+    return [
+        {"id": check_model_folder(folder).resolve().name, "path": str(folder.resolve()), **given} for folder in folders
+    ]
+
+
+def _draft(name: str | None) -> str | None:
+    if name != "bundled":
+        return name
+    from exl_generate import bundled
+
+    return str(bundled.draft_model_dir())
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    from exl_serve.config.load import ConfigError
+
+    found = {}
+    for one in given:
+        name, sign, folder = one.partition("=")
+        if not sign or not name or not folder:
+            with _told():
+                raise ConfigError(f"--lora {one}: give NAME=DIR")
+        found[name] = folder
+    return found
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Errors made on purpose become one line."""
+    from exl_kernels.errors import ExlError
+    from exl_serve.config.load import ConfigError
+    from exl_serve.errors import ServeError
+
+    try:
+        yield
+    except (ConfigError, ServeError, ExlError) as error:
+        print(f"exl: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error

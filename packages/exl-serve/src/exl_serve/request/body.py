@@ -1,0 +1,76 @@
+"""Reading a JSON body: strictly, and within limits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from exl_serve.config.model import Limits
+from exl_serve.errors import ServeError
+
+__all__ = ["read_json"]
+
+
+def read_json(data: bytes, limits: Limits) -> dict[str, Any]:
+    """The object of a body. Raises ServeError 400: no UTF-8, no JSON, no object, a key twice, NaN or infinity, or
+    nested deeper than `limits.max_depth`."""
+    if data.startswith(b"\xef\xbb\xbf"):
+        data = data[3:]
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ServeError.invalid(f"the body is not UTF-8 (byte {error.start})") from None
+    _check_depth(text, limits.max_depth)
+    try:
+        found = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except ServeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ServeError.invalid(f"the body is not valid JSON: {error}"[:300]) from None
+    if not isinstance(found, dict):
+        raise ServeError.invalid(f"the body must be a JSON object, not {_kind(found)}")
+    return found
+
+
+def _check_depth(text: str, most: int) -> None:
+    depth, inside, at = 0, False, 0
+    if text.count("{") + text.count("[") <= most:
+        return
+    while at < len(text):
+        c = text[at]
+        if inside:
+            if c == "\\":
+                at += 1
+            elif c == '"':
+                inside = False
+        elif c == '"':
+            inside = True
+        elif c in "{[":
+            depth += 1
+            if depth > most:
+                raise ServeError.invalid(f"the body is nested more than {most} levels deep")
+        elif c in "}]":
+            depth -= 1
+        at += 1
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ServeError.invalid(f"the key {key[:64]!r} stands twice in an object", key[:64])
+            seen.add(key)
+    for key in found:
+        if "\ud800" <= max(key, default="") <= "\udfff":
+            raise ServeError.invalid("a key holds a lone surrogate")
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise ServeError.invalid(f"{name} is no number in JSON")
+
+
+def _kind(value: object) -> str:
+    return {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")

@@ -1,0 +1,255 @@
+"""The fields of requests, as a table: what is read, under which names, within which limits, and what is not offered.
+
+docs/serving/fields.md is written from this table. A field that is neither here nor read by a route is unknown: it is
+named in the header x-exl-ignored, or refused where the configuration says `strict_fields`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from exl_serve.errors import ServeError
+
+__all__ = ["COMMON", "SAMPLING", "UNSUPPORTED", "Field", "boolean", "integer", "number", "read_fields", "string"]
+
+Check = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """`check(param, value)` returns the clean value or raises ServeError."""
+
+    name: str
+    check: Check
+    limits: str
+    aliases: tuple[str, ...] = ()
+    meaning: str = ""
+
+
+def _refuse(param: str, value: object, wanted: str) -> ServeError:
+    shown = repr(value) if len(repr(value)) <= 64 else repr(value)[:61] + "..."
+    return ServeError.invalid(f"{param} is {shown}; it must be {wanted}", param)
+
+
+def number(low: float, high: float) -> Check:
+    """A finite number from low to high."""
+
+    def check(param: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise _refuse(param, value, f"a number from {low:g} to {high:g}")
+        if not low <= value <= high:
+            raise _refuse(param, value, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    return check
+
+
+def integer(low: int, high: int) -> Check:
+    """A whole number; 3.0 counts as one."""
+
+    def check(param: str, value: Any) -> int:
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not whole or not low <= value <= high:
+            raise _refuse(param, value, f"a whole number from {low} to {high}")
+        return int(value)
+
+    return check
+
+
+def boolean(param: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(param, value, "true or false")
+    return value
+
+
+def string(most: int) -> Check:
+    def check(param: str, value: Any) -> str:
+        if not isinstance(value, str) or len(value) > most:
+            raise _refuse(param, value, f"a string of at most {most} characters")
+        _check_text(param, value)
+        return value
+
+    return check
+
+
+def _check_text(param: str, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ServeError.invalid(f"{param} holds a lone surrogate, which has no UTF-8", param) from None
+
+
+def strings(most: int, length: int) -> Check:
+    """A string, or a list of at most `most`, none of them empty."""
+
+    def check(param: str, value: Any) -> tuple[str, ...]:
+        found = [value] if isinstance(value, str) else value
+        if not isinstance(found, list) or len(found) > most:
+            raise _refuse(param, value, f"a string, or a list of at most {most} strings")
+        for at, one in enumerate(found):
+            if not isinstance(one, str) or not 0 < len(one) <= length:
+                raise _refuse(f"{param}[{at}]", one, f"a string of 1 to {length} characters")
+            _check_text(f"{param}[{at}]", one)
+        return tuple(found)
+
+    return check
+
+
+def ids(most: int) -> Check:
+    def check(param: str, value: Any) -> tuple[int, ...]:
+        found = [value] if isinstance(value, int) else value
+        if not isinstance(found, list) or len(found) > most:
+            raise _refuse(param, value, f"a list of at most {most} token ids")
+        one = integer(0, (1 << 31) - 1)
+        return tuple(one(f"{param}[{at}]", entry) for at, entry in enumerate(found))
+
+    return check
+
+
+def biases(most: int) -> Check:
+    """{token id: bias from -100 to 100}; -100 bans, as OpenAI has it."""
+
+    def check(param: str, value: Any) -> dict[int, float]:
+        if not isinstance(value, dict) or len(value) > most:
+            raise _refuse(param, value, f"an object of at most {most} token ids with their biases")
+        found: dict[int, float] = {}
+        for key, bias in value.items():
+            if not key.isascii() or not key.isdecimal() or len(key) > 9:
+                raise _refuse(f"{param}.{key[:32]}", key, "a token id")
+            amount = number(-100, 100)(f"{param}.{key}", bias)
+            found[int(key)] = -math.inf if amount == -100 else amount
+        return found
+
+    return check
+
+
+def anything(param: str, value: Any) -> Any:
+    return value
+
+
+SAMPLING: tuple[Field, ...] = (
+    Field("temperature", number(0, 5), "0 to 5; 0 is greedy"),
+    Field("top_p", number(0, 1), "0 to 1; 1 is off"),
+    Field("top_k", integer(-1, 1 << 20), "-1 and 0 are off"),
+    Field("min_p", number(0, 1), "0 to 1; 0 is off"),
+    Field("top_a", number(0, 1), "0 to 1; 0 is off"),
+    Field("typical", number(0, 1), "0 to 1; 1 is off", ("typical_p",)),
+    Field("tfs", number(0, 1), "0 to 1; 1 is off", ("tfs_z",)),
+    Field("skew", number(-5, 5), "-5 to 5; 0 is off"),
+    Field("presence_penalty", number(-2, 2), "-2 to 2"),
+    Field("frequency_penalty", number(-2, 2), "-2 to 2"),
+    Field("repetition_penalty", number(0.01, 10), "0.01 to 10; 1 is off", ("repeat_penalty", "rep_pen")),
+    Field("repetition_range", integer(-1, 1 << 24), "-1 is the whole context", ("repeat_last_n", "rep_pen_range")),
+    Field("repetition_decay", integer(0, 1 << 24), "tokens"),
+    Field("temperature_last", boolean, "true or false", ("temp_last",)),
+    Field("smoothing_factor", number(0, 100), "0 is off"),
+    Field("min_temp", number(0, 5), "0 to 5", ("dynatemp_low",)),
+    Field("max_temp", number(0, 5), "0 to 5; 0 is off", ("dynatemp_high",)),
+    Field("temp_exponent", number(0.01, 10), "0.01 to 10", ("dynatemp_exponent",)),
+    Field("mirostat_mode", integer(0, 2), "0 is off; 1 and 2 are one", ("mirostat",)),
+    Field("mirostat_tau", number(0, 20), "0 to 20"),
+    Field("mirostat_eta", number(0, 1), "0 to 1"),
+    Field("dry_multiplier", number(0, 100), "0 is off"),
+    Field("dry_base", number(1, 10), "1 to 10"),
+    Field("dry_allowed_length", integer(1, 1 << 20), "tokens"),
+    Field("dry_range", integer(0, 1 << 24), "0 is the whole context", ("dry_penalty_last_n",)),
+    Field("dry_sequence_breakers", strings(64, 64), "at most 64 texts"),
+    Field("xtc_probability", number(0, 1), "0 to 1; 0 is off"),
+    Field("xtc_threshold", number(0, 1), "0 to 1"),
+    Field("logit_bias", biases(1024), "-100 (bans) to 100, at most 1,024 tokens"),
+    Field("allowed_token_ids", ids(1 << 16), "only these are generated"),
+    Field("banned_tokens", ids(1 << 16), "never generated", ("custom_token_bans",)),
+)
+"""How tokens are drawn."""
+
+COMMON: tuple[Field, ...] = (
+    Field("model", string(256), "as /v1/models lists it"),
+    Field("stream", boolean, "true or false"),
+    Field("stream_options", anything, "include_usage, continuous_usage_stats"),
+    Field("n", integer(1, 1 << 20), "1 to the server's max_n"),
+    Field("seed", integer(-(1 << 63), (1 << 64) - 1), "64 bits; drawn where absent, header x-exl-seed"),
+    Field("stop", strings(16, 256), "at most 16 texts of 256 characters", ("stop_sequence",)),
+    Field("stop_token_ids", ids(256), "at most 256"),
+    Field("min_tokens", integer(0, 1 << 24), "no end of text before", ("min_new_tokens",)),
+    Field("ignore_eos", boolean, "go on behind the model's end of text", ("ban_eos_token",)),
+    Field("skip_special_tokens", boolean, "false: special tokens are part of the text"),
+    Field("token_healing", boolean, "regenerate the prompt's last token"),
+    Field("banned_strings", strings(256, 256), "texts that are never written", ("bad_words",)),
+    Field("cfg_scale", number(0, 100), "with negative_prompt"),
+    Field("negative_prompt", string(1 << 20), "with cfg_scale"),
+    Field("response_format", anything, "text, json_object, json_schema"),
+    Field("structured_outputs", anything, "one of json, regex, choice, grammar"),
+    Field("guided_json", anything, "a JSON schema", ("json_schema",)),
+    Field("guided_regex", string(8 << 10), "a pattern", ("regex_pattern",)),
+    Field("guided_choice", strings(1024, 4096), "a list of texts"),
+    Field("guided_grammar", string(256 << 10), "a grammar: Lark, or llama.cpp's EBNF", ("grammar_string", "grammar")),
+    Field("timeout", number(0.001, 86400), "seconds"),
+    Field("priority", integer(0, 2), "0 urgent, 1 interactive, 2 batch"),
+    Field("cache_salt", string(256), "prompts with different salts share no cache"),
+    Field("user", string(512), "your name for the end user; not used"),
+    Field("metadata", anything, "not used"),
+    Field("return_token_ids", boolean, "true or false"),
+)
+"""Fields of chat and text completions alike."""
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "prompt_logprobs": (None,),
+    "prompt_cache_key": (None,),
+    "prompt_cache_retention": (None,),
+    "safety_identifier": (None,),
+    "verbosity": (None, "medium"),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "early_stopping": (None, False),
+    "truncate_prompt_tokens": (None,),
+    "speculative_ngram": (None, False),
+    "logits_processors": (None, []),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "mm_processor_kwargs": (None, {}),
+    "nsigma": (None, 0, 0.0),
+    "n_probs": (None, 0),
+    "id_slot": (None, -1),
+    "cache_prompt": (None, True),
+}
+"""Fields of OpenAI's API and of other servers that are not offered: the values that change nothing are taken."""
+
+
+def read_fields(
+    body: Mapping[str, Any], fields: Mapping[str, Field], own: frozenset[str] = frozenset()
+) -> tuple[dict[str, Any], list[str]]:
+    """(clean values by name, unknown names). `fields` is by name and alias; `own` is read by the route itself. null is
+    as good as absent. Raises ServeError 400."""
+    found: dict[str, Any] = {}
+    under: dict[str, str] = {}
+    unknown: list[str] = []
+    for key, value in body.items():
+        field = fields.get(key)
+        if field is not None:
+            if value is None:
+                continue
+            clean = field.check(key, value)
+            if field.name in under and found[field.name] != clean:
+                raise ServeError.invalid(f"{key} and {under[field.name]} are one field with two values: give one", key)
+            found[field.name], under[field.name] = clean, key
+        elif key in UNSUPPORTED:
+            if not any(value == neutral and type(value) is type(neutral) for neutral in UNSUPPORTED[key]):
+                raise ServeError.unsupported(key, f"{key} is not offered by this server: leave it out")
+        elif key not in own:
+            unknown.append(key)
+    return found, unknown
+
+
+def by_name(*tables: tuple[Field, ...]) -> dict[str, Field]:
+    """Fields by name and alias."""
+    return {name: field for table in tables for field in table for name in (field.name, *field.aliases)}

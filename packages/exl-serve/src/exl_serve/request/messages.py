@@ -1,0 +1,157 @@
+"""Messages and tools of a chat request, checked, in the form that chat templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from exl_serve.config.model import Limits
+from exl_serve.errors import ServeError
+from exl_serve.stream.family import ToolSpec
+
+__all__ = ["messages_of", "tool_choice_of", "tools_of"]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_REFUSED_PARTS = ("input_audio", "video_url", "file", "input_file")
+
+
+def messages_of(value: Any, limits: Limits) -> list[dict[str, Any]]:
+    """Raises ServeError 400 `invalid_messages`, `unsupported_modality`."""
+    if not isinstance(value, list) or not value:
+        raise ServeError.invalid("messages must be a list of at least one message", "messages", "invalid_messages")
+    if len(value) > limits.max_messages:
+        raise _bad("messages", f"{len(value)} messages; at most {limits.max_messages} are taken")
+    return [_message(one, f"messages[{at}]", limits) for at, one in enumerate(value)]
+
+
+def _bad(param: str, what: str) -> ServeError:
+    return ServeError.invalid(f"{param}: {what}", param, "invalid_messages")
+
+
+def _message(value: Any, param: str, limits: Limits) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _bad(param, "a message is an object with a role")
+    role = value.get("role")
+    if role not in ROLES:
+        raise _bad(f"{param}.role", f"the role is {str(role)[:32]!r}; it must be one of {', '.join(ROLES)}")
+    found = {key: one for key, one in value.items() if one is not None}
+    if role == "developer":
+        found["role"] = "system"
+    calls = found.get("tool_calls")
+    if calls is not None:
+        found["tool_calls"] = _calls(calls, f"{param}.tool_calls")
+    if "content" in found:
+        found["content"] = _content(found["content"], f"{param}.content", limits)
+    elif not found.get("tool_calls"):
+        raise _bad(f"{param}.content", "a message has a content, or tool_calls")
+    return found
+
+
+def _content(value: Any, param: str, limits: Limits) -> Any:
+    if isinstance(value, str):
+        return _text(value, param)
+    if not isinstance(value, list) or len(value) > limits.max_parts:
+        raise _bad(param, f"the content is a string, or a list of at most {limits.max_parts} parts")
+    parts = []
+    for at, part in enumerate(value):
+        place = f"{param}[{at}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("text", "input_text", "output_text", "refusal"):
+            said = part.get("text", part.get("refusal"))
+            if not isinstance(said, str):
+                raise _bad(f"{place}.text", "a part of text has a text")
+            parts.append({"type": "text", "text": _text(said, place)})
+        elif kind in ("image_url", "input_image", *_REFUSED_PARTS):
+            raise ServeError.invalid(f"{place}: this model takes text alone, not {kind}", place, "unsupported_modality")
+        else:
+            raise _bad(place, "a part is an object of the type text")
+    # Most templates know a string alone.
+    return "".join(part["text"] for part in parts)
+
+
+def _text(value: str, param: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _bad(param, "the text holds a lone surrogate, which has no UTF-8") from None
+    return value
+
+
+def _calls(value: Any, param: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise _bad(param, "tool_calls is a list")
+    found = []
+    for at, call in enumerate(value):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _bad(f"{param}[{at}]", "a call is an object with a function that has a name and arguments")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            # Templates write an object as the model would; what is none stays the text that it is.
+            try:
+                parsed = json.loads(arguments) if arguments.strip() else {}
+            except ValueError:
+                parsed = arguments
+            arguments = parsed if isinstance(parsed, dict) else arguments
+        found.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
+    return found
+
+
+def tools_of(value: Any, limits: Limits) -> tuple[list[dict[str, Any]], tuple[ToolSpec, ...]]:
+    """(as templates take them, what is known of each). Raises ServeError 400."""
+    if value is None:
+        return [], ()
+    if not isinstance(value, list) or len(value) > limits.max_tools:
+        raise ServeError.invalid(f"tools must be a list of at most {limits.max_tools} tools", "tools")
+    plain: list[dict[str, Any]] = []
+    specs: list[ToolSpec] = []
+    for at, tool in enumerate(value):
+        param = f"tools[{at}]"
+        if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+            raise ServeError.unsupported(
+                f"{param}.type", f"{param}: tools are functions here; no other type is offered"
+            )
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise ServeError.invalid(f"{param}.function must be an object with a name", f"{param}.function.name")
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, Mapping):
+            raise ServeError.invalid(
+                f"{param}.function.parameters must be a JSON schema",
+                f"{param}.function.parameters",
+                "invalid_tool_schema",
+            )
+        size = len(json.dumps(parameters))
+        if size > limits.max_schema_bytes:
+            raise ServeError.invalid(
+                f"{param}.function.parameters has {size} bytes; a schema has at most {limits.max_schema_bytes}",
+                f"{param}.function.parameters",
+                "schema_too_complex",
+            )
+        if any(spec.name == function["name"] for spec in specs):
+            raise ServeError.invalid(f"two tools are called {function['name']!r}", f"{param}.function.name")
+        specs.append(
+            ToolSpec(function["name"], str(function.get("description") or ""), parameters, bool(function.get("strict")))
+        )
+        plain.append({"type": "function", "function": dict(function)})
+    return plain, tuple(specs)
+
+
+def tool_choice_of(value: Any, tools: tuple[ToolSpec, ...]) -> str:
+    """none, auto, required, or the name of a tool. Raises ServeError 400."""
+    if value is None:
+        return "auto" if tools else "none"
+    if isinstance(value, dict):
+        function = value.get("function")
+        name = function.get("name") if isinstance(function, dict) else value.get("name")
+        if not isinstance(name, str) or all(tool.name != name for tool in tools):
+            raise ServeError.invalid(f"tool_choice names {str(name)[:64]!r}, which is not in tools", "tool_choice")
+        return name
+    if value not in ("none", "auto", "required"):
+        raise ServeError.invalid(
+            "tool_choice must be none, auto, required, or an object that names a function", "tool_choice"
+        )
+    if value == "required" and not tools:
+        raise ServeError.invalid("tool_choice is required, and there are no tools", "tool_choice")
+    return value if tools else "none"

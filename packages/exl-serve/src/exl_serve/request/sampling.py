@@ -1,0 +1,78 @@
+"""From a request's fields to `Sampling`."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from exl_serve.api.state import TextDoor
+from exl_serve.errors import ServeError
+from exl_serve.request.internal import Sampling
+
+__all__ = ["draw_seed", "sampling_of", "seeds_of"]
+
+_NAMES = {
+    "presence_penalty": "token_presence_penalty",
+    "frequency_penalty": "token_frequency_penalty",
+    "repetition_penalty": "token_repetition_penalty",
+    "repetition_range": "token_repetition_range",
+    "repetition_decay": "token_repetition_decay",
+}
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "top_a", "typical", "tfs", "skew", "temperature_last"),
+    *("smoothing_factor", "min_temp", "max_temp", "temp_exponent", "mirostat_tau", "mirostat_eta", "dry_multiplier"),
+    *("dry_base", "dry_allowed_length", "dry_range", "xtc_probability", "xtc_threshold", "cfg_scale"),
+    "allowed_token_ids",
+)
+
+
+def sampling_of(fields: Mapping[str, Any], defaults: Mapping[str, Any], text: TextDoor) -> Sampling:
+    """`defaults`: of the model and the server, by the names of `Sampling`. Raises ServeError 400."""
+    values: dict[str, Any] = {k: v for k, v in defaults.items() if k in Sampling.__struct_fields__}
+    values |= {name: fields[name] for name in _SAME if name in fields}
+    values |= {ours: fields[theirs] for theirs, ours in _NAMES.items() if theirs in fields}
+    if values.get("top_k", 0) < 0:
+        values["top_k"] = 0
+    if "mirostat_mode" in fields:
+        values["mirostat"] = fields["mirostat_mode"] > 0
+    if "dry_sequence_breakers" in fields:
+        values["dry_sequence_breakers"] = _breakers(fields["dry_sequence_breakers"], text)
+    bias = dict(fields.get("logit_bias", {}))
+    bias |= dict.fromkeys(fields.get("banned_tokens", ()), -math.inf)
+    for name, ids in (("logit_bias", bias), ("allowed_token_ids", fields.get("allowed_token_ids", ()))):
+        bad = next((i for i in ids if i >= text.vocab_size), None)
+        if bad is not None:
+            raise ServeError.invalid(
+                f"{name} names token {bad}; the vocabulary has ids 0 to {text.vocab_size - 1}", name, "token_id"
+            )
+    if bias:
+        values["logit_bias"] = bias
+    return Sampling(**values)
+
+
+def _breakers(texts: tuple[str, ...], text: TextDoor) -> tuple[int, ...]:
+    """The last id of each text: where it ends, a sequence ends."""
+    found = [text.encode(one) for one in texts]
+    return tuple(sorted({ids[-1] for ids in found if ids}))
+
+
+def draw_seed() -> int:
+    """A seed for a request that has none: it is told, so that the answer can be repeated."""
+    return secrets.randbits(63)
+
+
+def seeds_of(seed: int, n: int) -> tuple[int, ...]:
+    """One for each choice: the seed itself, then numbers of splitmix64, begun at it."""
+    begin = _splitmix64(seed % (1 << 64))
+    return (seed, *(_splitmix64((begin + i) % (1 << 64)) for i in range(1, n)))
+
+
+def _splitmix64(x: int) -> int:
+    """Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; cut to 63 bits."""
+    mask = (1 << 64) - 1
+    z = (x + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1

@@ -1,0 +1,233 @@
+"""Reading tool calls out of JSON, character by character: arguments are passed on as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from exl_serve.stream.events import AnswerEvent, ToolArgs, ToolBegin, ToolEnd
+
+__all__ = ["CallReader"]
+
+SPACE = " \t\r\n"
+
+
+class CallReader:
+    """The inside of one region: an object for a call, or with `listed` an array of them.
+
+    `names` and `arguments`: the keys that a format uses. `ended` is true once the region's JSON is complete, `broken`
+    once it cannot be what it should be; what has been told until then stands.
+    """
+
+    def __init__(
+        self,
+        choice: int,
+        first_index: int,
+        new_id: Callable[[int], str],
+        *,
+        listed: bool,
+        names: tuple[str, ...] = ("name",),
+        arguments: tuple[str, ...] = ("arguments", "parameters"),
+    ) -> None:
+        self._choice, self._new_id = choice, new_id
+        self._listed, self._names, self._arguments = listed, names, arguments
+        self.index = first_index
+        self.closed = 0
+        self.ended = self.broken = False
+        self._events: list[AnswerEvent] = []
+        self._step = self._list_start if listed else self._object_start
+        self._scan = _Value()
+        self._key = self._name = ""
+        #: arguments that came before the name
+        self._early: str | None = None
+        self._streaming = False
+        self._pending = ""
+        self._said_arguments = False
+
+    def feed(self, text: str) -> tuple[list[AnswerEvent], str]:
+        """(events, what stands behind the end of the region's JSON, or behind where it is broken)."""
+        for at, c in enumerate(text):
+            if self.ended or self.broken:
+                return self._flushed(), text[at:]
+            if not self._step(c):
+                self.broken = True
+                return self._flushed(), text[at:]
+        return self._flushed(), ""
+
+    def _flushed(self) -> list[AnswerEvent]:
+        if self._pending:
+            self._events.append(ToolArgs(self._choice, self.index, self._pending))
+            self._pending = ""
+        events, self._events = self._events, []
+        return events
+
+    # Each step takes one character, and returns whether it may stand there.
+
+    def _list_start(self, c: str) -> bool:
+        if c == "[":
+            self._step = self._object_start
+        return c == "[" or c in SPACE
+
+    def _object_start(self, c: str) -> bool:
+        if c == "{":
+            self._name, self._early, self._streaming, self._said_arguments = "", None, False, False
+            self._step = self._key_start
+            return True
+        if c == "]" and self._listed and not self.closed:  # an empty list
+            self.ended = True
+            return True
+        return c in SPACE
+
+    def _key_start(self, c: str) -> bool:
+        if c == '"':
+            self._scan = _Value()
+            self._scan.feed(c)
+            self._step = self._in_key
+            return True
+        return c in SPACE
+
+    def _in_key(self, c: str) -> bool:
+        if self._scan.feed(c):
+            self._key = str(_loads(self._scan.text))
+            self._step = self._colon
+        return True
+
+    def _colon(self, c: str) -> bool:
+        if c == ":":
+            self._scan = _Value()
+            self._step = self._in_value
+            self._streaming = False
+        return c == ":" or c in SPACE
+
+    def _in_value(self, c: str) -> bool:
+        if self._scan.empty and c in SPACE:
+            return True
+        if self._scan.empty and self._key in self._arguments and self._name and c != '"':
+            self._streaming = True
+        if self._scan.bare and c in ",}" + SPACE:  # a number, true, false or null ends at what follows it
+            return self._value_done() and self._after_value(c)
+        done = self._scan.feed(c)
+        if self._scan.wrong:
+            return False
+        if self._streaming:
+            self._pending += c
+            self._said_arguments = True
+        return self._value_done() if done else True
+
+    def _value_done(self) -> bool:
+        self._step = self._after_value
+        text = self._scan.text
+        if self._key in self._names and not self._name:
+            name = _loads(text)
+            if not isinstance(name, str) or not name:
+                return False
+            self._name = name
+            self._events.append(ToolBegin(self._choice, self.index, self._new_id(self.index), name))
+            if self._early is not None:
+                self._pending, self._said_arguments = self._early, True
+        elif self._key in self._arguments and not self._streaming:
+            value = _loads(text)
+            # Some models write the arguments' JSON as a string.
+            said = value if isinstance(value, str) else text
+            if self._name:
+                self._pending, self._said_arguments = said, True
+            else:
+                self._early = said
+        return True
+
+    def _after_value(self, c: str) -> bool:
+        if c == ",":
+            self._step = self._key_start
+            return True
+        if c == "}":
+            if not self._name:
+                return False
+            if not self._said_arguments:
+                self._pending = "{}"
+            self._events += [ToolArgs(self._choice, self.index, self._pending)] if self._pending else []
+            self._pending = ""
+            self._events.append(ToolEnd(self._choice, self.index))
+            self.index += 1
+            self.closed += 1
+            self._name = ""
+            if self._listed:
+                self._step = self._after_object
+            else:
+                self.ended = True
+            return True
+        return c in SPACE
+
+    def _after_object(self, c: str) -> bool:
+        if c == "]":
+            self.ended = True
+            return True
+        if c == ",":
+            self._step = self._object_start
+            return True
+        return c in SPACE
+
+    @property
+    def open(self) -> bool:
+        """Whether a call has been told of whose end has not."""
+        return bool(self._name) and self._step in (
+            self._key_start,
+            self._in_key,
+            self._colon,
+            self._in_value,
+            self._after_value,
+        )
+
+
+class _Value:
+    """One JSON value, character by character: where it ends."""
+
+    __slots__ = ("_depth", "_escaped", "_inside", "_parts", "bare", "wrong")
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._depth = 0
+        self._inside = self._escaped = False
+        #: a number or a word, which has no closing sign
+        self.bare = self.wrong = False
+
+    @property
+    def empty(self) -> bool:
+        return not self._parts
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def feed(self, c: str) -> bool:
+        """Whether the value is complete with this character."""
+        first = not self._parts
+        self._parts.append(c)
+        if self._inside:
+            if self._escaped:
+                self._escaped = False
+            elif c == "\\":
+                self._escaped = True
+            elif c == '"':
+                self._inside = False
+                return self._depth == 0
+            return False
+        if c == '"':
+            self._inside = True
+        elif c in "{[":
+            self._depth += 1
+        elif c in "}]":
+            self._depth -= 1
+            self.wrong = self._depth < 0
+            return self._depth == 0
+        elif first:
+            self.bare = c.isalnum() or c == "-"
+            self.wrong = not self.bare
+        return False
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return None

@@ -1,0 +1,434 @@
+"""One machine reads all output formats: token by token, marker by marker, in time linear in the text.
+
+A marker that is a special token is recognised by its id, so text cannot forge it. Others are found as text; what may be
+the beginning of one is held back, at most a marker's length.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, TokenLogprob, Tokens
+from exl_serve.errors import ServeError
+from exl_serve.request.internal import Constraint
+from exl_serve.stream.calls import CallReader
+from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning, ToolBegin
+from exl_serve.stream.families.table import FORMATS, Format
+from exl_serve.stream.family import ChannelSettings, ToolSpec
+
+__all__ = ["OutputFamily", "detect_family"]
+
+_OPEN_CALL = "/[ \\t\\r\\n]{0,4}/"
+
+
+class OutputFamily:
+    """One format, for one tokenizer. `piece(id)`: the bytes of a token, of a special one its spelling."""
+
+    def __init__(self, form: Format, special: Mapping[str, int], piece: Callable[[int], bytes]) -> None:
+        self.form = form
+        self.name = form.name
+        self.has_reasoning = form.think is not None
+        self.has_tools = form.call is not None
+        self._special = dict(special)
+        self._piece = piece
+        self._specials_by_id = {token: text for text, token in special.items()}
+
+    @property
+    def special_text(self) -> bool:
+        """Always: a marker is placed in the text by its spelling; the machine takes the others out again."""
+        return True
+
+    def machine(
+        self, choice: int, settings: ChannelSettings, request_id: str = "", *, show_special: bool = False
+    ) -> ChannelReader:
+        """show_special: special tokens that are no markers are part of the text."""
+        return ChannelReader(self, choice, settings, request_id, show_special)
+
+    def starts_in_reasoning(self, prompt_ids: Sequence[int], prompt_text: str) -> bool:
+        if self.form.think is None:
+            return False
+        begin, end = self.form.think
+        return prompt_text.rfind(begin) > prompt_text.rfind(end)
+
+    def forced_prefix(self, settings: ChannelSettings) -> str:
+        """What stands behind the prompt of an answer that has to be a call: the machine starts inside of the region."""
+        if not self.forces_call(settings) or self.form.call is None:
+            return ""
+        closed = "" if not settings.starts_in_reasoning or self.form.think is None else f"\n{self.form.think[1]}\n\n"
+        return closed + ("" if self.form.leading_json else self.form.call[0])
+
+    def forces_call(self, settings: ChannelSettings) -> bool:
+        return bool(settings.tools) and settings.tool_choice not in ("none", "auto")
+
+    def constraints(self, settings: ChannelSettings, response_format: Constraint | None) -> tuple[Constraint, ...]:
+        """Raises ServeError 400 or 501."""
+        if settings.tools and settings.tool_choice != "none":
+            return self._tool_constraints(settings, response_format)
+        if response_format is None:
+            return ()
+        if settings.starts_in_reasoning and self.form.think is not None:
+            return (self._behind(response_format, self.form.think[1]),)
+        return (response_format,)
+
+    def _tool_constraints(
+        self, settings: ChannelSettings, response_format: Constraint | None
+    ) -> tuple[Constraint, ...]:
+        form = self.form
+        if form.call is None:
+            raise ServeError(
+                501,
+                "not_implemented",
+                "unsupported",
+                "the output format of this model's tool calls is not known here: name it as `family` in the server's "
+                "configuration, or send no tools",
+                param="tools",
+            )
+        forced = self.forces_call(settings)
+        if response_format is not None and not forced:
+            raise ServeError.unsupported(
+                response_format.param, f"{response_format.param} and tools exclude each other: an answer is one of both"
+            )
+        tools = settings.tools if settings.tool_choice in ("auto", "required") else self._named(settings)
+        grammar = self._grammar(tools, settings.parallel and not forced)
+        if forced:
+            return (Constraint(kind="lark", source=grammar, param="tools"),)
+        then: Literal["rearm", "release"] = "rearm" if settings.parallel else "release"
+        begin = form.call[0]
+        after = self._special.get(begin, begin)
+        return (Constraint(kind="lark", source=grammar, after=after, then=then, param="tools"),)
+
+    def _named(self, settings: ChannelSettings) -> Sequence[ToolSpec]:
+        found = [tool for tool in settings.tools if tool.name == settings.tool_choice]
+        if not found:
+            raise ServeError.invalid(
+                f"tool_choice names {settings.tool_choice!r}, which is not in tools", "tool_choice"
+            )
+        return found
+
+    def _grammar(self, tools: Sequence[ToolSpec], many: bool) -> str:
+        """Lark: a call of one of the tools, its arguments by that tool's schema."""
+        name, arguments = self.form.names[0], self.form.arguments[0]
+        lines = []
+        for at, tool in enumerate(tools):
+            schema = {
+                "type": "object",
+                "properties": {name: {"const": tool.name}, arguments: tool.parameters or {"type": "object"}},
+                "required": [name, arguments],
+                "additionalProperties": False,
+                # One space behind colons and commas, as most models were taught: free space is never told to end.
+                "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+            }
+            # References in a tool's schema begin at its own root.
+            schema |= {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+            lines.append(f"call_{at}: %json {json.dumps(schema)}")
+        one = " | ".join(f"call_{at}" for at in range(len(tools)))
+        if self.form.listed:
+            more = '("," _SPACE call)*' if many else ""
+            head = f'start: _SPACE "[" call {more} "]"'
+        else:
+            head = "start: _SPACE call"
+        return "\n".join([head, f"call: {one}", f"_SPACE: {_OPEN_CALL}", *lines])
+
+    def _behind(self, constraint: Constraint, marker: str) -> Constraint:
+        return Constraint(
+            kind=constraint.kind,
+            source=constraint.source,
+            after=self._special.get(marker, marker),
+            then="stop",
+            param=constraint.param,
+            options=constraint.options,
+        )
+
+
+class ChannelReader:
+    """A `ChannelMachine`."""
+
+    def __init__(
+        self, family: OutputFamily, choice: int, settings: ChannelSettings, request_id: str, show_special: bool
+    ) -> None:
+        self._family, self._choice, self._id = family, choice, request_id
+        self._show_special = show_special
+        form = self._form = family.form
+        tools = bool(settings.tools) and settings.tool_choice != "none" and form.call is not None
+        self._tools = tools
+        self._think = form.think if settings.reasoning else None
+        self._mode = "reasoning" if settings.starts_in_reasoning and self._think else "content"
+        self._begun = False
+        self._held = ""
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._calls: CallReader | None = None
+        self._raw = ""
+        self._next_index = self._closed = 0
+        self._reasoning_tokens = 0
+        self._at_start = True
+        self._strip = False
+        if tools and family.forces_call(settings):
+            self._open_region()
+
+    def feed(self, event: EngineEvent) -> list[AnswerEvent]:
+        if isinstance(event, Tokens):
+            return self._tokens(event)
+        if isinstance(event, Finished):
+            return [*self._release(), self._finish(event)]
+        if isinstance(event, Failed):
+            return [
+                *self._release(),
+                Error(self._choice, event.status, event.type, event.code, event.message, event.usage),
+            ]
+        if isinstance(event, Started):
+            self._begun = True
+            return [Begun(self._choice, event.prompt_tokens, event.cached_tokens, event.prompt_logprobs)]
+        assert isinstance(event, Progress)
+        return []
+
+    def _finish(self, event: Finished) -> AnswerEvent:
+        closed = self._closed + (0 if self._calls is None else self._calls.closed)
+        reason: Literal["stop", "length", "tool_calls"]
+        reason = "length" if event.reason == "length" else "tool_calls" if closed else "stop"
+        stop = event.stop if event.reason == "stop_string" else None
+        return Finish(self._choice, reason, stop, event.usage, self._reasoning_tokens)
+
+    # ---- tokens ----------------------------------------------------------------------------------------------------
+
+    def _tokens(self, event: Tokens) -> list[AnswerEvent]:
+        if self._mode == "reasoning":
+            self._reasoning_tokens += len(event.ids)
+        specials = self._family._specials_by_id
+        if not any(token in specials for token in event.ids):
+            self._ids += event.ids
+            self._logprobs += event.logprobs
+            return self._text(event.text)
+        events: list[AnswerEvent] = []
+        rest = event.text
+        for at, token in enumerate(event.ids):
+            spelled = specials.get(token)
+            if spelled is None:
+                self._ids.append(token)
+                self._logprobs += event.logprobs[at : at + 1]
+                continue
+            # What stands before it are the pieces of the tokens before.
+            before, found, behind = rest.partition(spelled)
+            if found:
+                events += self._text(before)
+                rest = behind
+            events += self._marker(spelled)
+        return [*events, *self._text(rest)]
+
+    def _marker(self, spelled: str) -> list[AnswerEvent]:
+        """A special token: a marker of the format, or nothing that is shown."""
+        form = self._form
+        if self._think is not None and spelled == self._think[0] and self._mode == "content":
+            return self._switch("reasoning")
+        if self._think is not None and spelled == self._think[1] and self._mode == "reasoning":
+            return self._switch("content")
+        if self._tools and form.call is not None:
+            if spelled == form.call[0] and self._mode == "content":
+                events = self._release()
+                self._open_region()
+                return events
+            if spelled == form.call[1] and self._mode == "call":
+                return self._close_region()
+        return self._say(spelled) if self._show_special and self._mode != "call" else []
+
+    def _text(self, text: str) -> list[AnswerEvent]:
+        """Ordinary text, with markers that are no special tokens."""
+        events: list[AnswerEvent] = []
+        while text or self._held:
+            if self._mode == "call":
+                text, self._held = self._held + text, ""
+                more, text = self._in_region(text)
+                events += more
+                if not text:
+                    break
+                continue
+            text, self._held = self._held + text, ""
+            marker, mode = self._next_marker(text)
+            if marker is not None:
+                before, _, text = text.partition(marker)
+                events += self._say(before)
+                events += self._marker_as_text(mode)
+                continue
+            if self._mode == "content" and self._tools and self._leads_to_call(text):
+                if text.lstrip():
+                    events += self._release()
+                    self._open_region()
+                    continue
+                self._held = text
+                break
+            keep = self._holds(text)
+            events += self._say(text[: len(text) - keep])
+            self._held = text[len(text) - keep :]
+            break
+        return events
+
+    def _leads_to_call(self, text: str) -> bool:
+        """Whether the answer begins with the JSON of a call, or may yet."""
+        return self._form.leading_json and self._at_start and (not text.strip() or text.lstrip()[0] == "{")
+
+    def _watched(self) -> list[tuple[str, str]]:
+        """Markers that text may hold now, each with what it begins."""
+        special = self._family._special
+        found: list[tuple[str, str]] = []
+        if self._think is not None:
+            if self._mode == "reasoning":
+                found.append((self._think[1], "content"))
+            elif self._at_start:
+                found.append((self._think[0], "reasoning"))
+        if self._tools and self._mode == "content" and self._form.call is not None:
+            found.append((self._form.call[0], "call"))
+        return [(marker, mode) for marker, mode in found if marker and marker not in special]
+
+    def _next_marker(self, text: str) -> tuple[str | None, str]:
+        best: tuple[int, str, str] | None = None
+        for marker, mode in self._watched():
+            at = text.find(marker)
+            if at >= 0 and (mode != "reasoning" or not text[:at].strip()) and (best is None or at < best[0]):
+                best = (at, marker, mode)
+        return (None, "") if best is None else best[1:]
+
+    def _marker_as_text(self, mode: str) -> list[AnswerEvent]:
+        if mode == "call":
+            events = self._release()
+            self._open_region()
+            return events
+        return self._switch(mode)
+
+    def _holds(self, text: str) -> int:
+        """Characters at the end that may be the beginning of a marker."""
+        most = 0
+        for marker, _ in self._watched():
+            for size in range(min(len(marker) - 1, len(text)), most, -1):
+                if text.endswith(marker[:size]):
+                    most = size
+                    break
+        return most
+
+    def _switch(self, mode: str) -> list[AnswerEvent]:
+        events = self._release()
+        self._mode = mode
+        self._strip = True
+        return events
+
+    def _say(self, text: str) -> list[AnswerEvent]:
+        if self._strip:
+            # The line breaks behind a marker are the format's.
+            text = text.lstrip("\n")
+            self._strip = not text
+        if not text:
+            return []
+        if text.strip():
+            self._at_start = False
+        ids, logprobs = tuple(self._ids), tuple(self._logprobs)
+        self._ids.clear()
+        self._logprobs.clear()
+        if self._mode == "reasoning":
+            return [Reasoning(self._choice, text, ids, logprobs)]
+        return [Content(self._choice, text, ids, logprobs)]
+
+    def _release(self) -> list[AnswerEvent]:
+        """What was held back is text after all."""
+        text, self._held = self._held, ""
+        events = self._say(text) if self._mode != "call" else []
+        if self._mode == "call" and self._calls is not None and not self._told():
+            # Nothing of a call came of it: it stays what it was.
+            self._mode = "content"
+            events = self._say(self._raw + text)
+        self._ids.clear()
+        self._logprobs.clear()
+        return events
+
+    # ---- calls -----------------------------------------------------------------------------------------------------
+
+    def _open_region(self) -> None:
+        self._mode, self._raw, self._at_start = "call", "", False
+        form = self._form
+        self._calls = CallReader(
+            self._choice,
+            self._next_index,
+            self._call_id,
+            listed=form.listed,
+            names=form.names,
+            arguments=form.arguments,
+        )
+
+    def _told(self) -> bool:
+        assert self._calls is not None
+        return self._calls.index > self._next_index or self._calls.open
+
+    def _in_region(self, text: str) -> tuple[list[AnswerEvent], str]:
+        assert self._calls is not None
+        reader = self._calls
+        complete = reader.ended
+        if complete:
+            return self._behind_region(text)
+        if not self._told():
+            self._raw += text
+        events, rest = reader.feed(text)
+        self._ids.clear()
+        self._logprobs.clear()
+        if reader.broken:
+            said = any(isinstance(event, ToolBegin) for event in events) or self._told()
+            raw, self._raw = self._raw, ""
+            self._leave_region()
+            # A call that was told of stays open; what was no call at all is text.
+            return (events, rest) if said else (self._say(raw), "")
+        if reader.ended:
+            return events, rest
+        return events, ""
+
+    def _behind_region(self, text: str) -> tuple[list[AnswerEvent], str]:
+        """Between the end of the JSON and the closing marker there is nothing but space."""
+        closing = self._form.call[1] if self._form.call is not None else ""
+        stripped = text.lstrip()
+        if closing and closing not in self._family._special:
+            if stripped.startswith(closing):
+                self._leave_region()
+                return [], stripped[len(closing) :]
+            if closing.startswith(stripped):
+                self._held = text
+                return [], ""
+        elif not stripped:
+            return [], ""
+        if stripped.startswith(";") and self._form.leading_json:
+            self._leave_region()
+            self._open_region()
+            return [], stripped[1:]
+        self._leave_region()
+        return [], stripped
+
+    def _close_region(self) -> list[AnswerEvent]:
+        events = self._release()
+        self._leave_region()
+        return events
+
+    def _leave_region(self) -> None:
+        if self._calls is not None:
+            self._next_index = self._calls.index + (1 if self._calls.open else 0)
+            self._closed += self._calls.closed
+        self._calls, self._mode, self._strip = None, "content", True
+
+    def _call_id(self, index: int) -> str:
+        """The same for the same request: an answer can be repeated to the letter."""
+        digest = hashlib.blake2b(f"{self._id} {self._choice} {index}".encode(), digest_size=15).digest()
+        letters = base64.b32encode(digest).decode().lower()
+        length = self._form.id_length
+        return f"call_{letters[:24]}" if length is None else letters[:length]
+
+
+def detect_family(
+    configured: str, template: str | None, special: Mapping[str, int], piece: Callable[[int], bytes]
+) -> OutputFamily:
+    """As configured, else by the signs in the chat template. Raises ServeError 400 for a name that is none."""
+    if configured != "auto":
+        if configured not in FORMATS:
+            raise ServeError.invalid(f"family is {configured!r}; known are auto, {', '.join(FORMATS)}", "family")
+        return OutputFamily(FORMATS[configured], special, piece)
+    for form in FORMATS.values():
+        if template is not None and any(sign in template for sign in form.signs):
+            return OutputFamily(form, special, piece)
+    return OutputFamily(FORMATS["none"], special, piece)

@@ -1,0 +1,321 @@
+"""Answers of /v1/chat/completions and /v1/completions: chunks of a stream, and the whole, from the same events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from exl_serve.api.state import TextDoor
+from exl_serve.engine.events import TokenLogprob, Usage
+from exl_serve.errors import ServeError
+from exl_serve.stream.events import (
+    AnswerEvent,
+    Begun,
+    Content,
+    Error,
+    Finish,
+    Reasoning,
+    ToolArgs,
+    ToolBegin,
+)
+
+__all__ = ["DONE", "Answer", "Chat", "Completion", "sse"]
+
+DONE = b"data: [DONE]\n\n"
+_encoder = msgspec.json.Encoder()
+
+
+def sse(value: Any) -> bytes:
+    """One event of a stream."""
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+@dataclass
+class _Choice:
+    begun: bool = False
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    finish: str | None = None
+    stop: int | str | None = None
+    offset: int = 0
+
+
+class Answer:
+    """One answer, streamed by `chunks` or told whole by `whole`: the same events give the same content."""
+
+    object_name = ""
+    chunk_name = ""
+
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        n: int,
+        text: TextDoor,
+        *,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+        logprobs: bool = False,
+        return_ids: bool = False,
+        reasoning_field: str = "reasoning_content",
+        prompts: int = 1,
+    ) -> None:
+        #: id, created, model, system_fingerprint
+        self.head = dict(head)
+        self.choices = [_Choice() for _ in range(n)]
+        self._text = text
+        self._include_usage, self._continuous = include_usage, continuous_usage
+        self._logprobs, self._return_ids = logprobs, return_ids
+        self._reasoning_field = reasoning_field
+        self.error: ServeError | None = None
+        self._usages: dict[int, Usage] = {}
+        self._reasoning_tokens = 0
+        self._running = 0
+        #: choices of one prompt stand together; each prompt counts once
+        self._per_prompt = max(1, n // prompts)
+        self.prompt_tokens = self.cached_tokens = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended, or one has failed."""
+        return self.error is not None or all(choice.finish is not None for choice in self.choices)
+
+    def chunks(self, events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
+        """The chunks that these events make."""
+        found: list[dict[str, Any]] = []
+        for event in events:
+            if self.error is not None:
+                break
+            choice = self.choices[event.choice]
+            if isinstance(event, Begun):
+                if event.choice % self._per_prompt == 0:
+                    self.prompt_tokens += event.prompt_tokens
+                    self.cached_tokens += event.cached_tokens
+                continue
+            if isinstance(event, Error):
+                self.error = ServeError(event.status, event.type, event.code, event.message)
+                break
+            if not choice.begun:
+                choice.begun = True
+                found += self._first(event.choice)
+            found += self._piece(event, choice)
+        return found
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """What stands behind the last choice's end: the usage, or the error."""
+        if self.error is not None:
+            return [self.error.body()]
+        if not self._include_usage:
+            return []
+        return [self.head | {"object": self.chunk_name, "choices": [], "usage": self.usage()}]
+
+    def usage(self) -> dict[str, Any]:
+        """The prompt counts once, however many choices there are."""
+        new = sum(usage.completion_tokens for usage in self._usages.values())
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": self.prompt_tokens + new,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": self._reasoning_tokens,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The answer without a stream. Raises ServeError where a choice has failed."""
+        if self.error is not None:
+            raise self.error
+        choices = [self._whole_choice(i, choice) for i, choice in enumerate(self.choices)]
+        return self.head | {"object": self.object_name, "choices": choices, "usage": self.usage()}
+
+    def timings(self) -> dict[str, float]:
+        """Seconds of the slowest choice."""
+        usages = self._usages.values()
+        return {
+            name: max((getattr(usage, name) for usage in usages), default=0.0)
+            for name in ("queue_seconds", "prefill_seconds", "generate_seconds")
+        }
+
+    # ---- of the two shapes -----------------------------------------------------------------------------------------
+
+    def _first(self, index: int) -> list[dict[str, Any]]:
+        return []
+
+    def _piece(self, event: AnswerEvent, choice: _Choice) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _end(self, event: Finish, choice: _Choice) -> None:
+        choice.finish, choice.stop = event.reason, event.stop
+        self._usages[event.choice] = event.usage
+        self._reasoning_tokens += event.reasoning_tokens
+
+    def _chunk(self, choice: dict[str, Any], new_tokens: int = 0) -> dict[str, Any]:
+        self._running += new_tokens
+        chunk = self.head | {"object": self.chunk_name, "choices": [choice]}
+        if self._continuous:
+            new = self._running
+            chunk["usage"] = {
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": new,
+                "total_tokens": self.prompt_tokens + new,
+            }
+        elif self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+class Chat(Answer):
+    """The shape of /v1/chat/completions."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def _first(self, index: int) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})]
+
+    def _piece(self, event: AnswerEvent, choice: _Choice) -> list[dict[str, Any]]:
+        if isinstance(event, Finish):
+            self._end(event, choice)
+            last: dict[str, Any] = {"index": event.choice, "delta": {}, "logprobs": None, "finish_reason": event.reason}
+            if event.stop is not None:
+                last["stop_reason"] = event.stop
+            return [self._chunk(last)]
+        delta: dict[str, Any]
+        logprobs: dict[str, Any] | None = None
+        ids: tuple[int, ...] = ()
+        if isinstance(event, Content):
+            choice.text.append(event.text)
+            choice.logprobs += event.logprobs
+            choice.ids += event.ids
+            ids = event.ids
+            delta = {"content": event.text}
+            if self._logprobs:
+                logprobs = {"content": [self._logprob(one) for one in event.logprobs], "refusal": None}
+        elif isinstance(event, Reasoning):
+            choice.reasoning.append(event.text)
+            ids = event.ids
+            delta = dict.fromkeys(self._reasoning_names(), event.text)
+            if not delta:
+                return []
+        elif isinstance(event, ToolBegin):
+            kind = {"id": event.id, "type": "function"}
+            choice.calls.append(kind | {"function": {"name": event.name, "arguments": ""}})
+            opened = {"index": event.index, **kind, "function": {"name": event.name, "arguments": ""}}
+            delta = {"tool_calls": [opened]}
+        elif isinstance(event, ToolArgs):
+            choice.calls[event.index]["function"]["arguments"] += event.text
+            delta = {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+        else:
+            return []
+        piece: dict[str, Any] = {"index": event.choice, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        if self._return_ids:
+            piece["token_ids"] = list(ids)
+        return [self._chunk(piece, len(ids))]
+
+    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        text = "".join(choice.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not choice.calls else None}
+        reasoning = "".join(choice.reasoning)
+        if reasoning:
+            message |= dict.fromkeys(self._reasoning_names(), reasoning)
+        if choice.calls:
+            message["tool_calls"] = choice.calls
+        message["refusal"] = None
+        logprobs = None
+        if self._logprobs:
+            logprobs = {"content": [self._logprob(one) for one in choice.logprobs], "refusal": None}
+        found: dict[str, Any] = {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish,
+            "stop_reason": choice.stop,
+        }
+        if self._return_ids:
+            found["token_ids"] = choice.ids
+        return found
+
+    def _reasoning_names(self) -> tuple[str, ...]:
+        both = ("reasoning_content", "reasoning")
+        return {"both": both, "none": ()}.get(self._reasoning_field, (self._reasoning_field,))
+
+    def _logprob(self, one: TokenLogprob) -> dict[str, Any]:
+        top = [self._entry(i, p) for i, p in one.top]
+        return self._entry(one.id, one.logprob or 0.0) | {"top_logprobs": top}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self._text.piece(token)
+        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
+
+
+class Completion(Answer):
+    """The shape of /v1/completions. `echo`: the text of each choice's prompt, in front of its completion."""
+
+    object_name = chunk_name = "text_completion"
+    echo: Sequence[str] = ()
+
+    def _first(self, index: int) -> list[dict[str, Any]]:
+        return [self._text_chunk(index, self.echo[index])] if self.echo and self.echo[index] else []
+
+    def _text_chunk(
+        self, index: int, text: str, logprobs: Any = None, finish: str | None = None, ids: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        piece: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        if self._return_ids:
+            piece["token_ids"] = list(ids)
+        return self._chunk(piece, len(ids))
+
+    def _piece(self, event: AnswerEvent, choice: _Choice) -> list[dict[str, Any]]:
+        if isinstance(event, Finish):
+            self._end(event, choice)
+            chunk = self._text_chunk(event.choice, "", None, event.reason)
+            if event.stop is not None:
+                chunk["choices"][0]["stop_reason"] = event.stop
+            return [chunk]
+        if not isinstance(event, Content):
+            return []
+        choice.text.append(event.text)
+        choice.logprobs += event.logprobs
+        choice.ids += event.ids
+        logprobs = self._shape(event.logprobs, choice) if self._logprobs else None
+        return [self._text_chunk(event.choice, event.text, logprobs, None, event.ids)]
+
+    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        choice.offset = 0
+        logprobs = self._shape(choice.logprobs, choice) if self._logprobs else None
+        found: dict[str, Any] = {
+            "index": index,
+            "text": (self.echo[index] if self.echo else "") + "".join(choice.text),
+            "logprobs": logprobs,
+            "finish_reason": choice.finish,
+            "stop_reason": choice.stop,
+        }
+        if self._return_ids:
+            found["token_ids"] = choice.ids
+        return found
+
+    def _shape(self, logprobs: Sequence[TokenLogprob], choice: _Choice) -> dict[str, list[Any]]:
+        """The old shape: parallel lists; offsets count characters of the completion."""
+        shape: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for one in logprobs:
+            text = self._text.piece(one.id).decode("utf-8", "replace")
+            shape["tokens"].append(text)
+            shape["token_logprobs"].append(one.logprob)
+            top = {self._text.piece(i).decode("utf-8", "replace"): p for i, p in one.top}
+            # The token that was drawn is among them, as OpenAI has it.
+            shape["top_logprobs"].append({**top, text: one.logprob} if top else None)
+            shape["text_offset"].append(choice.offset)
+            choice.offset += len(text)
+        return shape

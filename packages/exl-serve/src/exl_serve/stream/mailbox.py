@@ -1,0 +1,82 @@
+"""What waits to be written to one client: consecutive pieces of a kind are one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+from exl_serve.stream.events import AnswerEvent, Content, Reasoning, ToolArgs
+
+__all__ = ["HIGH_WATER", "LOW_WATER", "Mailbox"]
+
+HIGH_WATER, LOW_WATER = 64 << 10, 16 << 10
+"""Characters that wait: from the first on the request is paused, below the second it goes on."""
+
+
+class Mailbox:
+    """Events of one answer, in order. `put` never blocks; `take` waits for something and takes all there is."""
+
+    def __init__(self, pause: Callable[[], None] | None = None, resume: Callable[[], None] | None = None) -> None:
+        self._events: list[AnswerEvent] = []
+        self._arrived = asyncio.Event()
+        self._pause, self._resume = pause, resume
+        self._paused = False
+        self.size = 0
+        self.closed = False
+
+    def put(self, event: AnswerEvent) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(event, Content | Reasoning | ToolArgs):
+            self.size += len(event.text)
+            if type(last) is type(event) and isinstance(last, Content | Reasoning | ToolArgs) and _joins(last, event):
+                self._events[-1] = _joined(last, event)
+            else:
+                self._events.append(event)
+            if self.size > HIGH_WATER and not self._paused and self._pause is not None:
+                self._paused = True
+                self._pause()
+        else:
+            self._events.append(event)
+        self._arrived.set()
+
+    def close(self) -> None:
+        """Nobody reads any more: `take` returns at once."""
+        self.closed = True
+        self._arrived.set()
+
+    async def take(self, seconds: float | None = None) -> list[AnswerEvent]:
+        """All events there are; none after so many seconds, or once closed."""
+        if not self._events and not self.closed:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return []
+        events, self._events = self._events, []
+        self.size = 0
+        return [] if self.closed else events
+
+    def written(self) -> None:
+        """What was taken has been written: a paused request goes on once little waits."""
+        if self._paused and self.size < LOW_WATER and self._resume is not None:
+            self._paused = False
+            self._resume()
+
+
+Piece = Content | Reasoning | ToolArgs
+
+
+def _joins(last: Piece, event: Piece) -> bool:
+    if isinstance(last, ToolArgs) and isinstance(event, ToolArgs) and last.index != event.index:
+        return False
+    return last.choice == event.choice
+
+
+def _joined(last: Piece, event: Piece) -> Piece:
+    if isinstance(last, ToolArgs) or isinstance(event, ToolArgs):
+        return dataclasses.replace(last, text=last.text + event.text)
+    return dataclasses.replace(
+        last, text=last.text + event.text, ids=last.ids + event.ids, logprobs=last.logprobs + event.logprobs
+    )

@@ -1,0 +1,177 @@
+"""Slow and greedy clients, over raw sockets: they are turned away, the others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+
+from exl_serve.api.limits import guarded
+from exl_serve.config.model import Limits
+
+SLOW = Limits(header_seconds=0.3, body_seconds=1.0, keep_alive_seconds=0.5)
+PATIENT = Limits(header_seconds=600, body_seconds=600, keep_alive_seconds=600)
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        size += len(message["body"])
+        more = message["more_body"]
+    body = str(size).encode()
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@asynccontextmanager
+async def server(limits: Limits) -> AsyncIterator[int]:
+    config = uvicorn.Config(
+        app,
+        port=0,
+        http=guarded(limits),
+        ws="none",
+        lifespan="off",
+        log_level="critical",
+        timeout_keep_alive=int(limits.keep_alive_seconds) or 1,
+        backlog=4096,
+    )
+    running = uvicorn.Server(config)
+    task = asyncio.create_task(running._serve())
+    while not running.started:
+        await asyncio.sleep(0.01)
+    yield running.servers[0].sockets[0].getsockname()[1]
+    running.should_exit = running.force_exit = True
+    await task
+
+
+def run(limits: Limits, work: Callable[[int], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(240), server(limits) as port:
+            await work(port)
+
+    asyncio.run(main())
+
+
+async def ask(port: int, data: bytes = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n") -> bytes:
+    """The whole answer, to the end of the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def code(answer: bytes) -> tuple[int, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["code"]
+
+
+CLOSE = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+
+
+def test_slow_headers_end_the_connection_and_nobody_elses() -> None:
+    async def work(port: int) -> None:
+        slow = asyncio.create_task(ask(port, b"POST / HTTP/1.1\r\nhost: a\r\n"))
+        assert (await ask(port, CLOSE)).endswith(b"\r\n\r\n0")
+        assert code(await slow) == (408, "header_timeout")
+        assert await ask(port, b"") == b""
+
+    run(SLOW, work)
+
+
+def test_a_slow_body_ends_with_408() -> None:
+    async def work(port: int) -> None:
+        answer = await ask(port, b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\nabc")
+        assert code(answer) == (408, "body_timeout")
+
+    run(SLOW, work)
+
+
+def test_a_body_that_comes_in_pieces_is_read() -> None:
+    async def work(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 200000\r\n\r\n")
+        for _ in range(20):
+            writer.write(b"x" * 10_000)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        assert (await reader.read()).endswith(b"\r\n\r\n200000")
+        writer.close()
+
+    run(PATIENT, work)
+
+
+def test_an_idle_connection_is_closed_after_its_answer() -> None:
+    async def work(port: int) -> None:
+        assert (await ask(port)).endswith(b"\r\n\r\n0")
+
+    run(SLOW, work)
+
+
+@pytest.mark.parametrize("headers", [b"x: " + b"y" * 20_000 + b"\r\n", b"".join(b"x%d: 1\r\n" % i for i in range(200))])
+def test_large_headers_are_refused(headers: bytes) -> None:
+    async def work(port: int) -> None:
+        assert code(await ask(port, b"GET / HTTP/1.1\r\nhost: a\r\n" + headers + b"\r\n")) == (431, "headers_too_large")
+        assert code(await ask(port, b"GET /" + b"u" * 20_000 + b" HTTP/1.1\r\n\r\n")) == (431, "headers_too_large")
+
+    run(PATIENT, work)
+
+
+@pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\x00", b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])
+def test_what_is_no_request_is_told_so(data: bytes) -> None:
+    async def work(port: int) -> None:
+        assert code(await ask(port, data)) == (400, "bad_request")
+
+    run(PATIENT, work)
+
+
+def test_an_address_has_so_many_connections() -> None:
+    async def work(port: int) -> None:
+        open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert code(await ask(port)) == (429, "too_many_requests")
+        for _, writer in open_ones:
+            writer.close()
+            await writer.wait_closed()
+        await asyncio.sleep(0.05)
+        assert (await ask(port, CLOSE)).endswith(b"\r\n\r\n0")
+
+    run(Limits(max_connections_per_address=3), work)
+
+
+def test_the_process_has_so_many_connections() -> None:
+    async def work(port: int) -> None:
+        open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        answer = await ask(port)
+        assert code(answer) == (503, "too_many_connections")
+        assert b"retry-after: 1" in answer
+        for _, writer in open_ones:
+            writer.close()
+
+    run(Limits(max_connections=3), work)
+
+
+def test_idle_connections_take_nothing_from_others() -> None:
+    async def work(port: int) -> None:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2000)]
+        answers = await asyncio.gather(*(ask(port, CLOSE) for _ in range(50)))
+        assert all(answer.endswith(b"\r\n\r\n0") for answer in answers)
+        for _, writer in idle:
+            writer.close()
+
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 5000:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    run(Limits(max_connections_per_address=10_000, max_connections=10_000, header_seconds=600), work)

@@ -1,0 +1,250 @@
+"""A running server: a stopped engine, a reload, models that make room for each other, what is measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from exl_generate import bundled
+
+FOLDER = bundled.default_model_dir()
+RUN = """
+import sys
+from pathlib import Path
+from exl_serve.config.load import load
+from exl_serve.super.logs import set_up
+from exl_serve.super.stall import Patience
+from exl_serve.super.supervisor import Supervisor
+file = Path(sys.argv[1])
+config = load(file)
+set_up(config.log, "%(message)s")
+made = Supervisor(config, lambda s: print("at", s.address, file=sys.stderr, flush=True), reload=lambda: load(file),
+                  patience=Patience(stall=float(sys.argv[2]), kill=float(sys.argv[2])))
+sys.exit(made.run())
+"""
+MODEL = f'[[model]]\nid = "{{id}}"\npath = "{FOLDER}"\ndevice = "cpu"\nengine = "{{engine}}"\npreload = {{preload}}\n'
+
+
+def models(**engines: str) -> str:
+    return "".join(
+        MODEL.format(id=id, engine=e, preload=str(i == 0).lower()) for i, (id, e) in enumerate(engines.items())
+    )
+
+
+class Server:
+    def __init__(self, file: Path, patience: float, environment: dict[str, str]) -> None:
+        command = [sys.executable, "-c", RUN, str(file), str(patience)]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=os.environ | environment, start_new_session=True
+        )
+        self.log = ""
+        self.said = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.wait_for(r"at (\S+)\n")
+        found = re.search(r"^at (\S+)$", self.log, re.MULTILINE)
+        assert found, self.log
+        self.url = found[1]
+
+    def _read(self) -> None:
+        for line in self.process.stderr or ():
+            with self.said:
+                self.log += line
+                self.said.notify_all()
+
+    def wait_for(self, pattern: str) -> None:
+        with self.said:
+            assert self.said.wait_for(lambda: re.search(pattern, self.log), timeout=180), self.log
+
+    def until(self, true: Callable[[], bool]) -> None:
+        for _ in range(6000):
+            if true():
+                return
+            time.sleep(0.03)
+        raise AssertionError(self.log)
+
+    def complete(self, model: str) -> httpx.Response:
+        body = {"model": model, "prompt": "Once", "max_tokens": 3}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=180)
+
+    def ready(self) -> str:
+        answer = httpx.get(f"{self.url}/health/ready", timeout=180)
+        return "ok" if answer.status_code == 200 else str(answer.json()["error"]["code"])
+
+    def states(self) -> dict[str, str]:
+        found = httpx.get(f"{self.url}/load", timeout=180).json()["models"]
+        return {id: entry["state"] for id, entry in found.items()}
+
+    def children(self, module: str) -> list[int]:
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (place / "cmdline").read_bytes().split(b"\0")
+                parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, ValueError):
+                continue
+            if parent == self.process.pid and module.encode() in words:
+                found.append(int(place.name))
+        return found
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    made: list[Server] = []
+
+    def begin(text: str, patience: float = 600.0, **environment: Any) -> Server:
+        file = tmp_path / "serve.toml"
+        file.write_text("server.port = 0\n" + text)
+        made.append(Server(file, patience, environment))
+        return made[-1]
+
+    yield begin
+    for server in made:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_a_stopped_engine_is_told_ended_and_started_again(start: Start) -> None:
+    server = start(models(a="free"), patience=3.0)
+    assert server.complete("a").status_code == 200
+    (engine,) = server.children("exl_serve.engine")
+    os.kill(engine, signal.SIGSTOP)
+    server.until(lambda: server.ready() == "engine_stalled")
+    assert server.complete("a").json()["error"]["code"] == "engine_stalled"
+    server.until(lambda: server.children("exl_serve.engine") not in ([], [engine]))
+    server.until(lambda: server.ready() == "ok")
+    assert server.complete("a").status_code == 200
+    assert "makes no progress" in server.log
+
+
+def test_a_reload_takes_over_models_and_limits(start: Start, tmp_path: Path) -> None:
+    server = start(models(a="free"))
+    file = tmp_path / "serve.toml"
+    file.write_text("server.port = 1\nserver.limits.max_n = 1\n" + models(b="free"))
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for("server.port has changed: that needs a restart")
+    server.until(lambda: server.states() == {"b": "ready"})
+    assert server.complete("a").status_code == 404
+    assert server.complete("b").status_code == 200
+    assert len(server.children("exl_serve.engine")) == 1
+    file.write_text("[server\n")
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for("the configuration was not read again")
+    assert server.complete("b").status_code == 200
+
+
+def test_models_are_loaded_when_they_are_asked_for_and_by_operators(start: Start) -> None:
+    server = start(models(a="free", b="free"))
+    assert server.states() == {"a": "ready", "b": "unloaded"}
+    server.until(lambda: server.complete("b").status_code == 200)
+    options = {"headers": {"content-type": "application/json"}, "timeout": 180, "content": "{}"}
+    told = httpx.post(f"{server.url}/v1/models/a/unload", **options)  # type: ignore[arg-type]
+    assert told.status_code == 200
+    server.until(lambda: server.states()["a"] == "unloaded")
+    told = httpx.post(f"{server.url}/v1/models/a/load", **options)  # type: ignore[arg-type]
+    assert told.json() == {"id": "a", "state": "ready"}
+    assert server.complete("a").status_code == 200
+    assert httpx.post(f"{server.url}/v1/models/zzz/load", **options).status_code == 404  # type: ignore[arg-type]
+
+
+def test_the_names_of_tabbyapi(start: Start) -> None:
+    server = start(models(a="free", b="free"))
+
+    def post(path: str, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(server.url + path, json=body, timeout=180)
+
+    assert httpx.get(f"{server.url}/v1/model", timeout=180).json()["id"] == "a"
+    listed = httpx.get(f"{server.url}/v1/model/list", timeout=180).json()["data"]
+    assert {one["id"]: one["state"] for one in listed} == {"a": "ready", "b": "unloaded"}
+    events = [json.loads(line[6:]) for line in post("/v1/model/load", {"model_name": "b"}).text.split("\n\n") if line]
+    assert (events[-1]["status"], events[-1]["state"]) == ("finished", "ready")
+    assert post("/v1/model/load", {"model_name": "c"}).status_code == 404
+    assert post("/v1/model/load", {}).status_code == 400
+    assert {one["id"] for one in post("/v1/model/unload", {}).json()["data"]} == {"a", "b"}
+    server.until(lambda: set(server.states().values()) == {"unloaded"})
+    assert httpx.get(f"{server.url}/v1/auth/permission", timeout=180).json()["permission"] == "admin"
+
+
+def test_every_route_but_the_open_ones_needs_a_key(start: Start, tmp_path: Path) -> None:
+    from exl_serve.api.app import ROUTES
+
+    keys = tmp_path / "keys.toml"
+    keys.touch(0o600)
+    key = "exl-" + "k" * 43
+    keys.write_text(f'[[key]]\nname = "one"\nkey = "{key}"\nscopes = ["infer"]\n')
+    server = start(f'auth.key_file = "{keys}"\nauth.max_failures_per_minute = 1000\n' + models(a="free"))
+    headers = {"authorization": f"Bearer {key}"}
+    for route in ROUTES:
+        url = server.url + re.sub(r"\{.*?\}", "x", route.path)
+        without = httpx.request(route.method, url, timeout=180).status_code
+        wrong = httpx.request(route.method, url, headers={"x-api-key": "no" * 20}, timeout=180).status_code
+        if route.scope == "open":
+            assert (without, wrong) == (200, 200), route
+            continue
+        assert (without, wrong) == (401, 401), route
+        status = httpx.request(route.method, url, headers=headers, timeout=180).status_code
+        assert (status == 403) == (route.scope != "infer"), route
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(180) == 0
+    assert key not in server.log
+
+
+def test_a_model_for_which_there_is_no_room_is_refused_with_the_numbers(start: Start) -> None:
+    server = start("memory.budget.cpu = 1000000\n" + models(a="free", b="model"))
+    answer = server.complete("b")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "memory_budget")
+    assert re.search(r"cpu: needs 0\.\d\d GiB of 0\.00; held by nobody", answer.json()["error"]["message"])
+    assert server.complete("a").status_code == 200
+
+
+def test_the_service_manager_hears_of_the_start_and_of_life(start: Start, tmp_path: Path) -> None:
+    path = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(path)
+        manager.settimeout(180)
+        server = start(models(a="free"), NOTIFY_SOCKET=path, WATCHDOG_USEC="200000")
+        assert manager.recv(200).startswith(b"READY=1\n")
+        assert {manager.recv(200) for _ in range(5)} == {b"WATCHDOG=1"}
+        server.process.send_signal(signal.SIGINT)
+        while manager.recv(200) != b"STOPPING=1":
+            pass
+        assert server.process.wait(180) == 0
+
+
+def test_what_requests_took_is_measured(start: Start) -> None:
+    server = start(models(a="free"))
+    for _ in range(3):
+        assert server.complete("a").status_code == 200
+    assert httpx.get(f"{server.url}/nothing", timeout=180).status_code == 404
+
+    def has(*lines: str) -> bool:
+        found = httpx.get(f"{server.url}/metrics", timeout=180).text.splitlines()
+        return set(lines) <= set(found)
+
+    server.until(
+        lambda: has(
+            'exl_requests_total{finished_reason="length",model_name="a"} 3.0',
+            'vllm:generation_tokens_total{model_name="a"} 9.0',
+            'exl_request_generation_tokens_bucket{le="5.0",model_name="a"} 3.0',
+            'exl_request_generation_tokens_bucket{le="2.0",model_name="a"} 0.0',
+            'vllm:request_params_n_count{model_name="a"} 3.0',
+            'exl_rejected_total{code="not_found"} 1.0',
+            'exl_model_state{model_name="a",state="ready"} 1.0',
+            "exl_ready 1.0",
+        )
+    )

@@ -1,0 +1,125 @@
+"""Progress, service manager, child processes, listening sockets: the supervisor's parts without a model."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exl_serve.config.load import parse
+from exl_serve.engine.client import EngineStatus
+from exl_serve.engine.status import StatusReader, StatusWriter
+from exl_serve.errors import ServeError
+from exl_serve.super.notify import Notifier
+from exl_serve.super.spawn import describe
+from exl_serve.super.stall import Patience, Watch
+from exl_serve.super.supervisor import _listen
+
+
+def status(began: float, ended: float) -> EngineStatus:
+    counts = dict.fromkeys(
+        ("decoding", "prefilling", "queued", "queued_prompt_tokens", "pages_pinned", "pages_cached", "pages_free"), 0
+    )
+    return EngineStatus(
+        boot=b"", state="ready", round=1, began=began, ended=ended, prefill_rate=0, decode_rate=0, **counts
+    )
+
+
+def test_busy_is_not_stalled_and_stalled_is_ended() -> None:
+    watch = Watch(Patience(stall=30, kill=90))
+    for now in range(0, 300, 10):  # long rounds, one after the other
+        assert watch.look(status(now, now + 10), now, now) == "ok"
+    assert watch.look(status(300, 290), 300, 300) == "ok"
+    # The longest round took 10 seconds: 200 are still a round.
+    assert watch.look(status(300, 290), 300, 480) == "ok"
+    assert watch.look(status(300, 290), 300, 510) == "stalled"
+    assert watch.look(status(300, 290), 300, 600) == "kill"
+    assert watch.look(status(300, 600), 301, 601) == "ok"
+
+
+def test_an_idle_engine_that_writes_no_more_is_stalled() -> None:
+    watch = Watch(Patience(stall=30, kill=90))
+    for now in range(100):
+        assert watch.look(status(0, 0), now, now) == "ok"
+    assert watch.look(status(0, 0), 99, 130) == "stalled"
+
+
+def test_every_write_of_the_status_page_counts(tmp_path: Path) -> None:
+    writer = StatusWriter(tmp_path / "status", b"0" * 16)
+    reader = StatusReader(tmp_path / "status")
+    before = reader.writes
+    writer.write()
+    assert reader.writes != before
+    reader.close()
+    writer.close()
+
+
+def test_the_service_manager_is_told(tmp_path: Path) -> None:
+    path = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(path)
+        notifier = Notifier({"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "20000000"})
+        assert notifier.interval == 10.0
+        notifier.tell("READY=1")
+        assert manager.recv(100) == b"READY=1"
+        for _ in range(1000):
+            notifier.tell("WATCHDOG=1")  # one that reads nothing holds nobody up
+    notifier.tell("WATCHDOG=1")  # nobody listens any more: nothing happens
+    assert Notifier({}).interval is None
+    Notifier({}).tell("READY=1")
+
+
+def test_exit_statuses_in_words() -> None:
+    assert (describe(1), describe(-9), describe(-99)) == ("status 1", "signal SIGKILL", "signal 99")
+
+
+def test_an_address_in_use_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = parse({"server": {"port": taken.getsockname()[1]}})
+        with pytest.raises(ServeError, match="choose another"):
+            _listen(config)
+
+
+def test_a_unix_socket_is_its_owners_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    config = parse({"server": {"uds": str(path)}})
+    listener = _listen(config)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ServeError, match="cannot listen"):
+        _listen(config)
+    listener.close()
+    _listen(config).close()
+
+
+CHILD = """
+import os, sys, time
+from exl_serve.super.spawn import Child
+read, write = os.pipe()
+child = Child("exl_serve.engine", b"not json", "x", wake=write)
+while child.poll() is None:
+    time.sleep(0.01)
+print(child.poll(), flush=True)
+"""
+
+
+def test_a_child_that_cannot_start_tells_its_status() -> None:
+    found = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=300, check=True)
+    assert found.stdout == "1\n"
+
+
+START = """
+import sys
+from exl_serve.config.load import parse
+from exl_serve.super.supervisor import Supervisor
+sys.exit(Supervisor(parse({"server": {"port": 0}, "model": [{"id": "m", "path": sys.argv[1]}]})).run())
+"""
+
+
+def test_the_start_ends_where_no_model_can_be_loaded(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", START, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 1
+    assert "model m cannot be served" in found.stderr

@@ -1,0 +1,217 @@
+"""The bytes of HTTP: streams, errors, hostile bodies, headers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from exl_serve.api.app import ROUTES
+from exl_serve.config.model import Limits
+from exl_serve.errors import ServeError
+from exl_serve.request.body import read_json
+from exl_serve.request.fields import COMMON, SAMPLING, UNSUPPORTED, by_name, read_fields
+from exl_serve.request.sampling import seeds_of
+from exl_serve.testing.server import LiveServer
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        yield client
+
+
+def check_stream(data: bytes, *, usage: bool, n: int) -> None:
+    """The grammar of a chat stream."""
+    assert data.endswith(b"data: [DONE]\n\n")
+    events = [part for part in data.decode().split("\n\n") if part and not part.startswith(":")]
+    assert all(re.fullmatch(r"data: [^\n]*", event) for event in events)
+    assert events.count("data: [DONE]") == 1
+    chunks = [json.loads(event[6:]) for event in events[:-1]]
+    heads = {(c["id"], c["created"], c["model"], c["system_fingerprint"], c["object"]) for c in chunks}
+    assert len(heads) == 1
+    if usage:
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"]["total_tokens"] > 0
+        assert all(c["usage"] is None for c in chunks[:-1])
+        chunks = chunks[:-1]
+    begun: set[int] = set()
+    ended: set[int] = set()
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        index, delta = choice["index"], choice["delta"]
+        assert index not in ended
+        if index not in begun:
+            assert delta == {"role": "assistant", "content": ""}
+            begun.add(index)
+        elif choice["finish_reason"] is None:
+            assert delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls")
+        else:
+            assert delta == {}
+            ended.add(index)
+    assert begun == ended == set(range(n))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n=st.integers(1, 4),
+    usage=st.booleans(),
+    max_tokens=st.integers(1, 60),
+    stop=st.sampled_from([None, "the", ["and", "a "]]),
+    seed=st.integers(0, 999),
+)
+def test_the_grammar_of_a_stream(
+    http: httpx.Client, n: int, usage: bool, max_tokens: int, stop: Any, seed: int
+) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "model": "fable", "stream": True, "n": n}
+    body |= {"max_tokens": max_tokens, "seed": seed, "stop": stop}
+    if usage:
+        body["stream_options"] = {"include_usage": True}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    check_stream(answer.content, usage=usage, n=n)
+    stops = [stop] if isinstance(stop, str) else stop or []
+    texts = [""] * n
+    for line in answer.text.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                texts[choice["index"]] += choice["delta"].get("content", "")
+    assert not any(one in text for one in stops for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "not valid JSON"),
+        (b"[1]", "JSON object"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": 1, "a": 2}', "twice"),
+        (b'{"prompt": "\\ud800", "model": "fable"}', "surrogate"),
+        (b"\xff\xfe", "UTF-8"),
+        (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "64 levels"),
+        (b'{"prompt": 5, "model": "fable"}', "prompt"),
+        (b'{"prompt": [], "model": "fable"}', "prompt"),
+        (b'{"prompt": [1, "x"], "model": "fable"}', "prompt"),
+        (b'{"prompt": [999999], "model": "fable"}', "token 999999"),
+        (b'{"prompt": "x", "model": 5}', "model"),
+        (b'{"prompt": "x", "model": "fable", "n": 1.5}', "whole number"),
+        (b'{"prompt": "x", "model": "fable", "logprobs": true}', "whole number"),
+        (b'{"model": "fable"}', "missing"),
+    ],
+)
+def test_malformed_bodies(http: httpx.Client, body: bytes, says: str) -> None:
+    answer = http.post("/v1/completions", content=body, headers=JSON)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert says in error["message"]
+
+
+def test_sizes(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", content=b'{"prompt": "' + b"x" * (2 << 20) + b'"}', headers=JSON)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    assert http.post("/v1/completions", content=b"a=b").status_code == 400
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    assert http.post("/v1/completions", content=b"a=b", headers=form).status_code == 415
+
+
+@given(data=st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=20,
+))  # fmt: skip
+def test_bodies_are_read_as_they_are(data: Any) -> None:
+    body = json.dumps({"x": data}).encode()
+    assert read_json(body, Limits()) == json.loads(body)
+
+
+@given(
+    body=st.dictionaries(
+        st.sampled_from([*by_name(COMMON, SAMPLING), *UNSUPPORTED, "unknown"]),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text(max_size=4)
+        | st.lists(st.integers(), max_size=2),
+        max_size=4,
+    )
+)
+def test_fields_are_taken_or_refused_by_name(body: dict[str, Any]) -> None:
+    refused: ServeError | None = None
+    found, unknown = {}, []
+    try:
+        found, unknown = read_fields(body, by_name(COMMON, SAMPLING))
+    except ServeError as error:
+        refused = error
+    if refused is not None:
+        assert refused.status == 400
+        assert refused.param is not None
+        assert refused.param.partition("[")[0].partition(".")[0] in body
+    assert set(unknown) <= {"unknown"}
+    assert all(value is not None for value in found.values())
+
+
+def test_seeds_of_choices_differ() -> None:
+    made = {seed for start in range(50) for seed in seeds_of(start, 8)[1:]}
+    assert len(made) == 350
+    assert seeds_of(7, 1) == (7,)
+    assert all(0 <= seed < 1 << 63 for seed in made)
+
+
+def test_routes_and_methods(http: httpx.Client) -> None:
+    missing = http.get("/v1/nothing")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    wrong = http.get("/v1/chat/completions")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert len({(path.method, path.path) for path in ROUTES}) == len(ROUTES)
+    for path in ("/health", "/health/live", "/health/ready", "/ping", "/version"):
+        assert http.get(path).status_code == 200
+
+
+def test_every_route_but_open_ones_asks_for_a_key(fable: Any) -> None:
+    from exl_serve.config.model import ModelConfig
+
+    def authenticate(scope: Any, needed: str) -> Any:
+        raise ServeError(401, "authentication_error", "invalid_api_key", f"{needed} needs a key")
+
+    config = ModelConfig(id="fable", path=fable.card.folder)
+    live = LiveServer({"fable": fable}, [config], authenticate=authenticate)
+    try:
+        for path in ROUTES:
+            place = re.sub(r"\{\w+(:\w+)?\}", "x", path.path)
+            answer = httpx.request(path.method, live.url + place, headers=JSON)
+            assert (answer.status_code == 401) == (path.scope != "open"), path
+    finally:
+        live.close()
+
+
+def test_a_page_of_another_name_does_not_get_in(http: httpx.Client) -> None:
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::2]:80"):
+        answer = http.get("/v1/models", headers={"host": host})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed"), host
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:1", "x.localhost"):
+        assert http.get("/v1/models", headers={"host": host}).status_code == 200, host
+    answer = http.options("/v1/models", headers={"origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_headers(http: httpx.Client) -> None:
+    answer = http.get("/v1/models", headers={"x-request-id": "mine-1"})
+    assert answer.headers["x-request-id"] == "mine-1"
+    assert http.get("/v1/models", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req-")
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    page = http.get("/")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    again = http.get("/", headers={"if-none-match": page.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert http.get("/ui/../errors.py").status_code == 404

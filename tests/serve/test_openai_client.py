@@ -1,0 +1,308 @@
+"""What OpenAI's own client gets from the server, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_serve.testing.local import EngineThread
+from exl_serve.testing.server import LiveServer
+from exl_serve.testing.waiting import until
+
+STORY: list[Any] = [{"role": "user", "content": "Tell me a story about a fox."}]
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+
+
+def joined(chunks: list[Any]) -> dict[str, Any]:
+    """A stream's chunks as one answer."""
+    found: dict[int, dict[str, Any]] = {}
+    usage = None
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            one = found.setdefault(choice.index, {"content": "", "finish": None, "logprobs": []})
+            assert one["finish"] is None, "nothing follows the end of a choice"
+            one["content"] += choice.delta.content or ""
+            if choice.logprobs is not None:
+                one["logprobs"] += [(entry.token, entry.logprob) for entry in choice.logprobs.content]
+            one["finish"] = choice.finish_reason
+    return {"choices": [found[i] for i in sorted(found)], "usage": usage}
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["fable", "scripted"]
+    assert client.models.retrieve("fable").created > 0
+    with pytest.raises(openai.NotFoundError, match="there is: fable, scripted"):
+        client.models.retrieve("gpt")
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n=st.integers(1, 3),
+    seed=st.integers(0, 2**40),
+    temperature=st.sampled_from([0.0, 0.7, 1.3]),
+    max_tokens=st.integers(1, 40),
+    extra=st.sampled_from([{}, {"top_p": 0.5}, {"stop": ["the", "."]}, {"presence_penalty": 1.0}, {"top_k": 3}]),
+)
+def test_a_stream_says_what_the_whole_answer_says(
+    client: openai.OpenAI, n: int, seed: int, temperature: float, max_tokens: int, extra: dict[str, Any]
+) -> None:
+    own = {"top_k": extra.pop("top_k")} if "top_k" in extra else {}
+    asked: dict[str, Any] = {"model": "fable", "messages": STORY, "n": n, "seed": seed, "temperature": temperature}
+    asked |= {"max_tokens": max_tokens, "logprobs": True, "extra_body": own, **extra}
+    whole = client.chat.completions.create(**asked)
+    stream = joined(list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})))
+    for choice, streamed in zip(whole.choices, stream["choices"], strict=True):
+        assert streamed["content"] == choice.message.content
+        assert streamed["finish"] == choice.finish_reason
+        assert choice.logprobs is not None
+        assert streamed["logprobs"] == [(one.token, one.logprob) for one in choice.logprobs.content or []]
+    assert whole.usage is not None
+    assert stream["usage"].completion_tokens == whole.usage.completion_tokens
+    assert stream["usage"].prompt_tokens == whole.usage.prompt_tokens
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**40), temperature=st.sampled_from([0.0, 0.8]), max_tokens=st.integers(1, 30))
+def test_the_library_s_tokens(
+    client: openai.OpenAI, fable: EngineThread, seed: int, temperature: float, max_tokens: int
+) -> None:
+    answer = client.completions.create(
+        model="fable", prompt="Once upon a time", seed=seed, temperature=temperature, max_tokens=max_tokens
+    )
+    generator = ExLlamaV2DynamicGenerator(
+        fable.generator.model,
+        type(fable.generator.cache)(fable.generator.model, max_seq_len=1024),
+        fable.generator.tokenizer,
+    )
+    neutral = ExLlamaV2Sampler.Settings(temperature=temperature, top_k=0, top_p=0, token_repetition_penalty=1.0)
+    ids = fable.generator.tokenizer.encode("Once upon a time", add_bos=True)
+    job = ExLlamaV2DynamicJob(
+        ids, max_tokens, gen_settings=neutral, seed=seed, stop_conditions=list(fable.card.eos_ids)
+    )
+    generator.enqueue(job)
+    text = ""
+    while generator.num_remaining_jobs():
+        text += "".join(result.get("text", "") for result in generator.iterate())
+    assert answer.choices[0].text == text
+
+
+def test_a_seed_repeats_and_is_told(client: openai.OpenAI) -> None:
+    raw = client.completions.with_raw_response.create(model="fable", prompt="A", temperature=1.0, max_tokens=20)
+    seed = int(raw.headers["x-exl-seed"])
+    again = client.completions.create(model="fable", prompt="A", temperature=1.0, max_tokens=20, seed=seed)
+    assert again.choices[0].text == raw.parse().choices[0].text
+    assert raw.headers["x-request-id"].startswith("req-")
+
+
+def test_usage_tells_what_was_cached(client: openai.OpenAI) -> None:
+    text = "The fox and the crow met at the river. " * 30
+    first, second = (client.completions.create(model="fable", prompt=text, max_tokens=1).usage for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert second.prompt_tokens_details is not None
+    assert second.prompt_tokens_details.cached_tokens >= 256
+    assert first.prompt_tokens == second.prompt_tokens
+
+
+def test_salts_share_no_cache(client: openai.OpenAI) -> None:
+    text = "The owl and the mouse met at the mill. " * 30
+
+    def cached(**extra: str) -> int:
+        usage = client.completions.create(model="fable", prompt=text, max_tokens=1, extra_body=extra).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    assert [cached(cache_salt="a"), cached(cache_salt="b"), cached()] == [0, 0, 0]
+    assert cached(cache_salt="a") >= 256
+
+
+def test_json_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model="fable",
+        messages=STORY,
+        max_tokens=120,
+        seed=1,
+        response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": schema}},
+    )
+    found = json.loads(answer.choices[0].message.content or "")
+    assert set(found) == {"name", "age"}
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_guided_output_by_other_servers_names(client: openai.OpenAI) -> None:
+    def ask(**extra: Any) -> str:
+        body = {"model": "fable", "messages": STORY, "max_tokens": 40, "seed": 2, "extra_body": extra}
+        return client.chat.completions.create(**body).choices[0].message.content or ""  # type: ignore[no-any-return]
+
+    assert ask(guided_choice=["yes", "no"]) in ("yes", "no")
+    assert ask(guided_regex="[0-9]{3}").isdecimal()
+    assert ask(structured_outputs={"grammar": 'start: "a" | "b"'}) in ("a", "b")
+    assert ask(grammar_string='root ::= "x" "y"') == "xy"
+
+
+def test_logit_bias_and_logprobs(client: openai.OpenAI) -> None:
+    plain = client.completions.create(model="fable", prompt="Once", max_tokens=1, temperature=0, logprobs=3)
+    shown = plain.choices[0].logprobs
+    assert shown is not None
+    assert shown.tokens == [plain.choices[0].text]
+    assert shown.top_logprobs is not None
+    best = shown.top_logprobs[0]
+    assert shown.token_logprobs == [max(best.values())]
+    assert len(best) == 3
+    banned = client.completions.create(
+        model="fable",
+        prompt="Once",
+        max_tokens=1,
+        temperature=0,
+        logit_bias={str(_first_id(client, "Once")): -100},
+        logprobs=0,
+    )
+    assert banned.choices[0].text != plain.choices[0].text
+
+
+def _first_id(client: openai.OpenAI, prompt: str) -> int:
+    answer = client.completions.create(
+        model="fable", prompt=prompt, max_tokens=1, temperature=0, extra_body={"return_token_ids": True}
+    )
+    return int(answer.choices[0].model_extra["token_ids"][0])  # type: ignore[index]
+
+
+def test_prompts_of_every_kind(client: openai.OpenAI, fable: EngineThread) -> None:
+    ids = fable.generator.tokenizer.encode_ids("Once upon a time", add_bos=True)
+    asked: dict[str, Any] = {"model": "fable", "max_tokens": 8, "temperature": 0}
+    text = client.completions.create(**asked, prompt="Once upon a time").choices[0].text
+    assert client.completions.create(**asked, prompt=ids).choices[0].text == text
+    both = client.completions.create(**asked, prompt=["Once upon a time", "The"], n=2, echo=True)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert both.choices[0].text == both.choices[1].text == "Once upon a time" + text
+    assert client.completions.create(**asked, prompt=[ids, ids]).choices[1].text == text
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        ({"model": "gpt-4"}, openai.NotFoundError, "there is: fable"),
+        ({"temperature": 9}, openai.BadRequestError, "a number from 0 to 5"),
+        ({"temperature": "hot"}, openai.BadRequestError, "a number from 0 to 5"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens is 0"),
+        ({"max_tokens": 5000}, openai.BadRequestError, "context of 1024 tokens"),
+        ({"n": 99}, openai.BadRequestError, "at most 8"),
+        ({"messages": []}, openai.BadRequestError, "at least one message"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, openai.BadRequestError, "robot"),
+        ({"top_logprobs": 2}, openai.BadRequestError, "needs logprobs"),
+        ({"logit_bias": {"99999": 1}}, openai.BadRequestError, "vocabulary"),
+        ({"stop": [""]}, openai.BadRequestError, "stop"),
+        ({"store": True}, openai.BadRequestError, "not offered"),
+        ({"response_format": {"type": "json_schema"}}, openai.BadRequestError, "json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
+         openai.BadRequestError, "no"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.APIStatusError, "tool calls"),
+        ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "for streams"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]},
+         openai.BadRequestError, "text alone"),
+        ({"extra_body": {"repeat_penalty": 1.1, "repetition_penalty": 1.2}}, openai.BadRequestError, "two values"),
+    ],
+)  # fmt: skip
+def test_refusals(client: openai.OpenAI, change: dict[str, Any], kind: type[Exception], says: str) -> None:
+    asked: dict[str, Any] = {"model": "fable", "messages": STORY, "max_tokens": 4} | change
+    with pytest.raises(kind, match=says) as caught:
+        client.chat.completions.create(**asked)
+    assert set(caught.value.body) == {"message", "type", "param", "code"}  # type: ignore[attr-defined]
+
+
+def test_unknown_fields_are_named(client: openai.OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model="fable", messages=STORY, max_tokens=2, extra_body={"frobnicate": 1, "top_k": 0, "best_of": 1}
+    )
+    assert raw.headers["x-exl-ignored"] == "frobnicate"
+
+
+def test_leaving_in_the_middle_frees_everything(client: openai.OpenAI, scripted: EngineThread) -> None:
+    generator = scripted.generator
+    for _ in range(3):
+        stream = client.completions.create(
+            model="scripted", prompt="x y z", max_tokens=900, stream=True, extra_body={"ignore_eos": True}, n=3
+        )
+        next(iter(stream))
+        stream.close()
+    until(lambda: not generator.num_remaining_jobs() and not generator.referenced_pages)
+
+
+def test_a_whole_answer_whose_client_leaves_is_cancelled(server: LiveServer, scripted: EngineThread) -> None:
+    short = 0.3  # seconds until the client gives up, which is what is tested
+    impatient = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=short, max_retries=0)
+    with pytest.raises(openai.APITimeoutError):
+        impatient.completions.create(model="scripted", prompt="x", max_tokens=900, n=8, extra_body={"ignore_eos": True})
+    until(lambda: not scripted.generator.num_remaining_jobs())
+
+
+def test_an_error_in_the_middle_ends_the_stream(
+    client: openai.OpenAI, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = iter(range(10**9))
+    iterate = scripted.generator.iterate
+
+    def failing() -> Any:
+        if next(rounds) > 20:
+            raise RuntimeError("a device error, say")
+        return iterate()
+
+    monkeypatch.setattr(scripted.generator, "iterate", failing)
+    seen: list[Any] = []
+    with pytest.raises(openai.APIError, match="engine failed"):  # noqa: PT012
+        stream = client.completions.create(
+            model="scripted", prompt="x", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        )
+        seen.extend(chunk for chunk in stream)
+    assert seen
+
+
+def test_sixty_four_at_once_get_what_each_gets_alone(client: openai.OpenAI) -> None:
+    def ask(seed: int) -> str:
+        made = client.completions.create(model="fable", prompt="The", seed=seed, temperature=1.0, max_tokens=12)
+        return made.choices[0].text
+
+    alone = {seed: ask(seed) for seed in range(8)}
+    found: list[tuple[int, str]] = []
+    threads = [threading.Thread(target=lambda s=s: found.append((s % 8, ask(s % 8)))) for s in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 24
+    assert all(text == alone[seed] for seed, text in found)
+
+
+def test_tokenize_and_back(server: LiveServer, fable: EngineThread) -> None:
+    import httpx
+
+    with httpx.Client(base_url=server.url) as http:
+        made = http.post("/tokenize", json={"model": "fable", "prompt": "Once upon a time"}).json()
+        assert made["tokens"] == fable.generator.tokenizer.encode_ids("Once upon a time", add_bos=True)
+        assert made["count"] == len(made["tokens"])
+        back = http.post("/detokenize", json={"model": "fable", "tokens": made["tokens"][1:]}).json()
+        assert back["prompt"] == "Once upon a time"
+        shown = http.post("/apply-template", json={"model": "fable", "messages": STORY}).json()["prompt"]
+        counted = http.post("/tokenize", json={"model": "fable", "messages": STORY}).json()
+        answer = http.post("/v1/chat/completions", json={"model": "fable", "messages": STORY, "max_tokens": 1}).json()
+        assert counted["count"] == answer["usage"]["prompt_tokens"]
+        assert "Tell me a story" in shown

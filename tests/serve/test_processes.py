@@ -1,0 +1,229 @@
+"""`exl serve` as people run it: processes that watch one another, drain, and leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from exl_serve.testing.waiting import until
+
+SECONDS = 120.0
+
+
+class Served:
+    """A running `exl serve`."""
+
+    def __init__(self, *options: str, environment: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "exl_serve", "--port", "0", *options],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"EXL_DEVICE": "cpu"} | (environment or {}),
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = ""
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+
+    @property
+    def log(self) -> str:
+        return "".join(self.lines)
+
+    def up(self) -> Served:
+        until(lambda: "serving at" in self.log or self.process.poll() is not None, lambda: self.log)
+        found = re.search(r"serving at (\S+)", self.log)
+        assert found is not None, self.log
+        self.url = found[1]
+        until(lambda: self.get("/health/ready") == 200, lambda: self.log)
+        return self
+
+    def get(self, path: str, **options: Any) -> int:
+        try:
+            return httpx.get(self.url + path, timeout=SECONDS, **options).status_code
+        except httpx.HTTPError:
+            return 0
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        body = {"prompt": "Once upon", "max_tokens": 4, "seed": 1} | fields
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=SECONDS)
+
+    def children(self, module: str = "exl_serve") -> list[int]:
+        """Its processes of this module, by /proc."""
+        found = []
+        for place in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                words = (place / "cmdline").read_bytes().decode().split("\0")
+                parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == self.process.pid and module in words:
+                    found.append(int(place.name))
+        return found
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(SECONDS)
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}/exe").exists() and _alive(pid) for pid in pids)
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[..., Served]]:
+    made: list[Served] = []
+
+    def start(*options: str, **given: Any) -> Served:
+        made.append(Served(*options, **given))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def test_it_serves_restarts_what_dies_and_ends(served: Callable[..., Served]) -> None:
+    server = served().up()
+    first = server.complete()
+    assert first.status_code == 200
+    engine, worker = server.children("exl_serve.engine"), server.children("exl_serve.api")
+    assert (len(engine), len(worker)) == (1, 1)
+
+    os.kill(engine[0], signal.SIGKILL)
+    until(lambda: server.children("exl_serve.engine") not in ([], engine), lambda: server.log)
+    until(lambda: server.get("/health/ready") == 200, lambda: server.log)
+    again = server.complete()
+    assert again.json()["choices"] == first.json()["choices"]
+
+    os.kill(worker[0], signal.SIGKILL)
+    until(lambda: server.get("/health/live") == 200, lambda: server.log)
+    until(lambda: server.get("/health/ready") == 200, lambda: server.log)
+    assert server.complete().json()["choices"] == first.json()["choices"]
+
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'exl_engine_restarts_total{model_name="fable-10m"} 1.0' in text
+    assert "exl_worker_restarts_total 1.0" in text
+    assert 'vllm:request_success_total{finished_reason="length",model_name="fable-10m"}' in text
+
+    everything = server.children("exl_serve.engine") + server.children("exl_serve.api")
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(SECONDS) == 0
+    assert gone(everything)
+    requests = [json.loads(line) for line in server.lines if line.startswith('{"time"')]
+    assert {one["status"] for one in requests} == {200}
+    assert "Once upon" not in server.log
+
+
+def test_an_engine_that_dies_ends_its_streams_with_an_error(served: Callable[..., Served]) -> None:
+    server = served().up()
+    body = {"prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=SECONDS) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        os.kill(server.children("exl_serve.engine")[0], signal.SIGKILL)
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2][6:])["error"]["code"] == "engine_restarting"
+
+
+def test_nothing_outlives_the_supervisor(served: Callable[..., Served]) -> None:
+    server = served().up()
+    everything = server.children("exl_serve.engine") + server.children("exl_serve.api")
+    assert len(everything) == 2
+    server.process.kill()
+    until(lambda: gone(everything))
+
+
+def test_a_drain_lets_streams_finish(served: Callable[..., Served], tmp_path: Path) -> None:
+    from exl_generate import bundled
+
+    file = tmp_path / "serve.toml"
+    folder = bundled.default_model_dir()
+    file.write_text(
+        f'[drain]\ndelay = 1.0\n[[model]]\nid = "fable"\npath = "{folder}"\nengine = "paced"\ndevice = "cpu"\n'
+    )
+    server = served("--config", str(file)).up()
+    body = {"prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=SECONDS) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.get("/health/ready") in (503, 0))
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(SECONDS) == 0
+
+
+def test_keys(served: Callable[..., Served], tmp_path: Path) -> None:
+    made = subprocess.run(
+        [sys.executable, "-m", "exl_serve", "key", "new", "someone"], capture_output=True, text=True, check=True
+    )
+    key = made.stderr.removeprefix("key: ").strip()
+    file = tmp_path / "keys.toml"
+    file.touch(0o600)
+    file.write_text(made.stdout)
+    server = served("--key-file", str(file)).up()
+    assert server.complete().status_code == 401
+    headers = {"authorization": f"Bearer {key}"}
+    assert server.get("/v1/models", headers=headers) == 200
+    assert server.get("/v1/requests", headers=headers) == 403
+    assert server.get("/metrics", headers=headers) == 403
+    assert server.get("/v1/models", headers={"x-api-key": key + "x"}) == 401
+    server.process.send_signal(signal.SIGINT)
+    server.process.wait(SECONDS)
+    assert key not in server.log
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--host", "0.0.0.0"], "no keys"),
+        (["-m", "/no/such/folder"], "Can't find model directory"),
+        (["--cache", "q3"], "q3"),
+        (["--config", "/no/such/file.toml"], "file.toml"),
+        (["--lora", "x"], "NAME=DIR"),
+        (["--key-file", "/no/such/keys"], "key file"),
+    ],
+)
+def test_what_cannot_be_served_is_said_at_once(served: Callable[..., Served], options: list[str], says: str) -> None:
+    server = served(*options)
+    assert server.process.wait(SECONDS) == 1
+    server._reader.join(SECONDS)
+    assert says in server.log
+    assert "Traceback" not in server.log
+
+
+def test_a_model_that_cannot_be_loaded_is_said(served: Callable[..., Served], tmp_path: Path) -> None:
+    from exl_generate import bundled
+
+    for file in Path(bundled.default_model_dir()).iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    server = served("-m", str(tmp_path))
+    until(lambda: "failed" in server.log or server.process.poll() is not None, lambda: server.log)
+    assert "safetensors" in server.log
