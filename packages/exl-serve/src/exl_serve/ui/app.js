@@ -1,0 +1,329 @@
+// The chat page: plain DOM, no framework. What a model writes only ever becomes text nodes.
+const $ = (id) => document.getElementById(id);
+const STORE = "exl-chat";
+const SETTINGS = ["system", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
+let messages = [];
+let running = null;
+
+function load() {
+  try {
+    const saved = JSON.parse(localStorage.getItem(STORE) || "{}");
+    messages = Array.isArray(saved.messages) ? saved.messages : [];
+    for (const name of SETTINGS) if (saved[name] !== undefined) $(name).value = saved[name];
+  } catch { messages = []; }
+  $("key").value = sessionStorage.getItem("exl-key") || "";
+}
+
+function save() {
+  const saved = { messages };
+  for (const name of SETTINGS) saved[name] = $(name).value;
+  try { localStorage.setItem(STORE, JSON.stringify(saved)); } catch { /* full or forbidden: the chat goes on */ }
+}
+
+function headers() {
+  const found = { "content-type": "application/json" };
+  const key = $("key").value.trim();
+  if (key) found.authorization = `Bearer ${key}`;
+  return found;
+}
+
+function fail(text) {
+  $("error").textContent = text;
+  $("error").hidden = !text;
+}
+
+async function explain(response) {
+  try {
+    const told = await response.json();
+    return `${told.error.message} (${response.status} ${told.error.code})`;
+  } catch { return `The server answered ${response.status}.`; }
+}
+
+async function listModels() {
+  let response;
+  try { response = await fetch("/v1/models", { headers: headers() }); }
+  catch { fail("The server does not answer. Is it running?"); return; }
+  if (response.status === 401) {
+    $("panel").hidden = false;
+    $("panel-toggle").setAttribute("aria-expanded", "true");
+    $("key").focus();
+    fail("This server needs an API key: enter it in the settings.");
+    return;
+  }
+  if (!response.ok) { fail(await explain(response)); return; }
+  const chosen = $("model").value;
+  $("model").replaceChildren();
+  for (const model of (await response.json()).data) {
+    const option = document.createElement("option");
+    option.value = model.id;
+    const state = model.exl && model.exl.state !== "ready" ? ` (${model.exl.state})` : "";
+    option.textContent = model.id + state;
+    $("model").append(option);
+  }
+  if (chosen) $("model").value = chosen;
+  fail("");
+}
+
+// ---- Markdown: paragraphs, headings, lists, code, bold, italics -----------------------------------------------------
+
+function inline(parent, text) {
+  const pattern = /`([^`\n]+)`|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*/g;
+  let at = 0;
+  for (const match of text.matchAll(pattern)) {
+    parent.append(text.slice(at, match.index));
+    const element = document.createElement(match[1] ? "code" : match[2] ? "strong" : "em");
+    element.textContent = match[1] || match[2] || match[3];
+    parent.append(element);
+    at = match.index + match[0].length;
+  }
+  parent.append(text.slice(at));
+}
+
+function block(name, text) {
+  const element = document.createElement(name);
+  inline(element, text);
+  return element;
+}
+
+function markdown(text) {
+  const found = document.createDocumentFragment();
+  const parts = text.split(/^```[^\n]*\n?/m);
+  parts.forEach((part, at) => {
+    if (at % 2) {
+      const pre = document.createElement("pre");
+      const code = document.createElement("code");
+      code.textContent = part.replace(/\n$/, "");
+      pre.append(code);
+      found.append(pre);
+      return;
+    }
+    for (const paragraph of part.split(/\n{2,}/)) {
+      if (!paragraph.trim()) continue;
+      const lines = paragraph.replace(/^\n+|\n+$/g, "").split("\n");
+      const bullets = lines.every((line) => /^\s*[-*] /.test(line));
+      const numbers = lines.every((line) => /^\s*\d+[.)] /.test(line));
+      if (bullets || numbers) {
+        const list = document.createElement(bullets ? "ul" : "ol");
+        for (const line of lines) list.append(block("li", line.replace(/^\s*([-*]|\d+[.)]) /, "")));
+        found.append(list);
+      } else if (lines.length === 1 && /^#{1,6} /.test(lines[0])) {
+        found.append(block("h4", lines[0].replace(/^#+ /, "")));
+      } else {
+        found.append(block("p", lines.join("\n")));
+      }
+    }
+  });
+  return found;
+}
+
+// ---- the conversation -----------------------------------------------------------------------------------------------
+
+function button(text, act) {
+  const made = document.createElement("button");
+  made.type = "button";
+  made.textContent = text;
+  made.addEventListener("click", act);
+  return made;
+}
+
+function item(message, index) {
+  const li = document.createElement("li");
+  li.className = message.role;
+  const who = document.createElement("div");
+  who.className = "who";
+  who.textContent = message.role === "user" ? "You" : message.model || "Model";
+  li.append(who);
+  fill(li, message);
+  const actions = document.createElement("div");
+  actions.className = "actions";
+  actions.append(button("Copy", () => navigator.clipboard.writeText(message.content)));
+  if (message.role === "user") actions.append(button("Edit", () => edit(index)));
+  else if (index === messages.length - 1) actions.append(button("Regenerate", regenerate));
+  if (!running) li.append(actions);
+  return li;
+}
+
+function fill(li, message) {
+  for (const old of li.querySelectorAll(".body, details, .facts, .call")) old.remove();
+  const after = li.querySelector(".actions");
+  const add = (element) => li.insertBefore(element, after);
+  if (message.reasoning) {
+    const details = document.createElement("details");
+    const summary = document.createElement("summary");
+    summary.textContent = "Reasoning";
+    details.append(summary, message.reasoning);
+    add(details);
+  }
+  const body = document.createElement("div");
+  body.className = "body";
+  if (message.role === "user") body.textContent = message.content;
+  else body.append(markdown(message.content));
+  add(body);
+  for (const call of message.calls || []) {
+    const pre = document.createElement("pre");
+    pre.className = "call";
+    pre.textContent = `${call.name}(${call.arguments})`;
+    add(pre);
+  }
+  if (message.facts) {
+    const facts = document.createElement("div");
+    facts.className = "facts";
+    facts.textContent = message.facts;
+    add(facts);
+  }
+}
+
+function render() {
+  const list = $("messages");
+  list.replaceChildren(...messages.map(item));
+  list.scrollTop = list.scrollHeight;
+  $("send").hidden = Boolean(running);
+  $("stop").hidden = !running;
+}
+
+function edit(index) {
+  if (running) return;
+  $("input").value = messages[index].content;
+  messages = messages.slice(0, index);
+  save();
+  render();
+  $("input").focus();
+}
+
+function regenerate() {
+  if (running) return;
+  messages.pop();
+  answer();
+}
+
+function request() {
+  const sent = messages.map(({ role, content }) => ({ role, content }));
+  const system = $("system").value.trim();
+  if (system) sent.unshift({ role: "system", content: system });
+  const body = { model: $("model").value, messages: sent, stream: true, stream_options: { include_usage: true } };
+  for (const name of SETTINGS.slice(1)) if ($(name).value !== "") body[name] = Number($(name).value);
+  return body;
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    held += value;
+    const lines = held.split("\n");
+    held = lines.pop();
+    for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6);
+  }
+}
+
+function take(message, chunk, times) {
+  if (chunk.error) throw new Error(`${chunk.error.message} (${chunk.error.code})`);
+  if (chunk.usage) {
+    const seconds = (performance.now() - times.first) / 1000;
+    const rate = chunk.usage.completion_tokens / Math.max(seconds, 0.001);
+    const cached = chunk.usage.prompt_tokens_details?.cached_tokens || 0;
+    message.facts =
+      `${chunk.usage.prompt_tokens} prompt tokens (${cached} cached), ${chunk.usage.completion_tokens} new, ` +
+      `first after ${Math.round(times.first - times.began)} ms, ${rate.toFixed(1)} tokens/s`;
+  }
+  const choice = chunk.choices[0];
+  if (!choice) return;
+  times.first ||= performance.now();
+  const delta = choice.delta;
+  message.content += delta.content || "";
+  message.reasoning = (message.reasoning || "") + (delta.reasoning_content || "");
+  for (const call of delta.tool_calls || []) {
+    message.calls ||= [];
+    message.calls[call.index] ||= { name: "", arguments: "" };
+    message.calls[call.index].name += call.function.name || "";
+    message.calls[call.index].arguments += call.function.arguments || "";
+  }
+}
+
+async function answer() {
+  fail("");
+  const message = { role: "assistant", content: "", model: $("model").value };
+  const body = request();
+  messages.push(message);
+  running = new AbortController();
+  render();
+  const li = $("messages").lastElementChild;
+  const times = { began: performance.now(), first: 0 };
+  let due = false;
+  try {
+    const response = await fetch("/v1/chat/completions", {
+      method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal,
+    });
+    if (!response.ok) throw new Error(await explain(response));
+    for await (const data of events(response)) {
+      if (data === "[DONE]") break;
+      take(message, JSON.parse(data), times);
+      if (due) continue;
+      due = true;
+      requestAnimationFrame(() => {
+        due = false;
+        const list = $("messages");
+        const follows = list.scrollHeight - list.scrollTop - list.clientHeight < 80;
+        fill(li, message);
+        if (follows) list.scrollTop = list.scrollHeight;
+      });
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") {
+      const lost = error instanceof TypeError;
+      fail(lost ? "The connection to the server was lost. Regenerate to try again." : error.message);
+    }
+  } finally {
+    running = null;
+    if (!message.content && !message.reasoning && !message.calls) messages.pop();
+    save();
+    render();
+    $("input").focus();
+  }
+}
+
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = $("input").value.trim();
+  if (!text || running) return;
+  $("input").value = "";
+  if (messages.at(-1)?.role === "user") messages.pop(); // it was never answered
+  messages.push({ role: "user", content: text });
+  answer();
+});
+$("input").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("form").requestSubmit();
+  }
+});
+$("stop").addEventListener("click", () => running?.abort());
+$("clear").addEventListener("click", () => {
+  running?.abort();
+  messages = [];
+  save();
+  fail("");
+  render();
+});
+$("panel-toggle").addEventListener("click", () => {
+  $("panel").hidden = !$("panel").hidden;
+  $("panel-toggle").setAttribute("aria-expanded", String(!$("panel").hidden));
+});
+$("export").addEventListener("click", () => {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([JSON.stringify(messages, null, 2)], { type: "application/json" }));
+  link.download = "chat.json";
+  link.click();
+  URL.revokeObjectURL(link.href);
+});
+$("key").addEventListener("change", () => {
+  sessionStorage.setItem("exl-key", $("key").value.trim());
+  listModels();
+});
+for (const name of SETTINGS) $(name).addEventListener("change", save);
+
+load();
+render();
+listModels();

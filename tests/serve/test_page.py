@@ -1,0 +1,116 @@
+"""The chat page in a real browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+
+from exl_serve.config.model import ModelConfig
+from exl_serve.testing.local import EngineThread
+from exl_serve.testing.server import LiveServer
+from exl_serve.testing.waiting import until
+
+CHROME, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+# CI says EXL_BROWSER=required where it has installed one: there a missing browser is a failure.
+pytestmark = pytest.mark.skipif(
+    (CHROME is None or DRIVER is None) and os.environ.get("EXL_BROWSER") != "required",
+    reason="needs chromium and chromedriver (Debian: apt-get install chromium chromium-driver)",
+)
+
+
+@pytest.fixture(scope="module")
+def server(fable: EngineThread) -> Iterator[LiveServer]:
+    live = LiveServer({"fable": fable}, [ModelConfig(id="fable", path=fable.card.folder)])
+    yield live
+    live.close()
+
+
+@pytest.fixture
+def page(server: LiveServer) -> Iterator[webdriver.Chrome]:
+    options = Options()
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.binary_location = CHROME or ""
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options=options, service=Service(DRIVER))
+    browser.get(server.url)
+    yield browser
+    browser.quit()
+
+
+def ask(page: webdriver.Chrome, text: str) -> str:
+    page.find_element(By.ID, "input").send_keys(text + "\n")
+    until(lambda: not page.find_element(By.ID, "send").is_displayed() or page.find_elements(By.CSS_SELECTOR, ".facts"))
+    until(lambda: page.find_element(By.ID, "send").is_displayed())
+    return page.find_elements(By.CSS_SELECTOR, "li.assistant .body")[-1].text
+
+
+def test_a_chat(page: webdriver.Chrome) -> None:
+    until(lambda: page.find_elements(By.CSS_SELECTOR, "#model option"))
+    first = ask(page, "Tell me a story about a fox.")
+    assert len(first) > 20
+    assert "tokens/s" in page.find_element(By.CSS_SELECTOR, ".facts").text
+    page.find_element(By.XPATH, "//button[text()='Regenerate']").click()
+    until(lambda: page.find_element(By.ID, "send").is_displayed())
+    assert len(page.find_elements(By.CSS_SELECTOR, "#messages > li")) == 2
+    page.refresh()
+    until(lambda: len(page.find_elements(By.CSS_SELECTOR, "#messages > li")) == 2)
+    page.find_element(By.ID, "clear").click()
+    assert not page.find_elements(By.CSS_SELECTOR, "#messages > li")
+    bad = [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"]  # type: ignore[no-untyped-call]
+    assert not bad
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_everything_fits(page: webdriver.Chrome, width: int) -> None:
+    size = {"width": width, "height": 740, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    ask(page, "Tell me a story.")
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width  # type: ignore[no-untyped-call]
+    assert page.execute_script("return document.documentElement.scrollHeight") <= 740  # type: ignore[no-untyped-call]
+    assert page.find_element(By.ID, "send").rect["y"] < 740
+
+
+XSS = [
+    '<img src=x onerror="window.__pwned=1">',
+    "<script>window.__pwned=1</script>",
+    "[x](javascript:window.__pwned=1)",
+    "**<svg/onload=window.__pwned=1>**",
+    "```\n</code></pre><script>window.__pwned=1</script>\n```",
+    "`<iframe srcdoc='<script>parent.__pwned=1</script>'>`",
+    '- <a href="javascript:window.__pwned=1" autofocus onfocus=window.__pwned=1>x</a>',
+    '# <math><mi//xlink:href="data:x,<script>window.__pwned=1</script>">',
+]
+
+
+def test_what_a_model_writes_is_text(page: webdriver.Chrome) -> None:
+    until(lambda: page.find_elements(By.CSS_SELECTOR, "#model option"))
+    saved = [{"role": "assistant", "content": text, "reasoning": text, "model": text} for text in XSS]
+    page.execute_script(  # type: ignore[no-untyped-call]
+        "localStorage.setItem('exl-chat', JSON.stringify({messages: arguments[0]}))", saved
+    )
+    page.refresh()
+    until(lambda: len(page.find_elements(By.CSS_SELECTOR, "#messages > li")) == len(XSS))
+    time.sleep(0.3)
+    assert page.execute_script("return window.__pwned === undefined")  # type: ignore[no-untyped-call]
+    assert page.execute_script(  # type: ignore[no-untyped-call]
+        "return document.querySelectorAll('#messages :is(img, script, svg, iframe, a, math)').length === 0"
+    )
+
+
+def test_an_error_is_said_plainly(page: webdriver.Chrome) -> None:
+    until(lambda: page.find_elements(By.CSS_SELECTOR, "#model option"))
+    page.execute_script("document.getElementById('max_tokens').value = '99999'")  # type: ignore[no-untyped-call]
+    page.find_element(By.ID, "input").send_keys("x\n")
+    error = page.find_element(By.ID, "error")
+    until(error.is_displayed)
+    assert "context" in error.text
+    assert not page.find_elements(By.CSS_SELECTOR, "li.assistant")
