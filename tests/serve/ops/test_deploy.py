@@ -1,0 +1,125 @@
+"""The files for deployment agree with the server: times, limits, metrics, options."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from exl_serve.config.model import ServeConfig
+from exl_serve.super.registry import Metrics
+
+FILES = Path(__file__).resolve().parents[3] / "packages" / "exl-serve" / "deploy"
+DEFAULTS = ServeConfig()
+GRACE = DEFAULTS.drain.delay + DEFAULTS.drain.timeout + 10
+FUNCTIONS = {"sum", "by", "rate", "increase", "histogram_quantile", "label_values"}
+LABELS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|by \([^)]*\)|, [a-z_]+\)$")
+
+
+def text(name: str) -> str:
+    return (FILES / name).read_text()
+
+
+def names(expression: str) -> set[str]:
+    """The metrics in an expression."""
+    return set(re.findall(r"[a-zA-Z_:][a-zA-Z0-9_:]*", LABELS.sub("", expression))) - FUNCTIONS
+
+
+def served() -> set[str]:
+    """Every series that /metrics can have."""
+    found = set()
+    for line in Metrics().text().splitlines():
+        if line.startswith("# TYPE "):
+            name, kind = line.split()[2:]
+            found |= {name, *([f"{name}_{end}" for end in ("bucket", "sum", "count")] if kind == "histogram" else [])}
+            found |= {f"{name}_total"} if kind == "counter" else set()
+    return found
+
+
+def test_every_metric_of_the_dashboard_and_the_alerts_is_served() -> None:
+    board = json.loads(text("grafana.json"))
+    used = {name for panel in board["panels"] for target in panel["targets"] for name in names(target["expr"])}
+    used |= {name for v in board["templating"]["list"] if v["type"] == "query" for name in names(v["query"])}
+    for group in yaml.safe_load(text("alerts.yaml"))["groups"]:
+        used |= {name for rule in group["rules"] for name in names(rule["expr"])}
+    assert len(used) > 15
+    assert used - served() == set()
+
+
+def test_stopping_may_take_as_long_as_a_drain() -> None:
+    compose = yaml.safe_load(text("compose.yaml"))["services"]["exl-serve"]
+    assert compose["stop_grace_period"] == f"{GRACE:g}s"
+    assert unit()["Service"]["TimeoutStopSec"] == f"{GRACE:g}"
+
+
+def unit() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read_string(text("exl-serve.service"))
+    return parser
+
+
+def test_the_unit_is_hardened_and_notified() -> None:
+    service = unit()["Service"]
+    assert (service["Type"], service["KillMode"], service["NoNewPrivileges"]) == ("notify", "mixed", "yes")
+    assert int(service["LimitNOFILE"]) > DEFAULTS.server.limits.max_connections
+    if shutil.which("systemd-analyze"):
+        file = str(FILES / "exl-serve.service")
+        done = subprocess.run(
+            ["systemd-analyze", "verify", "--man=no", file], capture_output=True, text=True, check=False
+        )
+        wrong = [
+            line for line in done.stderr.splitlines() if "exl-serve.service:" in line and "not executable" not in line
+        ]
+        assert wrong == []
+
+
+def test_the_container_has_no_privileges() -> None:
+    docker, compose = text("Dockerfile"), yaml.safe_load(text("compose.yaml"))["services"]["exl-serve"]
+    assert "FROM ubuntu" in docker.split("AS build")[1]
+    assert re.search(r"^USER 10001$", docker, re.MULTILINE)
+    assert "/health/live" in docker
+    assert not re.search(r"^ADD |:latest|sudo", docker, re.MULTILINE)
+    assert compose["read_only"] is True
+    assert compose["cap_drop"] == ["ALL"]
+    assert compose["secrets"] == ["exl-keys"]
+    assert all(volume.endswith(":ro") for volume in compose["volumes"])
+
+
+def test_the_options_in_the_files_exist() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "exl_serve", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"},
+    ).stdout
+    for name in ("Dockerfile", "compose.yaml", "exl-serve.service"):
+        lines = [line for line in text(name).splitlines() if re.match(r"CMD \[\"--|\s+command:|ExecStart", line)]
+        for option in re.findall(r"--[a-z-]+", " ".join(lines)):
+            assert option in shown, (name, option)
+
+
+def test_proxies_pass_streams_on() -> None:
+    nginx = text("nginx.conf")
+    assert "proxy_buffering off;" in nginx
+    assert "proxy_http_version 1.1;" in nginx
+    assert f"client_max_body_size {DEFAULTS.server.limits.max_body_bytes >> 20}m;" in nginx
+    idle = re.search(r"keepalive_timeout (\d+)s", nginx)
+    assert idle
+    assert int(idle[1]) < DEFAULTS.server.limits.keep_alive_seconds
+    haproxy = text("haproxy.cfg")
+    assert "retry-on conn-failure 503" in haproxy
+    assert "GET /health/ready" in haproxy
+
+
+@pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
+def test_haproxy_reads_its_file() -> None:
+    subprocess.run(["haproxy", "-c", "-f", str(FILES / "haproxy.cfg")], check=True)
