@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Callable
 from typing import Any
 
 from exl_serve.stream.events import AnswerEvent, ToolArgs, ToolBegin, ToolEnd
 
-__all__ = ["CallReader"]
+__all__ = ["SPACE", "CallReader", "Value", "call_id"]
 
 SPACE = " \t\r\n"
+
+
+def call_id(request_id: str, choice: int, index: int, length: int | None = None) -> str:
+    """The same for the same request: an answer can be repeated to the letter. length: letters and digits in all."""
+    digest = hashlib.blake2b(f"{request_id} {choice} {index}".encode(), digest_size=15).digest()
+    letters = base64.b32encode(digest).decode().lower()
+    return f"call_{letters[:24]}" if length is None else letters[:length]
 
 
 class CallReader:
@@ -34,10 +43,10 @@ class CallReader:
         self._listed, self._names, self._arguments = listed, names, arguments
         self.index = first_index
         self.closed = 0
-        self.ended = self.broken = False
+        self.ended = self.broken = self.took_closing = False
         self._events: list[AnswerEvent] = []
         self._step = self._list_start if listed else self._object_start
-        self._scan = _Value()
+        self._scan = Value()
         self._key = self._name = ""
         #: arguments that came before the name
         self._early: str | None = None
@@ -62,6 +71,14 @@ class CallReader:
         events, self._events = self._events, []
         return events
 
+    def marker(self, spelled: str) -> list[AnswerEvent] | None:
+        """No special token is part of this syntax."""
+        return None
+
+    def finish(self) -> list[AnswerEvent]:
+        """A JSON text says itself where it ends."""
+        return []
+
     # Each step takes one character, and returns whether it may stand there.
 
     def _list_start(self, c: str) -> bool:
@@ -81,7 +98,7 @@ class CallReader:
 
     def _key_start(self, c: str) -> bool:
         if c == '"':
-            self._scan = _Value()
+            self._scan = Value()
             self._scan.feed(c)
             self._step = self._in_key
             return True
@@ -95,7 +112,7 @@ class CallReader:
 
     def _colon(self, c: str) -> bool:
         if c == ":":
-            self._scan = _Value()
+            self._scan = Value()
             self._step = self._in_value
             self._streaming = False
         return c == ":" or c in SPACE
@@ -111,7 +128,8 @@ class CallReader:
         if self._scan.wrong:
             return False
         if self._streaming:
-            self._pending += c
+            # Some models write line breaks into strings as they are.
+            self._pending += json.dumps(c)[1:-1] if c < " " and self._scan.inside else c
             self._said_arguments = True
         return self._value_done() if done else True
 
@@ -126,7 +144,10 @@ class CallReader:
             self._events.append(ToolBegin(self._choice, self.index, self._new_id(self.index), name))
             if self._early is not None:
                 self._pending, self._said_arguments = self._early, True
-        elif self._key in self._arguments and not self._streaming:
+        elif self._streaming:
+            # A call whose arguments are no JSON is not closed.
+            return _is_json(text)
+        elif self._key in self._arguments:
             value = _loads(text)
             # Some models write the arguments' JSON as a string.
             said = value if isinstance(value, str) else text
@@ -179,15 +200,15 @@ class CallReader:
         )
 
 
-class _Value:
+class Value:
     """One JSON value, character by character: where it ends."""
 
-    __slots__ = ("_depth", "_escaped", "_inside", "_parts", "bare", "wrong")
+    __slots__ = ("_depth", "_escaped", "_parts", "bare", "inside", "wrong")
 
     def __init__(self) -> None:
         self._parts: list[str] = []
         self._depth = 0
-        self._inside = self._escaped = False
+        self.inside = self._escaped = False
         #: a number or a word, which has no closing sign
         self.bare = self.wrong = False
 
@@ -203,17 +224,17 @@ class _Value:
         """Whether the value is complete with this character."""
         first = not self._parts
         self._parts.append(c)
-        if self._inside:
+        if self.inside:
             if self._escaped:
                 self._escaped = False
             elif c == "\\":
                 self._escaped = True
             elif c == '"':
-                self._inside = False
+                self.inside = False
                 return self._depth == 0
             return False
         if c == '"':
-            self._inside = True
+            self.inside = True
         elif c in "{[":
             self._depth += 1
         elif c in "}]":
@@ -231,3 +252,11 @@ def _loads(text: str) -> Any:
         return json.loads(text, strict=False)
     except ValueError:
         return None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -6,8 +6,6 @@ the beginning of one is held back, at most a marker's length.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -15,10 +13,13 @@ from typing import Literal
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, TokenLogprob, Tokens
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint
-from exl_serve.stream.calls import CallReader
+from exl_serve.stream.calls import CallReader, call_id
 from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning, ToolBegin
-from exl_serve.stream.families.table import FORMATS, Format
-from exl_serve.stream.family import ChannelSettings, ToolSpec
+from exl_serve.stream.families.table import FORMATS, Format, Harmony, Named, Python, Tags
+from exl_serve.stream.family import ChannelMachine, ChannelSettings, ToolSpec
+from exl_serve.stream.grammars import call_grammar
+from exl_serve.stream.harmony import HarmonyMachine, forced_header, harmony_grammar
+from exl_serve.stream.readers import NamedReader, PythonReader, TaggedReader
 
 __all__ = ["OutputFamily", "detect_family"]
 
@@ -31,8 +32,9 @@ class OutputFamily:
     def __init__(self, form: Format, special: Mapping[str, int], piece: Callable[[int], bytes]) -> None:
         self.form = form
         self.name = form.name
-        self.has_reasoning = form.think is not None
-        self.has_tools = form.call is not None
+        harmony = isinstance(form.inside, Harmony)
+        self.has_reasoning = harmony or form.think is not None
+        self.has_tools = harmony or form.call is not None
         self._special = dict(special)
         self._piece = piece
         self._specials_by_id = {token: text for text, token in special.items()}
@@ -44,8 +46,10 @@ class OutputFamily:
 
     def machine(
         self, choice: int, settings: ChannelSettings, request_id: str = "", *, show_special: bool = False
-    ) -> ChannelReader:
+    ) -> ChannelMachine:
         """show_special: special tokens that are no markers are part of the text."""
+        if isinstance(self.form.inside, Harmony):
+            return HarmonyMachine(choice, settings, request_id, self._special)
         return ChannelReader(self, choice, settings, request_id, show_special)
 
     def starts_in_reasoning(self, prompt_ids: Sequence[int], prompt_text: str) -> bool:
@@ -56,10 +60,12 @@ class OutputFamily:
 
     def forced_prefix(self, settings: ChannelSettings) -> str:
         """What stands behind the prompt of an answer that has to be a call: the machine starts inside of the region."""
+        if self.forces_call(settings) and isinstance(self.form.inside, Harmony):
+            return forced_header()
         if not self.forces_call(settings) or self.form.call is None:
             return ""
         closed = "" if not settings.starts_in_reasoning or self.form.think is None else f"\n{self.form.think[1]}\n\n"
-        return closed + ("" if self.form.leading_json else self.form.call[0])
+        return closed + ("" if self.form.leading else self.form.call[0])
 
     def forces_call(self, settings: ChannelSettings) -> bool:
         return bool(settings.tools) and settings.tool_choice not in ("none", "auto")
@@ -78,7 +84,7 @@ class OutputFamily:
         self, settings: ChannelSettings, response_format: Constraint | None
     ) -> tuple[Constraint, ...]:
         form = self.form
-        if form.call is None:
+        if not self.has_tools:
             raise ServeError(
                 501,
                 "not_implemented",
@@ -93,7 +99,14 @@ class OutputFamily:
                 response_format.param, f"{response_format.param} and tools exclude each other: an answer is one of both"
             )
         tools = settings.tools if settings.tool_choice in ("auto", "required") else self._named(settings)
-        grammar = self._grammar(tools, settings.parallel and not forced)
+        if isinstance(form.inside, Harmony):
+            return (harmony_grammar(tools, self._special, forced=forced, parallel=settings.parallel),)
+        assert form.call is not None
+        many = settings.parallel and not forced
+        if form.inside is None:
+            grammar = self._grammar(tools, many)
+        else:
+            grammar = call_grammar(form, tools, self._special, many=many)
         if forced:
             return (Constraint(kind="lark", source=grammar, param="tools"),)
         then: Literal["rearm", "release"] = "rearm" if settings.parallel else "release"
@@ -155,13 +168,14 @@ class ChannelReader:
         form = self._form = family.form
         tools = bool(settings.tools) and settings.tool_choice != "none" and form.call is not None
         self._tools = tools
+        self._specs = settings.tools
         self._think = form.think if settings.reasoning else None
         self._mode = "reasoning" if settings.starts_in_reasoning and self._think else "content"
         self._begun = False
         self._held = ""
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
-        self._calls: CallReader | None = None
+        self._calls: CallReader | NamedReader | TaggedReader | PythonReader | None = None
         self._raw = ""
         self._next_index = self._closed = 0
         self._reasoning_tokens = 0
@@ -174,7 +188,8 @@ class ChannelReader:
         if isinstance(event, Tokens):
             return self._tokens(event)
         if isinstance(event, Finished):
-            return [*self._release(), self._finish(event)]
+            ended = [] if self._calls is None or event.reason == "length" else self._calls.finish()
+            return [*ended, *self._release(), self._finish(event)]
         if isinstance(event, Failed):
             return [
                 *self._release(),
@@ -231,8 +246,17 @@ class ChannelReader:
                 events = self._release()
                 self._open_region()
                 return events
+            if self._mode == "call" and self._calls is not None:
+                inside = self._calls.marker(spelled)
+                if inside is not None:
+                    return [*inside, *self._left_if_over()]
             if spelled == form.call[1] and self._mode == "call":
                 return self._close_region()
+            if spelled == form.call[0] and self._mode == "call":
+                # The next region, where the format gives no sign of an end.
+                events = self._close_region()
+                self._open_region()
+                return events
         return self._say(spelled) if self._show_special and self._mode != "call" else []
 
     def _text(self, text: str) -> list[AnswerEvent]:
@@ -267,8 +291,9 @@ class ChannelReader:
         return events
 
     def _leads_to_call(self, text: str) -> bool:
-        """Whether the answer begins with the JSON of a call, or may yet."""
-        return self._form.leading_json and self._at_start and (not text.strip() or text.lstrip()[0] == "{")
+        """Whether the answer begins with the sign of a call without marker, or may yet."""
+        leading = self._form.leading
+        return bool(leading) and self._at_start and (not text.strip() or text.lstrip()[0] == leading)
 
     def _watched(self) -> list[tuple[str, str]]:
         """Markers that text may hold now, each with what it begins."""
@@ -347,14 +372,22 @@ class ChannelReader:
     def _open_region(self) -> None:
         self._mode, self._raw, self._at_start = "call", "", False
         form = self._form
-        self._calls = CallReader(
-            self._choice,
-            self._next_index,
-            self._call_id,
-            listed=form.listed,
-            names=form.names,
-            arguments=form.arguments,
-        )
+        special = self._family._special
+        if isinstance(form.inside, Tags):
+            self._calls = TaggedReader(self._specs, self._choice, self._next_index, self._call_id, form, special)
+        elif isinstance(form.inside, Named):
+            self._calls = NamedReader(self._choice, self._next_index, self._call_id, form, special)
+        elif isinstance(form.inside, Python):
+            self._calls = PythonReader(self._choice, self._next_index, self._call_id, form, special)
+        else:
+            self._calls = CallReader(
+                self._choice,
+                self._next_index,
+                self._call_id,
+                listed=form.listed,
+                names=form.names,
+                arguments=form.arguments,
+            )
 
     def _told(self) -> bool:
         assert self._calls is not None
@@ -363,6 +396,9 @@ class ChannelReader:
     def _in_region(self, text: str) -> tuple[list[AnswerEvent], str]:
         assert self._calls is not None
         reader = self._calls
+        if reader.took_closing:
+            self._leave_region()
+            return [], text
         complete = reader.ended
         if complete:
             return self._behind_region(text)
@@ -376,7 +412,7 @@ class ChannelReader:
             raw, self._raw = self._raw, ""
             self._leave_region()
             # A call that was told of stays open; what was no call at all is text.
-            return (events, rest) if said else (self._say(raw), "")
+            return (events, rest) if said else (self._say(raw.removesuffix(rest)), rest)
         if reader.ended:
             return events, rest
         return events, ""
@@ -394,12 +430,21 @@ class ChannelReader:
                 return [], ""
         elif not stripped:
             return [], ""
-        if stripped.startswith(";") and self._form.leading_json:
+        if stripped.startswith(";") and self._form.leading == "{":
             self._leave_region()
             self._open_region()
             return [], stripped[1:]
         self._leave_region()
         return [], stripped
+
+    def _left_if_over(self) -> list[AnswerEvent]:
+        """Behind a special token of the call's syntax."""
+        assert self._calls is not None
+        if self._calls.took_closing:
+            self._leave_region()
+        elif self._calls.broken:
+            return self._close_region()
+        return []
 
     def _close_region(self) -> list[AnswerEvent]:
         events = self._release()
@@ -413,11 +458,7 @@ class ChannelReader:
         self._calls, self._mode, self._strip = None, "content", True
 
     def _call_id(self, index: int) -> str:
-        """The same for the same request: an answer can be repeated to the letter."""
-        digest = hashlib.blake2b(f"{self._id} {self._choice} {index}".encode(), digest_size=15).digest()
-        letters = base64.b32encode(digest).decode().lower()
-        length = self._form.id_length
-        return f"call_{letters[:24]}" if length is None else letters[:length]
+        return call_id(self._id, self._choice, index, self._form.id_length)
 
 
 def detect_family(
@@ -429,6 +470,10 @@ def detect_family(
             raise ServeError.invalid(f"family is {configured!r}; known are auto, {', '.join(FORMATS)}", "family")
         return OutputFamily(FORMATS[configured], special, piece)
     for form in FORMATS.values():
-        if template is not None and any(sign in template for sign in form.signs):
+        if template is not None and any(_has(template, sign) for sign in form.signs):
             return OutputFamily(form, special, piece)
     return OutputFamily(FORMATS["none"], special, piece)
+
+
+def _has(template: str, sign: str | tuple[str, ...]) -> bool:
+    return all(one in template for one in ((sign,) if isinstance(sign, str) else sign))

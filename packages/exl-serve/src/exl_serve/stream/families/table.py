@@ -4,7 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FORMATS", "Format"]
+__all__ = ["FORMATS", "Format", "Harmony", "Named", "Python", "Tags"]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Calls of a name, a separator, and the arguments as JSON."""
+
+    separator: str
+    #: around each call, where a region holds several
+    begin: str = ""
+    end: str = ""
+    #: before the name stand this word and this marker
+    word: str = ""
+    word_end: str = ""
+    #: between the JSON and `end`
+    after: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Calls whose parameters stand between tags. `lines`: a line break on each side of a value is the format's."""
+
+    name_begin: str
+    name_end: str
+    key_begin: str
+    key_end: str
+    value_begin: str
+    value_end: str
+    end: str
+    lines: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Python:
+    """Calls as Python writes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Harmony:
+    """Messages, each with a header that names its channel and, of a call, whom it is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,25 +57,77 @@ class Format:
     listed: bool = False
     names: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
-    #: an answer that begins with such JSON is a call, without a marker
-    leading_json: bool = False
+    #: an answer that begins with this sign may be a call, without a marker
+    leading: str = ""
+    #: what a region holds; None: JSON
+    inside: Named | Tags | Python | Harmony | None = None
     #: letters and digits of a call's id; None: "call_" and 24
     id_length: int | None = None
-    #: texts of a chat template that tell the format
-    signs: tuple[str, ...] = ()
+    #: texts of a chat template that tell the format; of a tuple all have to be there
+    signs: tuple[str | tuple[str, ...], ...] = ()
 
 
 FORMATS: dict[str, Format] = {
     one.name: one
     for one in (
+        Format("harmony", think=None, inside=Harmony(), signs=("<|channel|>",)),
+        Format(
+            "qwen3_coder",
+            call=("<tool_call>", "</tool_call>"),
+            inside=Tags("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", lines=True),
+            signs=("<function=",),
+        ),
+        Format(
+            "glm",
+            call=("<tool_call>", "</tool_call>"),
+            inside=Tags("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", ""),
+            signs=("<arg_key>",),
+        ),
         Format("hermes", call=("<tool_call>", "</tool_call>"), signs=("<tool_call>",)),
         Format(
             "llama3",
             think=None,
             call=("<|python_tag|>", "<|eom_id|>"),
             arguments=("parameters", "arguments"),
-            leading_json=True,
+            leading="{",
             signs=("<|python_tag|>", "Environment: ipython"),
+        ),
+        Format(
+            "llama4",
+            think=None,
+            call=("<|python_start|>", "<|python_end|>"),
+            listed=True,
+            leading="[",
+            inside=Python(),
+            signs=("<|python_start|>",),
+        ),
+        Format("gemma3", think=None, call=("```tool_code", "```"), inside=Python(), signs=("tool_code",)),
+        Format(
+            "deepseek_v3",
+            call=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            inside=Named(
+                "\n```json\n",
+                begin="<｜tool▁call▁begin｜>",
+                end="<｜tool▁call▁end｜>",
+                word="function",
+                word_end="<｜tool▁sep｜>",
+                after="\n```",
+            ),
+            signs=(("<｜tool▁calls▁begin｜>", "```json"),),
+        ),
+        Format(
+            "deepseek_v31",
+            call=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            inside=Named("<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+            signs=("<｜tool▁calls▁begin｜>",),
+        ),
+        Format(
+            "mistral_args",
+            think=("[THINK]", "[/THINK]"),
+            call=("[TOOL_CALLS]", ""),
+            inside=Named("[ARGS]"),
+            id_length=9,
+            signs=("[ARGS]",),
         ),
         Format(
             "mistral",
@@ -56,6 +147,8 @@ FORMATS: dict[str, Format] = {
             signs=("<|START_ACTION|>",),
         ),
         Format("phi4", call=("<|tool_call|>", "<|/tool_call|>"), listed=True, signs=("<|tool_call|>", "<|tool|>")),
+        Format("granite", call=("<|tool_call|>", ""), listed=True, signs=("<|start_of_role|>",)),
+        Format("generic", call=("<tool_calls>", "</tool_calls>"), listed=True, signs=("<tool_calls>",)),
         Format("none"),
     )
 }

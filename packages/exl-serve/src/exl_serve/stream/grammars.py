@@ -1,0 +1,169 @@
+"""Lark grammars of tool calls whose syntax is not one JSON value."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from exl_serve.errors import ServeError
+from exl_serve.stream.families.table import Format, Named, Python, Tags
+from exl_serve.stream.family import ToolSpec
+from exl_serve.stream.readers import value_kind
+
+__all__ = ["call_grammar", "json_rule", "marker_rule"]
+
+_SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_UNENFORCED = (
+    "$ref", "anyOf", "oneOf", "allOf", "not", "if", "minProperties", "maxProperties", "propertyNames",
+    "dependentRequired", "dependentSchemas", "dependencies",
+)  # fmt: skip
+
+
+def marker_rule(text: str, special: Mapping[str, int]) -> str:
+    """A marker: the special token that it is, else its text."""
+    return f"<[{special[text]}]>" if text in special else json.dumps(text, ensure_ascii=False)
+
+
+def json_rule(schema: Any, root: Mapping[str, Any]) -> str:
+    """A JSON value by a schema, whose references begin at `root`."""
+    whole = dict(schema) if isinstance(schema, Mapping) else {}
+    if schema is False:
+        whole = {"not": {}}
+    whole |= {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return f"%json {json.dumps(whole | {'x-guidance': _SPACED})}"
+
+
+def call_grammar(form: Format, tools: Sequence[ToolSpec], special: Mapping[str, int], *, many: bool) -> str:
+    """What may stand in a region, behind its opening marker: calls of the tools, by their schemas.
+
+    Raises ServeError 400 for a schema that this syntax cannot follow.
+    """
+    rules = _Rules(form, special)
+    for at, tool in enumerate(tools):
+        rules.tool(at, tool)
+    return rules.text([f"call_{at}" for at in range(len(tools))], many)
+
+
+class _Rules:
+    def __init__(self, form: Format, special: Mapping[str, int]) -> None:
+        self._form, self._special = form, special
+        self._lines: list[str] = []
+
+    def _mark(self, text: str) -> str:
+        return marker_rule(text, self._special) if text else ""
+
+    def text(self, calls: list[str], many: bool) -> str:
+        form = self._form
+        closing = self._mark(form.call[1]) if form.call is not None else ""
+        one = "call"
+        if isinstance(form.inside, Python) and form.listed:
+            more = '("," _SPACE call)*' if many else ""
+            start = f'_SPACE "[" call {more} "]"'
+        elif isinstance(form.inside, Python):
+            start = f"_SPACE call {'(_SPACE call)*' if many else ''} _SPACE {closing}"
+        elif isinstance(form.inside, Tags):
+            start = f"_SPACE call {'' if form.inside.end else '_SPACE ' + closing}"
+        elif isinstance(form.inside, Named) and form.inside.begin:
+            start = f"call {'(_SPACE call)*' if many else ''} _SPACE {closing}"
+        else:
+            start = one
+        head = [f"start: {start}", f"call: {' | '.join(calls)}", "_SPACE: /[ \\t\\r\\n]{0,4}/"]
+        return "\n".join([*head, *self._lines])
+
+    def tool(self, at: int, tool: ToolSpec) -> None:
+        inside, name = self._form.inside, json.dumps(tool.name)
+        if isinstance(inside, Named):
+            word = f"{json.dumps(inside.word)} {self._mark(inside.word_end)}" if inside.word_end else ""
+            after = f"{json.dumps(inside.after)} " if inside.after else ""
+            self._lines += [
+                f"call_{at}: {self._mark(inside.begin)} {word} {name} {self._mark(inside.separator)} "
+                f"json_{at} {after}{self._mark(inside.end)}",
+                f"json_{at}: {json_rule(tool.parameters or {'type': 'object'}, tool.parameters)}",
+            ]
+            return
+        properties, required = _parameters(at, tool)
+        names = sorted(properties, key=lambda key: key not in required)
+        if isinstance(inside, Tags):
+            parts = [f"par_{at}_{i}{'' if key in required else '?'}" for i, key in enumerate(names)]
+            newline = '"\\n"' if inside.lines else '"\\n"?'
+            end = self._mark(inside.end)
+            self._lines.append(
+                f"call_{at}: {self._mark(inside.name_begin)} {name} {self._mark(inside.name_end)} {newline} "
+                f"{' '.join(parts)} {end}"
+            )
+            for i, key in enumerate(names):
+                self._tagged(f"{at}_{i}", key, properties[key], inside, tool.parameters)
+            return
+        for i, key in enumerate(names):
+            self._lines.append(f"par_{at}_{i}: {json.dumps(key + '=')} value_{at}_{i}")
+            self._lines.append(f"value_{at}_{i}: {json_rule(properties[key], tool.parameters)}")
+        pairs = _comma_separated([f"par_{at}_{i}" for i in range(len(names))], len(required))
+        self._lines.append(f'call_{at}: {name} "(" {pairs} ")"')
+
+    def _tagged(self, at: str, key: str, schema: Any, tags: Tags, root: Mapping[str, Any]) -> None:
+        newline = '"\\n"' if tags.lines else ""
+        behind = newline or '"\\n"?'
+        between = f"{behind if tags.value_begin else ''} {self._mark(tags.value_begin)} {newline}"
+        end = f"{newline} {self._mark(tags.value_end)}"
+        if value_kind(schema) == "json":
+            self._lines.append(f"value_{at}: {json_rule(schema, root)} {end}")
+        else:
+            literal = None if tags.value_end in self._special else ("\n" if tags.lines else "") + tags.value_end
+            self._lines += _plain_text(at, schema, end, literal)
+        self._lines.append(
+            f"par_{at}: {self._mark(tags.key_begin)} {json.dumps(key, ensure_ascii=False)} {self._mark(tags.key_end)} "
+            f"{between} value_{at} {behind}"
+        )
+
+
+def _plain_text(at: str, schema: Mapping[str, Any], end: str, literal: str | None) -> list[str]:
+    """A string that stands as it is, up to the marker behind it; `literal`: that marker, if it is text."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is not None:
+        texts = [one for one in values if isinstance(one, str)]
+        return [f"value_{at}: ({' | '.join(json.dumps(one, ensure_ascii=False) for one in texts)}) {end}"]
+    closing = "" if literal is None else _regex(literal)
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    parts = [f"/(?s:.){{{least},{most}}}{closing}/"]
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        head = "" if pattern.startswith("^") else "(?s:.)*"
+        tail = "" if pattern.endswith("$") else "(?s:.)*"
+        core = pattern.removeprefix("^").removesuffix("$").replace("/", "\\/")
+        parts.append(f"/{head}({core}){tail}{closing}/")
+    if literal is None:
+        return [f"value_{at}: TEXT_{at} {end}", f"TEXT_{at}: {' & '.join(parts)}"]
+    # The first marker ends the text.
+    parts.append(f"~/(?s:.)*{_regex(literal.strip())}(?s:.)+/")
+    return [f"value_{at}[lazy]: TEXT_{at}", f"TEXT_{at}: {' & '.join(parts)}"]
+
+
+def _regex(text: str) -> str:
+    return re.escape(text).replace("\\\n", "\\n").replace("/", "\\/")
+
+
+def _comma_separated(parts: list[str], required: int) -> str:
+    """The first `required` of the parts, then any of the others in their order, with commas between."""
+    if required:
+        optional = " ".join(f'(", " {part})?' for part in parts[required:])
+        return ' ", " '.join(parts[:required]) + " " + optional
+    ways = [" ".join([part, *(f'(", " {one})?' for one in parts[i + 1 :])]) for i, part in enumerate(parts)]
+    return f"({' | '.join(ways)})?" if ways else ""
+
+
+def _parameters(at: int, tool: ToolSpec) -> tuple[dict[str, Any], list[str]]:
+    schema = tool.parameters
+    found = next((key for key in _UNENFORCED if key in schema), None)
+    if found is not None:
+        raise ServeError.invalid(
+            f"tools[{at}].function.parameters.{found}: calls of this model are written parameter by parameter, and "
+            f"{found} says something of all together; describe them under properties",
+            "tools",
+            "invalid_tool_schema",
+        )
+    properties = dict(schema.get("properties") or {})
+    required = [key for key in schema.get("required") or () if isinstance(key, str)]
+    properties |= {key: {} for key in required if key not in properties}
+    return properties, list(dict.fromkeys(required))

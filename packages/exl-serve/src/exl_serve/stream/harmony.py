@@ -1,0 +1,206 @@
+"""The harmony format (gpt-oss): messages with a header that names a channel and, of a call, the function.
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
+    <|constrain|>json<|message|>{...}<|call|>
+
+The prompt ends in `<|start|>assistant`, so that an answer begins inside of a header.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from exl_serve.engine.events import EngineEvent, Failed, Finished, Started, TokenLogprob, Tokens
+from exl_serve.request.internal import Constraint
+from exl_serve.stream.calls import SPACE, Value, call_id
+from exl_serve.stream.events import AnswerEvent, Begun, Content, Error, Finish, Reasoning, ToolArgs, ToolBegin, ToolEnd
+from exl_serve.stream.family import ChannelSettings, ToolSpec
+from exl_serve.stream.grammars import json_rule, marker_rule
+
+__all__ = ["HarmonyMachine", "forced_header", "harmony_grammar"]
+
+MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_HEADER_LIMIT = 4096
+
+
+def forced_header() -> str:
+    """What stands behind the prompt of an answer that has to be a call."""
+    return "<|channel|>commentary to=functions."
+
+
+def harmony_grammar(
+    tools: Sequence[ToolSpec], special: Mapping[str, int], *, forced: bool, parallel: bool
+) -> Constraint:
+    """A call from the function's name on: that is where its arguments' schema is known."""
+    lines = [f"call_{i}: {json.dumps(tool.name)} _TAIL json_{i}" for i, tool in enumerate(tools)]
+    lines += [
+        f"json_{i}: {json_rule(tool.parameters or {'type': 'object'}, tool.parameters)}" for i, tool in enumerate(tools)
+    ]
+    tail = f'" "? ({marker_rule("<|constrain|>", special)} "json")? {marker_rule("<|message|>", special)}'
+    lines = [line.replace("_TAIL", "tail") for line in lines]
+    source = "\n".join([f"start: {' | '.join(f'call_{i}' for i in range(len(tools)))}", f"tail: {tail}", *lines])
+    if forced:
+        return Constraint(kind="lark", source=source, param="tools")
+    then: Literal["rearm", "release"] = "rearm" if parallel else "release"
+    return Constraint(kind="lark", source=source, after="to=functions.", then=then, param="tools")
+
+
+class HarmonyMachine:
+    """A `ChannelMachine`."""
+
+    def __init__(self, choice: int, settings: ChannelSettings, request_id: str, special: Mapping[str, int]) -> None:
+        self._choice, self._id = choice, request_id
+        self._tools = bool(settings.tools) and settings.tool_choice != "none"
+        self._reasoning = settings.reasoning
+        self._special = special
+        self._by_id = {special[one]: one for one in MARKERS if one in special}
+        self._as_text = tuple(one for one in MARKERS if one not in special)
+        self._mode = "header"
+        self._header = forced_header() if self._tools and settings.tool_choice not in ("none", "auto") else ""
+        self._held = ""
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._index = self._closed = self._reasoning_tokens = 0
+        self._scan = Value()
+
+    def feed(self, event: EngineEvent) -> list[AnswerEvent]:
+        if isinstance(event, Tokens):
+            return self._tokens(event)
+        if isinstance(event, Started):
+            return [Begun(self._choice, event.prompt_tokens, event.cached_tokens, event.prompt_logprobs)]
+        if isinstance(event, Finished):
+            reason: Literal["stop", "length", "tool_calls"]
+            reason = "length" if event.reason == "length" else "tool_calls" if self._closed else "stop"
+            stop = event.stop if event.reason == "stop_string" else None
+            return [*self._last(), Finish(self._choice, reason, stop, event.usage, self._reasoning_tokens)]
+        if isinstance(event, Failed):
+            error = Error(self._choice, event.status, event.type, event.code, event.message, event.usage)
+            return [*self._last(), error]
+        return []
+
+    def _last(self) -> list[AnswerEvent]:
+        held, self._held = self._held, ""
+        events = self._say(held)
+        if self._mode == "header" and not self._header.startswith("<|") and "<|" not in self._header:
+            # No header came of it: a model that was not taught the format.
+            self._mode = "content"
+            events += self._say(self._header)
+        return events
+
+    def _tokens(self, event: Tokens) -> list[AnswerEvent]:
+        events: list[AnswerEvent] = []
+        rest = event.text
+        for at, token in enumerate(event.ids):
+            if self._mode == "reasoning" and token not in self._by_id:
+                self._reasoning_tokens += 1
+            spelled = self._by_id.get(token)
+            if spelled is None:
+                self._ids.append(token)
+                self._logprobs += event.logprobs[at : at + 1]
+                continue
+            before, found, behind = rest.partition(spelled)
+            if found:
+                events += self._text(before)
+                rest = behind
+            events += self._marker(spelled)
+        return [*events, *self._text(rest)]
+
+    def _text(self, text: str) -> list[AnswerEvent]:
+        events: list[AnswerEvent] = []
+        text, self._held = self._held + text, ""
+        while text:
+            found = [(text.find(one), one) for one in self._as_text]
+            found = [(at, one) for at, one in found if at >= 0]
+            if not found:
+                keep = max((n for one in self._as_text for n in _ends_like(text, one)), default=0)
+                self._held = text[len(text) - keep :] if keep else ""
+                return events + self._say(text[: len(text) - keep])
+            at, one = min(found)
+            events += self._say(text[:at])
+            text = text[at + len(one) :]
+            events += self._marker(one)
+        return events
+
+    def _marker(self, spelled: str) -> list[AnswerEvent]:
+        held, self._held = self._held, ""
+        events = self._say(held)
+        if spelled == "<|message|>" and self._mode == "header":
+            return events + self._begin()
+        if spelled in ("<|channel|>", "<|constrain|>") and self._mode == "header":
+            self._header += spelled
+        elif spelled != "<|message|>":
+            self._mode, self._header = "header", ("" if spelled == "<|start|>" else "<|end|>")
+            if spelled == "<|channel|>":
+                self._header = spelled
+        self._ids.clear()
+        self._logprobs.clear()
+        return events
+
+    def _begin(self) -> list[AnswerEvent]:
+        """A message begins: its header is complete."""
+        header, self._header = self._header, ""
+        self._ids.clear()
+        self._logprobs.clear()
+        call = _RECIPIENT.search(header)
+        if call is not None and self._tools:
+            self._mode, self._scan = "call", Value()
+            return [ToolBegin(self._choice, self._index, call_id(self._id, self._choice, self._index), call.group(1))]
+        channel = header.partition("<|channel|>")[2].split()
+        self._mode = "reasoning" if channel[:1] == ["analysis"] and self._reasoning else "content"
+        return []
+
+    def _say(self, text: str) -> list[AnswerEvent]:
+        if not text:
+            return []
+        if self._mode == "header":
+            if len(self._header) < _HEADER_LIMIT:
+                self._header += text
+                return []
+            self._mode, text, self._header = "content", self._header + text, ""
+        if self._mode == "call":
+            self._ids.clear()
+            self._logprobs.clear()
+            return self._arguments(text)
+        ids, logprobs = tuple(self._ids), tuple(self._logprobs)
+        self._ids.clear()
+        self._logprobs.clear()
+        if self._mode == "reasoning":
+            return [Reasoning(self._choice, text, ids, logprobs)]
+        return [Content(self._choice, text, ids, logprobs)] if self._mode == "content" else []
+
+    def _arguments(self, text: str) -> list[AnswerEvent]:
+        said: list[str] = []
+        done = False
+        for c in text:
+            if self._scan.empty and c in SPACE:
+                continue
+            if self._scan.empty and c != "{":
+                self._mode = "broken"
+                break
+            said.append(json.dumps(c)[1:-1] if c < " " and self._scan.inside else c)
+            if self._scan.feed(c):
+                done = True
+                break
+        events: list[AnswerEvent] = [ToolArgs(self._choice, self._index, "".join(said))] if said else []
+        if done:
+            self._mode = "over"
+            events += self._end()
+        return events
+
+    def _end(self) -> list[AnswerEvent]:
+        number = self._index
+        self._index += 1
+        try:
+            json.loads(self._scan.text, strict=False)
+        except (ValueError, RecursionError):
+            return []
+        self._closed += 1
+        return [ToolEnd(self._choice, number)]
+
+
+def _ends_like(text: str, marker: str) -> list[int]:
+    return [n for n in range(1, min(len(marker) - 1, len(text)) + 1) if text.endswith(marker[:n])]
