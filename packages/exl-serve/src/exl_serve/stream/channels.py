@@ -206,7 +206,16 @@ class ChannelReader:
         reason: Literal["stop", "length", "tool_calls"]
         reason = "length" if event.reason == "length" else "tool_calls" if closed else "stop"
         stop = event.stop if event.reason == "stop_string" else None
-        return Finish(self._choice, reason, stop, event.usage, self._reasoning_tokens)
+        left = self._mode == "content"
+        return Finish(
+            self._choice,
+            reason,
+            stop,
+            event.usage,
+            self._reasoning_tokens,
+            tuple(self._ids) if left else (),
+            tuple(self._logprobs) if left else (),
+        )
 
     # ---- tokens ----------------------------------------------------------------------------------------------------
 
@@ -221,10 +230,10 @@ class ChannelReader:
         events: list[AnswerEvent] = []
         rest = event.text
         for at, token in enumerate(event.ids):
+            self._ids.append(token)
+            self._logprobs += event.logprobs[at : at + 1]
             spelled = specials.get(token)
             if spelled is None:
-                self._ids.append(token)
-                self._logprobs += event.logprobs[at : at + 1]
                 continue
             # What stands before it are the pieces of the tokens before.
             before, found, behind = rest.partition(spelled)
@@ -355,16 +364,17 @@ class ChannelReader:
             return [Reasoning(self._choice, text, ids, logprobs)]
         return [Content(self._choice, text, ids, logprobs)]
 
-    def _release(self) -> list[AnswerEvent]:
-        """What was held back is text after all."""
+    def _release(self, *, keep: bool = False) -> list[AnswerEvent]:
+        """What was held back is text after all. Tokens without text are forgotten, unless they are to be kept."""
         text, self._held = self._held, ""
         events = self._say(text) if self._mode != "call" else []
         if self._mode == "call" and self._calls is not None and not self._told():
             # Nothing of a call came of it: it stays what it was.
             self._mode = "content"
             events = self._say(self._raw + text)
-        self._ids.clear()
-        self._logprobs.clear()
+        if not keep:
+            self._ids.clear()
+            self._logprobs.clear()
         return events
 
     # ---- calls -----------------------------------------------------------------------------------------------------

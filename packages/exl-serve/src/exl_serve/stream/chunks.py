@@ -157,6 +157,8 @@ class Answer:
 
     def _end(self, event: Finish, choice: _Choice) -> None:
         choice.finish, choice.stop = event.reason, event.stop
+        choice.logprobs += event.logprobs
+        choice.ids += event.ids
         self._usages[event.choice] = event.usage
         self._reasoning_tokens += event.reasoning_tokens
 
@@ -189,6 +191,10 @@ class Chat(Answer):
         if isinstance(event, Finish):
             self._end(event, choice)
             last: dict[str, Any] = {"index": event.choice, "delta": {}, "logprobs": None, "finish_reason": event.reason}
+            if self._logprobs and event.logprobs:
+                last["logprobs"] = {"content": [self._logprob(one) for one in event.logprobs], "refusal": None}
+            if self._return_ids:
+                last["token_ids"] = list(event.ids)
             if event.stop is not None:
                 last["stop_reason"] = event.stop
             return [self._chunk(last)]
@@ -280,7 +286,8 @@ class Completion(Answer):
     def _piece(self, event: AnswerEvent, choice: _Choice) -> list[dict[str, Any]]:
         if isinstance(event, Finish):
             self._end(event, choice)
-            chunk = self._text_chunk(event.choice, "", None, event.reason)
+            left = self._shape(event.logprobs, choice) if self._logprobs and event.logprobs else None
+            chunk = self._text_chunk(event.choice, "", left, event.reason, event.ids)
             if event.stop is not None:
                 chunk["choices"][0]["stop_reason"] = event.stop
             return [chunk]

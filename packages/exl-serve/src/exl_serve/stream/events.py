@@ -85,6 +85,9 @@ class Finish:
     usage: Usage
     #: tokens of `usage.completion_tokens` that are reasoning
     reasoning_tokens: int = 0
+    #: tokens without text at the end of the content
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(slots=True)

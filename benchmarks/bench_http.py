@@ -1,0 +1,344 @@
+"""HTTP against the engine alone: the same requests, straight to the generator and through a server, on one machine.
+
+    python benchmarks/bench_http.py [--shape 8b | --paced] [--streams 64] [--requests 128] [--new 128] [--workers 1]
+
+Random weights of true shapes on a GPU (gpu_model.py), or with --paced a scripted model whose rounds last as long as
+those of an 8B model on an H200, on any machine. Processes as in `exl serve`: the engine here, API workers and the load
+generator in processes of their own. One JSON line: tokens a second both ways and their ratio, time to the first token,
+time between events as a client sees them. The tokens of both ways are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPT = (64, 513)
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: "
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+def work(count: int, vocab: int, new: int) -> list[dict[str, Any]]:
+    """The requests: prompts of 64 to 512 random tokens, greedy, without an end of text."""
+    import random
+
+    draw = random.Random(1)
+    return [
+        {
+            "prompt": [draw.randrange(300, vocab) for _ in range(draw.randrange(*PROMPT))],
+            "max_tokens": new,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            "seed": seed,
+        }
+        for seed in range(count)
+    ]
+
+
+def digest(answers: list[list[int]]) -> str:
+    return hashlib.blake2b(json.dumps(answers).encode(), digest_size=8).hexdigest()
+
+
+# ---- the engine alone ----------------------------------------------------------------------------------------------
+
+
+def alone(generator: Any, requests: list[dict[str, Any]], streams: int, floor: Any) -> dict[str, Any]:
+    """`streams` jobs at a time, the next when one has ended."""
+    import torch
+
+    from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler
+
+    settings = ExLlamaV2Sampler.Settings(temperature=0.0, top_k=0, top_p=0.0, token_repetition_penalty=1.0)
+    waiting = list(enumerate(requests))[::-1]
+    answers: list[list[int]] = [[] for _ in requests]
+    numbers: dict[Any, int] = {}
+    began = time.perf_counter()
+    while waiting or numbers:
+        while waiting and len(numbers) < streams:
+            number, asked = waiting.pop()
+            job = ExLlamaV2DynamicJob(
+                torch.tensor([asked["prompt"]]), asked["max_tokens"], gen_settings=settings, seed=asked["seed"],
+                max_rq_tokens=512,
+            )  # fmt: skip
+            generator.enqueue(job)
+            numbers[job] = number
+        round_began = time.monotonic()
+        for result in generator.iterate():
+            ids = result.get("token_ids")
+            if ids is not None:
+                answers[numbers[result["job"]]] += ids[0].tolist()
+            if result["eos"]:
+                del numbers[result["job"]]
+        if floor is not None:
+            time.sleep(max(0.0, round_began + floor(len(numbers)) - time.monotonic()))
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "tok_s": sum(map(len, answers)) / seconds, "digest": digest(answers)}
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+def worker(listener: socket.socket, address: str, folder: str) -> None:
+    """An API worker as in `exl serve`, with one model at `address`."""
+    import uvicorn
+
+    from exl_serve.api.app import create_app
+    from exl_serve.api.limits import guarded
+    from exl_serve.api.state import AppState, Caller
+    from exl_serve.api.text import FolderText
+    from exl_serve.api.worker import find_model
+    from exl_serve.config.model import Limits, ModelConfig, ServeConfig, ServerConfig
+    from exl_serve.engine.local import LocalEngine
+    from exl_serve.metrics import NoMeter
+    from exl_serve.stream.channels import detect_family
+
+    class Handle:
+        config = ModelConfig(id="bench", path=folder)
+        text = FolderText(folder)
+        family = detect_family("none", None, text.special, text.piece)
+        state = "ready"
+        client: Any = None
+
+        async def engine(self) -> Any:
+            if self.client is None:
+                self.client = asyncio.ensure_future(LocalEngine.connect(address))
+            return await self.client
+
+    class Models:
+        handles = (Handle(),)
+
+        def resolve(self, name: str, caller: Caller) -> Any:
+            return find_model(self.handles, name, caller, accept_any=True)
+
+        def list(self) -> Any:
+            return self.handles
+
+    limits = Limits(max_connections_per_address=4096)
+    config = ServeConfig(server=ServerConfig(limits=limits))
+
+    async def run() -> None:
+        state = AppState(config, Models(), NoMeter(), lambda scope, needed: Caller())  # type: ignore[arg-type]
+        settings = uvicorn.Config(
+            create_app(state), log_level="warning", lifespan="off", access_log=False, http=guarded(limits)
+        )
+        await uvicorn.Server(settings).serve([listener])
+
+    try:
+        import uvloop
+
+        uvloop.run(run())
+    except ImportError:
+        asyncio.run(run())
+
+
+def load(port: int, requests: list[dict[str, Any]], streams: int, out: Any) -> None:
+    """Closed loop of `streams` connections, each event stamped as its bytes come."""
+    out.put(asyncio.run(_load(port, requests, streams)))
+
+
+async def _load(port: int, requests: list[dict[str, Any]], streams: int) -> dict[str, Any]:
+    waiting = list(enumerate(requests))[::-1]
+    raw: list[list[tuple[float, bytes]]] = [[] for _ in requests]
+    sent = [0.0] * len(requests)
+
+    async def stream() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+        while waiting:
+            number, asked = waiting.pop()
+            body = json.dumps(asked).encode()
+            sent[number] = time.perf_counter()
+            writer.write(HEAD + str(len(body)).encode() + b"\r\n\r\n" + body)
+            while True:
+                line = await reader.readline()
+                if line.startswith(b"data: "):
+                    raw[number].append((time.perf_counter(), line))
+                    if line == b"data: [DONE]\n":
+                        break
+                elif not line or line.startswith(b"HTTP/1.1 4") or line.startswith(b"HTTP/1.1 5"):
+                    raise RuntimeError(f"the server answered {line!r}: {await reader.read(300)!r}")
+            # The end of a chunked body.
+            while (await reader.readline()).strip() != b"0":
+                pass
+            await reader.readline()
+        writer.close()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(stream() for _ in range(streams)))
+    seconds = time.perf_counter() - began
+    first, between, answers = [], [], []
+    for number, events in enumerate(raw):
+        ids: list[int] = []
+        stamps: list[float] = []
+        for stamp, line in events:
+            if line == b"data: [DONE]\n":
+                continue
+            choice = json.loads(line[6:])["choices"][0]
+            if choice.get("token_ids"):
+                ids += choice["token_ids"]
+                stamps.append(stamp)
+        answers.append(ids)
+        first.append((stamps[0] - sent[number]) * 1e3)
+        between += [(b - a) * 1e3 for a, b in itertools.pairwise(stamps)]
+    made = sum(map(len, answers))
+    return {
+        "seconds": seconds,
+        "tok_s": made / seconds,
+        "digest": digest(answers),
+        "first_token_ms_p50": percentile(first, 0.5),
+        "first_token_ms_p99": percentile(first, 0.99),
+        "between_ms_p50": percentile(between, 0.5),
+        "between_ms_p99": percentile(between, 0.99),
+        "tokens_per_event": made / max(1, len(between) + len(first)),
+    }
+
+
+# ---- engines -------------------------------------------------------------------------------------------------------
+
+
+def scripted(folder: str, streams: int) -> tuple[Any, Any]:
+    from exl_serve.config.model import ModelConfig
+    from exl_serve.engine.load import load as load_engine
+
+    config = ModelConfig(id="bench", path=folder, max_batch_size=streams, engine="paced", device="cpu")
+    generator, _, floor = load_engine(config)
+    return generator, floor
+
+
+def random_weights(shape: str, streams: int, new: int) -> tuple[Any, Any]:
+    from gpu_model import build
+
+    from exl_core import ExLlamaV2Cache, ExLlamaV2Tokenizer
+    from exl_generate import ExLlamaV2DynamicGenerator
+
+    model = build(shape, "4.0", 32768)
+    pages = -(-(PROMPT[1] + new) // 256)
+    cache = ExLlamaV2Cache(model, max_seq_len=streams * pages * 256)
+    generator = ExLlamaV2DynamicGenerator(model, cache, ExLlamaV2Tokenizer(model.config), max_batch_size=streams)
+    generator.warmup()
+    return generator, None
+
+
+def card_of(generator: Any, folder: str) -> Any:
+    from exl_serve.engine.client import ModelCard
+
+    return ModelCard(
+        id="bench",
+        folder=folder,
+        max_seq_len=generator.max_seq_len,
+        max_batch_size=generator.max_batch_size,
+        cache_tokens=generator.max_total_tokens,
+        vocab_size=generator.model.config.vocab_size,
+        eos_ids=(2,),
+        digest="0" * 32,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8b")
+    parser.add_argument("--paced", action="store_true", help="a scripted model in place of weights")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    multiprocessing.set_start_method("spawn")
+    from exl_generate import bundled
+
+    folder = str(bundled.default_model_dir())
+    generator, floor = (
+        scripted(folder, args.streams) if args.paced else random_weights(args.shape, args.streams, args.new)
+    )
+    requests = work(args.requests, min(generator.model.config.vocab_size, 3000), args.new)
+    alone(generator, requests[: args.streams], args.streams, floor)  # warm
+    measured = []
+    with tempfile.TemporaryDirectory() as place:
+        for _ in range(args.rounds):
+            generator.reset_page_table()
+            by_itself = alone(generator, requests, args.streams, floor)
+            generator.reset_page_table()
+            measured.append((by_itself, served(generator, floor, folder, place, requests, args)))
+    best = max(pair[1]["tok_s"] / pair[0]["tok_s"] for pair in measured)
+    by_itself, through = measured[-1]
+    line = {
+        "bench": "http",
+        "engine": "paced" if args.paced else args.shape,
+        "streams": args.streams,
+        "requests": args.requests,
+        "new_tokens": args.new,
+        "workers": args.workers,
+        "cpus": os.cpu_count(),
+        "alone_tok_s": by_itself["tok_s"],
+        "ratio_median": statistics.median(pair[1]["tok_s"] / pair[0]["tok_s"] for pair in measured),
+        "ratio_best": best,
+        "same_tokens": all(a["digest"] == b["digest"] for a, b in measured),
+        **through,
+    }
+    if not args.paced:
+        from gpu_timing import environment
+
+        line = {**environment(), **line}
+    print(json.dumps(line))
+
+
+def served(generator: Any, floor: Any, folder: str, place: str, requests: Any, args: Any) -> dict[str, Any]:
+    """The requests through HTTP. The engine runs in this process's main thread, as in an engine process."""
+    from exl_serve.config.model import Limits, ModelConfig
+    from exl_serve.engine.host import Host
+    from exl_serve.engine.status import StatusWriter
+
+    address = f"ipc://{place}/engine-{time.monotonic_ns()}"
+    status = StatusWriter(Path(place) / f"status-{time.monotonic_ns()}", os.urandom(16))
+    config = ModelConfig(id="bench", path=folder)
+    limits = Limits(max_queued_requests=4096)
+    host = Host(generator, card_of(generator, folder), address, status, config=config, limits=limits, round_floor=floor)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    out: Any = multiprocessing.Queue()
+    workers = [
+        multiprocessing.Process(target=worker, args=(listener, address, folder), daemon=True)
+        for _ in range(args.workers)
+    ]
+    client = multiprocessing.Process(
+        target=load, args=(listener.getsockname()[1], requests, args.streams, out), daemon=True
+    )
+    found: list[dict[str, Any]] = []
+
+    def watch() -> None:
+        time.sleep(6.0)  # the workers come up
+        client.start()
+        found.append(out.get())
+        host.stop()
+
+    for one in workers:
+        one.start()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    host.run()
+    watcher.join()
+    for one in workers:
+        one.terminate()
+        one.join()
+    listener.close()
+    return found[0]
+
+
+if __name__ == "__main__":
+    main()
