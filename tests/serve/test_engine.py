@@ -266,6 +266,29 @@ def test_an_error_in_a_round_ends_its_requests_alone(scripted: EngineThread, mon
     assert idle(scripted)
 
 
+def test_completions_go_on_without_the_first(scripted: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first fails before its prompt is computed; the others wait for just that."""
+
+    async def work(engine: LocalEngine) -> Sink:
+        sink = Sink()
+        enqueue, times = scripted.generator.enqueue, iter(range(100))
+
+        def failing(job: Any) -> Any:
+            if next(times) == 0:
+                raise RuntimeError("not this one")
+            return enqueue(job)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(scripted.generator, "enqueue", failing)
+            await engine.submit(request(scripted, seeds=(1, 2, 3)), sink)
+            await sink.ended(3)
+        return sink
+
+    ends = [type(e) for e in on(scripted, work).events if isinstance(e, Finished | Failed)]
+    assert sorted(kind.__name__ for kind in ends) == ["Failed", "Finished", "Finished"]
+    assert idle(scripted)
+
+
 def test_the_queue_has_an_end(scripted: EngineThread) -> None:
     async def work(engine: LocalEngine) -> None:
         refused, sinks = [], []

@@ -205,6 +205,15 @@ def test_a_page_of_another_name_does_not_get_in(http: httpx.Client) -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
+def test_a_page_of_another_site_changes_nothing(http: httpx.Client, server: LiveServer) -> None:
+    body = {"model": "fable", "prompt": "x", "max_tokens": 1}
+    for headers in ({"origin": "https://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}):
+        for path in ("/v1/completions", "/reset_prefix_cache"):
+            answer = http.post(path, json=body, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed"), (path, headers)
+    assert http.post("/v1/completions", json=body, headers={"origin": server.url}).status_code == 200
+
+
 def test_headers(http: httpx.Client) -> None:
     answer = http.get("/v1/models", headers={"x-request-id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1"

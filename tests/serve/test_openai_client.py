@@ -6,6 +6,7 @@ import json
 import threading
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -242,6 +243,24 @@ def test_a_whole_answer_whose_client_leaves_is_cancelled(server: LiveServer, scr
     until(lambda: not scripted.generator.num_remaining_jobs())
 
 
+def test_the_operator_cancels_all_of_a_request(server: LiveServer, scripted: EngineThread) -> None:
+    body = {"model": "scripted", "prompt": ["x", "y"], "n": 2, "max_tokens": 900, "ignore_eos": True}
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        headers = {"x-request-id": "mine"}
+        answers.append(httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: len(httpx.get(f"{server.url}/v1/requests", timeout=120).json()["data"]) == 2)
+    assert httpx.delete(f"{server.url}/v1/requests/mine", timeout=120).json()["cancelled"]
+    thread.join()
+    assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (409, "cancelled")
+    until(lambda: not scripted.generator.num_remaining_jobs())
+    assert httpx.delete(f"{server.url}/v1/requests/mine", timeout=120).status_code == 404
+
+
 def test_an_error_in_the_middle_ends_the_stream(
     client: openai.OpenAI, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,8 +299,6 @@ def test_sixty_four_at_once_get_what_each_gets_alone(client: openai.OpenAI) -> N
 
 
 def test_tokenize_and_back(server: LiveServer, fable: EngineThread) -> None:
-    import httpx
-
     with httpx.Client(base_url=server.url) as http:
         made = http.post("/tokenize", json={"model": "fable", "prompt": "Once upon a time"}).json()
         assert made["tokens"] == fable.generator.tokenizer.encode_ids("Once upon a time", add_bos=True)

@@ -115,6 +115,7 @@ async def _handle(
     call.headers |= SECURITY_HEADERS
     try:
         _check_host(call)
+        _check_origin(call)
         if _cors(call):
             await call.start(204, {})
             await call.write(b"", more=False)
@@ -178,6 +179,25 @@ def _check_host(call: Call) -> None:
             "permission_error",
             "host_not_allowed",
             f"the host {name[:128]!r} is not served here: name it in allowed_hosts",
+        )
+
+
+def _check_origin(call: Call) -> None:
+    """A page of another site must not use a visitor's browser to change anything here, or to spend its work."""
+    if call.scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        return
+    origin = call.header("origin")
+    if origin is None:
+        foreign = call.header("sec-fetch-site") in ("cross-site", "same-site")
+    else:
+        own = origin.partition("://")[2] == (call.header("host") or "").strip()
+        foreign = not own and origin not in call.state.config.server.cors_origins
+    if foreign:
+        raise ServeError(
+            403,
+            "permission_error",
+            "origin_not_allowed",
+            "this comes from a page of another site: name its origin in cors_origins if it may use this server",
         )
 
 

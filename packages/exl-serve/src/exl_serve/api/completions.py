@@ -36,6 +36,10 @@ async def completions(call: Call) -> None:
     fields = read_request(call, body, FIELDS, frozenset({"prompt", "suffix"}))
     if body.get("suffix"):
         raise ServeError.unsupported("suffix", "suffix is not offered for this model: it has no format for infilling")
+    if fields.get("echo") and "logprobs" in fields:
+        raise ServeError.unsupported(
+            "echo", "echo and logprobs together are not offered: prompts have no logprobs here"
+        )
     limits = call.state.config.server.limits
     usage, continuous = stream_options(fields)
     n = fields.get("n", 1)

@@ -45,6 +45,8 @@ class Generation:
         self.mailbox = Mailbox(self._pause, self._resume)
         self._cancelled = False
         self.first_token: float | None = None
+        #: tokens so far, of all completions
+        self.generated = 0
         #: the engine has begun with it
         self.started = False
 
@@ -122,10 +124,10 @@ async def serve(
         call.stop_watching()
         call.state.running.discard(generation)
         left = generation.is_cancelled() and not answer.finished
-        if not answer.finished:
+        if not answer.finished or answer.error is not None:
             generation.cancel()
         if ticket is not None:
-            ticket.spend(answer.usage()["total_tokens"])
+            ticket.spend(answer.prompt_tokens + _generated(generation, answer))
             ticket.release()
         _account(call, generation, answer, began, left)
 
@@ -179,6 +181,11 @@ def _first(generation: Generation) -> None:
         generation.first_token = time.monotonic()
 
 
+def _generated(generation: Generation, answer: Answer) -> int:
+    """Tokens that were made, also for a client that left."""
+    return max(int(answer.usage()["completion_tokens"]), generation.generated)
+
+
 def _account(call: Call, generation: Generation, answer: Answer, began: float, left: bool) -> None:
     """Metrics and the log line of a request."""
     meter, now = call.state.meter, time.monotonic()
@@ -187,7 +194,7 @@ def _account(call: Call, generation: Generation, answer: Answer, began: float, l
     reason = "abort" if left else "error" if answer.error is not None else (answer.choices[0].finish or "abort")
     meter.count("exl_requests_total", model_name=model, finished_reason=reason)
     meter.count("exl_prompt_tokens_total", usage["prompt_tokens"], model_name=model)
-    meter.count("exl_generation_tokens_total", usage["completion_tokens"], model_name=model)
+    meter.count("exl_generation_tokens_total", _generated(generation, answer), model_name=model)
     meter.count("exl_cached_tokens_total", usage["prompt_tokens_details"]["cached_tokens"], model_name=model)
     meter.observe("exl_request_prompt_tokens", usage["prompt_tokens"], model_name=model)
     meter.observe("exl_request_generation_tokens", usage["completion_tokens"], model_name=model)
@@ -206,7 +213,7 @@ def _account(call: Call, generation: Generation, answer: Answer, began: float, l
             "finish": reason,
             "prompt_tokens": usage["prompt_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-            "completion_tokens": usage["completion_tokens"],
+            "completion_tokens": _generated(generation, answer),
             "seconds": round(now - began, 4),
             "ttft": None if generation.first_token is None else round(generation.first_token - began, 4),
         }

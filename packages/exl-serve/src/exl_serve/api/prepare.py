@@ -129,7 +129,7 @@ def engine_request(
         )
     salt = fields.get("cache_salt", "").encode() + call.caller.salt
     return EngineRequest(
-        id=f"{call.id}-{number}" if number else call.id,
+        id=f"{call.id}/{number}" if number else call.id,
         prompt=np.asarray(ids, dtype="<i4").tobytes(),
         negative_prompt=None
         if negative is None

@@ -266,6 +266,8 @@ class Host:
         generator = self._generator
 
         def work() -> None:
+            if group.cancelled:
+                return
             try:
                 made = compile_constraints(group.request.constraints, generator.model, generator.tokenizer)
             except Exception as error:
@@ -367,8 +369,8 @@ class Host:
             for job in group.jobs.values():
                 job.paused = paused
 
-    def _drop(self, group: _Group) -> None:
-        """Cancel what is left of a request."""
+    def _drop(self, group: _Group, *, forget: bool = True) -> None:
+        """Cancel what is left of a request; `forget`: also what has not been told of it."""
         group.cancelled = True
         self._groups.pop((group.worker, group.tag), None)
         if group.entry is not None:
@@ -380,7 +382,7 @@ class Host:
                 self._generator.discard(job)
         group.jobs.clear()
         left = self._outgoing.get(group.worker)
-        if left:
+        if left and forget:
             self._outgoing[group.worker] = [pair for pair in left if pair[0] != group.tag]
 
     def _expire(self) -> None:
@@ -395,11 +397,9 @@ class Host:
         ]
         for group in late:
             text = "the request's deadline has passed: allow more time, or ask for fewer tokens"
-            for choice in sorted({*group.waiting, *(c for j, (g, c) in self._by_job.items() if g is group)}):
+            for choice in self._unfinished(group):
                 self._emit(group, [Failed(choice, 408, "timeout", "deadline_exceeded", text)])
-            kept = self._outgoing.get(group.worker, [])[:]
-            self._drop(group)
-            self._outgoing[group.worker] = kept
+            self._drop(group, forget=False)
 
     # ---- rounds ----------------------------------------------------------------------------------------------------
 
@@ -459,7 +459,10 @@ class Host:
         return new
 
     def _ended_one(self, group: _Group) -> None:
-        if group.live == 0 and not group.waiting:
+        if group.live == 0 and group.waiting and not group.cancelled:
+            # The first has failed before its prompt was computed: the others try for themselves.
+            self._start(group, group.waiting[0])
+        elif group.live == 0 and not group.waiting:
             self._groups.pop((group.worker, group.tag), None)
             if group.entry is not None:
                 self._admission.done(group.request.key)
@@ -476,6 +479,7 @@ class Host:
             text = "the engine failed in the middle of this request; its log says more"
             self._emit(group, [Failed(choice, 500, "server_error", "engine_error", text)])
             self._by_job.pop(job, None)
+            group.jobs.pop(choice, None)
             self._generator.discard(job)
             group.live -= 1
             self._ended_one(group)
@@ -502,17 +506,23 @@ class Host:
         if name == "requests":
             return {"requests": [self._summary(group) for group in self._groups.values()]}
         if name == "cancel":
-            for group in [g for g in self._groups.values() if g.request.id == parameters["id"]]:
-                self._emit(group, [Failed(c, 499, "cancelled", "cancelled", "cancelled by the operator") for c in [0]])
-                kept = self._outgoing.get(group.worker, [])[:]
-                self._drop(group)
-                self._outgoing[group.worker] = kept
-                return {"cancelled": True}
-            return {"cancelled": False}
+            return {"cancelled": self._cancel(str(parameters["id"]))}
         if name == "drain":
             self.drain()
             return {}
         raise ServeError.invalid(f"the engine knows no call {name!r}", "name")
+
+    def _cancel(self, id: str) -> bool:
+        """End the request of this id, all its prompts and completions; its client is told."""
+        groups = [g for g in self._groups.values() if g.request.id.partition("/")[0] == id]
+        for group in groups:
+            for choice in self._unfinished(group):
+                self._emit(group, [Failed(choice, 409, "conflict", "cancelled", "the request was cancelled")])
+            self._drop(group, forget=False)
+        return bool(groups)
+
+    def _unfinished(self, group: _Group) -> list[int]:
+        return sorted({*group.waiting, *(c for g, c in self._by_job.values() if g is group)})
 
     def _summary(self, group: _Group) -> dict[str, Any]:
         return {
