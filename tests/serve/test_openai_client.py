@@ -117,6 +117,20 @@ def test_usage_tells_what_was_cached(client: openai.OpenAI) -> None:
     assert first.prompt_tokens == second.prompt_tokens
 
 
+def test_salts_share_no_cache(client: openai.OpenAI) -> None:
+    text = "The owl and the mouse met at the mill. " * 30
+
+    def cached(**extra: str) -> int:
+        usage = client.completions.create(model="fable", prompt=text, max_tokens=1, extra_body=extra).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    assert [cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0]
+    assert cached() < 256, "no page of theirs; an earlier prompt without a salt may begin alike"
+    assert cached(cache_salt="a") >= 256
+
+
 def test_json_schema(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",

@@ -25,6 +25,7 @@ from exl_generate.dynamic.request import (
     keys_of,
     listed,
     pictures_of,
+    salt_of,
     seed_of,
     sequences_of,
     stop_conditions_of,
@@ -72,7 +73,8 @@ class ExLlamaV2DynamicJob:
     Beyond exllamav2: `loras`, the adapters of this job (None = those of the generator when the job is queued, [] =
     none); `max_rq_tokens`, new tokens to reserve pages for at a time (None = for `max_new_tokens`): a job that has used
     them up while others wait goes back to the queue and is resumed, in one continuous stream; `return_hidden_state`,
-    the last hidden state behind each token's logits as `hidden_states` [1, k, hidden].
+    the last hidden state behind each token's logits as `hidden_states` [1, k, hidden]; `cache_salt`, at most 256 bytes:
+    jobs with different salts share no cached pages, so that nobody learns by timing what another has asked.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class ExLlamaV2DynamicJob:
         loras: object = None,
         max_rq_tokens: int | None = None,
         return_hidden_state: bool = False,
+        cache_salt: bytes = b"",
     ) -> None:
         self.max_new_tokens = count_of("max_new_tokens", max_new_tokens)
         self.min_new_tokens = count_of("min_new_tokens", min_new_tokens)
@@ -133,6 +136,7 @@ class ExLlamaV2DynamicJob:
         self.max_rq_tokens = None if max_rq_tokens is None else count_of("max_rq_tokens", max_rq_tokens)
         if self.max_rq_tokens == 0:
             raise RequestError("max_rq_tokens is 0; reserve for at least 1 token, or pass None to reserve for all")
+        self.cache_salt = salt_of(cache_salt)
         #: adapters asked for; None = the generator's
         self.loras = self._asked_loras = adapters_of(loras)
         self.embeddings = embeddings_of(embeddings)
@@ -291,14 +295,18 @@ class ExLlamaV2DynamicJob:
         Prompt pages that it holds together with others which run as well are filled by whoever comes first, as ever:
         none of them gets K/V of an arrangement that it has not run under itself.
         """
-        root = context.namespace_of(self.loras or ())
+        root = self._namespace(context)
         for number, sequence in enumerate(self.sequences):
             own = (root.hex(), f"job {self.serial_number}", f"sequence {number}")
             sequence.part(namespace_digest(own))
 
+    def _namespace(self, context: JobContext) -> bytes:
+        root = context.namespace_of(self.loras or ())
+        return namespace_digest((root.hex(), f"salt {self.cache_salt.hex()}")) if self.cache_salt else root
+
     def _name_pages(self, context: JobContext) -> None:
         self._named_in = context.arrangements  # first: who meets another meanwhile sees that this is of before
-        root = context.namespace_of(self.loras or ())
+        root = self._namespace(context)
         for sequence in self.sequences:
             sequence.prepare(context.page_table, root)
 

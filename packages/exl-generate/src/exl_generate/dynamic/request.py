@@ -27,11 +27,14 @@ __all__ = [
     "keys_of",
     "listed",
     "pictures_of",
+    "salt_of",
     "seed_of",
     "sequences_of",
     "stop_conditions_of",
     "strings_of",
 ]
+
+MAX_SALT = 256
 
 
 def count_of(name: str, value: object) -> int:
@@ -54,6 +57,13 @@ def listed(name: str, values: Iterable[Any] | None) -> list[Any]:
         return [] if values is None else list(values)
     except TypeError as error:
         raise RequestError(f"{name} is {values!r:.80}; pass a list: [{values!r:.80}]") from error
+
+
+def salt_of(salt: object) -> bytes:
+    """Bytes, at most 256."""
+    if not isinstance(salt, bytes) or len(salt) > MAX_SALT:
+        raise RequestError(f"cache_salt is {salt!r:.80}; pass at most {MAX_SALT} bytes")
+    return salt
 
 
 def seed_of(seed: object) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,8 @@ def engine_request(
         raise ServeError(
             403, "permission_error", "insufficient_scope", f"priority {priority} is not allowed for this key"
         )
-    salt = fields.get("cache_salt", "").encode() + call.caller.salt
+    # A digest: a key's salt is of one length, whatever the request's own is.
+    salt = _salt(fields.get("cache_salt", ""), call.caller.salt)
     return EngineRequest(
         id=f"{call.id}/{number}" if number else call.id,
         prompt=np.asarray(ids, dtype="<i4").tobytes(),
@@ -160,3 +162,9 @@ def seed_of(call: Call, fields: Mapping[str, Any]) -> int:
     seed = int(fields["seed"]) if "seed" in fields else draw_seed()
     call.headers["x-exl-seed"] = str(seed)
     return seed
+
+
+def _salt(own: str, of_key: bytes) -> bytes:
+    if not own and not of_key:
+        return b""
+    return hashlib.blake2b(own.encode(), key=of_key, digest_size=16).digest()

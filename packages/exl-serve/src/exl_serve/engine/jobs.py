@@ -142,6 +142,7 @@ def make_job(
         return_logits=request.logprobs is not None,
         loras=list(loras),
         max_rq_tokens=PAGES_AT_ONCE,
+        cache_salt=request.cache_salt,
     )
 
 
