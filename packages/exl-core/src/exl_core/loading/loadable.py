@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,19 +14,22 @@ from exl_kernels.meeting import forget_meeting_memory
 from ..cache import ExLlamaV2Cache, ExLlamaV2CacheBase
 from ..config import ExLlamaV2Config
 from ..device import GIB, Device, devices, out_of_memory_as_error, torch_device
-from ..errors import CacheError, InputError, ModelStateError
+from ..errors import CacheError, FormatError, InputError, ModelStateError
 from ..modules import Attention, Intervention, Linear, Module, build_modules
 from ..parallel import TensorParallel
 from ..parallel.cutting import cut_modules, unshard_modules
 from ..placement import Placement
 from ..rope import RopeTable
 from .checkpoint import Checkpoint, TensorReader
+from .identity import model_digest, settings_of
 from .loader import Callback, CallbackGen, check_callbacks, load_modules, progress_bar
 from .parallel_plan import plan_parallel
 from .plan import LoadPlan, check_split, plan_modules
 from .sizes import CacheSize
 
 __all__ = ["LoadableModel"]
+
+log = logging.getLogger(__name__)
 
 
 class LoadableModel:
@@ -37,6 +42,10 @@ class LoadableModel:
         self.config = config
         self.modules: list[Module] = build_modules(config)
         self._arrangement = list(self.modules)
+        self._built = list(self.modules)
+        self._settings = settings_of(config)  # as the modules were built with them
+        self._digest: tuple[Checkpoint | None, bytes] | None = None
+        self._foreign: tuple[list[Module], bytes] | None = None  # an arrangement with modules of others, and its digest
         self.modules_dict: dict[str, Module | Linear] = {}
         for module in self.modules:
             submodules = list(module.submodules())
@@ -341,3 +350,30 @@ class LoadableModel:
         if self._arrangement != self.modules:
             self._arrangement = list(self.modules)
         return self._arrangement
+
+    @property
+    def content_digest(self) -> bytes:
+        """16 bytes that stand for the weights and all settings that decide the keys and values of a token, rotation and
+        `cpu_matmul` included: equal in every process and on every machine that loads the same (`loading.identity`).
+
+        A model with modules of others has a digest of its own as long as they stand as they do, and so has one whose
+        weight files cannot be read any more. Takes up to a second when it is first asked for, as files are sampled.
+        """
+        arrangement = self.arrangement
+        if arrangement != self._built:
+            if self._foreign is None or self._foreign[0] is not arrangement:
+                self._foreign = (arrangement, secrets.token_bytes(16))
+            return self._foreign[1]
+        checkpoint = self.config.checkpoint
+        if self._digest is None or self._digest[0] is not checkpoint:
+            self._digest = (checkpoint, self._find_digest(checkpoint))
+        return self._digest[1]
+
+    def _find_digest(self, checkpoint: Checkpoint | None) -> bytes:
+        if checkpoint is None:
+            return secrets.token_bytes(16)
+        try:
+            return model_digest(checkpoint, self._settings)
+        except FormatError as error:
+            log.warning("cached pages get names that other processes do not find: %s", error)
+            return secrets.token_bytes(16)

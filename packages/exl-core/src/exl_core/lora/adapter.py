@@ -45,7 +45,8 @@ class ExLlamaV2Lora:
 
     Attributes: lora_r, lora_alpha (of adapter_config.json), lora_scaling (the effective factor of modules without
     patterns), target_modules, bias_ignored (a bias of zeros was left out), embed_tokens and lm_head (replacements or
-    None), tensors (key of a matrix -> its pair).
+    None), tensors (key of a matrix -> its pair), content_digest (16 bytes that stand for its tensors,
+    settings and scale, equal in every process).
 
     Raises AdapterError (a ValueError) for a bad or foreign adapter, UnsupportedError for methods without code here
     (DoRA and others, by name), ModelStateError before model.load().
@@ -84,6 +85,7 @@ class ExLlamaV2Lora:
         self.embedding: Tensor | None = None  # [vocabulary, hidden], in place of the model's
         self.embedding_pair: EmbeddingPair | None = None
         self.touched: frozenset[str] = frozenset()
+        self.content_digest = b""
         self.loaded = False
         self._load(AdapterTensors(Path(lora_path)))
 
@@ -163,6 +165,7 @@ class ExLlamaV2Lora:
         for module, parts in modules.items():
             self._load_module(tensors, index, module, parts)
         self.touched = frozenset({*self.pairs, *self.replacements})
+        self.content_digest = tensors.digest(f"{self._config.settings()} {self._factor!r}")
         self.loaded = True
 
     @staticmethod

@@ -82,6 +82,11 @@ class AdapterConfig:
             _pattern(data, "alpha_pattern", file),
         )
 
+    def settings(self) -> str:
+        """All that decides what the adapter's tensors do."""
+        patterns = [list(table.items()) for table in (self.rank_pattern, self.alpha_pattern)]  # the first match counts
+        return repr((self.r, self.alpha, self.use_rslora, self.fan_in_fan_out, patterns))
+
     def rank(self, module: str) -> int:
         """The rank that the module called `module` (its name in the original model) must have."""
         return int(_lookup(self.rank_pattern, module, self.r))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import zipfile
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ class AdapterTensors:
     def __init__(self, file: Path) -> None:
         self.file = file
         self._loaded: dict[str, Tensor] = {}
+        self._digests: dict[str, bytes] = {}
         self._entries = {} if file.suffix == ".bin" else read_safetensors_header(file).entries
         if file.suffix == ".bin":
             self._loaded = _read_archive(file)
@@ -41,13 +43,24 @@ class AdapterTensors:
         return iter(self._loaded or self._entries)
 
     def read(self, name: str) -> Tensor:
-        """The tensor, F16, BF16 or F32, contiguous and finite."""
+        """The tensor, F16, BF16 or F32, contiguous and finite. What was read counts in `digest`."""
         tensor = self._loaded[name] if name in self._loaded else read_tensor(self._entries[name])
         if tensor.dtype not in FLOATS:
             raise AdapterError(f"{self.file}: {name}: element type {tensor.dtype}; an adapter is F16, BF16 or F32")
         if not torch.isfinite(tensor).all():
             raise AdapterError(f"{self.file}: {name}: holds NaN or infinity; the adapter is damaged or diverged")
-        return tensor.contiguous()
+        tensor = tensor.contiguous()
+        one = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+        one.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        self._digests[name] = one.digest()
+        return tensor
+
+    def digest(self, settings: str) -> bytes:
+        """16 bytes over the tensors read so far and `settings`, whatever the order in which they were read."""
+        whole = hashlib.blake2b(settings.encode(), digest_size=16, person=b"exl-adapter")
+        for name in sorted(self._digests):
+            whole.update(self._digests[name])
+        return whole.digest()
 
 
 def _read_archive(file: Path) -> dict[str, Tensor]:

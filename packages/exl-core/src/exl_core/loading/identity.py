@@ -1,0 +1,104 @@
+"""The identity of a model: a digest of its weights and settings that is the same in every process and on every machine.
+
+Reading 40 GB takes a minute, so long tensors are sampled: name, element type, shape, and SAMPLES blocks of SAMPLE bytes
+at places that their names decide. Another training, merge or quantization changes numbers all over a matrix and so the
+digest; a change of a few rows of one matrix may not. Nothing here protects against a forger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from exl_kernels.safetensors_file import TensorEntry
+
+from ..config import ExLlamaV2Config
+from ..errors import FormatError
+from .checkpoint import Checkpoint
+
+__all__ = ["model_digest", "settings_of"]
+
+SAMPLE = 4096  # bytes of a block
+SAMPLES = 2  # blocks of a tensor; one that is not longer is read whole
+# What decides no keys and values: places, sizes of chunks and buffers, which code runs, who ends a text. A field that
+# is new in the config counts until it is named here.
+NEUTRAL = frozenset(
+    {
+        "allow_unknown_architecture",
+        "arch",
+        "architecture",
+        "bos_token_id",
+        "checkpoint",
+        "eos_token_id",
+        "fasttensors",
+        "load_in_q4",
+        "max_attention_size",
+        "max_batch_size",
+        "max_dq_size",
+        "max_input_len",
+        "max_output_len",
+        "max_seq_len",
+        "model_dir",
+        "no_flash_attn",
+        "no_graphs",
+        "no_sdpa",
+        "no_xformers",
+        "pad_token_id",
+    }
+)
+
+
+def settings_of(config: ExLlamaV2Config) -> str:
+    """All settings that decide what keys and values a token gets, overrides of the caller included."""
+    names = sorted({*ExLlamaV2Config.__annotations__, "layer_rope", "layer_sparse", "layer_windows"} - NEUTRAL)
+    rope = config.rope_settings()
+    if rope.method != "dynamic":
+        rope = replace(rope, max_positions=0)  # the length of the table, which its entries do not depend on
+    values = [f"{name}={getattr(config, name)!r}" for name in names]
+    return "\n".join([config.arch.name, *values, repr(rope)])
+
+
+def model_digest(checkpoint: Checkpoint, settings: str) -> bytes:
+    """16 bytes. How tensors are spread over files does not matter. Raises FormatError when a file is not as it was when
+    its header was read."""
+    checkpoint.check_unchanged()
+    by_file: dict[Path, list[tuple[str, TensorEntry]]] = {}
+    for key, entry in checkpoint.tensors.items():
+        by_file.setdefault(entry.path, []).append((key, entry))
+    found: dict[str, bytes] = {}
+    for file, entries in by_file.items():
+        found.update(_tensors_of(file, entries))
+    whole = hashlib.blake2b(settings.encode(), digest_size=16, person=b"exl-model")
+    for key in sorted(found):
+        whole.update(found[key])
+    return whole.digest()
+
+
+def _tensors_of(file: Path, entries: Iterable[tuple[str, TensorEntry]]) -> dict[str, bytes]:
+    """Digest of each tensor of a file."""
+    found = {}
+    try:
+        with open(file, "rb", buffering=0) as opened:
+            for key, entry in sorted(entries, key=lambda item: item[1].offset):
+                one = hashlib.blake2b(f"{key} {entry.dtype} {entry.shape}".encode(), digest_size=16)
+                for start, length in _samples(one.digest(), entry.nbytes):
+                    opened.seek(entry.offset + start)
+                    block = opened.read(length)
+                    if len(block) != length:
+                        raise FormatError(f"{file}: {entry.name}: the file ends early; download it again")
+                    one.update(block)
+                found[key] = one.digest()
+    except OSError as e:
+        raise FormatError(f"{file}: cannot be read ({e.strerror or e})") from e
+    return found
+
+
+def _samples(seed: bytes, nbytes: int) -> list[tuple[int, int]]:
+    """(offset in the tensor, length) of the blocks to read: one at some place in each of SAMPLES equal parts."""
+    if nbytes <= SAMPLES * SAMPLE:
+        return [(0, nbytes)]
+    part = nbytes // SAMPLES
+    places = (int.from_bytes(seed[8 * i : 8 * i + 8], "little") % (part - SAMPLE + 1) for i in range(SAMPLES))
+    return [(i * part + place, SAMPLE) for i, place in enumerate(places)]
