@@ -9,7 +9,7 @@ import torch
 
 from exl_core import ExLlamaV2MMEmbedding
 
-__all__ = ["Cache", "Config", "ExLlamaV2MMEmbedding", "Model", "Tokenizer"]
+__all__ = ["Adapter", "Cache", "Config", "ExLlamaV2MMEmbedding", "Model", "Tokenizer"]
 
 
 class Config(Protocol):
@@ -31,6 +31,10 @@ class Cache(Protocol):
     def model(self) -> Any:
         """The model that it was made for."""
 
+    @property
+    def kind(self) -> str:
+        """The format of what it stores."""
+
     def copy_states(
         self,
         target: Any,
@@ -44,6 +48,16 @@ class Cache(Protocol):
         to_rows: int,
     ) -> None:
         """Copy the K/V of a range of tokens."""
+
+
+class Adapter(Protocol):
+    """A LoRA adapter, as far as generators look into it."""
+
+    lora_scaling: float
+
+    @property
+    def content_digest(self) -> bytes:
+        """Bytes that no adapter with another effect has, in any process."""
 
 
 class Model(Protocol):
@@ -60,6 +74,11 @@ class Model(Protocol):
     @property
     def arrangement(self) -> object:
         """An object that is another one after a module of the model was replaced: earlier results are stale then."""
+
+    @property
+    def content_digest(self) -> bytes:
+        """Bytes that stand for all that decides K/V beside tokens, adapters, cache format and device: no model that
+        computes others has them, in any process. Another value after a module was replaced by one of the caller's."""
 
     @property
     def hooked(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -143,6 +144,7 @@ class ExLlamaV2DynamicGenerator:
         self._arrangement = model.arrangement
         #: ways in which the model's modules have stood before the present one (`Intervention` put in or taken out)
         self.arrangements = 0
+        self._own_token = secrets.token_hex(16)
         self._in_round = False
         self._sinks: dict[ExLlamaV2DynamicJob, list[Result]] = {}
         self._outbox: list[Result] = []
@@ -350,8 +352,16 @@ class ExLlamaV2DynamicGenerator:
         """Nothing to do: attention reads pages in any order at the same speed, and no result depends on it."""
 
     def namespace_of(self, loras: Sequence[Any]) -> bytes:
-        """What stands before the first page of every sequence under these adapters."""
-        return namespace_digest([type(self.cache).__name__, f"modules {self.arrangements}", *adapter_names(loras)])
+        """What stands before the first page of every sequence under these adapters: equal in every process with the
+        same model, settings, adapters and cache format on the same kind of device.
+
+        Once modules were replaced it is this generator's own: K/V of before may stand under the names of then.
+        """
+        model, device = self.model, self.model.device
+        own = [f"modules {self.arrangements} of {self._own_token}"] if self.arrangements else []
+        cache = f"{type(self.cache).__name__} {self.cache.kind}"  # one cut over devices has the kind of its parts
+        parts = [model.content_digest.hex(), "cpu" if device is None else device.type, cache]
+        return namespace_digest([*parts, *own, *adapter_names(loras)])
 
     def new_acceptance(self) -> Acceptance:
         """As `JobContext`: how the drafts of a new job fare."""

@@ -2,8 +2,8 @@
 
 A page is `page_size` tokens of K/V. Full pages are labelled with a chained hash over everything that decides their
 content (the namespace of model, cache and adapters, then every token from the start), so equal label means equal
-prefix; the tokens are compared as well. A label may be set before the content exists: jobs that need the same prefix
-share the page, and whichever runs first fills it.
+prefix, in other processes too; the tokens are compared as well. A label may be set before the content exists: jobs that
+need the same prefix share the page, and whichever runs first fills it.
 
 Pages nobody uses keep their content and wait in least-recently-used order. A sequence gives its pages back last page
 first, and whoever holds a page holds all pages before it, so a prefix is never evicted before what follows it.

@@ -136,7 +136,7 @@ def adapters_of(loras: object) -> tuple[Any, ...] | None:
         return None
     found = tuple(loras) if isinstance(loras, list | tuple) else (loras,)
     for lora in found:
-        if not hasattr(lora, "lora_scaling"):
+        if not hasattr(lora, "lora_scaling") or not hasattr(lora, "content_digest"):
             raise RequestError(
                 f"loras holds a {type(lora).__name__}; pass adapters: ExLlamaV2Lora.from_directory(model, folder)"
             )

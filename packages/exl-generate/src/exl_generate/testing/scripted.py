@@ -8,7 +8,9 @@ error, not a nuance.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +53,8 @@ class ScriptedConfig:
 class ScriptedCache:
     """Slots of (token, prefix hash), with the copy operation of a K/V cache."""
 
+    kind = "scripted"
+
     def __init__(self, model: ScriptedModel, batch_size: int = 1, max_seq_len: int = 256) -> None:
         self.model = model
         self.batch_size = batch_size
@@ -76,6 +80,11 @@ class ScriptedLora:
         self.seed = seed
         self.lora_scaling = lora_scaling
 
+    @property
+    def content_digest(self) -> bytes:
+        """Its seed decides what it does."""
+        return f"scripted {self.seed}".encode()
+
 
 class ScriptedEmbedding:
     """Rows with ids of their own, as `ExLlamaV2MMEmbedding`; `values` (below 1000) stand for hidden states."""
@@ -97,6 +106,13 @@ class ModelBase:
     device: torch.device | None = None
     arrangement: object = None
     hooked: bool = False
+    _digest = b""
+
+    @property
+    def content_digest(self) -> bytes:
+        """Of this object alone: nothing is known of what it computes."""
+        self._digest = self._digest or secrets.token_bytes(16)
+        return self._digest
 
     def invariant_tokens(self, loras: Any = ()) -> int | None:
         """None: tokens of a pass never depend on each other."""
@@ -120,6 +136,11 @@ class ScriptedModel(ModelBase):
         width = self.config.max_seq_len + self.config.max_input_len + 1
         with np.errstate(over="ignore"):
             self._powers = np.cumprod(np.full(width, _BASE, dtype=np.uint64))
+
+    @property
+    def content_digest(self) -> bytes:
+        """Of the config, as a model's. The script decides logits only: what is stored is the same for all."""
+        return hashlib.blake2b(f"{type(self).__qualname__} {self.config}".encode(), digest_size=16).digest()
 
     def forward_chunk(
         self,
