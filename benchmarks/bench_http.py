@@ -1,6 +1,6 @@
 """HTTP against the engine alone: the same requests, straight to the generator and through a server, on one machine.
 
-    python benchmarks/bench_http.py [--shape 8b | --paced] [--streams 64] [--requests 128] [--new 128] [--workers 1]
+    python benchmarks/bench_http.py [--shape 8b | --paced] [--streams 64] [--requests 192] [--new 128] [--workers 1]
 
 Random weights of true shapes on a GPU (gpu_model.py), or with --paced a scripted model whose rounds last as long as
 those of an 8B model on an H200, on any machine. Processes as in `exl serve`: the engine here, API workers and the load
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import hashlib
 import itertools
 import json
@@ -25,7 +26,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROMPT = (64, 513)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: "
 
 
@@ -33,15 +33,17 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
-def work(count: int, vocab: int, new: int) -> list[dict[str, Any]]:
-    """The requests: prompts of 64 to 512 random tokens, greedy, without an end of text."""
+def work(count: int, vocab: int, new: int, longest: int) -> list[dict[str, Any]]:
+    """The requests: prompts of random tokens, greedy, without an end of text. Their answers are of different lengths,
+    `new` tokens in the mean, so that requests come one by one both ways: all prompts at once would flatter the engine.
+    """
     import random
 
     draw = random.Random(1)
     return [
         {
-            "prompt": [draw.randrange(300, vocab) for _ in range(draw.randrange(*PROMPT))],
-            "max_tokens": new,
+            "prompt": [draw.randrange(300, vocab) for _ in range(draw.randrange(min(64, longest - 1), longest))],
+            "max_tokens": draw.randrange(new // 2, new * 3 // 2),
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
@@ -90,6 +92,25 @@ def alone(generator: Any, requests: list[dict[str, Any]], streams: int, floor: A
             time.sleep(max(0.0, round_began + floor(len(numbers)) - time.monotonic()))
     seconds = time.perf_counter() - began
     return {"seconds": seconds, "tok_s": sum(map(len, answers)) / seconds, "digest": digest(answers)}
+
+
+class Rounds:
+    """How long a generator's rounds take that compute no prompt, about: the median of all."""
+
+    def __init__(self, generator: Any) -> None:
+        self._iterate, self._took = generator.iterate, []
+        generator.iterate = self._timed
+
+    def _timed(self) -> Any:
+        began = time.perf_counter()
+        try:
+            return self._iterate()
+        finally:
+            self._took.append(time.perf_counter() - began)
+
+    def median(self) -> float:
+        took, self._took = self._took, []
+        return percentile(took, 0.5) * 1e3
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
@@ -221,14 +242,14 @@ def scripted(folder: str, streams: int) -> tuple[Any, Any]:
     return generator, floor
 
 
-def random_weights(shape: str, streams: int, new: int) -> tuple[Any, Any]:
+def random_weights(shape: str, streams: int, new: int, longest: int) -> tuple[Any, Any]:
     from gpu_model import build
 
     from exl_core import ExLlamaV2Cache, ExLlamaV2Tokenizer
     from exl_generate import ExLlamaV2DynamicGenerator
 
     model = build(shape, "4.0", 32768)
-    pages = -(-(PROMPT[1] + new) // 256)
+    pages = -(-(longest + new * 3 // 2) // 256)
     cache = ExLlamaV2Cache(model, max_seq_len=streams * pages * 256)
     generator = ExLlamaV2DynamicGenerator(model, cache, ExLlamaV2Tokenizer(model.config), max_batch_size=streams)
     generator.warmup()
@@ -255,8 +276,9 @@ def main() -> None:
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--paced", action="store_true", help="a scripted model in place of weights")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--prompt", type=int, default=513, help="prompts are shorter than this")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
@@ -264,18 +286,30 @@ def main() -> None:
     from exl_generate import bundled
 
     folder = str(bundled.default_model_dir())
+    if not args.paced:
+        from exl_kernels.device import set_row_invariant
+
+        set_row_invariant(True)  # prompts that are cut otherwise give the same tokens
     generator, floor = (
-        scripted(folder, args.streams) if args.paced else random_weights(args.shape, args.streams, args.new)
+        scripted(folder, args.streams)
+        if args.paced
+        else random_weights(args.shape, args.streams, args.new, args.prompt)
     )
-    requests = work(args.requests, min(generator.model.config.vocab_size, 3000), args.new)
+    requests = work(args.requests, min(generator.model.config.vocab_size, 3000), args.new, args.prompt)
+    rounds = Rounds(generator)
     alone(generator, requests[: args.streams], args.streams, floor)  # warm
+    # As an engine process does.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     measured = []
     with tempfile.TemporaryDirectory() as place:
         for _ in range(args.rounds):
             generator.reset_page_table()
-            by_itself = alone(generator, requests, args.streams, floor)
+            by_itself = alone(generator, requests, args.streams, floor) | {"round_ms": rounds.median()}
             generator.reset_page_table()
-            measured.append((by_itself, served(generator, floor, folder, place, requests, args)))
+            through = served(generator, floor, folder, place, requests, args)
+            measured.append((by_itself, through | {"round_ms_p50": rounds.median()}))
     best = max(pair[1]["tok_s"] / pair[0]["tok_s"] for pair in measured)
     by_itself, through = measured[-1]
     line = {
@@ -287,6 +321,7 @@ def main() -> None:
         "workers": args.workers,
         "cpus": os.cpu_count(),
         "alone_tok_s": by_itself["tok_s"],
+        "alone_round_ms_p50": by_itself["round_ms"],
         "ratio_median": statistics.median(pair[1]["tok_s"] / pair[0]["tok_s"] for pair in measured),
         "ratio_best": best,
         "same_tokens": all(a["digest"] == b["digest"] for a, b in measured),

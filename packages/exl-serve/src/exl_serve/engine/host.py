@@ -32,8 +32,9 @@ log = logging.getLogger(__name__)
 
 SPARE_JOBS = 4
 """Jobs that may stand in the generator's own queue."""
-INBOUND_SECONDS = 0.0005
-"""How long messages are read between two rounds."""
+INBOUND_SECONDS = 0.005
+"""How long messages are read between two rounds. Requests that come together are better taken together: their prompts
+are computed in one pass, while one a round costs a pass each."""
 IDLE_SECONDS, BUSY_WAIT = 1.0, 0.02
 STATUS_SECONDS = 0.1
 COMPILERS = 4
