@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -224,3 +226,10 @@ def test_headers(http: httpx.Client) -> None:
     again = http.get("/", headers={"if-none-match": page.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
     assert http.get("/ui/../errors.py").status_code == 404
+
+
+def test_workers_and_supervisor_import_no_torch() -> None:
+    for module in ("exl_serve.api.__main__", "exl_serve.super.supervisor", "exl_serve.cli"):
+        code = f"import sys, {module}; print(sorted({{'torch', 'exl_generate.dynamic', 'jinja2'}} & set(sys.modules)))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "[]", module
