@@ -310,5 +310,6 @@ def test_a_format_begins_behind_the_reasoning() -> None:
     assert family.constraints(ChannelSettings(), wanted) == (wanted,)
     (behind,) = family.constraints(ChannelSettings(starts_in_reasoning=True), wanted)
     assert behind.after == 9
-    with pytest.raises(ServeError, match="exclude each other"):
-        family.constraints(AUTO, wanted)
+    for choice in ("auto", "required", "clock"):
+        with pytest.raises(ServeError, match="exclude each other"):
+            family.constraints(ChannelSettings(tools=TOOLS, tool_choice=choice), wanted)

@@ -94,7 +94,7 @@ class OutputFamily:
                 param="tools",
             )
         forced = self.forces_call(settings)
-        if response_format is not None and not forced:
+        if response_format is not None:
             raise ServeError.unsupported(
                 response_format.param, f"{response_format.param} and tools exclude each other: an answer is one of both"
             )
