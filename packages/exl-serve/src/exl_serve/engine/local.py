@@ -29,11 +29,13 @@ GONE = "the engine process has ended; it is being restarted: try again"
 class _Running:
     """A request that the engine has taken."""
 
-    __slots__ = ("_engine", "_tag", "left", "sink")
+    __slots__ = ("_engine", "_tag", "open", "sink")
 
-    def __init__(self, engine: LocalEngine, tag: int, sink: Sink, left: int) -> None:
+    def __init__(self, engine: LocalEngine, tag: int, sink: Sink, choices: int) -> None:
         self._engine, self._tag = engine, tag
-        self.sink, self.left = sink, left
+        self.sink = sink
+        #: completions that have not ended
+        self.open = set(range(choices))
 
     def cancel(self) -> None:
         self._engine.forget(self._tag, wire.Cancel(self._tag))
@@ -147,7 +149,7 @@ class LocalEngine:
         """The engine is gone: everything that runs on it ends with an error."""
         running, self._running = self._running, {}
         for one in running.values():
-            for choice in range(one.left):
+            for choice in sorted(one.open):
                 one.sink(Failed(choice, 503, "server_error", "engine_restarting", message))
         for answer in self._answers.values():
             if not answer.done():
@@ -208,8 +210,8 @@ class LocalEngine:
                 if one is None:
                     continue
                 if isinstance(event, Finished | Failed):
-                    one.left -= 1
-                    if one.left <= 0:
+                    one.open.discard(event.choice)
+                    if not one.open:
                         del running[tag]
                 one.sink(event)
             return
