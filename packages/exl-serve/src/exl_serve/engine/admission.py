@@ -8,8 +8,9 @@ so that all this is decided late.
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,8 @@ __all__ = ["Admission", "Entry", "Rates"]
 PROMPT_COST, CACHED_COST, GENERATED_COST = 1.0, 0.1, 2.0
 """Cost of a token, in tokens of a prompt that are computed."""
 LEAST_RETRY, MOST_RETRY = 1.0, 60.0
+SPARE = 1024
+"""Entries of keys and deadlines that nothing waits for any more, before they are cleared out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,12 @@ class Admission:
     queued_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._waiting: dict[str, deque[Entry]] = {}
+        #: by key and priority, in order of arrival
+        self._waiting: dict[str, dict[int, OrderedDict[int, Entry]]] = {}
         self._active: dict[str, int] = {}
-        self._count = self._numbers = 0
+        #: (deadline, number, entry), soonest first; some have been taken out since
+        self._deadlines: list[tuple[float, int, Entry]] = []
+        self._count = self._numbers = self._new_tokens = 0
         self._random = random.Random(self.seed)
 
     def __len__(self) -> int:
@@ -70,9 +76,8 @@ class Admission:
 
     def add(self, entry: Entry, now: float, rates: Rates) -> None:
         """Queue a request. Raises ServeError 429 for a full queue, 408 for a deadline that cannot be met."""
+        self.check_room(0, rates)
         wait = self.predicted_wait(rates)
-        if self._count >= self.max_requests:
-            raise self._full(f"{self._count} requests wait, the most that may", wait)
         most = self.max_prompt_tokens
         if most is None and rates.prefill > 0:
             most = max(1, int(self.target_ttft * rates.prefill))
@@ -91,16 +96,26 @@ class Admission:
         self._numbers += 1
         entry.number = self._numbers
         self._lift(entry.key)
-        self._waiting.setdefault(entry.key, deque()).append(entry)
+        self._waiting.setdefault(entry.key, {}).setdefault(entry.priority, OrderedDict())[entry.number] = entry
         self._count += 1
         self.queued_tokens += entry.prompt_tokens
+        self._new_tokens += entry.new_tokens
+        if entry.deadline is not None:
+            heapq.heappush(self._deadlines, (entry.deadline, entry.number, entry))
+
+    def check_room(self, besides: int, rates: Rates) -> None:
+        """Raises ServeError 429 if the queue is full, together with `besides` requests that wait elsewhere."""
+        if self._count + besides >= self.max_requests:
+            text = f"{self._count + besides} requests wait, the most that may"
+            raise self._full(text, self.predicted_wait(rates))
 
     def pop(self, now: float) -> Entry | None:
         """The next request; it counts as active until `done`."""
         best: tuple[float, float, int] | None = None
         chosen: Entry | None = None
-        for key, entries in self._waiting.items():
-            for entry in entries if len({e.priority for e in entries}) > 1 else [entries[0]]:
+        for key, classes in self._waiting.items():
+            for entries in classes.values():
+                entry = next(iter(entries.values()))  # of one priority, who has waited longest comes first
                 rank = (self._class(entry, now), self.counters.get(key, 0.0), entry.number)
                 if best is None or rank < best:
                     best, chosen = rank, entry
@@ -111,16 +126,19 @@ class Admission:
 
     def remove(self, entry: Entry) -> bool:
         """Take out one that waits; False if it does not."""
-        if entry not in self._waiting.get(entry.key, ()):
+        if not self._waits(entry):
             return False
         self._take(entry)
         return True
 
     def expired(self, now: float) -> list[Entry]:
         """Take out all whose deadline has passed."""
-        late = [e for es in self._waiting.values() for e in es if e.deadline is not None and now > e.deadline]
-        for entry in late:
-            self._take(entry)
+        late = []
+        while self._deadlines and now > self._deadlines[0][0]:
+            entry = heapq.heappop(self._deadlines)[2]
+            if self._waits(entry):
+                self._take(entry)
+                late.append(entry)
         return late
 
     def charge(self, key: str, weight: float, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
@@ -137,34 +155,52 @@ class Admission:
             self._active.pop(key, None)
         if not self._active and not self._waiting:
             self.counters.clear()  # nobody is owed anything
+        elif len(self.counters) > 2 * (len(self._active) + len(self._waiting)) + SPARE:
+            self._forget_keys()
 
     def predicted_wait(self, rates: Rates) -> float:
         """Seconds until a request that comes now would start, about."""
         if not self._count:
             return 0.0
         wait = self.queued_tokens / rates.prefill if rates.prefill > 0 else 0.0
-        new = sum(entry.new_tokens for entries in self._waiting.values() for entry in entries)
         # Answers are rarely as long as they may be.
-        return wait + (0.25 * new / rates.decode if rates.decode > 0 else 0.0)
+        return wait + (0.25 * self._new_tokens / rates.decode if rates.decode > 0 else 0.0)
 
     def _lift(self, key: str) -> None:
         """A key that comes back from idleness has saved nothing up."""
         if key in self._active or key in self._waiting:
             return
-        others = [self.counters.get(other, 0.0) for other in {*self._active, *self._waiting}]
-        if others:
-            self.counters[key] = max(self.counters.get(key, 0.0), min(others))
+        if self._active or self._waiting:
+            self.counters[key] = max(self.counters.get(key, 0.0), self._least())
+
+    def _least(self) -> float:
+        """The smallest counter of the keys that are busy."""
+        return min(self.counters.get(key, 0.0) for key in (*self._active, *self._waiting))
+
+    def _forget_keys(self) -> None:
+        """Idle keys with no more than the smallest counter: if they come back, they are lifted to that anyway."""
+        busy, least = {*self._active, *self._waiting}, self._least()
+        self.counters = {key: cost for key, cost in self.counters.items() if key in busy or cost > least}
+
+    def _waits(self, entry: Entry) -> bool:
+        return entry.number in self._waiting.get(entry.key, {}).get(entry.priority, ())
 
     def _class(self, entry: Entry, now: float) -> int:
         return max(0, entry.priority - int((now - entry.arrived) / self.ageing))
 
     def _take(self, entry: Entry) -> None:
-        entries = self._waiting[entry.key]
-        entries.remove(entry)
-        if not entries:
+        classes = self._waiting[entry.key]
+        del classes[entry.priority][entry.number]
+        if not classes[entry.priority]:
+            del classes[entry.priority]
+        if not classes:
             del self._waiting[entry.key]
         self._count -= 1
         self.queued_tokens -= entry.prompt_tokens
+        self._new_tokens -= entry.new_tokens
+        if len(self._deadlines) > 2 * self._count + SPARE:
+            self._deadlines = [one for one in self._deadlines if self._waits(one[2])]
+            heapq.heapify(self._deadlines)
 
     def _full(self, what: str, wait: float) -> ServeError:
         return ServeError(
