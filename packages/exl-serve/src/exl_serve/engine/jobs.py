@@ -104,12 +104,20 @@ def _filter(constraint: Constraint, model: Any, tokenizer: Any) -> Any:
         return create(source, tokenizer, **constraint.options)
     given: dict[str, Any]
     if kind == "json_schema":
-        given = {kind: json.loads(source)}
+        given = {kind: _json(constraint)}
     elif kind == "json_object":
         given = {"json_schema": {"type": "object"}}
     else:
-        given = {kind: json.loads(source) if kind == "choice" else source}
+        given = {kind: _json(constraint) if kind == "choice" else source}
     return ExLlamaV2GrammarFilter(model, tokenizer, on_complete="end", **given, **constraint.options)
+
+
+def _json(constraint: Constraint) -> Any:
+    try:
+        return json.loads(constraint.source)
+    except (ValueError, RecursionError) as error:
+        code = "invalid_schema" if constraint.kind == "json_schema" else "invalid_grammar"
+        raise ServeError.invalid(f"no JSON that can be read: {error}", constraint.param, code) from error
 
 
 def make_job(
@@ -122,6 +130,7 @@ def make_job(
     loras: Sequence[Any] = (),
 ) -> ExLlamaV2DynamicJob:
     """One completion. Raises ServeError, or the library's RequestError."""
+    _offered(request)
     prompts = [_ids(request.prompt)]
     if request.negative_prompt is not None:
         prompts.append(_ids(request.negative_prompt))
@@ -146,7 +155,20 @@ def make_job(
     )
 
 
+def _offered(request: EngineRequest) -> None:
+    """Raises ServeError 501 for what requests can say and this engine cannot do."""
+    for name, given in (
+        ("media", request.media),
+        ("resume", request.resume),
+        ("prompt_logprobs", request.prompt_logprobs is not None),
+    ):
+        if given:
+            raise ServeError(501, "not_implemented", "unsupported", f"this engine does not offer {name}", param=name)
+
+
 def _ids(data: bytes) -> torch.Tensor:
+    if len(data) % 4:
+        raise ServeError.invalid(f"a prompt of {len(data)} bytes, which is no list of 4-byte token ids", "prompt")
     return torch.from_numpy(np.frombuffer(data, dtype="<i4").astype(np.int64))[None]
 
 
