@@ -23,6 +23,7 @@ from exl_serve.engine.events import EngineEvent, Failed, Finished
 from exl_serve.engine.failures import serve_error
 from exl_serve.engine.jobs import Reader, compile_constraints, make_job
 from exl_serve.engine.status import StatusWriter
+from exl_serve.engine.turns import Turns
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import EngineRequest
 
@@ -35,9 +36,10 @@ SPARE_JOBS = 4
 INBOUND_SECONDS = 0.005
 """How long messages are read between two rounds. Requests that come together are better taken together: their prompts
 are computed in one pass, while one a round costs a pass each."""
+TOO_LATE = "the request's deadline has passed: allow more time, or ask for fewer tokens"
 IDLE_SECONDS, BUSY_WAIT = 1.0, 0.02
-STATUS_SECONDS = 0.1
-COMPILERS = 4
+STATUS_SECONDS, GREET_SECONDS = 0.1, 1.0
+COMPILERS, COMPILERS_OF_A_KEY = 4, 2
 
 
 @dataclass(eq=False)
@@ -56,6 +58,8 @@ class _Group:
     cancelled: bool = False
     paused: bool = False
     entry: Entry | None = None
+    #: its constraints are being compiled, or wait for that
+    compiling: bool = False
 
 
 class Host:
@@ -78,7 +82,6 @@ class Host:
         self._generator = generator
         self._card = card
         self._status = status
-        self._boot = os.urandom(16)
         self._adapters = Adapters(generator.model, config)
         self._admission = Admission(
             limits.max_queued_requests or 8 * generator.max_batch_size,
@@ -93,16 +96,19 @@ class Host:
         self._by_job: dict[Any, tuple[_Group, int]] = {}
         self._outgoing: dict[bytes, list[tuple[int, Any]]] = {}
         self._compilers: ThreadPoolExecutor | None = None
+        self._turns: Turns[_Group] = Turns(COMPILERS, COMPILERS_OF_A_KEY)
         self._compiled: deque[Callable[[], None]] = deque()
         self._rates = Rates()
         self._stopping = False
         self._draining = False
-        self._written = 0.0
+        self._written = self._greeted = 0.0
         self._socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
+        # A message to a worker that has died is an error, so that its jobs end within a round.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(address)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -216,7 +222,7 @@ class Host:
         else:
             self._workers[worker] = time.monotonic()
         card = wire.card_bytes(self._described())
-        self._tell(worker, wire.Welcome(wire.VERSION, self._boot, card, str(self._status.path)))
+        self._tell(worker, wire.Welcome(wire.VERSION, self._status.boot, card, str(self._status.path)))
 
     def _described(self) -> ModelCard:
         return msgspec.structs.replace(self._card, adapters=tuple(self._adapters.names()))
@@ -230,9 +236,24 @@ class Host:
         for worker in [w for w, heard in self._workers.items() if now - heard > wire.SILENCE]:
             log.warning("a worker has been silent for %s seconds; its requests are cancelled", wire.SILENCE)
             self._leave(worker)
+        if now - self._greeted >= GREET_SECONDS:
+            # One whose requests are all queued or paused is told nothing, so its death would not be noticed.
+            self._greeted = now
+            for worker in {group.worker for group in self._groups.values()}:
+                self._tell(worker, wire.Round([]))
 
     def _tell(self, worker: bytes, message: wire.ToWorker) -> None:
-        self._socket.send_multipart([worker, wire.encode(message)])
+        try:
+            self._socket.send_multipart([worker, wire.encode(message)])
+        except wire.WireError as error:
+            log.error("a worker cannot be told: %s; its requests are cancelled", error)
+            self._leave(worker)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            if worker in self._workers:
+                log.warning("a worker has gone; its requests are cancelled")
+            self._leave(worker)
 
     def _send(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
@@ -245,12 +266,16 @@ class Host:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def _submit(self, worker: bytes, message: wire.Submit) -> None:
+        if (worker, message.tag) in self._groups:
+            log.warning("a worker has used the tag of a running request again; its requests are cancelled")
+            self._leave(worker)
+            return
         group = _Group(worker, message.tag, message.request, waiting=list(range(message.request.n)))
         try:
             if self._draining:
                 raise ServeError.unavailable("draining", "this engine is about to stop: try again elsewhere", 5.0)
-            if (worker, message.tag) in self._groups or not group.waiting:
-                raise ServeError.invalid("a request needs a tag of its own and at least one seed")
+            if not group.waiting:
+                raise ServeError.invalid("a request needs at least one seed", "n")
             group.loras = self._adapters.find(message.request.adapter)
             self._groups[worker, message.tag] = group
             if message.request.constraints:
@@ -261,31 +286,41 @@ class Host:
             self._refuse(group, error)
 
     def _compile(self, group: _Group) -> None:
-        """On another thread: a grammar may take seconds."""
+        """On another thread: a grammar may take seconds. Raises ServeError 429 where too many wait for that."""
+        self._admission.check_room(len(self._turns), self._rates)
+        group.compiling = True
+        self._turns.add(group.request.key, group)
+        self._compile_next()
+
+    def _compile_next(self) -> None:
         if self._compilers is None:
             self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="exl-compile")
+        while (group := self._turns.take()) is not None:
+            self._compilers.submit(self._compile_one, group)
+
+    def _compile_one(self, group: _Group) -> None:
+        """On a thread of the pool."""
         generator = self._generator
+        made: Sequence[Any] | Exception
+        try:
+            made = compile_constraints(group.request.constraints, generator.model, generator.tokenizer)
+        except Exception as error:
+            made = error
+        found = made  # not `error`, which Python forgets
+        self._compiled.append(lambda: self._compiled_for(group, found))
+        if not self._stopping:
+            self.wake()
 
-        def work() -> None:
-            if group.cancelled:
-                return
-            try:
-                made = compile_constraints(group.request.constraints, generator.model, generator.tokenizer)
-            except Exception as error:
-                found = error
-                self._compiled.append(lambda: self._refuse(group, found))
-            else:
-                self._compiled.append(lambda: self._compiled_for(group, made))
-            if not self._stopping:
-                self.wake()
-
-        self._compilers.submit(work)
-
-    def _compiled_for(self, group: _Group, filters: Sequence[Any]) -> None:
+    def _compiled_for(self, group: _Group, made: Sequence[Any] | Exception) -> None:
+        self._turns.done(group.request.key)
+        self._compile_next()
         if group.cancelled:
             return
-        group.filters = filters
+        group.compiling = False
         try:
+            if isinstance(made, Exception):
+                raise made
+            group.filters = made
             self._enter(group)
         except Exception as error:
             self._refuse(group, error)
@@ -328,8 +363,7 @@ class Host:
         found = serve_error(error)
         if found.status >= 500:
             log.error("request %s failed", group.request.id, exc_info=error)
-        self._groups.pop((group.worker, group.tag), None)
-        group.cancelled = True
+        self._drop(group)
         self._tell(group.worker, wire.Rejected.of(group.tag, found))
 
     def _feed(self) -> None:
@@ -378,6 +412,8 @@ class Host:
             if not self._admission.remove(group.entry):
                 self._admission.done(group.request.key)
             group.entry = None
+        if group.compiling:
+            self._turns.remove(group.request.key, group)
         for job in group.jobs.values():
             if self._by_job.pop(job, None) is not None:
                 self._generator.discard(job)
@@ -388,19 +424,20 @@ class Host:
 
     def _expire(self) -> None:
         """End requests whose deadline has passed."""
-        now, wall = time.monotonic(), time.time()
-        late = [entry.payload for entry in self._admission.expired(now)]
-        for group in late:
-            group.entry = None
-            self._admission.done(group.request.key) if group.live else None
-        late += [
-            g for g in self._groups.values() if g.live and g.request.deadline is not None and wall > g.request.deadline
-        ]
-        for group in late:
-            text = "the request's deadline has passed: allow more time, or ask for fewer tokens"
-            for choice in self._unfinished(group):
-                self._emit(group, [Failed(choice, 408, "timeout", "deadline_exceeded", text)])
-            self._drop(group, forget=False)
+        wall = time.time()
+        for entry in self._admission.expired(time.monotonic()):
+            entry.payload.entry = None
+            self._end_late(entry.payload)
+        for group in [g for g in self._groups.values() if g.request.deadline is not None and wall > g.request.deadline]:
+            if group.compiling:
+                self._refuse(group, ServeError(408, "timeout", "deadline_exceeded", TOO_LATE))
+            elif group.live:
+                self._end_late(group)
+
+    def _end_late(self, group: _Group) -> None:
+        for choice in self._unfinished(group):
+            self._emit(group, [Failed(choice, 408, "timeout", "deadline_exceeded", TOO_LATE)])
+        self._drop(group, forget=False)
 
     # ---- rounds ----------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ class StatusWriter:
 
     def __init__(self, path: Path, boot: bytes) -> None:
         self.path = path
-        self._boot = boot
+        self.boot = boot
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.ftruncate(descriptor, _SIZE)
@@ -52,7 +52,7 @@ class StatusWriter:
         _BODY.pack_into(
             self._map,
             8,
-            self._boot,
+            self.boot,
             STATES.index(self.state),
             self.round,
             self.began,

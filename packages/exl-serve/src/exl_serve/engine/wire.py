@@ -141,8 +141,11 @@ _to_worker = msgspec.msgpack.Decoder(ToWorker)
 
 
 def encode(message: ToEngine | ToWorker) -> bytes:
-    """Raises WireError for a message of more than `MAX_MESSAGE` bytes."""
-    data = _encoder.encode(message)
+    """Raises WireError for a message of more than `MAX_MESSAGE` bytes, or with a text that is no UTF-8."""
+    try:
+        data = _encoder.encode(message)
+    except UnicodeEncodeError as error:
+        raise WireError(f"a text that UTF-8 cannot hold: {error}") from error
     if len(data) > MAX_MESSAGE:
         raise WireError(f"a message of {len(data)} bytes, more than the {MAX_MESSAGE} that one may have")
     return data
