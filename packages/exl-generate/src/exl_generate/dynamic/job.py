@@ -164,7 +164,7 @@ class ExLlamaV2DynamicJob:
         self.discarded = False
         #: times it went back to the queue
         self.requeues = 0
-        #: a paused job is prefilled but not decoded
+        #: a paused job is prefilled but not decoded; `pause` and `unpause` set it
         self.paused = False
         #: ids to avoid in the next step, for callers that decide step by step
         self.avoided: tuple[int, ...] = ()
@@ -248,6 +248,17 @@ class ExLlamaV2DynamicJob:
         return self.max_new_tokens - self.new_tokens
 
     # ---- life ------------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Generate nothing from the next round on; prompt, pages and place in the batch stay. May be called from any
+        thread and in any state: a job that is paused before it starts computes its prompt and waits then, and nothing
+        changes for one that has ended. `cancel` works as ever."""
+        if not self.is_finished:
+            self.paused = True
+
+    def unpause(self) -> None:
+        """Go on where `pause` stopped, with the tokens that would have come without it."""
+        self.paused = False
 
     def attach(self, context: JobContext, serial: int) -> None:
         """Become part of a generator's queue: build what needs its tokenizer. Fails as a whole or not at all."""

@@ -182,7 +182,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         with Unbroken() as section:
             self._close()
             try:
-                job.paused = True
+                job.pause()
                 engine.enqueue(job)
                 self._job, self._healed_pending, self._healed_hidden = job, healing, not healing
                 while not job.prefilled and not job.is_finished:
@@ -192,7 +192,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
                     section.hand_on()
                 if job.is_finished:
                     self._pull(engine)
-                job.paused = False
+                job.unpause()
             except BaseException:
                 self._close()
                 raise
