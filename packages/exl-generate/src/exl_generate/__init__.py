@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from exl_core import ExLlamaV2MMEmbedding
     from exl_generate.aio import ExLlamaV2DynamicGeneratorAsync, ExLlamaV2DynamicJobAsync
-    from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+    from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, GeneratorSnapshot
     from exl_generate.errors import CapacityError, JobStateError, NoCandidatesError, RequestError
     from exl_generate.sampling import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult, ExLlamaV2Sampler
     from exl_generate.static import ExLlamaV2BaseGenerator, ExLlamaV2StreamingGenerator
@@ -29,6 +29,7 @@ __all__ = [
     "ExLlamaV2PostSamplingResult",
     "ExLlamaV2Sampler",
     "ExLlamaV2StreamingGenerator",
+    "GeneratorSnapshot",
     "JobStateError",
     "NoCandidatesError",
     "RequestError",
@@ -39,6 +40,7 @@ _HOME = {
     "PAGED_PAGE_SIZE": "dynamic",
     "ExLlamaV2DynamicGenerator": "dynamic",
     "ExLlamaV2DynamicJob": "dynamic",
+    "GeneratorSnapshot": "dynamic",
     "ExLlamaV2DynamicGeneratorAsync": "aio",
     "ExLlamaV2DynamicJobAsync": "aio",
     "ExLlamaV2MMEmbedding": "contracts",

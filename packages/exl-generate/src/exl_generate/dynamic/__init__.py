@@ -3,5 +3,6 @@
 from exl_generate.dynamic.generator import ExLlamaV2DynamicGenerator
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 from exl_generate.dynamic.pages import PAGED_PAGE_SIZE
+from exl_generate.dynamic.snapshot import GeneratorSnapshot
 
-__all__ = ["PAGED_PAGE_SIZE", "ExLlamaV2DynamicGenerator", "ExLlamaV2DynamicJob"]
+__all__ = ["PAGED_PAGE_SIZE", "ExLlamaV2DynamicGenerator", "ExLlamaV2DynamicJob", "GeneratorSnapshot"]

@@ -9,6 +9,7 @@ from exl_generate.dynamic.next_step import NextStep, attempt, predictable
 from exl_generate.dynamic.prompts import Prompts
 from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
+from exl_generate.dynamic.snapshot import Counters
 from exl_generate.dynamic.speculation import Drafter
 from exl_generate.interrupts import contained
 from exl_generate.sampling import Draw, Sample, launch_batch
@@ -26,13 +27,15 @@ Results = list[dict[str, Any]]
 class Turn:
     """One job's part of a round: the windows its sequences evaluate, then the tokens it takes from their logits."""
 
-    __slots__ = ("_before", "guesses", "job", "results", "windows")
+    __slots__ = ("_before", "guesses", "job", "results", "taken", "windows")
 
     def __init__(self, job: ExLlamaV2DynamicJob, guesses: list[int]) -> None:
         self.job = job
         self.windows = [Window(sequence, guesses, job.return_hidden_state) for sequence in job.sequences]
         self.results: Results = []
         self.guesses = guesses
+        #: tokens sampled so far
+        self.taken = 0
         self._before = job.accepted_draft_tokens
 
     def begin(self) -> bool:
@@ -58,6 +61,7 @@ class Turn:
         if isinstance(sample, Exception):
             return self.fail(sample)
         guess = self.guesses[at] if at < len(self.guesses) else None
+        self.taken += 1
         try:
             result, held = self.job.take(sample, guess, self.windows[0], at)
         except BaseException as error:
@@ -65,10 +69,15 @@ class Turn:
         self.results.append(result)
         return held and not self.job.is_finished
 
+    @property
+    def held(self) -> int:
+        """Guesses that held."""
+        return self.job.accepted_draft_tokens - self._before
+
     def settle(self) -> None:
         """The round is over for this job."""
         if self.guesses:
-            held = self.job.accepted_draft_tokens - self._before
+            held = self.held
             if held == len(self.guesses) or not self.job.is_finished:  # else guesses went unused, not wrong
                 self.job.acceptance.learn(len(self.guesses), held)
         if not self.job.has_failed:
@@ -96,10 +105,11 @@ class Engine:
         deliver: Callable[[Results], None],
         pool: Callable[[], Executor] | None = None,
     ) -> None:
+        self.counters = Counters()
         self._scheduler = scheduler
         self._runner = runner
         self._drafter = drafter
-        self._prompts = Prompts(scheduler, runner, drafter, max_chunk_size, deliver)
+        self._prompts = Prompts(scheduler, runner, drafter, max_chunk_size, deliver, self.counters)
         self._deliver = deliver
         self._pool = pool
         #: the step that the last one prepared and launched
@@ -115,8 +125,11 @@ class Engine:
         """Schedule, run, sample, settle. If something breaks in, what was reached is kept: what a job has said is
         delivered, what has not been sampled is computed again, and finished jobs are taken out."""
         current, self._next = self._next, None
+        self.counters.rounds += 1
         try:
             for job in self._scheduler.admit():
+                if not job.resumed:
+                    self.counters.prompt_tokens += sum(sequence.prefill_end for sequence in job.sequences)
                 self._deliver(job.start())
             self._alone = not self._drafter.most or all(job.prefilled for job in self._scheduler.active)
             self._prompts.step()
@@ -140,7 +153,14 @@ class Engine:
         finally:
             for turn in turns:
                 turn.settle()
+                self._count(turn)
                 self._deliver(turn.results)
+
+    def _count(self, turn: Turn) -> None:
+        self.counters.generated_tokens += turn.taken
+        if turn.guesses:
+            self.counters.drafted_tokens += len(turn.guesses)
+            self.counters.accepted_draft_tokens += turn.held
 
     def _turns(self) -> list[Turn]:
         """The jobs that are past their prompt, with what each evaluates in this round."""

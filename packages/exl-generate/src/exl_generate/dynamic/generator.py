@@ -22,6 +22,7 @@ from exl_generate.dynamic.request import adapters_of, check_abort_event, count_o
 from exl_generate.dynamic.runner import Runner
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
+from exl_generate.dynamic.snapshot import GeneratorSnapshot, snapshot_of
 from exl_generate.dynamic.speculation import Drafter, NgramDrafter
 from exl_generate.dynamic.tenancy import taken
 from exl_generate.dynamic.workers import filter_pool
@@ -241,6 +242,11 @@ class ExLlamaV2DynamicGenerator:
     def num_active_jobs(self) -> int:
         """Jobs that have started and not ended."""
         return len(self.active_jobs)
+
+    def snapshot(self) -> GeneratorSnapshot:
+        """What the generator is doing, in numbers. Takes no lock and goes through no pages: for health checks and
+        schedulers, from any thread, also while a round is running."""
+        return snapshot_of(self._scheduler, self._engine.counters)
 
     @property
     def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:

@@ -354,6 +354,11 @@ class ExLlamaV2DynamicJob:
         """Pages that starting now would take away from others: all but those that running jobs hold already."""
         return full_pages(self.sequences) - full_pages(self.sequences, table) + self.own_pages(table.page_size)
 
+    def uncached_tokens(self, table: PageTable) -> int:
+        """Prompt tokens, or after `give_way` all, behind the leading full pages that stand in the cache now."""
+        size = table.page_size
+        return sum(max(0, s.prefill_end - size * table.computed(s.labels)) for s in self.sequences)
+
     def acquire_pages(self) -> None:
         self.total_pages = 0
         for sequence in self.sequences:

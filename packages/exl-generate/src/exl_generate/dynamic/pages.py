@@ -70,6 +70,8 @@ class PageTable:
         tokens = np.zeros((num_pages, page_size), dtype=np.int64)
         self.pages = [Page(i, tokens[i]) for i in range(num_pages)]
         self.reserved = 0
+        #: unreferenced pages whose content can be found again
+        self.cached = 0
         #: how often a sequence was given a page, new or shared
         self.access_serial = 0
         self._waiting: OrderedDict[int, Page] = OrderedDict((p.index, p) for p in self.pages)
@@ -91,6 +93,7 @@ class PageTable:
         assert len(self._waiting) == len(self.pages), "reset of a page table in use"
         for page in self.pages:
             self._forget(page)
+        self.cached = 0
 
     def find(self, label: bytes, ids: Ids) -> Page | None:
         """The page labelled `label`, if its ids really are `ids`."""
@@ -107,6 +110,15 @@ class PageTable:
                 return count
         return len(labels)
 
+    def computed(self, labels: Sequence[bytes]) -> int:
+        """How many of these full pages stand in the cache, used or not, from the first on. Their ids are not compared.
+        May be called from any thread."""
+        for count, label in enumerate(labels):
+            page = self._by_label.get(label)
+            if page is None or page.valid < self.page_size:
+                return count
+        return len(labels)
+
     def reserve(self, count: int) -> None:
         assert 0 <= count <= self.available, "reservation beyond the free pages"
         self.reserved += count
@@ -119,7 +131,8 @@ class PageTable:
         """Add a reference to an existing page."""
         page.ref_count += 1
         self.access_serial += 1
-        self._waiting.pop(page.index, None)
+        if self._waiting.pop(page.index, None) is not None and page.valid:
+            self.cached -= 1
         return page
 
     def take(self, parent: bytes | None, keep: Page | None = None) -> Page:
@@ -128,6 +141,7 @@ class PageTable:
         assert self._waiting, "a page was taken that was not reserved"
         index = next((i for i in self._waiting if keep is None or i != keep.index), None)
         page = self._waiting.pop(next(iter(self._waiting)) if index is None else index)
+        self.cached -= page.valid > 0
         self._forget(page)
         page.ref_count = 1
         page.parent = parent
@@ -201,6 +215,8 @@ class PageTable:
         if page.valid == 0:
             self._forget(page)
             self._waiting.move_to_end(page.index, last=False)
+        else:
+            self.cached += 1
 
     def partial(self, parent: bytes, ids: Ids) -> tuple[Page, int] | None:
         """The page behind `parent` whose valid ids share the longest prefix with `ids`, and that length (at least

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from exl_generate.dynamic.runner import Chunk, Runner
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import Sequence
+from exl_generate.dynamic.snapshot import Counters
 from exl_generate.dynamic.speculation import Drafter
 
 if TYPE_CHECKING:
@@ -40,12 +41,14 @@ class Prompts:
         drafter: Drafter,
         max_chunk_size: int,
         deliver: Callable[[Results], None],
+        counters: Counters,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._drafter = drafter
         self._budget = max_chunk_size
         self._deliver = deliver
+        self.counters = counters
         #: ids in common from which on a prompt waits for another
         self.worth = max(2, min(WORTH_WAITING, scheduler.table.page_size // 8))
 
@@ -123,7 +126,9 @@ class _Round:
                 if self._worth_waiting(alike, sequence, head.end):
                     self.compute()
                     head = None  # there may be a better one now
-        sequence.skip_cached(partial(self._copy_page_head, job), head)
+        gained = sequence.skip_cached(partial(self._copy_page_head, job), head)
+        if not job.resumed:
+            self._owner.counters.found_tokens += gained
 
     def _worth_waiting(self, alike: Iterable[Chunk], sequence: Sequence, start: int) -> bool:
         """Whether one of these chunks computes enough of the sequence behind `start`."""
@@ -160,6 +165,7 @@ class _Round:
                 self._fail(job, error)
                 continue
             chunk.sequence.commit(chunk.end)
+            self._owner.counters.prefilled_tokens += len(chunk)
             self._moved[job] = True
 
     def _fail(self, job: ExLlamaV2DynamicJob, error: Exception) -> None:

@@ -39,8 +39,11 @@ class Scheduler:
         self.table = table
         self.max_batch_size = max_batch_size
         self.max_seq_len = max_seq_len
-        #: waiting jobs in order; a dict, so that any of them can be taken out at once
-        self._queue: dict[ExLlamaV2DynamicJob, None] = {}
+        #: waiting jobs in order, with their prompt tokens that were not in the cache; a dict, so that any of them can
+        #: be taken out at once
+        self._queue: dict[ExLlamaV2DynamicJob, int] = {}
+        #: the sum of those tokens
+        self.queued_tokens = 0
         self.active: list[ExLlamaV2DynamicJob] = []
         #: sequences of the running jobs
         self.active_sequences = 0
@@ -75,13 +78,22 @@ class Scheduler:
 
     def add(self, jobs: list[ExLlamaV2DynamicJob]) -> None:
         """Queue jobs; may be called while a round is running in another thread."""
+        entries = {job: job.uncached_tokens(self.table) for job in jobs}
         with self._lock:
-            self._queue.update(dict.fromkeys(jobs))
+            self._queue.update(entries)
+            self.queued_tokens += sum(entries.values())
 
     def remove(self, job: ExLlamaV2DynamicJob) -> bool:
         """Take a waiting job out of the queue; False if it is not there."""
         with self._lock:
-            return job in self._queue and self._queue.pop(job, None) is None
+            return self._take_out(job)
+
+    def _take_out(self, job: ExLlamaV2DynamicJob) -> bool:
+        tokens = self._queue.pop(job, None)
+        if tokens is None:
+            return False
+        self.queued_tokens -= tokens
+        return True
 
     def holds(self, job: ExLlamaV2DynamicJob) -> bool:
         """Whether the job is waiting in the queue."""
@@ -108,7 +120,7 @@ class Scheduler:
             for other in skipped:
                 other.skips += 1
             job.acquire_pages()
-            del self._queue[job]
+            self._take_out(job)
             self.active.append(job)
             self.active_sequences += len(job.sequences)
             yield job

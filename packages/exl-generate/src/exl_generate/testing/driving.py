@@ -63,6 +63,9 @@ def check_pages(generator: ExLlamaV2DynamicGenerator) -> None:
     free = sum(page.ref_count == 0 for page in table.pages)
     if free != table.unreferenced or not 0 <= table.reserved <= free:
         raise AssertionError(f"{free} free pages, {table.unreferenced} in eviction order, {table.reserved} reserved")
+    cached = sum(page.ref_count == 0 and page.valid > 0 for page in table.pages)
+    if table.cached != cached:
+        raise AssertionError(f"{cached} unreferenced pages have content, {table.cached} are counted")
     if not generator.active_jobs and table.reserved:
         raise AssertionError(f"{table.reserved} pages stay reserved without a job")
 

@@ -1,0 +1,95 @@
+"""What a generator is doing: numbers that are counted as they change, so that reading them costs next to nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from exl_generate.dynamic.scheduler import Scheduler
+
+__all__ = ["Counters", "GeneratorSnapshot", "snapshot_of"]
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the generator was made. Written by the round that is running."""
+
+    rounds: int = 0
+    prompt_tokens: int = 0
+    found_tokens: int = 0
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_draft_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorSnapshot:
+    """The state of a generator between two of its steps. Taken during a round, numbers may stem from before and after a
+    step of it. Those of the second part only grow."""
+
+    #: sequences in the next decode step
+    decoding_rows: int
+    #: running jobs whose prompt is not computed yet
+    prefilling_jobs: int
+    #: running jobs that `pause` holds behind their prompt
+    paused_jobs: int
+    queued_jobs: int
+    #: prompt tokens of the queued jobs, without full pages that were computed when the job was queued
+    queued_tokens: int
+    #: pages in use by running jobs
+    pinned_pages: int
+    #: pages that no job uses, whose content can be found again
+    cached_pages: int
+    #: pages without content
+    free_pages: int
+    total_pages: int
+
+    #: rounds begun
+    rounds: int
+    #: tokens of the prompts that have been started, the last one of each, which is never looked up, not counted
+    prompt_tokens: int
+    #: those of them that were found in the cache
+    found_tokens: int
+    #: prompt tokens computed; a job that went back to the queue may add to them again
+    prefilled_tokens: int
+    #: tokens sampled, including those taken back because of banned strings
+    generated_tokens: int
+    #: guesses evaluated
+    drafted_tokens: int
+    accepted_draft_tokens: int
+
+
+def snapshot_of(scheduler: Scheduler, counters: Counters) -> GeneratorSnapshot:
+    """Read all numbers. Takes no lock; may be called from any thread."""
+    decoding = prefilling = paused = 0
+    for job in tuple(scheduler.active):
+        if job.is_finished or job.discarded:
+            continue
+        if not job.prefilled:
+            prefilling += 1
+        elif job.paused:
+            paused += 1
+        else:
+            decoding += len(job.sequences)
+    table = scheduler.table
+    total, unused, cached = len(table.pages), table.unreferenced, table.cached
+    return GeneratorSnapshot(
+        decoding_rows=decoding,
+        prefilling_jobs=prefilling,
+        paused_jobs=paused,
+        queued_jobs=scheduler.num_pending,
+        queued_tokens=scheduler.queued_tokens,
+        pinned_pages=total - unused,
+        cached_pages=min(cached, unused),
+        free_pages=max(0, unused - cached),
+        total_pages=total,
+        rounds=counters.rounds,
+        prompt_tokens=counters.prompt_tokens,
+        found_tokens=counters.found_tokens,
+        prefilled_tokens=counters.prefilled_tokens,
+        generated_tokens=counters.generated_tokens,
+        drafted_tokens=counters.drafted_tokens,
+        accepted_draft_tokens=counters.accepted_draft_tokens,
+    )
