@@ -16,8 +16,11 @@ from typing import Any
 import torch
 
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.dynamic.columns import columns_of
 from exl_generate.dynamic.detokenize import PieceTable
+from exl_generate.dynamic.events import Events
 from exl_generate.dynamic.output import Record, TextStream
+from exl_generate.dynamic.results import dicts_of
 from exl_generate.dynamic.stopping import Automaton
 from exl_generate.sampling import RequestSampler, Settings, Vocabulary
 from exl_generate.testing import ModelBase, ScriptedCache, ScriptedConfig, ScriptedTokenizer
@@ -52,6 +55,7 @@ def main() -> None:
         for pages in args.cached_pages:
             for queued in args.queued:
                 say(step_cost(active, queued, pages, args.vocab, args.steps, tokenizer))
+        say(writing_cost(active, args.vocab, args.steps, tokenizer))
     say(text_cost(tokenizer))
     say(prefix_start(args.vocab, tokenizer))
     for name, settings in (("greedy", Settings.greedy()), ("default", Settings())):
@@ -99,6 +103,34 @@ def step_cost(
         "us_median": round(sorted(rounds)[steps // 2] * 1e6, 1),
         "enqueue_us": round(enqueue / len(jobs) * 1e6, 1),
     }
+
+
+def writing_cost(active: int, vocab: int, steps: int, tokenizer: ScriptedTokenizer) -> dict[str, Any]:
+    """What writing a round's results costs per token, as dicts and as columns, beside the round that makes them."""
+    model = FreeModel(vocab)
+    cache = ScriptedCache(model, max_seq_len=active * 1024)  # type: ignore[arg-type]
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer, max_batch_size=active)
+    ids = torch.randint(3, vocab, (active, 200), generator=torch.Generator().manual_seed(1))
+    greedy = ExLlamaV2Sampler.Settings.greedy()
+    generator.enqueue([ExLlamaV2DynamicJob(row[None], steps + 50, gen_settings=greedy) for row in ids])
+    while generator.snapshot().decoding_rows < active:
+        generator.iterate()
+    took: dict[str, list[float]] = {"dicts": [], "columns": [], "round": []}
+
+    def timed(events: Events) -> list[dict[str, Any]]:
+        for name, write in (("dicts", dicts_of), ("columns", columns_of)) * 2:
+            start = time.perf_counter()
+            written = write(events)
+            took[name].append(time.perf_counter() - start)
+            assert len(written) == active
+        return []
+
+    for _ in range(steps):
+        start, before = time.perf_counter(), sum(map(sum, took.values()))
+        generator._round(timed)
+        took["round"].append(time.perf_counter() - start - sum(map(sum, took.values())) + before)
+    middle = {name: sorted(times)[len(times) // 2] / active * 1e6 for name, times in took.items()}
+    return {"bench": "writing results, us per token", "active": active} | {k: round(v, 2) for k, v in middle.items()}
 
 
 def text_cost(tokenizer: ScriptedTokenizer) -> dict[str, Any]:

@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from exl_core import ExLlamaV2MMEmbedding
     from exl_generate.aio import ExLlamaV2DynamicGeneratorAsync, ExLlamaV2DynamicJobAsync
-    from exl_generate.dynamic import PAGED_PAGE_SIZE, ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, GeneratorSnapshot
+    from exl_generate.dynamic import (
+        COLUMN_FLAGS,
+        PAGED_PAGE_SIZE,
+        ExLlamaV2DynamicGenerator,
+        ExLlamaV2DynamicJob,
+        GeneratorSnapshot,
+        RoundColumns,
+    )
     from exl_generate.errors import CapacityError, JobStateError, NoCandidatesError, RequestError
     from exl_generate.sampling import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult, ExLlamaV2Sampler
     from exl_generate.static import ExLlamaV2BaseGenerator, ExLlamaV2StreamingGenerator
 
 __all__ = [
+    "COLUMN_FLAGS",
     "PAGED_PAGE_SIZE",
     "CapacityError",
     "ExLlamaV2BaseGenerator",
@@ -33,14 +41,17 @@ __all__ = [
     "JobStateError",
     "NoCandidatesError",
     "RequestError",
+    "RoundColumns",
 ]
 __version__ = "0.1.0"
 
 _HOME = {
+    "COLUMN_FLAGS": "dynamic",
     "PAGED_PAGE_SIZE": "dynamic",
     "ExLlamaV2DynamicGenerator": "dynamic",
     "ExLlamaV2DynamicJob": "dynamic",
     "GeneratorSnapshot": "dynamic",
+    "RoundColumns": "dynamic",
     "ExLlamaV2DynamicGeneratorAsync": "aio",
     "ExLlamaV2DynamicJobAsync": "aio",
     "ExLlamaV2MMEmbedding": "contracts",

@@ -12,14 +12,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, ClassVar
 
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+from exl_generate.dynamic.results import Result, dict_of
 from exl_generate.errors import JobStateError
 from exl_generate.interrupts import Unbroken
 
 __all__ = ["ExLlamaV2DynamicGeneratorAsync", "ExLlamaV2DynamicJobAsync"]
 
 log = logging.getLogger(__name__)
-
-Result = dict[str, Any]
 
 #: Iterations that may fail one after the other, for a reason of no job in particular, before all jobs end with it.
 MAX_FAILED_ITERATIONS = 3
@@ -156,7 +155,7 @@ class _Worker:
         for result in self._generator.iterate():
             self._deliver(result)
         for job in list(self._jobs):
-            self._deliver(job.cancelled())
+            self._deliver(dict_of(job.cancelled()))
 
     def _iterate(self) -> None:
         while self._cancels:
@@ -164,7 +163,7 @@ class _Worker:
         for result in self._generator.iterate():
             self._deliver(result)
         for job in self._cleared():
-            self._deliver(job.cancelled())
+            self._deliver(dict_of(job.cancelled()))
 
     def _cleared(self) -> list[ExLlamaV2DynamicJob]:
         """Jobs that somebody has taken out of the generator itself: there is no result of theirs to come."""
@@ -174,7 +173,7 @@ class _Worker:
         """End every job with an error that is none of its own and does not go away."""
         for job in list(self._jobs):
             self._generator.discard(job)
-            self._deliver(job.fail(error))
+            self._deliver(dict_of(job.fail(error)))
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when it is time to end."""

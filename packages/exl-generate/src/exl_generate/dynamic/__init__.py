@@ -1,8 +1,16 @@
 """The dynamic generator: jobs, scheduler, page table, batches, stop rules, results."""
 
+from exl_generate.dynamic.columns import COLUMN_FLAGS, RoundColumns
 from exl_generate.dynamic.generator import ExLlamaV2DynamicGenerator
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 from exl_generate.dynamic.pages import PAGED_PAGE_SIZE
 from exl_generate.dynamic.snapshot import GeneratorSnapshot
 
-__all__ = ["PAGED_PAGE_SIZE", "ExLlamaV2DynamicGenerator", "ExLlamaV2DynamicJob", "GeneratorSnapshot"]
+__all__ = [
+    "COLUMN_FLAGS",
+    "PAGED_PAGE_SIZE",
+    "ExLlamaV2DynamicGenerator",
+    "ExLlamaV2DynamicJob",
+    "GeneratorSnapshot",
+    "RoundColumns",
+]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from exl_generate.dynamic.events import Events
 from exl_generate.dynamic.next_step import NextStep, attempt, predictable
 from exl_generate.dynamic.prompts import Prompts
 from exl_generate.dynamic.runner import Runner, Window
@@ -21,18 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
-Results = list[dict[str, Any]]
-
 
 class Turn:
     """One job's part of a round: the windows its sequences evaluate, then the tokens it takes from their logits."""
 
-    __slots__ = ("_before", "guesses", "job", "results", "taken", "windows")
+    __slots__ = ("_before", "events", "guesses", "job", "taken", "windows")
 
     def __init__(self, job: ExLlamaV2DynamicJob, guesses: list[int]) -> None:
         self.job = job
         self.windows = [Window(sequence, guesses, job.return_hidden_state) for sequence in job.sequences]
-        self.results: Results = []
+        self.events: Events = []
         self.guesses = guesses
         #: tokens sampled so far
         self.taken = 0
@@ -63,10 +62,10 @@ class Turn:
         guess = self.guesses[at] if at < len(self.guesses) else None
         self.taken += 1
         try:
-            result, held = self.job.take(sample, guess, self.windows[0], at)
+            event, held = self.job.take(sample, guess, self.windows[0], at)
         except BaseException as error:
             return self.fail(contained(error))
-        self.results.append(result)
+        self.events.append(event)
         return held and not self.job.is_finished
 
     @property
@@ -87,12 +86,12 @@ class Turn:
                 self.fail(contained(error))
 
     def fail(self, error: Exception) -> bool:
-        self.results.append(self.job.fail(error))
+        self.events.append(self.job.fail(error))
         return False
 
 
 class Engine:
-    """Moves every running job one step on. `deliver` gets all results, those of a job together, jobs in the order they
+    """Moves every running job one step on. `deliver` gets all events, those of a job together, jobs in the order they
     started. `pool` runs filters while the model runs. A model on a GPU begins the next step before the host has made
     text of the last (`next_step.py`)."""
 
@@ -102,7 +101,7 @@ class Engine:
         runner: Runner,
         drafter: Drafter,
         max_chunk_size: int,
-        deliver: Callable[[Results], None],
+        deliver: Callable[[Events], None],
         pool: Callable[[], Executor] | None = None,
     ) -> None:
         self.counters = Counters()
@@ -154,7 +153,7 @@ class Engine:
             for turn in turns:
                 turn.settle()
                 self._count(turn)
-                self._deliver(turn.results)
+                self._deliver(turn.events)
 
     def _count(self, turn: Turn) -> None:
         self.counters.generated_tokens += turn.taken

@@ -6,19 +6,22 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from exl_core import PagedParams
 from exl_generate.dynamic.adapters import adapter_names
+from exl_generate.dynamic.columns import RoundColumns, columns_of, unreadable
 from exl_generate.dynamic.completion import Completions, build_jobs
 from exl_generate.dynamic.draft_model import ModelDrafter
 from exl_generate.dynamic.engine import Engine
+from exl_generate.dynamic.events import Events
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 from exl_generate.dynamic.limits import Limits, check_drafting
 from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, Page, PageTable, namespace_digest
 from exl_generate.dynamic.request import adapters_of, check_abort_event, count_of
+from exl_generate.dynamic.results import Result, dict_of, dicts_of
 from exl_generate.dynamic.runner import Runner
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExLlamaV2DynamicGenerator"]
 
-Result = dict[str, Any]
+T = TypeVar("T")
 
 #: Longest wait, in seconds, for the end of an iteration whose jobs have all been discarded.
 LAST_ITERATION = 120.0
@@ -147,8 +150,10 @@ class ExLlamaV2DynamicGenerator:
         self.arrangements = 0
         self._own_token = secrets.token_hex(16)
         self._in_round = False
-        self._sinks: dict[ExLlamaV2DynamicJob, list[Result]] = {}
-        self._outbox: list[Result] = []
+        self._sinks: dict[ExLlamaV2DynamicJob, Events] = {}
+        self._outbox: Events = []
+        #: whether the last call for results was `iterate_columns`
+        self._by_columns = False
         #: jobs that `discard` has marked and that are still to be taken out; appended to without the lock
         self._discards: deque[ExLlamaV2DynamicJob] = deque()
         self._lock = threading.RLock()
@@ -226,7 +231,7 @@ class ExLlamaV2DynamicGenerator:
         yet (after a Ctrl-C in the last round, or `cancel`)."""
         waiting = self.num_pending_jobs()
         active = set(self._scheduler.active)  # before the outbox: what ends meanwhile is found there
-        ended = {result["job"] for result in tuple(self._outbox) if result["job"].is_finished}
+        ended = {event.job for event in tuple(self._outbox) if event.job.is_finished}
         return waiting + sum(not job.discarded for job in active | ended)
 
     @property
@@ -265,7 +270,27 @@ class ExLlamaV2DynamicGenerator:
         other failure ends the job that it is of. With `raises_job_errors` the error of such a job is raised, one
         a call; the results of other jobs come with the next call.
         """
-        taken: list[Result] = []
+        self._by_columns = False
+        return self._round(dicts_of)
+
+    def iterate_columns(self) -> RoundColumns:
+        """One round, as `iterate`, with its results as parallel arrays: for servers, which pass on ids and text of many
+        jobs. Errors of jobs stand in `RoundColumns.extra`. `iterate` and this may take turns.
+
+        Raises `RequestError` if a queued or running job has asked for logits or hidden states, which columns do not
+        hold; nothing has happened then. From the first call on, `enqueue` refuses such jobs.
+        """
+        if not self._by_columns:
+            with self._submitting, self._lock:
+                for job in [*self._scheduler.pending, *self._scheduler.active, *(event.job for event in self._outbox)]:
+                    if job not in self._sinks:
+                        _check_columns(job)
+                self._by_columns = True
+        return self._round(columns_of)
+
+    def _round(self, write: Callable[[Events], T]) -> T:
+        """A round, and everything that has been said since the last one as `write` writes it."""
+        taken: Events = []
         try:
             with Unbroken() as section:
                 with section.holding(self._lock):
@@ -273,7 +298,7 @@ class ExLlamaV2DynamicGenerator:
                 section.hand_on()
                 with section.holding(self._lock):
                     taken = self._collect()
-            return taken
+                return write(taken)
         except BaseException:
             # For a Ctrl-C at the section's end. Python looks for signals at calls, jumps back and entries only, and
             # there is none of them between here and the list, or between the section and the caller.
@@ -442,11 +467,13 @@ class ExLlamaV2DynamicGenerator:
         vocab_size, budget = self.model.config.vocab_size, min(512, self.max_chunk_size)
         return ModelDrafter(runner, self.page_table, self.num_draft_tokens, vocab_size, budget)
 
-    def _enqueue(self, jobs: list[ExLlamaV2DynamicJob], sink: list[Result] | None = None) -> list[int]:
+    def _enqueue(self, jobs: list[ExLlamaV2DynamicJob], sink: Events | None = None) -> list[int]:
         """Check and queue; does not wait for a round that is running in another thread."""
         with Unbroken() as section, section.holding(self._submitting):
             for job in jobs:
                 self._check(job)
+                if self._by_columns and sink is None:
+                    _check_columns(job)
             if len(set(jobs)) != len(jobs):
                 raise JobStateError("the same job stands in the list twice; a job is used once, so build a second one")
             attached: list[ExLlamaV2DynamicJob] = []
@@ -506,21 +533,20 @@ class ExLlamaV2DynamicGenerator:
             for job in self._scheduler.active:
                 job.part_pages(self)
 
-    def _deliver(self, results: list[Result]) -> None:
-        for result in results:
-            self._sinks.get(result["job"], self._outbox).append(result)
+    def _deliver(self, events: Events) -> None:
+        for event in events:
+            self._sinks.get(event.job, self._outbox).append(event)
 
-    def _collect(self) -> list[Result]:
-        """Take the results out of the outbox. Raises the first job's error among them if errors are to be raised."""
-        results = [result for result in self._outbox if not result["job"].discarded]
-        if self.raises_job_errors:
-            failed = next((at for at, result in enumerate(results) if "exception" in result), None)
-            if failed is not None:
-                error: BaseException = results.pop(failed)["exception"]
-                self._outbox = results
-                raise error
+    def _collect(self) -> Events:
+        """Take the events out of the outbox. Raises the first job's error among them if errors are to be raised."""
+        events = [event for event in self._outbox if not event.job.discarded]
+        if self.raises_job_errors and not self._by_columns:
+            for at, event in enumerate(events):
+                if event.ending is not None and event.ending.error is not None:
+                    self._outbox = [*events[:at], *events[at + 1 :]]
+                    raise event.ending.error
         self._outbox = []
-        return results
+        return events
 
     def _drop_discarded(self) -> None:
         """Take out what `discard` has marked, unless a round is under way, which does so at its end."""
@@ -544,8 +570,9 @@ class ExLlamaV2DynamicGenerator:
         take: Callable[[Result], None],
         abort_event: threading.Event | None,
     ) -> bool:
-        """Run until these jobs are done; False if aborted. Whatever happens, none of them stays in the queue."""
-        sink: list[Result] = []
+        """Run until these jobs are done, and `take` their last results; False if aborted. Whatever happens, none of
+        them stays in the queue."""
+        sink: Events = []
         with Unbroken() as section:  # from the first to the last, so that nothing comes between a failure and the end
             try:
                 self._enqueue(jobs, sink)
@@ -566,10 +593,18 @@ class ExLlamaV2DynamicGenerator:
                         if queued and not job.is_finished:
                             self._drop(job)
 
-    def _hand_over(self, sink: list[Result], take: Callable[[Result], None]) -> None:
-        for result in sink:
-            take(result)
+    def _hand_over(self, sink: Events, take: Callable[[Result], None]) -> None:
+        for event in sink:
+            if event.ending is not None:
+                take(dict_of(event))
         sink.clear()
+
+
+def _check_columns(job: ExLlamaV2DynamicJob) -> None:
+    if name := unreadable(job):
+        raise RequestError(
+            f"job {job.serial_number} has {name}, which columns have no place for: leave it out, or read with iterate()"
+        )
 
 
 def _reusable(name: str, value: Iterable[Any] | None) -> list[Any] | str | None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from exl_filters import FilterStack
 from exl_generate.dynamic.detokenize import PieceTable
 from exl_generate.dynamic.draft_length import Acceptance
+from exl_generate.dynamic.events import FIRST, HELD, STARTED, Event, Events, aborted, ended
 from exl_generate.dynamic.output import Match, Record, TextStream
 from exl_generate.dynamic.pages import PageTable, namespace_digest
 from exl_generate.dynamic.request import (
@@ -31,7 +32,6 @@ from exl_generate.dynamic.request import (
     stop_conditions_of,
     strings_of,
 )
-from exl_generate.dynamic.results import Results
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence, full_pages
 from exl_generate.dynamic.stopping import automaton_of
 from exl_generate.errors import NoCandidatesError, RequestError
@@ -58,8 +58,6 @@ __all__ = ["ExLlamaV2DynamicJob"]
 
 #: A job that keeps running into its banned strings ends with an error after this many rewinds.
 MAX_REWINDS = 4096
-
-Result = dict[str, Any]
 
 
 class ExLlamaV2DynamicJob:
@@ -188,7 +186,8 @@ class ExLlamaV2DynamicJob:
         #: the arrangement of the model that its pages were named for when it started last, by number
         self._named_in = -1
         self._output: TextStream | None = None
-        self._results = Results(self)
+        #: whether its tokens are reported with more than themselves
+        self.reports = self.return_probs or self.return_top_tokens > 0
 
     @property
     def full_completion(self) -> str:
@@ -452,7 +451,7 @@ class ExLlamaV2DynamicJob:
             self.return_top_tokens,
         )
 
-    def take(self, drawn: Sample, guess: int | None, window: Window, at: int) -> tuple[Result, bool]:
+    def take(self, drawn: Sample, guess: int | None, window: Window, at: int) -> tuple[Event, bool]:
         """Take in a sampled token. Returns what to say, and whether it is the token that was guessed and stays, so that
         what was evaluated behind it is worth something."""
         sample, feed = drawn, True
@@ -468,8 +467,8 @@ class ExLlamaV2DynamicJob:
             record.logits = window.row(at).cpu().clone()
         if self.return_hidden_state and window.state is not None:
             record.state = window.state[at].cpu().clone()
-        result = self._accept(record)
-        return result, held and rewinds == self._rewinds
+        event = self._accept(record)
+        return event, held and rewinds == self._rewinds
 
     @property
     def rejected_draft_tokens(self) -> int:
@@ -524,26 +523,28 @@ class ExLlamaV2DynamicJob:
         with lent():
             return self._filters.feed(record.token)
 
-    def _accept(self, record: Record) -> Result:
+    def _accept(self, record: Record) -> Event:
         """Take a token in and say what may be shown: stop token, then text, then filter end, then the limit."""
         assert self._output is not None
         filter_ended = self._filters is not None and self._filters_end(record)
         for sequence in self.sequences:
             sequence.append(record.token)
         self.new_tokens += 1
+        flags = FIRST if self.time_last_token is None else 0
         self.time_last_token = time.monotonic()
         if record.token in self.stop_tokens:
-            return self._end("stop_token", token=record)
+            return self._end("stop_token", token=record, flags=flags)
         match = self._output.push(record)
         if match is not None and match.kind == "ban":
-            return self._rewind(match)
+            return self._rewind(match, flags)
         if match is not None:
-            return self._end("stop_string", match=match)
+            return self._end("stop_string", match=match, flags=flags)
         if filter_ended:
-            return self._end("end_filter")
+            return self._end("end_filter", flags=flags)
         if self.new_tokens >= self.max_new_tokens:
-            return self._end("max_new_tokens")
-        return self._results.streaming(self._output.release())
+            return self._end("max_new_tokens", flags=flags)
+        released = self._output.release()
+        return Event(self, "streaming", released, flags | HELD if self._output.holds else flags)
 
     def settle(self) -> None:
         """After a step: the K/V of all ids but the last are computed, and full pages that cannot be rewound are
@@ -556,18 +557,18 @@ class ExLlamaV2DynamicJob:
         """Leading ids of a sequence that can no longer be taken back."""
         return len(sequence) - (0 if self._output is None else self._output.held_tokens) - 1
 
-    def fail(self, error: BaseException) -> Result:
-        """The result of a job that an error ended; what was held is handed over as `held`."""
+    def fail(self, error: BaseException) -> Event:
+        """The last event of a job that an error ended; what was held is handed over as `held`."""
         reason = {"filter_dead_end": "filter_dead_end"}.get(getattr(error, "code", ""), "error")
         if reason == "error" and type(error).__module__.startswith("exl_filters"):
             reason = "filter_error"
         self.is_finished = self.has_failed = True
         held = None if self._output is None else self._output.flush_held()
-        return self._results.error(reason, error, held)
+        return aborted(self, reason, held, error)
 
-    def cancelled(self) -> Result:
+    def cancelled(self) -> Event:
         self.is_finished = True
-        return self._results.cancelled(None if self._output is None else self._output.flush_held())
+        return aborted(self, "cancelled", None if self._output is None else self._output.flush_held())
 
     def piece(self, token: int, special: bool | None = None) -> str:
         """Text of one token by itself; `special` None = as this job decodes special tokens."""
@@ -577,16 +578,20 @@ class ExLlamaV2DynamicJob:
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
-    def start(self) -> list[Result]:
+    def start(self) -> Events:
         """What to say when the job leaves the queue, for the first time; one that asked for no tokens is done at
         once."""
         if self.resumed:
             return []
-        started = self._results.started()
+        started = Event(self, "started", flags=STARTED)
         return [started] if self.max_new_tokens > 0 else [started, self._end("max_new_tokens")]
 
-    def progress(self) -> Result:
-        return self._results.prefill()
+    def progress(self) -> Event:
+        """How far the prompt has come."""
+        event = Event(self, "prefill")
+        done = sum(min(s.kv_position, s.prefill_end) for s in self.sequences)
+        event.progress = (done, sum(s.prefill_end for s in self.sequences))
+        return event
 
     def _healed_bytes(self) -> bytes:
         if self.healed_id is None or self._tokenizer is None:
@@ -602,16 +607,16 @@ class ExLlamaV2DynamicJob:
             return np.array([self.healed_id], dtype=np.int64)
         return PieceTable.of(self._tokenizer, self.decode_special_tokens).starting_with(prefix)
 
-    def _end(self, reason: str, token: Record | None = None, match: Match | None = None) -> Result:
+    def _end(self, reason: str, token: Record | None = None, match: Match | None = None, flags: int = 0) -> Event:
         assert self._output is not None
         self.is_finished = True
         if match is not None:
             released, held_text = self._output.stop_at(match)
-            return self._results.end(reason, released, held_text=held_text, string=match.string)
+            return ended(self, reason, released, held_text=held_text, string=match.string, flags=flags)
         released = self._output.flush()
-        return self._results.end(reason, released, token=token)
+        return ended(self, reason, released, token=token, flags=flags)
 
-    def _rewind(self, match: Match) -> Result:
+    def _rewind(self, match: Match, flags: int) -> Event:
         """Take a banned string back, exclude the token it began with at that position, and go on from there."""
         assert self._output is not None
         gone, text = self._output.withdraw(match)
@@ -629,7 +634,10 @@ class ExLlamaV2DynamicJob:
             raise NoCandidatesError(
                 f"gave up after {MAX_REWINDS} rewinds of banned strings, the last of them {match.string!r}"
             )
-        return self._results.streaming(self._output.release(), suppressed=(text, gone))
+        released = self._output.release()
+        event = Event(self, "streaming", released, flags | HELD if self._output.holds else flags)
+        event.suppressed = (text, gone)
+        return event
 
 
 def _close(filters: FilterStack) -> None:

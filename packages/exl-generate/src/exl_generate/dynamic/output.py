@@ -94,6 +94,11 @@ class TextStream:
         """Tokens that may still be withdrawn."""
         return len(self._held) if self._banning else 0
 
+    @property
+    def holds(self) -> bool:
+        """Whether there are tokens that have not been handed out."""
+        return bool(self._held)
+
     def push(self, record: Record) -> Match | None:
         """Add a token's text to the held text and look for what it completes: the first match wins, a ban before a
         stop."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from exl_generate.dynamic.events import Events
 from exl_generate.dynamic.runner import Chunk, Runner
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import Sequence
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
 __all__ = ["Prompts"]
-
-Results = list[dict[str, Any]]
 
 #: A prefix in common that is at least as long is computed once, whatever else could share the pass.
 WORTH_WAITING = 16
@@ -40,7 +39,7 @@ class Prompts:
         runner: Runner,
         drafter: Drafter,
         max_chunk_size: int,
-        deliver: Callable[[Results], None],
+        deliver: Callable[[Events], None],
         counters: Counters,
     ) -> None:
         self._scheduler = scheduler
@@ -66,7 +65,7 @@ class Prompts:
                     break
             round_.compute()
         finally:
-            self._deliver(round_.results())
+            self._deliver(round_.events())
 
 
 class _Round:
@@ -78,7 +77,7 @@ class _Round:
         self._waiting: dict[object, list[tuple[ExLlamaV2DynamicJob, Chunk]]] = {}
         #: chunks that wait, and the pages they write, by how their prompts begin
         self._heads: dict[bytes, dict[Chunk, set[int]]] = {}
-        self._failed: dict[ExLlamaV2DynamicJob, Results] = {}
+        self._failed: dict[ExLlamaV2DynamicJob, Events] = {}
         #: jobs in order, and whether they have something to say
         self._moved: dict[ExLlamaV2DynamicJob, bool] = {}
 
@@ -105,9 +104,9 @@ class _Round:
         for kind in list(self._waiting):
             self._compute(kind)
 
-    def results(self) -> Results:
+    def events(self) -> Events:
         """What the jobs have to say, in their order."""
-        said: Results = []
+        said: Events = []
         for job, moved in self._moved.items():
             said += self._failed.get(job, [job.progress()] if moved and not job.resumed else [])
         return said
