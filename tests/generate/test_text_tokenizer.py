@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_core.errors import ChatTemplateError, ConfigError
-from exl_core.tokenizer import TextTokenizer
+from exl_core.tokenizer import TextTokenizer, sandbox
 from exl_core.tokenizer.conversation import conversation_ids
 from exl_generate import bundled
 
@@ -98,24 +98,28 @@ def test_a_template_that_alters_such_text_is_an_error(pair) -> None:
             conversation_ids(plain, [{"role": "user", "content": spelling * 2}], chat_template=template)
 
 
-def test_a_slow_template_does_not_stop_the_others(pair) -> None:
+def test_a_slow_template_does_not_stop_the_others(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slow one lasts until this test ends its process, so the result does not depend on any process's speed."""
     plain, _ = pair
-    slow = "{% for a in range(3000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}slow"
-    messages = [{"role": "user", "content": "x"}]
+    monkeypatch.setattr(sandbox, "SECONDS", 600.0)
+    monkeypatch.setattr(sandbox, "_pool", sandbox._Pool(2))
+    level = "{% for _ in range(99999) %}"
+    endless = level * 4 + "{% endfor %}" * 4
     ended: list[str] = []
 
-    def run(template: str) -> None:
-        ended.append(plain.apply_chat_template(messages, chat_template=template + "{{ '' }}"))
+    def run_endless() -> None:
+        with pytest.raises(ChatTemplateError, match=r"it was ended|or died"):
+            plain.apply_chat_template([], chat_template=endless)
+        ended.append("slow")
 
-    def together(*templates: str) -> None:
-        threads = [threading.Thread(target=run, args=(template,)) for template in templates]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.1)
-        for thread in threads:
-            thread.join()
-
-    together(slow, slow)  # two processes are up from here on
-    ended.clear()
-    together(slow, "quick")
-    assert ended == ["quick", "slow"]
+    thread = threading.Thread(target=run_endless, daemon=True)
+    thread.start()
+    while sandbox._pool._idle.qsize() == 2:
+        time.sleep(0.01)
+    for _ in range(3):
+        assert plain.apply_chat_template([], chat_template="{{ 'quick' }}") == "quick"
+    assert not ended
+    while thread.is_alive():
+        sandbox._pool.end()
+        time.sleep(0.01)
+    assert ended == ["slow"]

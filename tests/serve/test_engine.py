@@ -238,10 +238,11 @@ def test_a_paused_request_stands_still_and_goes_on(scripted: EngineThread) -> No
         running = await engine.submit(request(scripted, max_tokens=200), sink)
         await sink.until(lambda es: len(es) > 3)
         running.pause()
-        await asyncio.sleep(0.2)
-        seen = len(sink.events)
-        await asyncio.sleep(0.2)
-        assert len(sink.events) == seen
+        seen = 0
+        while len(sink.events) != seen:  # the rounds that were under way
+            seen = len(sink.events)
+            await asyncio.sleep(0.2)
+        assert not any(isinstance(e, Finished | Failed) for e in sink.events)
         running.resume()
         await sink.ended()
         return plain.text(), sink.text()
@@ -314,8 +315,9 @@ def test_the_status_page(scripted: EngineThread) -> None:
         before = engine.status.round
         await engine.submit(request(scripted, max_tokens=20), sink)
         await sink.ended()
-        await asyncio.sleep(0.3)
-        status = engine.status
+        async with asyncio.timeout(120):
+            while (status := engine.status).decoding or status.pages_pinned or status.round <= before:
+                await asyncio.sleep(0.01)
         assert status.state == "ready"
         assert status.round > before
         assert (status.decoding, status.queued, status.pages_pinned) == (0, 0, 0)
