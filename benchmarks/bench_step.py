@@ -74,7 +74,11 @@ def fill_cache(cache: ExLlamaV2CacheBase) -> None:
 def check(worst: list[float] | None = None) -> bool:
     """Captured steps equal eager ones to the bit, alone and in a batch; both are near the CPU's. Divergences from the
     CPU are added to `worst`."""
-    gpu, cpu = build("tiny", "4.0", 2048), build("tiny", "4.0", 2048, "cpu")
+    return all([_check("tiny", worst), _check("tiny-qwen3", worst)])
+
+
+def _check(shape: str, worst: list[float] | None) -> bool:
+    gpu, cpu = build(shape, "4.0", 2048), build(shape, "4.0", 2048, "cpu")
     right = True
     for name in ("fp16", "q4"):
         caches = [CACHES[name](m, max_seq_len=8 * PAGE) for m in (gpu, gpu, cpu)]
@@ -325,6 +329,7 @@ def main() -> None:
     parser.add_argument("--generator", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--plain", action="store_true", help="also without programmatic dependent launch")
+    parser.add_argument("--apart", action="store_true", help="also captured as the modules' own passes")
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args()
     worst: list[float] = []
@@ -370,6 +375,9 @@ def main() -> None:
             set_programmatic_launch(False)
             emit({**line, **measure(model, kind, int(context), int(batch), roof, 0)})
             set_programmatic_launch(True)
+        if args.apart:
+            with unittest.mock.patch("exl_core.decode.graphs.plan_of", return_value="asked for with --apart"):
+                emit({**line, "apart": True, **measure(model, kind, int(context), int(batch), roof, 0)})
         if args.profile:
             print(profile(model, kind, int(context), int(batch)), flush=True)
 

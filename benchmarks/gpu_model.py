@@ -123,7 +123,7 @@ class _Copies:
 
 
 def build(shape_name: str, recipe_name: str, max_seq_len: int, device: str = "cuda:0") -> ExLlamaV2:
-    """A loaded model of a shape ("8b", "tinyllama", "tiny") and recipe; config and tokenizer lie in a folder."""
+    """A loaded model of a shape ("8b", "qwen3-8b", ..) and recipe; config and tokenizer lie in a folder."""
     shape, recipe = SHAPES[shape_name], RECIPES[recipe_name]
     torch.manual_seed(1)
     folder = Path(tempfile.mkdtemp(prefix="exl-bench-"))
@@ -161,6 +161,9 @@ def build(shape_name: str, recipe_name: str, max_seq_len: int, device: str = "cu
             fill(module.linear, "head")
         else:
             module.norm.weight = torch.ones(shape.hidden, device=place)
+            if shape.head_norms and isinstance(module, Attention):
+                for norm in (module.q_norm, module.k_norm):
+                    norm.weight = torch.ones(shape.hidden // shape.heads, device=place)
             for linear in module.submodules():
                 fill(linear, ".".join(linear.key.split(".")[-2:]))
             if hasattr(module, "_fuse"):

@@ -26,7 +26,7 @@ WEIGHT_STD = 0.02
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that make a Llama."""
+    """The sizes that make a Llama, or a Qwen3."""
 
     hidden: int
     intermediate: int
@@ -34,6 +34,8 @@ class Shape:
     heads: int
     kv_heads: int
     vocab: int
+    head_norms: bool = False
+    """Of q and k, as Qwen3 has them."""
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Key below the layer -> (in, out)."""
@@ -52,7 +54,9 @@ class Shape:
 SHAPES = {
     "tinyllama": Shape(2048, 5632, 22, 32, 4, 32000),
     "8b": Shape(4096, 14336, 32, 32, 8, 128256),
+    "qwen3-8b": Shape(4096, 12288, 36, 32, 8, 151936, head_norms=True),
     "tiny": Shape(256, 768, 2, 4, 2, 2048),
+    "tiny-qwen3": Shape(256, 768, 2, 4, 2, 2048, head_norms=True),
 }
 
 
@@ -121,14 +125,15 @@ def make_model(folder: Path, shape: Shape, bits: float, head_bits: float = 6, se
 def llama_config(shape: Shape, positions: int, *, rope_theta: float) -> dict[str, Any]:
     """What config.json says of a model of this shape."""
     return {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": ["Qwen3ForCausalLM" if shape.head_norms else "LlamaForCausalLM"],
         "bos_token_id": 1,
         "eos_token_id": 2,
+        "head_dim": shape.hidden // shape.heads,
         "hidden_act": "silu",
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "max_position_embeddings": positions,
-        "model_type": "llama",
+        "model_type": "qwen3" if shape.head_norms else "llama",
         "num_attention_heads": shape.heads,
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,

@@ -44,6 +44,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": {**MOE, "shared_expert_intermediate_size": 64},
     "DbrxForCausalLM": {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}, "attn_config": {"clip_qkv": 1.5}},
     "Olmo2ForCausalLM": {},
+    "Qwen3ForCausalLM": {},
+    "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0, 1, 0]},
     "Glm4ForCausalLM": {},
     "Starcoder2ForCausalLM": {},
 }
@@ -134,3 +136,26 @@ def test_logits_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(whole, chunks, steps) < 2e-3
     assert max(choices.turned, default=0.0) < CLOSE
     assert bool(choices.kept) == any(isinstance(module, MoE) for module in model.modules)
+
+
+@pytest.mark.cuda
+def test_captured_steps_are_the_eager_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, whichever halves of a layer are joined; experts are never captured."""
+    model = loaded_on("cuda:0", folder, monkeypatch)
+    ids = torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(2))
+    tables = torch.tensor([[4], [0], [2]], dtype=torch.int32)
+    found = []
+    for graphs in ("0", "1"):
+        monkeypatch.setenv("EXL_CUDA_GRAPHS", graphs)
+        model.decode.clear()
+        cache, out = ExLlamaV2Cache(model, max_seq_len=1536), []
+        for begin, end in ((0, 30), (30, 31), (31, 32), (32, 36), (36, 37)):
+            seen = torch.full((3,), begin, dtype=torch.int32)
+            params = PagedParams(3, tables, seen, begin, 256)
+            out.append(model.forward_chunk(ids[:, begin:end], cache, attn_params=params)["logits"].clone())
+        found.append((out, [tensor.clone() for tensor in cache.all_tensors()]))
+        experts = any(isinstance(module, MoE) for module in model.modules)
+        assert (model.decode.count > 0) == (graphs == "1" and not experts), model.decode.reason
+    print(folder.name, "plan:", model.decode.plan_reason or "yes")
+    for eager, captured in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))

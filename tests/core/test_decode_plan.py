@@ -2,114 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
 from exl_core.decode import plan as plans
+from exl_core.decode.halves import why_apart
 from exl_core.decode.plan import DecodePlan, joined_rows, plan_of
 from exl_core.errors import InputError
-from exl_core.modules import Attention
+from exl_core.modules import Attention, FeedForward
 from exl_core.step import build_step
-from exl_kernels.activation import gated_activation
-from exl_kernels.attention import paged_attention
-from exl_kernels.fused import rope_store
-from exl_kernels.fused_linear import Prepared
-from exl_kernels.linear import QuantMatrix
-from exl_kernels.norm import rms_norm
+from exl_kernels.selection import FEW_ROWS, GEMV_ROWS
+
+sys.path.insert(0, str(Path(__file__).parent))
+from joined_on_cpu import FusedDouble, joined_on_cpu
+from random_models import loaded_on, write_random_model
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16
 
 
-class FusedDouble:
-    """`FusedLinear` as its documentation states it, out of CPU operators."""
-
-    joined_rows = 64
-    batch_rows = 64
-    takes_prepared = True
-    calls = 0
-
-    def __init__(
-        self, matrices: list[QuantMatrix], *, norm: Any = None, activation: Any = None, max_rows: int = 64
-    ) -> None:
-        self.matrices, self.norm, self.activation, self.max_rows = matrices, norm, activation, max_rows
-        self.out_features = matrices[0].out_features if activation else sum(m.out_features for m in matrices)
-
-    def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        assert x.shape[0] <= self.max_rows
-        FusedDouble.calls += 1
-        h = x if self.norm is None else rms_norm(x, self.norm.weight, self.norm.eps)
-        parts = [matrix.matmul(h) for matrix in self.matrices]
-        y = gated_activation(parts[0], parts[1], self.activation) if self.activation else torch.cat(parts, 1)
-        return out.copy_(y if residual is None else residual + y)
-
-    def input_of(self, m: int) -> None:
-        return None
-
-    def then(self, following: FusedDouble, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        between = torch.empty((x.shape[0], self.out_features), dtype=x.dtype)
-        return following(self(x, between), out, residual)
-
-    def goes_on_to(self, following: FusedDouble) -> bool:
-        return self.activation is not None or len(self.matrices) == 1
-
-    def room(self) -> list[Tensor]:
-        """Where a prepared input is left: the plain one, here."""
-        return []
-
-    def in_a_row(
-        self,
-        x: Tensor | Prepared,
-        out: Tensor | None = None,
-        residual: Tensor | None = None,
-        following: FusedDouble | None = None,
-    ) -> Prepared | None:
-        plain: Any = x.scratch[0] if isinstance(x, Prepared) else x
-        y = self(plain, torch.empty(plain.shape[0], self.out_features) if out is None else out, residual)
-        return None if following is None else Prepared([y.clone()], len(y))  # type: ignore[arg-type]
-
-
-def own_double(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pages: Any,
-    block_table: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rope_positions: Tensor,
-    *,
-    interleaved: bool,
-    early: bool,
-    into: Any = None,
-    **options: Any,
-) -> Tensor:
-    """`attend_own` as its documentation states it: one token a row of the block table."""
-    assert early
-    assert into is None
-    assert len(set(rows.tolist())) == len(rows)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    rope_store(pages, q, k, v, cos, sin, rope_positions, slots, interleaved=interleaved)
-    mixed = paged_attention(q, pages, block_table, rows, positions, **options)
-    if into is not None:
-        assert into.columns == 8
-        into.scratch.append(mixed.flatten(1))
-    return mixed
-
-
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> ExLlamaV2:
-    monkeypatch.setattr(plans, "FusedLinear", FusedDouble)
-    monkeypatch.setattr(plans, "attend_own", own_double)
-    monkeypatch.setattr(plans, "_cuda", lambda linear: linear.quant)
+    joined_on_cpu(monkeypatch)
     loaded = ExLlamaV2(ExLlamaV2Config(FOLDER))
     loaded.load()
     return loaded
@@ -139,8 +58,8 @@ def test_the_plan_is_the_modules_own_pass(
             plan.run(ids[:, 20:].reshape(-1), step, logits)
             layers = sum(isinstance(module, Attention) for module in model.modules)
             rows = batch * q_len
-            joins = 4 if rows <= int(joined) else 2 if rows > plans.FEW_ROWS else 0
-            head = plans.GEMV_ROWS < rows <= min(int(joined), plans.FEW_ROWS)
+            joins = 4 if rows <= int(joined) else 2 if rows > FEW_ROWS else 0
+            head = GEMV_ROWS < rows <= min(int(joined), FEW_ROWS)
             assert FusedDouble.calls == joins * layers + head
         else:
             logits = model.forward_chunk(ids[:, 20:], cache, attn_params=params)["logits"].flatten(0, 1)
@@ -202,16 +121,95 @@ def test_a_planned_prompt_that_fails_has_stored_nothing(model: ExLlamaV2, monkey
             model.forward(ids, None, return_last_state=wrong)  # type: ignore[arg-type]
 
 
-def test_what_a_plan_does_not_know_is_named(model: ExLlamaV2) -> None:
-    for name, value in (("clip", 8.0), ("post", torch.ones(1)), ("rope", "none")):
-        module = model.modules[1]
-        before = getattr(module, name)
-        setattr(module, name, value)
-        reason = plan_of(model)
-        assert isinstance(reason, str)
-        assert module.key in reason
-        setattr(module, name, before)
-    assert isinstance(plan_of(model), DecodePlan)
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "layer_norm_eps": 1e-5,
+}
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Family: what it needs beyond SIZES, and modules of a layer that run as their own forward pass (attention, MLP).
+FAMILIES: dict[str, tuple[dict[str, Any], tuple[bool, ...]]] = {
+    "Qwen2ForCausalLM": ({}, (False, False)),
+    "Qwen3ForCausalLM": ({}, (False, False)),
+    "Olmo2ForCausalLM": ({}, (False, False)),
+    "Glm4ForCausalLM": ({}, (False, False)),
+    "Starcoder2ForCausalLM": ({}, (False, False)),
+    "GPT2LMHeadModel": ({"n_inner": 96, "num_key_value_heads": 4}, (False, False)),
+    "MixtralForCausalLM": (MOE, (False, True)),
+    "Qwen3MoeForCausalLM": (MOE, (False, True)),
+    "DbrxForCausalLM": (
+        {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}, "attn_config": {"clip_qkv": 0.5}},
+        (False, True),
+    ),
+    "SmolLM3ForCausalLM": ({"no_rope_layers": [1, 0, 1]}, (False, False)),
+}
+
+
+@pytest.mark.parametrize("joined", ["0", "64"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_description_is_run_as_the_modules_run_it(
+    family: str, joined: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps, prompts, and what is stored, to the bit; each half as it should be."""
+    more, apart = FAMILIES[family]
+    joined_on_cpu(monkeypatch)
+    monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", joined)
+    config = {**SIZES, "architectures": [family], **more}
+    model = loaded_on("cpu", write_random_model(tmp_path / family, config), monkeypatch)
+    plan = plan_of(model)
+    assert isinstance(plan, DecodePlan), plan
+    halves = [m for m in model.modules[1:-2] if isinstance(m, Attention | FeedForward)]
+    assert tuple(why_apart(half) is not None for half in halves) == apart * 3
+    for batch, q_len in ((1, 1), (3, 1), (5, 1), (2, 4), (1, 20), (2, 40)):
+        assert_same(model, plan, batch, q_len)
+
+
+def assert_same(model: ExLlamaV2, plan: DecodePlan, batch: int, q_len: int) -> None:
+    """What the plan gives of a pass after 20 tokens, against the modules."""
+    table = torch.arange(batch * 4, dtype=torch.int32).flip(0).view(batch, 4)
+    generator = torch.Generator().manual_seed(batch)
+    ids = torch.randint(0, model.config.vocab_size, (batch, 20 + q_len), generator=generator)
+    caches = [ExLlamaV2Cache(model, max_seq_len=PAGE * 4 * batch) for _ in range(4)]
+    begin = PagedParams(batch, table, torch.zeros(batch, dtype=torch.int32), 0, PAGE, 20)
+    params = PagedParams(batch, table, torch.full((batch,), 20, dtype=torch.int32), 20, PAGE, q_len)
+    flat = ids[:, 20:].reshape(-1)
+    for cache in caches:
+        model.forward_chunk(ids[:, :20], cache, attn_params=begin, preprocess_only=True)
+    want = model.forward_chunk(ids[:, 20:], caches[0], attn_params=params)["logits"]
+    steps = [
+        build_step(
+            *(model.config, model.rope, cache, params, batch, q_len, None, torch.device("cpu"), (), (), model.rope_alt)
+        )
+        for cache in caches[1:]
+    ]
+    logits = torch.empty(batch * q_len, model.config.padded_vocab_size)
+    plan.run(flat, steps[0], logits)
+    assert torch.equal(logits, want.flatten(0, 1))
+    last = plan.head(plan.hidden(flat, steps[1], batch), steps[1])
+    assert torch.equal(last, want[:, -1])
+    plan.store(flat, steps[2])
+    for tensors in zip(*(cache.all_tensors() for cache in caches), strict=True):
+        assert all(torch.equal(tensor, tensors[0]) for tensor in tensors[1:])
+
+
+def test_why_there_is_no_plan(model: ExLlamaV2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for family, more, reason in (
+        ("Gemma2ForCausalLM", {"sliding_window": 16, "query_pre_attn_scalar": 16}, "hidden state of float32"),
+        ("CohereForCausalLM", {"logit_scale": 1.0}, "attention and MLP side by side"),
+    ):
+        config = {**SIZES, "architectures": [family], **more}
+        other = loaded_on("cpu", write_random_model(tmp_path / family, config), monkeypatch)
+        found = plan_of(other)
+        assert isinstance(found, str)
+        assert reason in found
+    assert "is not the attention or the MLP" in str(why_apart(model.modules[0]))
 
 
 def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

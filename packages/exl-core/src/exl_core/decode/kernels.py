@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from ..config import ExLlamaV2Config
 from ..errors import ModelStateError
 from ..loading.checkpoint import Checkpoint, TensorReader, TensorSource
 from ..loading.linears import LinearOptions, LinearSpec, read_quantized
-from ..modules import Attention, GatedMLP, Head, Linear, build_modules
+from ..modules import Attention, GatedMLP, Head, Linear, Module, PlainMLP, build_modules
+from .halves import why_apart
 from .plan import uncovered
 
 __all__ = ["ROWS", "KernelUse", "kernel_uses"]
@@ -58,20 +60,23 @@ def kernel_uses(
     modules = build_modules(config)
     shapes = _Shapes(config.checkpoint)
     why_not = uncovered(modules)
+    halves = [(module, why_not or why_apart(module)) for module in modules[1:-2]]
     found: list[KernelUse] = []
     for count in rows:
         uses = _Uses(count, card, shapes)
-        for module, following in zip(modules, [*modules[1:], None], strict=True):
-            if isinstance(module, Attention):
-                uses.add("attention", _attention_kernel(card, module, count, cache, keys))
-                if why_not is not None:
-                    uses.alone(module.submodules(), [why_not])
-                elif isinstance(following, GatedMLP):
-                    uses.layer(module, following)
-            elif isinstance(module, Head):
-                uses.head(module, why_not)
-            elif why_not is not None:
-                uses.alone(module.submodules(), [why_not])
+        for _, layer in groupby(halves, lambda half: half[0].key):
+            joined: list[Module] = []
+            for half, why in layer:
+                if isinstance(half, Attention):
+                    uses.add("attention", _attention_kernel(card, half, count, cache, keys))
+                if why is None:
+                    joined.append(half)
+                else:
+                    uses.alone(half.submodules(), [why])
+            uses.layer(joined)
+        head = modules[-1]
+        if isinstance(head, Head):
+            uses.head(head, in_a_row=not any(why for _, why in halves))
         found += uses.rows()
     return found
 
@@ -138,6 +143,32 @@ class _WithoutWeights:
         return group
 
 
+@dataclass(frozen=True)
+class _Product:
+    """Matrices that are multiplied in one launch where that can be."""
+
+    operation: str
+    linears: tuple[Linear, ...]
+    norm: bool = False
+    gate: bool = False
+    residual: bool = False
+
+
+def _products(half: Module) -> list[_Product]:
+    """Those of a half whose launches are joined."""
+    about = half.describe()
+    assert about is not None
+    norm, residual = about.norm == "rms", about.post is None
+    if isinstance(half, Attention):
+        qkv = (half.q_proj, half.k_proj, half.v_proj)
+        return [_Product("q+k+v", qkv, norm=norm), _Product("o", (half.o_proj,), residual=residual)]
+    down = [_Product("down", (half.down_proj,), residual=residual)] if isinstance(half, GatedMLP | PlainMLP) else []
+    if isinstance(half, GatedMLP):
+        return [_Product("gate+up", (half.gate_proj, half.up_proj), norm=norm, gate=True), *down]
+    assert isinstance(half, PlainMLP)
+    return [_Product("up", (half.up_proj,), norm=norm), *down]
+
+
 class _Uses:
     """Kernels and reasons by operation, over all layers, at one number of rows."""
 
@@ -158,40 +189,26 @@ class _Uses:
         self._kernels.setdefault(operation, {})[kernel] = None
         self._why.setdefault(operation, {}).update(dict.fromkeys(why))
 
-    def apart(self, a: Attention, m: GatedMLP) -> list[str]:
-        """Why a layer's matmuls, the last aside, are not launched with norm, gate and residual: what keeps one of them
-        from it keeps all. Empty where they are."""
-        if self.count > INVARIANT_ROWS:
-            return [_MANY_ROWS]
-        return [
-            f"{name} is launched apart: {reason}"
-            for name, found in (
-                ("q+k+v", self._fused((a.q_proj, a.k_proj, a.v_proj), norm=True)),
-                ("o", self._fused((a.o_proj,), residual=True)),
-                ("gate+up", self._fused((m.gate_proj, m.up_proj), norm=True, gate=True)),
-            )
-            if found is None or not found.joined
-            for reason in (["it is not quantized"] if found is None else _reasons(found)[-1:])
+    def layer(self, halves: Sequence[Module]) -> None:
+        """The matmuls of halves whose launches are joined. What keeps one of them, the last aside, from being launched
+        with norm, gate and residual keeps all."""
+        found = [(product, self._product(product)) for half in halves for product in _products(half)]
+        apart = [
+            f"{product.operation} is launched apart: {reason}"
+            for product, selected in found
+            if product.operation != "down" and (selected is None or not selected.joined)
+            for reason in (["it is not quantized"] if selected is None else _reasons(selected)[-1:])
         ]
-
-    def layer(self, a: Attention, m: GatedMLP) -> None:
-        """The matmuls of a layer that the plan covers."""
-        apart = self.apart(a, m)
-        if apart:
-            self.alone([*a.submodules(), *m.submodules()], apart)
+        if apart or self.count > INVARIANT_ROWS:
+            self.alone([linear for half in halves for linear in half.submodules()], apart)
             return
-        for operation, found in (
-            ("q+k+v", self._fused((a.q_proj, a.k_proj, a.v_proj), norm=True)),
-            ("o", self._fused((a.o_proj,), residual=True)),
-            ("gate+up", self._fused((m.gate_proj, m.up_proj), norm=True, gate=True)),
-            ("down", self._fused((m.down_proj,), residual=True)),
-        ):
-            self._matmul(operation, found)
+        for product, selected in found:
+            self._matmul(product.operation, selected)
 
-    def head(self, head: Head, why_not: str | None) -> None:
+    def head(self, head: Head, *, in_a_row: bool) -> None:
         """The head's matmul. Where inputs are handed from kernel to kernel the last norm is part of it."""
         fused = self._fused((head.linear,), norm=True)
-        if why_not is None and fused is not None and fused.joined and fused.kernel == "gemm_few":
+        if in_a_row and fused is not None and fused.joined and fused.kernel == "gemm_few":
             self._matmul("head", fused)
         else:
             self._matmul("head", self._alone(head.linear))
@@ -211,6 +228,10 @@ class _Uses:
     def _alone(self, linear: Linear) -> Selection | None:
         shape = self._shapes.of(linear)
         return None if shape is None else self._card.matmul(shape, self.count)
+
+    def _product(self, product: _Product) -> Selection | None:
+        """None where a matrix is not quantized."""
+        return self._fused(product.linears, norm=product.norm, gate=product.gate, residual=product.residual)
 
     def _fused(
         self, linears: Sequence[Linear], *, norm: bool = False, gate: bool = False, residual: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +17,10 @@ from exl_kernels.rope import apply_rope
 from ..architectures.windows import LayerRope
 from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
+from .description import AttentionDescription
 from .linear import Linear
 from .mlp import FeedForward
-from .norm import Norm, fused_norm
+from .norm import Norm, fused_norm, kind_of
 from .sublayer import SubLayer
 
 if TYPE_CHECKING:
@@ -78,6 +80,18 @@ class Attention(SubLayer[AttentionBlock]):
         self.rope: LayerRope = rope
         self.clip = clip
         self.cut: HeadCut | None = None  # where the heads are, if on several devices
+
+    def describe(self) -> AttentionDescription:
+        return AttentionDescription(
+            kind_of(self.norm),
+            kind_of(self.post),
+            kind_of(self.q_norm),
+            kind_of(self.k_norm),
+            clipped=bool(self.clip),
+            rotates=self.rope != "none",
+            with_mlp=False,
+            split=self.cut is not None,
+        )
 
     def submodules(self) -> Iterator[Linear]:
         yield from (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
@@ -189,18 +203,18 @@ class Attention(SubLayer[AttentionBlock]):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Projections [T, heads * head_dim] of any heads: clamped, q and k normalised and rotated, [T, heads, head_dim]
         each. Works in place."""
-        if self.clip:
-            for t in (q, k, v):
-                t.clamp_(-self.clip, self.clip)
-        q, k = self._heads(q, q_norm), self._heads(k, k_norm)
+        q, k, v = self.shaped(q, q_norm), self.shaped(k, k_norm), self.shaped(v)
         if self.rope != "none":
             cos, sin = step.table(self.rope)
             apply_rope(q, cos, sin, step.rope_positions, interleaved=self.interleaved)
             apply_rope(k, cos, sin, step.rope_positions, interleaved=self.interleaved)
-        return q, k, v.view(v.shape[0], -1, self.head_dim)
+        return q, k, v
 
-    def _heads(self, t: Tensor, norm: Norm | None) -> Tensor:
-        """[T, heads * head_dim] normalised, as [T, heads, head_dim]."""
+    def shaped(self, t: Tensor, norm: Norm | None = None) -> Tensor:
+        """A projection [T, heads * head_dim] clamped and normalised, as it is rotated: [T, heads, head_dim]. Works in
+        place."""
+        if self.clip:
+            t.clamp_(-self.clip, self.clip)
         if norm is not None and norm.shapes[0] == (t.shape[1],):
             t = norm.apply(t, out=t)
             norm = None
@@ -217,6 +231,9 @@ class ParallelDecoder(Attention):
         """`attention` is taken apart; `mlp` has no norms of its own."""
         self.__dict__.update(attention.__dict__)
         self.mlp = mlp
+
+    def describe(self) -> AttentionDescription:
+        return replace(super().describe(), with_mlp=True)
 
     def submodules(self) -> Iterator[Linear]:
         yield from super().submodules()

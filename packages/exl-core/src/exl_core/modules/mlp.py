@@ -15,8 +15,9 @@ from exl_kernels.block import MlpBlock
 from ..architectures.base import Activation
 from ..execution.batch import Step
 from ..parallel.matrix import Part, over_parts
+from .description import MlpDescription
 from .linear import Linear
-from .norm import Norm, fused_norm
+from .norm import Norm, fused_norm, kind_of
 from .sublayer import SubLayer
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ class GatedMLP(FeedForward):
         super().__init__(key, layer_idx, norm, post, activation)
         self.gate_proj, self.up_proj, self.down_proj = projections
 
+    def describe(self) -> MlpDescription:
+        return MlpDescription(kind_of(self.norm), kind_of(self.post), True, self.activation, 0)
+
     def submodules(self) -> Iterator[Linear]:
         yield from (self.gate_proj, self.up_proj, self.down_proj)
 
@@ -116,6 +120,9 @@ class PlainMLP(FeedForward):
     ) -> None:
         super().__init__(key, layer_idx, norm, post, activation)
         self.up_proj, self.down_proj = projections
+
+    def describe(self) -> MlpDescription:
+        return MlpDescription(kind_of(self.norm), kind_of(self.post), False, self.activation, 0)
 
     def submodules(self) -> Iterator[Linear]:
         yield from (self.up_proj, self.down_proj)

@@ -14,6 +14,7 @@ from ..loading.checkpoint import TensorSource
 
 if TYPE_CHECKING:
     from ..execution.batch import Step
+    from .description import HalfDescription
     from .linear import Linear
 
 __all__ = ["Module", "WeightModule"]
@@ -45,6 +46,10 @@ class Module(ABC):
     @abstractmethod
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Hidden state in, hidden state out, [T, hidden], float32 or, on a GPU, half. May work in place on `x`."""
+
+    def describe(self) -> HalfDescription | None:
+        """What this half of a layer computes; None for other modules, and for halves that only they themselves run."""
+        return None
 
     def submodules(self) -> Iterator[Linear]:
         """The linears inside, which stand in `model.modules_dict` instead of this module."""

@@ -14,9 +14,10 @@ from exl_kernels.activation import gated_activation
 
 from ..architectures.base import Activation
 from ..parallel.transfer import send
+from .description import MlpDescription
 from .linear import Linear
 from .mlp import FeedForward, GatedMLP
-from .norm import Norm
+from .norm import Norm, kind_of
 
 if TYPE_CHECKING:
     from ..contracts import Adapter
@@ -90,6 +91,9 @@ class MoE(FeedForward):
         self.jitter = jitter
         self.shared = shared
         self.shared_gate = shared_gate
+
+    def describe(self) -> MlpDescription:
+        return MlpDescription(kind_of(self.norm), kind_of(self.post), True, self.activation, len(self.experts))
 
     def submodules(self) -> Iterator[Linear]:
         yield self.router

@@ -15,13 +15,16 @@ from ..errors import FormatError
 from ..execution.batch import Step
 from ..loading.checkpoint import TensorSource
 from ..loading.linears import require_finite_float
+from .description import NormKind
 from .module import WeightModule
 
-__all__ = ["LayerNorm", "Norm", "RMSNorm", "fused_norm"]
+__all__ = ["LayerNorm", "Norm", "RMSNorm", "fused_norm", "kind_of"]
 
 
 class Norm(WeightModule):
     """What both norms share: a float32 weight of one of the given shapes."""
+
+    kind: NormKind
 
     def __init__(self, key: str, shape: int | tuple[int, ...], eps: float, *shapes: tuple[int, ...]) -> None:
         """shape: of the weight, [hidden] or, for a norm per head, [heads, head_dim]; `shapes`: others that will do."""
@@ -55,6 +58,11 @@ class Norm(WeightModule):
         """The loaded norm as a part of a fused block (CPU)."""
 
 
+def kind_of(norm: Norm | None) -> NormKind | None:
+    """The kind of a norm, or the absence of one, in a description."""
+    return None if norm is None else norm.kind
+
+
 def fused_norm(norm: Norm | None) -> BlockNorm | None:
     """A loaded norm, or the absence of one, as a part of a fused block."""
     return None if norm is None else norm.block()
@@ -64,6 +72,7 @@ class RMSNorm(Norm):
     """x * (w + offset) / sqrt(mean(x^2) + eps), float32 (spec core.md 4.3). The offset is added at load, in float32."""
 
     name = "RMSNorm"
+    kind = "rms"
 
     def __init__(
         self, key: str, shape: int | tuple[int, ...], eps: float, *shapes: tuple[int, ...], offset: float = 0.0
@@ -89,6 +98,7 @@ class LayerNorm(Norm):
     """(x - mean) * w / sqrt(var + eps) + b, float32 (spec core.md 4.3)."""
 
     name = "LayerNorm"
+    kind = "layer"
 
     def __init__(
         self, key: str, shape: int | tuple[int, ...], eps: float, *shapes: tuple[int, ...], bias: bool = False

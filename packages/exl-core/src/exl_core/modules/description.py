@@ -1,0 +1,44 @@
+"""What the halves of a layer say of themselves: executors choose launches by this, not by a module's type or family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..architectures.base import Activation
+
+__all__ = ["AttentionDescription", "HalfDescription", "MlpDescription", "NormKind"]
+
+NormKind = Literal["rms", "layer"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionDescription:
+    """x + post(o(attention(rope(q_norm(q)), rope(k_norm(k)), v))) with q, k, v of norm(x)."""
+
+    norm: NormKind | None
+    post: NormKind | None
+    q_norm: NormKind | None
+    k_norm: NormKind | None
+    clipped: bool
+    """q, k and v are clamped."""
+    rotates: bool
+    with_mlp: bool
+    """The layer's MLP takes the same normed input, and is part of this module."""
+    split: bool
+    """Its heads are on several devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlpDescription:
+    """x + post(down(..)) of norm(x): gated, act(gate) * up; else act(up); or a mixture of `experts`."""
+
+    norm: NormKind | None
+    post: NormKind | None
+    gated: bool
+    activation: Activation
+    experts: int
+    """0: one MLP."""
+
+
+HalfDescription = AttentionDescription | MlpDescription

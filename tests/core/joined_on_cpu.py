@@ -1,0 +1,109 @@
+"""Doubles on the CPU for the two operators of `exl_core.decode` that only a GPU has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core.decode import halves, plan
+from exl_kernels.activation import gated_activation
+from exl_kernels.attention import paged_attention
+from exl_kernels.fused import rope_store
+from exl_kernels.fused_linear import Prepared
+from exl_kernels.kv import store_kv
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.norm import rms_norm
+
+__all__ = ["FusedDouble", "joined_on_cpu"]
+
+
+class FusedDouble:
+    """`FusedLinear` as its documentation states it, out of CPU operators."""
+
+    joined_rows = 64
+    batch_rows = 64
+    takes_prepared = True
+    calls = 0
+
+    def __init__(
+        self, matrices: list[QuantMatrix], *, norm: Any = None, activation: Any = None, max_rows: int = 64
+    ) -> None:
+        self.matrices, self.norm, self.activation, self.max_rows = matrices, norm, activation, max_rows
+        self.out_features = matrices[0].out_features if activation else sum(m.out_features for m in matrices)
+
+    def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        assert x.shape[0] <= self.max_rows
+        FusedDouble.calls += 1
+        h = x if self.norm is None else rms_norm(x, self.norm.weight, self.norm.eps)
+        parts = [matrix.matmul(h) for matrix in self.matrices]
+        y = gated_activation(parts[0], parts[1], self.activation) if self.activation else torch.cat(parts, 1)
+        return out.copy_(y if residual is None else residual + y)
+
+    def input_of(self, m: int) -> None:
+        return None
+
+    def then(self, following: FusedDouble, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        between = torch.empty((x.shape[0], self.out_features), dtype=x.dtype)
+        return following(self(x, between), out, residual)
+
+    def goes_on_to(self, following: FusedDouble) -> bool:
+        return self.activation is not None or len(self.matrices) == 1
+
+    def room(self) -> list[Tensor]:
+        """Where a prepared input is left: the plain one, here."""
+        return []
+
+    def in_a_row(
+        self,
+        x: Tensor | Prepared,
+        out: Tensor | None = None,
+        residual: Tensor | None = None,
+        following: FusedDouble | None = None,
+    ) -> Prepared | None:
+        plain: Any = x.scratch[0] if isinstance(x, Prepared) else x
+        y = self(plain, torch.empty(plain.shape[0], self.out_features) if out is None else out, residual)
+        return None if following is None else Prepared([y.clone()], len(y))  # type: ignore[arg-type]
+
+
+def own_double(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Any,
+    block_table: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rope_positions: Tensor,
+    *,
+    interleaved: bool,
+    early: bool,
+    into: Any = None,
+    **options: Any,
+) -> Tensor:
+    """`attend_own` as its documentation states it: one token a row of the block table."""
+    assert early
+    assert len(set(rows.tolist())) == len(rows)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if cos.shape[1]:
+        rope_store(pages, q, k, v, cos, sin, rope_positions, slots, interleaved=interleaved)
+    else:
+        store_kv(pages, k, v, slots)
+    mixed = paged_attention(q, pages, block_table, rows, positions, **options)
+    if into is not None:
+        assert into.columns == 8
+        into.scratch.append(mixed.flatten(1))
+    return mixed
+
+
+def joined_on_cpu(patch: pytest.MonkeyPatch) -> None:
+    """Plans of models on the CPU, out of the doubles."""
+    for module in (plan, halves):
+        patch.setattr(module, "FusedLinear", FusedDouble)
+    patch.setattr(halves, "attend_own", own_double)
+    patch.setattr(halves, "_cuda", lambda linear: linear.quant)
