@@ -7,7 +7,7 @@ otherwise. Layers rotate over at least 768 MB, launches are nodes of one graph. 
 scales that a layer must read. A case whose result is wrong against float64 prints no speed and makes the script fail.
 `own`: the token's rotation and the storing of its key and value are in the time.
 `prefill` lines: tokens of one chunk at the end of the context, TFLOP/s of the two products over what the mask leaves.
-JSON lines (spec performance 7.1 to 7.3).
+JSON lines.
 """
 
 from __future__ import annotations

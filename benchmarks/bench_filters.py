@@ -2,7 +2,7 @@
 
     uv run python benchmarks/bench_filters.py [--size 128000] [--rounds 10]
 
-The vocabulary is a byte-level BPE trained on this machine's Python text (spec/filters.md B). Prints JSON lines: wall
+The vocabulary is a byte-level BPE trained on this machine's Python text. Prints JSON lines: wall
 clock per call in microseconds unless named otherwise, one thread unless named otherwise, with the bar (issue 6, spec
 CAP-41) where there is one. Every piece is checked first; a wrong one stops the run before any speed is printed.
 """

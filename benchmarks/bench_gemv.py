@@ -3,7 +3,7 @@
     python benchmarks/bench_gemv.py [--quick | --tune]
 
 Random weights. Weights rotate over at least 768 MB, launches are nodes of one graph. A case whose result is wrong
-against float64 prints no speed and makes the script fail. JSON lines (spec performance 7.1 to 7.3).
+against float64 prints no speed and makes the script fail. JSON lines.
 """
 
 from __future__ import annotations

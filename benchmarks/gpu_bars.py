@@ -1,4 +1,4 @@
-"""The bars of the CUDA backend's issue, and the peers on the same kind of card (spec performance 1.5).
+"""The bars of the CUDA backend's issue, and the peers on the same kind of card.
 
 The peers were measured in other runs on an H200: exllamav2 0.3.2 (its forward loop; for the small model its dynamic
 generator) and exllamav3 (its generator). Shares are of the read roof of our own run. Tokens a second are bars for an

@@ -1,4 +1,4 @@
-"""Models of true shapes and random weights, built on the GPU without weight files (spec performance 7.1).
+"""Models of true shapes and random weights, built on the GPU without weight files.
 
 One layer's matrices are drawn and repacked; every layer has copies of its own in GPU memory, so that nothing is found
 in a cache. Mixed widths as the reference's files have them: the widest rows first, groups of 128.

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: graph timing, the read roof, the line to print (spec performance 7.2 and 7.3)."""
+"""What the GPU benchmarks share: graph timing, the read roof, the line to print."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ __all__ = ["AttentionParams", "PagedParams"]
 
 @dataclass
 class AttentionParams:
-    """Contiguous mode (spec core.md 6.1): sequence b occupies row b of the cache, `past_len` tokens are already there.
+    """Contiguous mode: sequence b occupies row b of the cache, `past_len` tokens are already there.
 
     input_mask: additive [batch, past_len + seq_len], 0 = attend, -inf (or very negative) = ignore that key.
     position_offsets: int [batch, 1] or [batch], added to the positions of RoPE, usually -(left padding).
@@ -47,7 +47,7 @@ class AttentionParams:
 
 @dataclass
 class PagedParams:
-    """Paged mode (spec core.md 6.2): the cache is a pool of pages, each sequence a list of page numbers.
+    """Paged mode: the cache is a pool of pages, each sequence a list of page numbers.
 
     block_index: int32 [batch, max_pages], page numbers in logical order. cache_seqlens: int32 [batch], tokens already
     stored for each sequence; the q_len new ones of row b go to logical positions cache_seqlens[b] onwards.

@@ -1,4 +1,4 @@
-"""Where the rows of an image stand: positions on three axes, and rows that see each other (spec core.md 5.5, 12).
+"""Where the rows of an image stand: positions on three axes, and rows that see each other.
 
 A text token has one position on all axes. The rows of an image that lies on a grid share the position where the image
 begins, moved by their place in time, height and width; behind it positions go on after the largest one used. So from

@@ -1,4 +1,4 @@
-"""ExLlamaV2Config: what a model folder says about its model, and what the caller wants of it (spec core.md 2)."""
+"""ExLlamaV2Config: what a model folder says about its model, and what the caller wants of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["CPU_MATMUL_MODES", "ExLlamaV2Config"]
 log = logging.getLogger(__name__)
 
 SCALES = ("scale_emb", "embedding_multiplier", "scale_depth", "residual_multiplier", "logit_scale", "logits_scaling")
-# The MLP as some files of the Llama kind hold it: gate above up, and down (spec core.md 3.3).
+# The MLP as some files of the Llama kind hold it: gate above up, and down.
 SWIGLU = ((".mlp.swiglu.w12.", ".mlp.gate_up_proj."), (".mlp.swiglu.w3.", ".mlp.down_proj."))
 # `vision_model_type` by the name of an architecture's image tower.
 VISION_TYPES = {
@@ -212,7 +212,7 @@ class ExLlamaV2Config:
 
     @property
     def attention_scale(self) -> float:
-        """Factor on q.k before the softmax (spec core.md 6.3)."""
+        """Factor on q.k before the softmax."""
         if self.attention_multiplier is not None:
             return self.attention_multiplier
         return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)

@@ -1,4 +1,4 @@
-"""Rows of hidden states that stand for token ids: images, or whatever the caller embeds (spec core.md 4.1, 12.1)."""
+"""Rows of hidden states that stand for token ids: images, or whatever the caller embeds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The error catalogue of exl_core: every class derives from `exl_kernels.errors.ExlError` and carries a stable `code`.
 
-Where users of exllamav2 may already catch a built-in exception (spec core.md 2.2), the class derives from that as well.
+Where users of exllamav2 may already catch a built-in exception, the class derives from that as well.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def check_length(config: ExLlamaV2Config, cache: ExLlamaV2CacheBase | None, batc
 
 
 def chunk_size(config: ExLlamaV2Config, batch: int, past: int, remaining: int, cached: bool) -> int:
-    """Tokens of the next chunk (spec core.md 7.2). Our attention is fused, so max_attention_size limits a chunk
+    """Tokens of the next chunk. Our attention is fused, so max_attention_size limits a chunk
     only where both fused back ends of the original are switched off by the caller."""
     size = min(remaining, _effective_max(config, batch))
     limit = config.max_attention_size

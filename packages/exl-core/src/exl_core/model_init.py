@@ -1,4 +1,4 @@
-"""Command-line glue of scripts that load a model: flags, checks, and the model they describe (spec core.md 2.7)."""
+"""Command-line glue of scripts that load a model: flags, checks, and the model they describe."""
 
 from __future__ import annotations
 

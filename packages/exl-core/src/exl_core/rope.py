@@ -1,4 +1,4 @@
-"""Rotary position embedding: inverse frequencies of each scaling method, and the sin/cos tables (spec core.md 5).
+"""Rotary position embedding: inverse frequencies of each scaling method, and the sin/cos tables.
 
 Formulas are those of transformers (`modeling_rope_utils`) wherever the reference differs from the published models.
 Frequencies and angles are float32; sin and cos are evaluated in float64 and rounded once, in fixed blocks of rows, so

@@ -22,7 +22,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_rope(config: ExLlamaV2Config, read: JsonReader) -> None:
-    """Fill the rope fields of `config` (spec core.md 2.4, 5.4). Methods without code here are refused by name."""
+    """Fill the rope fields of `config`. Methods without code here are refused by name."""
     arch = config.arch
     theta = read.number("rope_theta", "attn_config->rope_theta", default=arch.rope_theta, text=True)
     config.partial_rotary_factor = read.number("partial_rotary_factor", default=arch.partial_rotary_factor, text=True)
@@ -291,7 +291,7 @@ def _yarn_fields(c: ExLlamaV2Config, rotary_dim: int) -> dict[str, Any]:
 
 
 def _su_fields(c: ExLlamaV2Config, rotary_dim: int) -> dict[str, Any]:
-    """The long divisors if the configured length is beyond the original one, else the short ones (spec core.md 5.4)."""
+    """The long divisors if the configured length is beyond the original one, else the short ones."""
     if c.original_max_seq_len < 2:
         raise ConfigError(f"original_max_seq_len is {c.original_max_seq_len}, must be at least 2 for longrope")
     long = c.max_seq_len > c.original_max_seq_len

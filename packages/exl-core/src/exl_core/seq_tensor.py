@@ -1,4 +1,4 @@
-"""A tensor that grows along one dimension without copying what it holds on every append (spec core.md 13.6)."""
+"""A tensor that grows along one dimension without copying what it holds on every append."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def _rope_positions(
     ids: Tensor | None,
     embeddings: tuple[ExLlamaV2MMEmbedding, ...],
 ) -> Tensor:
-    """Row of the RoPE table for each token: int64 [T], max(0, past + offset + j) (spec core.md 5.2); or [3, T], one
+    """Row of the RoPE table for each token: int64 [T], max(0, past + offset + j); or [3, T], one
     for each axis, where the chunk holds pictures on three axes (5.5)."""
     batch = positions.shape[0]
     shifted = params.rope_offsets is not None or getattr(params, "position_offsets", None) is not None

@@ -1,4 +1,4 @@
-"""Activations of the MLP (spec core 4.4). Arithmetic is float32."""
+"""Activations of the MLP. Arithmetic is float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values (spec core 6.3, 6.5): causal, grouped heads, window, softcap, additive mask.
+"""Attention over paged keys and values: causal, grouped heads, window, softcap, additive mask.
 
 A query token's result is the same to the bit whatever else is in the call, however the prompt was cut into calls,
 wherever its pages lie, and at any thread count.

@@ -1,4 +1,4 @@
-"""One layer's keys and values in pages, and the codecs that store them (spec formats 5).
+"""One layer's keys and values in pages, and the codecs that store them.
 
 | kind | keys | values | stored bytes of one head of D elements (D' = D rounded up to a multiple of 64) |
 |---|---|---|---|
@@ -221,7 +221,7 @@ def _check_store(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
 
 
 def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the tokens in `slots`, decoded with the codec's own roundings (spec formats 5).
+    """Keys and values of the tokens in `slots`, decoded with the codec's own roundings.
 
     slots: int64 [T]; -1 gives zeros. Returns k, v: float32 [T, H, D], on the pages' device.
 

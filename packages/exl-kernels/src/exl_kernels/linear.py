@@ -1,4 +1,4 @@
-"""Linear layers over quantized or float weights: y = (x @ W + bias) * prescale (spec formats 2 to 4, performance 6)."""
+"""Linear layers over quantized or float weights: y = (x @ W + bias) * prescale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dimension, also per head (spec core 4.3). Arithmetic is float32.
+"""RMSNorm and LayerNorm over the last dimension, also per head. Arithmetic is float32.
 
 The native functions refuse what they cannot take as it is; only then does Python look closer, to convert (strides, half
 weights) or to say what is wrong. So the common call costs one crossing. The other operators do the same.

@@ -1,4 +1,4 @@
-"""Rotary position embedding, in place (spec core 5.2). Arithmetic is float32; tables stay float32."""
+"""Rotary position embedding, in place. Arithmetic is float32; tables stay float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`exllamav2.generator.ngram`: which token followed a context, counted (spec generators.md 5.5)."""
+"""`exllamav2.generator.ngram`: which token followed a context, counted."""
 
 from __future__ import annotations
 

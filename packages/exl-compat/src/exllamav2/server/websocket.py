@@ -1,4 +1,4 @@
-"""The WebSocket service of exllamav2 on the async generator (spec generators.md 6): JSON messages with an `action`,
+"""The WebSocket service of exllamav2 on the async generator: JSON messages with an `action`,
 answers with the same `action`, `request_id` and `response_id`.
 
 Requests of one connection and of many run together; `stop` ends the requests of its own connection (with `target`, the

@@ -1,4 +1,4 @@
-"""What distinguishes one model family from another, as data (spec core.md 3)."""
+"""What distinguishes one model family from another, as data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Activation = Literal["silu", "gelu", "quickgelu", "gelu_erf", "relu2"]
 
 @dataclass(frozen=True)
 class FusedLinear:
-    """A matrix that some files store as one tensor and others as several (spec core.md 3.3)."""
+    """A matrix that some files store as one tensor and others as several."""
 
     fused: str  # key below the layer, e.g. "self_attn.qkv_proj"
     parts: tuple[str, ...]  # the split keys, in the order of the fused tensor's rows
@@ -31,7 +31,7 @@ LLAMA_FUSED = (LLAMA_QKV, LLAMA_GATE_UP)
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of the MLP (spec core.md 4.5). Keys are below the layer; `{}` is the expert.
+    """A mixture of experts in place of the MLP. Keys are below the layer; `{}` is the expert.
 
     y = sum over the chosen experts of p_e * down_e(act(gate_e(x)) * up_e(x)), plus the shared expert where there is
     one, times sigmoid(shared_gate(x)) where there is that.

@@ -25,7 +25,7 @@ COHERE = Architecture(
 
 
 def cohere2_rope(read: JsonReader, windows: list[int]) -> list[LayerRope]:
-    """Layers that see everything have no positions (spec core.md 3.6 item 2)."""
+    """Layers that see everything have no positions."""
     return ["main" if window else "none" for window in windows]
 
 

@@ -69,7 +69,7 @@ def typed_windows(default: int = 0) -> Callable[[JsonReader, int], list[int]]:
 
 
 def read_window(read: JsonReader, default: int) -> int:
-    """`sliding_window`, where an explicit null means full attention (spec core.md 3.6 item 4)."""
+    """`sliding_window`, where an explicit null means full attention."""
     if read.explicit_null("sliding_window", text=True):
         return 0
     window: int = read.integer("sliding_window", "sliding_window_size", default=default, text=True, minimum=0)

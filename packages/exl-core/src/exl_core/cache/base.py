@@ -1,4 +1,4 @@
-"""What all caches share: allocation beside the model's layers, page views, copying and accounting (spec core.md 8)."""
+"""What all caches share: allocation beside the model's layers, page views, copying and accounting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The storage formats of the cache (spec formats.md 5.1)."""
+"""The storage formats of the cache."""
 
 from __future__ import annotations
 

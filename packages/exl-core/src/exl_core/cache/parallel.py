@@ -22,7 +22,7 @@ __all__ = ["ExLlamaV2Cache_TP"]
 
 
 class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
-    """Keys and values of a model loaded with `load_tp`, stored as `base` stores them (spec core.md 8).
+    """Keys and values of a model loaded with `load_tp`, stored as `base` stores them.
 
     `caches` has one cache of class `base` for every device with heads, in the order of the heads. What an ordinary
     cache gives as one tensor (`key_states` and the like, `get_kv_state`), this one gives as a list of one for each of

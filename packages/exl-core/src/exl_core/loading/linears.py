@@ -313,7 +313,7 @@ def require_finite_float(tensor: Tensor, name: str) -> None:
 def _take_columns(
     tensors: dict[str, Tensor], rows: Ranges | None, per_element: Mapping[str, Fraction], name: str
 ) -> dict[str, Tensor]:
-    """Columns of a quantized matrix, where none of their elements is cut (spec formats.md 2.8: multiples of 8)."""
+    """Columns of a quantized matrix, where none of their elements is cut."""
     if rows is None:
         return tensors
     multiple = max(share.numerator for share in per_element.values())

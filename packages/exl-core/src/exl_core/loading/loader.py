@@ -25,7 +25,7 @@ CallbackGen = Callable[[int, int], Generator[Any, Any, Any]]
 
 
 def check_callbacks(callback: Callback | None, progress: bool) -> None:
-    """A console bar and a callback exclude each other (spec core.md 9.3)."""
+    """A console bar and a callback exclude each other."""
     if progress and callback is not None:
         raise InputError("progress=True draws its own bar: pass either progress or callback")
 

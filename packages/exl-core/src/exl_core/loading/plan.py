@@ -25,7 +25,7 @@ __all__ = ["DevicePlan", "LoadPlan", "plan", "plan_modules"]
 
 MIB = 1024**2
 PAGE = 256
-DEFAULT_RESERVE = (192 * MIB, 64 * MIB)  # first device, every other (spec core.md 9.2)
+DEFAULT_RESERVE = (192 * MIB, 64 * MIB)  # first device, every other
 MOST_TOKENS = 1 << 26
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters: reading them, mapping their keys to the model's matrices, and adding them up (spec core.md 14)."""
+"""LoRA adapters: reading them, mapping their keys to the model's matrices, and adding them up."""
 
 from .adapter import ExLlamaV2Lora
 

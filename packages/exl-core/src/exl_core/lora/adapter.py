@@ -1,4 +1,4 @@
-"""ExLlamaV2Lora: an adapter in memory, beside the matrices it adds to (spec core.md 14)."""
+"""ExLlamaV2Lora: an adapter in memory, beside the matrices it adds to."""
 
 from __future__ import annotations
 

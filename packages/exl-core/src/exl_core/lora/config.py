@@ -92,7 +92,7 @@ class AdapterConfig:
         return int(_lookup(self.rank_pattern, module, self.r))
 
     def scaling(self, module: str) -> float:
-        """alpha / r, with rank-stabilised LoRA alpha / sqrt(r) (spec core.md 14.2), of one module."""
+        """alpha / r, with rank-stabilised LoRA alpha / sqrt(r), of one module."""
         alpha, rank = _lookup(self.alpha_pattern, module, self.alpha), self.rank(module)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 

@@ -1,4 +1,4 @@
-"""From the names in an adapter file to the model's matrices (spec core.md 14.3)."""
+"""From the names in an adapter file to the model's matrices."""
 
 from __future__ import annotations
 

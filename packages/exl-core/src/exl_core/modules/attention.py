@@ -34,7 +34,7 @@ PICTURE_TOKENS = 64  # tokens of pictures in one call, each with a mask over all
 
 
 class Attention(SubLayer[AttentionBlock]):
-    """x + post(o_proj(attention(rope(q), rope(k), v))) with q, k, v from norm(x) (spec core.md 1.3, 6).
+    """x + post(o_proj(attention(rope(q), rope(k), v))) with q, k, v from norm(x).
 
     Keys and values of the chunk are stored before they are read, so that a token's result does not depend on how the
     prompt was cut into chunks.
@@ -223,7 +223,7 @@ class Attention(SubLayer[AttentionBlock]):
 
 
 class ParallelDecoder(Attention):
-    """x + attention(h) + mlp(h) with h = norm(x): one module for the whole layer (spec core.md 1.3)."""
+    """x + attention(h) + mlp(h) with h = norm(x): one module for the whole layer."""
 
     name = "ParallelDecoder"
 

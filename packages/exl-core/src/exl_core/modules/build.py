@@ -1,4 +1,4 @@
-"""From a configuration to the list of modules (spec core.md 1.1)."""
+"""From a configuration to the list of modules."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class _Builder:
         return Linear(spec, self.options)
 
     def _fused_rows(self, matrix: FusedLinear, index: int, expert: int) -> Ranges:
-        """Rows of part `index` in a fused matrix (spec core.md 3.3), of expert `expert` if it stacks them."""
+        """Rows of part `index` in a fused matrix, of expert `expert` if it stacks them."""
         if matrix.packing == "grouped":
             groups, d = self.config.num_key_value_groups, self.config.head_dim
             begin, end = ((0, groups), (groups, groups + 1), (groups + 1, groups + 2))[index]

@@ -20,7 +20,7 @@ PADDING_LOGIT = -65504.0  # the lowest half: what the reference writes into colu
 
 
 class Head(Module):
-    """logits = softcap((x @ W) * logit_scale), float32 [T, padded vocabulary] (spec core.md 4.6)."""
+    """logits = softcap((x @ W) * logit_scale), float32 [T, padded vocabulary]."""
 
     name = "Linear"
 

@@ -20,7 +20,7 @@ Hook = Callable[[Tensor, Step], Tensor]
 
 
 class Intervention(Module):
-    """`model.modules[i] = Intervention(model.modules[i], pre_forward, post_forward)` (spec core.md 1.6).
+    """`model.modules[i] = Intervention(model.modules[i], pre_forward, post_forward)`.
 
     A hook gets the hidden state [batch, q_len, hidden] (before the embedding: the ids; after the head: the logits) and
     the `Step`, and returns the state to go on with, of the same shape, on any device. What it was given is a copy of

@@ -93,7 +93,7 @@ class Linear:
     def forward(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
         """x [T, in] -> [T, out] of its type (float32, on a GPU half); columns that pad the file's are cut off.
 
-        Every adapter adds (x @ A @ B) * its scaling, in the order given (spec core.md 14.4).
+        Every adapter adds (x @ A @ B) * its scaling, in the order given.
         """
         y = self._matrix(loras).matmul(x)
         y = y if y.shape[-1] == self.out_features else y[..., : self.out_features].contiguous()

@@ -27,7 +27,7 @@ __all__ = ["FeedForward", "GatedMLP", "PlainMLP"]
 
 
 class FeedForward(SubLayer[MlpBlock]):
-    """x + post(inner(norm(x))), where either norm may be absent (spec core.md 1.3, 4.4)."""
+    """x + post(inner(norm(x))), where either norm may be absent."""
 
     def __init__(self, key: str, layer_idx: int, norm: Norm | None, post: Norm | None, activation: Activation) -> None:
         self.key = key

@@ -58,7 +58,7 @@ class MoE(FeedForward):
     """inner(h) = sum over the chosen experts of p_e * down_e(act(gate_e(h)) * up_e(h)) [+ the shared expert's output].
 
     Probabilities are a softmax over all experts in float32, of which the `chosen` largest are kept and, if
-    `normalize`, divided by their sum (spec core.md 4.5); with `jitter` they are those of `sparse_mixture`. The router's
+    `normalize`, divided by their sum; with `jitter` they are those of `sparse_mixture`. The router's
     logits are float32 on a GPU too, where all else is half: rounding them would choose other experts wherever two are
     nearly as likely. Each row's contributions are added from the likeliest expert to the least, whatever rows are in
     the call, so that batching cannot change a bit.

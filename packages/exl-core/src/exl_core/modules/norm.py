@@ -69,7 +69,7 @@ def fused_norm(norm: Norm | None) -> BlockNorm | None:
 
 
 class RMSNorm(Norm):
-    """x * (w + offset) / sqrt(mean(x^2) + eps), float32 (spec core.md 4.3). The offset is added at load, in float32."""
+    """x * (w + offset) / sqrt(mean(x^2) + eps), float32. The offset is added at load, in float32."""
 
     name = "RMSNorm"
     kind = "rms"
@@ -95,7 +95,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """(x - mean) * w / sqrt(var + eps) + b, float32 (spec core.md 4.3)."""
+    """(x - mean) * w / sqrt(var + eps) + b, float32."""
 
     name = "LayerNorm"
     kind = "layer"

@@ -15,7 +15,7 @@ __all__ = ["PositionEmbedding"]
 
 
 class PositionEmbedding(WeightModule):
-    """x + table[position], table [positions, hidden] (spec core.md 4.2); positions as RoPE counts them."""
+    """x + table[position], table [positions, hidden]; positions as RoPE counts them."""
 
     name = "PosEmbedding"
 

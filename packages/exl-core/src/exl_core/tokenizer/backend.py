@@ -1,4 +1,4 @@
-"""tokenizer.json through the Hugging Face tokenizers library (spec core.md 11.1)."""
+"""tokenizer.json through the Hugging Face tokenizers library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image encoders of multimodal models: from an image to rows of hidden states (spec core.md 12)."""
+"""Image encoders of multimodal models: from an image to rows of hidden states."""
 
 from .images import open_image
 from .tower import ExLlamaV2VisionTower

@@ -1,4 +1,4 @@
-"""Images as PIL opens them, checked and made upright RGB; and their pixels as numbers (spec core.md 12.3)."""
+"""Images as PIL opens them, checked and made upright RGB; and their pixels as numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Pixtral image encoder and the projectors of Llava and Mistral 3, in float32 (spec core.md 3.5, 12.4)."""
+"""The Pixtral image encoder and the projectors of Llava and Mistral 3, in float32."""
 
 from __future__ import annotations
 

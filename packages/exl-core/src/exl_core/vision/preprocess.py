@@ -1,4 +1,4 @@
-"""From an image to the pixels a Pixtral tower takes (spec core.md 12.3), as transformers' processor does it."""
+"""From an image to the pixels a Pixtral tower takes, as transformers' processor does it."""
 
 from __future__ import annotations
 

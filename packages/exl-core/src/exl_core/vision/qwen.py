@@ -1,4 +1,4 @@
-"""The image encoders of Qwen2-VL and Qwen2.5-VL with their mergers, in float32 (spec core.md 3.5, 12.4)."""
+"""The image encoders of Qwen2-VL and Qwen2.5-VL with their mergers, in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From images to the patches of Qwen's towers, as the published processor cuts them (spec core.md 12.3)."""
+"""From images to the patches of Qwen's towers, as the published processor cuts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the files say about the towers of Qwen2-VL and Qwen2.5-VL (spec core.md 12.2)."""
+"""What the files say about the towers of Qwen2-VL and Qwen2.5-VL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all towers read from config.json and the files of the image processor (spec core.md 12.2)."""
+"""What all towers read from config.json and the files of the image processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What config.json and preprocessor_config.json say about a Pixtral tower (spec core.md 12.2)."""
+"""What config.json and preprocessor_config.json say about a Pixtral tower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SigLIP image encoder and the projector of Gemma 3, in float32 (spec core.md 3.5, 12.2 to 12.5)."""
+"""The SigLIP image encoder and the projector of Gemma 3, in float32."""
 
 from __future__ import annotations
 

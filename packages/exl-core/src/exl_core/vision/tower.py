@@ -1,4 +1,4 @@
-"""ExLlamaV2VisionTower: the image encoder of a multimodal model, and embeddings of images (spec core.md 12.1)."""
+"""ExLlamaV2VisionTower: the image encoder of a multimodal model, and embeddings of images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Twins of `exl_kernels.activation` (spec core 4.4)."""
+"""Twins of `exl_kernels.activation`."""
 
 from __future__ import annotations
 

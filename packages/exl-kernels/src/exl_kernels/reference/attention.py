@@ -1,4 +1,4 @@
-"""Twin of `exl_kernels.attention`: one query token at a time, in the query's precision (spec core 6.3 and 6.5)."""
+"""Twin of `exl_kernels.attention`: one query token at a time, in the query's precision."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Twins of the cache codecs (spec formats 5), written step by step in torch's half arithmetic.
+"""Twins of the cache codecs, written step by step in torch's half arithmetic.
 
 Layout of a head: `head_dim` elements, padded with zeros to a multiple of 64 for the Hadamard codecs, so that no block
-of 64 ever holds two heads or two tokens (spec formats 5.5, "do better" 1 and 7).
+of 64 ever holds two heads or two tokens.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _centred_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def hadamard_decode(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The codec's own decode, float16 [..., n], with its half roundings (spec formats 5.4)."""
+    """The codec's own decode, float16 [..., n], with its half roundings."""
     runs = _centred_codes(codes, bits).reshape(*scales.shape, RUN)
     v = (runs.float() * scales.float()[..., None]).to(torch.float16).flatten(-2)
     return _butterflies(v) * torch.tensor(1.0 / 32.0, dtype=torch.float16)

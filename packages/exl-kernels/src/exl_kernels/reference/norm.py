@@ -1,4 +1,4 @@
-"""Twins of `exl_kernels.norm` (spec core 4.3)."""
+"""Twins of `exl_kernels.norm`."""
 
 from __future__ import annotations
 

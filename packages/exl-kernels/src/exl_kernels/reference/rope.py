@@ -1,4 +1,4 @@
-"""Twin of `exl_kernels.rope` (spec core 5.2)."""
+"""Twin of `exl_kernels.rope`."""
 
 from __future__ import annotations
 
