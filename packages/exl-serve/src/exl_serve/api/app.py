@@ -15,7 +15,7 @@ from typing import Any
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from exl_serve.api import admin, chat, completions, health, models, tabby
+from exl_serve.api import admin, chat, completions, health, models, responses, tabby
 from exl_serve.api.http import Call, Endpoint, error_response
 from exl_serve.api.state import AppState
 from exl_serve.errors import ServeError
@@ -38,6 +38,11 @@ class Path:
 ROUTES: tuple[Path, ...] = (
     Path("POST", "/v1/chat/completions", "infer", chat.chat_completions),
     Path("POST", "/v1/completions", "infer", completions.completions),
+    Path("POST", "/v1/responses", "infer", responses.responses),
+    Path("POST", "/v1/responses/input_tokens", "infer", responses.input_tokens),
+    Path("GET", "/v1/responses/{id}", "infer", responses.no_response),
+    Path("DELETE", "/v1/responses/{id}", "infer", responses.no_response),
+    Path("POST", "/v1/responses/{id}/cancel", "infer", responses.no_response),
     Path("GET", "/v1/models", "infer", models.list_models),
     Path("GET", "/v1/models/{id:path}", "infer", models.get_model),
     Path("POST", "/tokenize", "infer", models.tokenize),

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from exl_serve.api.generation import Generation, answer_id, serve
+from exl_serve.api.conversation import Conversation, prepare
+from exl_serve.api.generation import answer_id, serve
 from exl_serve.api.http import Call, now
-from exl_serve.api.prepare import engine_request, read_request, resolve, stream_options
+from exl_serve.api.prepare import read_request, stream_options
 from exl_serve.errors import ServeError
 from exl_serve.request.fields import COMMON, SAMPLING, Field, anything, boolean, by_name, integer
 from exl_serve.request.formats import format_of
 from exl_serve.request.messages import messages_of, tool_choice_of, tools_of
 from exl_serve.stream.chunks import Chat
-from exl_serve.stream.family import ChannelSettings
 
-__all__ = ["CHAT", "FIELDS", "chat_completions"]
+__all__ = ["CHAT", "FIELDS", "chat_completions", "variables_of"]
 
 CHAT: tuple[Field, ...] = (
     Field(
@@ -52,33 +52,11 @@ async def chat_completions(call: Call) -> None:
     choice = tool_choice_of(_old_or_new(body, fields, "tool_choice"), specs)
     logprobs = _logprobs(fields)
     wanted = format_of(fields, limits)
-    target = await resolve(call, fields)
-    text = target.handle.text
-    prompt, ids = await text.render(messages, plain if choice != "none" else None, _variables(call, fields))
-    family = target.handle.family
-    settings = ChannelSettings(
-        tools=specs if choice != "none" else (),
-        tool_choice=choice,
-        parallel=fields.get("parallel_tool_calls", True),
-        starts_in_reasoning=family.starts_in_reasoning(ids, prompt),
+    asked = Conversation(
+        messages, plain, specs, choice, wanted, variables_of(call, fields), fields.get("max_tokens"), n, logprobs
     )
-    constraints = family.constraints(settings, wanted)
-    forced = family.forced_prefix(settings)
-    if forced:
-        ids = [*ids, *text.encode(forced, special=True)]
-    request = engine_request(
-        call,
-        target,
-        fields,
-        ids,
-        max_tokens=fields.get("max_tokens"),
-        n=n,
-        logprobs=logprobs,
-        constraints=constraints,
-        special_text=True,
-    )
-    shown = fields.get("skip_special_tokens", True) is False
-    machines = [family.machine(i, settings, call.id, show_special=shown) for i in range(n)]
+    prepared = await prepare(call, fields, asked)
+    target = prepared.target
     head = {
         "id": answer_id("chatcmpl-"),
         "created": now(),
@@ -88,14 +66,14 @@ async def chat_completions(call: Call) -> None:
     answer = Chat(
         head,
         n,
-        text,
+        target.handle.text,
         include_usage=usage,
         continuous_usage=continuous,
         logprobs=logprobs is not None,
         return_ids=fields.get("return_token_ids", False),
         reasoning_field=state.config.server.reasoning_field,
     )
-    await serve(call, Generation(target.engine, [request], machines), answer, stream=fields.get("stream", False))
+    await serve(call, prepared.generation, answer, stream=fields.get("stream", False))
 
 
 def _old_or_new(body: Mapping[str, Any], fields: Mapping[str, Any], name: str) -> Any:
@@ -118,7 +96,7 @@ def _logprobs(fields: Mapping[str, Any]) -> int | None:
     return top or 0
 
 
-def _variables(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
+def variables_of(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Options of the chat template. Raises ServeError 400."""
     given = fields.get("chat_template_kwargs", {})
     if not isinstance(given, dict):

@@ -14,7 +14,7 @@ from exl_serve.engine.client import EngineClient, RunningRequest
 from exl_serve.engine.events import EngineEvent
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import EngineRequest
-from exl_serve.stream.chunks import DONE, Answer, sse
+from exl_serve.stream.chunks import DONE, Answer
 from exl_serve.stream.events import Error
 from exl_serve.stream.family import ChannelMachine
 from exl_serve.stream.mailbox import Mailbox
@@ -155,11 +155,11 @@ async def _stream(call: Call, generation: Generation, answer: Answer) -> None:
         raise ServeError(failed.status, failed.type, failed.code, failed.message)
     await call.start(200, SSE_HEADERS)
     while True:
-        data = b"".join(map(sse, answer.chunks(events)))
+        data = b"".join(map(answer.line, answer.chunks(events)))
         if events:
             _first(generation)
         if answer.finished:
-            tail = b"".join(map(sse, answer.last_chunks()))
+            tail = b"".join(map(answer.line, answer.last_chunks()))
             await call.write(data + tail + DONE, more=False)
             return
         if data or not events:

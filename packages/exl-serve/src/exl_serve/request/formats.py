@@ -10,7 +10,7 @@ from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint
 
-__all__ = ["format_of"]
+__all__ = ["format_of", "schema_of"]
 
 
 def format_of(fields: Mapping[str, Any], limits: Limits) -> Constraint | None:
@@ -37,13 +37,14 @@ def _response_format(value: Any, limits: Limits) -> Constraint | None:
             raise ServeError.invalid(
                 f"{param}.json_schema must be an object with a schema", f"{param}.json_schema.schema"
             )
-        return _schema(inner["schema"], f"{param}.json_schema.schema", limits)
+        return schema_of(inner["schema"], f"{param}.json_schema.schema", limits)
     raise ServeError.unsupported(
         f"{param}.type", f"{param}.type {kind[:32]!r} is not offered: text, json_object, json_schema"
     )
 
 
-def _schema(value: Any, param: str, limits: Limits) -> Constraint:
+def schema_of(value: Any, param: str, limits: Limits) -> Constraint:
+    """A JSON schema, or its text. Raises ServeError 400."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -63,7 +64,7 @@ def _schema(value: Any, param: str, limits: Limits) -> Constraint:
 
 def _structured(value: Any, limits: Limits) -> Constraint:
     param = "structured_outputs"
-    known = {"json": _schema, "regex": _regex, "choice": _choice, "grammar": _grammar}
+    known = {"json": schema_of, "regex": _regex, "choice": _choice, "grammar": _grammar}
     given = [] if not isinstance(value, dict) else [name for name, one in value.items() if one is not None]
     if len(given) != 1 or given[0] not in known:
         raise ServeError.invalid(f"{param} must be an object with exactly one of {', '.join(known)}", param)
@@ -93,7 +94,7 @@ def _grammar(value: Any, param: str, limits: Limits) -> Constraint:
 _READERS: dict[str, Any] = {
     "response_format": _response_format,
     "structured_outputs": _structured,
-    "guided_json": lambda value, limits: _schema(value, "guided_json", limits),
+    "guided_json": lambda value, limits: schema_of(value, "guided_json", limits),
     "guided_regex": lambda value, limits: _regex(value, "guided_regex", limits),
     "guided_choice": lambda value, limits: _choice(value, "guided_choice", limits),
     "guided_grammar": lambda value, limits: _grammar(value, "guided_grammar", limits),

@@ -10,7 +10,7 @@ from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.stream.family import ToolSpec
 
-__all__ = ["messages_of", "tool_choice_of", "tools_of"]
+__all__ = ["content_of", "messages_of", "tool_choice_of", "tools_of"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _REFUSED_PARTS = ("input_audio", "video_url", "file", "input_file")
@@ -42,13 +42,14 @@ def _message(value: Any, param: str, limits: Limits) -> dict[str, Any]:
     if calls is not None:
         found["tool_calls"] = _calls(calls, f"{param}.tool_calls")
     if "content" in found:
-        found["content"] = _content(found["content"], f"{param}.content", limits)
+        found["content"] = content_of(found["content"], f"{param}.content", limits)
     elif not found.get("tool_calls"):
         raise _bad(f"{param}.content", "a message has a content, or tool_calls")
     return found
 
 
-def _content(value: Any, param: str, limits: Limits) -> Any:
+def content_of(value: Any, param: str, limits: Limits) -> str:
+    """The text of a message. Raises ServeError 400 `invalid_messages`, `unsupported_modality`."""
     if isinstance(value, str):
         return _text(value, param)
     if not isinstance(value, list) or len(value) > limits.max_parts:

@@ -13,6 +13,7 @@ def render() -> str:
     """The page."""
     from exl_serve.api.chat import CHAT
     from exl_serve.api.completions import COMPLETION
+    from exl_serve.request.responses import NEUTRAL, RESPONSE
 
     return "\n".join(
         [
@@ -39,6 +40,19 @@ def render() -> str:
             "| `messages` | | roles system, developer, user, assistant, tool; content: a text, or parts of text |",
             *_rows(CHAT, head=False),
             "| `functions`, `function_call` | | OpenAI's older form of `tools` and `tool_choice` |",
+            "",
+            "## Responses alone",
+            "",
+            "Nothing is kept (`store` is false), so every request brings its whole conversation. `n`, "
+            "`response_format` and `return_token_ids`",
+            "are not read.",
+            "",
+            "| field | also called | values |",
+            "|---|---|---|",
+            "| `input` | | a text, or items: message, function_call, function_call_output, reasoning |",
+            *_rows(RESPONSE, head=False),
+            "",
+            "Refused unless neutral: " + ", ".join(f"`{name}`" for name in NEUTRAL) + ".",
             "",
             "## Text completions alone",
             "",

@@ -22,7 +22,7 @@ from exl_serve.stream.events import (
     ToolBegin,
 )
 
-__all__ = ["DONE", "Answer", "Chat", "Completion", "sse"]
+__all__ = ["DONE", "Answer", "Chat", "Choice", "Completion", "sse"]
 
 DONE = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder()
@@ -34,7 +34,9 @@ def sse(value: Any) -> bytes:
 
 
 @dataclass
-class _Choice:
+class Choice:
+    """What there is of one choice so far."""
+
     begun: bool = False
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -67,7 +69,7 @@ class Answer:
     ) -> None:
         #: id, created, model, system_fingerprint
         self.head = dict(head)
-        self.choices = [_Choice() for _ in range(n)]
+        self.choices = [Choice() for _ in range(n)]
         self._text = text
         self._include_usage, self._continuous = include_usage, continuous_usage
         self._logprobs, self._return_ids = logprobs, return_ids
@@ -84,6 +86,10 @@ class Answer:
     def finished(self) -> bool:
         """Whether every choice has ended, or one has failed."""
         return self.error is not None or all(choice.finish is not None for choice in self.choices)
+
+    def line(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as one event of a stream."""
+        return sse(chunk)
 
     def chunks(self, events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
         """The chunks that these events make."""
@@ -149,13 +155,13 @@ class Answer:
     def _first(self, index: int) -> list[dict[str, Any]]:
         return []
 
-    def _piece(self, event: AnswerEvent, choice: _Choice) -> list[dict[str, Any]]:
+    def _piece(self, event: AnswerEvent, choice: Choice) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _end(self, event: Finish, choice: _Choice) -> None:
+    def _end(self, event: Finish, choice: Choice) -> None:
         choice.finish, choice.stop = event.reason, event.stop
         choice.logprobs += event.logprobs
         choice.ids += event.ids
@@ -187,7 +193,7 @@ class Chat(Answer):
         delta = {"role": "assistant", "content": ""}
         return [self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})]
 
-    def _piece(self, event: AnswerEvent, choice: _Choice) -> list[dict[str, Any]]:
+    def _piece(self, event: AnswerEvent, choice: Choice) -> list[dict[str, Any]]:
         if isinstance(event, Finish):
             self._end(event, choice)
             last: dict[str, Any] = {"index": event.choice, "delta": {}, "logprobs": None, "finish_reason": event.reason}
@@ -230,7 +236,7 @@ class Chat(Answer):
             piece["token_ids"] = list(ids)
         return [self._chunk(piece, len(ids))]
 
-    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not choice.calls else None}
         reasoning = "".join(choice.reasoning)
@@ -283,7 +289,7 @@ class Completion(Answer):
             piece["token_ids"] = list(ids)
         return self._chunk(piece, len(ids))
 
-    def _piece(self, event: AnswerEvent, choice: _Choice) -> list[dict[str, Any]]:
+    def _piece(self, event: AnswerEvent, choice: Choice) -> list[dict[str, Any]]:
         if isinstance(event, Finish):
             self._end(event, choice)
             left = self._shape(event.logprobs, choice) if self._logprobs and event.logprobs else None
@@ -299,7 +305,7 @@ class Completion(Answer):
         logprobs = self._shape(event.logprobs, choice) if self._logprobs else None
         return [self._text_chunk(event.choice, event.text, logprobs, None, event.ids)]
 
-    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         choice.offset = 0
         logprobs = self._shape(choice.logprobs, choice) if self._logprobs else None
         found: dict[str, Any] = {
@@ -313,7 +319,7 @@ class Completion(Answer):
             found["token_ids"] = choice.ids
         return found
 
-    def _shape(self, logprobs: Sequence[TokenLogprob], choice: _Choice) -> dict[str, list[Any]]:
+    def _shape(self, logprobs: Sequence[TokenLogprob], choice: Choice) -> dict[str, list[Any]]:
         """The old shape: parallel lists; offsets count characters of the completion."""
         shape: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:

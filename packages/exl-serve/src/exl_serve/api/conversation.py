@@ -1,0 +1,73 @@
+"""A conversation on its way to the engine, whichever API it came by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from exl_serve.api.generation import Generation
+from exl_serve.api.http import Call
+from exl_serve.api.prepare import Target, engine_request, resolve
+from exl_serve.request.internal import Constraint, EngineRequest
+from exl_serve.stream.family import ChannelSettings, ToolSpec
+
+__all__ = ["Conversation", "Prepared", "prepare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What is said and asked for, checked; sampling is in the request's fields."""
+
+    messages: list[dict[str, Any]]
+    #: as chat templates take them
+    tools: list[dict[str, Any]]
+    specs: tuple[ToolSpec, ...]
+    #: none, auto, required, or a tool's name
+    choice: str
+    #: the format that the content has
+    wanted: Constraint | None
+    #: of the chat template
+    variables: dict[str, Any]
+    max_tokens: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    target: Target
+    request: EngineRequest
+    generation: Generation
+
+
+async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) -> Prepared:
+    """The rendered prompt's request. Raises ServeError for everything that can be known before the first token."""
+    target = await resolve(call, fields)
+    text, family = target.handle.text, target.handle.family
+    plain = asked.tools if asked.choice != "none" else None
+    prompt, ids = await text.render(asked.messages, plain, asked.variables)
+    settings = ChannelSettings(
+        tools=asked.specs if asked.choice != "none" else (),
+        tool_choice=asked.choice,
+        parallel=fields.get("parallel_tool_calls", True),
+        starts_in_reasoning=family.starts_in_reasoning(ids, prompt),
+    )
+    constraints = family.constraints(settings, asked.wanted)
+    forced = family.forced_prefix(settings)
+    if forced:
+        ids = [*ids, *text.encode(forced, special=True)]
+    request = engine_request(
+        call,
+        target,
+        fields,
+        ids,
+        max_tokens=asked.max_tokens,
+        n=asked.n,
+        logprobs=asked.logprobs,
+        constraints=constraints,
+        special_text=True,
+    )
+    shown = fields.get("skip_special_tokens", True) is False
+    machines = [family.machine(i, settings, call.id, show_special=shown) for i in range(asked.n)]
+    return Prepared(target, request, Generation(target.engine, [request], machines))

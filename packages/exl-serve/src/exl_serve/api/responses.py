@@ -1,0 +1,117 @@
+"""POST /v1/responses, without a store: every request brings its whole conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from exl_serve.api.chat import variables_of
+from exl_serve.api.conversation import Conversation, prepare
+from exl_serve.api.generation import answer_id, serve
+from exl_serve.api.http import Call, now
+from exl_serve.api.prepare import read_request, resolve
+from exl_serve.errors import ServeError
+from exl_serve.request.internal import Sampling
+from exl_serve.request.messages import messages_of, tool_choice_of, tools_of
+from exl_serve.request.responses import FIELDS, OWN, Asked, asked_of, tool_choice_as_chat, tools_as_chat
+from exl_serve.stream.responses import Responses
+
+__all__ = ["input_tokens", "no_response", "responses"]
+
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "prompt": "input"}
+"""Fields of chat that errors name, and what they are here."""
+
+
+async def responses(call: Call) -> None:
+    """Raises ServeError for everything that can be known before the first token."""
+    fields, asked, conversation = await _read(call)
+    try:
+        prepared = await prepare(call, fields, conversation)
+    except ServeError as error:
+        raise _renamed(error) from None
+    head = _head(fields, asked, prepared.request.sampling) | {"model": prepared.target.name}
+    answer = Responses(head, prepared.target.handle.text, logprobs=asked.logprobs is not None)
+    await serve(call, prepared.generation, answer, stream=fields.get("stream", False))
+
+
+async def input_tokens(call: Call) -> None:
+    """POST /v1/responses/input_tokens: the tokens of the rendered prompt; nothing is generated."""
+    fields, _, conversation = await _read(call)
+    target = await resolve(call, fields)
+    plain = conversation.tools if conversation.choice != "none" else None
+    _, ids = await target.handle.text.render(conversation.messages, plain, conversation.variables)
+    await call.answer(200, {"object": "response.input_tokens", "input_tokens": len(ids)})
+
+
+async def no_response(call: Call) -> None:
+    """Raises ServeError 404: nothing is kept that could be asked for."""
+    name = call.path["id"][:64]
+    raise ServeError(
+        404,
+        "invalid_request_error",
+        "response_not_found",
+        f"there is no response {name!r}: this server keeps none",
+        param="id",
+    )
+
+
+async def _read(call: Call) -> tuple[dict[str, Any], Asked, Conversation]:
+    body = await call.json(media=True)
+    fields = read_request(call, body, FIELDS, OWN)
+    limits = call.state.config.server.limits
+    asked = asked_of(body, fields, limits)
+    plain, specs = tools_of(tools_as_chat(fields.get("tools")), limits)
+    choice = tool_choice_of(tool_choice_as_chat(fields.get("tool_choice")), specs)
+    given = dict(fields)
+    if asked.effort is not None:
+        given["reasoning_effort"] = asked.effort
+    conversation = Conversation(
+        messages_of(asked.messages, limits),
+        plain,
+        specs,
+        choice,
+        asked.wanted,
+        variables_of(call, given),
+        fields.get("max_output_tokens"),
+        1,
+        asked.logprobs,
+    )
+    return fields, asked, conversation
+
+
+def _head(fields: Mapping[str, Any], asked: Asked, sampling: Sampling) -> dict[str, Any]:
+    """All of the response that is known before its first token."""
+    return {
+        "id": answer_id("resp_"),
+        "object": "response",
+        "created_at": now(),
+        "background": False,
+        "instructions": fields.get("instructions"),
+        "max_output_tokens": fields.get("max_output_tokens"),
+        "max_tool_calls": None,
+        "parallel_tool_calls": fields.get("parallel_tool_calls", True),
+        "previous_response_id": None,
+        "reasoning": {"effort": asked.effort, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": sampling.temperature,
+        "text": {"format": asked.format, "verbosity": "medium"},
+        "tool_choice": fields.get("tool_choice", "auto"),
+        "tools": [_tool(one) for one in fields.get("tools", [])],
+        "top_logprobs": asked.logprobs or 0,
+        "top_p": sampling.top_p or 1.0,
+        "truncation": "disabled",
+        "user": fields.get("user"),
+        "metadata": fields.get("metadata", {}),
+    }
+
+
+def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"description": None, "parameters": {}, "strict": False} | dict(given)
+
+
+def _renamed(error: ServeError) -> ServeError:
+    """The error with this API's name of the field."""
+    if error.param in _NAMES:
+        error.param = _NAMES[error.param]
+    return error

@@ -1,0 +1,251 @@
+"""Bodies of POST /v1/responses: items in, the messages of a chat out; and fields that chat has under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from exl_serve.config.model import Limits
+from exl_serve.errors import ServeError
+from exl_serve.request.fields import COMMON, SAMPLING, Field, anything, boolean, by_name, integer, string
+from exl_serve.request.formats import format_of, schema_of
+from exl_serve.request.internal import Constraint
+from exl_serve.request.messages import content_of
+
+__all__ = ["FIELDS", "NEUTRAL", "OWN", "RESPONSE", "Asked", "asked_of", "tool_choice_as_chat", "tools_as_chat"]
+
+RESPONSE: tuple[Field, ...] = (
+    Field("max_output_tokens", integer(1, 1 << 24), "1 to what the context leaves; absent: all of it"),
+    Field("instructions", string(1 << 20), "the system message"),
+    Field("tools", anything, "functions with a JSON schema each"),
+    Field("tool_choice", anything, "none, auto, required, or a function's name"),
+    Field("parallel_tool_calls", boolean, "false: at most one call"),
+    Field("text", anything, "format: text, json_object or json_schema"),
+    Field("reasoning", anything, "effort: a variable of the chat template"),
+    Field("include", anything, "message.output_text.logprobs"),
+    Field("top_logprobs", integer(0, 20), "0 to 20, with message.output_text.logprobs in include"),
+    Field("chat_template_kwargs", anything, "variables of the chat template"),
+    Field("enable_thinking", boolean, "a variable of the chat template"),
+)
+"""Fields of responses alone."""
+_OF_CHAT = frozenset({"n", "response_format", "stream_options", "return_token_ids"})
+FIELDS = by_name(tuple(one for one in COMMON if one.name not in _OF_CHAT), SAMPLING, RESPONSE)
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "prompt": (None,),
+    "background": (None, False),
+    "truncation": (None, "disabled"),
+    "max_tool_calls": (None,),
+    "context_management": (None,),
+}
+"""Fields that are not offered, with the values that change nothing: nothing is kept, cut or run in the background."""
+OWN = frozenset({"input", "stream_options", *NEUTRAL})
+"""Fields that are read here."""
+LOGPROBS = "message.output_text.logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a body says beside sampling and tools."""
+
+    messages: list[dict[str, Any]]
+    wanted: Constraint | None
+    #: as the answer repeats it
+    format: dict[str, Any]
+    effort: str | None
+    logprobs: int | None
+
+
+def asked_of(body: Mapping[str, Any], fields: Mapping[str, Any], limits: Limits) -> Asked:
+    """Raises ServeError 400, with the path of the field."""
+    for name, neutral in NEUTRAL.items():
+        value = body.get(name)
+        if not any(value == one and type(value) is type(one) for one in neutral):
+            raise ServeError.unsupported(name, f"{name} is not offered: responses are not kept; send the whole input")
+    options = body.get("stream_options")
+    if options not in (None, {}, {"include_obfuscation": False}):
+        raise ServeError.unsupported("stream_options", "stream_options: include_obfuscation is not offered")
+    wanted, shape = _text_format(fields.get("text"), limits)
+    other = format_of(fields, limits)
+    if wanted is not None and other is not None:
+        raise ServeError.invalid(f"{wanted.param} and {other.param} ask for two formats at once: give one", other.param)
+    messages = _messages(body.get("input"), fields.get("instructions"), limits)
+    return Asked(messages, wanted or other, shape, _effort(fields.get("reasoning")), _logprobs(fields))
+
+
+def tools_as_chat(value: Any) -> Any:
+    """The tools in the form of chat completions. Raises ServeError 400."""
+    if not isinstance(value, list):
+        return value
+    found = []
+    for at, tool in enumerate(value):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind != "function":
+            raise ServeError.unsupported(
+                f"tools[{at}].type", f"tools[{at}] is {str(kind)[:64]!r}: tools are functions here, no other is offered"
+            )
+        if not isinstance(tool.get("name"), str) or not tool["name"]:
+            raise ServeError.invalid(f"tools[{at}].name must be the function's name", f"tools[{at}].name")
+        inner = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+        found.append({"type": "function", "function": inner})
+    return found
+
+
+def tool_choice_as_chat(value: Any) -> Any:
+    """The tool choice in the form of chat completions. Raises ServeError 400."""
+    if isinstance(value, dict) and value.get("type") != "function":
+        kind = str(value.get("type"))[:64]
+        raise ServeError.unsupported("tool_choice.type", f"tool_choice.type {kind!r} is not offered: function")
+    return value
+
+
+def _text_format(value: Any, limits: Limits) -> tuple[Constraint | None, dict[str, Any]]:
+    if value is None:
+        return None, {"type": "text"}
+    if not isinstance(value, dict):
+        raise ServeError.invalid("text must be an object with a format", "text")
+    if value.get("verbosity") not in (None, "medium"):
+        raise ServeError.unsupported("text.verbosity", "text.verbosity is not offered: leave it out")
+    shape = value.get("format")
+    if shape is None:
+        return None, {"type": "text"}
+    kind = shape.get("type") if isinstance(shape, dict) else None
+    if kind == "text":
+        return None, {"type": "text"}
+    if kind == "json_object":
+        return Constraint(kind="json_object", source="", param="text.format"), {"type": "json_object"}
+    if kind != "json_schema":
+        raise ServeError.unsupported(
+            "text.format.type", f"text.format.type {str(kind)[:32]!r} is not offered: text, json_object, json_schema"
+        )
+    made = schema_of(shape.get("schema"), "text.format.schema", limits)
+    return made, {
+        "type": "json_schema",
+        "name": str(shape.get("name") or "schema"),
+        "description": shape.get("description"),
+        "schema": shape["schema"],
+        "strict": bool(shape.get("strict", False)),
+    }
+
+
+def _effort(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ServeError.invalid("reasoning must be an object with an effort", "reasoning")
+    for name in ("summary", "generate_summary"):
+        if value.get(name) is not None:
+            raise ServeError.unsupported(
+                f"reasoning.{name}", f"reasoning.{name} is not offered: reasoning is told whole"
+            )
+    effort = value.get("effort")
+    if effort is not None and (not isinstance(effort, str) or not 0 < len(effort) <= 64):
+        raise ServeError.invalid("reasoning.effort must be a word such as low, medium or high", "reasoning.effort")
+    return effort
+
+
+def _logprobs(fields: Mapping[str, Any]) -> int | None:
+    include = fields.get("include", [])
+    if not isinstance(include, list) or not all(isinstance(one, str) for one in include):
+        raise ServeError.invalid("include must be a list of strings", "include")
+    other = next((one for one in include if one != LOGPROBS), None)
+    if other is not None:
+        raise ServeError.unsupported("include", f"include: {other[:64]!r} is not offered; there is {LOGPROBS}")
+    top = fields.get("top_logprobs")
+    if not include:
+        if top:
+            raise ServeError.invalid(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
+        return None
+    return top or 0
+
+
+# ---- items -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Talk:
+    """Messages so far. Items of the assistant that follow one another are one message."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    reasoning: str = ""
+    calls: set[str] = field(default_factory=set)
+
+    def add(self, message: dict[str, Any]) -> None:
+        if message["role"] == "assistant" and self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        self.reasoning = ""
+        self.messages.append(message)
+
+    def call(self, call: dict[str, Any]) -> None:
+        self.calls.add(call["id"])
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or self.reasoning:
+            self.add({"role": "assistant", "content": ""})
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _messages(value: Any, instructions: str | None, limits: Limits) -> list[dict[str, Any]]:
+    talk = _Talk()
+    if isinstance(value, str):
+        talk.add({"role": "user", "content": content_of(value, "input", limits)})
+    elif not isinstance(value, list) or not value:
+        raise ServeError.invalid("input must be a text, or a list of at least one item", "input", "invalid_messages")
+    elif len(value) > limits.max_messages:
+        raise _bad("input", f"{len(value)} items; at most {limits.max_messages} are taken")
+    else:
+        for at, item in enumerate(value):
+            _take(talk, item, f"input[{at}]", limits)
+    if instructions is not None:
+        # Many templates take one system message, in front.
+        first = talk.messages[0] if talk.messages else {}
+        if first.get("role") == "system":
+            first["content"] = f"{instructions}\n\n{first['content']}"
+        else:
+            talk.messages.insert(0, {"role": "system", "content": instructions})
+    if not talk.messages:
+        raise _bad("input", "there is no message in it")
+    return talk.messages
+
+
+def _take(talk: _Talk, item: Any, param: str, limits: Limits) -> None:
+    if not isinstance(item, dict):
+        raise _bad(param, "an item is an object with a type")
+    kind = item.get("type", "message" if "role" in item else None)
+    if kind == "message":
+        role = item.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise _bad(f"{param}.role", f"the role is {str(role)[:32]!r}: user, assistant, system or developer")
+        content = content_of(item.get("content"), f"{param}.content", limits)
+        talk.add({"role": "system" if role == "developer" else role, "content": content})
+    elif kind == "function_call":
+        call, name, arguments = (_string(item, key, param) for key in ("call_id", "name", "arguments"))
+        talk.call({"id": call, "type": "function", "function": {"name": name, "arguments": arguments}})
+    elif kind == "function_call_output":
+        call = _string(item, "call_id", param)
+        if call not in talk.calls:
+            raise _bad(f"{param}.call_id", f"no function_call before it has the call_id {call[:64]!r}")
+        content = content_of(item.get("output"), f"{param}.output", limits)
+        talk.add({"role": "tool", "tool_call_id": call, "content": content})
+    elif kind == "reasoning":
+        parts = item.get("content") or []
+        if not isinstance(parts, list) or not all(
+            isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts
+        ):
+            raise _bad(f"{param}.content", "a list of parts with a text")
+        talk.reasoning += "".join(part["text"] for part in parts)
+    else:
+        raise ServeError.unsupported(f"{param}.type", f"{param}: items of the type {str(kind)[:64]!r} are not offered")
+
+
+def _string(item: Mapping[str, Any], key: str, param: str) -> str:
+    value = item.get(key)
+    if not isinstance(value, str) or (not value and key != "arguments"):
+        raise _bad(f"{param}.{key}", "a text is needed")
+    return value
+
+
+def _bad(param: str, what: str) -> ServeError:
+    return ServeError.invalid(f"{param}: {what}", param, "invalid_messages")
