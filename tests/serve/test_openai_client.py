@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from typing import Any
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_serve.stream.events import Error
+from exl_serve.stream.mailbox import Mailbox
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 from exl_serve.testing.waiting import until
@@ -294,6 +297,35 @@ def test_an_error_in_the_middle_ends_the_stream(
         )
         seen.extend(chunk for chunk in stream)
     assert seen
+
+
+def test_an_error_that_comes_with_the_first_text(
+    client: openai.OpenAI, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is told once, role first, and the prompt is counted once."""
+    rounds, iterate, take = iter(range(10**9)), scripted.generator.iterate, Mailbox.take
+
+    def failing() -> Any:
+        if next(rounds) > 10:
+            raise RuntimeError("a device error, say")
+        return iterate()
+
+    async def late(mailbox: Mailbox, seconds: float | None = None) -> Any:
+        while not any(isinstance(event, Error) for event in mailbox._events):
+            await asyncio.sleep(0.01)
+        return await take(mailbox, seconds)
+
+    monkeypatch.setattr(scripted.generator, "iterate", failing)
+    monkeypatch.setattr(Mailbox, "take", late)
+    chunks: list[Any] = []
+    asked: dict[str, Any] = {"model": "scripted", "messages": STORY, "max_tokens": 500, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with pytest.raises(openai.APIError, match="engine failed"):
+        chunks.extend(client.chat.completions.create(**asked, stream_options=options, extra_body={"ignore_eos": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].delta.role for chunk in chunks[1:]] == [None] * (len(chunks) - 1)
+    assert len(chunks) == 2
+    assert chunks[1].usage.completion_tokens <= 11
 
 
 def test_sixty_four_at_once_get_what_each_gets_alone(client: openai.OpenAI) -> None:

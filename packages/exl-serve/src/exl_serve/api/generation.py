@@ -150,12 +150,12 @@ async def _stream(call: Call, generation: Generation, answer: Answer) -> None:
     events = await generation.mailbox.take(server.first_byte_seconds)
     if generation.is_cancelled():
         return
-    failed = next((event for event in events if isinstance(event, Error)), None)
-    if failed is not None and not any(answer.chunks([event]) for event in events if event is not failed):
-        raise ServeError(failed.status, failed.type, failed.code, failed.message)
+    chunks = answer.chunks(events)
+    if answer.error is not None and not chunks:  # nothing of an answer is there: the status can still tell
+        raise answer.error
     await call.start(200, SSE_HEADERS)
     while True:
-        data = b"".join(map(answer.line, answer.chunks(events)))
+        data = b"".join(map(answer.line, chunks))
         if events:
             _first(generation)
         if answer.finished:
@@ -174,6 +174,7 @@ async def _stream(call: Call, generation: Generation, answer: Answer) -> None:
         events = await generation.mailbox.take(server.ping_seconds)
         if generation.is_cancelled():
             return
+        chunks = answer.chunks(events)
 
 
 def _first(generation: Generation) -> None:
