@@ -15,7 +15,7 @@ from typing import Any
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from exl_serve.api import admin, chat, completions, health, models, responses, tabby
+from exl_serve.api import admin, chat, completions, health, models, probe, responses, tabby
 from exl_serve.api.http import Call, Endpoint, error_response
 from exl_serve.api.state import AppState
 from exl_serve.errors import ServeError
@@ -54,6 +54,7 @@ ROUTES: tuple[Path, ...] = (
     Path("POST", "/apply-template", "infer", models.apply_template),
     Path("GET", "/health/live", "open", health.live),
     Path("GET", "/health/ready", "open", health.ready),
+    Path("GET", "/health/generate", "infer", probe.generate),
     Path("GET", "/health", "open", health.ready),
     Path("GET", "/ping", "open", health.ready),
     Path("GET", "/version", "open", health.version),

@@ -112,3 +112,5 @@ class AppState:
     log_request: Callable[[Mapping[str, Any]], None] = lambda fields: None
     #: generations that are under way, which a drain ends at last
     running: set[Any] = field(default_factory=set)
+    #: of /health/generate, by model
+    probes: dict[str, Any] = field(default_factory=dict)

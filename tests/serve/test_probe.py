@@ -1,0 +1,97 @@
+"""GET /health/generate."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from exl_serve.api import probe
+from exl_serve.config.model import ModelConfig
+from exl_serve.testing.local import EngineThread
+from exl_serve.testing.server import LiveServer
+
+
+@pytest.fixture
+def http(fable: EngineThread) -> Iterator[httpx.Client]:
+    """A server of its own, whose probe has seen nothing yet."""
+    live = LiveServer({"fable": fable}, [ModelConfig(id="fable", path=fable.card.folder)])
+    with httpx.Client(base_url=live.url, timeout=180) as client:
+        yield client
+    live.close()
+
+
+def asked(thread: EngineThread) -> int:
+    """Tokens that the engine has made."""
+    return int(thread.generator.snapshot().generated_tokens)
+
+
+def test_one_token_in_so_many_seconds(http: httpx.Client, fable: EngineThread) -> None:
+    before = asked(fable)
+    answers: list[httpx.Response] = []
+    threads = [threading.Thread(target=lambda: answers.append(http.get("/health/generate"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answer.status_code for answer in answers] == [200] * 8
+    assert answers[0].json()["status"] == "ok"
+    assert http.get("/health/generate?max_age=3600&model=fable").json()["token_age_seconds"]["fable"] >= 0
+    assert asked(fable) == before + 1
+    assert http.get("/health/generate?max_age=0").status_code == 200
+    assert asked(fable) == before + 2
+
+
+@pytest.mark.parametrize("age", ["-1", "3601", "nan", "soon"])
+def test_a_wrong_age_is_refused(http: httpx.Client, age: str) -> None:
+    answer = http.get("/health/generate", params={"max_age": age})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_age")
+
+
+def test_a_model_that_is_not_there(http: httpx.Client) -> None:
+    assert http.get("/health/generate?model=gpt").status_code == 404
+
+
+def test_an_engine_that_fails_or_writes_something_else(
+    http: httpx.Client, fable: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert http.get("/health/generate").status_code == 200
+    with monkeypatch.context() as patch:
+        patch.setattr(fable.generator, "iterate", lambda: 1 / 0)
+        failed = http.get("/health/generate?max_age=0")
+    assert (failed.status_code, failed.json()["error"]["code"]) == (503, "engine_error")
+    assert http.get("/health/generate?max_age=0").status_code == 200
+    first = probe._first_token
+
+    async def other(*args: Any) -> int:
+        return await first(*args) + 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "_first_token", other)
+        wrong = http.get("/health/generate?max_age=0")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (503, "engine_wrong_token")
+    assert http.get("/health/generate?max_age=0").status_code == 200
+
+
+def test_an_engine_that_stands_still(http: httpx.Client, fable: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    iterate = fable.generator.iterate
+
+    def held() -> Any:
+        gate.wait(120)
+        return iterate()
+
+    monkeypatch.setattr(probe, "SECONDS", 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(fable.generator, "iterate", held)
+        try:
+            stuck = http.get("/health/generate?max_age=0")
+        finally:
+            gate.set()
+    assert stuck.status_code == 503
+    assert stuck.json()["error"]["code"] in ("no_token", "deadline_exceeded")
+    monkeypatch.setattr(probe, "SECONDS", 60.0)
+    assert http.get("/health/generate?max_age=0").status_code == 200
