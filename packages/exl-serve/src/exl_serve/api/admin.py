@@ -36,7 +36,7 @@ def _handle(call: Call, body: dict[str, Any]) -> ModelHandle:
 
 
 async def load_adapter(call: Call) -> None:
-    """{lora_name, lora_path}. 200 once it is loaded and fits."""
+    """Load an adapter: {lora_name, lora_path}. 200 once it is loaded and fits."""
     body = await call.json()
     engine = await _handle(call, body).engine()
     name, path = _text(body, "lora_name"), _text(body, "lora_path")
@@ -44,13 +44,14 @@ async def load_adapter(call: Call) -> None:
 
 
 async def unload_adapter(call: Call) -> None:
-    """{lora_name}. 409 while requests use it."""
+    """Unload an adapter: {lora_name}. 409 while requests use it."""
     body = await call.json()
     engine = await _handle(call, body).engine()
     await call.answer(200, await engine.control("unload_adapter", name=_text(body, "lora_name")))
 
 
 async def list_adapters(call: Call) -> None:
+    """The adapters that are loaded."""
     found = []
     for handle in call.state.models.list():
         if handle.state == "ready":
@@ -60,6 +61,7 @@ async def list_adapters(call: Call) -> None:
 
 
 async def reset_cache(call: Call) -> None:
+    """Forget every cached page."""
     for handle in call.state.models.list():
         if handle.state == "ready":
             await (await handle.engine()).control("reset_cache")
@@ -67,6 +69,7 @@ async def reset_cache(call: Call) -> None:
 
 
 async def list_requests(call: Call) -> None:
+    """The requests that are queued or running."""
     found: list[dict[str, Any]] = []
     for handle in call.state.models.list():
         if handle.state == "ready":
@@ -76,6 +79,7 @@ async def list_requests(call: Call) -> None:
 
 
 async def cancel_request(call: Call) -> None:
+    """End a request."""
     for handle in call.state.models.list():
         if handle.state == "ready":
             told = await (await handle.engine()).control("cancel", id=call.path["id"])
@@ -86,8 +90,10 @@ async def cancel_request(call: Call) -> None:
 
 
 async def load_model(call: Call) -> None:
+    """Load a model."""
     await call.answer(200, await call.state.models.control("load", model=call.path["id"]))
 
 
 async def unload_model(call: Call) -> None:
+    """Unload a model."""
     await call.answer(200, await call.state.models.control("unload", model=call.path["id"]))

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from exl_serve.api import admin, chat, completions, health, models, probe, responses, tabby
+from exl_serve.api import admin, chat, completions, health, models, openapi, probe, responses, tabby
 from exl_serve.api.http import Call, Endpoint, error_response
 from exl_serve.api.state import AppState
 from exl_serve.errors import ServeError
@@ -58,6 +58,7 @@ ROUTES: tuple[Path, ...] = (
     Path("GET", "/health", "open", health.ready),
     Path("GET", "/ping", "open", health.ready),
     Path("GET", "/version", "open", health.version),
+    Path("GET", "/openapi.json", "open", openapi.openapi),
     Path("GET", "/metrics", "metrics", health.metrics),
     Path("GET", "/load", "metrics", health.load),
     Path("POST", "/v1/load_lora_adapter", "admin", admin.load_adapter),

@@ -38,7 +38,7 @@ RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token", "add_genera
 
 
 async def chat_completions(call: Call) -> None:
-    """Raises ServeError for everything that can be known before the first token."""
+    """The next message of a conversation. Raises ServeError for everything that can be known before the first token."""
     body = await call.json(media=True)
     fields = read_request(call, body, FIELDS, frozenset({"messages", "functions", "function_call"}))
     state = call.state

@@ -31,7 +31,7 @@ PLAIN = Format("text", think=None)
 
 
 async def completions(call: Call) -> None:
-    """Raises ServeError for everything that can be known before the first token."""
+    """The continuation of a text. Raises ServeError for everything that can be known before the first token."""
     body = await call.json()
     fields = read_request(call, body, FIELDS, frozenset({"prompt", "suffix"}))
     if body.get("suffix"):

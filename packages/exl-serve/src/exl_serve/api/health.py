@@ -58,6 +58,7 @@ def is_stalled(status: EngineStatus) -> bool:
 
 
 async def version(call: Call) -> None:
+    """The server's version."""
     await call.answer(200, {"version": __version__, "server": "exl-serve"})
 
 

@@ -47,6 +47,7 @@ async def card_of(handle: ModelHandle) -> list[dict[str, Any]]:
 
 
 async def list_models(call: Call) -> None:
+    """Every model and adapter that requests may name."""
     entries = [
         entry for handle in call.state.models.list() if _allowed(call, handle) for entry in await card_of(handle)
     ]
@@ -58,6 +59,7 @@ def _allowed(call: Call, handle: ModelHandle) -> bool:
 
 
 async def get_model(call: Call) -> None:
+    """One model or adapter."""
     name = call.path["id"]
     handle, adapter = call.state.models.resolve(name, call.caller)
     wanted = handle.config.id if adapter is None else f"{handle.config.id}:{adapter}"
@@ -71,7 +73,8 @@ async def get_model(call: Call) -> None:
 
 
 async def tokenize(call: Call) -> None:
-    """vLLM's fields (prompt or messages), llama.cpp's (content, with_pieces) and TabbyAPI's (text)."""
+    """The tokens of a text or a conversation. Takes vLLM's fields (prompt or messages), llama.cpp's (content,
+    with_pieces) and TabbyAPI's (text)."""
     body = await call.json()
     handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
     text = handle.text
@@ -109,6 +112,7 @@ def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 async def detokenize(call: Call) -> None:
+    """The text of tokens."""
     body = await call.json()
     handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
     ids = body.get("tokens")
@@ -122,6 +126,7 @@ async def detokenize(call: Call) -> None:
 
 
 async def apply_template(call: Call) -> None:
+    """The prompt that a conversation is rendered to."""
     body = await call.json()
     handle, _ = call.state.models.resolve(str(body.get("model") or ""), call.caller)
     limits = call.state.config.server.limits

@@ -23,7 +23,7 @@ _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "prompt": "inp
 
 
 async def responses(call: Call) -> None:
-    """Raises ServeError for everything that can be known before the first token."""
+    """The answer to a list of items. Raises ServeError for everything that can be known before the first token."""
     fields, asked, conversation = await _read(call)
     try:
         prepared = await prepare(call, fields, conversation)
@@ -35,7 +35,7 @@ async def responses(call: Call) -> None:
 
 
 async def input_tokens(call: Call) -> None:
-    """POST /v1/responses/input_tokens: the tokens of the rendered prompt; nothing is generated."""
+    """How many tokens the rendered prompt has; nothing is generated."""
     fields, _, conversation = await _read(call)
     target = await resolve(call, fields)
     plain = conversation.tools if conversation.choice != "none" else None
@@ -44,7 +44,7 @@ async def input_tokens(call: Call) -> None:
 
 
 async def no_response(call: Call) -> None:
-    """Raises ServeError 404: nothing is kept that could be asked for."""
+    """Nothing is kept that could be asked for: always 404."""
     name = call.path["id"][:64]
     raise ServeError(
         404,

@@ -56,7 +56,7 @@ async def list_folders(call: Call) -> None:
 
 
 async def load_model(call: Call) -> None:
-    """{model_name}. A stream of events until it is loaded, or could not be."""
+    """Load a model: {model_name}. A stream of events until it is loaded, or could not be."""
     body = await call.json()
     name = body.get("model_name", body.get("name"))
     if not isinstance(name, str):

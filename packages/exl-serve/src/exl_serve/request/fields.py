@@ -13,17 +13,39 @@ from typing import Any
 
 from exl_serve.errors import ServeError
 
-__all__ = ["COMMON", "SAMPLING", "UNSUPPORTED", "Field", "boolean", "integer", "number", "read_fields", "string"]
+__all__ = [
+    "COMMON",
+    "SAMPLING",
+    "UNSUPPORTED",
+    "Field",
+    "Rule",
+    "anything",
+    "boolean",
+    "integer",
+    "number",
+    "read_fields",
+    "string",
+]
 
-Check = Callable[[str, Any], Any]
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a field may hold: `check(param, value)` returns the clean value or raises ServeError; `schema` is the same
+    in JSON schema, without null."""
+
+    check: Callable[[str, Any], Any]
+    schema: Mapping[str, Any]
+
+    def __call__(self, param: str, value: Any) -> Any:
+        return self.check(param, value)
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """`check(param, value)` returns the clean value or raises ServeError."""
+    """One field of a body."""
 
     name: str
-    check: Check
+    check: Rule
     limits: str
     aliases: tuple[str, ...] = ()
     meaning: str = ""
@@ -34,7 +56,7 @@ def _refuse(param: str, value: object, wanted: str) -> ServeError:
     return ServeError.invalid(f"{param} is {shown}; it must be {wanted}", param)
 
 
-def number(low: float, high: float) -> Check:
+def number(low: float, high: float) -> Rule:
     """A finite number from low to high."""
 
     def check(param: str, value: Any) -> float:
@@ -44,10 +66,10 @@ def number(low: float, high: float) -> Check:
             raise _refuse(param, value, f"a number from {low:g} to {high:g}")
         return float(value)
 
-    return check
+    return Rule(check, {"type": "number", "minimum": low, "maximum": high})
 
 
-def integer(low: int, high: int) -> Check:
+def integer(low: int, high: int) -> Rule:
     """A whole number; 3.0 counts as one."""
 
     def check(param: str, value: Any) -> int:
@@ -56,23 +78,26 @@ def integer(low: int, high: int) -> Check:
             raise _refuse(param, value, f"a whole number from {low} to {high}")
         return int(value)
 
-    return check
+    return Rule(check, {"type": "integer", "minimum": low, "maximum": high})
 
 
-def boolean(param: str, value: Any) -> bool:
+def _boolean(param: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise _refuse(param, value, "true or false")
     return value
 
 
-def string(most: int) -> Check:
+boolean = Rule(_boolean, {"type": "boolean"})
+
+
+def string(most: int) -> Rule:
     def check(param: str, value: Any) -> str:
         if not isinstance(value, str) or len(value) > most:
             raise _refuse(param, value, f"a string of at most {most} characters")
         _check_text(param, value)
         return value
 
-    return check
+    return Rule(check, {"type": "string", "maxLength": most})
 
 
 def _check_text(param: str, value: str) -> None:
@@ -82,7 +107,7 @@ def _check_text(param: str, value: str) -> None:
         raise ServeError.invalid(f"{param} holds a lone surrogate, which has no UTF-8", param) from None
 
 
-def strings(most: int, length: int) -> Check:
+def strings(most: int, length: int) -> Rule:
     """A string, or a list of at most `most`, none of them empty."""
 
     def check(param: str, value: Any) -> tuple[str, ...]:
@@ -95,10 +120,11 @@ def strings(most: int, length: int) -> Check:
             _check_text(f"{param}[{at}]", one)
         return tuple(found)
 
-    return check
+    one_text = {"type": "string", "minLength": 1, "maxLength": length}
+    return Rule(check, {"anyOf": [one_text, {"type": "array", "items": one_text, "maxItems": most}]})
 
 
-def ids(most: int) -> Check:
+def ids(most: int) -> Rule:
     def check(param: str, value: Any) -> tuple[int, ...]:
         found = [value] if isinstance(value, int) else value
         if not isinstance(found, list) or len(found) > most:
@@ -106,10 +132,11 @@ def ids(most: int) -> Check:
         one = integer(0, (1 << 31) - 1)
         return tuple(one(f"{param}[{at}]", entry) for at, entry in enumerate(found))
 
-    return check
+    token = {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}
+    return Rule(check, {"anyOf": [token, {"type": "array", "items": token, "maxItems": most}]})
 
 
-def biases(most: int) -> Check:
+def biases(most: int) -> Rule:
     """{token id: bias from -100 to 100}; -100 bans, as OpenAI has it."""
 
     def check(param: str, value: Any) -> dict[int, float]:
@@ -123,11 +150,17 @@ def biases(most: int) -> Check:
             found[int(key)] = -math.inf if amount == -100 else amount
         return found
 
-    return check
+    schema = {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": most,
+    }
+    return Rule(check, schema)
 
 
-def anything(param: str, value: Any) -> Any:
-    return value
+anything = Rule(lambda param, value: value, {})
+"""What its own reader checks."""
 
 
 SAMPLING: tuple[Field, ...] = (

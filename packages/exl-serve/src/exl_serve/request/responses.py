@@ -13,7 +13,17 @@ from exl_serve.request.formats import format_of, schema_of
 from exl_serve.request.internal import Constraint
 from exl_serve.request.messages import content_of
 
-__all__ = ["FIELDS", "NEUTRAL", "OWN", "RESPONSE", "Asked", "asked_of", "tool_choice_as_chat", "tools_as_chat"]
+__all__ = [
+    "FIELDS",
+    "NEUTRAL",
+    "OF_CHAT",
+    "OWN",
+    "RESPONSE",
+    "Asked",
+    "asked_of",
+    "tool_choice_as_chat",
+    "tools_as_chat",
+]
 
 RESPONSE: tuple[Field, ...] = (
     Field("max_output_tokens", integer(1, 1 << 24), "1 to what the context leaves; absent: all of it"),
@@ -29,8 +39,9 @@ RESPONSE: tuple[Field, ...] = (
     Field("enable_thinking", boolean, "a variable of the chat template"),
 )
 """Fields of responses alone."""
-_OF_CHAT = frozenset({"n", "response_format", "stream_options", "return_token_ids"})
-FIELDS = by_name(tuple(one for one in COMMON if one.name not in _OF_CHAT), SAMPLING, RESPONSE)
+OF_CHAT = frozenset({"n", "response_format", "stream_options", "return_token_ids"})
+"""Fields that chat has and responses have not."""
+FIELDS = by_name(tuple(one for one in COMMON if one.name not in OF_CHAT), SAMPLING, RESPONSE)
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (None,),

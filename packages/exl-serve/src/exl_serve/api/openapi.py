@@ -1,0 +1,126 @@
+"""GET /openapi.json: the routes and the fields of their bodies, from the tables that serve them.
+
+docs/serving/openapi.json is written from here: `python -m exl_serve.api.openapi > FILE`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from exl_serve.api.http import Call
+from exl_serve.request.fields import Field
+
+__all__ = ["document", "openapi"]
+
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+TEXT_OR_LIST: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1}]}
+MESSAGES = {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role"]}}
+
+
+async def openapi(call: Call) -> None:
+    """This document."""
+    await call.answer(200, document())
+
+
+@cache
+def document() -> dict[str, Any]:
+    """The OpenAPI 3.1 document of every route."""
+    from exl_serve.api.app import ROUTES
+
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        path = route.path.replace(":path}", "}")
+        names = re.findall(r"{(\w+)}", path)
+        known: dict[str, Any] = {
+            "operationId": f"{route.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', path.lower()).strip('_')}",
+            "summary": " ".join((route.endpoint.__doc__ or "").split(". ")[0].rstrip(".").split()),
+            "x-scope": route.scope,
+            "security": [] if route.scope == "open" else [{"key": []}],
+            "responses": {
+                "200": {"description": "The answer."},
+                "default": {
+                    "description": "An error.",
+                    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+                },
+            },
+        }
+        if names:
+            known["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ]
+        if route.method == "POST":
+            body = {"$ref": f"#/components/schemas/{BODIES[path]}"} if path in BODIES else {"type": "object"}
+            known["requestBody"] = {"content": {"application/json": {"schema": body}}}
+        paths.setdefault(path, {})[route.method.lower()] = known
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "exl-serve", "version": "1", "description": "OpenAI's API over local models."},
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _schemas() -> dict[str, Any]:
+    from exl_serve.api.chat import CHAT
+    from exl_serve.api.completions import COMPLETION
+    from exl_serve.request.fields import COMMON, SAMPLING
+    from exl_serve.request.responses import OF_CHAT, RESPONSE
+
+    def refer(*names: str) -> dict[str, Any]:
+        return {"allOf": [{"$ref": f"#/components/schemas/{name}"} for name in names]}
+
+    return {
+        "Error": ERROR,
+        "Common": _object([field for field in COMMON if field.name not in OF_CHAT], {}),
+        "OfChat": _object([field for field in COMMON if field.name in OF_CHAT], {}),
+        "Sampling": _object(SAMPLING, {}),
+        "ChatCompletion": refer("Common", "OfChat", "Sampling") | _object(CHAT, {"messages": MESSAGES}),
+        "Completion": refer("Common", "OfChat", "Sampling") | _object(COMPLETION, {"prompt": TEXT_OR_LIST}),
+        "Response": refer("Common", "Sampling") | _object(RESPONSE, {"input": TEXT_OR_LIST}),
+    }
+
+
+BODIES = {
+    "/v1/chat/completions": "ChatCompletion",
+    "/v1/completions": "Completion",
+    "/v1/responses": "Response",
+    "/v1/responses/input_tokens": "Response",
+}
+
+
+def _object(fields: Sequence[Field], own: Mapping[str, Any]) -> dict[str, Any]:
+    properties: dict[str, Any] = dict(own)
+    for field in fields:
+        schema = dict(field.check.schema)
+        if schema:
+            schema = {"anyOf": [schema, {"type": "null"}]}
+        for name in (field.name, *field.aliases):
+            properties[name] = {"description": field.limits, **schema}
+    found: dict[str, Any] = {"type": "object", "properties": properties}
+    return found | ({"required": sorted(own)} if own else {})
+
+
+if __name__ == "__main__":
+    print(json.dumps(document(), indent=1))
