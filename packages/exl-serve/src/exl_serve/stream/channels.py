@@ -94,9 +94,11 @@ class OutputFamily:
                 param="tools",
             )
         forced = self.forces_call(settings)
-        if response_format is not None:
+        if response_format is not None and not forced:  # of an answer that is a call there is no content to shape
             raise ServeError.unsupported(
-                response_format.param, f"{response_format.param} and tools exclude each other: an answer is one of both"
+                response_format.param,
+                f"{response_format.param} and tools that may be left alone exclude each other: ask for a call by "
+                "tool_choice, or leave out one of both",
             )
         tools = settings.tools if settings.tool_choice in ("auto", "required") else self._named(settings)
         if isinstance(form.inside, Harmony):
