@@ -270,6 +270,10 @@ def test_a_call_that_is_asked_for_is_made(tooled: openai.OpenAI, choice: Any) ->
                 arguments += delta.function.arguments or ""
             finish = chunk.choices[0].finish_reason or finish
         assert (name, arguments, finish) == (calls[0].function.name, calls[0].function.arguments, "tool_calls")
+    told = {"role": "tool", "tool_call_id": calls[0].id, "content": "Rain."}
+    again = [*ASKED["messages"], whole.choices[0].message.model_dump(), told]  # its content is null
+    answer = tooled.chat.completions.create(**ASKED | {"messages": again, "max_tokens": 10}, tool_choice="none")
+    assert answer.choices[0].finish_reason in ("stop", "length")
 
 
 def test_tools_may_be_left_alone(tooled: openai.OpenAI) -> None:

@@ -45,6 +45,8 @@ def _message(value: Any, param: str, limits: Limits) -> dict[str, Any]:
         found["content"] = content_of(found["content"], f"{param}.content", limits)
     elif not found.get("tool_calls"):
         raise _bad(f"{param}.content", "a message has a content, or tool_calls")
+    else:
+        found["content"] = ""  # templates add it to other text
     return found
 
 
