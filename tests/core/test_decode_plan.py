@@ -134,6 +134,7 @@ SIZES: dict[str, Any] = {
     "layer_norm_eps": 1e-5,
 }
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LAYERS = ["full_attention", "sliding_attention", "full_attention"]
 # Family: what it needs beyond SIZES, and modules of a layer that run as their own forward pass (attention, MLP).
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[bool, ...]]] = {
     "Qwen2ForCausalLM": ({}, (False, False)),
@@ -148,6 +149,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[bool, ...]]] = {
         {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}, "attn_config": {"clip_qkv": 0.5}},
         (False, True),
     ),
+    "ArceeForCausalLM": ({}, (False, False)),
+    "Exaone4ForCausalLM": ({"sliding_window": 8, "layer_types": LAYERS}, (False, False)),
+    "GraniteForCausalLM": (
+        {"embedding_multiplier": 2.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+        (False, False),
+    ),
+    "GPTBigCodeForCausalLM": ({"n_inner": 96, "multi_query": True, "num_key_value_heads": 1}, (False, False)),
+    "MiniCPMForCausalLM": ({"dim_model_base": 64, "scale_emb": 2.0, "scale_depth": 1.4}, (False, False)),
+    "Olmo3ForCausalLM": ({"sliding_window": 8, "layer_types": LAYERS}, (False, False)),
+    "OrionForCausalLM": ({}, (False, False)),
+    "Phi3ForCausalLM": ({}, (False, False)),
+    "PhiMoEForCausalLM": (MOE, (False, True)),
+    "Qwen2MoeForCausalLM": ({**MOE, "shared_expert_intermediate_size": 32}, (False, True)),
     "SmolLM3ForCausalLM": ({"no_rope_layers": [1, 0, 1]}, (False, False)),
 }
 
@@ -209,6 +223,8 @@ def test_why_there_is_no_plan(model: ExLlamaV2, tmp_path: Path, monkeypatch: pyt
         found = plan_of(other)
         assert isinstance(found, str)
         assert reason in found
+    del model.modules[1:-2]
+    assert plan_of(model) == "the model has no attention"
     assert "is not the attention or the MLP" in str(why_apart(model.modules[0]))
 
 
