@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,34 @@ def test_why_there_is_no_plan(model: ExLlamaV2, tmp_path: Path, monkeypatch: pyt
     del model.modules[1:-2]
     assert plan_of(model) == "the model has no attention"
     assert "is not the attention or the MLP" in str(why_apart(model.modules[0]))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, -2, -1])
+@pytest.mark.parametrize("way", ["method", "class"])
+def test_modules_with_code_of_their_own_run_it(model: ExLlamaV2, place: int, way: str) -> None:
+    """A replaced method, or a subclass that says nothing of itself, is run and not what it was made from."""
+    module = model.modules[place]
+    called: list[None] = []
+    inner = type(module).forward
+
+    def forward(self: Any, *args: Any, **more: Any) -> torch.Tensor:
+        called.append(None)
+        return inner(self, *args, **more)
+
+    if way == "method":
+        module.forward = partial(forward, module)  # type: ignore[method-assign]
+    else:
+        module.__class__ = type("Own", (type(module),), {"forward": forward})
+    plan = plan_of(model)
+    if place in (0, -1):
+        assert module.key in str(plan)
+        return
+    assert isinstance(plan, DecodePlan)
+    for batch, q_len in ((3, 1), (1, 40)):
+        called.clear()
+        assert_same(model, plan, batch, q_len)
+        # The prompt but for the last norm, the modules' pass, then `run` and `hidden`; and `store` before the end.
+        assert len(called) >= (3 if place == -2 else 4 + 2 + (place == 1))
 
 
 def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

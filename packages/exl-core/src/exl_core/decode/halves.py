@@ -31,7 +31,17 @@ from ..execution.batch import Step
 from ..modules import Attention, FeedForward, GatedMLP, Linear, Module, Norm, PlainMLP, RMSNorm
 from ..modules.description import AttentionDescription, MlpDescription
 
-__all__ = ["AttentionHalf", "Half", "MlpHalf", "ModuleHalf", "half_of", "in_a_row", "run_in_a_row", "why_apart"]
+__all__ = [
+    "AttentionHalf",
+    "Half",
+    "MlpHalf",
+    "ModuleHalf",
+    "half_of",
+    "in_a_row",
+    "is_changed",
+    "run_in_a_row",
+    "why_apart",
+]
 
 _PACKED_COLUMNS = FEW_ROWS
 """Columns of the input that `gemm_few` takes: one for each row that it can have."""
@@ -42,6 +52,8 @@ def why_apart(module: Module) -> str | None:
     found = module.describe()
     if found is None:
         return f"{module.key} is not the attention or the MLP of a layer"
+    if "describe" not in vars(type(module)) or is_changed(module):
+        return f"{module.key} has code that its description does not know"
     if isinstance(found, AttentionDescription):
         if found.with_mlp:
             return f"{module.key} has attention and MLP side by side"
@@ -53,6 +65,11 @@ def why_apart(module: Module) -> str | None:
     if found.gated and found.activation not in get_args(Activation):
         return f"{module.key} has activation {found.activation}"
     return None
+
+
+def is_changed(module: Module) -> bool:
+    """Whether a method of its class was replaced in this one module (`module.forward = ...`)."""
+    return any(callable(getattr(type(module), name, None)) for name in vars(module))
 
 
 class Half(ABC):
@@ -93,7 +110,7 @@ class _JoinedHalf(Half):
 
     def __init__(self, norm: Norm | None, post: Norm | None, last: Linear) -> None:
         self.norm, self.post, self.last = norm, post, last
-        self.input_norm = norm if isinstance(norm, RMSNorm) else None
+        self.input_norm = norm if type(norm) is RMSNorm and not is_changed(norm) else None
         self.plain = self.input_norm is not None and post is None
         """Nothing around the products but an RMS norm and the residual."""
 

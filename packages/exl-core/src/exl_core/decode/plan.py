@@ -26,7 +26,7 @@ from exl_kernels.selection import PACKED_ROWS
 from ..errors import InputError
 from ..execution.batch import Step
 from ..modules import Attention, Embedding, Head, Module, Norm, RMSNorm
-from .halves import AttentionHalf, Half, MlpHalf, ModuleHalf, half_of, in_a_row, run_in_a_row, why_apart
+from .halves import AttentionHalf, Half, MlpHalf, ModuleHalf, half_of, in_a_row, is_changed, run_in_a_row, why_apart
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
@@ -54,7 +54,7 @@ class DecodePlan:
         self._halves = list(halves)
         self._layers = _pairs(self._halves)
         self._norm = norm
-        self._last_norm = norm if isinstance(norm, RMSNorm) else None
+        self._last_norm = norm if type(norm) is RMSNorm and not is_changed(norm) else None
         self._head = head
         self._joined_head = None
         if self._last_norm is not None and head.linear.quant.out_features == head.linear.out_features:
@@ -184,6 +184,9 @@ def uncovered(modules: Sequence[Module]) -> str | None:
     first, norm, head, middle = _parts(modules)
     if not isinstance(first, Embedding) or not isinstance(norm, Norm) or not isinstance(head, Head):
         return "the model's modules are not those of a decoder"
+    for module, kind in ((first, Embedding), (head, Head)):
+        if type(module) is not kind or is_changed(module):
+            return f"{module.key} has code that a plan does not know"
     if first.float_residual:
         return f"{first.key} begins a hidden state of float32"
     if not any(isinstance(module, Attention) for module in middle):
