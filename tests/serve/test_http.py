@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -14,7 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from exl_generate import bundled
 from exl_serve.api.app import ROUTES
+from exl_serve.api.text import FolderText
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.request.body import read_json
@@ -233,3 +236,11 @@ def test_workers_and_supervisor_import_no_torch() -> None:
         code = f"import sys, {module}; print(sorted({{'torch', 'exl_generate.dynamic', 'jinja2'}} & set(sys.modules)))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "[]", module
+
+
+def test_a_rendered_prompt_without_utf8_is_refused() -> None:
+    """As templates make it that write tools, or calls."""
+    text = FolderText(str(bundled.default_model_dir()), "{{ messages[0].name }}")
+    with pytest.raises(ServeError, match="surrogate") as error:
+        asyncio.run(text.render([{"role": "user", "content": "x", "name": "\ud800"}], None, {}))
+    assert error.value.status == 400

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from exl_core.errors import ChatTemplateError, TokenizerError
+from exl_core.errors import ChatTemplateError, InputError, TokenizerError
 from exl_core.tokenizer import TextTokenizer
 from exl_core.tokenizer.conversation import conversation_ids
 from exl_serve.errors import ServeError
@@ -76,5 +76,5 @@ class FolderText:
             return await asyncio.get_running_loop().run_in_executor(_renderers, work)
         except ChatTemplateError as error:
             raise ServeError.invalid(str(error), "messages", "chat_template") from error
-        except TokenizerError as error:
+        except (TokenizerError, InputError) as error:  # the latter: a variable's name, a lone surrogate
             raise ServeError.invalid(str(error), "messages") from error
