@@ -238,6 +238,21 @@ def test_workers_and_supervisor_import_no_torch() -> None:
         assert done.stdout.strip() == "[]", module
 
 
+RESERVED = ("chat_template", "parse_special_in_content", "parse_special", "tokenizer", "self", "messages", "tools")
+
+
+@pytest.mark.parametrize("name", [*RESERVED, "tokenize", "return_dict"])
+def test_variables_of_a_template_do_not_change_how_it_is_rendered(http: httpx.Client, name: str) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/responses/input_tokens", {"input": "x"}),
+    ):
+        answer = http.post(path, json={"model": "fable", **body, "chat_template_kwargs": {name: "{{ 'x' }}"}})
+        assert answer.status_code == 400, answer.text
+        assert name in answer.json()["error"]["message"]
+
+
 def test_a_rendered_prompt_without_utf8_is_refused() -> None:
     """As templates make it that write tools, or calls."""
     text = FolderText(str(bundled.default_model_dir()), "{{ messages[0].name }}")

@@ -34,7 +34,13 @@ CHAT: tuple[Field, ...] = (
 )
 """Fields of chat alone."""
 FIELDS = by_name(COMMON, SAMPLING, CHAT)
-RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "documents"})
+RESERVED = frozenset(
+    {
+        *("messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "documents", "chat_template"),
+        *("parse_special_in_content", "parse_special", "tokenizer", "self"),
+    }
+)
+"""What is the server's to say, or no variable of a template."""
 
 
 async def chat_completions(call: Call) -> None:
