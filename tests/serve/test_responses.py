@@ -12,6 +12,8 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseError, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from exl_serve.config.model import Limits, ModelConfig
 from exl_serve.engine.events import TokenLogprob, Usage
@@ -250,6 +252,30 @@ def test_a_schema(client: openai.OpenAI) -> None:
     assert answer.text.format.type == "json_schema"
 
 
+STREAMED: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"instructions": "Be brief.", "user": "u", "metadata": {"a": "b"}},
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        {"tools": [WEATHER], "tool_choice": "required"},
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "get_weather"}},
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "integer"}}}},
+    ],
+)
+def test_answers_are_of_openais_types(tooled: openai.OpenAI, more: dict[str, Any]) -> None:
+    body = {"model": "fable", "input": STORY, "max_output_tokens": 8, **more}
+    answer = httpx.post(f"{tooled.base_url}responses", json=body, timeout=180)
+    Response.model_validate(answer.json())
+    told = httpx.post(f"{tooled.base_url}responses", json=body | {"stream": True}, timeout=180).text
+    events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: {")]
+    assert events
+    for event in events:
+        STREAMED.validate_python(event)
+
+
 @pytest.mark.parametrize(
     ("more", "param", "code"),
     [
@@ -361,7 +387,8 @@ def test_any_events_in_any_portions(parts: list[list[Any]], end: str, cuts: list
     response = replayed(told)
     whole.chunks(events)
     if end == "error":
-        assert response["error"] == {"code": "engine_error", "message": "it broke"}
+        assert response["error"] == {"code": "server_error", "message": "engine_error: it broke"}
+        ResponseError.model_validate(response["error"])
         with pytest.raises(ServeError, match="it broke"):
             whole.whole()
         return

@@ -19,7 +19,10 @@ def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
     """Chat's usage in the shape of responses."""
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+        "input_tokens_details": {
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "cache_write_tokens": 0,  # of a cache that is paid for: OpenAI's type wants it
+        },
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
         "total_tokens": usage["total_tokens"],
@@ -63,7 +66,10 @@ class Responses(Answer):
             status = "failed"
         elif finish is not None:
             status = "incomplete" if finish == "length" else "completed"
-        error = None if self.error is None else {"code": self.error.code, "message": self.error.message}
+        error = None
+        if self.error is not None:  # OpenAI's codes are a closed list
+            code = "rate_limit_exceeded" if self.error.status == 429 else "server_error"
+            error = {"code": code, "message": f"{self.error.code}: {self.error.message}"}
         return self.head | {
             "status": status,
             "error": error,
