@@ -31,6 +31,9 @@ WEATHER: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]},
 }
 
+SHAPE: dict[str, Any] = {"type": "json_schema", "name": "n", "schema": {"type": "integer"}}
+JSON = {"content-type": "application/json"}
+
 
 @pytest.fixture(scope="module")
 def client(server: LiveServer) -> openai.OpenAI:
@@ -262,7 +265,9 @@ STREAMED: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
         {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
         {"tools": [WEATHER], "tool_choice": "required"},
         {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "get_weather"}},
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
         {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "integer"}}}},
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": '{"type": "integer"}', "strict": None}}},
     ],
 )
 def test_answers_are_of_openais_types(tooled: openai.OpenAI, more: dict[str, Any]) -> None:
@@ -293,6 +298,16 @@ def test_answers_are_of_openais_types(tooled: openai.OpenAI, more: dict[str, Any
         ({"text": {"format": {"type": "x"}}}, "text.format.type", "unsupported_parameter"),
         ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format.schema", "invalid_schema"),
         ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex", "invalid_value"),
+        ({"text": {"format": {**SHAPE, "description": 5}}}, "text.format.description", "invalid_value"),
+        ({"text": {"format": {**SHAPE, "name": "\ud800"}}}, "text.format.name", "invalid_value"),
+        ({"text": {"format": {**SHAPE, "schema": '{"\\ud800": 1}'}}}, "text.format.schema", "invalid_value"),
+        ({"metadata": ["a"]}, "metadata", "invalid_value"),
+        ({"metadata": {"a": 5}}, "metadata", "invalid_value"),
+        ({"metadata": {"a": "\ud800"}}, "metadata.a", "invalid_value"),
+        ({"reasoning": {"effort": "\ud800"}}, "reasoning.effort", "invalid_value"),
+        ({"tools": [{**WEATHER, "strict": "x"}]}, "tools[0].strict", "invalid_value"),
+        ({"tools": [{**WEATHER, "x": ["\ud800"]}]}, "tools[0].x[0]", "invalid_value"),
+        ({"tools": [WEATHER], "tool_choice": {"x": "\ud800"}}, "tool_choice.x", "invalid_value"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "invalid_value"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type", "unsupported_parameter"),
@@ -318,7 +333,8 @@ def test_answers_are_of_openais_types(tooled: openai.OpenAI, more: dict[str, Any
 def test_what_is_refused_is_named(server: LiveServer, more: dict[str, Any], param: str, code: str) -> None:
     body = {"model": "fable", "input": "x", **more}
     for stream in (False, True):
-        answer = httpx.post(f"{server.url}/v1/responses", json=body | {"stream": stream}, timeout=180)
+        content = json.dumps(body | {"stream": stream})  # httpx's own has no lone surrogates
+        answer = httpx.post(f"{server.url}/v1/responses", content=content, headers=JSON, timeout=180)
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
         assert (error["param"], error["code"]) == (param, code)

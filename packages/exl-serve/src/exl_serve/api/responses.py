@@ -29,7 +29,7 @@ async def responses(call: Call) -> None:
         prepared = await prepare(call, fields, conversation)
     except ServeError as error:
         raise _renamed(error) from None
-    head = _head(fields, asked, prepared.request.sampling) | {"model": prepared.target.name}
+    head = _head(fields, asked, conversation.choice, prepared.request.sampling) | {"model": prepared.target.name}
     answer = Responses(head, prepared.target.handle.text, logprobs=asked.logprobs is not None)
     await serve(call, prepared.generation, answer, stream=fields.get("stream", False))
 
@@ -79,7 +79,7 @@ async def _read(call: Call) -> tuple[dict[str, Any], Asked, Conversation]:
     return fields, asked, conversation
 
 
-def _head(fields: Mapping[str, Any], asked: Asked, sampling: Sampling) -> dict[str, Any]:
+def _head(fields: Mapping[str, Any], asked: Asked, choice: str, sampling: Sampling) -> dict[str, Any]:
     """All of the response that is known before its first token."""
     return {
         "id": answer_id("resp_"),
@@ -96,7 +96,7 @@ def _head(fields: Mapping[str, Any], asked: Asked, sampling: Sampling) -> dict[s
         "store": False,
         "temperature": sampling.temperature,
         "text": {"format": asked.format, "verbosity": "medium"},
-        "tool_choice": fields.get("tool_choice", "auto"),
+        "tool_choice": _choice(fields.get("tool_choice", "auto"), choice),
         "tools": [_tool(one) for one in fields.get("tools", [])],
         "top_logprobs": asked.logprobs or 0,
         "top_p": sampling.top_p or 1.0,
@@ -104,6 +104,11 @@ def _head(fields: Mapping[str, Any], asked: Asked, sampling: Sampling) -> dict[s
         "user": fields.get("user"),
         "metadata": fields.get("metadata", {}),
     }
+
+
+def _choice(given: Any, choice: str) -> Any:
+    """A function has its name where this API has it, also if it came in chat's form."""
+    return {"type": "function", "name": choice} if isinstance(given, Mapping) else given
 
 
 def _tool(given: Mapping[str, Any]) -> dict[str, Any]:

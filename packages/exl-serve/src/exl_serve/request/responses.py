@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +80,9 @@ def asked_of(body: Mapping[str, Any], fields: Mapping[str, Any], limits: Limits)
     options = body.get("stream_options")
     if options not in (None, {}, {"include_obfuscation": False}):
         raise ServeError.unsupported("stream_options", "stream_options: include_obfuscation is not offered")
+    for name in ("tools", "tool_choice", "text", "reasoning", "metadata"):  # which the answer repeats
+        _check_texts(fields.get(name), name)
+    _check_metadata(fields.get("metadata", {}))
     wanted, shape = _text_format(fields.get("text"), limits)
     other = format_of(fields, limits)
     if wanted is not None and other is not None:
@@ -100,6 +104,7 @@ def tools_as_chat(value: Any) -> Any:
             )
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise ServeError.invalid(f"tools[{at}].name must be the function's name", f"tools[{at}].name")
+        _check_kinds(tool, f"tools[{at}]", description=str, strict=bool)
         inner = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
         found.append({"type": "function", "function": inner})
     return found
@@ -111,6 +116,31 @@ def tool_choice_as_chat(value: Any) -> Any:
         kind = str(value.get("type"))[:64]
         raise ServeError.unsupported("tool_choice.type", f"tool_choice.type {kind!r} is not offered: function")
     return value
+
+
+def _check_texts(value: Any, param: str) -> None:
+    """Raises ServeError 400 for a lone surrogate anywhere in it."""
+    if isinstance(value, str):
+        string(len(value))(param, value)
+    elif isinstance(value, list):
+        for at, one in enumerate(value):
+            _check_texts(one, f"{param}[{at}]")
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            _check_texts(key, param)
+            _check_texts(one, f"{param}.{key[:64]}")
+
+
+def _check_metadata(value: Any) -> None:
+    if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+        raise ServeError.invalid("metadata must be an object of strings", "metadata")
+
+
+def _check_kinds(given: Mapping[str, Any], param: str, **kinds: type) -> None:
+    for name, kind in kinds.items():
+        if given.get(name) is not None and not isinstance(given[name], kind):
+            wanted = "true or false" if kind is bool else "a text"
+            raise ServeError.invalid(f"{param}.{name} must be {wanted}", f"{param}.{name}")
 
 
 def _text_format(value: Any, limits: Limits) -> tuple[Constraint | None, dict[str, Any]]:
@@ -132,13 +162,16 @@ def _text_format(value: Any, limits: Limits) -> tuple[Constraint | None, dict[st
         raise ServeError.unsupported(
             "text.format.type", f"text.format.type {str(kind)[:32]!r} is not offered: text, json_object, json_schema"
         )
+    _check_kinds(shape, "text.format", name=str, description=str, strict=bool)
     made = schema_of(shape.get("schema"), "text.format.schema", limits)
+    schema = json.loads(made.source)  # it may come as a text
+    _check_texts(schema, "text.format.schema")
     return made, {
         "type": "json_schema",
-        "name": str(shape.get("name") or "schema"),
+        "name": shape.get("name") or "schema",
         "description": shape.get("description"),
-        "schema": shape["schema"],
-        "strict": bool(shape.get("strict", False)),
+        "schema": schema,
+        "strict": bool(shape.get("strict")),
     }
 
 
