@@ -259,3 +259,14 @@ def test_a_rendered_prompt_without_utf8_is_refused() -> None:
     with pytest.raises(ServeError, match="surrogate") as error:
         asyncio.run(text.render([{"role": "user", "content": "x", "name": "\ud800"}], None, {}))
     assert error.value.status == 400
+
+
+@pytest.mark.parametrize("deep", ["[" * 100_000, '{"a":' * 900 + "1" + "}" * 900])
+def test_a_schema_in_a_text_is_no_deeper_than_a_body(http: httpx.Client, deep: str) -> None:
+    for path, more in (
+        ("/v1/completions", {"prompt": "x", "guided_json": deep}),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": deep}}}),
+    ):
+        answer = http.post(path, json={"model": "fable", "max_tokens": 4, **more})
+        assert answer.status_code == 400, answer.text
+        assert "levels deep" in answer.json()["error"]["message"]

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 
-__all__ = ["read_json"]
+__all__ = ["check_depth", "read_json"]
 
 
 def read_json(data: bytes, limits: Limits) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def read_json(data: bytes, limits: Limits) -> dict[str, Any]:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ServeError.invalid(f"the body is not UTF-8 (byte {error.start})") from None
-    _check_depth(text, limits.max_depth)
+    check_depth(text, limits.max_depth)
     try:
         found = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except ServeError:
@@ -32,7 +32,8 @@ def read_json(data: bytes, limits: Limits) -> dict[str, Any]:
     return found
 
 
-def _check_depth(text: str, most: int) -> None:
+def check_depth(text: str, most: int) -> None:
+    """Raises ServeError 400 for a JSON text that is nested deeper."""
     depth, inside, at = 0, False, 0
     if text.count("{") + text.count("[") <= most:
         return

@@ -8,6 +8,7 @@ from typing import Any
 
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
+from exl_serve.request.body import check_depth
 from exl_serve.request.internal import Constraint
 
 __all__ = ["format_of", "schema_of"]
@@ -46,6 +47,7 @@ def _response_format(value: Any, limits: Limits) -> Constraint | None:
 def schema_of(value: Any, param: str, limits: Limits) -> Constraint:
     """A JSON schema, or its text. Raises ServeError 400."""
     if isinstance(value, str):
+        check_depth(value, limits.max_depth)
         try:
             value = json.loads(value)
         except ValueError as error:
