@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from exl_serve.api import probe
+from exl_serve.api.state import Caller
 from exl_serve.config.model import ModelConfig
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
@@ -53,6 +54,19 @@ def test_a_wrong_age_is_refused(http: httpx.Client, age: str) -> None:
 
 def test_a_model_that_is_not_there(http: httpx.Client) -> None:
     assert http.get("/health/generate?model=gpt").status_code == 404
+
+
+def test_a_key_learns_of_its_own_models_alone(fable: EngineThread) -> None:
+    models = [ModelConfig(id=name, path=fable.card.folder) for name in ("mine", "secret")]
+    live = LiveServer(
+        {"mine": fable, "secret": fable}, models, authenticate=lambda *_: Caller("k", models=frozenset({"mine"}))
+    )
+    try:
+        answer = httpx.get(f"{live.url}/health/generate", timeout=180)
+        assert list(answer.json()["token_age_seconds"]) == ["mine"]
+        assert httpx.get(f"{live.url}/health/generate?model=secret", timeout=180).status_code == 404
+    finally:
+        live.close()
 
 
 def test_an_engine_that_fails_or_writes_something_else(

@@ -62,7 +62,12 @@ async def generate(call: Call) -> None:
     if "model" in call.query:
         handles = [call.state.models.resolve(call.query["model"], call.caller)[0]]
     else:
-        handles = [handle for handle in call.state.models.list() if handle.state == "ready"]
+        mine = call.caller.models
+        handles = [
+            handle
+            for handle in call.state.models.list()
+            if handle.state == "ready" and (mine is None or handle.config.id in mine)
+        ]
     if not handles:
         raise ServeError.unavailable("model_loading", "no model is loaded")
     ages = {}
