@@ -109,3 +109,38 @@ def test_an_engine_that_stands_still(http: httpx.Client, fable: EngineThread, mo
     assert stuck.json()["error"]["code"] in ("no_token", "deadline_exceeded")
     monkeypatch.setattr(probe, "SECONDS", 60.0)
     assert http.get("/health/generate?max_age=0").status_code == 200
+
+
+def test_those_who_come_together_do_not_wait_for_one_another(
+    http: httpx.Client, fable: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    iterate = fable.generator.iterate
+
+    def held() -> Any:
+        gate.wait(120)
+        return iterate()
+
+    made: list[Any] = []
+    first = probe._first_token
+
+    async def counted(*args: Any) -> int:
+        made.append(args)
+        return await first(*args)
+
+    monkeypatch.setattr(probe, "_first_token", counted)
+    monkeypatch.setattr(probe, "SECONDS", 1.0)
+    monkeypatch.setattr(fable.generator, "iterate", held)
+    answers: list[httpx.Response] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(http.get("/health/generate?max_age=0"))) for _ in range(8)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gate.set()
+    assert [answer.status_code for answer in answers] == [503] * 8
+    assert len(made) < 8

@@ -31,28 +31,40 @@ class Probe:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
-        self._at = -math.inf
+        self._at = self._failed_at = -math.inf
+        self._failure: ServeError | None = None
         self._boot = b""
         self._expected: int | None = None
 
     async def check(self, handle: ModelHandle, max_age: float) -> float:
         """Seconds since the last right token, a new one if that is longer ago than `max_age`. Callers that come
-        together share one. Raises ServeError 503."""
+        together share one, also where it fails: an engine that hangs would make each wait for all before it. Raises
+        ServeError 503."""
+        came = time.monotonic()
         async with self._lock:
-            engine = await handle.engine()
-            if engine.status.boot != self._boot:  # another engine process: nothing is known of it
-                self._boot, self._expected, self._at = engine.status.boot, None, -math.inf
-            if time.monotonic() - self._at > max_age:
-                token = await _first_token(handle, engine)
-                if self._expected is None:
-                    self._expected = token
-                if token != self._expected:
-                    raise ServeError.unavailable(
-                        "engine_wrong_token",
-                        f"{handle.config.id} made token {token} where it has made {self._expected} before",
-                    )
-                self._at = time.monotonic()
-            return max(0.0, time.monotonic() - self._at)
+            if self._failure is not None and self._failed_at >= came:
+                raise self._failure.with_traceback(None)
+            try:
+                return await self._check(handle, max_age)
+            except ServeError as error:
+                self._failure, self._failed_at = error, time.monotonic()
+                raise
+
+    async def _check(self, handle: ModelHandle, max_age: float) -> float:
+        engine = await handle.engine()
+        if engine.status.boot != self._boot:  # another engine process: nothing is known of it
+            self._boot, self._expected, self._at = engine.status.boot, None, -math.inf
+        if time.monotonic() - self._at > max_age:
+            token = await _first_token(handle, engine)
+            if self._expected is None:
+                self._expected = token
+            if token != self._expected:
+                raise ServeError.unavailable(
+                    "engine_wrong_token",
+                    f"{handle.config.id} made token {token} where it has made {self._expected} before",
+                )
+            self._at = time.monotonic()
+        return max(0.0, time.monotonic() - self._at)
 
 
 async def generate(call: Call) -> None:
