@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_generate import ExLlamaV2DynamicJob
+from exl_serve.config.model import ModelConfig
 from exl_serve.engine import wire
 from exl_serve.engine.admission import Admission, Entry, Rates
 from exl_serve.engine.events import Failed, Finished, Started, Tokens
@@ -503,3 +504,12 @@ def test_the_queue_keeps_its_books(steps: list[tuple[str, int, int]]) -> None:
             waiting = [one for one in waiting if one not in late]
         assert len(queue) == len(waiting)
         assert queue.queued_tokens == sum(one.prompt_tokens for one in waiting)
+
+
+def test_an_engine_that_has_ended_may_be_stopped_again(fable: EngineThread) -> None:
+    """As where it ends by itself while another thread stops it."""
+    made: Any = (fable.generator, fable.card, None)
+    thread = EngineThread(ModelConfig(id="again", path=fable.card.folder), loaded=made)
+    thread.close()
+    assert not thread._thread.is_alive()
+    thread.host.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -111,6 +112,7 @@ class Host:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(address)
         self._wake_read, self._wake_write = os.pipe()
+        self._waking, self._closed = threading.RLock(), False  # reentrant: a signal handler may wake, too
         os.set_blocking(self._wake_read, False)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -140,7 +142,9 @@ class Host:
         self.wake()
 
     def wake(self) -> None:
-        os.write(self._wake_write, b"\0")
+        with self._waking:
+            if not self._closed:
+                os.write(self._wake_write, b"\0")
 
     def _close(self) -> None:
         for group in list(self._groups.values()):
@@ -148,8 +152,10 @@ class Host:
         if self._compilers is not None:
             self._compilers.shutdown(wait=False, cancel_futures=True)
         self._socket.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._waking:  # a number that is closed may be another file's at once
+            self._closed = True
+            os.close(self._wake_read)
+            os.close(self._wake_write)
         self._status.close()
 
     def _turn(self) -> None:
