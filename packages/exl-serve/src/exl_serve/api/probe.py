@@ -110,8 +110,7 @@ async def _first_token(handle: ModelHandle, engine: EngineClient) -> int:
         max_tokens=1,
         ignore_eos=True,
         special_text=True,
-        deadline=time.time() + SECONDS,
-        priority=0,
+        priority=0,  # no deadline: it would be refused for the predicted wait of all classes
     )
     found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     tokens: list[int] = []
