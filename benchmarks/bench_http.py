@@ -1,17 +1,23 @@
 """HTTP against the engine alone: the same requests, straight to the generator and through a server, on one machine.
 
     python benchmarks/bench_http.py [--shape 8b | --paced] [--streams 64] [--requests 192] [--new 128] [--workers 1]
+    python benchmarks/bench_http.py --host [--streams 64] [--new 128] [--rounds 3]
 
 Random weights of true shapes on a GPU (gpu_model.py), or with --paced a scripted model whose rounds last as long as
 those of an 8B model on an H200, on any machine. Processes as in `exl serve`: the engine here, API workers and the load
 generator in processes of their own. One JSON line: tokens a second both ways and their ratio, time to the first token,
 time between events as a client sees them. The tokens of both ways are compared.
+
+With --host there is no HTTP: the engine process's thread alone, on a scripted model, all streams in nearly every round.
+Microseconds per token: `host_us` outside the generator, `generator_us` in it with its results, `encode_us` the share of
+encoding, `decode_us` what a worker decodes. Medians of rounds. `events` is a digest of all that the clients are told.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import hashlib
 import itertools
@@ -23,6 +29,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,19 +105,158 @@ class Rounds:
     """How long a generator's rounds take that compute no prompt, about: the median of all."""
 
     def __init__(self, generator: Any) -> None:
-        self._iterate, self._took = generator.iterate, []
-        generator.iterate = self._timed
-
-    def _timed(self) -> Any:
-        began = time.perf_counter()
-        try:
-            return self._iterate()
-        finally:
-            self._took.append(time.perf_counter() - began)
+        self.took: list[float] = []
+        for name in ("iterate", "iterate_columns"):
+            setattr(generator, name, timed(getattr(generator, name), self.took))
 
     def median(self) -> float:
-        took, self._took = self._took, []
-        return percentile(took, 0.5) * 1e3
+        found = percentile(self.took, 0.5) * 1e3
+        self.took.clear()
+        return found
+
+
+def timed(call: Any, took: list[float]) -> Any:
+    """`call`, with the seconds of each call appended to `took`."""
+
+    def timing(*given: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return call(*given)
+        finally:
+            took.append(time.perf_counter() - began)
+
+    return timing
+
+
+# ---- the engine process's thread alone -----------------------------------------------------------------------------
+
+
+def host_cost(folder: str, streams: int, new: int) -> dict[str, Any]:
+    """The host's turns, called one by one here, with a client that reads between them."""
+    import zmq
+
+    from exl_serve.config.model import Limits, ModelConfig
+    from exl_serve.engine import wire
+    from exl_serve.engine.host import Host
+    from exl_serve.engine.load import load as load_engine
+    from exl_serve.engine.status import StatusWriter
+
+    config = ModelConfig(id="bench", path=folder, max_batch_size=streams, engine="free", device="cpu")
+    generator, card, _ = load_engine(config)
+    in_generator: list[float] = []
+    for name in ("iterate", "iterate_columns"):
+        setattr(generator, name, timed(getattr(generator, name), in_generator))
+    encoding: list[float] = []
+    with tempfile.TemporaryDirectory() as place, replaced(wire, "encode", timed(wire.encode, encoding)):
+        address = f"ipc://{place}/engine"
+        status = StatusWriter(Path(place) / "status", os.urandom(16))
+        host = Host(generator, card, address, status, config=config, limits=Limits(max_queued_requests=4 * streams))
+        client: Any = zmq.Context.instance().socket(zmq.DEALER)
+        client.connect(address)
+        client.send(wire.encode(wire.Hello(wire.VERSION, "bench")))
+        for asked in host_work(streams, new):
+            client.send(wire.encode(wire.Submit(*asked)))
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 100)
+        heard = Heard()
+        rows: list[dict[str, float]] = []
+        while heard.open or not heard.tags:
+            in_generator.clear()
+            encoding.clear()
+            began = time.perf_counter()
+            host._turn()
+            took = time.perf_counter() - began
+            encoded = sum(encoding)
+            tokens, decoded = heard.read(client)
+            if tokens >= 0.9 * streams and len(in_generator) == 1:  # the others begin, end or hold text back
+                seconds = {"host": took - in_generator[0], "generator": in_generator[0], "turn": took}
+                seconds |= {"encode": encoded, "decode": decoded}
+                rows.append({name: value / tokens * 1e6 for name, value in seconds.items()})
+        client.close(0)
+        host._close()
+    middle = {f"{name}_us": round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+    return {"rounds": len(rows), **middle, "events": heard.digest()}
+
+
+@contextlib.contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def host_work(streams: int, new: int) -> Iterator[tuple[int, Any]]:
+    """(tag, request): all of the same length, so that they decode together, with a stop string to be looked for."""
+    import numpy as np
+
+    from exl_serve.request.internal import EngineRequest, Sampling
+
+    for number in range(1, streams + 1):
+        prompt = (np.arange(20, 52, dtype="<i4") + number).tobytes()
+        yield (
+            number,
+            EngineRequest(
+                id=f"r{number}",
+                prompt=prompt,
+                sampling=Sampling(temperature=0.0),
+                seeds=(number,),
+                max_tokens=new,
+                ignore_eos=True,
+                stop_strings=("\n\nuser:",),
+            ),
+        )
+
+
+class Heard:
+    """What the clients of `host_cost` have been told, by tag."""
+
+    def __init__(self) -> None:
+        self.tags: dict[int, list[Any]] = {}
+        self.open = 0
+
+    def read(self, client: Any) -> tuple[int, float]:
+        """Everything that is there after a turn: tokens, and the seconds that their messages took to decode."""
+        import zmq
+
+        from exl_serve.engine import wire
+        from exl_serve.engine.events import Failed, Finished, Tokens
+
+        tokens, seconds = 0, 0.0
+        while client.poll(2 if not tokens else 0):
+            data = client.recv(zmq.NOBLOCK)
+            began = time.perf_counter()
+            message = wire.decode_to_worker(data)
+            took = time.perf_counter() - began
+            if isinstance(message, wire.Accepted):
+                self.tags[message.tag] = []
+                self.open += 1
+            elif isinstance(message, wire.Rejected):
+                raise RuntimeError(f"the engine refused a request: {message.message}")
+            elif isinstance(message, wire.Round):
+                for tag, event in message.events:
+                    self.tags[tag].append(event)
+                    self.open -= isinstance(event, Finished | Failed)
+                    tokens += len(event.ids) if isinstance(event, Tokens) else 0
+                seconds += took
+        return tokens, seconds
+
+    def digest(self) -> str:
+        """Of all events but the seconds in them."""
+        import msgspec
+
+        def plain(event: Any) -> Any:
+            usage = getattr(event, "usage", None)
+            if usage is None:
+                return event
+            none = {name: 0.0 for name in usage.__struct_fields__ if name.endswith("_seconds")}
+            return msgspec.structs.replace(event, usage=msgspec.structs.replace(usage, **none))
+
+        told = [(tag, [plain(event) for event in events]) for tag, events in sorted(self.tags.items())]
+        return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=8).hexdigest()
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
@@ -275,6 +421,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--paced", action="store_true", help="a scripted model in place of weights")
+    parser.add_argument("--host", action="store_true", help="the engine process's thread alone, on a scripted model")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--new", type=int, default=128)
@@ -286,6 +433,11 @@ def main() -> None:
     from exl_generate import bundled
 
     folder = str(bundled.default_model_dir())
+    if args.host:
+        for _ in range(args.rounds):
+            line = {"bench": "engine host", "streams": args.streams, **host_cost(folder, args.streams, args.new)}
+            print(json.dumps(line), flush=True)
+        return
     if not args.paced:
         from exl_kernels.device import set_row_invariant
 
