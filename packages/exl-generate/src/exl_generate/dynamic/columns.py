@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from exl_generate.dynamic.events import END, FIRST, HELD, STARTED, Ending, Event, Events
@@ -46,6 +47,8 @@ class Extra:
     probabilities: list[float] = field(default_factory=list)
     #: (ids int64 [k], probabilities float32 [k]) of each token, for `return_top_tokens`
     top_tokens: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = field(default_factory=list)
+    #: raw logits, one [padded_vocab] on the CPU for each token, for `return_logits`
+    logits: list[torch.Tensor] = field(default_factory=list)
     #: (text, ids) of banned strings that were taken back
     suppressed: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
@@ -74,8 +77,7 @@ class RoundColumns:
 
 def unreadable(job: ExLlamaV2DynamicJob) -> str:
     """The option that keeps a job's results from being written as columns; "" if there is none."""
-    names = ("return_logits", "return_hidden_state")
-    return next((name for name in names if getattr(job, name)), "")
+    return "return_hidden_state" if job.return_hidden_state else ""
 
 
 def columns_of(events: Events) -> RoundColumns:
@@ -140,6 +142,8 @@ def _report(note: Extra, job: ExLlamaV2DynamicJob, records: list[Record]) -> Non
             assert record.top_tokens is not None
             assert record.top_probabilities is not None
             note.top_tokens.append((record.top_tokens, record.top_probabilities))
+    if job.return_logits:
+        note.logits += [record.logits for record in records if record.logits is not None]
 
 
 def _end(ending: Ending) -> JobEnd:

@@ -277,8 +277,8 @@ class ExLlamaV2DynamicGenerator:
         """One round, as `iterate`, with its results as parallel arrays: for servers, which pass on ids and text of many
         jobs. Errors of jobs stand in `RoundColumns.extra`. `iterate` and this may take turns.
 
-        Raises `RequestError` if a queued or running job has asked for logits or hidden states, which columns do not
-        hold; nothing has happened then. From the first call on, `enqueue` refuses such jobs.
+        Raises `RequestError` if a queued or running job has asked for hidden states, which columns do not hold; nothing
+        has happened then. From the first call on, `enqueue` refuses such jobs.
         """
         if not self._by_columns:
             with self._submitting, self._lock:

@@ -187,7 +187,7 @@ class ExLlamaV2DynamicJob:
         self._named_in = -1
         self._output: TextStream | None = None
         #: whether its tokens are reported with more than themselves
-        self.reports = self.return_probs or self.return_top_tokens > 0
+        self.reports = self.return_probs or self.return_top_tokens > 0 or self.return_logits
 
     @property
     def full_completion(self) -> str:
