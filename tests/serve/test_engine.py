@@ -256,7 +256,7 @@ def test_an_error_in_a_round_ends_its_requests_alone(scripted: EngineThread, mon
     async def work(engine: LocalEngine) -> None:
         sink = Sink()
         with monkeypatch.context() as patched:
-            patched.setattr(scripted.generator, "iterate", lambda: 1 / 0)
+            patched.setattr(scripted.generator, "iterate_columns", lambda: 1 / 0)
             await engine.submit(request(scripted), sink)
             events = await sink.ended()
         assert (events[-1].status, events[-1].code) == (500, "engine_error")

@@ -282,14 +282,14 @@ def test_an_error_in_the_middle_ends_the_stream(
     client: openai.OpenAI, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = iter(range(10**9))
-    iterate = scripted.generator.iterate
+    iterate = scripted.generator.iterate_columns
 
     def failing() -> Any:
         if next(rounds) > 20:
             raise RuntimeError("a device error, say")
         return iterate()
 
-    monkeypatch.setattr(scripted.generator, "iterate", failing)
+    monkeypatch.setattr(scripted.generator, "iterate_columns", failing)
     seen: list[Any] = []
     with pytest.raises(openai.APIError, match="engine failed"):  # noqa: PT012
         stream = client.completions.create(
@@ -303,7 +303,7 @@ def test_an_error_that_comes_with_the_first_text(
     client: openai.OpenAI, scripted: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text is told once, role first, and the prompt is counted once."""
-    rounds, iterate, take = iter(range(10**9)), scripted.generator.iterate, Mailbox.take
+    rounds, iterate, take = iter(range(10**9)), scripted.generator.iterate_columns, Mailbox.take
 
     def failing() -> Any:
         if next(rounds) > 10:
@@ -315,7 +315,7 @@ def test_an_error_that_comes_with_the_first_text(
             await asyncio.sleep(0.01)
         return await take(mailbox, seconds)
 
-    monkeypatch.setattr(scripted.generator, "iterate", failing)
+    monkeypatch.setattr(scripted.generator, "iterate_columns", failing)
     monkeypatch.setattr(Mailbox, "take", late)
     chunks: list[Any] = []
     asked: dict[str, Any] = {"model": "scripted", "messages": STORY, "max_tokens": 500, "stream": True}

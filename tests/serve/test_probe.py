@@ -74,7 +74,7 @@ def test_an_engine_that_fails_or_writes_something_else(
 ) -> None:
     assert http.get("/health/generate").status_code == 200
     with monkeypatch.context() as patch:
-        patch.setattr(fable.generator, "iterate", lambda: 1 / 0)
+        patch.setattr(fable.generator, "iterate_columns", lambda: 1 / 0)
         failed = http.get("/health/generate?max_age=0")
     assert (failed.status_code, failed.json()["error"]["code"]) == (503, "engine_error")
     assert http.get("/health/generate?max_age=0").status_code == 200
@@ -92,7 +92,7 @@ def test_an_engine_that_fails_or_writes_something_else(
 
 def test_an_engine_that_stands_still(http: httpx.Client, fable: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    iterate = fable.generator.iterate
+    iterate = fable.generator.iterate_columns
 
     def held() -> Any:
         gate.wait(120)
@@ -100,7 +100,7 @@ def test_an_engine_that_stands_still(http: httpx.Client, fable: EngineThread, mo
 
     monkeypatch.setattr(probe, "SECONDS", 0.5)
     with monkeypatch.context() as patch:
-        patch.setattr(fable.generator, "iterate", held)
+        patch.setattr(fable.generator, "iterate_columns", held)
         try:
             stuck = http.get("/health/generate?max_age=0")
         finally:
@@ -120,7 +120,7 @@ def test_those_who_come_together_do_not_wait_for_one_another(
     http: httpx.Client, fable: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    iterate = fable.generator.iterate
+    iterate = fable.generator.iterate_columns
 
     def held() -> Any:
         gate.wait(120)
@@ -135,7 +135,7 @@ def test_those_who_come_together_do_not_wait_for_one_another(
 
     monkeypatch.setattr(probe, "_first_token", counted)
     monkeypatch.setattr(probe, "SECONDS", 1.0)
-    monkeypatch.setattr(fable.generator, "iterate", held)
+    monkeypatch.setattr(fable.generator, "iterate_columns", held)
     answers: list[httpx.Response] = []
     threads = [
         threading.Thread(target=lambda: answers.append(http.get("/health/generate?max_age=0"))) for _ in range(8)

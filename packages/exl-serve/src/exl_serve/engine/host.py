@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import zmq
 
 from exl_serve.config.model import Limits, ModelConfig, Qos
@@ -20,13 +22,17 @@ from exl_serve.engine import wire
 from exl_serve.engine.adapters import Adapters
 from exl_serve.engine.admission import Admission, Entry, Rates
 from exl_serve.engine.client import ModelCard
-from exl_serve.engine.events import EngineEvent, Failed, Finished
+from exl_serve.engine.events import EngineEvent, Failed, Finished, Tokens
 from exl_serve.engine.failures import serve_error
-from exl_serve.engine.jobs import Reader, compile_constraints, make_job
+from exl_serve.engine.jobs import END, FIRST, HELD, STARTED, Reader, compile_constraints, make_job
 from exl_serve.engine.status import StatusWriter
 from exl_serve.engine.turns import Turns
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import EngineRequest
+
+if TYPE_CHECKING:
+    from exl_generate import ExLlamaV2DynamicJob, RoundColumns
+    from exl_generate.dynamic.columns import Extra
 
 __all__ = ["Host"]
 
@@ -52,15 +58,38 @@ class _Group:
     request: EngineRequest
     filters: Sequence[Any] = ()
     loras: Sequence[Any] = ()
-    jobs: dict[int, Any] = field(default_factory=dict)
-    readers: dict[int, Reader] = field(default_factory=dict)
+    #: the job of the first completion, while the request is queued
+    first: ExLlamaV2DynamicJob | None = None
+    #: by choice
+    running: dict[int, _Running] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
-    live: int = 0
+    #: tokens of all completions so far
+    generated: int = 0
     cancelled: bool = False
     paused: bool = False
     entry: Entry | None = None
     #: its constraints are being compiled, or wait for that
     compiling: bool = False
+
+
+class _Running:
+    """A completion that the generator has queued or runs, with all that is needed for each of its tokens."""
+
+    __slots__ = ("account", "choice", "group", "job", "number", "reader", "tag", "worker")
+
+    def __init__(self, group: _Group, choice: int, job: ExLlamaV2DynamicJob, reader: Reader) -> None:
+        request = group.request
+        self.group, self.choice, self.job, self.reader = group, choice, job, reader
+        self.worker, self.tag = group.worker, group.tag
+        #: whose tokens they are, for `Admission.charge`
+        self.account = (request.key, request.weight)
+        assert job.serial_number is not None
+        self.number = job.serial_number
+
+    @property
+    def serial(self) -> int:
+        """As it stands in columns."""
+        return self.number & 0xFFFFFFFF
 
 
 class Host:
@@ -94,8 +123,13 @@ class Host:
         self._round_floor = round_floor
         self._workers: dict[bytes, float] = {}
         self._groups: dict[tuple[bytes, int], _Group] = {}
-        self._by_job: dict[Any, tuple[_Group, int]] = {}
-        self._outgoing: dict[bytes, list[tuple[int, Any]]] = {}
+        #: by serial number as it stands in columns
+        self._running: dict[int, _Running] = {}
+        #: tokens of this round that no key has been charged for yet
+        self._uncharged: dict[tuple[str, float], int] = {}
+        self._outgoing: defaultdict[bytes, list[tuple[int, Any]]] = defaultdict(list)
+        #: no request's deadline passes before this time
+        self._soonest = math.inf
         self._compilers: ThreadPoolExecutor | None = None
         self._turns: Turns[_Group] = Turns(COMPILERS, COMPILERS_OF_A_KEY)
         self._compiled: deque[Callable[[], None]] = deque()
@@ -160,17 +194,17 @@ class Host:
 
     def _turn(self) -> None:
         now = time.monotonic()
-        running = any(not group.paused for group, _ in self._by_job.values())
+        running = any(not one.group.paused for one in self._running.values())
         self._receive(0.0 if running else BUSY_WAIT if self._groups else IDLE_SECONDS)
         while self._compiled:
             self._compiled.popleft()()
         self._forget_silent(now)
         self._expire()
         self._feed()
-        if self._by_job:
+        if self._running:
             self._round()
         self._send()
-        if now - self._written >= STATUS_SECONDS or not self._by_job:
+        if now - self._written >= STATUS_SECONDS or not self._running:
             self._write_status(now)
         if self._draining and not self._groups:
             self._stopping = True
@@ -262,12 +296,12 @@ class Host:
             self._leave(worker)
 
     def _send(self) -> None:
-        outgoing, self._outgoing = self._outgoing, {}
+        outgoing, self._outgoing = self._outgoing, defaultdict(list)
         for worker, events in outgoing.items():
             self._tell(worker, wire.Round(events))
 
     def _emit(self, group: _Group, events: Sequence[EngineEvent]) -> None:
-        self._outgoing.setdefault(group.worker, []).extend((group.tag, event) for event in events)
+        self._outgoing[group.worker] += [(group.tag, event) for event in events]
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -284,6 +318,8 @@ class Host:
                 raise ServeError.invalid("a request needs at least one seed", "n")
             group.loras = self._adapters.find(message.request.adapter)
             self._groups[worker, message.tag] = group
+            if message.request.deadline is not None:
+                self._soonest = min(self._soonest, message.request.deadline)
             if message.request.constraints:
                 self._compile(group)
             else:
@@ -350,10 +386,10 @@ class Host:
         )
         self._admission.add(entry, now, self._rates)
         group.entry = entry
-        group.jobs[0] = job
+        group.first = job
         self._tell(group.worker, wire.Accepted(group.tag))
 
-    def _job(self, group: _Group, choice: int) -> Any:
+    def _job(self, group: _Group, choice: int) -> ExLlamaV2DynamicJob:
         return make_job(
             group.request,
             choice,
@@ -376,8 +412,8 @@ class Host:
         """Give the generator what can start soon."""
         generator = self._generator
         while len(self._admission):
-            standing = generator.num_remaining_jobs()
-            if standing >= generator.max_batch_size + SPARE_JOBS or generator.num_pending_jobs() >= SPARE_JOBS:
+            most = generator.max_batch_size + SPARE_JOBS
+            if len(self._running) >= most or generator.num_pending_jobs() >= SPARE_JOBS:
                 return
             entry = self._admission.pop(time.monotonic())
             if entry is None:
@@ -386,7 +422,8 @@ class Host:
 
     def _start(self, group: _Group, choice: int) -> None:
         try:
-            job = group.jobs.get(choice) or self._job(group, choice)
+            job, group.first = group.first if choice == 0 else None, None
+            job = self._job(group, choice) if job is None else job
             self._generator.enqueue(job)
         except Exception as error:
             found = serve_error(error)
@@ -396,19 +433,20 @@ class Host:
             self._ended_one(group)
             return
         if group.paused:
-            job.paused = True
+            job.pause()
         group.waiting.remove(choice)
-        group.jobs[choice] = job
-        group.readers[choice] = Reader(group.request, choice, self._card.vocab_size)
-        group.live += 1
-        self._by_job[job] = (group, choice)
+        one = _Running(group, choice, job, Reader(group.request, choice, self._card.vocab_size))
+        group.running[choice] = self._running[one.serial] = one
 
     def _set_paused(self, worker: bytes, tag: int, paused: bool) -> None:
         group = self._groups.get((worker, tag))
         if group is not None:
             group.paused = paused
-            for job in group.jobs.values():
-                job.paused = paused
+            for one in group.running.values():
+                if paused:
+                    one.job.pause()
+                else:
+                    one.job.unpause()
 
     def _drop(self, group: _Group, *, forget: bool = True) -> None:
         """Cancel what is left of a request; `forget`: also what has not been told of it."""
@@ -420,13 +458,17 @@ class Host:
             group.entry = None
         if group.compiling:
             self._turns.remove(group.request.key, group)
-        for job in group.jobs.values():
-            if self._by_job.pop(job, None) is not None:
-                self._generator.discard(job)
-        group.jobs.clear()
+        for one in list(group.running.values()):
+            self._end_running(one)
+            self._generator.discard(one.job)
+        group.first = None
         left = self._outgoing.get(group.worker)
         if left and forget:
             self._outgoing[group.worker] = [pair for pair in left if pair[0] != group.tag]
+
+    def _end_running(self, one: _Running) -> None:
+        """Forget a completion that has ended, or is to end."""
+        del self._running[one.serial], one.group.running[one.choice]
 
     def _expire(self) -> None:
         """End requests whose deadline has passed."""
@@ -434,11 +476,15 @@ class Host:
         for entry in self._admission.expired(time.monotonic()):
             entry.payload.entry = None
             self._end_late(entry.payload)
+        if wall <= self._soonest:
+            return
         for group in [g for g in self._groups.values() if g.request.deadline is not None and wall > g.request.deadline]:
             if group.compiling:
                 self._refuse(group, ServeError(408, "timeout", "deadline_exceeded", TOO_LATE))
-            elif group.live:
+            elif group.running:
                 self._end_late(group)
+        left = (group.request.deadline for group in self._groups.values())
+        self._soonest = min((deadline for deadline in left if deadline is not None), default=math.inf)
 
     def _end_late(self, group: _Group) -> None:
         for choice in self._unfinished(group):
@@ -452,81 +498,96 @@ class Host:
         self._status.round += 1
         self._status.began = began
         self._status.write()
+        columns: RoundColumns | None = None
         try:
-            results = self._generator.iterate()
+            columns = self._generator.iterate_columns()
         except Exception:
             log.exception("a round failed; the jobs in it are ended")
-            results = []
             self._fail_all()
         if self._round_floor is not None:
-            rest = began + self._round_floor(len(self._by_job)) - time.monotonic()
+            rest = began + self._round_floor(len(self._running)) - time.monotonic()
             if rest > 0:
                 time.sleep(rest)
         self._status.ended = time.monotonic()
-        tokens = 0
-        for result in results:
-            tokens += self._deliver(result)
+        tokens = 0 if columns is None else self._deliver(columns)
         took = self._status.ended - began
         if tokens and took > 0:
             self._rates = Rates(self._rates.prefill, _average(self._rates.decode, tokens / took))
 
-    def _deliver(self, result: dict[str, Any]) -> int:
-        """Tell a result; returns how many tokens it has."""
-        found = self._by_job.get(result["job"])
-        if found is None:
-            return 0
-        group, choice = found
-        reader = group.readers[choice]
-        before = reader.generated
-        events = reader.read(result)
-        new = reader.generated - before
+    def _deliver(self, columns: RoundColumns) -> int:
+        """Tell a round's results; returns how many tokens they have. Most entries are nothing but tokens: these lines
+        run for every token of the engine."""
+        running, extra, outgoing, uncharged = self._running, columns.extra, self._outgoing, self._uncharged
+        ids = tuple(np.frombuffer(columns.ids, dtype="<i4").tolist())
+        tokens = end = 0
+        for serial, count, text, flags in zip(
+            columns.serials.tolist(), columns.counts.tolist(), columns.texts, columns.flags.tolist(), strict=True
+        ):
+            begin, end = end, end + count
+            one = running.get(serial)
+            if one is None:
+                continue
+            if count:
+                tokens += count
+                one.group.generated += count
+                uncharged[one.account] = uncharged.get(one.account, 0) + count
+            if flags & ~HELD or (extra and one.number in extra):
+                self._deliver_more(one, ids[begin:end], text, flags, extra.get(one.number))
+            elif count or text:
+                outgoing[one.worker].append((one.tag, Tokens(one.choice, ids[begin:end], text)))
+        self._charge()
+        return tokens
+
+    def _deliver_more(self, one: _Running, ids: tuple[int, ...], text: str, flags: int, extra: Extra | None) -> None:
+        """Tell an entry that says more than tokens."""
+        group, job = one.group, one.job
+        events = one.reader.read(job, ids, text, flags, extra)
         self._emit(group, events)
-        key, weight = group.request.key, group.request.weight
-        if result["stage"] == "started":
-            self._admission.charge(key, weight, prompt=reader.prompt - reader.cached, cached=reader.cached)
-        elif new:
-            self._admission.charge(key, weight, generated=new)
-            if reader.first_at is None:
-                reader.first_at = time.monotonic()
-                self._measure_prompt(result["job"])
-        if choice == 0 and group.waiting and result["stage"] == "streaming":
+        if flags & STARTED:
+            cached = job.cached_tokens
+            self._admission.charge(*one.account, prompt=job.prompt_tokens - cached, cached=cached)
+        if flags & FIRST:
+            self._measure_prompt(job)
+        if one.choice == 0 and group.waiting and flags & (FIRST | END):
             # The prompt's pages are there: the other completions find them.
             for other in list(group.waiting):
                 self._start(group, other)
-        if events and isinstance(events[-1], Finished | Failed):
-            if isinstance(events[-1], Failed) and events[-1].status >= 500:
-                log.error("request %s failed", group.request.id, exc_info=result.get("exception"))
-            self._by_job.pop(result["job"], None)
-            group.jobs.pop(choice, None)
-            group.live -= 1
+        if events and isinstance(last := events[-1], Finished | Failed):
+            if isinstance(last, Failed) and last.status >= 500:
+                error = None if extra is None or extra.end is None else extra.end.error
+                log.error("request %s failed", group.request.id, exc_info=error)
+            self._end_running(one)
             self._ended_one(group)
-        return new
+
+    def _charge(self) -> None:
+        for account, new in self._uncharged.items():
+            self._admission.charge(*account, generated=new)
+        self._uncharged.clear()
 
     def _ended_one(self, group: _Group) -> None:
-        if group.live == 0 and group.waiting and not group.cancelled:
+        if not group.running and group.waiting and not group.cancelled:
             # The first has failed before its prompt was computed: the others try for themselves.
             self._start(group, group.waiting[0])
-        elif group.live == 0 and not group.waiting:
+        elif not group.running and not group.waiting:
             self._groups.pop((group.worker, group.tag), None)
             if group.entry is not None:
+                self._charge()  # before: an account that nobody uses may be closed
                 self._admission.done(group.request.key)
                 group.entry = None
 
-    def _measure_prompt(self, job: Any) -> None:
+    def _measure_prompt(self, job: ExLlamaV2DynamicJob) -> None:
         if job.time_first_prefill and job.time_first_token:
             took, new = job.time_first_token - job.time_first_prefill, job.prompt_tokens - job.cached_tokens
             if new > 64 and took > 0:
                 self._rates = Rates(_average(self._rates.prefill, new / took), self._rates.decode)
 
     def _fail_all(self) -> None:
-        for job, (group, choice) in list(self._by_job.items()):
-            text = "the engine failed in the middle of this request; its log says more"
-            self._emit(group, [Failed(choice, 500, "server_error", "engine_error", text)])
-            self._by_job.pop(job, None)
-            group.jobs.pop(choice, None)
-            self._generator.discard(job)
-            group.live -= 1
-            self._ended_one(group)
+        text = "the engine failed in the middle of this request; its log says more"
+        for one in list(self._running.values()):
+            self._emit(one.group, [Failed(one.choice, 500, "server_error", "engine_error", text)])
+            self._end_running(one)
+            self._generator.discard(one.job)
+            self._ended_one(one.group)
 
     # ---- the operator ----------------------------------------------------------------------------------------------
 
@@ -543,8 +604,8 @@ class Host:
             used = [g for g in self._groups.values() if g.request.adapter == parameters["name"]]
             return self._adapters.unload(str(parameters["name"]), len(used))
         if name == "reset_cache":
-            if self._by_job:
-                raise ServeError(409, "conflict", "conflict", f"{len(self._by_job)} jobs are running: try when idle")
+            if self._running:
+                raise ServeError(409, "conflict", "conflict", f"{len(self._running)} jobs are running: try when idle")
             self._generator.reset_page_table()
             return {}
         if name == "requests":
@@ -566,15 +627,15 @@ class Host:
         return bool(groups)
 
     def _unfinished(self, group: _Group) -> list[int]:
-        return sorted({*group.waiting, *(c for g, c in self._by_job.values() if g is group)})
+        return sorted([*group.waiting, *group.running])
 
     def _summary(self, group: _Group) -> dict[str, Any]:
         return {
             "id": group.request.id,
             "key": group.request.key,
             "prompt_tokens": len(group.request.prompt) // 4,
-            "generated": sum(reader.generated for reader in group.readers.values()),
-            "state": "running" if group.live else "queued",
+            "generated": group.generated,
+            "state": "running" if group.running else "queued",
         }
 
     def _write_status(self, now: float) -> None:
@@ -582,11 +643,11 @@ class Host:
         table = generator.page_table
         unused = table.unreferenced
         cached = sum(1 for page in table.pages if not page.ref_count and page.valid)
-        decoding = sum(1 for job in self._by_job if job.prefilled)
+        decoding = sum(1 for one in self._running.values() if one.job.prefilled)
         standing = generator.num_pending_jobs()
         status.counts = (
             decoding,
-            max(0, len(self._by_job) - decoding - standing),
+            max(0, len(self._running) - decoding - standing),
             len(self._admission) + standing,
             self._admission.queued_tokens,
             generator.max_pages - unused,

@@ -1,4 +1,4 @@
-"""From an `EngineRequest` to the generator's jobs, and from its results to events."""
+"""From an `EngineRequest` to the generator's jobs, and from the columns of its rounds to events."""
 
 from __future__ import annotations
 
@@ -11,14 +11,26 @@ import numpy as np
 import torch
 
 from exl_filters import FilterError, TriggeredFilter, create
-from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate import COLUMN_FLAGS, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_generate.dynamic.columns import Extra, JobEnd
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, TokenLogprob, Tokens, Usage
 from exl_serve.engine.failures import serve_error
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint, EngineRequest, Sampling
 
-__all__ = ["PAGES_AT_ONCE", "Reader", "compile_constraints", "make_job", "settings_of"]
+__all__ = [
+    "END",
+    "FIRST",
+    "HELD",
+    "PAGES_AT_ONCE",
+    "STARTED",
+    "Reader",
+    "compile_constraints",
+    "make_job",
+    "settings_of",
+]
 
+STARTED, FIRST, END, HELD = (COLUMN_FLAGS[name] for name in ("started", "first", "end", "held"))
 PAGES_AT_ONCE = 512
 """New tokens that a job reserves pages for at a time: a large limit does not take the cache away from others."""
 
@@ -178,67 +190,48 @@ _REASONS: dict[str, Any] = {
     "max_new_tokens": "length",
     "end_filter": "filter",
 }
+_NOTHING = Extra()
 
 
 class Reader:
-    """Reads one completion's result dicts."""
+    """Turns one completion's entries in the columns of rounds into events."""
 
-    __slots__ = ("_choice", "_top", "_vocab_size", "cached", "first_at", "generated", "prompt")
+    __slots__ = ("_choice", "_top", "_vocab_size")
 
     def __init__(self, request: EngineRequest, choice: int, vocab_size: int) -> None:
         self._choice = choice
         self._top = request.logprobs
         self._vocab_size = vocab_size
-        #: tokens so far, for the accounts of the engine
-        self.generated = self.prompt = self.cached = 0
-        self.first_at: float | None = None
 
-    def read(self, result: dict[str, Any]) -> list[EngineEvent]:
-        """The events of one result; none of a cancelled one."""
-        stage = result["stage"]
-        job = result["job"]
-        if stage == "started":
-            self.prompt, self.cached = job.prompt_tokens, job.cached_tokens
-            return [Started(self._choice, self.prompt, self.cached)]
-        if stage == "prefill":
-            return [Progress(self._choice, result["curr_progress"], result["max_progress"])]
+    def read(
+        self, job: ExLlamaV2DynamicJob, ids: tuple[int, ...], text: str, flags: int, extra: Extra | None
+    ) -> list[EngineEvent]:
+        """The events of one entry; of a cancelled completion none that says so."""
+        extra = extra or _NOTHING
         events: list[EngineEvent] = []
-        ids = result.get("token_ids")
-        text = result.get("text", "")
-        if ids is not None or text:
-            numbers = () if ids is None else tuple(ids[0].tolist())
-            self.generated += len(numbers)
-            events.append(Tokens(self._choice, numbers, text, self._logprobs(numbers, result.get("logits"))))
-        if result["eos"] and result["eos_reason"] != "cancelled":
-            events.append(self._last(result))
+        if flags & STARTED:
+            events.append(Started(self._choice, job.prompt_tokens, job.cached_tokens))
+        if extra.progress is not None:
+            events.append(Progress(self._choice, *extra.progress))
+        if ids or text:
+            events.append(Tokens(self._choice, ids, text, self._logprobs(ids, extra.logits)))
+        if extra.end is not None and extra.end.reason != "cancelled":
+            events.append(self._last(extra.end))
         return events
 
-    def _last(self, result: dict[str, Any]) -> EngineEvent:
-        usage = self._usage(result)
-        reason = _REASONS.get(result["eos_reason"])
+    def _last(self, end: JobEnd) -> EngineEvent:
+        usage = _usage(end.statistics)
+        reason = _REASONS.get(end.reason)
         if reason is None:
-            error = serve_error(result["exception"])
+            error = serve_error(RuntimeError(end.reason) if end.error is None else end.error)
             return Failed(self._choice, error.status, error.type, error.code, error.message, usage)
-        stop = result.get("eos_triggering_token_id", result.get("eos_triggering_string"))
-        return Finished(self._choice, reason, stop, usage)
+        return Finished(self._choice, reason, end.stop, usage)
 
-    def _usage(self, result: dict[str, Any]) -> Usage:
-        return Usage(
-            prompt_tokens=result["prompt_tokens"],
-            completion_tokens=result["new_tokens"],
-            cached_tokens=result["cached_tokens"],
-            drafts_accepted=result.get("accepted_draft_tokens", 0),
-            drafts_rejected=result.get("rejected_draft_tokens", 0),
-            queue_seconds=result["time_enqueued"],
-            prefill_seconds=result["time_prefill"],
-            generate_seconds=result["time_generate"],
-        )
-
-    def _logprobs(self, ids: tuple[int, ...], logits: torch.Tensor | None) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, ids: tuple[int, ...], logits: list[torch.Tensor]) -> tuple[TokenLogprob, ...]:
         """Of the raw logits, before any transform; ties go to the lower id."""
-        if self._top is None or logits is None or not ids:
+        if self._top is None or not logits:
             return ()
-        rows = torch.log_softmax(logits[0, :, : self._vocab_size].double(), dim=-1)
+        rows = torch.log_softmax(torch.stack(logits)[:, : self._vocab_size].double(), dim=-1)
         found = []
         for token, row in zip(ids, rows, strict=True):
             top: tuple[tuple[int, float], ...] = ()
@@ -247,6 +240,19 @@ class Reader:
                 top = tuple(zip(numbers[: self._top].tolist(), map(_finite, values[: self._top].tolist()), strict=True))
             found.append(TokenLogprob(token, _finite(float(row[token])), top))
         return tuple(found)
+
+
+def _usage(statistics: dict[str, Any]) -> Usage:
+    return Usage(
+        prompt_tokens=statistics["prompt_tokens"],
+        completion_tokens=statistics["new_tokens"],
+        cached_tokens=statistics["cached_tokens"],
+        drafts_accepted=statistics.get("accepted_draft_tokens", 0),
+        drafts_rejected=statistics.get("rejected_draft_tokens", 0),
+        queue_seconds=statistics["time_enqueued"],
+        prefill_seconds=statistics["time_prefill"],
+        generate_seconds=statistics["time_generate"],
+    )
 
 
 def _finite(value: float) -> float:
