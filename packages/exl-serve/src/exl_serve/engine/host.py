@@ -639,20 +639,15 @@ class Host:
         }
 
     def _write_status(self, now: float) -> None:
-        generator, status = self._generator, self._status
-        table = generator.page_table
-        unused = table.unreferenced
-        cached = sum(1 for page in table.pages if not page.ref_count and page.valid)
-        decoding = sum(1 for one in self._running.values() if one.job.prefilled)
-        standing = generator.num_pending_jobs()
+        status, found = self._status, self._generator.snapshot()
         status.counts = (
-            decoding,
-            max(0, len(self._running) - decoding - standing),
-            len(self._admission) + standing,
+            max(0, len(self._running) - found.prefilling_jobs - found.queued_jobs),
+            found.prefilling_jobs,
+            len(self._admission) + found.queued_jobs,
             self._admission.queued_tokens,
-            generator.max_pages - unused,
-            cached,
-            unused - cached,
+            found.pinned_pages,
+            found.cached_pages,
+            found.free_pages,
         )
         status.rates = (self._rates.prefill, self._rates.decode)
         status.write()
