@@ -284,7 +284,10 @@ class Host:
 
     def _tell(self, worker: bytes, message: wire.ToWorker) -> None:
         try:
-            self._socket.send_multipart([worker, wire.encode(message)])
+            data = wire.encode(message)
+            # Not send_multipart, which looks at its frames first: this is done every round.
+            self._socket.send(worker, zmq.SNDMORE)
+            self._socket.send(data)
         except wire.WireError as error:
             log.error("a worker cannot be told: %s; its requests are cancelled", error)
             self._leave(worker)
