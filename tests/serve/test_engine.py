@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_generate import ExLlamaV2DynamicJob
+from exl_generate.testing.small import AsAsked
 from exl_serve.config.model import ModelConfig
 from exl_serve.engine import wire
 from exl_serve.engine.admission import Admission, Entry, Rates
-from exl_serve.engine.events import Failed, Finished, Started, Tokens
+from exl_serve.engine.events import Failed, Finished, Progress, Started, Tokens
 from exl_serve.engine.failures import BY_CODE
-from exl_serve.engine.jobs import settings_of
+from exl_serve.engine.jobs import make_job, settings_of
 from exl_serve.engine.local import LocalEngine
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint, EngineRequest, Sampling
@@ -76,8 +78,6 @@ def idle(thread: EngineThread) -> bool:
 
 def library(thread: EngineThread, asked: EngineRequest, choice: int = 0) -> str:
     """What the library writes for the same request."""
-    import torch
-
     ids = torch.from_numpy(np.frombuffer(asked.prompt, "<i4").astype(np.int64))[None]
     job = ExLlamaV2DynamicJob(
         ids,
@@ -167,8 +167,6 @@ def test_constraints_hold(fable: EngineThread) -> None:
 
 
 def test_log_probabilities_are_the_model_s(fable: EngineThread) -> None:
-    import torch
-
     asked = request(fable, logprobs=3, max_tokens=5, sampling=Sampling(temperature=0.7, top_k=5))
 
     async def work(engine: LocalEngine) -> list[Any]:
@@ -188,6 +186,105 @@ def test_log_probabilities_are_the_model_s(fable: EngineThread) -> None:
         assert one.logprob == pytest.approx(float(expected[at, one.id]), abs=1e-3)
         best = expected[at].topk(3)
         assert [i for i, _ in one.top] == best.indices.tolist()
+
+
+def told(events: list[Any], choice: int = 0) -> tuple[list[int], str, list[Any], Any]:
+    """Ids, text, log-probabilities and end of a completion; checks that its events come in order."""
+    own = [e for e in events if e.choice == choice]
+    order = [(Started, Progress, Tokens, Finished).index(type(e)) for e in own]
+    assert order == sorted(order)
+    assert (order.count(0), order.count(3)) == (1, 1)
+    tokens = [e for e in own if isinstance(e, Tokens)]
+    assert all(e.ids or e.text for e in tokens), "an event that says nothing"
+    return (
+        [i for e in tokens for i in e.ids],
+        "".join(e.text for e in tokens),
+        [p for e in tokens for p in e.logprobs],
+        own[-1],
+    )
+
+
+def read_dicts(thread: EngineThread, asked: EngineRequest) -> tuple[list[int], str, torch.Tensor, dict[str, Any]]:
+    """Ids, text, logits and last result of the same request in a generator of its own, read as dicts."""
+    generator = type(thread.generator)(
+        thread.generator.model,
+        type(thread.generator.cache)(thread.generator.model, max_seq_len=1024),
+        thread.generator.tokenizer,
+    )
+    card = thread.card
+    generator.enqueue(make_job(asked, 0, vocab_size=card.vocab_size, eos_ids=card.eos_ids))
+    results: list[dict[str, Any]] = []
+    while generator.num_remaining_jobs():
+        results += generator.iterate()
+    ids = [i for r in results if "token_ids" in r for i in r["token_ids"][0].tolist()]
+    logits = [row for r in results if "logits" in r for row in r["logits"][0]]
+    text = "".join(r.get("text", "") for r in results)
+    return ids, text, torch.stack(logits) if logits else torch.empty(0), results[-1]
+
+
+ASKED: list[dict[str, Any]] = [
+    {"seeds": (1,)},
+    {"seeds": (2,), "stop_strings": (" the", "."), "max_tokens": 60},
+    {"seeds": (3,), "logprobs": 2},
+    {"seeds": (4,), "logprobs": 0, "stop_strings": ("e ",)},
+    {"seeds": (5,), "max_tokens": 0},
+    {"seeds": (6,), "banned_strings": ("and", "a"), "logprobs": 1, "max_tokens": 30},
+    {"seeds": (7,), "token_healing": True},
+]
+REASONS = {"stop_token": "stop_token", "stop_string": "stop_string", "max_new_tokens": "length"}
+
+
+def test_events_say_what_the_library_s_results_say(fable: EngineThread) -> None:
+    """Of requests that run together, some with log-probabilities and some without."""
+    requests = [request(fable, sampling=Sampling(temperature=0.9), **fields) for fields in ASKED]
+
+    async def work(engine: LocalEngine) -> list[Sink]:
+        sinks = [Sink() for _ in requests]
+        for asked, sink in zip(requests, sinks, strict=True):
+            await engine.submit(asked, sink)
+        for sink in sinks:
+            await sink.ended()
+        return sinks
+
+    for asked, sink in zip(requests, on(fable, work), strict=True):
+        ids, text, logprobs, end = told(sink.events)
+        expected_ids, expected_text, logits, last = read_dicts(fable, asked)
+        assert (ids, text) == (expected_ids, expected_text)
+        assert end.reason == REASONS[last["eos_reason"]]
+        assert end.stop == last.get("eos_triggering_token_id", last.get("eos_triggering_string"))
+        assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (last["prompt_tokens"], last["new_tokens"])
+        if asked.logprobs is None:
+            assert logprobs == []
+            continue
+        assert [p.id for p in logprobs] == ids
+        assert [len(p.top) for p in logprobs] == [asked.logprobs] * len(ids)
+        rows = torch.log_softmax(logits[:, : fable.card.vocab_size].double(), -1)
+        assert [p.logprob for p in logprobs] == pytest.approx(
+            [float(rows[at, i]) for at, i in enumerate(ids)], abs=1e-3
+        )
+    assert idle(fable)
+
+
+def test_several_tokens_of_a_round_are_one_event(fable: EngineThread) -> None:
+    """Of a completion whose guesses hold."""
+    asked = request(fable, "one two one two one two one two", max_tokens=200, logprobs=1, ignore_eos=True)
+    thread = EngineThread(ModelConfig(id="guessing", path=fable.card.folder, device="cpu", ngram=True))
+    thread.generator.drafter.length = AsAsked(thread.generator.num_draft_tokens)  # whatever it costs
+
+    async def work(engine: LocalEngine) -> list[Any]:
+        sink = Sink()
+        await engine.submit(asked, sink)
+        return await sink.ended()
+
+    try:
+        events = on(thread, work)
+    finally:
+        thread.close()
+    ids, text, logprobs, end = told(events)
+    assert (ids, text) == read_dicts(fable, asked)[:2]
+    assert [p.id for p in logprobs] == ids
+    assert end.usage.drafts_accepted > 0
+    assert sum(isinstance(e, Tokens) for e in events) <= len(ids) - end.usage.drafts_accepted
 
 
 def test_cancelling_frees_everything(scripted: EngineThread) -> None:
