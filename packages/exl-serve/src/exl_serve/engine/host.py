@@ -10,7 +10,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,11 +23,11 @@ from exl_serve.engine.admission import Admission, Entry, Rates
 from exl_serve.engine.client import ModelCard
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Tokens
 from exl_serve.engine.failures import serve_error
+from exl_serve.engine.groups import Group, Running
 from exl_serve.engine.jobs import END, FIRST, HELD, STARTED, Reader, compile_constraints, make_job
 from exl_serve.engine.status import StatusWriter
 from exl_serve.engine.turns import Turns
 from exl_serve.errors import ServeError
-from exl_serve.request.internal import EngineRequest
 
 if TYPE_CHECKING:
     from exl_generate import ExLlamaV2DynamicJob, RoundColumns
@@ -47,49 +46,6 @@ TOO_LATE = "the request's deadline has passed: allow more time, or ask for fewer
 IDLE_SECONDS, BUSY_WAIT = 1.0, 0.02
 STATUS_SECONDS, GREET_SECONDS = 0.1, 1.0
 COMPILERS, COMPILERS_OF_A_KEY = 4, 2
-
-
-@dataclass(eq=False)
-class _Group:
-    """One request: its completions, of which the later ones begin when the first has computed the prompt."""
-
-    worker: bytes
-    tag: int
-    request: EngineRequest
-    filters: Sequence[Any] = ()
-    loras: Sequence[Any] = ()
-    #: the job of the first completion, while the request is queued
-    first: ExLlamaV2DynamicJob | None = None
-    #: by choice
-    running: dict[int, _Running] = field(default_factory=dict)
-    waiting: list[int] = field(default_factory=list)
-    #: tokens of all completions so far
-    generated: int = 0
-    cancelled: bool = False
-    paused: bool = False
-    entry: Entry | None = None
-    #: its constraints are being compiled, or wait for that
-    compiling: bool = False
-
-
-class _Running:
-    """A completion that the generator has queued or runs, with all that is needed for each of its tokens."""
-
-    __slots__ = ("account", "choice", "group", "job", "number", "reader", "tag", "worker")
-
-    def __init__(self, group: _Group, choice: int, job: ExLlamaV2DynamicJob, reader: Reader) -> None:
-        request = group.request
-        self.group, self.choice, self.job, self.reader = group, choice, job, reader
-        self.worker, self.tag = group.worker, group.tag
-        #: whose tokens they are, for `Admission.charge`
-        self.account = (request.key, request.weight)
-        assert job.serial_number is not None
-        self.number = job.serial_number
-
-    @property
-    def serial(self) -> int:
-        """As it stands in columns."""
-        return self.number & 0xFFFFFFFF
 
 
 class Host:
@@ -122,16 +78,16 @@ class Host:
         #: seconds that a round lasts at least, by the jobs in it: for test engines
         self._round_floor = round_floor
         self._workers: dict[bytes, float] = {}
-        self._groups: dict[tuple[bytes, int], _Group] = {}
+        self._groups: dict[tuple[bytes, int], Group] = {}
         #: by serial number as it stands in columns
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, Running] = {}
         #: tokens of this round that no key has been charged for yet
         self._uncharged: dict[tuple[str, float], int] = {}
         self._outgoing: defaultdict[bytes, list[tuple[int, Any]]] = defaultdict(list)
         #: no request's deadline passes before this time
         self._soonest = math.inf
         self._compilers: ThreadPoolExecutor | None = None
-        self._turns: Turns[_Group] = Turns(COMPILERS, COMPILERS_OF_A_KEY)
+        self._turns: Turns[Group] = Turns(COMPILERS, COMPILERS_OF_A_KEY)
         self._compiled: deque[Callable[[], None]] = deque()
         self._rates = Rates()
         self._stopping = False
@@ -303,7 +259,7 @@ class Host:
         for worker, events in outgoing.items():
             self._tell(worker, wire.Round(events))
 
-    def _emit(self, group: _Group, events: Sequence[EngineEvent]) -> None:
+    def _emit(self, group: Group, events: Sequence[EngineEvent]) -> None:
         self._outgoing[group.worker] += [(group.tag, event) for event in events]
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -313,7 +269,7 @@ class Host:
             log.warning("a worker has used the tag of a running request again; its requests are cancelled")
             self._leave(worker)
             return
-        group = _Group(worker, message.tag, message.request, waiting=list(range(message.request.n)))
+        group = Group(worker, message.tag, message.request, waiting=list(range(message.request.n)))
         try:
             if self._draining:
                 raise ServeError.unavailable("draining", "this engine is about to stop: try again elsewhere", 5.0)
@@ -330,7 +286,7 @@ class Host:
         except Exception as error:
             self._refuse(group, error)
 
-    def _compile(self, group: _Group) -> None:
+    def _compile(self, group: Group) -> None:
         """On another thread: a grammar may take seconds. Raises ServeError 429 where too many wait for that."""
         self._admission.check_room(len(self._turns), self._rates)
         group.compiling = True
@@ -343,7 +299,7 @@ class Host:
         while (group := self._turns.take()) is not None:
             self._compilers.submit(self._compile_one, group)
 
-    def _compile_one(self, group: _Group) -> None:
+    def _compile_one(self, group: Group) -> None:
         """On a thread of the pool."""
         generator = self._generator
         made: Sequence[Any] | Exception
@@ -356,7 +312,7 @@ class Host:
         if not self._stopping:
             self.wake()
 
-    def _compiled_for(self, group: _Group, made: Sequence[Any] | Exception) -> None:
+    def _compiled_for(self, group: Group, made: Sequence[Any] | Exception) -> None:
         self._turns.done(group.request.key)
         self._compile_next()
         if group.cancelled:
@@ -370,7 +326,7 @@ class Host:
         except Exception as error:
             self._refuse(group, error)
 
-    def _enter(self, group: _Group) -> None:
+    def _enter(self, group: Group) -> None:
         """Into the queue, once it is known that it can run. Raises ServeError."""
         request = group.request
         job = self._job(group, 0)
@@ -392,7 +348,7 @@ class Host:
         group.first = job
         self._tell(group.worker, wire.Accepted(group.tag))
 
-    def _job(self, group: _Group, choice: int) -> ExLlamaV2DynamicJob:
+    def _job(self, group: Group, choice: int) -> ExLlamaV2DynamicJob:
         return make_job(
             group.request,
             choice,
@@ -402,7 +358,7 @@ class Host:
             loras=group.loras,
         )
 
-    def _refuse(self, group: _Group, error: Exception) -> None:
+    def _refuse(self, group: Group, error: Exception) -> None:
         if group.cancelled:
             return
         found = serve_error(error)
@@ -423,7 +379,7 @@ class Host:
                 return
             self._start(entry.payload, 0)
 
-    def _start(self, group: _Group, choice: int) -> None:
+    def _start(self, group: Group, choice: int) -> None:
         try:
             job, group.first = group.first if choice == 0 else None, None
             job = self._job(group, choice) if job is None else job
@@ -438,7 +394,7 @@ class Host:
         if group.paused:
             job.pause()
         group.waiting.remove(choice)
-        one = _Running(group, choice, job, Reader(group.request, choice, self._card.vocab_size))
+        one = Running(group, choice, job, Reader(group.request, choice, self._card.vocab_size))
         group.running[choice] = self._running[one.serial] = one
 
     def _set_paused(self, worker: bytes, tag: int, paused: bool) -> None:
@@ -451,7 +407,7 @@ class Host:
                 else:
                     one.job.unpause()
 
-    def _drop(self, group: _Group, *, forget: bool = True) -> None:
+    def _drop(self, group: Group, *, forget: bool = True) -> None:
         """Cancel what is left of a request; `forget`: also what has not been told of it."""
         group.cancelled = True
         self._groups.pop((group.worker, group.tag), None)
@@ -469,7 +425,7 @@ class Host:
         if left and forget:
             self._outgoing[group.worker] = [pair for pair in left if pair[0] != group.tag]
 
-    def _end_running(self, one: _Running) -> None:
+    def _end_running(self, one: Running) -> None:
         """Forget a completion that has ended, or is to end."""
         del self._running[one.serial], one.group.running[one.choice]
 
@@ -489,7 +445,7 @@ class Host:
         left = (group.request.deadline for group in self._groups.values())
         self._soonest = min((deadline for deadline in left if deadline is not None), default=math.inf)
 
-    def _end_late(self, group: _Group) -> None:
+    def _end_late(self, group: Group) -> None:
         for choice in self._unfinished(group):
             self._emit(group, [Failed(choice, 408, "timeout", "deadline_exceeded", TOO_LATE)])
         self._drop(group, forget=False)
@@ -541,7 +497,7 @@ class Host:
         self._charge()
         return tokens
 
-    def _deliver_more(self, one: _Running, ids: tuple[int, ...], text: str, flags: int, extra: Extra | None) -> None:
+    def _deliver_more(self, one: Running, ids: tuple[int, ...], text: str, flags: int, extra: Extra | None) -> None:
         """Tell an entry that says more than tokens."""
         group, job = one.group, one.job
         events = one.reader.read(job, ids, text, flags, extra)
@@ -567,7 +523,7 @@ class Host:
             self._admission.charge(*account, generated=new)
         self._uncharged.clear()
 
-    def _ended_one(self, group: _Group) -> None:
+    def _ended_one(self, group: Group) -> None:
         if not group.running and group.waiting and not group.cancelled:
             # The first has failed before its prompt was computed: the others try for themselves.
             self._start(group, group.waiting[0])
@@ -629,10 +585,10 @@ class Host:
             self._drop(group, forget=False)
         return bool(groups)
 
-    def _unfinished(self, group: _Group) -> list[int]:
+    def _unfinished(self, group: Group) -> list[int]:
         return sorted([*group.waiting, *group.running])
 
-    def _summary(self, group: _Group) -> dict[str, Any]:
+    def _summary(self, group: Group) -> dict[str, Any]:
         return {
             "id": group.request.id,
             "key": group.request.key,

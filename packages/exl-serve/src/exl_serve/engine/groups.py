@@ -1,0 +1,59 @@
+"""What the engine process keeps of a request: its completions, and where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from exl_serve.engine.admission import Entry
+from exl_serve.engine.jobs import Reader
+from exl_serve.request.internal import EngineRequest
+
+if TYPE_CHECKING:
+    from exl_generate import ExLlamaV2DynamicJob
+
+__all__ = ["Group", "Running"]
+
+
+@dataclass(eq=False)
+class Group:
+    """One request: its completions, of which the later ones begin when the first has computed the prompt."""
+
+    worker: bytes
+    tag: int
+    request: EngineRequest
+    filters: Sequence[Any] = ()
+    loras: Sequence[Any] = ()
+    #: the job of the first completion, while the request is queued
+    first: ExLlamaV2DynamicJob | None = None
+    #: by choice
+    running: dict[int, Running] = field(default_factory=dict)
+    waiting: list[int] = field(default_factory=list)
+    #: tokens of all completions so far
+    generated: int = 0
+    cancelled: bool = False
+    paused: bool = False
+    entry: Entry | None = None
+    #: its constraints are being compiled, or wait for that
+    compiling: bool = False
+
+
+class Running:
+    """A completion that the generator has queued or runs, with all that is needed for each of its tokens."""
+
+    __slots__ = ("account", "choice", "group", "job", "number", "reader", "tag", "worker")
+
+    def __init__(self, group: Group, choice: int, job: ExLlamaV2DynamicJob, reader: Reader) -> None:
+        request = group.request
+        self.group, self.choice, self.job, self.reader = group, choice, job, reader
+        self.worker, self.tag = group.worker, group.tag
+        #: whose tokens they are, for `Admission.charge`
+        self.account = (request.key, request.weight)
+        assert job.serial_number is not None
+        self.number = job.serial_number
+
+    @property
+    def serial(self) -> int:
+        """As it stands in columns."""
+        return self.number & 0xFFFFFFFF
