@@ -10,13 +10,25 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from make_random_model import SHAPES, Shape, llama_config, write_tokenizer
+from make_random_model import SHAPES, llama_config, write_tokenizer
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
-from exl_core.modules import Attention, Embedding, Head, Linear, RMSNorm
+from exl_core.modules import (
+    Attention,
+    Embedding,
+    Head,
+    LayerNorm,
+    Linear,
+    Module,
+    MoE,
+    Norm,
+    ParallelDecoder,
+)
+from exl_core.modules.sublayer import SubLayer
 from exl_kernels import _native
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear_cuda import CudaQuantMatrix
@@ -113,61 +125,46 @@ class _Copies:
                 parts = tuple(tensors[key] for key in keys)
                 self.layout = _native.CudaLayout.from_gptq("random", parts, 4, False, None, 16)
 
-    def make(self, name: str) -> QuantMatrix:
+    def make(self, name: str, bias: bool = False, prescale: float = 1.0) -> QuantMatrix:
+        """With a bias of zeros, if it is to have one."""
         if self.layout is None:
             make = QuantMatrix.from_exl2 if self.format == "exl2" else QuantMatrix.from_gptq
-            return make(self.tensors, compute="exact", name=name)
+            return make(self.tensors, compute="exact", name=name, prescale=prescale)
         weights = self.layout.in_features * self.layout.out_features
         bits = 8.0 * sum(t.nbytes for t in self.tensors.values()) / weights
-        return CudaQuantMatrix(self.layout, self.device, self.format, bits, None, 1.0, "int8", name)
+        zeros = torch.zeros(self.layout.out_features) if bias else None
+        return CudaQuantMatrix(self.layout, self.device, self.format, bits, zeros, prescale, "int8", name)
 
 
 def build(shape_name: str, recipe_name: str, max_seq_len: int, device: str = "cuda:0") -> ExLlamaV2:
     """A loaded model of a shape ("8b", "qwen3-8b", ..) and recipe; config and tokenizer lie in a folder."""
-    shape, recipe = SHAPES[shape_name], RECIPES[recipe_name]
+    config = llama_config(SHAPES[shape_name], max_seq_len, rope_theta=500000.0)
+    return build_config(config, recipe_name, device)
+
+
+def build_config(config_json: dict[str, Any], recipe_name: str, device: str = "cuda:0") -> ExLlamaV2:
+    """A loaded model of any family's config.json: norms are ones, routers float, all else as the recipe says."""
+    recipe = RECIPES[recipe_name]
     torch.manual_seed(1)
     folder = Path(tempfile.mkdtemp(prefix="exl-bench-"))
-    _write_config(folder, shape, max_seq_len)
+    (folder / "config.json").write_text(json.dumps(config_json))
     config = ExLlamaV2Config()
     config.model_dir = str(folder)
     config.prepare(no_tensors=True)
+    write_tokenizer(folder, config.vocab_size)
     model = ExLlamaV2(config)
     place = torch.device(device)
-    made: dict[str, _Copies] = {}
-    orders: dict[str, Tensor] = {}
-
-    def order_of(part: str, k: int) -> Tensor:
-        """q, k and v share one permutation, gate and up another: as in the reference's files."""
-        shared = next((name for name in ("qkv", "gateup") if part.split(".")[-1].split("_")[0] in name), part)
-        return orders.setdefault(shared, torch.randperm(k).to(torch.int32))
-
-    def fill(linear: Linear, part: str) -> None:
-        k, n = linear.in_features, linear.out_features
-        if part not in made:
-            if recipe.format == "exl2" or part == "head":
-                widths = (HEAD_BITS, HEAD_BITS) if part == "head" else recipe.widths.get(part, recipe.widths.get(""))
-                made[part] = _Copies(exl2_tensors(k, n, widths, order_of(part, k)), "exl2", place)
-            else:
-                made[part] = _Copies(gptq_tensors(k, n), "gptq", place)
-        linear.matrix = made[part].make(linear.key)
-
+    weights = _Weights(recipe, place)
     for module in model.modules:
         if isinstance(module, Embedding):
-            rows = torch.randn(1024, shape.hidden).to(place, torch.float16)
-            module.weight = rows.repeat(-(-shape.vocab // 1024), 1)[: shape.vocab]
-        elif isinstance(module, RMSNorm):
-            module.weight = torch.ones(shape.hidden, device=place)
+            rows = torch.randn(1024, config.hidden_size).to(place, torch.float16)
+            module.weight = rows.repeat(-(-config.vocab_size // 1024), 1)[: config.vocab_size]
+        elif isinstance(module, Norm):
+            _fill_norm(module, place)
         elif isinstance(module, Head):
-            fill(module.linear, "head")
+            weights.fill(module.linear, "head")
         else:
-            module.norm.weight = torch.ones(shape.hidden, device=place)
-            if shape.head_norms and isinstance(module, Attention):
-                for norm in (module.q_norm, module.k_norm):
-                    norm.weight = torch.ones(shape.hidden // shape.heads, device=place)
-            for linear in module.submodules():
-                fill(linear, ".".join(linear.key.split(".")[-2:]))
-            if hasattr(module, "_fuse"):
-                module.block = module._fuse()
+            _fill_layer(module, weights, place)
     model.device = place
     model.placement.names = [device] * len(model.modules)
     model.cache_map = {m.layer_idx: device for m in model.modules if isinstance(m, Attention)}
@@ -175,7 +172,54 @@ def build(shape_name: str, recipe_name: str, max_seq_len: int, device: str = "cu
     return model
 
 
-def _write_config(folder: Path, shape: Shape, max_seq_len: int) -> None:
-    config = llama_config(shape, max_seq_len, rope_theta=500000.0)
-    (folder / "config.json").write_text(json.dumps(config))
-    write_tokenizer(folder, shape.vocab)
+def _fill_norm(norm: Norm, place: torch.device) -> None:
+    norm.weight = torch.ones(norm.shapes[0], device=place)
+    if isinstance(norm, LayerNorm) and norm.has_bias:
+        norm.bias = torch.zeros(norm.shapes[0], device=place)
+
+
+def _fill_layer(module: Module, weights: _Weights, place: torch.device) -> None:
+    holders = [module, module.mlp] if isinstance(module, ParallelDecoder) else [module]
+    for norm in (value for holder in holders for value in vars(holder).values() if isinstance(value, Norm)):
+        _fill_norm(norm, place)
+    routing = {module.router, module.shared_gate} if isinstance(module, MoE) else set()
+    for linear in module.submodules():
+        if linear in routing:
+            values = torch.randn(linear.out_features, linear.in_features) * WEIGHT_STD
+            linear.matrix = QuantMatrix.from_float(values.half(), device=place, name=linear.key)
+        else:
+            weights.fill(linear, ".".join(linear.key.split(".")[-2:]))
+    if isinstance(module, MoE):
+        module.group()
+    for holder in holders:
+        if isinstance(holder, SubLayer):
+            holder.block = holder._fuse()
+
+
+class _Weights:
+    """Matrices of a recipe: of each part of a layer one is drawn and repacked."""
+
+    def __init__(self, recipe: Recipe, place: torch.device) -> None:
+        self._recipe, self._place = recipe, place
+        self._made: dict[tuple[str, int, int], _Copies] = {}
+        self._orders: dict[tuple[str, int], Tensor] = {}
+
+    def fill(self, linear: Linear, part: str) -> None:
+        k, n = linear.in_features, linear.out_features
+        part = part if part == "head" else part.split(".")[-1] if part.split(".")[0].isdigit() else part
+        made = self._made.get((part, k, n))
+        if made is None:
+            made = self._made[part, k, n] = _Copies(*self._tensors(part, k, n), self._place)
+        linear.matrix = made.make(linear.key, linear.spec.bias, linear.spec.prescale)
+
+    def _tensors(self, part: str, k: int, n: int) -> tuple[dict[str, Tensor], str]:
+        if self._recipe.format != "exl2" and part != "head":
+            return gptq_tensors(k, n), "gptq"
+        widths = self._recipe.widths.get(part, self._recipe.widths.get("", (4, 4)))
+        widths = (HEAD_BITS, HEAD_BITS) if part == "head" else widths
+        return exl2_tensors(k, -(-n // 32) * 32, widths, self._order_of(part, k)), "exl2"
+
+    def _order_of(self, part: str, k: int) -> Tensor:
+        """q, k and v share one permutation, gate and up another: as in the reference's files."""
+        shared = next((name for name in ("qkv", "gateup") if part.split(".")[-1].split("_")[0] in name), part)
+        return self._orders.setdefault((shared, k), torch.randperm(k).to(torch.int32))

@@ -7,6 +7,7 @@ mod attention;
 mod block;
 mod cuda;
 mod cuda_attention;
+mod cuda_experts;
 mod cuda_fused;
 mod cuda_matrix;
 mod cuda_operands;
@@ -49,6 +50,8 @@ mod _native {
         AttentionWorkspace, CudaPages, MatmulInput, NewKeys, cuda_attention_plan, cuda_kv_transfer,
         cuda_paged_attention,
     };
+    #[pymodule_export]
+    use crate::cuda_experts::{CudaExperts, ExpertRouter};
     #[pymodule_export]
     use crate::cuda_fused::{StepStage, cuda_add_rms_norm, cuda_embed, cuda_rope_store};
     #[pymodule_export]

@@ -18,11 +18,13 @@ __all__ = [
     "BatchWorkspace",
     "BlockNorm",
     "CudaCard",
+    "CudaExperts",
     "CudaLayout",
     "CudaMatrix",
     "CudaPages",
     "CudaRing",
     "CudaShape",
+    "ExpertRouter",
     "Launch",
     "MatmulInput",
     "Matrix",
@@ -197,6 +199,45 @@ class CudaCard:
     def named(name: str) -> CudaCard | None:
         """
         A card of `cuda_cards` with the code of a build for it, or None.
+        """
+
+@final
+class CudaExperts:
+    """
+    The quantized gated MLPs of a layer, of which every row takes some.
+    """
+    def __new__(cls, /, matrices: Sequence[Sequence[CudaMatrix]], activation: str) -> CudaExperts:
+        """
+        (gate, up, down) of each expert, all on one GPU. ValueError says what cannot be launched together.
+        """
+    def run(
+        self,
+        /,
+        table: Tensor,
+        h: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        scratch: Tensor,
+        out: Tensor,
+        launch: Launch,
+        *,
+        shared: Tensor | None = None,
+        shared_weights: Tensor | None = None,
+        residual: Tensor | None = None,
+        tuning: Sequence[int] | None = None,
+    ) -> None:
+        """
+        out [rows, hidden] = residual + sum of weights * the experts of h, + shared * shared_weights; all float16, but `weights` and
+        `shared_weights` float32. `ids` int64 and `weights` [rows, chosen]; `table` as `table` gave it, `scratch` uint8. `tuning`, row tiles
+        of a block of gate and up and of down, is for benchmarks.
+        """
+    def scratch_bytes(self, /, rows: int, chosen: int) -> int:
+        """
+        Bytes of scratch memory of a call.
+        """
+    def table(self, /) -> bytes:
+        """
+        What the launches read of all experts: bytes to be placed in the GPU's memory.
         """
 
 @final
@@ -437,6 +478,26 @@ class CudaShape:
     def from_gptq(
         name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor | None], bits: int, v2: bool, group_size: int | None
     ) -> CudaShape: ...
+
+@final
+class ExpertRouter:
+    """
+    How the rows of a router's logits become experts and weights: made once with the layer.
+    """
+    def __new__(
+        cls, /, weight: Tensor, bias: Tensor | None, prescale: float, chosen: int, normalize: bool, jitter: float | None
+    ) -> ExpertRouter:
+        """
+        Logits (h @ weight^T + bias) * prescale; `weight` [experts, hidden] float16 or bfloat16, `bias` float32. `jitter` not negative: the
+        sparse choice of two.
+        """
+    def route(
+        self, /, h: Tensor, logits: Tensor, arrivals: Tensor, ids: Tensor, weights: Tensor, launch: Launch
+    ) -> None:
+        """
+        The experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32
+        [rows, experts] is scratch, `arrivals` int32 [rows] zeros before and after.
+        """
 
 @final
 class Launch:

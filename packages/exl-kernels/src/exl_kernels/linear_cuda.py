@@ -254,6 +254,15 @@ class CudaFloatMatrix(_CudaMatrix):
             product += self._bias
         return (product * self._prescale).float()
 
+    def stored(self) -> tuple[Tensor, Tensor | None]:
+        """The weight [N, K] as it is held, float16 or bfloat16, and the bias float32 [N] or None."""
+        return self._weight, self._bias
+
+    @property
+    def prescale(self) -> float:
+        """What (x @ W + bias) is multiplied by."""
+        return self._prescale
+
     def dequantize(self) -> Tensor:
         """The transposed weight [K, N], rounded to float16."""
         return self._weight.t().to(torch.float16).contiguous()

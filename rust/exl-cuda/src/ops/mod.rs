@@ -4,6 +4,7 @@ pub mod attention;
 pub mod batch;
 pub mod elementwise;
 pub mod embedding;
+pub mod experts;
 pub mod few;
 pub mod kv;
 pub mod linear;
@@ -61,6 +62,7 @@ pub(crate) fn kernels_of(file: &str) -> Vec<String> {
         "kv" => kv::kernels(),
         "sampling" => sampling::kernels(),
         _ if file.starts_with("attention_") => attention::kernels(file),
+        _ if file.starts_with("experts") => experts::kernels(file),
         _ => linear::kernels(file),
     }
 }
@@ -105,6 +107,8 @@ mod tests {
             "matmul_gptq_32",
             "attention_decode_q6",
             "attention_prefill_fp16",
+            "experts",
+            "experts_gptq_32",
             "norm",
             "sampling",
         ];

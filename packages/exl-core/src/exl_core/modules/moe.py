@@ -11,8 +11,13 @@ from torch import Tensor
 
 from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
+from exl_kernels.experts import MOST_PAIRS, ExpertRouter, GroupedExperts, why_apart
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear_cuda import INVARIANT_ROWS, CudaFloatMatrix
 
 from ..architectures.base import Activation
+from ..loading.checkpoint import TensorSource
+from ..parallel.matrix import SplitMatrix
 from ..parallel.transfer import send
 from .description import MlpDescription
 from .linear import Linear
@@ -53,6 +58,12 @@ class Expert:
     def __iter__(self) -> Iterator[Linear]:
         return iter((self.gate, self.up, self.down))
 
+    def matrices(self) -> tuple[QuantMatrix, QuantMatrix, QuantMatrix] | None:
+        """The loaded matrices; None where one is cut over devices or has columns that pad it."""
+        if any(isinstance(m.matrix, SplitMatrix) or m.stored_features != m.out_features for m in self):
+            return None
+        return self.gate.quant, self.up.quant, self.down.quant
+
 
 class MoE(FeedForward):
     """inner(h) = sum over the chosen experts of p_e * down_e(act(gate_e(h)) * up_e(h)) [+ the shared expert's output].
@@ -62,10 +73,13 @@ class MoE(FeedForward):
     logits are float32 on a GPU too, where all else is half: rounding them would choose other experts wherever two are
     nearly as likely. Each row's contributions are added from the likeliest expert to the least, whatever rows are in
     the call, so that batching cannot change a bit.
+
+    On a GPU the quantized experts of few rows share launches that read there which of them are chosen
+    (`exl_kernels.experts`), to the bits of one expert after the other, as which they run anywhere else: more rows,
+    float matrices, adapters on experts, experts on several devices.
     """
 
     name = "MoEMLP"
-    capturable = False  # which experts run is decided on the host
 
     def __init__(
         self,
@@ -91,6 +105,30 @@ class MoE(FeedForward):
         self.jitter = jitter
         self.shared = shared
         self.shared_gate = shared_gate
+        self.capturable = False  # unless experts share launches: else the host decides which ones run
+        self._router: ExpertRouter | None = None
+        self._grouped: GroupedExperts | None = None
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        super().load(source, device)
+        self.group()
+
+    def unload(self) -> None:
+        self.capturable, self._router, self._grouped = False, None, None
+        super().unload()
+
+    def group(self) -> None:
+        """Let the loaded experts share launches where they can."""
+        router = self.router.loaded_matrix
+        experts = [expert.matrices() for expert in self.experts]
+        if isinstance(router, CudaFloatMatrix) and router.in_features % 8 == 0:
+            self._router = ExpertRouter(router, self.chosen, self.normalize, self.jitter)
+        if self.chosen * INVARIANT_ROWS > MOST_PAIRS or any(parts is None for parts in experts):
+            return
+        whole = [parts for parts in experts if parts is not None]
+        if why_apart(whole, self.activation) is None and whole[0][0].device == router.device:
+            self._grouped = GroupedExperts(whole, self.activation)
+            self.capturable = True
 
     def describe(self) -> MlpDescription:
         return MlpDescription(kind_of(self.norm), kind_of(self.post), True, self.activation, len(self.experts))
@@ -105,7 +143,17 @@ class MoE(FeedForward):
         if self.shared_gate is not None:
             yield self.shared_gate
 
+    def forward_unfused(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+        grouped = None if self.post is not None else self._grouped_for(x, loras)
+        if grouped is None:
+            return super().forward_unfused(x, loras)
+        h = x if self.norm is None else self.norm.forward(x)
+        return self._together(grouped, h, loras, residual=x, out=x)
+
     def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+        grouped = self._grouped_for(h, loras)
+        if grouped is not None:
+            return self._together(grouped, h, loras)
         weights, indices = self.route(h, loras)
         parts = self._outputs(h, indices, loras)
         y = parts[:, 0] * weights[:, :1]
@@ -117,12 +165,37 @@ class MoE(FeedForward):
 
     def route(self, h: Tensor, loras: Sequence[Adapter] = ()) -> tuple[Tensor, Tensor]:
         """(weights float32, expert numbers int64), both [T, chosen], likeliest first."""
+        if self._router is not None and h.dtype == torch.float16 and not self.router.adapted(loras):
+            return self._router(h)
         logits = self.router.forward_precise(h, loras)
         if self.jitter is not None:
             return sparse_mixture(logits, self.jitter)
         probabilities = logits.softmax(dim=-1)
         weights, indices = probabilities.topk(self.chosen, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
+
+    def _grouped_for(self, h: Tensor, loras: Sequence[Adapter]) -> GroupedExperts | None:
+        """The experts of `h` in shared launches; None where they run one after the other."""
+        if self._grouped is None or h.dtype != torch.float16 or h.shape[0] * self.chosen > MOST_PAIRS:
+            return None
+        if loras and any(linear.adapted(loras) for expert in self.experts for linear in expert):
+            return None
+        return self._grouped
+
+    def _together(
+        self,
+        grouped: GroupedExperts,
+        h: Tensor,
+        loras: Sequence[Adapter],
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        weights, indices = self.route(h, loras)
+        shared = None if self.shared is None else self.shared.inner(h, loras)
+        gate = None
+        if self.shared_gate is not None:
+            gate = activate(self.shared_gate.forward_precise(h, loras), "sigmoid")
+        return grouped(h, weights, indices, shared=shared, shared_weights=gate, residual=residual, out=out)
 
     def _outputs(self, h: Tensor, indices: Tensor, loras: Sequence[Adapter]) -> Tensor:
         """Unweighted outputs float32 [T, chosen, hidden]: every expert runs once, over the rows that chose it."""

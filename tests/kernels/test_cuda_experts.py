@@ -1,0 +1,276 @@
+"""Experts that share launches against one expert after the other, to the bit, and against float64; needs a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_kernels.activation import gated_activation
+from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
+from exl_kernels.experts import MOST_PAIRS, ExpertRouter, GroupedExperts, why_apart
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear_cuda import CudaFloatMatrix, CudaQuantMatrix
+from exl_kernels.reference import experts as reference
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_cuda_linear import exl2_tensors, gptq_tensors, rms
+
+pytestmark = pytest.mark.cuda
+
+Expert = tuple[CudaQuantMatrix, CudaQuantMatrix, CudaQuantMatrix]
+
+
+def exl2(k: int, n: int, entry: int, number: int, order: Tensor | None = None, **options: Any) -> CudaQuantMatrix:
+    """Widths differ by expert; order: the permutation of K."""
+    if entry == 128:
+        width = (4, 5, 3)[number % 3]
+        groups = [(width, 128)] * (k // 128) + ([(width, k % 128)] if k % 128 else [])
+        groups[0] = (min(8, (6, 8, 4)[number % 3]), groups[0][1])
+    else:
+        groups = [((8, 6, 5, 4, 3, 2)[min(5, (number + i) // 3 % 6)], 32) for i in range(k // 32)]
+        groups.sort(reverse=True)
+    tensors = exl2_tensors(groups, n, seed=17 * number + n + k)
+    tensors["q_scale_max"] *= 0.1
+    if order is not None:
+        tensors["q_invperm"] = order
+    made = QuantMatrix.from_exl2(tensors, device="cuda", name=f"expert {number}", **options)
+    assert isinstance(made, CudaQuantMatrix)
+    return made
+
+
+def gptq(k: int, n: int, group: int, number: int, act_order: bool = False) -> CudaQuantMatrix:
+    tensors = gptq_tensors(4, k, group, n, act_order, seed=31 * number + n)
+    tensors["scales"] *= 0.1
+    made = QuantMatrix.from_gptq(tensors, bits=4, group_size=group, device="cuda", name=f"expert {number}")
+    assert isinstance(made, CudaQuantMatrix)
+    return made
+
+
+def experts_of(kind: str, count: int, hidden: int, width: int) -> list[Expert]:
+    """kind: format and group, `-own` where gate and up have permutations of their own, `-act` with act-order."""
+    found: list[Expert] = []
+    for number in range(count):
+        name, entry = kind.split("-")[:2]
+        if name == "exl2":
+            shared = None
+            if "own" not in kind:
+                shared = torch.randperm(hidden, generator=torch.Generator().manual_seed(number)).to(torch.int32)
+            # Gate and up of other widths have other places of padding rows.
+            up = number if "own" not in kind else number + 1
+            gate, raised, down = (
+                exl2(hidden, width, int(entry), number, shared),
+                exl2(hidden, width, int(entry), up, shared),
+                exl2(width, hidden, int(entry), number + 1),
+            )
+        else:
+            acts = "act" in kind
+            gate, raised, down = (
+                gptq(hidden, width, int(entry), 3 * number, acts),
+                gptq(hidden, width, int(entry), 3 * number + 1, acts),
+                gptq(width, hidden, int(entry), 3 * number + 2, acts),
+            )
+        found.append((gate, raised, down))
+    return found
+
+
+def one_by_one(
+    h: Tensor, weights: Tensor, ids: Tensor, experts: Sequence[Expert], activation: Any, **more: Tensor | None
+) -> Tensor:
+    """Expert after expert over the rows that chose it, then the weighted sum in the order of choice."""
+    parts = torch.empty((*ids.shape, h.shape[1]), dtype=torch.float32, device=h.device)
+    for number, (gate, up, down) in enumerate(experts):
+        rows, places = (ids == number).nonzero(as_tuple=True)
+        if len(rows):
+            x = h[rows]
+            inner = gated_activation(gate.matmul(x), up.matmul(x), activation)
+            parts[rows, places] = down.matmul(inner).float()
+    y = parts[:, 0] * weights[:, :1]
+    for c in range(1, ids.shape[1]):
+        y += parts[:, c] * weights[:, c : c + 1]
+    shared, factors, residual = (more.get(name) for name in ("shared", "shared_weights", "residual"))
+    if shared is not None:
+        y += shared.float() if factors is None else shared.float() * factors.view(-1, 1)
+    return y.half() if residual is None else residual.clone().add_(y.half())
+
+
+def rows_of(count: int, hidden: int, seed: int = 0) -> Tensor:
+    x = torch.randn(count, hidden, generator=torch.Generator().manual_seed(seed))
+    x[:, ::41] *= 8
+    return x.half().cuda()
+
+
+def chosen_of(rows: int, experts: int, chosen: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:chosen] for _ in range(rows)])
+    weights = torch.rand(rows, chosen, generator=generator).softmax(-1)
+    return weights.cuda(), ids.cuda()
+
+
+KINDS = ["exl2-128", "exl2-32", "exl2-128-own", "exl2-32-own", "gptq-128", "gptq-32", "gptq-32-act"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("hidden", "width", "count", "chosen"), [(256, 192, 7, 3), (512, 768, 40, 8), (4352, 256, 2, 1)]
+)
+def test_results_are_those_of_one_expert_after_the_other(
+    kind: str, hidden: int, width: int, count: int, chosen: int
+) -> None:
+    if kind.startswith("gptq-128") and (hidden % 128 or width % 128):
+        width = 256
+    experts = experts_of(kind, count, hidden, width)
+    together = GroupedExperts(experts, "silu")
+    for rows in (1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 70):
+        h, (weights, ids) = rows_of(rows, hidden, rows), chosen_of(rows, count, chosen, rows)
+        expected = one_by_one(h, weights, ids, experts, "silu")
+        assert expected.isfinite().all()
+        assert torch.equal(together(h, weights, ids), expected), rows
+        x = rows_of(rows, hidden, 99)
+        expected = one_by_one(h, weights, ids, experts, "silu", residual=x)
+        assert torch.equal(together(h, weights, ids, residual=x, out=x), expected), rows
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "quickgelu"])
+def test_against_float64(activation: Any) -> None:
+    experts = experts_of("exl2-128", 5, 256, 192)
+    together = GroupedExperts(experts, activation)
+    h, (weights, ids) = rows_of(6, 256), chosen_of(6, 5, 2)
+    whole = [tuple(matrix.dequantize().double().cpu() for matrix in parts) for parts in experts]
+    expected = reference.expert_sum(h.double().cpu(), weights.double().cpu(), ids.cpu(), whole, activation)  # type: ignore[arg-type]
+    assert rms(together(h, weights, ids), expected) < 2e-3  # halves between the products
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20, 64])
+def test_what_all_rows_share(rows: int) -> None:
+    experts = experts_of("exl2-128", 6, 256, 192)
+    together = GroupedExperts(experts, "silu")
+    h, (weights, ids) = rows_of(rows, 256), chosen_of(rows, 6, 2)
+    shared, factors, x = rows_of(rows, 256, 3), torch.rand(rows, 1).cuda(), rows_of(rows, 256, 4)
+    for more in ({"shared": shared}, {"shared": shared, "shared_weights": factors}, {"shared": shared, "residual": x}):
+        expected = one_by_one(h, weights, ids, experts, "silu", **more)
+        assert torch.equal(together(h, weights, ids, **more), expected), list(more)
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+def test_all_rows_may_choose_one_expert(rows: int) -> None:
+    experts = experts_of("exl2-128", 9, 256, 192)
+    together = GroupedExperts(experts, "silu")
+    for only in (0, 4, 8):
+        ids = torch.full((rows, 1), only, dtype=torch.int64).cuda()
+        h, weights = rows_of(rows, 256), torch.ones(rows, 1).cuda()
+        assert torch.equal(together(h, weights, ids), one_by_one(h, weights, ids, experts, "silu"))
+
+
+@pytest.mark.parametrize("kind", ["exl2-128", "exl2-32-own", "gptq-32-act"])
+def test_a_row_s_result_does_not_depend_on_the_others(kind: str) -> None:
+    experts = experts_of(kind, 12, 512, 192)
+    together = GroupedExperts(experts, "silu")
+    h, (weights, ids) = rows_of(64, 512), chosen_of(64, 12, 4)
+    whole = together(h, weights, ids)
+    for some in (slice(0, 1), slice(5, 13), slice(20, 37), torch.randperm(64)[:48].cuda()):
+        found = together(h[some].contiguous(), weights[some].contiguous(), ids[some].contiguous())
+        assert torch.equal(found, whole[some])
+
+
+def test_a_captured_call_reads_what_is_chosen_when_it_runs() -> None:
+    experts = experts_of("exl2-128", 12, 512, 192)
+    together = GroupedExperts(experts, "silu")
+    router = ExpertRouter(float_matrix(512, 12), 4, normalize=True)
+    h = rows_of(20, 512)
+    out = torch.empty_like(h)
+
+    def body() -> None:
+        weights, ids = router(h)
+        together(h, weights, ids, out=out)
+
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    for seed in range(4):
+        h.copy_(rows_of(20, 512, seed))
+        graph.replay()
+        weights, ids = router(h)
+        assert torch.equal(out, one_by_one(h, weights, ids, experts, "silu"))
+
+
+def float_matrix(hidden: int, experts: int, dtype: torch.dtype = torch.float16, **options: Any) -> CudaFloatMatrix:
+    weight = torch.randn(experts, hidden, generator=torch.Generator().manual_seed(experts)) * 0.05
+    made = QuantMatrix.from_float(weight.to(dtype), device="cuda", name="router", **options)
+    assert isinstance(made, CudaFloatMatrix)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("hidden", "experts", "chosen"), [(64, 2, 1), (256, 8, 2), (2048, 128, 8), (1000, 160, 6), (512, 1024, 8)]
+)
+def test_the_router_chooses_as_its_twin(dtype: torch.dtype, hidden: int, experts: int, chosen: int) -> None:
+    matrix = float_matrix(hidden, experts, dtype, bias=torch.randn(experts), prescale=0.5)
+    for rows in (1, 8, 65, 200):
+        h = rows_of(rows, hidden, rows)
+        logits = matrix.matmul_precise(h)
+        for normalize in (True, False):
+            router = ExpertRouter(matrix, chosen, normalize)
+            weights, ids = router(h)
+            expected, wanted = reference.choose(logits.double(), chosen, normalize)
+            assert torch.equal(ids, wanted)
+            assert (weights - expected).abs().max() < 1e-6
+            assert torch.equal(router(h)[0], weights)
+            alone = router(h[rows // 2 : rows // 2 + 1].contiguous())
+            assert torch.equal(alone[0][0], weights[rows // 2])
+            assert torch.equal(alone[1][0], ids[rows // 2])
+        if chosen == 2:
+            weights, ids = ExpertRouter(matrix, 2, False, jitter=0.1)(h)
+            expected, wanted = reference.choose_sparse(logits.double(), 2, 0.1)
+            assert torch.equal(ids, wanted)
+            assert (weights - expected).abs().max() < 1e-6
+
+
+def test_equally_likely_experts_are_taken_in_order() -> None:
+    weight = torch.randn(4, 64).half().repeat(8, 1)  # experts 0, 4, 8, .. are alike
+    made = QuantMatrix.from_float(weight, device="cuda")
+    assert isinstance(made, CudaFloatMatrix)
+    _, ids = ExpertRouter(made, 8, normalize=True)(rows_of(50, 64))
+    assert torch.equal(ids, ids[:, :1] + torch.arange(0, 32, 4).cuda())
+
+
+def test_what_cannot_share_launches() -> None:
+    experts = experts_of("exl2-128", 3, 256, 192)
+    assert why_apart(experts, "silu") is None
+    assert "activation gelu_erf" in str(why_apart(experts, "gelu_erf"))
+    other = experts_of("gptq-32", 1, 256, 192)
+    assert "expert 3 is stored in another format" in str(why_apart([*experts, *other], "silu"))
+    smaller = experts_of("exl2-128", 1, 256, 128)
+    assert "expert 3 has other sizes" in str(why_apart([*experts, *smaller], "silu"))
+    plain = QuantMatrix.from_float(torch.zeros(192, 256), device="cuda", name="up.0")
+    assert "up.0 is not quantized" in str(why_apart([(experts[0][0], plain, experts[0][2])], "silu"))
+    with pytest.raises(UnsupportedError, match="no experts"):
+        GroupedExperts([], "silu")
+
+
+def test_operands_that_do_not_fit() -> None:
+    together = GroupedExperts(experts_of("exl2-128", 3, 256, 192), "silu")
+    h, (weights, ids) = rows_of(4, 256), chosen_of(4, 3, 2)
+    with pytest.raises(ShapeError, match=r"\[rows, 256\]"):
+        together(h[:, :128].contiguous(), weights, ids)
+    with pytest.raises(ShapeError, match="twice"):
+        together(h, weights[:, :1].contiguous(), ids)
+    with pytest.raises(DTypeError, match=r"residual is torch\.float32"):
+        together(h, weights, ids, residual=h.float())
+    rows = MOST_PAIRS // 2 + 1
+    with pytest.raises(ShapeError, match=f"at most {MOST_PAIRS}"):
+        together(rows_of(rows, 256), *chosen_of(rows, 3, 2))
+    with pytest.raises(ShapeError, match="4 experts of 3"):
+        ExpertRouter(float_matrix(256, 3), 4, normalize=True)
+    with pytest.raises(ShapeError, match=r"expected \[rows, 256\]"):
+        ExpertRouter(float_matrix(256, 3), 2, normalize=True)(rows_of(4, 128))
+    none = together(h[:0], weights[:0], ids[:0])
+    assert none.shape == (0, 256)
