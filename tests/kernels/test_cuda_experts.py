@@ -157,6 +157,19 @@ def test_what_all_rows_share(rows: int) -> None:
         assert torch.equal(together(h, weights, ids, **more), expected), list(more)
 
 
+@pytest.mark.parametrize(("rows", "chosen"), [(MOST_PAIRS // 4, 4), (MOST_PAIRS // 4 + 1, 4), (1000, 3)])
+def test_many_rows_are_several_launches(rows: int, chosen: int) -> None:
+    """Each expert is multiplied on its packed weights at most 64 rows at a time, to compare with."""
+    experts = experts_of("exl2-128", 40, 256, 192)
+    together = GroupedExperts(experts, "silu")
+    h, (weights, ids) = rows_of(rows, 256), chosen_of(rows, 40, chosen)
+    shared, factors, x = rows_of(rows, 256, 3), torch.rand(rows).cuda(), rows_of(rows, 256, 4)
+    found = together(h, weights, ids, shared=shared, shared_weights=factors, residual=x)
+    for some in torch.arange(rows).split(64):
+        more = {"shared": shared[some], "shared_weights": factors[some], "residual": x[some]}
+        assert torch.equal(found[some], one_by_one(h[some], weights[some], ids[some], experts, "silu", **more))
+
+
 @pytest.mark.parametrize("rows", [8, 64])
 def test_all_rows_may_choose_one_expert(rows: int) -> None:
     experts = experts_of("exl2-128", 9, 256, 192)
@@ -265,9 +278,8 @@ def test_operands_that_do_not_fit() -> None:
         together(h, weights[:, :1].contiguous(), ids)
     with pytest.raises(DTypeError, match=r"residual is torch\.float32"):
         together(h, weights, ids, residual=h.float())
-    rows = MOST_PAIRS // 2 + 1
-    with pytest.raises(ShapeError, match=f"at most {MOST_PAIRS}"):
-        together(rows_of(rows, 256), *chosen_of(rows, 3, 2))
+    with pytest.raises(ShapeError, match=f"0 experts a row: expected 1 to {MOST_PAIRS}"):
+        together(h, weights[:, :0], ids[:, :0])
     with pytest.raises(ShapeError, match="4 experts of 3"):
         ExpertRouter(float_matrix(256, 3), 4, normalize=True)
     with pytest.raises(ShapeError, match=r"expected \[rows, 256\]"):

@@ -23,7 +23,7 @@ from .linear_cuda import CudaFloatMatrix, CudaQuantMatrix
 __all__ = ["MOST_PAIRS", "ExpertRouter", "GroupedExperts", "why_apart"]
 
 MOST_PAIRS = 1024
-"""Most rows of a call times the experts of each."""
+"""Most rows of a launch times the experts of each; a call of more rows is several."""
 
 Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 """gate, up and down."""
@@ -124,16 +124,17 @@ class GroupedExperts:
         rounded to a half; then the residual is added.
 
         h, shared, residual and out: [T, hidden] float16, contiguous; out may be residual. weights float32 and ids int64
-        [T, chosen], T * chosen at most MOST_PAIRS, a row's ids different and those of experts (rows of others are
-        undefined). shared_weights: float32 [T] or [T, 1]; None for ones. Raises ShapeError, DTypeError.
+        [T, chosen], chosen at most MOST_PAIRS, a row's ids different and those of experts (of others it is undefined).
+        shared_weights: float32 [T] or [T, 1]; None for ones. Raises ShapeError, DTypeError.
         """
         if h.dim() != 2 or h.shape[1] != self.hidden or weights.shape != ids.shape or ids.shape[:1] != h.shape[:1]:
             raise ShapeError(
                 f"h is {tuple(h.shape)}, weights {tuple(weights.shape)}, ids {tuple(ids.shape)}: expected "
                 f"[rows, {self.hidden}] and twice [rows, chosen]"
             )
-        if ids.numel() > MOST_PAIRS:
-            raise ShapeError(f"{ids.shape[0]} rows with {ids.shape[1]} experts each: at most {MOST_PAIRS} together")
+        rows, chosen = ids.shape
+        if not 1 <= chosen <= MOST_PAIRS:
+            raise ShapeError(f"{chosen} experts a row: expected 1 to {MOST_PAIRS}")
         out = torch.empty_like(h) if out is None else out
         for name, operand in (("h", h), ("shared", shared), ("residual", residual), ("out", out)):
             if operand is None:
@@ -144,20 +145,22 @@ class GroupedExperts:
                 )
             if operand.shape != h.shape:
                 raise ShapeError(f"{name} is {tuple(operand.shape)}: expected {tuple(h.shape)}, as h")
-        if not h.shape[0]:
-            return out
-        size = self._native.scratch_bytes(*ids.shape)
-        scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._native.run(
-            self._table,
-            h,
-            ids,
-            weights,
-            scratch,
-            out,
-            launch_on(h),
-            shared=shared,
-            shared_weights=shared_weights,
-            residual=residual,
-        )
+        each = MOST_PAIRS // chosen
+        for begin in range(0, rows, each):
+            some = slice(begin, min(rows, begin + each))
+            scratch = torch.empty(
+                self._native.scratch_bytes(some.stop - begin, chosen), dtype=torch.uint8, device=self.device
+            )
+            self._native.run(
+                self._table,
+                h[some],
+                ids[some],
+                weights[some],
+                scratch,
+                out[some],
+                launch_on(h),
+                shared=None if shared is None else shared[some],
+                shared_weights=None if shared_weights is None else shared_weights[some],
+                residual=None if residual is None else residual[some],
+            )
         return out
