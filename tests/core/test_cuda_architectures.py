@@ -140,7 +140,7 @@ def test_logits_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.cuda
 def test_captured_steps_are_the_eager_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, whichever halves of a layer are joined; experts are never captured."""
+    """To the bit, whichever halves of a layer are joined; experts of float matrices are not captured."""
     model = loaded_on("cuda:0", folder, monkeypatch)
     ids = torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(2))
     tables = torch.tensor([[4], [0], [2]], dtype=torch.int32)
