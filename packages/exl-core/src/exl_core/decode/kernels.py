@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from exl_kernels.linear_cuda import INVARIANT_ROWS
-from exl_kernels.selection import Card, MatrixShape, Selection
+from exl_kernels.selection import FEW_ROWS, Card, MatrixShape, Selection
 
 from ..config import ExLlamaV2Config
 from ..errors import ModelStateError
 from ..loading.checkpoint import Checkpoint, TensorReader, TensorSource
 from ..loading.linears import LinearOptions, LinearSpec, read_quantized
-from ..modules import Attention, GatedMLP, Head, Linear, Module, PlainMLP, build_modules
+from ..modules import Attention, GatedMLP, Head, Linear, Module, MoE, PlainMLP, build_modules
 from .halves import why_apart
 from .plan import uncovered
 
@@ -34,7 +34,7 @@ class KernelUse:
     """One operation of a layer at one number of rows."""
 
     operation: str
-    """"q+k+v", "o", "gate+up", "down", "attention", "head", or the last part of a matrix's key."""
+    """"q+k+v", "o", "gate+up", "down", "attention", "router", "experts", "head", or the last part of a matrix's key."""
     rows: int
     kernel: str
     """As `exl_kernels.selection` names it; "cuBLAS" for float matrices. Several with commas where layers differ."""
@@ -71,6 +71,8 @@ def kernel_uses(
                     uses.add("attention", _attention_kernel(card, half, count, cache, keys))
                 if why is None:
                     joined.append(half)
+                elif isinstance(half, MoE):
+                    uses.experts(half, why)
                 else:
                     uses.alone(half.submodules(), [why])
             uses.layer(joined)
@@ -212,6 +214,20 @@ class _Uses:
             self._matmul("head", fused)
         else:
             self._matmul("head", self._alone(head.linear))
+
+    def experts(self, half: MoE, why_apart: str) -> None:
+        """The router, the experts' matmuls, in one entry where they share launches, and those of a shared expert."""
+        matrices = [linear for expert in half.experts for linear in expert]
+        known: set[Linear] = set()
+        if self._shapes.of(half.router) is None:
+            self.add("router", "experts_route")
+            known.add(half.router)
+        if self._shapes.all(matrices) is not None and half.shares(self.count):
+            self.add("experts", "experts_few" if self.count <= FEW_ROWS else "experts_many")
+            known.update(matrices)
+            why_apart = ""
+        reasons = [why_apart] if why_apart else []
+        self.alone((linear for linear in half.submodules() if linear not in known), reasons)
 
     def alone(self, linears: Iterable[Linear], why_apart: Sequence[str]) -> None:
         """Matmuls of one matrix each."""

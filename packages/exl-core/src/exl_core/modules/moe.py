@@ -112,7 +112,6 @@ class MoE(FeedForward):
         self.capturable = False  # unless experts share launches: else the host decides which ones run
         self._router: ExpertRouter | None = None
         self._grouped: GroupedExperts | None = None
-        self._most_pairs = 0  # of rows and experts, for which experts share launches
 
     def load(self, source: TensorSource, device: torch.device) -> None:
         super().load(source, device)
@@ -133,8 +132,6 @@ class MoE(FeedForward):
         whole = [parts for parts in experts if parts is not None]
         if why_apart(whole, self.activation) is None and whole[0][0].device == router.device:
             self._grouped = GroupedExperts(whole, self.activation)
-            weights = sum(matrix.in_features * matrix.out_features for matrix in whole[0])
-            self._most_pairs = len(whole) * max(SHARED_ROWS, SHARED_WORK // weights)
             self.capturable = True
 
     def describe(self) -> MlpDescription:
@@ -181,9 +178,14 @@ class MoE(FeedForward):
         weights, indices = probabilities.topk(self.chosen, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
 
+    def shares(self, rows: int) -> bool:
+        """Whether quantized experts of `rows` rows on a GPU share launches: where that is faster."""
+        weights = sum(linear.in_features * linear.out_features for linear in self.experts[0])
+        return rows * self.chosen <= len(self.experts) * max(SHARED_ROWS, SHARED_WORK // weights)
+
     def _grouped_for(self, h: Tensor, loras: Sequence[Adapter]) -> GroupedExperts | None:
         """The experts of `h` in shared launches; None where they run one after the other."""
-        if self._grouped is None or h.dtype != torch.float16 or h.shape[0] * self.chosen > self._most_pairs:
+        if self._grouped is None or h.dtype != torch.float16 or not self.shares(h.shape[0]):
             return None
         if loras and any(linear.adapted(loras) for expert in self.experts for linear in expert):
             return None
