@@ -3,6 +3,8 @@
 //! nvcc is looked for in `EXL_CUDA_HOME`, `CUDA_HOME`, the building environment's `nvidia/cu13` (the PyPI packages) and PATH. Without
 //! one the crate still builds: it then holds no kernels and a sentence that says why.
 //!
+//! `EXL_CUDA_CACHE` names a folder that keeps fatbins by their content, for several checkouts of one machine.
+//!
 //! `PYO3_PYTHON` is read but not watched: isolated builds change it every time and would rerun nvcc every time.
 
 use std::collections::hash_map::DefaultHasher;
@@ -104,10 +106,17 @@ fn build(out: &Path) -> Result<Table, String> {
         })
         .collect::<Result<_, String>>()?;
     remove_stale(out, &fatbins);
+    let cache = env::var_os("EXL_CUDA_CACHE").filter(|v| !v.is_empty());
+    let cache = cache.map(PathBuf::from);
     let missing: Vec<usize> = (0..sources.len())
-        .filter(|&i| !fatbins[i].exists())
+        .filter(|&i| !fatbins[i].exists() && !copied(cache.as_deref(), &fatbins[i]))
         .collect();
     compile_all(&nvcc, &flags, &sources, &fatbins, &missing)?;
+    if let Some(cache) = cache {
+        for &i in &missing {
+            keep(&cache, &fatbins[i]);
+        }
+    }
     Ok(Table {
         fatbins: names.into_iter().zip(fatbins).collect(),
         archs,
@@ -399,6 +408,27 @@ fn compile(nvcc: &Path, flags: &[String], source: &Path, fatbin: &Path) -> Resul
         return Err(text);
     }
     fs::rename(&partial, fatbin).map_err(|e| format!("{}: {e}", fatbin.display()))
+}
+
+/// Whether the cache holds a fatbin of this name, which says what it was compiled from; if so it is at `fatbin` now.
+fn copied(cache: Option<&Path>, fatbin: &Path) -> bool {
+    let partial = fatbin.with_extension("partial");
+    cache
+        .zip(fatbin.file_name())
+        .is_some_and(|(cache, name)| fs::copy(cache.join(name), &partial).is_ok())
+        && fs::rename(&partial, fatbin).is_ok()
+}
+
+/// Puts a fatbin into the cache. A cache that cannot be written costs time, not the build.
+fn keep(cache: &Path, fatbin: &Path) {
+    let name = fatbin.file_name().expect("a fatbin has a name");
+    let partial = cache.join(format!("{}.{}", name.display(), std::process::id()));
+    let kept = fs::create_dir_all(cache)
+        .and_then(|()| fs::copy(fatbin, &partial))
+        .and_then(|_| fs::rename(&partial, cache.join(name)));
+    if let Err(why) = kept {
+        println!("cargo:warning=EXL_CUDA_CACHE: {}: {why}", cache.display());
+    }
 }
 
 /// Drops images of earlier sources; without this OUT_DIR grows by every edit.
