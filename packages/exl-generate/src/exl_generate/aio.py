@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.dynamic.results import Result, dict_of
 from exl_generate.errors import JobStateError
-from exl_generate.interrupts import Unbroken
+from exl_generate.interrupts import defer_sigint
 
 __all__ = ["ExLlamaV2DynamicGeneratorAsync", "ExLlamaV2DynamicJobAsync"]
 
@@ -96,7 +96,7 @@ class _Worker:
 
     def enqueue(self, job: ExLlamaV2DynamicJobAsync) -> None:
         inner = job.job
-        with Unbroken(), self._wake:
+        with defer_sigint(), self._wake:
             if self._closing:
                 raise JobStateError("the generator has been closed; make a new one")
             self._jobs[inner] = weakref.ref(job, lambda _: self._abandon(inner))
@@ -109,13 +109,13 @@ class _Worker:
 
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
         """End a job before the next iteration, with a last result."""
-        with Unbroken(), self._wake:
+        with defer_sigint(), self._wake:
             self._cancels.append(job)
             self._wake.notify()
 
     def discard(self, job: ExLlamaV2DynamicJob) -> None:
         """End a job at once, without any further result."""
-        with Unbroken():
+        with defer_sigint():
             self._jobs.pop(job, None)
             self._generator.discard(job)
             with self._wake:
@@ -123,7 +123,7 @@ class _Worker:
 
     def stop(self) -> None:
         """Have the thread end all jobs, and then itself; does not wait."""
-        with Unbroken(), self._wake:
+        with defer_sigint(), self._wake:
             self._closing = True
             self._wake.notify()
 
@@ -133,7 +133,7 @@ class _Worker:
 
     def _abandon(self, job: ExLlamaV2DynamicJob) -> None:
         """As `discard`, called by the garbage collector in the middle of anything."""
-        with Unbroken(), self._wake:
+        with defer_sigint(), self._wake:
             self._jobs.pop(job, None)
             self._generator.discard_soon(job)
             self._wake.notify()

@@ -1,14 +1,15 @@
-"""Ctrl-C while a round is under way: it waits until the round's books are closed.
+"""Defer Ctrl-C while a scheduler step changes the state of the generator.
 
-A signal's handler may run between almost any two bytecodes of the main thread, and one that raises leaves undone what
-was to follow. Inside an `Unbroken` section it is only noted, however often it comes. It is handed on where that undoes
-nothing: at places that say so (`hand_on`), at the end of the section, and from the second one on while code runs that
-may never return but holds no books (`lent`): a filter, a hook, a pass of the model.
+A signal handler may run between almost any two bytecodes of the main thread. A handler that raises leaves undone what
+was to follow. Inside a `defer_sigint` section the signal is only recorded, however often it comes. The section calls
+the previous handler where an exception loses nothing: at `deliver`, at the end of the section, and, from the second
+signal on, inside `interruptible` blocks. Those hold code that may never return and changes no state of the generator: a
+filter, a hook, a forward pass.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal` makes enum members of what goes through it: 10 us a round
+import _signal  # type: ignore[import-not-found]  # `signal` makes enum members of its arguments: 10 us a step
 import contextlib
 import signal
 import threading
@@ -18,13 +19,13 @@ from typing import Any, Protocol
 
 from exl_generate.errors import UserCodeError
 
-__all__ = ["Unbroken", "contained", "lent"]
+__all__ = ["as_job_error", "defer_sigint", "interruptible"]
 
 #: sections that are open in the main thread, innermost last
-_open: list[Unbroken] = []
+_open: list[defer_sigint] = []
 
-#: seconds between two looks for a noted Ctrl-C while another thread holds a lock
-_PATIENCE = 0.05
+#: seconds between two looks for a recorded Ctrl-C while another thread holds a lock
+_LOCK_POLL_SECONDS = 0.05
 
 
 class _Lock(Protocol):
@@ -32,26 +33,26 @@ class _Lock(Protocol):
     def release(self) -> None: ...
 
 
-class Unbroken:
-    """A section that Ctrl-C does not break into: the handler that was installed before is called behind it, once.
+class defer_sigint:
+    """Context manager that records Ctrl-C and calls the previous handler once, at the end of the section.
 
-    Costs two system calls, and nothing in other threads, where no signal arrives. Sections may be nested: what is noted
-    in an inner one is handed to the outer one.
+    Entering and leaving cost two system calls in the main thread and nothing in other threads, where no signal arrives.
+    Sections may be nested: an inner section hands its signal to the outer one.
     """
 
-    __slots__ = ("_before", "_lent", "_noted", "_opened")
+    __slots__ = ("_before", "_interruptible", "_opened", "_recorded")
 
     def __init__(self) -> None:
         self._before: Any = None
-        self._noted = False
-        self._lent = False
+        self._recorded = False
+        self._interruptible = False
         self._opened = False
 
-    def __enter__(self) -> Unbroken:
+    def __enter__(self) -> defer_sigint:
         if _in_main_thread():
             self._before = _signal.getsignal(signal.SIGINT)
             if callable(self._before):
-                _signal.signal(signal.SIGINT, self._note)
+                _signal.signal(signal.SIGINT, self._handle)
             self._opened = True
             _open.append(self)
         return self
@@ -60,96 +61,101 @@ class Unbroken:
         if not self._opened:
             return
         _open.remove(self)
-        if callable(self._before) and _signal.getsignal(signal.SIGINT) == self._note:
+        if callable(self._before) and _signal.getsignal(signal.SIGINT) == self._handle:
             _signal.signal(signal.SIGINT, self._before)
-        if self._noted and not isinstance(error, KeyboardInterrupt):
-            self._pass_on()
+        if self._recorded and not isinstance(error, KeyboardInterrupt):
+            self._call_previous()
 
-    def note(self) -> None:
-        """Call the former handler when that undoes nothing."""
-        self._noted = True
+    def record(self) -> None:
+        """Record an interrupt, as if a signal had arrived."""
+        self._recorded = True
 
-    def hand_on(self) -> None:
-        """If there was a Ctrl-C, call the former handler now; the section goes on, also while what that raised
-        passes."""
-        if self._noted:
-            self._noted = False
+    def deliver(self) -> None:
+        """Call the previous handler now if a Ctrl-C was recorded. The section stays open, also while the exception of
+        that handler propagates."""
+        if self._recorded:
+            self._recorded = False
             try:
-                self._pass_on()
+                self._call_previous()
             finally:
-                self._stay()
+                self._reinstall()
 
     @contextlib.contextmanager
     def holding(self, lock: _Lock) -> Iterator[None]:
-        """With this lock; a Ctrl-C is handed on while another thread has it."""
+        """Hold `lock`. A Ctrl-C is delivered while another thread has the lock."""
         if not self._opened:
             lock.acquire()
         else:
-            while not lock.acquire(timeout=_PATIENCE):
-                self.hand_on()
+            while not lock.acquire(timeout=_LOCK_POLL_SECONDS):
+                self.deliver()
         try:
             yield
         finally:
             lock.release()
 
-    def _pass_on(self) -> None:
+    def _call_previous(self) -> None:
         if callable(self._before):
             self._before(signal.SIGINT, None)
             return
-        # No handler of ours was installed: this one was raised by user code.
+        # This section installed no handler: user code raised the KeyboardInterrupt.
         outer = [section for section in _open if section is not self]
         if not outer:
             raise KeyboardInterrupt
-        outer[-1].note()
+        outer[-1].record()
 
-    def _stay(self) -> None:
-        """Stand before whatever handler the former one may have put in its own place."""
+    def _reinstall(self) -> None:
+        """Install this section's handler again where the previous handler has replaced it."""
         found = _signal.getsignal(signal.SIGINT)
-        if callable(self._before) and found != self._note:
+        if callable(self._before) and found != self._handle:
             _open[0]._before = found
             if callable(found):
-                _signal.signal(signal.SIGINT, self._note)
+                _signal.signal(signal.SIGINT, self._handle)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted and self._lent:
-            self._lent = False  # before anything is raised: what follows is ours again
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._recorded and self._interruptible:
+            self._interruptible = False  # before the handler raises: the code that follows must not be interrupted
             try:
                 _open[0]._before(number, frame)
             finally:
-                self._stay()
-            self._lent = True
-        self._noted = True
+                self._reinstall()
+            self._interruptible = True
+        self._recorded = True
 
 
-class lent:
-    """While this runs, a second Ctrl-C breaks in. For code that may hang and whose end by an exception is provided
-    for."""
+class interruptible:
+    """Context manager inside which a second Ctrl-C raises at once.
+
+    For code that may hang and whose caller handles any exception. Outside of a `defer_sigint` section it does nothing.
+    """
 
     __slots__ = ("_section", "_was")
 
     def __init__(self) -> None:
-        self._section: Unbroken | None = _open[-1] if _open and _in_main_thread() else None
+        self._section: defer_sigint | None = _open[-1] if _open and _in_main_thread() else None
         self._was = False
 
     def __enter__(self) -> None:
         if self._section is not None:
-            self._was = self._section._lent
-            self._section._lent = True
+            self._was = self._section._interruptible
+            self._section._interruptible = True
 
     def __exit__(self, *_: object) -> None:
         if self._section is not None:
-            self._section._lent = self._was
+            self._section._interruptible = self._was
 
 
-def contained(error: BaseException) -> Exception:
-    """What a job ends with whose own code raised `error`. A KeyboardInterrupt in the main thread (a second Ctrl-C,
-    while a filter hangs) goes on to the caller as well, when the round is over."""
+def as_job_error(error: BaseException) -> Exception:
+    """Return the exception that ends a job whose filter, hook or settings raised `error`.
+
+    An `Exception` is returned as it is, anything else as the `__cause__` of a `UserCodeError`. A KeyboardInterrupt in
+    the main thread (a second Ctrl-C, while a filter hangs) also reaches the caller at the end of the step.
+    """
     if isinstance(error, Exception):
         return error
     if isinstance(error, KeyboardInterrupt) and _in_main_thread():
         if not _open:
             raise error
-        _open[-1].note()
+        _open[-1].record()
     wrapped = UserCodeError(f"a hook or filter raised {error!r}, which is no Exception; raise one instead")
     wrapped.__cause__ = error
     return wrapped

@@ -12,7 +12,7 @@ from exl_generate.dynamic.runner import Runner, Window
 from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.snapshot import Counters
 from exl_generate.dynamic.speculation import Drafter
-from exl_generate.interrupts import contained
+from exl_generate.interrupts import as_job_error
 from exl_generate.sampling import Draw, Sample, launch_batch
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Turn:
             self.job.commit()
             return self.job.ask(self.windows, at)
         except BaseException as error:
-            self.fail(contained(error))
+            self.fail(as_job_error(error))
             return None
 
     def take(self, at: int, sample: Sample | Exception) -> bool:
@@ -64,7 +64,7 @@ class Turn:
         try:
             event, held = self.job.take(sample, guess, self.windows[0], at)
         except BaseException as error:
-            return self.fail(contained(error))
+            return self.fail(as_job_error(error))
         self.events.append(event)
         return held and not self.job.is_finished
 
@@ -83,7 +83,7 @@ class Turn:
             try:
                 self.job.settle()
             except BaseException as error:
-                self.fail(contained(error))
+                self.fail(as_job_error(error))
 
     def fail(self, error: Exception) -> bool:
         self.events.append(self.job.fail(error))
@@ -186,7 +186,7 @@ class Engine:
                 job.prefetch(self._pool)
             return True
         except BaseException as error:
-            self._deliver([job.fail(contained(error))])
+            self._deliver([job.fail(as_job_error(error))])
             return False
 
     def _measure(self, turns: list[Turn], began: float) -> None:

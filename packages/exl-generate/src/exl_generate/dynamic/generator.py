@@ -30,7 +30,7 @@ from exl_generate.dynamic.speculation import Drafter, NgramDrafter
 from exl_generate.dynamic.tenancy import taken
 from exl_generate.dynamic.workers import filter_pool
 from exl_generate.errors import JobStateError, RequestError
-from exl_generate.interrupts import Unbroken
+from exl_generate.interrupts import defer_sigint
 from exl_generate.sampling import Settings
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class ExLlamaV2DynamicGenerator:
         `iterate()`. A job that is unknown or finished is ignored."""
         if not isinstance(job, ExLlamaV2DynamicJob):
             raise RequestError(f"cancel takes a job, not {type(job).__name__}")
-        with Unbroken() as section, section.holding(self._lock):
+        with defer_sigint() as section, section.holding(self._lock):
             if job.serial_number is not None and not job.is_finished and self._owns(job):
                 self._deliver([job.cancelled()])
                 self._drop(job)
@@ -202,7 +202,7 @@ class ExLlamaV2DynamicGenerator:
         """
         if not isinstance(job, ExLlamaV2DynamicJob):
             raise RequestError(f"discard takes a job, not {type(job).__name__}")
-        with Unbroken():
+        with defer_sigint():
             if job.serial_number is not None and not job.is_finished:
                 job.discarded = True
             self.discard_soon(job)
@@ -220,7 +220,7 @@ class ExLlamaV2DynamicGenerator:
     def clear_queue(self) -> None:
         """Drop every job, queued or running, without results. A `generate()` of another thread raises
         `JobStateError`."""
-        with Unbroken() as section, section.holding(self._lock):
+        with defer_sigint() as section, section.holding(self._lock):
             for job in [*self._scheduler.pending, *self._scheduler.active]:
                 self._drop(job)
             self._outbox.clear()
@@ -292,10 +292,10 @@ class ExLlamaV2DynamicGenerator:
         """A round, and everything that has been said since the last one as `write` writes it."""
         taken: Events = []
         try:
-            with Unbroken() as section:
+            with defer_sigint() as section:
                 with section.holding(self._lock):
                     self._step()
-                section.hand_on()
+                section.deliver()
                 with section.holding(self._lock):
                     taken = self._collect()
                 return write(taken)
@@ -368,7 +368,7 @@ class ExLlamaV2DynamicGenerator:
 
     def reset_page_table(self) -> None:
         """Forget all cached content. Only while no job is running."""
-        with Unbroken() as section, section.holding(self._lock):
+        with defer_sigint() as section, section.holding(self._lock):
             self._drop_discarded()
             if self._scheduler.active:
                 raise JobStateError(f"{len(self._scheduler.active)} jobs are running; finish or cancel them first")
@@ -469,7 +469,7 @@ class ExLlamaV2DynamicGenerator:
 
     def _enqueue(self, jobs: list[ExLlamaV2DynamicJob], sink: Events | None = None) -> list[int]:
         """Check and queue; does not wait for a round that is running in another thread."""
-        with Unbroken() as section, section.holding(self._submitting):
+        with defer_sigint() as section, section.holding(self._submitting):
             for job in jobs:
                 self._check(job)
                 if self._by_columns and sink is None:
@@ -482,7 +482,7 @@ class ExLlamaV2DynamicGenerator:
                     attached.append(job)
                     job.attach(self, serial)
                     self._scheduler.check(job)
-                section.hand_on()
+                section.deliver()
                 with taken(self, self._caches):
                     self.job_serial += len(jobs)
                     if sink is not None:
@@ -573,7 +573,9 @@ class ExLlamaV2DynamicGenerator:
         """Run until these jobs are done, and `take` their last results; False if aborted. Whatever happens, none of
         them stays in the queue."""
         sink: Events = []
-        with Unbroken() as section:  # from the first to the last, so that nothing comes between a failure and the end
+        with (
+            defer_sigint() as section
+        ):  # from the first to the last, so that nothing comes between a failure and the end
             try:
                 self._enqueue(jobs, sink)
                 while not all(job.is_finished for job in jobs):
@@ -582,7 +584,7 @@ class ExLlamaV2DynamicGenerator:
                     with section.holding(self._lock):
                         self._step()
                         self._hand_over(sink, take)
-                    section.hand_on()
+                    section.deliver()
                 with section.holding(self._lock):  # a round of another thread may have ended the last of them
                     self._hand_over(sink, take)
                 return True

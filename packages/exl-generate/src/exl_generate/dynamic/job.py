@@ -35,7 +35,7 @@ from exl_generate.dynamic.request import (
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence, full_pages
 from exl_generate.dynamic.stopping import automaton_of
 from exl_generate.errors import NoCandidatesError, RequestError
-from exl_generate.interrupts import contained, lent
+from exl_generate.interrupts import as_job_error, interruptible
 from exl_generate.sampling import (
     UNCONSTRAINED,
     Constraint,
@@ -273,7 +273,7 @@ class ExLlamaV2DynamicJob:
             skip=self._healed_bytes(),
         )
         if self.filters:
-            with lent():
+            with interruptible():
                 self._filters = FilterStack(
                     self.filters,
                     vocab_size=vocabulary.size,
@@ -431,7 +431,7 @@ class ExLlamaV2DynamicJob:
     def prefetch(self, pool: Callable[[], Executor]) -> None:
         """Let the filters work while the model runs."""
         if self._filters is not None and self._filters_begun:
-            with lent():
+            with interruptible():
                 self._filters.prefetch(pool())
 
     def ask(self, windows: list[Window], at: int) -> Draw:
@@ -497,7 +497,7 @@ class ExLlamaV2DynamicJob:
             candidate_probs=torch.from_numpy(sample.top_probabilities)[None, None] if told else None,
             logits=logits[None, None].cpu().clone(),
         )
-        with lent():
+        with interruptible():
             for hook in self.settings.post_sampling_hooks:
                 hook(seen)
         token = -1 if seen.sampled_token is None else int(seen.sampled_token.reshape(-1)[0])
@@ -510,7 +510,7 @@ class ExLlamaV2DynamicJob:
     def _filter_mask(self) -> NDArray[np.int32] | None:
         if self._filters is None:
             return None
-        with lent():
+        with interruptible():
             if not self._filters_begun:
                 self._filters.begin(self._healed_bytes() if self.healing else "")
                 self._filters_begun = True
@@ -520,7 +520,7 @@ class ExLlamaV2DynamicJob:
         """Let the filters see a token; True if they say that it was the last."""
         if self._filters is None or not record.fed:
             return False
-        with lent():
+        with interruptible():
             return self._filters.feed(record.token)
 
     def _accept(self, record: Record) -> Event:
@@ -624,7 +624,7 @@ class ExLlamaV2DynamicJob:
         for sequence in self.sequences:
             sequence.rewind(len(sequence) - len(gone))
         if self._filters is not None:
-            with lent():
+            with interruptible():
                 self._filters.rewind(sum(record.fed for record in gone))
         for position in [p for p in self._explored if p > self.generated]:
             del self._explored[position]
@@ -643,7 +643,7 @@ class ExLlamaV2DynamicJob:
 def _close(filters: FilterStack) -> None:
     """Give the filters back; one that cannot be closed is nobody else's problem."""
     try:
-        with lent():
+        with interruptible():
             filters.close()
     except BaseException as error:
-        contained(error)
+        as_job_error(error)

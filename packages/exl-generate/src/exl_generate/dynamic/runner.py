@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from exl_core import PagedParams
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence
-from exl_generate.interrupts import lent
+from exl_generate.interrupts import interruptible
 
 if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Model
@@ -84,7 +84,7 @@ class Runner:
         self.asynchronous = model.device is not None and model.device.type == "cuda"
         # A pass on the CPU takes its time, and what it has written when it is left lies behind what is valid of the
         # pages. One on a GPU is only queued, in part by recorded steps, which must not be left half recorded.
-        self._guard: Callable[[], AbstractContextManager[None]] = nullcontext if self.asynchronous else lent
+        self._guard: Callable[[], AbstractContextManager[None]] = nullcontext if self.asynchronous else interruptible
 
     def copy_page_head(self, source: int, target: int, tokens: int) -> None:
         """Copy the K/V of the first `tokens` tokens of a page to another page."""

@@ -1,10 +1,12 @@
-"""Threads for filters that compute while the model runs. They are daemons: a filter that never returns cannot keep the
-process from ending, as it could in the standard library's pool.
+"""Threads for filters that compute while the model runs.
 
-A Ctrl-C may break into whatever the main thread does here (`interrupts.lent`). Python raises it between two calls, so
-also between taking a lock inside one of `threading`'s own locks, which are Python, and coming to the `with` that gives
-it back: a Semaphore, a Condition or a starting Thread is then locked for good. Only locks and queues in C are shared
-between threads here. (CPython 3.14 may leave even those locked: its issue 148874.)
+The threads are daemons: a filter that never returns cannot keep the process from ending, which it could in the standard
+library's pool.
+
+A Ctrl-C may interrupt whatever the main thread does here (`interrupts.interruptible`). Python raises it between two
+calls, so also after a pure-Python lock of `threading` has taken its inner lock and before the `with` that releases it:
+a Semaphore, a Condition or a starting Thread then stays locked. Threads here share only locks and queues implemented in
+C. (CPython 3.14 may leave even those locked: its issue 148874.)
 """
 
 from __future__ import annotations

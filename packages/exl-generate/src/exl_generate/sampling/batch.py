@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from exl_generate.interrupts import contained
+from exl_generate.interrupts import as_job_error
 from exl_generate.sampling.sampler import UNCONSTRAINED, Constraint, RequestSampler, Sample
 from exl_kernels import sampling as kernels
 from exl_kernels.sampling import Failure, NextInputs, Row, Sampled
@@ -52,7 +52,7 @@ class Draw:
         try:
             return self.sampler.take(row, outcome, self.position)
         except BaseException as error:
-            return contained(error)
+            return as_job_error(error)
 
 
 class LaunchedBatch:
@@ -117,7 +117,7 @@ def _prepared(draw: Draw) -> Row | Exception:
     try:
         return draw.row()
     except BaseException as error:
-        return contained(error)
+        return as_job_error(error)
 
 
 def _alone(row: Row) -> Sampled | Failure | Exception:

@@ -16,7 +16,7 @@ from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.dynamic.request import check_abort_event, count_of, seed_of
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.errors import CapacityError, RequestError
-from exl_generate.interrupts import Unbroken
+from exl_generate.interrupts import defer_sigint
 from exl_generate.sampling import Settings
 from exl_generate.static.rows import OneRow, page_size_of
 
@@ -142,7 +142,7 @@ class ExLlamaV2BaseGenerator:
         engine = self.engine()
         aborted = False
         last: dict[ExLlamaV2DynamicJob, dict[str, Any]] = {}
-        with Unbroken() as section:  # a Ctrl-C is handed on between rounds, and nothing stays behind
+        with defer_sigint() as section:  # a Ctrl-C is handed on between rounds, and nothing stays behind
             try:
                 engine.enqueue(jobs)
                 while engine.num_remaining_jobs():
@@ -150,7 +150,7 @@ class ExLlamaV2BaseGenerator:
                         aborted = True
                         break
                     last.update((result["job"], result) for result in engine.iterate() if result["eos"])
-                    section.hand_on()
+                    section.deliver()
             finally:
                 engine.clear_queue()
         for result in last.values():

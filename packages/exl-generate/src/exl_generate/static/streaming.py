@@ -17,7 +17,7 @@ from exl_generate.dynamic.request import check_abort_event, count_of
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.dynamic.speculation import NgramDrafter
 from exl_generate.errors import CapacityError, JobStateError, RequestError
-from exl_generate.interrupts import Unbroken
+from exl_generate.interrupts import defer_sigint
 from exl_generate.sampling import Settings
 from exl_generate.static.base import ExLlamaV2BaseGenerator, eos_ids
 from exl_generate.static.rows import OneRow, page_size_of
@@ -179,7 +179,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             loras=[] if loras is None else loras,
             embeddings=input_embeddings,
         )
-        with Unbroken() as section:
+        with defer_sigint() as section:
             self._close()
             try:
                 job.pause()
@@ -189,7 +189,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
                     if abort_event is not None and abort_event.is_set():
                         engine.cancel(job)
                     self._pull(engine)
-                    section.hand_on()
+                    section.deliver()
                 if job.is_finished:
                     self._pull(engine)
                 job.unpause()
@@ -316,7 +316,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         job.avoided = bans
         while len(self._results) <= at:
             over = job.is_finished
-            with Unbroken():
+            with defer_sigint():
                 before = (job.new_tokens, job.drafted_tokens, job.accepted_draft_tokens)
                 self._pull(engine)
                 self.total_tokens += max(0, job.new_tokens - before[0])
@@ -334,7 +334,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return result
 
     def _pull(self, engine: ExLlamaV2DynamicGenerator) -> None:
-        with Unbroken():
+        with defer_sigint():
             self._results.extend(result for result in engine.iterate() if result["stage"] == "streaming")
 
     def _told(self, result: Result) -> Result:
