@@ -211,6 +211,12 @@ CASES: dict[str, Case] = {
     "seed-oss": Case("SeedOssForCausalLM", {"head_dim": 24, "attention_out_bias": False, "mlp_bias": True}),
     "ernie4.5": Case("Ernie4_5ForCausalLM", {"head_dim": 16, "use_bias": True}),
     "arcee": Case("ArceeForCausalLM"),
+    "helium": Case("HeliumForCausalLM", {"head_dim": 16, "attention_bias": True}),
+    "stablelm": Case(
+        "StableLmForCausalLM", {"use_qkv_bias": True, **rope(rope_type="default", partial_rotary_factor=0.5)}
+    ),
+    "stablelm-no-bias": Case("StableLmForCausalLM", {"hidden_size": 128, "num_key_value_heads": 4}),
+    "phi": Case("PhiForCausalLM"),
     "llama-gelu-erf": llama(hidden_act="gelu"),
     "exaone4": Case("Exaone4ForCausalLM", {"sliding_window": 9, "num_hidden_layers": 5}),
     "exaone4-full": Case("Exaone4ForCausalLM", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),

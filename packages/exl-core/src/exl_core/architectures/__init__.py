@@ -15,11 +15,12 @@ from .llama import INDEX, LLAMA, YI
 from .mistral import MISTRAL, MIXTRAL
 from .olmo2 import OLMO2, OLMO3, OLMOE
 from .orion import ORION
-from .others import ARCEE, ERNIE4_5, EXAONE4, SEED_OSS
-from .phi import PHI3, PHI_MOE, PHIMOE
+from .others import ARCEE, ERNIE4_5, EXAONE4, HELIUM, SEED_OSS
+from .phi import PHI, PHI3, PHI_MOE, PHIMOE
 from .pixtral import LLAVA, MISTRAL3
 from .qwen import QWEN2, QWEN2_5_VL, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE
 from .smollm3 import SMOLLM3
+from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 
 __all__ = ["Architecture", "Experts", "FusedLinear", "find_architecture", "supported_architectures"]
@@ -30,9 +31,9 @@ SUPPORTED: dict[str, Architecture] = {
         *(LLAMA, YI, INDEX, MISTRAL, MIXTRAL),
         *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN2_VL, QWEN2_5_VL),
         *(GEMMA, GEMMOE, GEMMA2, GEMMA3, GEMMA3_MULTIMODAL),
-        *(COHERE, COHERE2, PHI3, PHI_MOE, PHIMOE, GLM, GLM4, GPT2, GPT_BIGCODE, STARCODER2, DBRX),
+        *(COHERE, COHERE2, PHI, PHI3, PHI_MOE, PHIMOE, GLM, GLM4, GPT2, GPT_BIGCODE, STARCODER2, DBRX),
         *(INTERNLM2, GRANITE, GRANITE_MOE, MINICPM, SMOLLM3, OLMO2, OLMO3, OLMOE, ORION),
-        *(SEED_OSS, ERNIE4_5, ARCEE, EXAONE4, LLAVA, MISTRAL3),
+        *(SEED_OSS, ERNIE4_5, ARCEE, EXAONE4, HELIUM, STABLELM, LLAVA, MISTRAL3),
     )
 }
 
@@ -52,10 +53,8 @@ KNOWN_TO_DIFFER = frozenset(
         "MiniCPM3ForCausalLM",
         "NemotronForCausalLM",
         "OlmoForCausalLM",
-        "PhiForCausalLM",
         "Qwen3NextForCausalLM",
         "Qwen3VLForConditionalGeneration",
-        "StableLmForCausalLM",
     }
 )
 

@@ -1,4 +1,4 @@
-"""Families one line away from Llama: Seed-OSS, ERNIE 4.5, Arcee, EXAONE 4."""
+"""Families one line away from Llama: Seed-OSS, ERNIE 4.5, Arcee, Helium, EXAONE 4."""
 
 from ..json_reader import JsonReader
 from .base import Architecture
@@ -21,6 +21,14 @@ ERNIE4_5 = Architecture(
     rope_style="gptj",
     rope_theta=500_000.0,
     tied_head=True,
+)
+
+HELIUM = Architecture(
+    name="HeliumForCausalLM",
+    defaults={"head_dim": 128, "rms_norm_eps": 1e-8},
+    bias_from_file="qkv",
+    rope_style="gptj",
+    rope_theta=100_000.0,
 )
 
 ARCEE = Architecture(name="ArceeForCausalLM", mlp_gated=False, activation="relu2")
