@@ -1,29 +1,24 @@
-"""Writes docs/coverage.md: every row of the checklists in docs/coverage/*.toml with the tests that prove it.
+"""Print a table of every row of the checklists in docs/coverage/*.toml with the tests that cover it.
 
 A test names its rows with the marker `covers`: `@pytest.mark.covers("generators.md: 12", "core.md: caches")`. The marks
-are read from the sources, nothing is run. `--check` writes nothing and exits 1 if the file is not current. After a
-merge conflict in docs/coverage.md, run this again.
+are read from the sources; no test runs. `--into FILE` writes the table to a file. CI builds it into the documentation site.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "docs" / "coverage.md"
 ORDER = ("core", "generators", "filters")
 
 HEAD = """# Coverage
 
-What the checklists of the specification ask for, and the tests that prove each row. Written by
-`python scripts/coverage_table.py` from `docs/coverage/*.toml` and the `covers` marks of the tests; a row without a
-test is **open**.
+Every row of the checklists in `docs/coverage`, and the tests that cover it. A row without a test is **open**.
 """
 
 
@@ -32,7 +27,7 @@ class UnknownRowError(Exception):
 
 
 def checklists() -> dict[str, tuple[str, dict[str, str]]]:
-    """Specification file -> (title, row -> our wording)."""
+    """Name of a checklist -> (title, row -> what it asks for)."""
     found = {}
     for name in ORDER:
         data = tomllib.loads((ROOT / "docs" / "coverage" / f"{name}.toml").read_text(encoding="utf-8"))
@@ -108,20 +103,18 @@ def _rows_of(marks: Iterator[ast.expr] | list[ast.expr]) -> Iterator[str]:
                 yield argument.value
 
 
-def main() -> int:
+def main() -> None:
+    """Print or write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if docs/coverage.md is stale")
-    arguments = parser.parse_args()
-    wanted = table()
-    if not arguments.check:
-        TARGET.write_text(wanted, encoding="utf-8")
-        print(f"{wanted.count('**open** |')} of {wanted.count(chr(10) + '| ') - 3} rows are open")
-        return 0
-    if not TARGET.exists() or TARGET.read_text(encoding="utf-8") != wanted:
-        print("docs/coverage.md is not current: run `python scripts/coverage_table.py`", file=sys.stderr)
-        return 1
-    return 0
+    parser.add_argument("--into", type=Path, help="write the table to this file")
+    into = parser.parse_args().into
+    text = table()
+    if into is None:
+        print(text)
+        return
+    into.write_text(text, encoding="utf-8")
+    print(f"{text.count('**open** |')} of {text.count(chr(10) + '| ') - len(ORDER)} rows are open")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,9 +1,9 @@
-"""Tables of what bench_all.sh measured, for docs/performance.md.
+"""Write the GPU tables of docs/performance.md from benchmarks/results.
 
-    python scripts/gpu/tables.py FILE.jsonl ... [--into docs/performance.md]
+    python scripts/gpu/tables.py [FILE.jsonl ...] [--into docs/performance.md]
 
-Of every case on a kind of GPU the last line counts, so that older files go first; an H200's tables come first, as the
-bars are for it. `--into` replaces what stands between the two marks.
+Without files all of benchmarks/results are read, older runs first. Of every case on a kind of GPU the last line counts.
+`--into` replaces the text between the two marks of a page.
 """
 
 from __future__ import annotations
@@ -16,83 +16,125 @@ from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 BEGIN, END = "<!-- scripts/gpu/tables.py writes from here -->", "<!-- to here -->"
 STEPS = [
-    ("8B, 4.0 bpw, 1 sequence", ("8b", "4.0", "fp16", 256, 1)),
-    ("8B, 3.0 bpw, 1 sequence", ("8b", "3.0", "fp16", 256, 1)),
-    ("8B, GPTQ 4 bits, 1 sequence", ("8b", "gptq4", "fp16", 256, 1)),
-    ("8B, 4.0 bpw, context 16,384, FP16 cache", ("8b", "4.0", "fp16", 16384, 1)),
-    ("8B, 4.0 bpw, context 16,384, Q4 cache", ("8b", "4.0", "q4", 16384, 1)),
-    ("8B, 4.0 bpw, 8 sequences", ("8b", "4.0", "fp16", 256, 8)),
-    ("8B, 4.0 bpw, 32 sequences", ("8b", "4.0", "fp16", 256, 32)),
-    ("8B, 4.0 bpw, 64 sequences", ("8b", "4.0", "fp16", 256, 64)),
-    ("1.1B, 4.0 bpw, 1 sequence", ("1b", "4.0", "fp16", 256, 1)),
+    ("Llama 8B, 4.0 bpw, 1 sequence", ("8b", "4.0", "fp16", 256, 1)),
+    ("Llama 8B, 3.0 bpw, 1 sequence", ("8b", "3.0", "fp16", 256, 1)),
+    ("Llama 8B, GPTQ 4 bits, 1 sequence", ("8b", "gptq4", "fp16", 256, 1)),
+    ("Llama 8B, 4.0 bpw, context 16,384, FP16 cache", ("8b", "4.0", "fp16", 16384, 1)),
+    ("Llama 8B, 4.0 bpw, context 16,384, Q4 cache", ("8b", "4.0", "q4", 16384, 1)),
+    ("Llama 8B, 4.0 bpw, 8 sequences", ("8b", "4.0", "fp16", 256, 8)),
+    ("Llama 8B, 4.0 bpw, 32 sequences", ("8b", "4.0", "fp16", 256, 32)),
+    ("Llama 8B, 4.0 bpw, 64 sequences", ("8b", "4.0", "fp16", 256, 64)),
+    ("Qwen3 8B, 4.0 bpw, 1 sequence", ("qwen3-8b", "4.0", "fp16", 256, 1)),
+    ("Qwen3 8B, 4.0 bpw, 8 sequences", ("qwen3-8b", "4.0", "fp16", 256, 8)),
+    ("Qwen3 8B, 4.0 bpw, 32 sequences", ("qwen3-8b", "4.0", "fp16", 256, 32)),
+    ("TinyLlama 1.1B, 4.0 bpw, 1 sequence", ("1b", "4.0", "fp16", 256, 1)),
 ]
-MUST_SHARE = {"H200": {"gateup": 75, "head": 75, "down": 68}, "H100": {"gateup": 90, "head": 90, "down": 90}}
 
 
 def table(head: str, rows: Iterable[str]) -> list[str]:
+    """A Markdown table and the empty line after it."""
     return [head, "|---" * (head.count("|") - 1) + "|", *rows, ""]
 
 
-def mark(line: Line, key: str = "must_tok_s") -> str:
-    if "must_met" not in line:
-        return ""
-    bars = [f"{line['must_share']:.2f}"] if "must_share" in line else []
-    bars += [f"{line[key]:,g}"] if key in line else []
-    return f"{', '.join(bars)}: {'met' if line['must_met'] else '**missed**'}"
-
-
 def number(line: Line, key: str, form: str) -> str:
-    return format(line[key], form) if key in line else ""
+    """A value as text, empty where the line has none."""
+    return format(line[key], form) if line.get(key) is not None else ""
 
 
-def step_row(name: str, line: Line, commits: set[str]) -> str:
-    """`commits`: all of the table's; a row says which is its own where there are several."""
-    name += f" ({line['commit']})" if len(commits) > 1 else ""
-    through = f"{line['generator_tok_s']:,.0f}" if "generator_tok_s" in line else ""
-    beyond = f"{max(0.0, line['generator_host_us']):.0f}" if "generator_host_us" in line else ""
-    peer = ""
-    if "reference_name" in line:
-        who, speed = line["reference_name"].split(",")[0], line["reference_name"].split(", ")[1].split(" ")[0]
-        peer = f"{float(speed):,.0f} ({who}), {line['ratio_vs_reference']:.1f} x"
-    aim = f"{line['aim_tok_s']:,g}" if line.get("aim_tok_s") else ""
+def source(line: Line, commits: set[str]) -> str:
+    """The commit of a row, where a table has several."""
+    return f" ({line['commit']})" if len(commits) > 1 else ""
+
+
+def step_row(name: str, line: Line, peer: Line | None) -> str:
+    """One decode step; `peer` is a line of the same case that names another engine's speed."""
+    through = number(line, "generator_tok_s", ",.0f")
+    other = ""
+    if peer is not None:
+        engine, speed = (
+            peer["reference_name"].split(", ")[0],
+            float(peer["reference_name"].split(", ")[1].split(" ")[0]),
+        )
+        other = f"{speed:,.0f} ({engine}), {line['tok_s'] / speed:.1f} x"
     return (
         f"| {name} | {line['p50_us']:,.0f} | {line['tok_s']:,.0f} | {through} | {line['pct_of_read_roof']:.0f} % | "
-        f"{mark(line)} | {aim} | {peer} | {line['host_us']:.0f} | {beyond} | {line['memory_over_mb']:.0f} |"
+        f"{line['host_us']:.0f} | {line['memory_over_mb']:.0f} | {other} |"
     )
 
 
 def steps(lines: list[Line]) -> list[str]:
-    found = {(d["model_shape"], d["bpw"], d["cache"], d["ctx"], d["bs"]): d for d in lines if "memory_over_mb" in d}
+    """Whole decode steps."""
+    found: dict[tuple[Any, ...], Line] = {}
+    peers: dict[tuple[Any, ...], Line] = {}
+    for d in lines:
+        if "memory_over_mb" not in d or d.get("apart"):
+            continue
+        case = (d["model_shape"], d["bpw"], d["cache"], d["ctx"], d["bs"])
+        found[case] = d
+        if "reference_name" in d:
+            peers[case] = d
     head = (
-        "| decode | us a step | tok/s | through the generator | of the read roof | must | aim | best peer | "
-        "host, us a step | us a round beyond the graph | MB beyond weights and cache |"
+        "| decode | us a step | tok/s | through the generator | of the bandwidth | host, us a step | "
+        "MB beyond weights and cache | fastest other engine |"
     )
-    shown = [(name, found[case]) for name, case in STEPS if case in found]
-    commits = {line["commit"] for _, line in shown}
-    return table(head, (step_row(name, line, commits) for name, line in shown))
+    shown = [(name, found[case], peers.get(case)) for name, case in STEPS if case in found]
+    commits = {line["commit"] for _, line, _ in shown}
+    return table(head, (step_row(name + source(line, commits), line, peer) for name, line, peer in shown))
+
+
+def families(lines: list[Line]) -> list[str]:
+    """Whole steps of other model families, and their prompts. Families of which only some layers ran are left out."""
+    whole = [d for d in lines if d["family"] != "llama3-8b" and not d.get("extrapolated")]
+    decode = {(d["family"], d["bpw"], d["cache"], d["batch"], d["ctx"]): d for d in whole if d.get("batch") is not None}
+    prompt = {(d["family"], d["prompt"]): d for d in whole if d.get("prompt_tok_s") is not None}
+    commits = {d["commit"] for d in [*decode.values(), *prompt.values()]}
+    rows = [
+        f"| {family}, {bpw} bpw, {layers(d)}, {batch} sequence{'s' if batch > 1 else ''}{source(d, commits)} | "
+        f"{d['p50_us']:,.0f} | {d['tok_s']:,.0f} | {d['pct_of_read_roof']:.0f} % |"
+        for (family, bpw, _, batch, _), d in sorted(decode.items(), key=lambda item: tuple(map(str_key, item[0])))
+    ]
+    rows += [
+        f"| {family}, {layers(d)}, prompt of {tokens:,} tokens{source(d, commits)} | "
+        f"{tokens / d['prompt_tok_s'] * 1e6:,.0f} | {d['prompt_tok_s']:,.0f} | |"
+        for (family, tokens), d in sorted(prompt.items())
+    ]
+    return table("| other families | us | tok/s | of the bandwidth |", rows) if rows else []
+
+
+def layers(line: Line) -> str:
+    """How many layers ran."""
+    return f"{line['layers']} layers"
+
+
+def str_key(value: Any) -> tuple[int, Any]:
+    """Sort numbers as numbers and the rest as text."""
+    return (0, value) if isinstance(value, int | float) else (1, str(value))
 
 
 def prefills(lines: list[Line]) -> list[str]:
+    """Prompts of 8B at 4.0 bpw."""
     found = {(d["tokens"], bool(d.get("strict"))): d for d in lines}
     rows = (
         f"| {tokens:,}{', strict' if strict else ''} | {d['p50_us'] / 1e3:,.1f} | {d['tok_s']:,.0f} | "
-        f"{d['pct_product_rate']:.0f} % | {mark(d)} | {number(d, 'aim_tok_s', ',.0f')} | "
-        f"{number(d, 'ratio_vs_reference', '.2f')} |"
+        f"{d['pct_product_rate']:.0f} % | {number(d, 'ratio_vs_reference', '.2f')} |"
         for (tokens, strict), d in sorted(found.items())
     )
     return table(
-        "| prompt of 8B at 4.0 bpw, tokens | ms | tok/s | of torch's half-precision rate | must | aim | x the peer |",
+        "| prompt of Llama 8B, 4.0 bpw, tokens | ms | tok/s | of torch's half-precision rate | "
+        "x the fastest other engine |",
         rows,
     )
 
 
 def serves(lines: list[Line]) -> list[str]:
+    """Many requests at once through the generator."""
     found = {(d["batch"], d["requests"], d["sampled"]): d for d in lines}
     head = (
-        "| served at once, 8B at 4.0 bpw | tok/s out | tok/s in | first token, ms, half / 99 of 100 | "
-        "between tokens, ms, half / 99 of 100 |"
+        "| many requests, Llama 8B, 4.0 bpw | tok/s out | tok/s in | first token, ms, p50 / p99 | "
+        "between tokens, ms, p50 / p99 |"
     )
     return table(
         head,
@@ -106,7 +148,21 @@ def serves(lines: list[Line]) -> list[str]:
     )
 
 
-def products(lines: list[Line]) -> list[str]:
+def http(lines: list[Line]) -> list[str]:
+    """The same requests through the HTTP server and through the engine alone."""
+    found = {(d["engine"], d["streams"], d["workers"]): d for d in lines}
+    return table(
+        "| HTTP server | tok/s | engine alone, tok/s | ratio | first token, ms, p50 |",
+        (
+            f"| {engine}, {streams} streams, {workers} API worker{'s' if workers > 1 else ''} | {d['tok_s']:,.0f} | "
+            f"{d['alone_tok_s']:,.0f} | {d['ratio_median']:.2f} | {d['first_token_ms_p50']:.0f} |"
+            for (engine, streams, workers), d in sorted(found.items())
+        ),
+    )
+
+
+def matmuls(lines: list[Line]) -> list[str]:
+    """Quantized matmuls of one row, alone."""
     found = {(d["bits"], d["shape"]): d for d in lines if "bits" in d and d["m"] == 1}
     shapes = [s for s in ("gateup", "head", "down", "qkv", "o") if any(k[1] == s for k in found)]
 
@@ -114,36 +170,33 @@ def products(lines: list[Line]) -> list[str]:
         d = found.get((bits, shape))
         if d is None:
             return ""
-        if d.get("wrong"):
-            return "**wrong**"
-        share = d["pct_of_read_roof"]
-        bars = next((bars for kind, bars in MUST_SHARE.items() if kind in d["gpu"]), {})
-        bar = bars.get(shape) if str(bits) in ("4", "4.0") else None
-        met = "" if bar is None else f" (must {bar}: {'met' if share >= bar else '**missed**'})"
-        return f"{d['us_pdl']:.1f} us, {share:.0f} %{met}"
+        return "**wrong**" if d.get("wrong") else f"{d['us_pdl']:.1f} us, {d['pct_of_read_roof']:.0f} %"
 
     kinds = sorted({bits for bits, _ in found}, key=str)
     return table(
-        "| products alone, one row, PDL | " + " | ".join(shapes) + " |",
+        "| matmul of one row, us and share of the bandwidth | " + " | ".join(shapes) + " |",
         (f"| {bits} bits | " + " | ".join(cell(bits, shape) for shape in shapes) + " |" for bits in kinds),
     )
 
 
 def attention(lines: list[Line]) -> list[str]:
-    found = {(d["cache"], d["bs"], d["ctx"], d["q_len"], d["own"]): d for d in lines if "us_pdl" in d}
-    own = sorted((cache, bs, ctx) for cache, bs, ctx, q_len, o in found if q_len == 1 and o)
+    """Attention of one layer with the token's own key and value stored in the same launch."""
+    found = {(d["cache"], d["bs"], d["ctx"]): d for d in lines if "us_pdl" in d and d["q_len"] == 1 and d["own"]}
+    places = sorted({(bs, ctx) for _, bs, ctx in found})
+    kinds = sorted({cache for cache, _, _ in found})
+
+    def cell(cache: str, bs: int, ctx: int) -> str:
+        d = found.get((cache, bs, ctx))
+        return f"{d['us_pdl']:.1f} us, {d['pct_of_read_roof']:.0f} %" if d else ""
+
     return table(
-        "| attention of one layer, own keys stored in the same launch, PDL | us | of the read roof |",
-        (
-            f"| {cache}, {bs} x {ctx:,} | {d['us_pdl']:.1f} | {d['pct_of_read_roof']:.0f} % |"
-            for cache, bs, ctx in own
-            for d in [found[cache, bs, ctx, 1, True]]
-        ),
+        "| attention of one layer, sequences x keys | " + " | ".join(kinds) + " |",
+        (f"| {bs} x {ctx:,} | " + " | ".join(cell(cache, bs, ctx) for cache in kinds) + " |" for bs, ctx in places),
     )
 
 
 def lines_of(file: Path) -> list[Line]:
-    """A benchmark's JSON lines. The last may be half a one, where its process was cut off."""
+    """The JSON lines of a benchmark. The last line may be incomplete, where the process was cut off."""
     found = []
     for text in file.read_text().splitlines():
         if text.startswith("{"):
@@ -154,16 +207,26 @@ def lines_of(file: Path) -> list[Line]:
     return found
 
 
-KINDS = {"step": steps, "prefill": prefills, "serve": serves, "gemv": products, "attn": attention}
+KINDS = {
+    "step": steps,
+    "families": families,
+    "prefill": prefills,
+    "serve": serves,
+    "http": http,
+    "gemv": matmuls,
+    "attn": attention,
+}
 
 
 def text_of(files: list[Path]) -> str:
-    known = [d for file in files for d in lines_of(file) if d.get("bench") in KINDS]
+    """All tables of the files, one section per kind of GPU."""
+    known = [d for file in files for d in lines_of(file) if d.get("bench") in KINDS and "gpu" in d]
+    known.sort(key=lambda d: d.get("date") or "")
     out = []
     for gpu in sorted({d["gpu"] for d in known}, key=lambda name: ("H200" not in name, name)):
         of_gpu = [d for d in known if d["gpu"] == gpu]
-        about = sorted({(d.get("date", "2026-11-21"), d["commit"]) for d in of_gpu})
-        out += [f"{gpu}, " + "; ".join(f"{date}, commit {commit}" for date, commit in about) + ".", ""]
+        about = sorted({(d.get("date") or "no date", d["commit"]) for d in of_gpu})
+        out += [f"## {gpu}", "", "Runs: " + "; ".join(f"{date}, commit {commit}" for date, commit in about) + ".", ""]
         for kind, make in KINDS.items():
             of_kind = [d for d in of_gpu if d["bench"] == kind]
             if of_kind:
@@ -172,9 +235,10 @@ def text_of(files: list[Path]) -> str:
 
 
 def main() -> None:
+    """Print the tables, or write them into a page."""
     words = sys.argv[1:]
     into = Path(words[words.index("--into") + 1]) if "--into" in words else None
-    files = [Path(word) for word in words if word.endswith(".jsonl")]
+    files = [Path(word) for word in words if word.endswith(".jsonl")] or sorted(RESULTS.glob("*.jsonl"))
     text = text_of(files)
     if into is None:
         print(text)

@@ -41,7 +41,7 @@ def test_a_violation_is_noticed(soak):
 
 @pytest.mark.covers("filters.md: CAP-41")
 def test_the_speed_bench_checks_itself_and_holds_the_bars(soak):
-    """What is met is read from `docs/performance.md`; here nothing is timed."""
+    """The benchmark states its targets; nothing is timed here."""
     pytest.importorskip("tokenizers")
     done = subprocess.run(
         [sys.executable, SOURCE.with_name("bench_filters.py"), "--tokenizer", soak.TOKENIZER, "--rounds", "1"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ABOUT = {"gpu": "NVIDIA H100 80GB HBM3", "commit": "c0ffee", "date": "2026-11-22"}
 DOWN = {**ABOUT, "bench": "gemv", "shape": "down", "bits": "4", "m": 1}
 
@@ -89,19 +87,23 @@ def test_tables_have_every_whole_line_and_name_wrong_results(tmp_path: Path) -> 
     file = write(tmp_path / "gemv.jsonl", right, tuned, {**DOWN, "bits": "5+4", "wrong": True})
     file.write_text(file.read_text() + '{"bench": "gemv", "sha')
     text, said = tables(file)
-    assert "| 4 bits | 11.3 us, 85 % (must 90: **missed**) |" in text
+    assert "| 4 bits | 11.3 us, 85 % |" in text
     assert "| 5+4 bits | **wrong** |" in text
     assert "no whole line" in said
 
 
-def test_the_tables_in_the_docs_are_what_was_measured() -> None:
-    """Their headings name the files: kind of GPU, days, commits."""
+def test_the_last_run_of_a_case_counts_and_another_engines_speed_stays(tmp_path: Path) -> None:
+    step = {**ABOUT, "bench": "step", "model_shape": "8b", "bpw": "4.0", "cache": "fp16", "ctx": 256, "bs": 1}
+    step |= {"p50_us": 2000.0, "tok_s": 500.0, "pct_of_read_roof": 50.0, "host_us": 40.0, "memory_over_mb": 200.0}
+    first = write(tmp_path / "b.jsonl", {**step, "reference_name": "other 1.0, 250 tok/s"})
+    later = {**step, "date": "2026-11-23", "commit": "feed5", "tok_s": 600.0}
+    second = write(tmp_path / "a.jsonl", later, {**later, "apart": True, "tok_s": 1.0})
+    text, _ = tables(first, second)
+    assert "| Llama 8B, 4.0 bpw, 1 sequence | 2,000 | 600 |  | 50 % | 40 | 200 | 250 (other 1.0), 2.4 x |" in text
+
+
+def test_the_tables_in_the_docs_are_those_of_the_results() -> None:
+    """After a new run: `python scripts/gpu/tables.py --into docs/performance.md`."""
     page = (SCRIPTS.parents[1] / "docs" / "performance.md").read_text()
     shown = page.split("<!-- scripts/gpu/tables.py writes from here -->")[1].split("<!-- to here -->")[0]
-    files = [
-        RESULTS / f"{kind.lower()}-{date}-{commit}.jsonl"
-        for kind, made in re.findall(r"^NVIDIA (\w+).*?, (\d.*)\.$", shown, re.MULTILINE)
-        for date, commit in re.findall(r"([\d-]+), commit (\w+)", made)
-    ]
-    assert files
-    assert tables(*files)[0].strip() == shown.strip()
+    assert tables()[0].strip() == shown.strip()

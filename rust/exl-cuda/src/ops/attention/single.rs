@@ -127,7 +127,7 @@ fn ahead(caps: &Capabilities, op: &Attention, splits: usize) -> usize {
     }
 }
 
-/// Whether blocks of whole splits are the better ones, by what was measured (docs/performance.md): never where clusters of more than two
+/// Whether blocks of whole splits are the better ones, by what was measured (docs/design/attention.md): never where clusters of more than two
 /// blocks have room; else for packed pages, and for half pages (`half`) where sequences are short.
 fn prefers_long(half: bool, few: Option<Few>, splits: usize) -> bool {
     match few {
@@ -160,7 +160,7 @@ fn few_shared(kind: Kind, dim: usize, rows: usize, size: usize) -> usize {
 }
 
 /// Blocks of a cluster and clusters of a key head: a cluster a split, of as many blocks as leave all of them resident at once. By what was
-/// measured (docs/performance.md): clusters of four only where a row is one split; more blocks than are resident only of short rows of
+/// measured (docs/design/attention.md): clusters of four only where a row is one split; more blocks than are resident only of short rows of
 /// half pages; else None.
 fn few_clusters(groups: usize, units: usize, packed: bool, sms: usize) -> Option<(usize, usize)> {
     let clusters = units.div_ceil(SPLIT_UNITS);

@@ -254,7 +254,7 @@ impl Shares {
     }
 }
 
-/// Cycles of a unit of K where so many warpgroups multiply 64 columns side by side, by docs/performance-tried.md.
+/// Cycles of a unit of K where so many warpgroups multiply 64 columns side by side, by docs/design/gemm-batch.md.
 fn unit_cycles(groups: usize) -> usize {
     659 + 880 * groups
 }
