@@ -21,6 +21,7 @@ from exl_serve.engine.admission import Admission, Entry, Rates
 from exl_serve.engine.events import Failed, Finished, Progress, Started, Tokens
 from exl_serve.engine.failures import BY_CODE
 from exl_serve.engine.jobs import make_job, settings_of
+from exl_serve.engine.load import Loaded
 from exl_serve.engine.local import LocalEngine
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint, EngineRequest, Sampling
@@ -605,7 +606,7 @@ def test_the_queue_keeps_its_books(steps: list[tuple[str, int, int]]) -> None:
 
 def test_an_engine_that_has_ended_may_be_stopped_again(fable: EngineThread) -> None:
     """As where it ends by itself while another thread stops it."""
-    made: Any = (fable.generator, fable.card, None)
+    made = Loaded(fable.generator, fable.card, None)
     thread = EngineThread(ModelConfig(id="again", path=fable.card.folder), loaded=made)
     thread.close()
     assert not thread._thread.is_alive()

@@ -223,7 +223,7 @@ def test_prompts_of_every_kind(client: openai.OpenAI, fable: EngineThread) -> No
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.APIStatusError, "tool calls"),
         ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "for streams"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]},
-         openai.BadRequestError, "text alone"),
+         openai.BadRequestError, "takes no images"),
         ({"extra_body": {"repeat_penalty": 1.1, "repetition_penalty": 1.2}}, openai.BadRequestError, "two values"),
     ],
 )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Conversations of untrusted users as token ids: what they spell stays text.
+"""Conversations of untrusted users as token ids: text that users write stays text, and images have their places.
 
 A template's own markers become special tokens, but a marker that a user or a tool wrote into a message must not forge
-a turn. Where such a spelling occurs it is replaced before rendering, and put back as ordinary text in the prompt.
+a turn or an image. Where such a spelling occurs it is replaced before rendering, and put back as ordinary text in the
+prompt.
 """
 
 from __future__ import annotations
@@ -14,10 +15,31 @@ from typing import Any
 from ..errors import ChatTemplateError
 from .text import TextTokenizer
 
-__all__ = ["conversation_ids"]
+__all__ = ["conversation_ids", "image_spelling"]
 
 UNTRUSTED = ("user", "tool", "function", "ipython")
 """Roles whose content is others' text. The model's own earlier answers keep their markers: templates look for them."""
+
+IMAGE_SPELLINGS = (
+    ("<|vision_start|><|image_pad|><|vision_end|>", ""),
+    ("<start_of_image>", "\n\n"),
+    ("[IMG]", ""),
+)
+"""How the templates of Qwen-VL, Gemma 3 and Pixtral write an image, and the text that the models' processors put on
+either side of it. The framing tokens are part of the image's rows, so the whole spelling is replaced."""
+_TOKENS = re.compile(r"<\|?\w+\|?>|\[\w+\]")
+_KNOWS_IMAGES = re.compile(r"""['"]image(_url)?['"]""")
+
+Part = tuple[str, bool] | int
+
+
+def image_spelling(tokenizer: TextTokenizer) -> tuple[str, str] | None:
+    """(spelling of an image in this model's prompts, text on either side); None if the tokenizer has no such tokens."""
+    known = tokenizer.extended_piece_to_id
+    for spelling, around in IMAGE_SPELLINGS:
+        if all(token in known for token in _TOKENS.findall(spelling)):
+            return spelling, around
+    return None
 
 
 def conversation_ids(
@@ -29,12 +51,16 @@ def conversation_ids(
 ) -> tuple[str, list[int]]:
     """The rendered prompt and its ids; `options` are those of `apply_chat_template`.
 
-    parse_special: the text of special tokens in any message becomes these tokens. Raises ChatTemplateError, also where
-    the template alters or drops text that has to stay text.
+    A part `{"type": "image"}` of a message's content is an image: image k of the conversation has the id -1 - k.
+    Templates that know only text get the image in the text. parse_special: the text of special tokens in any message
+    becomes these tokens. Raises ChatTemplateError, also where the template alters or drops text that has to stay text,
+    or drops an image.
     """
+    images = sum(map(_images, messages))
     spellings = [] if parse_special else sorted(filter(None, tokenizer.extended_piece_to_id), key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
-    if pattern is None or not any(_spells(pattern, message) for message in messages):
+    forged = pattern is not None and any(_spells(pattern, message) for message in messages)
+    if not images and not forged:
         text = tokenizer.apply_chat_template(messages, **options)
         return text, tokenizer.encode_ids(text, special=True)
     found: list[str] = []
@@ -44,16 +70,83 @@ def conversation_ids(
         found.append(match.group())
         return f"\ue000{nonce}{len(found) - 1}\ue001"
 
-    hidden = [_replaced(pattern, hide, message) for message in messages]
-    rendered = tokenizer.apply_chat_template(hidden, **options)
-    parts = re.split(f"\ue000{nonce}(\\d+)\ue001", rendered)
-    if {int(number) for number in parts[1::2]} != set(range(len(found))) or nonce in "".join(parts[::2]):
-        raise ChatTemplateError(
-            f"a message holds the text of a special token ({found[0]!r}), and the chat template does not keep such "
-            "text as it is: leave it out of the message"
-        )
-    pieces = [(found[int(part)], False) if at % 2 else (part, True) for at, part in enumerate(parts)]
-    return "".join(text for text, _ in pieces), tokenizer.encode_parts(pieces)
+    shown = [_replaced(pattern, hide, message) for message in messages] if pattern is not None and forged else messages
+    mark = f"\ue002{nonce}\ue003"
+    if images and not _KNOWS_IMAGES.search(_source(tokenizer, options)):
+        shown = [_as_text(message, mark) for message in shown]
+    rendered = tokenizer.apply_chat_template(shown, **options)
+    split = re.split(f"\ue000{nonce}(\\d+)\ue001", rendered)
+    if {int(number) for number in split[1::2]} != set(range(len(found))):
+        raise _altered(found)
+    parts: list[Part] = []
+    for at, text in enumerate(split):
+        parts += [(found[int(text)], False)] if at % 2 else [(text, True)]
+    if images:
+        parts = _place_images(tokenizer, parts, mark, images)
+    if any(nonce in part[0] for part in parts if isinstance(part, tuple)):
+        raise _altered(found)
+    prompt = "".join("<image>" if isinstance(part, int) else part[0] for part in parts)
+    return prompt, tokenizer.encode_parts(parts)
+
+
+def _altered(found: Sequence[str]) -> ChatTemplateError:
+    what = f"the text of a special token ({found[0]!r})" if found else "an image"
+    return ChatTemplateError(
+        f"a message holds {what}, and the chat template does not keep it as it is: leave it out of the message"
+    )
+
+
+def _place_images(tokenizer: TextTokenizer, parts: Sequence[Part], mark: str, images: int) -> list[Part]:
+    """The parts with ids where the template has written images. Raises ChatTemplateError."""
+    spelled = image_spelling(tokenizer)
+    if spelled is None:
+        raise ChatTemplateError("this model's tokenizer has no tokens for images: send text only")
+    spelling, around = spelled
+    pattern = re.compile(f"{re.escape(spelling)}|{re.escape(mark)}")
+    placed: list[Part] = []
+    seen = 0
+    for part in parts:
+        if isinstance(part, int) or not part[1]:
+            placed.append(part)
+            continue
+        texts = pattern.split(part[0])
+        for at, text in enumerate(texts):
+            if at:
+                placed.append(-1 - seen)
+                seen += 1
+            placed.append(((around if at else "") + text + (around if at + 1 < len(texts) else ""), True))
+    if seen != images:
+        raise ChatTemplateError(f"the conversation has {images} images, and the chat template writes {seen} of them")
+    return placed
+
+
+def _source(tokenizer: TextTokenizer, options: Mapping[str, Any]) -> str:
+    """The text of the template that `apply_chat_template` takes."""
+    named = options.get("chat_template")
+    if named is not None and ("{%" in named or "{{" in named):
+        return str(named)
+    return tokenizer.chat_templates.select(named, options.get("tools") is not None)
+
+
+def _parts(message: Mapping[str, Any]) -> Sequence[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list | tuple) else []
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def _images(message: Mapping[str, Any]) -> int:
+    return sum(map(_is_image, _parts(message)))
+
+
+def _as_text(message: Mapping[str, Any], mark: str) -> Mapping[str, Any]:
+    """The message with one string as its content, `mark` where an image is."""
+    if not _parts(message):
+        return message
+    texts = [mark if _is_image(part) else str(part.get("text", "")) for part in _parts(message)]
+    return {**message, "content": "".join(texts)}
 
 
 def _spells(pattern: re.Pattern[str], message: Mapping[str, Any]) -> bool:

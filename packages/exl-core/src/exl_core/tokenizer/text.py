@@ -100,14 +100,20 @@ class TextTokenizer:
         control id in front, if the model has one; None does as tokenizer_config.json says."""
         return self._with_control_ids(self.tokenizer_model.encode(text, special), add_bos, False)
 
-    def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> list[int]:
+    def encode_parts(self, parts: Sequence[tuple[str, bool] | int]) -> list[int]:
         """Ids of a text in parts, each with whether the text of special tokens in it becomes their ids.
 
-        A part is encoded by itself: nothing merges across a border, and no space is put in front of later parts.
+        A part that is an int is an id. Any other part is encoded by itself: nothing merges across a border, and no
+        space is put in front of later parts.
         """
         ids: list[int] = []
         begun = False
-        for text, special in parts:
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+                begun = True
+                continue
+            text, special = part
             if text:
                 ids += self._encode_inside(text, special) if begun else self.encode_ids(text, special)
                 begun = True

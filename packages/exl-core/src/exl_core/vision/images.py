@@ -1,68 +1,16 @@
-"""Images as PIL opens them, checked and made upright RGB; and their pixels as numbers."""
+"""Pixels of images as tensors."""
 
 from __future__ import annotations
 
-import os
-from io import BytesIO
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsupportedError
+from ..image_files import MAX_ASPECT, MAX_PIXELS, as_rgb, open_image
 from .reading import Preprocessing
 
 __all__ = ["MAX_ASPECT", "MAX_PIXELS", "as_rgb", "open_image", "pixels_of"]
-
-MAX_ASPECT = 200
-MAX_PIXELS = 1 << 26
-"""Of an image before it is resized: decoded, it takes up to 8 bytes a pixel here."""
-
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""What `open_image` opens: PIL knows more, some of which start other programs."""
-
-DEEP_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I")
-
-
-def open_image(file: str | os.PathLike[str] | bytes) -> Any:
-    """An upright RGB PIL image from a file or from the bytes of one: PNG, JPEG, WebP, GIF, BMP, TIFF or PPM.
-
-    Raises InputError for what cannot be read, is damaged, or is larger than `MAX_PIXELS`.
-    """
-    image_module = _pil()
-    name = "the image" if isinstance(file, bytes) else os.fspath(file)
-    try:
-        with image_module.open(BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS) as image:
-            return as_rgb(image)
-    except InputError as error:
-        raise InputError(f"{name}: {error}") from error.__cause__
-    except Exception as error:  # a decoder may raise anything
-        raise InputError(f"{name}: not an image that can be read ({_short(error)})") from error
-
-
-def as_rgb(image: Any) -> Any:
-    """The PIL image as RGB, turned upright as its EXIF data say, laid on white where it is transparent.
-
-    Sizes are checked before anything is decoded. Greyscale of 16 bits is brought to 8 by its upper half. Raises
-    InputError for anything that is no such image, is damaged, empty, too large or too narrow.
-    """
-    if not all(hasattr(image, name) for name in ("convert", "resize", "size", "mode", "load")):
-        raise InputError(f"image is a {type(image).__name__}, must be a PIL image (PIL.Image.open(file))")
-    width, height = image.size
-    if min(width, height) < 1 or max(width, height) > MAX_ASPECT * min(width, height):
-        raise InputError(f"image of {width} x {height} pixels: sides may differ by a factor of {MAX_ASPECT} at most")
-    if width * height > MAX_PIXELS:
-        raise InputError(
-            f"image of {width} x {height} pixels: at most {MAX_PIXELS} are taken; shrink it first (image.thumbnail)"
-        )
-    try:
-        image.load()
-        return _on_white(_eight_bits(_upright(image)))
-    except InputError:
-        raise
-    except Exception as error:  # a decoder may raise anything
-        raise InputError(f"image cannot be decoded: {_short(error)}") from error
 
 
 def pixels_of(image: Any, rows: int, columns: int, how: Preprocessing) -> Tensor:
@@ -73,46 +21,3 @@ def pixels_of(image: Any, rows: int, columns: int, how: Preprocessing) -> Tensor
     scaled = pixels.permute(2, 0, 1).float() * how.rescale_factor
     mean, std = torch.tensor(how.mean).view(3, 1, 1), torch.tensor(how.std).view(3, 1, 1)
     return (scaled - mean) / std
-
-
-def _pil() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise UnsupportedError("images need Pillow: install exl-core[vision]") from error
-    return Image
-
-
-def _upright(image: Any) -> Any:
-    if not hasattr(image, "getexif"):
-        return image
-    from PIL import ImageOps
-
-    return ImageOps.exif_transpose(image)
-
-
-def _eight_bits(image: Any) -> Any:
-    if image.mode == "F":
-        raise InputError("image of floating-point pixels: their range is not known; convert it to 8 bits first")
-    if image.mode not in DEEP_GREY:
-        return image
-    values = np.asarray(image).astype(np.int64)
-    if values.size and (values.min() < 0 or values.max() > 0xFFFF):
-        raise InputError("image of more than 16 bits a pixel: convert it to 8 bits first")
-    return _pil().fromarray((values >> 8).astype(np.uint8))
-
-
-def _on_white(image: Any) -> Any:
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    rgba = image.convert("RGBA")
-    white = _pil().new("RGBA", rgba.size, (255, 255, 255, 255))
-    white.alpha_composite(rgba)
-    return white.convert("RGB")
-
-
-def _short(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}"
-    return text if len(text) <= 160 else text[:157] + "..."

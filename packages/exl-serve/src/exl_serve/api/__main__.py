@@ -26,6 +26,7 @@ from exl_serve.api.worker import Link, WorkerModels
 from exl_serve.config.load import ConfigError
 from exl_serve.config.model import ServeConfig
 from exl_serve.errors import ServeError
+from exl_serve.media.reader import MediaReader
 from exl_serve.super import link
 from exl_serve.super.logs import set_up
 
@@ -80,6 +81,7 @@ async def _serve(start: link.WorkerStart) -> None:
         admit=authenticator.admit,
         render_metrics=connection.metrics,
         log_request=_logger(config),
+        media=MediaReader(os.path.dirname(start.address.removeprefix("ipc://"))),
     )
     await up.wait()
     server = uvicorn.Server(_settings(config, create_app(state), protocol))
@@ -90,6 +92,7 @@ async def _serve(start: link.WorkerStart) -> None:
     drain = asyncio.create_task(_drain(stopping, server, state))
     await server.serve([listener])
     drain.cancel()
+    await state.media.close()
     connection.close()
 
 

@@ -12,7 +12,7 @@ from exl_serve.api.prepare import read_request, stream_options
 from exl_serve.errors import ServeError
 from exl_serve.request.fields import COMMON, SAMPLING, Field, anything, boolean, by_name, integer
 from exl_serve.request.formats import format_of
-from exl_serve.request.messages import messages_of, tool_choice_of, tools_of
+from exl_serve.request.messages import ImagePart, messages_of, tool_choice_of, tools_of
 from exl_serve.stream.chunks import Chat
 
 __all__ = ["CHAT", "FIELDS", "chat_completions", "variables_of"]
@@ -53,13 +53,23 @@ async def chat_completions(call: Call) -> None:
     n = fields.get("n", 1)
     if n > limits.max_n:
         raise ServeError.invalid(f"n is {n}; at most {limits.max_n} are made", "n")
-    messages = messages_of(body.get("messages"), limits)
+    images: list[ImagePart] = []
+    messages = messages_of(body.get("messages"), limits, images)
     plain, specs = tools_of(_old_or_new(body, fields, "tools"), limits)
     choice = tool_choice_of(_old_or_new(body, fields, "tool_choice"), specs)
     logprobs = _logprobs(fields)
     wanted = format_of(fields, limits)
     asked = Conversation(
-        messages, plain, specs, choice, wanted, variables_of(call, fields), fields.get("max_tokens"), n, logprobs
+        messages,
+        plain,
+        specs,
+        choice,
+        wanted,
+        variables_of(call, fields),
+        fields.get("max_tokens"),
+        n,
+        logprobs,
+        images,
     )
     prepared = await prepare(call, fields, asked)
     target = prepared.target
@@ -79,7 +89,7 @@ async def chat_completions(call: Call) -> None:
         return_ids=fields.get("return_token_ids", False),
         reasoning_field=state.config.server.reasoning_field,
     )
-    await serve(call, prepared.generation, answer, stream=fields.get("stream", False))
+    await serve(call, prepared.generation, answer, stream=fields.get("stream", False), images=images)
 
 
 def _old_or_new(body: Mapping[str, Any], fields: Mapping[str, Any], name: str) -> Any:

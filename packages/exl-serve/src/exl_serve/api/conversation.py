@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from exl_serve.api.generation import Generation
 from exl_serve.api.http import Call
 from exl_serve.api.prepare import Target, engine_request, resolve
+from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint, EngineRequest
+from exl_serve.request.messages import ImagePart
 from exl_serve.stream.family import ChannelSettings, ToolSpec
 
 __all__ = ["Conversation", "Prepared", "prepare"]
@@ -32,6 +34,8 @@ class Conversation:
     max_tokens: int | None = None
     n: int = 1
     logprobs: int | None = None
+    #: in the order in which the messages have them
+    images: Sequence[ImagePart] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,9 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
     """The rendered prompt's request. Raises ServeError for everything that can be known before the first token."""
     target = await resolve(call, fields)
     text, family = target.handle.text, target.handle.family
+    if asked.images and "image" not in target.engine.card.modalities:
+        param = asked.images[0].param
+        raise ServeError.invalid(f"{param}: the model {target.name} takes no images", param, "unsupported_modality")
     plain = asked.tools if asked.choice != "none" else None
     prompt, ids = await text.render(asked.messages, plain, asked.variables)
     settings = ChannelSettings(

@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from exl_serve.api.http import Call
 from exl_serve.engine.client import EngineClient, RunningRequest
 from exl_serve.engine.events import EngineEvent
 from exl_serve.errors import ServeError
-from exl_serve.request.internal import EngineRequest
+from exl_serve.request.internal import EngineRequest, MediaRef
+from exl_serve.request.messages import ImagePart
 from exl_serve.stream.chunks import DONE, Answer
 from exl_serve.stream.events import Error
 from exl_serve.stream.family import ChannelMachine
@@ -50,11 +53,12 @@ class Generation:
         #: the engine has begun with it
         self.started = False
 
-    async def submit(self) -> None:
-        """Queue all of it. Raises ServeError if one request is refused: the others are cancelled."""
+    async def submit(self, media: tuple[MediaRef, ...] = ()) -> None:
+        """Queue all requests, with their images. Raises ServeError if one is refused: the others are cancelled."""
         base = 0
         try:
             for request in self._requests:
+                request = msgspec.structs.replace(request, media=media) if media else request
                 self._running.append(await self._engine.submit(request, self._sink(base)))
                 base += request.n
                 if self._cancelled:
@@ -106,6 +110,7 @@ async def serve(
     *,
     stream: bool,
     extra: Callable[[Answer], dict[str, Any]] | None = None,
+    images: Sequence[ImagePart] = (),
 ) -> None:
     """Run a generation and write its answer. Raises ServeError before anything was written."""
     ticket = call.state.admit(call.caller, len(answer.choices))
@@ -115,7 +120,11 @@ async def serve(
     call.state.running.add(generation)
     began = time.monotonic()
     try:
-        await generation.submit()
+        if images:
+            async with call.state.media.decoded(images, call.state.config.media) as decoded:
+                await generation.submit(decoded)
+        else:
+            await generation.submit()
         if stream:
             await _stream(call, generation, answer)
         else:

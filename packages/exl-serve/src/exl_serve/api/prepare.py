@@ -154,6 +154,7 @@ def engine_request(
         key=call.caller.name,
         weight=call.caller.weight,
         priority=priority,
+        fill=asked is None,
     )
 
 

@@ -10,6 +10,7 @@ from exl_serve.api.conversation import Conversation, prepare
 from exl_serve.api.generation import answer_id, serve
 from exl_serve.api.http import Call, now
 from exl_serve.api.prepare import read_request, resolve
+from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Sampling
 from exl_serve.request.messages import messages_of, tool_choice_of, tools_of
@@ -31,12 +32,15 @@ async def responses(call: Call) -> None:
         raise _renamed(error) from None
     head = _head(fields, asked, conversation.choice, prepared.request.sampling) | {"model": prepared.target.name}
     answer = Responses(head, prepared.target.handle.text, logprobs=asked.logprobs is not None)
-    await serve(call, prepared.generation, answer, stream=fields.get("stream", False))
+    await serve(call, prepared.generation, answer, stream=fields.get("stream", False), images=conversation.images)
 
 
 async def input_tokens(call: Call) -> None:
     """How many tokens the rendered prompt has; nothing is generated."""
     fields, _, conversation = await _read(call)
+    if conversation.images:
+        param = conversation.images[0].param
+        raise ServeError.invalid(f"{param}: images are not counted here", param, "unsupported_modality")
     target = await resolve(call, fields)
     plain = conversation.tools if conversation.choice != "none" else None
     _, ids = await target.handle.text.render(conversation.messages, plain, conversation.variables)
@@ -66,7 +70,7 @@ async def _read(call: Call) -> tuple[dict[str, Any], Asked, Conversation]:
     if asked.effort is not None:
         given["reasoning_effort"] = asked.effort
     conversation = Conversation(
-        messages_of(asked.messages, limits),
+        _checked(asked, limits),
         plain,
         specs,
         choice,
@@ -75,8 +79,19 @@ async def _read(call: Call) -> tuple[dict[str, Any], Asked, Conversation]:
         fields.get("max_output_tokens"),
         1,
         asked.logprobs,
+        asked.images,
     )
     return fields, asked, conversation
+
+
+def _checked(asked: Asked, limits: Limits) -> list[dict[str, Any]]:
+    """The messages as chat has them. Contents with images were checked with the items that they came in."""
+    texts = [{**one, "content": ""} if isinstance(one["content"], list) else one for one in asked.messages]
+    checked = messages_of(texts, limits)
+    return [
+        {**one, "content": given["content"]} if isinstance(given["content"], list) else one
+        for one, given in zip(checked, asked.messages, strict=True)
+    ]
 
 
 def _head(fields: Mapping[str, Any], asked: Asked, choice: str, sampling: Sampling) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from exl_serve.config.model import ModelConfig, ServeConfig
 from exl_serve.engine.client import EngineClient
+from exl_serve.media.reader import MediaReader
 from exl_serve.stream.channels import OutputFamily
 
 __all__ = ["AppState", "Caller", "Meter", "ModelHandle", "Models", "TextDoor"]
@@ -114,3 +115,5 @@ class AppState:
     running: set[Any] = field(default_factory=set)
     #: of /health/generate, by model
     probes: dict[str, Any] = field(default_factory=dict)
+    #: decodes images
+    media: MediaReader = field(default_factory=MediaReader)

@@ -103,6 +103,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sampling: dict[str, Any] = {}
     preload: bool = True
     pinned: bool = False
+    #: load the image encoder of a model that has one
+    vision: bool = True
     #: seconds of idleness after which it may be unloaded for another model
     keep_alive: float = 300.0
     #: free, paced: scripted test engines instead of the model
@@ -134,11 +136,14 @@ class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Media(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    #: hosts whose images may be fetched over https
-    allow: tuple[str, ...] = ()
+    """Images of requests, which are `data:` URLs: nothing is fetched."""
+
     max_images: int = 20
+    #: of an image file
     max_bytes: int = 20 << 20
     max_pixels: int = 1 << 26
+    #: of all images of a request
+    max_request_pixels: int = 1 << 27
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -56,23 +56,24 @@ def _serve(start: EngineStart) -> None:
 
     _say(state="loading")
     status = StatusWriter(status_path(Path(start.folder), start.model.id), os.urandom(16))
-    generator, card, floor = load(start.model, lambda done, total: _say(state="loading", done=done, total=total))
+    loaded = load(start.model, lambda done, total: _say(state="loading", done=done, total=total))
     host = Host(
-        generator,
-        card,
+        loaded.generator,
+        loaded.card,
         start.address,
         status,
         config=start.model,
         limits=start.limits,
         qos=start.qos,
-        round_floor=floor,
+        round_floor=loaded.floor,
+        vision=loaded.vision,
     )
     signal.signal(signal.SIGTERM, lambda *_: host.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what Ctrl-C means
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    _say(state="ready", card=json.loads(msgspec.json.encode(card)))
+    _say(state="ready", card=json.loads(msgspec.json.encode(loaded.card)))
     host.run()
 
 

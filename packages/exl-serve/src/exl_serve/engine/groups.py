@@ -25,6 +25,8 @@ class Group:
     request: EngineRequest
     filters: Sequence[Any] = ()
     loras: Sequence[Any] = ()
+    #: of its images
+    embeddings: Sequence[Any] = ()
     #: the job of the first completion, while the request is queued
     first: ExLlamaV2DynamicJob | None = None
     #: by choice
@@ -35,7 +37,7 @@ class Group:
     cancelled: bool = False
     paused: bool = False
     entry: Entry | None = None
-    #: its constraints are being compiled, or wait for that
+    #: its constraints are being compiled and its images encoded, or wait for that
     compiling: bool = False
 
 

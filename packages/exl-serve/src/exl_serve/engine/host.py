@@ -27,6 +27,7 @@ from exl_serve.engine.groups import Group, Running
 from exl_serve.engine.jobs import END, FIRST, HELD, STARTED, Reader, compile_constraints, make_job
 from exl_serve.engine.status import StatusWriter
 from exl_serve.engine.turns import Turns
+from exl_serve.engine.vision import Vision
 from exl_serve.errors import ServeError
 
 if TYPE_CHECKING:
@@ -63,9 +64,11 @@ class Host:
         qos: Qos | None = None,
         context: zmq.Context[Any] | None = None,
         round_floor: Callable[[int], float] | None = None,
+        vision: Vision | None = None,
     ) -> None:
         limits, qos = limits or Limits(), qos or Qos()
         self._generator = generator
+        self._vision = vision
         self._card = card
         self._status = status
         self._adapters = Adapters(generator.model, config)
@@ -279,7 +282,9 @@ class Host:
             self._groups[worker, message.tag] = group
             if message.request.deadline is not None:
                 self._soonest = min(self._soonest, message.request.deadline)
-            if message.request.constraints:
+            if message.request.media and self._vision is None:
+                raise ServeError(501, "not_implemented", "unsupported", "this engine takes no images", param="messages")
+            if message.request.constraints or message.request.media:
                 self._compile(group)
             else:
                 self._enter(group)
@@ -287,7 +292,7 @@ class Host:
             self._refuse(group, error)
 
     def _compile(self, group: Group) -> None:
-        """On another thread: a grammar may take seconds. Raises ServeError 429 where too many wait for that."""
+        """On another thread: a grammar or an image may take seconds. Raises ServeError 429 where too many wait."""
         self._admission.check_room(len(self._turns), self._rates)
         group.compiling = True
         self._turns.add(group.request.key, group)
@@ -301,10 +306,11 @@ class Host:
 
     def _compile_one(self, group: Group) -> None:
         """On a thread of the pool."""
-        generator = self._generator
-        made: Sequence[Any] | Exception
+        generator, vision, request = self._generator, self._vision, group.request
+        made: tuple[Sequence[Any], Sequence[Any]] | Exception
         try:
-            made = compile_constraints(group.request.constraints, generator.model, generator.tokenizer)
+            filters = compile_constraints(request.constraints, generator.model, generator.tokenizer)
+            made = filters, vision.embed(request.media) if vision is not None else ()
         except Exception as error:
             made = error
         found = made  # not `error`, which Python forgets
@@ -312,7 +318,7 @@ class Host:
         if not self._stopping:
             self.wake()
 
-    def _compiled_for(self, group: Group, made: Sequence[Any] | Exception) -> None:
+    def _compiled_for(self, group: Group, made: tuple[Sequence[Any], Sequence[Any]] | Exception) -> None:
         self._turns.done(group.request.key)
         self._compile_next()
         if group.cancelled:
@@ -321,7 +327,7 @@ class Host:
         try:
             if isinstance(made, Exception):
                 raise made
-            group.filters = made
+            group.filters, group.embeddings = made
             self._enter(group)
         except Exception as error:
             self._refuse(group, error)
@@ -337,8 +343,8 @@ class Host:
             request.key,
             request.weight,
             request.priority,
-            len(request.prompt) // 4,
-            request.max_tokens * request.n,
+            job.prompt_tokens,
+            job.max_new_tokens * request.n,
             now,
             None if wall is None else now + wall - time.time(),
             group,
@@ -356,6 +362,8 @@ class Host:
             eos_ids=self._card.eos_ids,
             filters=[made.clone() for made in group.filters],
             loras=group.loras,
+            embeddings=group.embeddings,
+            max_seq_len=self._card.max_seq_len,
         )
 
     def _refuse(self, group: Group, error: Exception) -> None:

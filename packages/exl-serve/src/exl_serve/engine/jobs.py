@@ -15,6 +15,7 @@ from exl_generate import COLUMN_FLAGS, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.dynamic.columns import Extra, JobEnd
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, TokenLogprob, Tokens, Usage
 from exl_serve.engine.failures import serve_error
+from exl_serve.engine.vision import with_images
 from exl_serve.errors import ServeError
 from exl_serve.request.internal import Constraint, EngineRequest, Sampling
 
@@ -140,10 +141,15 @@ def make_job(
     eos_ids: Sequence[int],
     filters: Sequence[Any] = (),
     loras: Sequence[Any] = (),
+    embeddings: Sequence[Any] = (),
+    max_seq_len: int | None = None,
 ) -> ExLlamaV2DynamicJob:
-    """One completion. Raises ServeError, or the library's RequestError."""
+    """One completion. embeddings: of the request's images. Raises ServeError, or the library's RequestError."""
     _offered(request)
-    prompts = [_ids(request.prompt)]
+    prompts = [with_images(_ids(request.prompt), embeddings)]
+    max_tokens = request.max_tokens
+    if embeddings and max_seq_len is not None:
+        max_tokens = _what_fits(request, prompts[0].shape[1], max_seq_len)
     if request.negative_prompt is not None:
         prompts.append(_ids(request.negative_prompt))
     stops: list[int | str] = [*request.stop_ids, *request.stop_strings]
@@ -151,7 +157,7 @@ def make_job(
         stops += eos_ids
     return ExLlamaV2DynamicJob(
         prompts if len(prompts) > 1 else prompts[0],
-        request.max_tokens,
+        max_tokens,
         min_new_tokens=request.min_tokens,
         gen_settings=settings_of(request.sampling, vocab_size),
         seed=request.seeds[choice],
@@ -162,6 +168,7 @@ def make_job(
         banned_strings=list(request.banned_strings),
         return_logits=request.logprobs is not None,
         loras=list(loras),
+        embeddings=list(embeddings),
         max_rq_tokens=PAGES_AT_ONCE,
         cache_salt=request.cache_salt,
     )
@@ -170,12 +177,25 @@ def make_job(
 def _offered(request: EngineRequest) -> None:
     """Raises ServeError 501 for what requests can say and this engine cannot do."""
     for name, given in (
-        ("media", request.media),
         ("resume", request.resume),
         ("prompt_logprobs", request.prompt_logprobs is not None),
     ):
         if given:
             raise ServeError(501, "not_implemented", "unsupported", f"this engine does not offer {name}", param=name)
+
+
+def _what_fits(request: EngineRequest, length: int, max_seq_len: int) -> int:
+    """Most new tokens of a prompt whose images are known. Raises ServeError 400."""
+    room = max_seq_len - length
+    wanted = 1 if request.fill else request.max_tokens
+    if wanted > room:
+        raise ServeError.invalid(
+            f"the prompt has {length} tokens with its images and {wanted} are asked for, together more than the "
+            f"context of {max_seq_len} tokens: send fewer or smaller images, or ask for at most {max(room, 0)}",
+            "max_tokens" if room >= 1 else "messages",
+            "context_length_exceeded",
+        )
+    return room if request.fill else request.max_tokens
 
 
 def _ids(data: bytes) -> torch.Tensor:

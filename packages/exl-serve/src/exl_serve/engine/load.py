@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from exl_serve.config.model import ModelConfig
 from exl_serve.engine.client import ModelCard
+from exl_serve.engine.vision import Vision
 from exl_serve.errors import ServeError
 
-__all__ = ["cache_tokens", "load"]
+__all__ = ["Loaded", "cache_tokens", "load"]
+
+log = logging.getLogger(__name__)
 
 MOST_CACHE_TOKENS = 1 << 18
 """Of a cache whose size the configuration leaves open."""
@@ -21,8 +26,19 @@ STEP_SECONDS = (0.00149, 0.00413)
 """A round of 1 and of 64 sequences of an 8B model on an H200, which the paced test engine takes as long as."""
 
 
-def load(config: ModelConfig, report: Callable[[int, int], None] | None = None) -> tuple[Any, ModelCard, Any]:
-    """(generator, card, least seconds of a round by its jobs or None). Loads the weights; `report(done, modules)`."""
+class Loaded(NamedTuple):
+    """What an engine process serves."""
+
+    generator: Any
+    card: ModelCard
+    #: least seconds of a step, by its jobs: of the paced test engine
+    floor: Callable[[int], float] | None
+    #: takes images
+    vision: Vision | None = None
+
+
+def load(config: ModelConfig, report: Callable[[int, int], None] | None = None) -> Loaded:
+    """Load the weights of a model; `report(done, modules)`."""
     from exl_core import ExLlamaV2Config
     from exl_core.device import using_devices
 
@@ -35,17 +51,24 @@ def load(config: ModelConfig, report: Callable[[int, int], None] | None = None) 
                     f"max_seq_len is {config.max_seq_len}, the model's is {described.max_seq_len}", "max_seq_len"
                 )
             described.max_seq_len = config.max_seq_len
-        generator = _scripted(config, described) if config.engine != "model" else _loaded(config, described, report)
-    card = _card(config, described, generator, folder)
-    return generator, card, _pace if config.engine == "paced" else None
+        vision: Vision | None = None
+        if config.engine == "model":
+            generator, vision = _loaded(config, described, report)
+        else:
+            generator = _scripted(config, described)
+    card = _card(config, described, generator, folder, vision is not None)
+    return Loaded(generator, card, _pace if config.engine == "paced" else None, vision)
 
 
-def _loaded(config: ModelConfig, described: Any, report: Callable[[int, int], None] | None) -> Any:
+def _loaded(
+    config: ModelConfig, described: Any, report: Callable[[int, int], None] | None
+) -> tuple[Any, Vision | None]:
     from exl_core import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Tokenizer
     from exl_core.device import devices
     from exl_generate import ExLlamaV2DynamicGenerator
     from exl_generate.cli.models import CACHES
 
+    tower = _tower(config, described)  # before the cache, which takes what is left
     model, tokenizer = ExLlamaV2(described), ExLlamaV2Tokenizer(described)
     kind = CACHES[config.cache]
     tokens = cache_tokens(config, described)
@@ -69,7 +92,26 @@ def _loaded(config: ModelConfig, described: Any, report: Callable[[int, int], No
         **extra,
     )
     generator.warmup()
-    return generator
+    return generator, None if tower is None else Vision(tower, model, tokenizer)
+
+
+def _tower(config: ModelConfig, described: Any) -> Any:
+    """The loaded image encoder; None where the model has none that is offered here."""
+    from exl_core import ExLlamaV2VisionTower
+    from exl_core.errors import ConfigFileError, UnsupportedError
+
+    if described.arch.vision is None or not config.vision:
+        return None
+    if find_spec("PIL") is None:
+        log.warning("%s takes text only: images need exl-serve[vision]", config.id)
+        return None
+    try:
+        tower = ExLlamaV2VisionTower(described)
+        tower.load()
+    except (UnsupportedError, ConfigFileError) as error:
+        log.warning("%s takes text only: %s", config.id, error)
+        return None
+    return tower
 
 
 def cache_tokens(config: ModelConfig, described: Any) -> int:
@@ -115,7 +157,7 @@ def _pace(jobs: int) -> float:
     return one + (many - one) * min(max(jobs - 1, 0), 63) / 63
 
 
-def _card(config: ModelConfig, described: Any, generator: Any, folder: Path) -> ModelCard:
+def _card(config: ModelConfig, described: Any, generator: Any, folder: Path, images: bool) -> ModelCard:
     from exl_generate import __version__ as engine_version
 
     digest = hashlib.blake2b(digest_size=16)
@@ -138,6 +180,7 @@ def _card(config: ModelConfig, described: Any, generator: Any, folder: Path) -> 
         digest=digest.hexdigest(),
         quantization=_quantization(folder),
         cache_format=config.cache,
+        modalities=("text", "image") if images else ("text",),
         created=int(folder.stat().st_mtime),
         sampling_defaults=_defaults(folder, config),
         page_size=generator.page_size,

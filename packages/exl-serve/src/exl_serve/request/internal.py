@@ -69,12 +69,15 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class MediaRef(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """An image of a request: the checked file's bytes, in a file that its reader deletes."""
+    """A decoded image of a request: RGB bytes, row by row, in a file that its writer deletes once the engine has taken
+    the request, or in the message itself."""
 
-    path: str
-    size: int
+    width: int
+    height: int
+    #: of the size and the pixels
     digest: bytes
-    detail: str = "auto"
+    path: str = ""
+    data: bytes = b""
 
 
 class EngineRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -115,6 +118,8 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     priority: int = 1
     #: ids that an earlier run of the same request has produced, int32 little endian, one entry a completion
     resume: tuple[bytes, ...] = ()
+    #: max_tokens is all that the context leaves: the engine takes off what images need
+    fill: bool = False
 
     @property
     def n(self) -> int:

@@ -4,32 +4,47 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 from exl_serve.stream.family import ToolSpec
 
-__all__ = ["content_of", "messages_of", "tool_choice_of", "tools_of"]
+__all__ = ["ImagePart", "content_of", "messages_of", "tool_choice_of", "tools_of"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+WITH_IMAGES = ("user", "tool")
+"""Roles whose messages may hold images."""
 _REFUSED_PARTS = ("input_audio", "video_url", "file", "input_file")
 
 
-def messages_of(value: Any, limits: Limits) -> list[dict[str, Any]]:
-    """Raises ServeError 400 `invalid_messages`, `unsupported_modality`."""
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image of a conversation, as the client sent it. `param`: its place in the request."""
+
+    url: str
+    detail: str
+    param: str
+
+
+def messages_of(value: Any, limits: Limits, images: list[ImagePart] | None = None) -> list[dict[str, Any]]:
+    """The messages as chat templates take them; images are appended to `images`, in order, and refused without it.
+
+    Raises ServeError 400 `invalid_messages`, `unsupported_modality`, `remote_images_disabled`, `image_invalid`.
+    """
     if not isinstance(value, list) or not value:
         raise ServeError.invalid("messages must be a list of at least one message", "messages", "invalid_messages")
     if len(value) > limits.max_messages:
         raise _bad("messages", f"{len(value)} messages; at most {limits.max_messages} are taken")
-    return [_message(one, f"messages[{at}]", limits) for at, one in enumerate(value)]
+    return [_message(one, f"messages[{at}]", limits, images) for at, one in enumerate(value)]
 
 
 def _bad(param: str, what: str) -> ServeError:
     return ServeError.invalid(f"{param}: {what}", param, "invalid_messages")
 
 
-def _message(value: Any, param: str, limits: Limits) -> dict[str, Any]:
+def _message(value: Any, param: str, limits: Limits, images: list[ImagePart] | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _bad(param, "a message is an object with a role")
     role = value.get("role")
@@ -42,7 +57,8 @@ def _message(value: Any, param: str, limits: Limits) -> dict[str, Any]:
     if calls is not None:
         found["tool_calls"] = _calls(calls, f"{param}.tool_calls")
     if "content" in found:
-        found["content"] = content_of(found["content"], f"{param}.content", limits)
+        taken = images if role in WITH_IMAGES else None
+        found["content"] = content_of(found["content"], f"{param}.content", limits, taken)
     elif not found.get("tool_calls"):
         raise _bad(f"{param}.content", "a message has a content, or tool_calls")
     else:
@@ -50,13 +66,18 @@ def _message(value: Any, param: str, limits: Limits) -> dict[str, Any]:
     return found
 
 
-def content_of(value: Any, param: str, limits: Limits) -> str:
-    """The text of a message. Raises ServeError 400 `invalid_messages`, `unsupported_modality`."""
+def content_of(
+    value: Any, param: str, limits: Limits, images: list[ImagePart] | None = None
+) -> str | list[dict[str, Any]]:
+    """The content of a message: a text, or with images a list of parts `{"type": "text", "text"}`, `{"type": "image"}`.
+
+    Raises ServeError 400 as `messages_of`.
+    """
     if isinstance(value, str):
         return _text(value, param)
     if not isinstance(value, list) or len(value) > limits.max_parts:
         raise _bad(param, f"the content is a string, or a list of at most {limits.max_parts} parts")
-    parts = []
+    parts: list[dict[str, Any]] = []
     for at, part in enumerate(value):
         place = f"{param}[{at}]"
         kind = part.get("type") if isinstance(part, dict) else None
@@ -65,12 +86,38 @@ def content_of(value: Any, param: str, limits: Limits) -> str:
             if not isinstance(said, str):
                 raise _bad(f"{place}.text", "a part of text has a text")
             parts.append({"type": "text", "text": _text(said, place)})
+        elif kind in ("image_url", "input_image") and images is not None:
+            images.append(_image(part, place))
+            parts.append({"type": "image"})
         elif kind in ("image_url", "input_image", *_REFUSED_PARTS):
-            raise ServeError.invalid(f"{place}: this model takes text alone, not {kind}", place, "unsupported_modality")
+            raise ServeError.invalid(
+                f"{place}: a part of the type {kind} is not taken here", place, "unsupported_modality"
+            )
         else:
-            raise _bad(place, "a part is an object of the type text")
-    # Most templates know a string alone.
+            raise _bad(place, "a part is an object of the type text or image_url")
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    # Most templates take only a string.
     return "".join(part["text"] for part in parts)
+
+
+def _image(part: dict[str, Any], place: str) -> ImagePart:
+    given = part.get("image_url")
+    detail = part.get("detail")
+    if isinstance(given, dict):
+        detail = given.get("detail", detail)
+        given = given.get("url")
+    if not isinstance(given, str):
+        raise _bad(f"{place}.image_url", "an image has a url")
+    if detail not in (None, "auto", "low", "high"):
+        raise _bad(f"{place}.image_url.detail", f"the detail is {str(detail)[:32]!r}; it must be auto, low or high")
+    if not given.startswith("data:"):
+        raise ServeError.invalid(
+            f"{place}: this server fetches no images; send the file as data:image/TYPE;base64,DATA",
+            place,
+            "remote_images_disabled",
+        )
+    return ImagePart(given, detail or "auto", place)
 
 
 def _text(value: str, param: str) -> str:

@@ -12,7 +12,7 @@ from exl_serve.errors import ServeError
 from exl_serve.request.fields import COMMON, SAMPLING, Field, anything, boolean, by_name, integer, string
 from exl_serve.request.formats import format_of, schema_of
 from exl_serve.request.internal import Constraint
-from exl_serve.request.messages import content_of
+from exl_serve.request.messages import ImagePart, content_of
 
 __all__ = [
     "FIELDS",
@@ -64,6 +64,7 @@ class Asked:
     """What a body says beside sampling and tools."""
 
     messages: list[dict[str, Any]]
+    images: list[ImagePart]
     wanted: Constraint | None
     #: as the answer repeats it
     format: dict[str, Any]
@@ -87,8 +88,8 @@ def asked_of(body: Mapping[str, Any], fields: Mapping[str, Any], limits: Limits)
     other = format_of(fields, limits)
     if wanted is not None and other is not None:
         raise ServeError.invalid(f"{wanted.param} and {other.param} ask for two formats at once: give one", other.param)
-    messages = _messages(body.get("input"), fields.get("instructions"), limits)
-    return Asked(messages, wanted or other, shape, _effort(fields.get("reasoning")), _logprobs(fields))
+    messages, images = _messages(body.get("input"), fields.get("instructions"), limits)
+    return Asked(messages, images, wanted or other, shape, _effort(fields.get("reasoning")), _logprobs(fields))
 
 
 def tools_as_chat(value: Any) -> Any:
@@ -216,6 +217,7 @@ class _Talk:
     messages: list[dict[str, Any]] = field(default_factory=list)
     reasoning: str = ""
     calls: set[str] = field(default_factory=set)
+    images: list[ImagePart] = field(default_factory=list)
 
     def add(self, message: dict[str, Any]) -> None:
         if message["role"] == "assistant" and self.reasoning:
@@ -231,7 +233,8 @@ class _Talk:
         self.messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _messages(value: Any, instructions: str | None, limits: Limits) -> list[dict[str, Any]]:
+def _messages(value: Any, instructions: str | None, limits: Limits) -> tuple[list[dict[str, Any]], list[ImagePart]]:
+    """(messages, their images in order)."""
     talk = _Talk()
     if isinstance(value, str):
         talk.add({"role": "user", "content": content_of(value, "input", limits)})
@@ -251,7 +254,7 @@ def _messages(value: Any, instructions: str | None, limits: Limits) -> list[dict
             talk.messages.insert(0, {"role": "system", "content": instructions})
     if not talk.messages:
         raise _bad("input", "there is no message in it")
-    return talk.messages
+    return talk.messages, talk.images
 
 
 def _take(talk: _Talk, item: Any, param: str, limits: Limits) -> None:
@@ -262,7 +265,7 @@ def _take(talk: _Talk, item: Any, param: str, limits: Limits) -> None:
         role = item.get("role")
         if role not in ("user", "assistant", "system", "developer"):
             raise _bad(f"{param}.role", f"the role is {str(role)[:32]!r}: user, assistant, system or developer")
-        content = content_of(item.get("content"), f"{param}.content", limits)
+        content = content_of(item.get("content"), f"{param}.content", limits, talk.images if role == "user" else None)
         talk.add({"role": "system" if role == "developer" else role, "content": content})
     elif kind == "function_call":
         call, name, arguments = (_string(item, key, param) for key in ("call_id", "name", "arguments"))

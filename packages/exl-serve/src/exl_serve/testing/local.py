@@ -13,9 +13,8 @@ from typing import Any
 import zmq
 
 from exl_serve.config.model import Limits, ModelConfig, Qos
-from exl_serve.engine.client import ModelCard
 from exl_serve.engine.host import Host
-from exl_serve.engine.load import load
+from exl_serve.engine.load import Loaded, load
 from exl_serve.engine.local import LocalEngine
 from exl_serve.engine.status import StatusWriter, status_path
 
@@ -26,13 +25,13 @@ class EngineThread:
     """A host in a thread, at an `inproc://` address."""
 
     def __init__(
-        self, config: ModelConfig, limits: Limits | None = None, qos: Qos | None = None, loaded: Any = None
+        self, config: ModelConfig, limits: Limits | None = None, qos: Qos | None = None, loaded: Loaded | None = None
     ) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.address = f"inproc://engine-{os.urandom(8).hex()}"
         self._folder = tempfile.TemporaryDirectory(prefix="exl-serve-")
-        made: tuple[Any, ModelCard, Any] = load(config) if loaded is None else loaded
-        self.generator, self.card, floor = made
+        made = load(config) if loaded is None else loaded
+        self.generator, self.card = made.generator, made.card
         status = StatusWriter(status_path(Path(self._folder.name), config.id), os.urandom(16))
         self.host = Host(
             self.generator,
@@ -43,7 +42,8 @@ class EngineThread:
             limits=limits,
             qos=qos,
             context=self.context,
-            round_floor=floor,
+            round_floor=made.floor,
+            vision=made.vision,
         )
         self._thread = threading.Thread(target=self.host.run, name="exl-engine", daemon=True)
         self._thread.start()

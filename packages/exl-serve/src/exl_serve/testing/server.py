@@ -98,6 +98,7 @@ class LiveServer:
         self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         asyncio.get_running_loop().call_soon(self._up.set)
         await self._server.serve([self._socket])
+        await self.state.media.close()
         for handle in handles:
             await handle.close()
 

@@ -1,0 +1,177 @@
+"""Decode the images of a request in worker processes, into files that an engine process reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from exl_serve.config.model import Media
+from exl_serve.errors import ServeError
+from exl_serve.media.worker import HEAD
+from exl_serve.request.internal import MediaRef
+from exl_serve.request.messages import ImagePart
+
+__all__ = ["MediaReader"]
+
+PROCESSES = 2
+"""Started when they are needed."""
+SECONDS = 20.0
+"""That one image may take."""
+
+
+class MediaReader:
+    """The decoders of one API worker. `folder`: where files are written; a temporary one of its own by default."""
+
+    def __init__(self, folder: str | None = None) -> None:
+        self._parent = folder
+        self._folder: str | None = None
+        self._idle: asyncio.LifoQueue[_Decoder] | None = None
+
+    @asynccontextmanager
+    async def decoded(self, images: Sequence[ImagePart], limits: Media) -> AsyncIterator[tuple[MediaRef, ...]]:
+        """The images as files, which are deleted at the end of the context.
+
+        Raises ServeError 400 `image_invalid` or `image_too_large` with the place of the image, 501 without Pillow.
+        """
+        if len(images) > limits.max_images:
+            raise ServeError.invalid(
+                f"{len(images)} images; at most {limits.max_images} are taken in a request",
+                "messages",
+                "image_too_large",
+            )
+        paths: list[str] = []
+        try:
+            found: list[MediaRef] = []
+            pixels = 0
+            for image in images:
+                paths.append(os.path.join(self._place(), secrets.token_hex(8)))
+                made = await self._decode(image, paths[-1], limits)
+                pixels += made.width * made.height
+                if pixels > limits.max_request_pixels:
+                    raise ServeError.invalid(
+                        f"the images of this request have more than {limits.max_request_pixels} pixels: send fewer or "
+                        "smaller ones",
+                        image.param,
+                        "image_too_large",
+                    )
+                found.append(made)
+            yield tuple(found)
+        finally:
+            for path in paths:
+                if os.path.exists(path):
+                    os.unlink(path)
+
+    async def close(self) -> None:
+        """End the processes and delete the folder."""
+        while self._idle is not None and not self._idle.empty():
+            await self._idle.get_nowait().close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _place(self) -> str:
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="exl-media-", dir=self._parent)  # 0700
+        return self._folder
+
+    async def _decode(self, image: ImagePart, path: str, limits: Media) -> MediaRef:
+        head, comma, data = image.url.partition(",")
+        if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
+            raise ServeError.invalid(
+                f"{image.param}: an image is a URL of the form data:image/TYPE;base64,DATA",
+                image.param,
+                "image_invalid",
+            )
+        if len(data) // 4 * 3 > limits.max_bytes + 2:
+            raise ServeError.invalid(
+                f"{image.param}: the image has more than the {limits.max_bytes} bytes that are allowed",
+                image.param,
+                "image_too_large",
+            )
+        header = {
+            "path": path,
+            "max_bytes": limits.max_bytes,
+            "max_pixels": limits.max_pixels,
+            "low": image.detail == "low",
+        }
+        answer = await self._ask(header, data.encode("utf-8", "replace"))
+        if answer is None:
+            raise ServeError.invalid(
+                f"{image.param}: decoding the image took more time or memory than an image may take",
+                image.param,
+                "image_too_large",
+            )
+        if "error" in answer:
+            if answer["code"] == "unsupported":
+                raise ServeError(501, "not_implemented", "unsupported", answer["error"], param=image.param)
+            raise ServeError.invalid(f"{image.param}: {answer['error']}", image.param, answer["code"])
+        return MediaRef(
+            path=path, width=answer["width"], height=answer["height"], digest=bytes.fromhex(answer["digest"])
+        )
+
+    async def _ask(self, header: dict[str, Any], data: bytes) -> dict[str, Any] | None:
+        """A decoder's answer; None if it died or took too long."""
+        if self._idle is None:
+            self._idle = asyncio.LifoQueue()
+            for _ in range(PROCESSES):
+                self._idle.put_nowait(_Decoder())
+        decoder = await self._idle.get()
+        try:
+            return await decoder.ask(header, data)
+        finally:
+            self._idle.put_nowait(decoder)
+
+
+class _Decoder:
+    """One process, started at the first image and again after it had to be ended."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def ask(self, header: dict[str, Any], data: bytes) -> dict[str, Any] | None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "exl_serve.media.worker",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        raw = json.dumps(header).encode()
+        answer: dict[str, Any] | None = None
+        try:
+            async with asyncio.timeout(SECONDS):
+                process.stdin.write(len(raw).to_bytes(HEAD, "little") + len(data).to_bytes(HEAD, "little") + raw)
+                process.stdin.write(data)
+                await process.stdin.drain()
+                size = int.from_bytes(await process.stdout.readexactly(HEAD), "little")
+                answer = json.loads(await process.stdout.readexactly(size))
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            if answer is None:  # also where the client has left: the answer would be taken for the next one
+                self.end()
+        return answer
+
+    def end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+
+    async def close(self) -> None:
+        process = self._process
+        self.end()
+        if process is not None:
+            await process.wait()
