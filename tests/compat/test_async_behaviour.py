@@ -314,8 +314,9 @@ def test_an_error_of_a_job_is_raised_where_it_is_read(caplog: pytest.LogCaptureF
 def test_results_before_an_error_come_before_it() -> None:
     async def main() -> None:
         generator = make()
-        stream = job(generator, gen_settings=failing(after=5)).__aiter__()
-        await generator.jobs.popitem()[1].finished()
+        bad = job(generator, gen_settings=failing(after=5))
+        stream = bad.__aiter__()
+        await bad.finished()
         text = ""
         while len(text) < 5:
             text += (await stream.__anext__()).get("text", "")

@@ -30,7 +30,7 @@ def ask(text: str, new: int, *embeddings: ScriptedEmbedding, **kw: Any) -> ExLla
 def meant(generator: Any, one: ExLlamaV2DynamicJob, new: int) -> list[int]:
     """Greedy continuation by the model's definition, rows of embeddings as what they stand for."""
     context = [int(i) for i in one.sequence.ids[: one.sequence.prompt_length]]
-    for e in one.embeddings:
+    for e in one.request.embeddings:
         for k, i in enumerate(e.get_ids()):
             context = [10_000 + int(e.embeddings[k, 0]) if c == i else c for c in context]
     for _ in range(new):
@@ -82,7 +82,7 @@ def test_a_prompt_that_ends_in_a_row_is_not_healed() -> None:
     one = picture()
     generator = make()
     job = ask(f"see {one.text_alias}", 4, one, token_healing=True)
-    assert job.healing == 0
+    assert job.request.healing == 0
     assert tokens_of(run(generator, job)) == meant(generator, job, 4)
 
 

@@ -286,7 +286,7 @@ def test_names_behind_a_change_are_one_sequences_own_until_it_starts_again() -> 
     assert [len(labels) for labels in behind] == [2, 2]
     assert not set(behind[0]) & set(behind[1])
     one.give_way()
-    one.before_start(made)
+    one.pages.refresh_names(made)
     for again in one.sequences:
         fresh = Sequence(again.ids)
         fresh.prepare(made.page_table, made.namespace_of(()))

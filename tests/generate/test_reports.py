@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import exl_generate.dynamic.job as job_module
 from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.sampling import RequestSampler, Vocabulary
 from exl_generate.testing import drain
@@ -77,7 +77,7 @@ def test_times_are_those_of_the_phases(monkeypatch: pytest.MonkeyPatch) -> None:
         moments.append(next(clock))
         return moments[-1]
 
-    monkeypatch.setattr(job_module.time, "monotonic", monotonic)
+    monkeypatch.setattr(time, "monotonic", monotonic)
     generator = make(max_chunk_size=32)
     one = job("abcdefghij" * 5, 6)
     generator.enqueue(one)

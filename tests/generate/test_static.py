@@ -21,7 +21,7 @@ from exl_generate import (
     JobStateError,
     RequestError,
 )
-from exl_generate.dynamic.request import flag_of
+from exl_generate.dynamic.parameters import flag_of
 from exl_generate.testing import ScriptedCache, ScriptedConfig, ScriptedModel, ScriptedTokenizer
 
 TOKENIZER = ScriptedTokenizer(

@@ -310,7 +310,7 @@ def test_stop_strings_and_bans_never_show(shape: Shape, ask: Ask) -> None:
     if last["eos_reason"] == "stop_string":
         assert last["held"]["text"].startswith(last["eos_triggering_string"])
     if last["eos_reason"] == "max_new_tokens":
-        healed = results[-1]["job"].healing
+        healed = results[-1]["job"].request.healing
         assert last["new_tokens"] == ask.new
         assert len(streamed_tokens(results)) == (ask.new + healed if ask.new else 0)
     table = TOKENIZER.get_id_to_bytes_list()

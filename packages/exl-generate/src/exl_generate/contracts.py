@@ -59,6 +59,9 @@ class Adapter(Protocol):
     def content_digest(self) -> bytes:
         """Bytes that no adapter with another effect has, in any process."""
 
+    def check_usable(self, model: Any) -> None:
+        """Raise `ModelStateError` unless the adapter was loaded for `model` as it is loaded now."""
+
 
 class Model(Protocol):
     """A loaded model. `exl_generate.testing.ModelBase` has the answers of a model on the CPU, for test doubles."""

@@ -77,7 +77,7 @@ class RoundColumns:
 
 def unreadable(job: ExLlamaV2DynamicJob) -> str:
     """The option that keeps a job's results from being written as columns; "" if there is none."""
-    return "return_hidden_state" if job.return_hidden_state else ""
+    return "return_hidden_state" if job.request.return_hidden_state else ""
 
 
 def columns_of(events: Events) -> RoundColumns:
@@ -95,7 +95,7 @@ def _columns(serials: list[int], entries: Events, events: Events) -> RoundColumn
     records = [entry.released.records for entry in entries]
     extra: dict[int, Extra] = {}
     for event in events:
-        if not event.plain or event.job.reports:
+        if not event.plain or event.job.request.reports_more:
             _note(extra, event)
     return RoundColumns(
         serials=np.array(serials, dtype=np.int64).astype(np.uint32),
@@ -129,20 +129,21 @@ def _note(extra: dict[int, Extra], event: Event) -> None:
         note.suppressed.append((text, tuple(record.token for record in gone)))
     if event.ending is not None:
         note.end = _end(event.ending)
-    if event.job.reports:
+    if event.job.request.reports_more:
         _report(note, event.job, event.released.records)
 
 
 def _report(note: Extra, job: ExLlamaV2DynamicJob, records: list[Record]) -> None:
     """What was asked to be reported with these tokens."""
-    if job.return_probs:
+    asked = job.request
+    if asked.return_probs:
         note.probabilities += [record.probability for record in records]
-    if job.return_top_tokens:
+    if asked.return_top_tokens:
         for record in records:
             assert record.top_tokens is not None
             assert record.top_probabilities is not None
             note.top_tokens.append((record.top_tokens, record.top_probabilities))
-    if job.return_logits:
+    if asked.return_logits:
         note.logits += [record.logits for record in records if record.logits is not None]
 
 

@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
-from exl_generate.dynamic.request import seed_of
+from exl_generate.dynamic.parameters import seed_of
 from exl_generate.errors import JobStateError, RequestError
 from exl_generate.sampling import Settings
 

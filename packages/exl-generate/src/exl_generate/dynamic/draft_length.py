@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-__all__ = ["Acceptance", "DraftLength"]
+__all__ = ["Acceptance", "DraftLength", "JobDrafts"]
 
 Clock = Callable[[], float]
 
@@ -63,6 +63,25 @@ class Acceptance:
         """Probability that the next guess holds. With little evidence, that of `parent`; at first an optimistic one."""
         prior, weight = (0.8, 2.0) if self._parent is None else (self._parent.rate, 4.0)
         return (self._held + weight * prior) / (self._tried + weight)
+
+
+class JobDrafts:
+    """The draft tokens of one job. `enabled`: its generator drafts at all."""
+
+    __slots__ = ("acceptance", "accepted", "drafted", "enabled")
+
+    def __init__(self, acceptance: Acceptance | None = None, enabled: bool = False) -> None:
+        self.acceptance = Acceptance(1.0) if acceptance is None else acceptance
+        self.enabled = enabled
+        #: draft tokens evaluated
+        self.drafted = 0
+        #: draft tokens that the model sampled itself
+        self.accepted = 0
+
+    @property
+    def rejected(self) -> int:
+        """Draft tokens that were evaluated and discarded."""
+        return self.drafted - self.accepted
 
 
 class _Costs:

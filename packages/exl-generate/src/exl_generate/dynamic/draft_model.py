@@ -162,12 +162,12 @@ class ModelDrafter(Drafter):
         """These guesses have been computed behind the job's ids: K/V of those that hold need not be computed again."""
         start, size = len(job.sequence), self._table.page_size
         pages = job.sequence.allocated_pages[start // size : -(-(start + len(tokens)) // size)]
-        self._fed[job] = _Fed(start, tokens, pages, job.requeues)
+        self._fed[job] = _Fed(start, tokens, pages, job.pages.requeues)
 
     def _settle(self, job: ExLlamaV2DynamicJob) -> None:
         """Mark the guesses of the last step that held."""
         fed = self._fed.pop(job, None)
-        if fed is None or fed.requeues != job.requeues or self._known(job.sequence) != fed.start:
+        if fed is None or fed.requeues != job.pages.requeues or self._known(job.sequence) != fed.start:
             return
         held = 0
         for token, guess in zip(job.sequence.ids[fed.start :].tolist(), fed.tokens, strict=False):
@@ -251,4 +251,4 @@ class ModelDrafter(Drafter):
         skipped = 0 if free is None else (end - start) // 4  # guesses that have seen too little of the text
         skipped = max(skipped, sequence.prompt_length - start - 1)
         held = guesses[skipped:] == torch.from_numpy(sequence.ids[start + 1 + skipped : end + 1].copy())
-        job.acceptance.review(len(held), int(held.sum()))
+        job.drafts.acceptance.review(len(held), int(held.sum()))

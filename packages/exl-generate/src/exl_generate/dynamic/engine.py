@@ -30,27 +30,26 @@ class Turn:
 
     def __init__(self, job: ExLlamaV2DynamicJob, guesses: list[int]) -> None:
         self.job = job
-        self.windows = [Window(sequence, guesses, job.return_hidden_state) for sequence in job.sequences]
+        self.windows = [Window(sequence, guesses, job.request.return_hidden_state) for sequence in job.sequences]
         self.events: Events = []
         self.guesses = guesses
         #: tokens sampled so far
         self.taken = 0
-        self._before = job.accepted_draft_tokens
+        self._before = job.drafts.accepted
 
     def begin(self) -> bool:
         """After the forward pass. False if it failed for this job."""
         for window in self.windows:
             if window.error is not None:
                 return self.fail(window.error)
-        self.job.drafted_tokens += len(self.guesses)
+        self.job.drafts.drafted += len(self.guesses)
         return True
 
     def ask(self, at: int) -> Draw | None:
         """What the sampler needs for position `at` of the windows; None if the job fails over it, in a filter for
         example."""
         try:
-            self.job.commit()
-            return self.job.ask(self.windows, at)
+            return self.job.draw(self.windows, at)
         except BaseException as error:
             self.fail(as_job_error(error))
             return None
@@ -62,7 +61,7 @@ class Turn:
         guess = self.guesses[at] if at < len(self.guesses) else None
         self.taken += 1
         try:
-            event, held = self.job.take(sample, guess, self.windows[0], at)
+            event, held = self.job.accept(sample, guess, self.windows[0], at)
         except BaseException as error:
             return self.fail(as_job_error(error))
         self.events.append(event)
@@ -71,14 +70,14 @@ class Turn:
     @property
     def held(self) -> int:
         """Guesses that held."""
-        return self.job.accepted_draft_tokens - self._before
+        return self.job.drafts.accepted - self._before
 
     def settle(self) -> None:
         """The round is over for this job."""
         if self.guesses:
             held = self.held
             if held == len(self.guesses) or not self.job.is_finished:  # else guesses went unused, not wrong
-                self.job.acceptance.learn(len(self.guesses), held)
+                self.job.drafts.acceptance.learn(len(self.guesses), held)
         if not self.job.has_failed:
             try:
                 self.job.settle()
@@ -130,7 +129,7 @@ class Engine:
                 if not job.resumed:
                     self.counters.prompt_tokens += sum(sequence.prefill_end for sequence in job.sequences)
                 self._deliver(job.start())
-            self._alone = not self._drafter.most or all(job.prefilled for job in self._scheduler.active)
+            self._alone = not self._drafter.most or all(job.pages.prefilled for job in self._scheduler.active)
             self._prompts.step()
             self._decode(self._turns(), current)
         finally:
@@ -165,12 +164,12 @@ class Engine:
         """The jobs that are past their prompt, with what each evaluates in this round."""
         ready: list[ExLlamaV2DynamicJob] = []
         for job in list(self._scheduler.active):
-            if job.is_finished or job.paused or not job.prefilled:
+            if job.is_finished or job.paused or not job.pages.prefilled:
                 continue
             if not self._scheduler.extend(job):
                 self._scheduler.requeue(job)
                 continue
-            job.mark_decode()
+            job.times.mark_decode()
             if self._prepared(job):
                 ready.append(job)
         # A hook that looks along the rows of a step may see how many there are: that must not depend on a clock.
@@ -238,7 +237,7 @@ class Engine:
         if not written:
             self._next.withdraw()
         if not self._next.launched and any(
-            isinstance(sample, Sample) and sample.token not in turn.job.stop_tokens
+            isinstance(sample, Sample) and sample.token not in turn.job.request.stop_tokens
             for turn, sample in zip(expected, drawn, strict=True)
         ):
             self._next.run(tokens)

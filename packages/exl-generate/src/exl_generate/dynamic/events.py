@@ -86,21 +86,18 @@ def aborted(job: ExLlamaV2DynamicJob, reason: str, kept: Released | None, error:
 
 
 def _statistics(job: ExLlamaV2DynamicJob) -> dict[str, Any]:
-    enqueued = job.time_enqueue or 0.0
-    last = job.time_last_token or job.time_first_token or job.time_first_prefill or enqueued
-    prefill = job.time_first_prefill or last
-    first = job.time_first_token or last
+    queued, prefill, generate = job.times.phases()
     statistics: dict[str, Any] = {
         "full_completion": job.full_completion,
         "new_tokens": max(0, job.new_tokens),
         "prompt_tokens": job.prompt_tokens,
-        "time_enqueued": prefill - enqueued,
-        "time_prefill": first - prefill,
-        "time_generate": last - first,
+        "time_enqueued": queued,
+        "time_prefill": prefill,
+        "time_generate": generate,
         "cached_pages": job.cached_pages,
         "cached_tokens": job.cached_tokens,
     }
-    if job.drafting:
+    if job.drafts.enabled:
         statistics["accepted_draft_tokens"] = job.accepted_draft_tokens
         statistics["rejected_draft_tokens"] = job.rejected_draft_tokens
     return statistics

@@ -20,7 +20,7 @@ from exl_generate.dynamic.events import Events
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 from exl_generate.dynamic.limits import Limits, check_drafting
 from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, Page, PageTable, namespace_digest
-from exl_generate.dynamic.request import adapters_of, check_abort_event, count_of
+from exl_generate.dynamic.parameters import adapters_of, check_abort_event, count_of
 from exl_generate.dynamic.results import Result, dict_of, dicts_of
 from exl_generate.dynamic.runner import Runner
 from exl_generate.dynamic.scheduler import Scheduler
@@ -133,7 +133,7 @@ class ExLlamaV2DynamicGenerator:
             self.page_table,
             limits.max_batch_size,
             limits.max_seq_len,
-            before_start=lambda job: job.before_start(self),
+            before_start=lambda job: job.pages.refresh_names(self),
         )
         self.drafter = self._make_drafter(use_ngram_draft, max_ngram)
         self._engine = Engine(
@@ -490,7 +490,7 @@ class ExLlamaV2DynamicGenerator:
                     self._scheduler.add(jobs)
             except BaseException:
                 for job in attached:
-                    job.forget_generator()
+                    job.undo_attach()
                 raise
             return [job.serial_number for job in jobs if job.serial_number is not None]
 
@@ -503,10 +503,9 @@ class ExLlamaV2DynamicGenerator:
             )
         vocab = self.model.config.vocab_size
         known = max(vocab, self.tokenizer.get_vocab_size())
-        if job.stop_tokens and max(job.stop_tokens) >= known:
-            raise RequestError(
-                f"stop_conditions holds token id {max(job.stop_tokens)}; the vocabulary has ids 0 to {known - 1}"
-            )
+        highest = max(job.request.stop_tokens, default=0)
+        if highest >= known:
+            raise RequestError(f"stop_conditions holds token id {highest}; the vocabulary has ids 0 to {known - 1}")
         for sequence in job.sequences:
             ids = sequence.ids
             bad = ids[(ids < 0) | ((ids >= vocab) & (ids < EMBEDDING_INDEX))]
@@ -531,7 +530,7 @@ class ExLlamaV2DynamicGenerator:
             self._arrangement, self.arrangements = now, self.arrangements + 1
             self._engine.forget_next_step()
             for job in self._scheduler.active:
-                job.part_pages(self)
+                job.pages.make_private(self, job.serial_number)
 
     def _deliver(self, events: Events) -> None:
         for event in events:

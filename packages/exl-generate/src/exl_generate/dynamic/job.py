@@ -1,56 +1,27 @@
-"""One request: what was asked for, and how far it has come."""
+"""`ExLlamaV2DynamicJob`: one request, and how far it has come."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from exl_filters import FilterStack
-from exl_generate.dynamic.detokenize import PieceTable
-from exl_generate.dynamic.draft_length import Acceptance
+from exl_filters import FilterDeadEnd, FilterError
+from exl_generate.dynamic.decoder import Decoder
+from exl_generate.dynamic.draft_length import JobDrafts
 from exl_generate.dynamic.events import FIRST, HELD, STARTED, Event, Events, aborted, ended
-from exl_generate.dynamic.output import Match, Record, TextStream
-from exl_generate.dynamic.pages import PageTable, namespace_digest
-from exl_generate.dynamic.request import (
-    adapters_of,
-    count_of,
-    embeddings_of,
-    flag_of,
-    keys_of,
-    listed,
-    pictures_of,
-    salt_of,
-    seed_of,
-    sequences_of,
-    stop_conditions_of,
-    strings_of,
-)
-from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence, full_pages
-from exl_generate.dynamic.stopping import automaton_of
-from exl_generate.errors import NoCandidatesError, RequestError
-from exl_generate.interrupts import as_job_error, interruptible
-from exl_generate.sampling import (
-    UNCONSTRAINED,
-    Constraint,
-    Draw,
-    ExLlamaV2PostSamplingResult,
-    RequestSampler,
-    Sample,
-    Settings,
-    Vocabulary,
-)
+from exl_generate.dynamic.job_pages import JobPages
+from exl_generate.dynamic.output import Match, Record, Released
+from exl_generate.dynamic.request import request_of
+from exl_generate.dynamic.times import JobTimes
+from exl_generate.errors import NoCandidatesError
+from exl_generate.sampling import Draw, Sample, Settings
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from exl_generate.contracts import Tokenizer
     from exl_generate.dynamic.context import JobContext
     from exl_generate.dynamic.runner import Window
 
@@ -61,18 +32,82 @@ MAX_REWINDS = 4096
 
 
 class ExLlamaV2DynamicJob:
-    """A request for one completion; single use. Parameters and result dicts: spec/generators.md 3.3 and 3.14.
+    """A request for one completion; single use. `generator.enqueue(job)` queues it, `generator.iterate()` returns its
+    results.
 
-    `input_ids`: int64 [1, n] on the CPU, n >= 1. `stop_conditions`: ids and strings; None means none at all, not
-    even EOS. Settings are copied: later changes to the object do not reach this job, and jobs may share one object. (A
-    class of settings may choose otherwise by its `for_job` and `revision`: that of exl-compat does.)
-    Raises `RequestError` for malformed parameters.
+    Args:
+        input_ids: the prompt, int64 [1, n] with n >= 1; for CFG a list of two such tensors, the positive and the
+            negative prompt, together with `gen_settings.cfg_scale`.
+        max_new_tokens: most tokens to generate, a healed one not counted. The job ends at exactly this number if
+            nothing else ends it.
+        min_new_tokens: stop tokens of this job are avoided until so many tokens were sampled. Stop strings still end
+            it.
+        max_skips: how often smaller jobs may start before this one while it does not fit; None means any number.
+        gen_settings: sampler settings; None means the defaults of `ExLlamaV2Sampler.Settings`. They are copied: later
+            changes to the object do not reach this job, and jobs may share one object. (A subclass may choose otherwise
+            by its `for_job` and `revision`, as that of exl-compat does.)
+        seed: int of any size for the job's random numbers; None draws one from the operating system
+            (`effective_seed`).
+        stop_conditions: token ids and strings that end the job. None means none at all, not even EOS.
+        decode_special_tokens: special tokens have their text in the output; otherwise they have none.
+        return_top_tokens: report so many of the most probable candidates with each token.
+        return_logits: report the model's logits with each token.
+        return_probs: report the final sampling probability of each token.
+        filters: filters that the output must satisfy. One list may serve many jobs: filters are cloned.
+        filter_prefer_eos: choose a stop token as soon as the filters allow one.
+        token_healing: sample the last token of the prompt again, among the tokens that begin with its text. It has no
+            effect if a prompt has one token only.
+        identifier: any object; it is returned in every result.
+        banned_strings: strings that must not be generated, compared lower-cased. A token that leads into one is
+            withdrawn and excluded at its place.
+        embeddings: `ExLlamaV2MMEmbedding` objects whose ids are in `input_ids`.
+        loras: an adapter or a list of adapters for this job. None means those of the generator when the job is queued,
+            an empty list none. (Beyond exllamav2, as all that follow.)
+        max_rq_tokens: new tokens to reserve cache pages for at a time; None reserves for `max_new_tokens`. A job that
+            has used its share up while others wait goes back to the queue and is resumed later. Its results stay one
+            continuous stream.
+        return_hidden_state: report the last hidden state that each token's logits come from.
+        cache_salt: at most 256 bytes. Jobs with different salts share no cached pages, so that nobody learns from
+            timing what another user has asked.
 
-    Beyond exllamav2: `loras`, the adapters of this job (None = those of the generator when the job is queued, [] =
-    none); `max_rq_tokens`, new tokens to reserve pages for at a time (None = for `max_new_tokens`): a job that has used
-    them up while others wait goes back to the queue and is resumed, in one continuous stream; `return_hidden_state`,
-    the last hidden state behind each token's logits as `hidden_states` [1, k, hidden]; `cache_salt`, at most 256 bytes:
-    jobs with different salts share no cached pages, so that nobody learns by timing what another has asked.
+    Raises:
+        RequestError: a parameter is malformed or out of its range. `enqueue` raises further errors for a request that
+            does not fit the model or the cache.
+
+    Each result is a dict. All results have
+
+    - `job`: this object; `serial`: its `serial_number`; `identifier`: as given, absent if it is None;
+    - `stage`: "started" once, when the job leaves the queue; "prefill" after each part of the prompt that was computed
+      or copied, with `curr_progress` and `max_progress`, prompt tokens in the cache and prompt tokens to compute;
+      "streaming" after each sampled token;
+    - `eos`: whether this is the last result.
+
+    Keys of a "streaming" result, each present only where it has content (k tokens were released):
+
+    - `text`: text that no later token can change. Text that may become part of a stop or banned string, and an
+      incomplete character, are held back; `token_ids`: int64 [1, k], a healed token and tokens of a stop string
+      included;
+    - `token_probs`: float32 [1, k], with `return_probs`;
+    - `top_k_tokens` int64 and `top_k_probs` float32 [1, k, K], in descending order, with `return_top_tokens` = K.
+      Unused places have probability 0;
+    - `logits`: float32 [1, k, padded vocabulary], with `return_logits`; those of the positive prompt for CFG;
+    - `hidden_states`: [1, k, hidden size], with `return_hidden_state`;
+    - `suppressed_text`, `suppressed_tokens` (int64 [1, j]): a banned string that was withdrawn.
+
+    Keys of the last result:
+
+    - `eos_reason`: "stop_token", "stop_string", "max_new_tokens", "end_filter" (the filters ended), "cancelled",
+      "filter_dead_end" (the filters allow no token), "filter_error" (a filter failed) or "error";
+    - `eos_triggering_token_id`, `eos_triggering_token_str` for "stop_token"; `eos_triggering_string` for "stop_string";
+    - `held`: a dict with keys of a "streaming" result that are not part of the output: the stop token, the text from
+      the stop string on, or what an error or a cancellation kept from coming out. Absent if there is nothing;
+    - `exception`: the error that ended the job;
+    - `full_completion`: all released text; `new_tokens`: tokens sampled, the stop token included; `prompt_tokens`:
+      tokens of the (positive) prompt;
+    - `time_enqueued`, `time_prefill`, `time_generate`: seconds in the queue, from the first prefill to the first decode
+      step, and from there to the last token;
+    - `cached_pages`, `cached_tokens`: full pages and prompt tokens found in the cache, per sequence;
+    - `accepted_draft_tokens`, `rejected_draft_tokens`: draft tokens by outcome, where the generator drafts.
     """
 
     def __init__(
@@ -100,158 +135,199 @@ class ExLlamaV2DynamicJob:
         return_hidden_state: bool = False,
         cache_salt: bytes = b"",
     ) -> None:
-        self.max_new_tokens = count_of("max_new_tokens", max_new_tokens)
-        self.min_new_tokens = count_of("min_new_tokens", min_new_tokens)
-        if self.min_new_tokens > self.max_new_tokens:
-            raise RequestError(
-                f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens {self.max_new_tokens}; lower it"
-            )
-        self.max_skips = None if max_skips is None else count_of("max_skips", max_skips)
-        self.return_top_tokens = count_of("return_top_tokens", return_top_tokens)
-        self.return_logits = flag_of("return_logits", return_logits)
-        self.return_probs = flag_of("return_probs", return_probs)
-        if gen_settings is not None and not isinstance(gen_settings, Settings):
-            raise RequestError(
-                f"gen_settings is a {type(gen_settings).__name__}; pass ExLlamaV2Sampler.Settings or None"
-            )
-        given = Settings() if gen_settings is None else gen_settings
-        given.validate()  # before a copy is made, which has the fields alone
-        self.gen_settings = given.for_job()
-        self.seed = seed_of(seed)
-        self.identifier = identifier
-        self.decode_special_tokens = flag_of("decode_special_tokens", decode_special_tokens)
-        self.stop_tokens, self.stop_strings = stop_conditions_of(stop_conditions)
-        self.banned_strings = strings_of("banned_strings", banned_strings)
-        self.filters = listed("filters", filters)
-        self.filter_prefer_eos = flag_of("filter_prefer_eos", filter_prefer_eos)
-        rows = sequences_of(input_ids)
-        if (len(rows) == 2) != (self.gen_settings.cfg_scale is not None):
-            raise RequestError(
-                f"input_ids holds {len(rows)} sequence(s) and cfg_scale is {self.gen_settings.cfg_scale}: a pair of "
-                "prompts (positive, negative) and gen_settings.cfg_scale go together"
-            )
-        self.return_hidden_state = flag_of("return_hidden_state", return_hidden_state)
-        self.max_rq_tokens = None if max_rq_tokens is None else count_of("max_rq_tokens", max_rq_tokens)
-        if self.max_rq_tokens == 0:
-            raise RequestError("max_rq_tokens is 0; reserve for at least 1 token, or pass None to reserve for all")
-        self.cache_salt = salt_of(cache_salt)
-        #: adapters asked for; None = the generator's
-        self.loras = self._asked_loras = adapters_of(loras)
-        self.embeddings = embeddings_of(embeddings)
-        heal = flag_of("token_healing", token_healing)
-        heal = heal and min(map(len, rows)) > 1 and int(max(row[-1] for row in rows)) < EMBEDDING_INDEX
-        #: the last id of the prompt, which the first sampled token replaces and must begin with; None = no healing
-        self.healed_id = int(rows[0][-1]) if heal else None
-        #: 1 for a job that regenerates the last token of its prompt, else 0
-        self.healing = int(heal)
-        kept = [row[:-1] if heal else row for row in rows]
-        self.sequences = [
-            Sequence(row, self.embeddings, keys_of(row, self.embeddings), pictures_of(row, self.embeddings))
-            for row in kept
-        ]
-        #: the sequence that is decoded: the only one, or the positive prompt
-        self.sequence = self.sequences[0]
-
+        self.request = request_of(
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            max_skips=max_skips,
+            gen_settings=gen_settings,
+            seed=seed,
+            stop_conditions=stop_conditions,
+            decode_special_tokens=decode_special_tokens,
+            return_top_tokens=return_top_tokens,
+            return_logits=return_logits,
+            return_probs=return_probs,
+            return_hidden_state=return_hidden_state,
+            filters=filters,
+            filter_prefer_eos=filter_prefer_eos,
+            token_healing=token_healing,
+            identifier=identifier,
+            banned_strings=banned_strings,
+            embeddings=embeddings,
+            loras=loras,
+            max_rq_tokens=max_rq_tokens,
+            cache_salt=cache_salt,
+        )
+        self.pages = JobPages(self.request)
+        self.sequences, self.sequence = self.pages.sequences, self.pages.sequence
         self.serial_number: int | None = None
-        #: tokens generated so far, a healed one not counted
-        self.new_tokens = -self.healing
         self.skips = 0
-        self.is_finished = False
-        self.has_failed = False
-        #: whether it counts as gone already; the generator takes it out as soon as it can
-        self.discarded = False
-        #: times it went back to the queue
-        self.requeues = 0
-        #: a paused job is prefilled but not decoded; `pause` and `unpause` set it
-        self.paused = False
-        #: ids to avoid in the next step, for callers that decide step by step
-        self.avoided: tuple[int, ...] = ()
-        self.accepted_draft_tokens = 0
-        self.drafted_tokens = 0
-        self.drafting = False
-        #: how its guesses fare
-        self.acceptance = Acceptance(1.0)
-        self.total_pages = 0
-        self.time_enqueue: float | None = None
-        self.time_first_prefill: float | None = None
-        self.time_first_token: float | None = None
-        self.time_last_token: float | None = None
-        #: generated position -> first tokens of banned strings met there, and what hooks had replaced by them
-        self._explored: dict[int, set[int]] = {}
-        self._rewinds = 0
-        self._tokenizer: Tokenizer | None = None
-        self._sampler: RequestSampler | None = None
-        self._filters: FilterStack | None = None
-        self._filters_begun = False
-        #: the arrangement of the model that its pages were named for when it started last, by number
-        self._named_in = -1
-        self._output: TextStream | None = None
-        #: whether its tokens are reported with more than themselves
-        self.reports = self.return_probs or self.return_top_tokens > 0 or self.return_logits
+        self.is_finished = self.has_failed = self.discarded = self.paused = False
+        self.times, self.drafts = JobTimes(), JobDrafts()
+        self._decoder: Decoder | None = None
+
+    # ---- the request -----------------------------------------------------------------------------------------------
 
     @property
-    def full_completion(self) -> str:
-        """All text released so far."""
-        return "" if self._output is None else self._output.full_text
+    def max_new_tokens(self) -> int:
+        """As given."""
+        return self.request.max_new_tokens
+
+    @property
+    def min_new_tokens(self) -> int:
+        """As given."""
+        return self.request.min_new_tokens
+
+    @property
+    def max_skips(self) -> int | None:
+        """As given."""
+        return self.request.max_skips
+
+    @property
+    def gen_settings(self) -> Settings:
+        """The job's copy of the settings that were given."""
+        return self.request.settings
+
+    @property
+    def identifier(self) -> object:
+        """As given."""
+        return self.request.identifier
+
+    @property
+    def filter_prefer_eos(self) -> bool:
+        """As given."""
+        return self.request.filter_prefer_eos
+
+    @property
+    def return_top_tokens(self) -> int:
+        """As given."""
+        return self.request.return_top_tokens
+
+    @property
+    def return_logits(self) -> bool:
+        """As given."""
+        return self.request.return_logits
+
+    @property
+    def return_probs(self) -> bool:
+        """As given."""
+        return self.request.return_probs
+
+    # ---- progress --------------------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force: a private copy, made again when live settings change."""
+        return self.request.settings if self._decoder is None else self._decoder.sampler.settings
 
     @property
     def effective_seed(self) -> int | None:
         """The seed in use, drawn from the operating system if none was given; None before the job is enqueued."""
-        return None if self._sampler is None else self._sampler.random.seed
+        return None if self._decoder is None else self._decoder.sampler.random.seed
 
     @property
-    def settings(self) -> Settings:
-        """The settings in force: those of the last `refresh`."""
-        return self.gen_settings if self._sampler is None else self._sampler.settings
+    def loras(self) -> tuple[Any, ...] | None:
+        """The adapters in force; before the job is enqueued those asked for, None for the generator's."""
+        return self.request.loras if self._decoder is None else self.sequence.loras
 
     @property
-    def reads_logits_once(self) -> bool:
-        """Whether nobody but the sampler of a GPU reads its logits, and that at once."""
-        return (
-            self._sampler is not None
-            and self._sampler.never_left_to_cpu
-            and not (self.return_logits or self.return_top_tokens or self.settings.post_sampling_hooks)
-        )
+    def full_completion(self) -> str:
+        """All text released so far."""
+        return "" if self._decoder is None else self._decoder.output.full_text
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens generated so far, a healed one not counted; -1 before the healed token."""
+        return self.pages.new_tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens until `max_new_tokens`."""
+        return self.request.max_new_tokens - self.pages.new_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the (positive) prompt."""
+        return self.sequence.prompt_length + self.request.healing
 
     @property
     def prefilled(self) -> bool:
-        first = self.sequence
-        if first.kv_position < first.prefill_end:
-            return False
-        return len(self.sequences) == 1 or all(sequence.prefilled for sequence in self.sequences)
+        """Whether the prompt is computed."""
+        return self.pages.prefilled
+
+    @property
+    def requeues(self) -> int:
+        """How often the job went back to the queue."""
+        return self.pages.requeues
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the job has been started before and went back to the queue."""
+        return self.pages.requeues > 0
+
+    @property
+    def total_pages(self) -> int:
+        """Pages held and reserved at the last start."""
+        return self.pages.total
 
     @property
     def cached_pages(self) -> int:
-        return sum(s.cached_pages for s in self.sequences) // len(self.sequences)
+        """Full pages found in the cache, per sequence."""
+        return self.pages.cached_pages
 
     @property
     def cached_tokens(self) -> int:
-        return sum(s.cached_tokens for s in self.sequences) // len(self.sequences)
+        """Prompt tokens found in the cache, per sequence."""
+        return self.pages.cached_tokens
 
     @property
     def non_sequential_pages(self) -> int:
         """Pages taken so far that do not follow, in the cache, the page before them in their sequence."""
-        return sum(s.non_sequential_pages for s in self.sequences)
+        return self.pages.non_sequential
 
     @property
-    def generated(self) -> int:
-        """Tokens generated so far, a healed one included: the place of the next one."""
-        return self.new_tokens + self.healing
+    def drafted_tokens(self) -> int:
+        """Draft tokens that were evaluated."""
+        return self.drafts.drafted
 
     @property
-    def prompt_tokens(self) -> int:
-        return self.sequence.prompt_length + self.healing
+    def accepted_draft_tokens(self) -> int:
+        """Draft tokens that the model sampled itself."""
+        return self.drafts.accepted
 
     @property
-    def remaining_tokens(self) -> int:
-        return self.max_new_tokens - self.new_tokens
+    def rejected_draft_tokens(self) -> int:
+        """Draft tokens that were evaluated and discarded."""
+        return self.drafts.rejected
 
-    # ---- life ------------------------------------------------------------------------------------------------------
+    @property
+    def time_enqueue(self) -> float | None:
+        """`time.monotonic` when the job was enqueued, in seconds."""
+        return self.times.enqueued
+
+    @property
+    def time_first_prefill(self) -> float | None:
+        """`time.monotonic` when the prompt's first part began, in seconds."""
+        return self.times.first_prefill
+
+    @property
+    def time_first_token(self) -> float | None:
+        """`time.monotonic` when the first decode step began, in seconds."""
+        return self.times.first_token
+
+    @property
+    def time_last_token(self) -> float | None:
+        """`time.monotonic` when the last token so far was sampled, in seconds."""
+        return self.times.last_token
+
+    # ---- control ---------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Generate nothing from the next round on; prompt, pages and place in the batch stay. May be called from any
-        thread and in any state: a job that is paused before it starts computes its prompt and waits then, and nothing
-        changes for one that has ended. `cancel` works as ever."""
+        """Generate nothing from the next step on; prompt, pages and place in the batch stay.
+
+        May be called from any thread and in any state: a job that is paused before it starts computes its prompt and
+        waits then, and nothing changes for one that has ended. `cancel` ends a paused job.
+        """
         if not self.is_finished:
             self.paused = True
 
@@ -259,391 +335,162 @@ class ExLlamaV2DynamicJob:
         """Go on where `pause` stopped, with the tokens that would have come without it."""
         self.paused = False
 
+    def avoid(self, tokens: tuple[int, ...]) -> None:
+        """Avoid these ids from the next step on, as long as any other token is possible; () ends that. For callers that
+        decide step by step; call only once the job is enqueued."""
+        self._decoding.constraints.avoided = tokens
+
+    # ---- for the generator -----------------------------------------------------------------------------------------
+
     def attach(self, context: JobContext, serial: int) -> None:
-        """Become part of a generator's queue: build what needs its tokenizer. Fails as a whole or not at all."""
-        self._tokenizer = context.tokenizer
-        self.acceptance = context.new_acceptance()
-        self.drafting = context.num_draft_tokens > 0
-        vocabulary = Vocabulary.of(context.tokenizer)
-        sampler = RequestSampler(self.gen_settings, vocabulary, self.seed)
-        output = TextStream(
-            PieceTable.of(context.tokenizer, self.decode_special_tokens),
-            automaton_of(tuple(self.stop_strings)),
-            automaton_of(tuple(self.banned_strings), fold=True),
-            skip=self._healed_bytes(),
-        )
-        if self.filters:
-            with interruptible():
-                self._filters = FilterStack(
-                    self.filters,
-                    vocab_size=vocabulary.size,
-                    stop_ids=self.stop_tokens,
-                    logits_width=context.padded_vocab_size,
-                    prefer_eos=self.filter_prefer_eos,
-                )
-        if self.loras is None:
-            self.loras = tuple(context.current_loras)
-        for lora in self.loras:
-            if hasattr(lora, "check_usable"):
-                lora.check_usable(context.model)
-        for sequence in self.sequences:
-            sequence.loras = self.loras
-        self._name_pages(context)
-        self._sampler, self._output = sampler, output
-        self.serial_number = serial
-        self.time_enqueue = time.monotonic()
+        """Prepare the job for a generator's queue. After an error call `undo_attach`.
 
-    def before_start(self, context: JobContext) -> None:
-        """A job starts, for the first time or again, with names of the arrangement that its model has now: another may
-        have been met since, also while it was on its way into the queue."""
-        if self._named_in != context.arrangements:
-            self._name_pages(context)
-
-    def part_pages(self, context: JobContext) -> None:
-        """Its model has been changed while it runs: it keeps what it has, and pages from here on are its own alone.
-
-        Prompt pages that it holds together with others which run as well are filled by whoever comes first, as ever:
-        none of them gets K/V of an arrangement that it has not run under itself.
+        Raises `RequestError` for settings or adapters that do not fit the model, and `FilterError`.
         """
-        root = self._namespace(context)
-        for number, sequence in enumerate(self.sequences):
-            own = (root.hex(), f"job {self.serial_number}", f"sequence {number}")
-            sequence.part(namespace_digest(own))
+        loras = tuple(context.current_loras) if self.request.loras is None else self.request.loras
+        for lora in loras:
+            lora.check_usable(context.model)
+        self.pages.name(context, loras)
+        self.drafts = JobDrafts(context.new_acceptance(), enabled=context.num_draft_tokens > 0)
+        self._decoder = Decoder(self.request, context)
+        self.serial_number = serial
+        self.times.mark_enqueued()
 
-    def _namespace(self, context: JobContext) -> bytes:
-        root = context.namespace_of(self.loras or ())
-        return namespace_digest((root.hex(), f"salt {self.cache_salt.hex()}")) if self.cache_salt else root
-
-    def _name_pages(self, context: JobContext) -> None:
-        self._named_in = context.arrangements  # first: who meets another meanwhile sees that this is of before
-        root = self._namespace(context)
-        for sequence in self.sequences:
-            sequence.prepare(context.page_table, root)
-
-    def forget_generator(self) -> None:
-        """Undo `attach`, however far it came, for a job that was refused, so that it may be enqueued elsewhere."""
+    def undo_attach(self) -> None:
+        """Undo `attach`, however far it came, so that the job may be enqueued elsewhere."""
         self.serial_number = None
-        self.loras = self._asked_loras
-        for sequence in self.sequences:
-            sequence.labels.clear()
-        filters, self._filters = self._filters, None
-        if filters is not None:
-            _close(filters)
+        self.pages.forget_names()
+        decoder, self._decoder = self._decoder, None
+        if decoder is not None:
+            decoder.constraints.close()
 
     def detach(self) -> None:
         """Give back pages and filters; the job is over, whatever the reason."""
         self.is_finished = True
-        for sequence in self.sequences:
-            sequence.release()
-        filters, self._filters = self._filters, None
-        if filters is not None:
-            _close(filters)
-
-    def count_pages(self, page_size: int) -> int:
-        """Pages under all sequences at their longest; pages of a common prefix count once."""
-        return full_pages(self.sequences) + self.own_pages(page_size, self.max_new_tokens - self.new_tokens)
-
-    def own_pages(self, page_size: int, new: int | None = None) -> int:
-        """Pages for `new` more tokens (None = as many as it reserves at once) that no other job can share: those behind
-        the full pages of the prompt."""
-        new = self._share if new is None else new
-        return sum(sequence.pages_needed(new, page_size) - len(sequence.labels) for sequence in self.sequences)
-
-    def missing_pages(self, table: PageTable) -> int:
-        """Pages that starting now would take away from others: all but those that running jobs hold already."""
-        return full_pages(self.sequences) - full_pages(self.sequences, table) + self.own_pages(table.page_size)
-
-    def uncached_tokens(self, table: PageTable) -> int:
-        """Prompt tokens, or after `give_way` all, behind the leading full pages that stand in the cache now."""
-        size = table.page_size
-        return sum(max(0, s.prefill_end - size * table.computed(s.labels)) for s in self.sequences)
-
-    def acquire_pages(self) -> None:
-        self.total_pages = 0
-        for sequence in self.sequences:
-            self.total_pages += sequence.acquire(self._share)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether the next token has a place in every sequence's pages."""
-        if len(self.sequences) == 1:
-            return self.sequence.room >= 0
-        return all(sequence.room >= 0 for sequence in self.sequences)
-
-    @property
-    def room(self) -> int:
-        """Tokens that have a place already beside the next step's own."""
-        return self.sequence.room if len(self.sequences) == 1 else min(sequence.room for sequence in self.sequences)
-
-    def reserve_more(self, table: PageTable) -> bool:
-        """Reserve another share; False if there are not enough free pages for it."""
-        missing = [sequence.pages_missing(self._share) for sequence in self.sequences]
-        if sum(missing) > table.available:
-            return False
-        for sequence, count in zip(self.sequences, missing, strict=True):
-            sequence.reserve_more(count)
-        return True
+        self.pages.release()
+        if self._decoder is not None:
+            self._decoder.constraints.close()
 
     def give_way(self) -> None:
-        """Give all pages back and be ready to be started again."""
-        self.requeues += 1
-        for sequence in self.sequences:
-            sequence.give_way(self._settled(sequence))
+        """Give all pages back and be ready to start again."""
+        self.pages.give_way(self._held_tokens)
 
     @property
-    def resumed(self) -> bool:
-        """Whether it has been started before."""
-        return self.requeues > 0
-
-    @property
-    def _share(self) -> int:
-        """New tokens to reserve pages for at once."""
-        left = self.max_new_tokens - self.new_tokens
-        return left if self.max_rq_tokens is None else min(left, self.max_rq_tokens)
-
-    def mark_prefill(self) -> None:
-        if self.time_first_prefill is None:
-            self.time_first_prefill = time.monotonic()
-
-    def mark_decode(self) -> None:
-        self.mark_prefill()
-        if self.time_first_token is None:
-            self.time_first_token = time.monotonic()
-
-    # ---- one token -------------------------------------------------------------------------------------------------
-
-    def commit(self) -> None:
-        """The K/V of all ids so far have been computed."""
-        for sequence in self.sequences:
-            sequence.commit(len(sequence))
+    def reads_logits_once(self) -> bool:
+        """Whether only the sampler of a GPU reads the job's logits, and that at once."""
+        return self._decoding.reads_logits_once
 
     def refresh(self) -> None:
         """Before a step: take over changes of live settings. Raises `RequestError` for values without meaning."""
-        assert self._sampler is not None
-        self._sampler.refresh()
-        scale = self._sampler.settings.cfg_scale
-        if scale is not None and len(self.sequences) == 1:
-            raise RequestError(
-                f"gen_settings.cfg_scale became {scale} while a job with one prompt runs; it needs a pair of prompts "
-                "(positive, negative) from the start, so begin a new job"
-            )
+        self._decoding.refresh()
 
     def prefetch(self, pool: Callable[[], Executor]) -> None:
-        """Let the filters work while the model runs."""
-        if self._filters is not None and self._filters_begun:
-            with interruptible():
-                self._filters.prefetch(pool())
+        """Compute the filters' next masks in `pool` while the model runs."""
+        self._decoding.constraints.prefetch(pool)
 
-    def ask(self, windows: list[Window], at: int) -> Draw:
-        """What the sampler needs to choose the next token behind position `at` of each sequence's window."""
-        assert self._sampler is not None
-        if at > 0:  # position 0 keeps what `refresh` found: the engine has planned with it which logits stay
-            self.refresh()
-        explored = self._explored.get(self.generated)
-        return Draw(
-            self._sampler,
-            windows[0].row(at),
-            self.sequence.ids,
-            self.generated,
-            self._constraint(explored),
-            windows[1].row(at) if len(windows) > 1 else None,
-            len(explored) if explored else 0,
-            self.return_top_tokens,
-        )
+    def draw(self, windows: list[Window], at: int) -> Draw:
+        """The sampler's input for the token behind position `at` of each sequence's window, whose K/V are computed."""
+        self.pages.commit()
+        return self._decoding.draw(windows, at, self.sequence)
 
-    def take(self, drawn: Sample, guess: int | None, window: Window, at: int) -> tuple[Event, bool]:
-        """Take in a sampled token. Returns what to say, and whether it is the token that was guessed and stays, so that
-        what was evaluated behind it is worth something."""
-        sample, feed = drawn, True
-        if self.settings.post_sampling_hooks:
-            sample, feed = self._hooked(drawn, window.row(at))
-        held, rewinds = sample.token == guess, self._rewinds
-        self.accepted_draft_tokens += held
-        record = Record(
-            sample.token, sample.probability, sample.top_tokens, sample.top_probabilities, drawn=drawn.token, fed=feed
-        )
-        record.ids = sample.ids
-        if self.return_logits:
-            record.logits = window.row(at).cpu().clone()
-        if self.return_hidden_state and window.state is not None:
-            record.state = window.state[at].cpu().clone()
-        event = self._accept(record)
-        return event, held and rewinds == self._rewinds
-
-    @property
-    def rejected_draft_tokens(self) -> int:
-        return self.drafted_tokens - self.accepted_draft_tokens
-
-    def _constraint(self, explored: set[int] | None) -> Constraint:
-        mask = None if self._filters is None else self._filter_mask()
-        early = self.stop_tokens if self.new_tokens < self.min_new_tokens else ()
-        heal = self.new_tokens < 0
-        if mask is None and not (explored or early or heal or self.avoided):
-            return UNCONSTRAINED
-        return Constraint(
-            mask=mask,
-            blocked=tuple(sorted(explored or ())),
-            discouraged=(*self.avoided, *early),
-            prefix=self._healing_candidates() if heal else None,
-        )
-
-    def _hooked(self, sample: Sample, logits: torch.Tensor) -> tuple[Sample, bool]:
-        """What the post-sampling hooks make of a sample, and whether filters are to see it."""
-        told = self.return_top_tokens > 0
-        seen = ExLlamaV2PostSamplingResult(
-            sampled_token=torch.tensor([[sample.token]]),
-            sampled_prob=torch.tensor([[sample.probability]]),
-            candidate_tokens=torch.from_numpy(sample.top_tokens)[None, None] if told else None,
-            candidate_probs=torch.from_numpy(sample.top_probabilities)[None, None] if told else None,
-            logits=logits[None, None].cpu().clone(),
-        )
-        with interruptible():
-            for hook in self.settings.post_sampling_hooks:
-                hook(seen)
-        token = -1 if seen.sampled_token is None else int(seen.sampled_token.reshape(-1)[0])
-        if not 0 <= token < len(logits):
-            raise RequestError(
-                f"a post-sampling hook chose token {token}; the vocabulary has ids 0 to {len(logits) - 1}"
-            )
-        return replace(sample, token=token, ids=None), seen.feed_filters
-
-    def _filter_mask(self) -> NDArray[np.int32] | None:
-        if self._filters is None:
-            return None
-        with interruptible():
-            if not self._filters_begun:
-                self._filters.begin(self._healed_bytes() if self.healing else "")
-                self._filters_begun = True
-            return self._filters.next_mask()
-
-    def _filters_end(self, record: Record) -> bool:
-        """Let the filters see a token; True if they say that it was the last."""
-        if self._filters is None or not record.fed:
-            return False
-        with interruptible():
-            return self._filters.feed(record.token)
-
-    def _accept(self, record: Record) -> Event:
-        """Take a token in and say what may be shown: stop token, then text, then filter end, then the limit."""
-        assert self._output is not None
-        filter_ended = self._filters is not None and self._filters_end(record)
-        for sequence in self.sequences:
-            sequence.append(record.token)
-        self.new_tokens += 1
-        flags = FIRST if self.time_last_token is None else 0
-        self.time_last_token = time.monotonic()
-        if record.token in self.stop_tokens:
-            return self._end("stop_token", token=record, flags=flags)
-        match = self._output.push(record)
-        if match is not None and match.kind == "ban":
-            return self._rewind(match, flags)
-        if match is not None:
-            return self._end("stop_string", match=match, flags=flags)
-        if filter_ended:
-            return self._end("end_filter", flags=flags)
-        if self.new_tokens >= self.max_new_tokens:
-            return self._end("max_new_tokens", flags=flags)
-        released = self._output.release()
-        return Event(self, "streaming", released, flags | HELD if self._output.holds else flags)
+    def accept(self, drawn: Sample, guess: int | None, window: Window, at: int) -> tuple[Event, bool]:
+        """Accept a sampled token. Returns the event to report, and whether the token is the draft token `guess` and
+        stays, so that the logits behind it are valid."""
+        decoder = self._decoding
+        record = decoder.record(drawn, window, at)
+        held, rewinds = record.token == guess, decoder.constraints.rewinds
+        self.drafts.accepted += held
+        event = self._accept(decoder, record)
+        return event, held and rewinds == decoder.constraints.rewinds
 
     def settle(self) -> None:
-        """After a step: the K/V of all ids but the last are computed, and full pages that cannot be rewound are
-        shared."""
-        assert self._output is not None
-        for sequence in self.sequences:
-            sequence.publish(self._settled(sequence))
-
-    def _settled(self, sequence: Sequence) -> int:
-        """Leading ids of a sequence that can no longer be taken back."""
-        return len(sequence) - (0 if self._output is None else self._output.held_tokens) - 1
-
-    def fail(self, error: BaseException) -> Event:
-        """The last event of a job that an error ended; what was held is handed over as `held`."""
-        reason = {"filter_dead_end": "filter_dead_end"}.get(getattr(error, "code", ""), "error")
-        if reason == "error" and type(error).__module__.startswith("exl_filters"):
-            reason = "filter_error"
-        self.is_finished = self.has_failed = True
-        held = None if self._output is None else self._output.flush_held()
-        return aborted(self, reason, held, error)
-
-    def cancelled(self) -> Event:
-        self.is_finished = True
-        return aborted(self, "cancelled", None if self._output is None else self._output.flush_held())
-
-    def piece(self, token: int, special: bool | None = None) -> str:
-        """Text of one token by itself; `special` None = as this job decodes special tokens."""
-        assert self._tokenizer is not None
-        table = PieceTable.of(self._tokenizer, self.decode_special_tokens if special is None else special)
-        return table[token].decode(errors="replace")
-
-    # ---- results ---------------------------------------------------------------------------------------------------
+        """After a step: share full pages that no rewind can change any more."""
+        self.pages.publish(self._held_tokens)
 
     def start(self) -> Events:
-        """What to say when the job leaves the queue, for the first time; one that asked for no tokens is done at
-        once."""
+        """The events of a job that leaves the queue: none if it is resumed; a request for no tokens ends at once."""
         if self.resumed:
             return []
         started = Event(self, "started", flags=STARTED)
-        return [started] if self.max_new_tokens > 0 else [started, self._end("max_new_tokens")]
+        return [started] if self.max_new_tokens > 0 else [started, self._end(self._decoding, "max_new_tokens")]
 
     def progress(self) -> Event:
         """How far the prompt has come."""
         event = Event(self, "prefill")
-        done = sum(min(s.kv_position, s.prefill_end) for s in self.sequences)
-        event.progress = (done, sum(s.prefill_end for s in self.sequences))
+        event.progress = self.pages.progress
         return event
 
-    def _healed_bytes(self) -> bytes:
-        if self.healed_id is None or self._tokenizer is None:
-            return b""
-        return PieceTable.of(self._tokenizer, self.decode_special_tokens)[self.healed_id]
+    def fail(self, error: BaseException) -> Event:
+        """The last event of a job that an error ended; tokens that were held back are reported as `held`."""
+        self.is_finished = self.has_failed = True
+        reason = "filter_error" if isinstance(error, FilterError) else "error"
+        return aborted(self, "filter_dead_end" if isinstance(error, FilterDeadEnd) else reason, self._held(), error)
 
-    def _healing_candidates(self) -> NDArray[np.int64]:
-        """Ids whose bytes begin with the removed token's; a token without text can only be itself."""
-        assert self.healed_id is not None
-        assert self._tokenizer is not None
-        prefix = self._healed_bytes()
-        if not prefix:
-            return np.array([self.healed_id], dtype=np.int64)
-        return PieceTable.of(self._tokenizer, self.decode_special_tokens).starting_with(prefix)
+    def cancelled(self) -> Event:
+        """The last event of a cancelled job; tokens that were held back are reported as `held`."""
+        self.is_finished = True
+        return aborted(self, "cancelled", self._held())
 
-    def _end(self, reason: str, token: Record | None = None, match: Match | None = None, flags: int = 0) -> Event:
-        assert self._output is not None
+    def piece(self, token: int, special: bool | None = None) -> str:
+        """Text of one token by itself; `special` None = as this job decodes special tokens."""
+        return self._decoding.piece(token, self.request.decode_special_tokens if special is None else special)
+
+    # ---- internals -------------------------------------------------------------------------------------------------
+
+    @property
+    def _decoding(self) -> Decoder:
+        assert self._decoder is not None, "the job has not been enqueued"
+        return self._decoder
+
+    @property
+    def _held_tokens(self) -> int:
+        """Last tokens of the output that a banned string may still withdraw."""
+        return 0 if self._decoder is None else self._decoder.output.held_tokens
+
+    def _held(self) -> Released | None:
+        return None if self._decoder is None else self._decoder.output.flush_held()
+
+    def _accept(self, decoder: Decoder, record: Record) -> Event:
+        """Append a token and decide what may be shown: stop token, then text, then filter end, then the limit."""
+        request = self.request
+        filter_ended = decoder.constraints.feed(record)
+        self.pages.append(record.token)
+        flags = FIRST if self.times.mark_token() else 0
+        if record.token in request.stop_tokens:
+            return self._end(decoder, "stop_token", token=record, flags=flags)
+        match = decoder.output.push(record)
+        if match is not None and match.kind == "ban":
+            return self._rewind(decoder, match, flags)
+        if match is not None:
+            return self._end(decoder, "stop_string", match=match, flags=flags)
+        if filter_ended:
+            return self._end(decoder, "end_filter", flags=flags)
+        if self.pages.new_tokens >= request.max_new_tokens:
+            return self._end(decoder, "max_new_tokens", flags=flags)
+        return self._streaming(decoder, flags)
+
+    def _streaming(self, decoder: Decoder, flags: int) -> Event:
+        released = decoder.output.release()
+        return Event(self, "streaming", released, flags | HELD if decoder.output.holds else flags)
+
+    def _end(
+        self, decoder: Decoder, reason: str, token: Record | None = None, match: Match | None = None, flags: int = 0
+    ) -> Event:
         self.is_finished = True
         if match is not None:
-            released, held_text = self._output.stop_at(match)
+            released, held_text = decoder.output.stop_at(match)
             return ended(self, reason, released, held_text=held_text, string=match.string, flags=flags)
-        released = self._output.flush()
-        return ended(self, reason, released, token=token, flags=flags)
+        return ended(self, reason, decoder.output.flush(), token=token, flags=flags)
 
-    def _rewind(self, match: Match, flags: int) -> Event:
-        """Take a banned string back, exclude the token it began with at that position, and go on from there."""
-        assert self._output is not None
-        gone, text = self._output.withdraw(match)
-        self.new_tokens -= len(gone)
-        for sequence in self.sequences:
-            sequence.rewind(len(sequence) - len(gone))
-        if self._filters is not None:
-            with interruptible():
-                self._filters.rewind(sum(record.fed for record in gone))
-        for position in [p for p in self._explored if p > self.generated]:
-            del self._explored[position]
-        self._explored.setdefault(self.generated, set()).update((gone[0].token, gone[0].drawn))
-        self._rewinds += 1
-        if self._rewinds > MAX_REWINDS:
+    def _rewind(self, decoder: Decoder, match: Match, flags: int) -> Event:
+        """Withdraw a banned string, exclude the token it began with at that position, and go on from there."""
+        gone, text = decoder.output.withdraw(match)
+        self.pages.rewind(len(gone))
+        decoder.constraints.rewind(gone, self.sequence.generated)
+        if decoder.constraints.rewinds > MAX_REWINDS:
             raise NoCandidatesError(
                 f"gave up after {MAX_REWINDS} rewinds of banned strings, the last of them {match.string!r}"
             )
-        released = self._output.release()
-        event = Event(self, "streaming", released, flags | HELD if self._output.holds else flags)
+        event = self._streaming(decoder, flags)
         event.suppressed = (text, gone)
         return event
-
-
-def _close(filters: FilterStack) -> None:
-    """Give the filters back; one that cannot be closed is nobody else's problem."""
-    try:
-        with interruptible():
-            filters.close()
-    except BaseException as error:
-        as_job_error(error)

@@ -43,11 +43,11 @@ def predictable(job: ExLlamaV2DynamicJob) -> bool:
     is asked for logits alone, with a place for one token more. What changes tokens after they are drawn forbids it."""
     return (
         len(job.sequences) == 1
-        and not job.loras
-        and not job.return_hidden_state
+        and not job.sequence.loras
+        and not job.request.return_hidden_state
         and not job.settings.post_sampling_hooks
         and job.remaining_tokens > 1
-        and job.room >= 1
+        and job.pages.room >= 1
     )
 
 

@@ -58,7 +58,7 @@ class Prompts:
         try:
             left = self._budget
             for job in self._scheduler.active:
-                if job.is_finished or job.prefilled:
+                if job.is_finished or job.pages.prefilled:
                     continue
                 left -= round_.take(job, left)
                 if left < min(self._budget, self._scheduler.table.page_size):
@@ -83,7 +83,7 @@ class _Round:
 
     def take(self, job: ExLlamaV2DynamicJob, budget: int) -> int:
         """Plan one chunk of each of the job's sequences, of at most `budget` tokens in all; returns the tokens."""
-        job.mark_prefill()
+        job.times.mark_prefill()
         self._moved[job] = False
         spent = 0
         try:

@@ -26,8 +26,8 @@ def dict_of(event: Event) -> Result:
     """One event as a result dict."""
     job, ending = event.job, event.ending
     result: Result = {"job": job, "stage": event.stage, "eos": ending is not None, "serial": job.serial_number}
-    if job.identifier is not None:
-        result["identifier"] = job.identifier
+    if job.request.identifier is not None:
+        result["identifier"] = job.request.identifier
     if event.progress is not None:
         result["curr_progress"], result["max_progress"] = event.progress
     if event.released.text or event.released.records:
@@ -71,14 +71,15 @@ def _fill_in(data: Result, job: ExLlamaV2DynamicJob, text: str, records: list[Re
     if not records:
         return
     data["token_ids"] = _ids(records)
-    if job.return_probs:
+    asked = job.request
+    if asked.return_probs:
         data["token_probs"] = torch.tensor([[r.probability for r in records]], dtype=torch.float32)
-    if job.return_top_tokens > 0:
+    if asked.return_top_tokens > 0:
         data["top_k_tokens"] = torch.stack([torch.from_numpy(r.top_tokens) for r in records]).unsqueeze(0)
         data["top_k_probs"] = torch.stack([torch.from_numpy(r.top_probabilities) for r in records]).unsqueeze(0)
-    if job.return_logits:
+    if asked.return_logits:
         data["logits"] = torch.stack([r.logits for r in records if r.logits is not None]).unsqueeze(0)
-    if job.return_hidden_state:
+    if asked.return_hidden_state:
         data["hidden_states"] = torch.stack([r.state for r in records if r.state is not None]).unsqueeze(0)
 
 

@@ -63,13 +63,13 @@ class Scheduler:
         """Refuse a job that could never run."""
         if len(job.sequences) > self.max_batch_size:
             raise CapacityError(f"the job has {len(job.sequences)} sequences, the batch holds {self.max_batch_size}")
-        longest = max(len(sequence) for sequence in job.sequences) + job.healing
+        longest = max(len(sequence) for sequence in job.sequences) + job.request.healing
         wanted = longest + job.max_new_tokens
         asked = f"the prompt has {longest} tokens and max_new_tokens is {job.max_new_tokens}, together {wanted}"
         if wanted > self.max_seq_len:
             raise CapacityError(f"{asked}; the model's limit is {self.max_seq_len}: shorten one of them")
         pages, size = len(self.table.pages), self.table.page_size
-        needed = job.count_pages(size)
+        needed = job.pages.count(size)
         if needed > pages:
             raise CapacityError(
                 f"{asked}, which takes {needed} pages of {size}; the cache has {pages}: "
@@ -78,7 +78,7 @@ class Scheduler:
 
     def add(self, jobs: list[ExLlamaV2DynamicJob]) -> None:
         """Queue jobs; may be called while a round is running in another thread."""
-        entries = {job: job.uncached_tokens(self.table) for job in jobs}
+        entries = {job: job.pages.uncached_tokens(self.table) for job in jobs}
         with self._lock:
             self._queue.update(entries)
             self.queued_tokens += sum(entries.values())
@@ -115,11 +115,11 @@ class Scheduler:
             if not self.can_start(job):
                 skipped.append(job)
                 continue
-            if any(other.max_skips is not None and other.skips >= other.max_skips for other in skipped):
+            if any(_skipped_enough(other) for other in skipped):
                 return
             for other in skipped:
                 other.skips += 1
-            job.acquire_pages()
+            job.pages.acquire()
             self._take_out(job)
             self.active.append(job)
             self.active_sequences += len(job.sequences)
@@ -129,16 +129,16 @@ class Scheduler:
         """Whether the batch and the free pages can take the job now."""
         if self.active_sequences + len(job.sequences) > self.max_batch_size:
             return False
-        if job.own_pages(self.table.page_size) > self.table.available:
+        if job.pages.own(self.table.page_size) > self.table.available:
             return False  # without looking at what it could share
-        return job.missing_pages(self.table) <= self.table.available
+        return job.pages.missing(self.table) <= self.table.available
 
     def extend(self, job: ExLlamaV2DynamicJob) -> bool:
         """See that the job has pages for one more token; False if it has to wait for them: there are none, or others
         wait and its share is used up."""
-        if job.has_room:
+        if job.pages.room >= 0:
             return True
-        return not self._queue and job.reserve_more(self.table)
+        return not self._queue and job.pages.reserve_more(self.table)
 
     def requeue(self, job: ExLlamaV2DynamicJob) -> None:
         """Back to the end of the queue with all it has; its pages stay in the prefix cache."""
@@ -156,3 +156,8 @@ class Scheduler:
             job.detach()
             self.active_sequences -= len(job.sequences)
         self.active = [job for job in self.active if not job.is_finished]
+
+
+def _skipped_enough(job: ExLlamaV2DynamicJob) -> bool:
+    most = job.request.max_skips
+    return most is not None and job.skips >= most

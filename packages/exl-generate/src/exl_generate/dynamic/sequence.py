@@ -87,14 +87,19 @@ class Sequence:
         self.cached_pages = 0
         self.cached_tokens = 0
         self._root = b""
-        #: first page whose name goes on from `_root` and not from the page before it
-        self._apart = 0
+        #: first page whose name follows `_root` instead of the page before it; 0 unless `make_private` was called
+        self._private_from = 0
         self._reserved = 0
         self._resumed = False
         self._table: PageTable | None = None
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def generated(self) -> int:
+        """Ids behind the prompt."""
+        return self._length - self.prompt_length
 
     @property
     def ids(self) -> Ids:
@@ -141,16 +146,17 @@ class Sequence:
     def prepare(self, table: PageTable, root: bytes) -> None:
         """Compute the labels of the context's full pages under namespace `root`; of one that has given way, of those
         that had labels."""
-        self._table, self._root, self._apart = table, root, 0
+        self._table, self._root, self._private_from = table, root, 0
         size = table.page_size
         count = len(self.labels) if self._resumed else self.prefill_end // size
         self.labels.clear()
         for k in range(count):
             self.labels.append(page_hash(self._parent(k), self.keys[k * size : (k + 1) * size]))
 
-    def part(self, root: bytes) -> None:
-        """Share nothing that gets its name from here on: names go on under namespace `root`, this sequence's own."""
-        self._root, self._apart = root, len(self.labels)
+    def make_private(self, root: bytes) -> None:
+        """Name all further pages under namespace `root`, which no other sequence has, so that none of them is
+        shared."""
+        self._root, self._private_from = root, len(self.labels)
 
     def context_pages(self) -> Iterator[tuple[bytes, Ids]]:
         """Label and keys of each full page of the context."""
@@ -324,7 +330,7 @@ class Sequence:
         return self._table
 
     def _parent(self, k: int) -> bytes:
-        return self._root if k in (0, self._apart) else self.labels[k - 1]
+        return self._root if k in (0, self._private_from) else self.labels[k - 1]
 
     def _take_next(self, keep: Page | None = None) -> Page:
         k = len(self.allocated_pages)
@@ -367,8 +373,8 @@ class Sequence:
 
     def _partial(self, k: int) -> tuple[Page, int] | None:
         """A page that begins like the prompt's page `k` behind the same prefix, and how far."""
-        if self._apart or k > len(self.labels):
-            return None  # parted; or given way with ids that may yet be taken back: no name to look under
+        if self._private_from or k > len(self.labels):
+            return None  # private, or given way with ids that may yet be taken back: no name to look under
         size = self._pages.page_size
         return self._pages.partial(self._parent(k), self.keys[k * size : min((k + 1) * size, self.prefill_end)])
 

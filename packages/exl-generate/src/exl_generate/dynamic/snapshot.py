@@ -67,7 +67,7 @@ def snapshot_of(scheduler: Scheduler, counters: Counters) -> GeneratorSnapshot:
     for job in tuple(scheduler.active):
         if job.is_finished or job.discarded:
             continue
-        if not job.prefilled:
+        if not job.pages.prefilled:
             prefilling += 1
         elif job.paused:
             paused += 1

@@ -42,7 +42,7 @@ class Drafter:
         self.seconds = 0.0
         if not self.most or not jobs:
             return {}
-        chances = [(job.acceptance.rate, self.room(job)) for job in jobs]
+        chances = [(job.drafts.acceptance.rate, self.room(job)) for job in jobs]
         length = self.most if fixed else self.length.plan(chances, lambda: self._overhead(jobs))
         clock = self.length.clock
         start = clock()
@@ -65,7 +65,7 @@ class Drafter:
 
     def room(self, job: ExLlamaV2DynamicJob) -> int:
         """Guesses that the job has room for."""
-        return max(0, min(self.most, job.remaining_tokens - 1, job.room))
+        return max(0, min(self.most, job.remaining_tokens - 1, job.pages.room))
 
     def _guess(self, jobs: list[ExLlamaV2DynamicJob], length: int) -> Drafts:
         """Up to `length` guesses for each of these jobs."""
@@ -174,7 +174,7 @@ class NgramDrafter(Drafter):
                 tried += token is not None
                 held += token == int(ids[at])
                 trie.update(ids[: at + 1])
-            job.acceptance.review(tried, held)
+            job.drafts.acceptance.review(tried, held)
 
     def _trie(self, job: ExLlamaV2DynamicJob) -> NGramTrie:
         trie = self._tries.get(job)

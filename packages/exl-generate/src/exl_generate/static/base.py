@@ -13,7 +13,7 @@ import torch
 
 from exl_generate.contracts import Cache, Model, Tokenizer
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
-from exl_generate.dynamic.request import check_abort_event, count_of, seed_of
+from exl_generate.dynamic.parameters import check_abort_event, count_of, seed_of
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.errors import CapacityError, RequestError
 from exl_generate.interrupts import defer_sigint

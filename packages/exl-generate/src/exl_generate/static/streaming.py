@@ -13,7 +13,7 @@ import torch
 from exl_generate.contracts import Cache, Model, Tokenizer
 from exl_generate.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl_generate.dynamic.draft_model import ModelDrafter
-from exl_generate.dynamic.request import check_abort_event, count_of
+from exl_generate.dynamic.parameters import check_abort_event, count_of
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.dynamic.speculation import NgramDrafter
 from exl_generate.errors import CapacityError, JobStateError, RequestError
@@ -313,15 +313,15 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             raise UnsupportedError(
                 "ban_tokens does not go with drafting, which is ahead of the call; use banned_strings"
             )
-        job.avoided = bans
+        job.avoid(bans)
         while len(self._results) <= at:
             over = job.is_finished
             with defer_sigint():
-                before = (job.new_tokens, job.drafted_tokens, job.accepted_draft_tokens)
+                before = (job.new_tokens, job.drafts.drafted, job.drafts.accepted)
                 self._pull(engine)
                 self.total_tokens += max(0, job.new_tokens - before[0])
-                self.total_draft_tokens += job.drafted_tokens - before[1]
-                self.accepted_draft_tokens += job.accepted_draft_tokens - before[2]
+                self.total_draft_tokens += job.drafts.drafted - before[1]
+                self.accepted_draft_tokens += job.drafts.accepted - before[2]
             if over and len(self._results) <= at:
                 raise JobStateError("the stream has ended; begin a new one")
         ids = torch.from_numpy(job.sequence.ids.copy())

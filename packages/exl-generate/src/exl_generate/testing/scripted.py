@@ -85,6 +85,9 @@ class ScriptedLora:
         """Its seed decides what it does."""
         return f"scripted {self.seed}".encode()
 
+    def check_usable(self, model: Any) -> None:
+        """Usable with any model."""
+
 
 class ScriptedEmbedding:
     """Rows with ids of their own, as `ExLlamaV2MMEmbedding`; `values` (below 1000) stand for hidden states."""

@@ -1,0 +1,108 @@
+"""Constraints on the next token of one job, besides its sampler settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exl_generate.interrupts import as_job_error, interruptible
+from exl_generate.sampling import UNCONSTRAINED, Constraint
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from exl_filters import FilterStack
+    from exl_generate.dynamic.detokenize import PieceTable
+    from exl_generate.dynamic.output import Record
+    from exl_generate.dynamic.request import Request
+
+__all__ = ["TokenConstraints"]
+
+
+class TokenConstraints:
+    """Filters, banned strings, `min_new_tokens` and token healing, as one `Constraint` for each position.
+
+    Filters are user code, so each call into them runs inside `interruptible`. All methods pass their errors on.
+    """
+
+    __slots__ = ("_begun", "_excluded", "_filters", "_pieces", "_request", "avoided", "rewinds")
+
+    def __init__(self, request: Request, pieces: PieceTable, filters: FilterStack | None) -> None:
+        self._request = request
+        self._pieces = pieces
+        self._filters = filters
+        self._begun = False
+        #: place among the generated tokens -> tokens that led into a banned string there
+        self._excluded: dict[int, set[int]] = {}
+        #: ids to avoid in the next step if any other token is possible
+        self.avoided: tuple[int, ...] = ()
+        #: banned strings withdrawn so far
+        self.rewinds = 0
+
+    def at(self, generated: int) -> Constraint:
+        """The constraint on the token behind `generated` others, a healed token counted."""
+        mask = None if self._filters is None else self._mask(self._filters)
+        request = self._request
+        early = request.stop_tokens if generated - request.healing < request.min_new_tokens else ()
+        heal = generated < request.healing
+        excluded = self._excluded.get(generated) if self._excluded else None
+        if mask is None and not (excluded or early or heal or self.avoided):
+            return UNCONSTRAINED
+        return Constraint(
+            mask=mask,
+            blocked=tuple(sorted(excluded or ())),
+            discouraged=(*self.avoided, *early),
+            prefix=self._healing_candidates() if heal else None,
+        )
+
+    def prefetch(self, pool: Callable[[], Executor]) -> None:
+        """Compute the filters' next masks in `pool` while the model runs."""
+        if self._filters is not None and self._begun:
+            with interruptible():
+                self._filters.prefetch(pool())
+
+    def feed(self, record: Record) -> bool:
+        """Show a sampled token to the filters; True if they say that it was the last."""
+        if self._filters is None or not record.fed:
+            return False
+        with interruptible():
+            return self._filters.feed(record.token)
+
+    def rewind(self, gone: list[Record], generated: int) -> None:
+        """The tokens `gone` behind `generated` others spelled a banned string and were removed. Exclude the first of
+        them, and the token that a hook replaced by it, at that position."""
+        if self._filters is not None:
+            with interruptible():
+                self._filters.rewind(sum(record.fed for record in gone))
+        for position in [p for p in self._excluded if p > generated]:
+            del self._excluded[position]
+        self._excluded.setdefault(generated, set()).update((gone[0].token, gone[0].drawn))
+        self.rewinds += 1
+
+    def close(self) -> None:
+        """Give the filters back. An error of a filter here is dropped: the job is over."""
+        filters, self._filters = self._filters, None
+        if filters is not None:
+            try:
+                with interruptible():
+                    filters.close()
+            except BaseException as error:
+                as_job_error(error)
+
+    def _mask(self, filters: FilterStack) -> NDArray[np.int32] | None:
+        with interruptible():
+            if not self._begun:
+                healed = self._request.healed_id
+                filters.begin("" if healed is None else self._pieces[healed])
+                self._begun = True
+            return filters.next_mask()
+
+    def _healing_candidates(self) -> NDArray[np.int64]:
+        """Ids whose bytes begin with the removed token's; a token without text can only be itself."""
+        healed = self._request.healed_id
+        assert healed is not None
+        prefix = self._pieces[healed]
+        return self._pieces.starting_with(prefix) if prefix else np.array([healed], dtype=np.int64)

@@ -1,0 +1,139 @@
+"""From the logits of one job to its next token, and from there to text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from exl_filters import FilterStack
+from exl_generate.dynamic.constraints import TokenConstraints
+from exl_generate.dynamic.detokenize import PieceTable
+from exl_generate.dynamic.output import Record, TextStream
+from exl_generate.dynamic.stopping import automaton_of
+from exl_generate.errors import RequestError
+from exl_generate.interrupts import interruptible
+from exl_generate.sampling import (
+    Draw,
+    ExLlamaV2PostSamplingResult,
+    RequestSampler,
+    Sample,
+    Vocabulary,
+)
+
+if TYPE_CHECKING:
+    from exl_generate.dynamic.context import JobContext
+    from exl_generate.dynamic.request import Request
+    from exl_generate.dynamic.runner import Window
+    from exl_generate.dynamic.sequence import Sequence
+
+__all__ = ["Decoder"]
+
+
+class Decoder:
+    """Sampler, constraints and text stream of one job. Built when a generator takes the job.
+
+    Raises `RequestError` for settings that do not fit the vocabulary and `FilterError` for filters.
+    """
+
+    __slots__ = ("_request", "_tokenizer", "constraints", "output", "sampler")
+
+    def __init__(self, request: Request, context: JobContext) -> None:
+        self._request = request
+        self._tokenizer = context.tokenizer
+        vocabulary = Vocabulary.of(context.tokenizer)
+        pieces = PieceTable.of(context.tokenizer, request.decode_special_tokens)
+        self.sampler = RequestSampler(request.settings, vocabulary, request.seed)
+        self.output = TextStream(
+            pieces,
+            automaton_of(request.stop_strings),
+            automaton_of(request.banned_strings, fold=True),
+            skip=b"" if request.healed_id is None else pieces[request.healed_id],
+        )
+        filters = None
+        if request.filters:
+            with interruptible():
+                filters = FilterStack(
+                    request.filters,
+                    vocab_size=vocabulary.size,
+                    stop_ids=request.stop_tokens,
+                    logits_width=context.padded_vocab_size,
+                    prefer_eos=request.filter_prefer_eos,
+                )
+        self.constraints = TokenConstraints(request, pieces, filters)
+
+    @property
+    def reads_logits_once(self) -> bool:
+        """Whether only the sampler of a GPU reads the job's logits, and that at once."""
+        request = self._request
+        return self.sampler.never_left_to_cpu and not (
+            request.return_logits or request.return_top_tokens or self.sampler.settings.post_sampling_hooks
+        )
+
+    def refresh(self) -> None:
+        """Before a step: take over changes of live settings. Raises `RequestError` for values without meaning."""
+        self.sampler.refresh()
+        scale = self.sampler.settings.cfg_scale
+        if scale is not None and len(self._request.prompts) == 1:
+            raise RequestError(
+                f"gen_settings.cfg_scale became {scale} while a job with one prompt runs; it needs a pair of prompts "
+                "(positive, negative) from the start, so begin a new job"
+            )
+
+    def draw(self, windows: list[Window], at: int, sequence: Sequence) -> Draw:
+        """The sampler's input for the token behind position `at` of each window."""
+        if at > 0:  # position 0 keeps what `refresh` found: the engine has planned with it which logits stay
+            self.refresh()
+        generated = sequence.generated
+        constraint = self.constraints.at(generated)
+        return Draw(
+            self.sampler,
+            windows[0].row(at),
+            sequence.ids,
+            generated,
+            constraint,
+            windows[1].row(at) if len(windows) > 1 else None,
+            len(constraint.blocked),  # each token that was excluded here took a random number
+            self._request.return_top_tokens,
+        )
+
+    def record(self, drawn: Sample, window: Window, at: int) -> Record:
+        """The sampled token after the post-sampling hooks, with what is reported about it. `window` and `at`: where its
+        logits are."""
+        sample, feed = drawn, True
+        if self.sampler.settings.post_sampling_hooks:
+            sample, feed = self._hooked(drawn, window.row(at))
+        record = Record(
+            sample.token, sample.probability, sample.top_tokens, sample.top_probabilities, drawn=drawn.token, fed=feed
+        )
+        record.ids = sample.ids
+        if self._request.return_logits:
+            record.logits = window.row(at).cpu().clone()
+        if self._request.return_hidden_state and window.state is not None:
+            record.state = window.state[at].cpu().clone()
+        return record
+
+    def piece(self, token: int, special: bool) -> str:
+        """Text of one token by itself; `special`: special tokens have their text, too."""
+        return PieceTable.of(self._tokenizer, special)[token].decode(errors="replace")
+
+    def _hooked(self, sample: Sample, logits: torch.Tensor) -> tuple[Sample, bool]:
+        """The sample after all post-sampling hooks, and whether filters are to see it."""
+        told = self._request.return_top_tokens > 0
+        seen = ExLlamaV2PostSamplingResult(
+            sampled_token=torch.tensor([[sample.token]]),
+            sampled_prob=torch.tensor([[sample.probability]]),
+            candidate_tokens=torch.from_numpy(sample.top_tokens)[None, None] if told else None,
+            candidate_probs=torch.from_numpy(sample.top_probabilities)[None, None] if told else None,
+            logits=logits[None, None].cpu().clone(),
+        )
+        with interruptible():
+            for hook in self.sampler.settings.post_sampling_hooks:
+                hook(seen)
+        token = -1 if seen.sampled_token is None else int(seen.sampled_token.reshape(-1)[0])
+        if not 0 <= token < len(logits):
+            raise RequestError(
+                f"a post-sampling hook chose token {token}; the vocabulary has ids 0 to {len(logits) - 1}"
+            )
+        return replace(sample, token=token, ids=None), seen.feed_filters

@@ -1,0 +1,195 @@
+"""The pages of one job: how many it needs, what they are named, and when it takes and returns them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from exl_generate.dynamic.pages import PageTable, namespace_digest
+from exl_generate.dynamic.sequence import Sequence, full_pages
+
+if TYPE_CHECKING:
+    from exl_generate.dynamic.context import JobContext
+    from exl_generate.dynamic.request import Request
+
+__all__ = ["JobPages"]
+
+
+class JobPages:
+    """The sequences of one job with their pages.
+
+    A job reserves pages for `max_new_tokens` or, with `max_rq_tokens`, for that many new tokens at a time. A job that
+    has used up its share while others wait gives all pages back (`give_way`) and resumes from the prefix cache.
+    """
+
+    __slots__ = ("_arrangements", "_request", "requeues", "sequence", "sequences", "total")
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        #: one sequence, or the positive and the negative prompt of a CFG pair
+        self.sequences = [Sequence(p.ids, request.embeddings, p.keys, p.pictures) for p in request.prompts]
+        #: the sequence that is decoded: the only one, or the positive prompt
+        self.sequence = self.sequences[0]
+        #: pages under all sequences when the job started last, reserved pages included
+        self.total = 0
+        #: times the job went back to the queue
+        self.requeues = 0
+        #: `JobContext.arrangements` when the pages were named last; -1 before
+        self._arrangements = -1
+
+    # ---- progress --------------------------------------------------------------------------------------------------
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens generated so far, a healed one not counted; -1 before the healed token."""
+        return self.sequence.generated - self._request.healing
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether K/V of all prompt tokens but the last of each sequence are in the pages."""
+        first = self.sequence
+        if first.kv_position < first.prefill_end:
+            return False
+        return len(self.sequences) == 1 or all(sequence.prefilled for sequence in self.sequences)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Prompt tokens whose K/V are in the pages, and prompt tokens to compute, over all sequences."""
+        done = sum(min(s.kv_position, s.prefill_end) for s in self.sequences)
+        return done, sum(s.prefill_end for s in self.sequences)
+
+    def commit(self) -> None:
+        """K/V of all ids so far have been computed."""
+        for sequence in self.sequences:
+            sequence.commit(len(sequence))
+
+    def append(self, token: int) -> None:
+        """Append a generated token to every sequence."""
+        for sequence in self.sequences:
+            sequence.append(token)
+
+    def rewind(self, count: int) -> None:
+        """Remove the last `count` tokens of every sequence, with their K/V."""
+        for sequence in self.sequences:
+            sequence.rewind(len(sequence) - count)
+
+    def publish(self, held_tokens: int) -> None:
+        """Share full pages. The last token, whose K/V is not computed yet, and the `held_tokens` last tokens, which may
+        still be withdrawn, stay private."""
+        for sequence in self.sequences:
+            sequence.publish(len(sequence) - held_tokens - 1)
+
+    # ---- names -----------------------------------------------------------------------------------------------------
+
+    def name(self, context: JobContext, loras: tuple[Any, ...]) -> None:
+        """Name the full pages of the prompts for these adapters and the present modules of the model."""
+        for sequence in self.sequences:
+            sequence.loras = loras
+        self._name(context)
+
+    def refresh_names(self, context: JobContext) -> None:
+        """Name the pages again if a module of the model was replaced since. Call before the job starts, for the first
+        time or after `give_way`."""
+        if self._arrangements != context.arrangements:
+            self._name(context)
+
+    def make_private(self, context: JobContext, serial: int | None) -> None:
+        """Share no page that gets its name from now on: a module of the model was replaced while the job runs.
+
+        The job keeps the pages that it has. Prompt pages that it shares with other running jobs are still filled by
+        whichever comes first: none of those jobs reads K/V of an arrangement that it has not run under itself.
+        """
+        root = self._namespace(context)
+        for number, sequence in enumerate(self.sequences):
+            own = (root.hex(), f"job {serial}", f"sequence {number}")
+            sequence.make_private(namespace_digest(own))
+
+    def forget_names(self) -> None:
+        """Undo `name`."""
+        for sequence in self.sequences:
+            sequence.labels.clear()
+
+    def _name(self, context: JobContext) -> None:
+        # Read first: a replacement while the names are computed must make them stale.
+        self._arrangements = context.arrangements
+        root = self._namespace(context)
+        for sequence in self.sequences:
+            sequence.prepare(context.page_table, root)
+
+    def _namespace(self, context: JobContext) -> bytes:
+        root = context.namespace_of(self.sequence.loras)
+        salt = self._request.cache_salt
+        return namespace_digest((root.hex(), f"salt {salt.hex()}")) if salt else root
+
+    # ---- counts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _share(self) -> int:
+        """New tokens to reserve pages for at once."""
+        left, most = self._request.max_new_tokens - self.new_tokens, self._request.max_rq_tokens
+        return left if most is None else min(left, most)
+
+    def count(self, page_size: int) -> int:
+        """Pages under all sequences at their longest; pages of a common prefix count once."""
+        return full_pages(self.sequences) + self._own(page_size, self._request.max_new_tokens - self.new_tokens)
+
+    def own(self, page_size: int) -> int:
+        """Pages to reserve at a start that no other job can share: those after the full pages of the prompts."""
+        return self._own(page_size, self._share)
+
+    def _own(self, page_size: int, new: int) -> int:
+        return sum(sequence.pages_needed(new, page_size) - len(sequence.labels) for sequence in self.sequences)
+
+    def missing(self, table: PageTable) -> int:
+        """Free pages that a start would use: all pages but those that running jobs hold already."""
+        return full_pages(self.sequences) - full_pages(self.sequences, table) + self.own(table.page_size)
+
+    def uncached_tokens(self, table: PageTable) -> int:
+        """Tokens to compute before decoding can begin that are not in leading full pages of the cache."""
+        size = table.page_size
+        return sum(max(0, s.prefill_end - size * table.computed(s.labels)) for s in self.sequences)
+
+    @property
+    def cached_pages(self) -> int:
+        """Full pages found in the cache, per sequence."""
+        return sum(s.cached_pages for s in self.sequences) // len(self.sequences)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found in the cache, per sequence."""
+        return sum(s.cached_tokens for s in self.sequences) // len(self.sequences)
+
+    @property
+    def non_sequential(self) -> int:
+        """Pages taken so far that do not follow, in the cache, the page before them in their sequence."""
+        return sum(s.non_sequential_pages for s in self.sequences)
+
+    # ---- taking and returning --------------------------------------------------------------------------------------
+
+    def acquire(self) -> None:
+        """Take the prompts' full pages, shared where they exist, and reserve the rest of the job's share."""
+        self.total = sum(sequence.acquire(self._share) for sequence in self.sequences)
+
+    @property
+    def room(self) -> int:
+        """Tokens that have a place in every sequence's pages, besides the next step's own; -1 if that has none."""
+        return self.sequence.room if len(self.sequences) == 1 else min(sequence.room for sequence in self.sequences)
+
+    def reserve_more(self, table: PageTable) -> bool:
+        """Reserve another share; False if there are not enough free pages for it."""
+        missing = [sequence.pages_missing(self._share) for sequence in self.sequences]
+        if sum(missing) > table.available:
+            return False
+        for sequence, count in zip(self.sequences, missing, strict=True):
+            sequence.reserve_more(count)
+        return True
+
+    def give_way(self, held_tokens: int) -> None:
+        """Give all pages back and be ready to start again. `held_tokens` as in `publish`."""
+        self.requeues += 1
+        for sequence in self.sequences:
+            sequence.give_way(len(sequence) - held_tokens - 1)
+
+    def release(self) -> None:
+        """Give all pages back at the end of the job; their content stays reusable."""
+        for sequence in self.sequences:
+            sequence.release()
