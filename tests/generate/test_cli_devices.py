@@ -14,6 +14,7 @@ from exl_core.config import ExLlamaV2Config
 from exl_core.device import GIB
 from exl_core.loading import memory
 from exl_core.loading.plan import DEFAULT_RESERVE, plan
+from exl_generate.cli import doctor
 from exl_kernels.device import CudaDevice, CudaStatus
 
 MODEL = str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5")
@@ -131,3 +132,26 @@ def test_doctor_fails_where_the_chosen_device_cannot_be_used(exl, monkeypatch: p
     code, out, _ = exl("doctor")
     assert (code, out.splitlines()[-1]) == (1, "models cannot run here")
     assert json.loads(exl("doctor", "--json")[1])["ok"] is False
+
+
+def test_doctor_says_what_would_make_a_card_faster(exl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def card(index: int, code: str | None) -> CudaDevice:
+        reason = None if code else "no code"
+        return CudaDevice(index, f"Card {index}", (8, 9), 128, 1 << 17, 24 << 30, reason, code, "89")
+
+    cards = tuple(card(index, code) for index, code in enumerate(["80+ptx", "80", "89", None]))
+    status = CudaStatus(True, ("80",), "13.0", "13.0", cards, None, "EXL_CUDA_ARCHS: 80")
+    monkeypatch.setattr(doctor, "cuda_status", lambda: status)
+    monkeypatch.setenv("EXL_CUDA_GRAPHS", "0")
+    code, out, _ = exl("doctor", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["cuda"]["chosen_by"] == "EXL_CUDA_ARCHS: 80"
+    assert facts["cuda"]["devices"].split("; ")[0] == "0: Card 0, 24 GiB, code of 80+ptx"
+    portable, older, unused, graphs = facts["advice"]
+    assert "cuda:0 (Card 0) runs portable code" in portable
+    assert "cuda:1 (Card 1) runs code for sm_80" in older
+    assert "cuda:3 (Card 3) is not used" in unused
+    assert all("`EXL_CUDA_ARCHS=89 uv sync`" in line for line in (portable, older, unused))
+    assert "EXL_CUDA_GRAPHS=0" in graphs
+    assert "faster: cuda:0 (Card 0)" in " ".join(exl("doctor")[1].split())

@@ -162,12 +162,20 @@ fn runs_on(arch: &str, (major, minor): (i32, i32)) -> bool {
 }
 
 /// The architecture whose code the driver takes for a card: binaries before PTX, the newest that fits, `90a` before `90`.
-fn chosen<'a>(archs: &[&'a str], compute: (i32, i32)) -> Option<&'a str> {
+pub(crate) fn chosen<'a>(archs: &[&'a str], compute: (i32, i32)) -> Option<&'a str> {
     archs
         .iter()
         .copied()
         .filter(|arch| runs_on(arch, compute))
         .max_by_key(|arch| (!arch.ends_with("+ptx"), number(arch), arch.ends_with('a')))
+}
+
+/// The architecture that a build for a card of this compute capability alone compiles.
+pub fn own_arch((major, minor): (i32, i32)) -> String {
+    match (major, minor) {
+        (9, 0) => "90a".to_owned(),
+        _ => format!("{major}{minor}"),
+    }
 }
 
 #[cfg(test)]
@@ -228,5 +236,6 @@ pub(crate) mod tests {
         assert!(CARDS.iter().all(|card| card.with(RELEASE).runs()));
         assert!(Card::named("rtx 4090").is_some() && Card::named("RTX4090").is_some());
         assert!(CARDS.iter().all(|card| card.with_own_code().runs()));
+        assert!(CARDS.iter().all(|card| card.arch == own_arch(card.compute)));
     }
 }

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-use crate::capabilities::Capabilities;
+use crate::capabilities::{Capabilities, chosen, own_arch};
 use crate::driver::{Driver, Reason};
-use crate::ffi::{self, CuContext, CuDevice, CuFunction};
+use crate::ffi::{self, CuContext, CuDevice, CuFunction, CuModule};
 use crate::images;
 use crate::launch::{CudaError, check};
 
@@ -21,21 +21,34 @@ pub struct DeviceInfo {
     pub memory_bytes: usize,
     /// What its kernels may use.
     pub caps: Capabilities,
+    /// The architecture out of this build's whose code it runs; `None` when there is none.
+    pub arch: Option<&'static str>,
     /// Why this build's kernels do not run on it; `None` when they do.
     pub unsupported: Option<String>,
 }
 
 /// A GPU in use: the context torch uses too, and this crate's kernels in it.
+///
+/// The image of a file is loaded when the first of its kernels is used: where the driver compiles PTX, a process waits for the files
+/// that its model uses and no others.
 pub struct Device {
     pub info: DeviceInfo,
     pub(crate) driver: &'static Driver,
     pub(crate) context: CuContext,
+    modules: HashMap<&'static str, Module>,
     functions: HashMap<String, Function>,
 }
 
-/// A loaded kernel, the dynamic shared memory it was last allowed and how often it was launched.
+/// The image of a file of kernels, loaded or not yet.
+struct Module {
+    image: &'static [u8],
+    loaded: Mutex<Option<CuModule>>,
+}
+
+/// A kernel, the dynamic shared memory it was last allowed and how often it was launched.
 pub(crate) struct Function {
-    pub(crate) handle: CuFunction,
+    file: &'static str,
+    handle: OnceLock<CuFunction>,
     shared: Mutex<u32>,
     pub(crate) launches: AtomicU64,
 }
@@ -88,12 +101,24 @@ impl Device {
             .map_err(Clone::clone)
     }
 
-    /// The kernel `name`, allowed `shared` bytes of dynamic shared memory.
-    pub(crate) fn function(&self, name: &str, shared: u32) -> Result<&Function, CudaError> {
+    /// The kernel `name`, allowed `shared` bytes of dynamic shared memory, and its handle. Called with this device's context current.
+    pub(crate) fn function(
+        &self,
+        name: &str,
+        shared: u32,
+    ) -> Result<(&Function, CuFunction), CudaError> {
         let function = self
             .functions
             .get(name)
             .ok_or_else(|| CudaError::NoKernel(name.to_owned()))?;
+        let handle = match function.handle.get() {
+            Some(&handle) => handle,
+            None => {
+                let found =
+                    with_relaxed_capture(self.driver, || self.resolve(name, function.file))?;
+                *function.handle.get_or_init(|| found)
+            }
+        };
         // Up to 48 KB need no permission; beyond, the limit only ever grows.
         if shared > 48 * 1024 {
             let mut allowed = function
@@ -104,7 +129,7 @@ impl Device {
                 // SAFETY: a live function handle and a documented attribute.
                 let code = unsafe {
                     (self.driver.functions.function_attribute)(
-                        function.handle,
+                        handle,
                         ffi::FUNC_MAX_DYNAMIC_SHARED,
                         shared as c_int,
                     )
@@ -113,7 +138,28 @@ impl Device {
                 *allowed = shared;
             }
         }
-        Ok(function)
+        Ok((function, handle))
+    }
+
+    /// Finds a kernel in the image of its file, which is loaded at the first call.
+    fn resolve(&self, name: &str, file: &'static str) -> Result<CuFunction, CudaError> {
+        let functions = &self.driver.functions;
+        let module = self.modules[file].get(self.driver, file)?;
+        let mut handle: CuFunction = std::ptr::null_mut();
+        let symbol = CString::new(name).map_err(|_| CudaError::NoKernel(name.to_owned()))?;
+        // SAFETY: a loaded module and a zero-terminated name.
+        let code = unsafe { (functions.module_function)(&raw mut handle, module, symbol.as_ptr()) };
+        check(self.driver, code, "cuModuleGetFunction", name)?;
+        // Kernels of a step that run at the same time on an SM must agree on how much of its memory is shared.
+        if ["ring_", "few_", "attention_"]
+            .iter()
+            .any(|start| name.starts_with(start))
+        {
+            // SAFETY: a live function handle and a documented attribute.
+            let code = unsafe { (functions.function_attribute)(handle, ffi::FUNC_CARVEOUT, 100) };
+            check(self.driver, code, "cuFuncSetAttribute", name)?;
+        }
+        Ok(handle)
     }
 
     /// Runs `work` with this device's context current, leaving the caller's choice as it was.
@@ -148,15 +194,20 @@ impl Device {
         // SAFETY: writes one pointer. Never released: torch holds the same context as long as the process lives.
         let code = unsafe { (driver.functions.primary_retain)(&raw mut context, handle) };
         check(driver, code, "cuDevicePrimaryCtxRetain", &info.name)?;
-        let mut device = Self {
+        let modules = images_for(&info);
+        let kernels = modules.keys().flat_map(|&file| {
+            crate::ops::kernels_of(file)
+                .into_iter()
+                .map(move |k| (k, file))
+        });
+        let functions = kernels.map(|(name, file)| (name, Function::of(file)));
+        Ok(Self {
+            functions: functions.collect(),
+            modules,
             info,
             driver,
             context,
-            functions: HashMap::new(),
-        };
-        device.functions = device
-            .in_context(|| with_relaxed_capture(driver, || load_all(driver, &device.info.caps)))?;
-        Ok(device)
+        })
     }
 }
 
@@ -181,11 +232,12 @@ fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaE
     }
     let end = name.iter().position(|&b| b == 0).unwrap_or(256);
     let name = String::from_utf8_lossy(&name[..end]).into_owned();
+    let compute = (
+        attribute(ffi::ATTRIBUTE_CC_MAJOR),
+        attribute(ffi::ATTRIBUTE_CC_MINOR),
+    );
     let caps = Capabilities::of(
-        (
-            attribute(ffi::ATTRIBUTE_CC_MAJOR),
-            attribute(ffi::ATTRIBUTE_CC_MINOR),
-        ),
+        compute,
         usize::try_from(attribute(ffi::ATTRIBUTE_MULTIPROCESSORS)).unwrap_or(0),
         usize::try_from(attribute(ffi::ATTRIBUTE_SHARED_OPTIN)).unwrap_or(0),
         images::ARCHS,
@@ -195,6 +247,7 @@ fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaE
         DeviceInfo {
             index,
             memory_bytes: memory,
+            arch: chosen(images::ARCHS, compute),
             unsupported: (!caps.runs()).then(|| not_built_for(&name, caps.compute)),
             caps,
             name,
@@ -202,14 +255,15 @@ fn describe(driver: &Driver, index: u32) -> Result<(CuDevice, DeviceInfo), CudaE
     ))
 }
 
-fn not_built_for(name: &str, (major, minor): (i32, i32)) -> String {
+fn not_built_for(name: &str, compute @ (major, minor): (i32, i32)) -> String {
     format!(
-        "this build's kernels are for {}, and {name} is sm_{major}{minor}: rebuild with EXL_CUDA_ARCHS={major}{minor} (or `release`)",
+        "this build's kernels are for {}, and {name} is sm_{major}{minor}: rebuild with EXL_CUDA_ARCHS={} (or `release`)",
         images::ARCHS
             .iter()
             .map(|a| format!("sm_{a}"))
             .collect::<Vec<_>>()
-            .join(", ")
+            .join(", "),
+        own_arch(compute)
     )
 }
 
@@ -246,52 +300,52 @@ fn image_of(
     }
 }
 
-/// Loads every image whose kernels do their work on a card of these capabilities, and resolves every kernel, so that no load happens later
-/// inside a captured region. Launching any other kernel is an error.
-fn load_all(
-    driver: &'static Driver,
-    caps: &Capabilities,
-) -> Result<HashMap<String, Function>, CudaError> {
-    let mut all = HashMap::new();
-    let folder = std::env::var_os(IMAGES_VARIABLE).map(PathBuf::from);
-    let usable = |file: &str| crate::ops::feature_of(file).is_none_or(|feature| caps.has(feature));
-    for (file, own) in images::FATBINS.iter().filter(|(file, _)| usable(file)) {
-        let image = image_of(file, own, folder.as_deref())?;
-        let mut module: ffi::CuModule = std::ptr::null_mut();
+/// The images whose kernels do their work on this card, of the architecture whose code it runs. Launching any other kernel is an error.
+fn images_for(info: &DeviceInfo) -> HashMap<&'static str, Module> {
+    let usable =
+        |file: &str| crate::ops::feature_of(file).is_none_or(|feature| info.caps.has(feature));
+    images::FATBINS
+        .iter()
+        .filter(|(file, arch, _)| Some(*arch) == info.arch && usable(file))
+        .map(|&(file, _, image)| {
+            let loaded = Mutex::new(None);
+            (file, Module { image, loaded })
+        })
+        .collect()
+}
+
+impl Function {
+    fn of(file: &'static str) -> Self {
+        Self {
+            file,
+            handle: OnceLock::new(),
+            shared: Mutex::new(0),
+            launches: AtomicU64::new(0),
+        }
+    }
+}
+
+impl Module {
+    /// Loads the image into the current context at the first call. A failure is not kept: memory may be free at the next call.
+    fn get(&self, driver: &Driver, file: &str) -> Result<CuModule, CudaError> {
+        let mut loaded = self
+            .loaded
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(module) = *loaded {
+            return Ok(module);
+        }
+        let folder = std::env::var_os(IMAGES_VARIABLE).map(PathBuf::from);
+        let image = image_of(file, self.image, folder.as_deref())?;
+        let mut module: CuModule = std::ptr::null_mut();
         // SAFETY: a complete fatbin made by nvcc; the driver copies it.
         let code = unsafe {
             (driver.functions.module_load)(&raw mut module, image.as_ptr().cast::<c_void>())
         };
         check(driver, code, "cuModuleLoadData", file)?;
-        for name in crate::ops::kernels_of(file) {
-            let mut handle: CuFunction = std::ptr::null_mut();
-            let symbol =
-                CString::new(name.as_str()).map_err(|_| CudaError::NoKernel(name.clone()))?;
-            // SAFETY: a loaded module and a zero-terminated name.
-            let code = unsafe {
-                (driver.functions.module_function)(&raw mut handle, module, symbol.as_ptr())
-            };
-            check(driver, code, "cuModuleGetFunction", &name)?;
-            // Kernels of a step that stand beside each other on a multiprocessor must agree on how much of its memory is shared.
-            if ["ring_", "few_", "attention_"]
-                .iter()
-                .any(|start| name.starts_with(start))
-            {
-                // SAFETY: a live function handle and a documented attribute.
-                let code = unsafe {
-                    (driver.functions.function_attribute)(handle, ffi::FUNC_CARVEOUT, 100)
-                };
-                check(driver, code, "cuFuncSetAttribute", &name)?;
-            }
-            let function = Function {
-                handle,
-                shared: Mutex::new(0),
-                launches: AtomicU64::new(0),
-            };
-            all.insert(name, function);
-        }
+        *loaded = Some(module);
+        Ok(module)
     }
-    Ok(all)
 }
 
 #[cfg(test)]

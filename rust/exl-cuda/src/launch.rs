@@ -112,7 +112,7 @@ impl Launch<'_> {
         }
         let driver = device.driver;
         device.in_context(|| {
-            let function = device.function(self.kernel, self.shared_bytes)?;
+            let (function, handle) = device.function(self.kernel, self.shared_bytes)?;
             let mut owner: CuContext = std::ptr::null_mut();
             // SAFETY: the caller's stream handle; writes one pointer.
             let code = unsafe {
@@ -148,7 +148,7 @@ impl Launch<'_> {
             let code = unsafe {
                 (driver.functions.launch)(
                     &raw const config,
-                    function.handle,
+                    handle,
                     arguments.as_mut_ptr(),
                     std::ptr::null_mut(),
                 )

@@ -13,12 +13,12 @@ pub mod layout;
 pub mod ops;
 pub mod step;
 
-/// The embedded images, written by `build.rs`.
+/// The embedded images, written by `build/main.rs`.
 pub mod images {
     include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
 }
 
-pub use capabilities::{CARDS, Capabilities, Card, Feature};
+pub use capabilities::{CARDS, Capabilities, Card, Feature, own_arch};
 pub use device::{Device, DeviceInfo, devices, launches};
 pub use driver::{Driver, Reason};
 pub use launch::{CudaError, Launch};

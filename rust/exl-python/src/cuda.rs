@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use exl_cuda::ops::{Element, Target, elementwise, norm, probe, rope};
-use exl_cuda::{Driver, devices, images};
+use exl_cuda::{Driver, devices, images, own_arch};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
@@ -59,13 +59,28 @@ pub fn expect(holds: bool, what: &str) -> PyResult<()> {
     Err(PyValueError::new_err(what.to_owned()))
 }
 
-/// (architectures, toolkit version, why there are none) of this build.
+/// (architectures, why these, toolkit version, why there are none) of this build.
 #[pyfunction]
-pub fn cuda_build() -> (Vec<&'static str>, &'static str, &'static str) {
-    (images::ARCHS.to_vec(), images::TOOLKIT, images::NOTE)
+pub fn cuda_build() -> (Vec<&'static str>, &'static str, &'static str, &'static str) {
+    (
+        images::ARCHS.to_vec(),
+        images::ORIGIN,
+        images::TOOLKIT,
+        images::NOTE,
+    )
 }
 
-type DeviceRow = (u32, String, (i32, i32), usize, usize, usize, Option<String>);
+type DeviceRow = (
+    u32,
+    String,
+    (i32, i32),
+    usize,
+    usize,
+    usize,
+    Option<String>,
+    Option<&'static str>,
+    String,
+);
 
 /// (driver's CUDA version, devices, reason why CUDA cannot be used).
 #[pyfunction]
@@ -83,6 +98,8 @@ pub fn cuda_probe(py: Python<'_>) -> (Option<(i32, i32)>, Vec<DeviceRow>, Option
                         d.caps.shared_per_block,
                         d.memory_bytes,
                         d.unsupported,
+                        d.arch,
+                        own_arch(d.caps.compute),
                     )
                 })
                 .collect();

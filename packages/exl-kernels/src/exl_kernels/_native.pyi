@@ -747,9 +747,9 @@ def cuda_attention_plan(
     keys; `own`: the tokens' keys and values are not in the pages yet.
     """
 
-def cuda_build() -> tuple[list[str], str, str]:
+def cuda_build() -> tuple[list[str], str, str, str]:
     """
-    (architectures, toolkit version, why there are none) of this build.
+    (architectures, why these, toolkit version, why there are none) of this build.
     """
 
 def cuda_cards() -> list[str]:
@@ -795,7 +795,9 @@ def cuda_paged_attention(
     """
 
 def cuda_probe() -> tuple[
-    tuple[int, int] | None, list[tuple[int, str, tuple[int, int], int, int, int, str | None]], str | None
+    tuple[int, int] | None,
+    list[tuple[int, str, tuple[int, int], int, int, int, str | None, str | None, str]],
+    str | None,
 ]:
     """
     (driver's CUDA version, devices, reason why CUDA cannot be used).

@@ -35,6 +35,10 @@ class CudaDevice:
     memory_bytes: int
     reason: str | None
     """Why this build's kernels do not run on it; None when they do."""
+    code: str | None = None
+    """The architecture of this build whose code it runs, e.g. "89", or "80+ptx" (the driver compiles at first use)."""
+    own_arch: str = ""
+    """The architecture that a build for this card compiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class CudaStatus:
     """Highest CUDA version the driver supports, e.g. "13.0"; None when no driver could be opened."""
     devices: tuple[CudaDevice, ...]
     reason: str | None
+    archs_origin: str = ""
+    """What chose the architectures, e.g. "EXL_CUDA_ARCHS=89" or "the GPUs present at build time"."""
 
     @property
     def available(self) -> bool:
@@ -59,7 +65,7 @@ class CudaStatus:
 
 def cuda_status() -> CudaStatus:
     """What this build and this machine offer. Opens the driver at the first call; never raises."""
-    archs, toolkit, note = _native.cuda_build()
+    archs, origin, toolkit, note = _native.cuda_build()
     version, rows, reason = _native.cuda_probe()
     if reason is None and torch.version.cuda is None:
         reason = "this torch is a CPU-only build: install a CUDA build of torch"
@@ -70,6 +76,7 @@ def cuda_status() -> CudaStatus:
         driver_version=None if version is None else f"{version[0]}.{version[1]}",
         devices=tuple(CudaDevice(*row) for row in rows),
         reason=reason,
+        archs_origin=origin,
     )
 
 

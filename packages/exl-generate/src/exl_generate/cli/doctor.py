@@ -15,7 +15,7 @@ from exl_core.device import DEVICE_VARIABLE, device_line, devices
 from exl_core.errors import DeviceError
 from exl_generate.cli.tables import show_table
 from exl_kernels import threads
-from exl_kernels.device import cuda_status
+from exl_kernels.device import CudaDevice, CudaStatus, cuda_status
 
 __all__ = ["examine", "run"]
 
@@ -29,6 +29,8 @@ def run(as_json: bool) -> int:
         for title, values in facts.items():
             if isinstance(values, dict):
                 show_table(title, ["", ""], [[k, "-" if v is None else str(v)] for k, v in values.items()])
+        for line in facts["advice"]:
+            print(f"faster: {line}")
         print("models can run here" if facts["ok"] else "models cannot run here")
     return 0 if facts["ok"] else 1
 
@@ -58,18 +60,52 @@ def examine() -> dict[str, Any]:
             "reason": cuda.reason,
             "built_with_cuda": cuda.built_with_cuda,
             "architectures": ", ".join(cuda.archs) or None,
+            "chosen_by": cuda.archs_origin or None,
             "toolkit": cuda.toolkit or None,
             "driver": cuda.driver_version,
             "captured_steps": os.environ.get("EXL_CUDA_GRAPHS", "1").strip() != "0",
-            "devices": "; ".join(f"{d.index}: {d.name}, {d.memory_bytes / 2**30:.0f} GiB" for d in cuda.devices)
-            or None,
+            "devices": "; ".join(_card(d) for d in cuda.devices) or None,
         },
         "packages": {
             **{name: version(name) for name in ("exl-kernels", "exl-core", "exl-filters", "exl-generate")},
             "bundled model": bundled,
         },
+        "advice": _advice(cuda),
         "ok": _kernels_work() and device_works,
     }
+
+
+def _card(card: CudaDevice) -> str:
+    """A GPU and the code that it runs."""
+    code = "no code for it" if card.code is None else f"code of {card.code}"
+    return f"{card.index}: {card.name}, {card.memory_bytes / 2**30:.0f} GiB, {code}"
+
+
+def _advice(cuda: CudaStatus) -> list[str]:
+    """Changes that would make models run faster here."""
+    lines = []
+    for card in cuda.devices:
+        if card.code == card.own_arch:
+            continue
+        remedy = f"`EXL_CUDA_ARCHS={card.own_arch} uv sync` in a checkout builds code for it"
+        if card.code is None:
+            lines.append(f"cuda:{card.index} ({card.name}) is not used, this build has no code for it: {remedy}")
+        elif card.code.endswith("+ptx"):
+            lines.append(
+                f"cuda:{card.index} ({card.name}) runs portable code, which the driver compiles at first use: {remedy}"
+            )
+        else:
+            lines.append(f"cuda:{card.index} ({card.name}) runs code for sm_{card.code}: {remedy}")
+    if cuda.available:
+        switches = {"EXL_CUDA_GRAPHS": "captured steps", "EXL_CUDA_PDL": "programmatic dependent launch"}
+        lines += [
+            f"{name}=0 turns {what} off: unset it"
+            for name, what in switches.items()
+            if os.environ.get(name, "1").strip() == "0"
+        ]
+    elif threads.isa() != threads.best_isa():
+        lines.append(f"the CPU has {threads.best_isa()} and kernels use {threads.isa()}: unset EXL_CPU_ISA")
+    return lines
 
 
 def _device() -> tuple[str, bool]:

@@ -1,0 +1,70 @@
+//! Layouts of the structs that CUDA sources and Rust share, read from the sources.
+
+use std::fmt::Write as _;
+
+use crate::kernels;
+
+/// Rust constants of the layouts that the CUDA sources state: `file::Struct::{SIZE, FIELDS, field...}`.
+pub fn layouts() -> Result<String, String> {
+    let mut files = kernels::sources("cu")?;
+    files.extend(kernels::sources("cuh")?);
+    let mut text = String::new();
+    for path in files.iter().filter(|path| !path.ends_with("abi.cuh")) {
+        let source = kernels::read(path)?;
+        let structs = layouts_in(&source).map_err(|e| format!("{}: {e}", path.display()))?;
+        if !structs.is_empty() {
+            let file = path.file_stem().expect("a source has a stem").display();
+            writeln!(text, "pub mod {file} {{\n{structs}}}").expect("write to a String");
+        }
+    }
+    Ok(text)
+}
+
+/// A struct of the CUDA sources: name, size, and names and offsets of its fields, as written.
+struct StructLayout<'a> {
+    name: &'a str,
+    bytes: &'a str,
+    fields: Vec<(&'a str, &'a str)>,
+}
+
+/// The constants of one source: `ABI_SIZE(Struct, bytes)` opens a struct, its `ABI_AT(Struct, field, offset)` follow.
+fn layouts_in(source: &str) -> Result<String, String> {
+    let mut structs: Vec<StructLayout> = Vec::new();
+    for call in source.split("ABI_").skip(1) {
+        let broken = || format!("expected SIZE(..) or AT(..) behind ABI_, found {call:.40}");
+        let (kind, rest) = call.split_once('(').ok_or_else(broken)?;
+        let (arguments, _) = rest.split_once(')').ok_or_else(broken)?;
+        let arguments: Vec<&str> = arguments.split(',').map(str::trim).collect();
+        match (kind, &arguments[..], structs.last_mut()) {
+            ("SIZE", &[name, bytes], _) => structs.push(StructLayout {
+                name,
+                bytes,
+                fields: Vec::new(),
+            }),
+            ("AT", &[name, field, at], Some(open)) if open.name == name => {
+                open.fields.push((field, at));
+            }
+            _ => return Err(broken()),
+        }
+    }
+    let mut text = String::new();
+    for found in structs {
+        let StructLayout {
+            name,
+            bytes,
+            fields,
+        } = found;
+        let count = fields.len();
+        write!(
+            text,
+            "    #[allow(non_snake_case, non_upper_case_globals)]\n    pub mod {name} {{\n        \
+             pub const SIZE: usize = {bytes};\n        pub const FIELDS: usize = {count};\n"
+        )
+        .expect("write to a String");
+        for (field, at) in fields {
+            writeln!(text, "        pub const {field}: usize = {at};").expect("write to a String");
+        }
+        text.push_str("    }\n");
+    }
+    Ok(text)
+}

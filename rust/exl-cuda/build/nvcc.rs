@@ -1,0 +1,249 @@
+//! nvcc: where it is, and one image for each kernel file and architecture, kept by content.
+
+use std::collections::hash_map::DefaultHasher;
+use std::env;
+use std::fs;
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::kernels;
+
+/// Compressed about 9:1; unpacking at load costs less than reading the bytes would.
+const FLAGS: [&str; 5] = [
+    "-fatbin",
+    "-O3",
+    "-std=c++17",
+    "--expt-relaxed-constexpr",
+    "--compress-mode=size",
+];
+
+/// A CUDA compiler.
+#[derive(Debug)]
+pub struct Nvcc {
+    path: PathBuf,
+    /// Version of its toolkit, e.g. `13.0.88`.
+    pub version: String,
+}
+
+/// The kernels of one file for one architecture.
+#[derive(Debug)]
+pub struct Image {
+    pub file: String,
+    pub arch: String,
+    pub source: PathBuf,
+    /// In `OUT_DIR`; the name tells what it is compiled from.
+    pub path: PathBuf,
+}
+
+impl Nvcc {
+    pub fn find() -> Result<Self, String> {
+        let path = path_of_nvcc()?;
+        let answer = output(Command::new(&path).arg("--version"))?;
+        let version = answer
+            .split_whitespace()
+            .find_map(|word| word.strip_prefix('V'))
+            .ok_or_else(|| format!("{} --version says no version", path.display()))?
+            .to_owned();
+        Ok(Self { path, version })
+    }
+
+    /// The architectures that it compiles for, e.g. 75, 80.
+    pub fn known(&self) -> Result<Vec<i32>, String> {
+        let answer = output(Command::new(&self.path).arg("--list-gpu-arch"))?;
+        Ok(answer
+            .split_whitespace()
+            .filter_map(|word| word.strip_prefix("compute_")?.parse().ok())
+            .collect())
+    }
+
+    /// The images of every source for every architecture. The hash covers the text, its headers, the flags and the compiler.
+    pub fn images(
+        &self,
+        out: &Path,
+        sources: &[PathBuf],
+        archs: &[String],
+    ) -> Result<Vec<Image>, String> {
+        let mut images = Vec::new();
+        for source in sources {
+            let file = source.file_stem().expect("a source has a stem").display();
+            let text = kernels::read(source)?;
+            let headers = kernels::headers_of(&text)?;
+            for arch in archs {
+                let mut hasher = DefaultHasher::new();
+                (&text, &headers, FLAGS, target_of(arch), &self.version).hash(&mut hasher);
+                images.push(Image {
+                    file: file.to_string(),
+                    arch: arch.clone(),
+                    source: source.clone(),
+                    path: out.join(format!("{file}-{arch}-{:016x}.fatbin", hasher.finish())),
+                });
+            }
+        }
+        Ok(images)
+    }
+
+    /// Brings every image to its place: out of the cache, else compiled, as many at a time as cargo grants jobs.
+    pub fn build(&self, images: &[Image], cache: &Path) -> Result<(), String> {
+        let missing: Vec<&Image> = images
+            .iter()
+            .filter(|image| !image.path.exists() && !copied(cache, &image.path))
+            .collect();
+        let jobs = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok());
+        let next = AtomicUsize::new(0);
+        let failures = Mutex::new(Vec::new());
+        std::thread::scope(|scope| {
+            for _ in 0..missing.len().min(jobs.unwrap_or(1)) {
+                scope.spawn(|| {
+                    while let Some(image) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        // Kept at once: an interrupted build goes on where it was.
+                        match self.compile(image) {
+                            Ok(()) => keep(cache, &image.path),
+                            Err(why) => failures.lock().expect("no panic while held").push(why),
+                        }
+                    }
+                });
+            }
+        });
+        let failures = failures.into_inner().expect("no panic while held");
+        // A host without a usable C++ compiler has no kernels; a kernel that does not compile is our mistake and stops the build.
+        match failures.first() {
+            None => Ok(()),
+            Some(why) if why.contains("error:") && !why.contains("nvcc fatal") => {
+                panic!("{}", failures.join("\n"))
+            }
+            Some(why) => Err(format!(
+                "nvcc cannot compile here: {}",
+                why.lines().next().unwrap_or_default()
+            )),
+        }
+    }
+
+    fn compile(&self, image: &Image) -> Result<(), String> {
+        // Renamed when it is whole, so that an interrupted build leaves no half file under the final name.
+        let partial = image.path.with_extension("partial");
+        output(
+            Command::new(&self.path)
+                .args(FLAGS)
+                .arg(target_of(&image.arch))
+                .arg("-I")
+                .arg(kernels::folder())
+                .arg("-o")
+                .arg(&partial)
+                .arg(&image.source),
+        )?;
+        fs::rename(&partial, &image.path).map_err(|e| format!("{}: {e}", image.path.display()))
+    }
+}
+
+/// What nvcc is told of an architecture: code for `89`, PTX alone for `80+ptx`.
+fn target_of(arch: &str) -> String {
+    let (number, kind) = match arch.strip_suffix("+ptx") {
+        Some(number) => (number, "compute"),
+        None => (arch, "sm"),
+    };
+    format!("-gencode=arch=compute_{number},code={kind}_{number}")
+}
+
+/// Standard output of a command that succeeds, else its standard error.
+fn output(command: &mut Command) -> Result<String, String> {
+    let name = command.get_program().display().to_string();
+    let answer = command
+        .output()
+        .map_err(|e| format!("{name} does not run: {e}"))?;
+    if answer.status.success() {
+        Ok(String::from_utf8_lossy(&answer.stdout).into_owned())
+    } else {
+        let said = String::from_utf8_lossy(&answer.stderr);
+        Err(format!("{name} fails\n{said}"))
+    }
+}
+
+fn path_of_nvcc() -> Result<PathBuf, String> {
+    for name in ["EXL_CUDA_HOME", "CUDA_HOME"] {
+        if let Some(home) = env::var_os(name).filter(|v| !v.is_empty()) {
+            let nvcc = Path::new(&home).join("bin/nvcc");
+            if nvcc.is_file() {
+                return Ok(nvcc);
+            }
+            println!(
+                "cargo:warning={name} names {} but bin/nvcc is not there",
+                Path::new(&home).display()
+            );
+        }
+    }
+    for packages in site_packages() {
+        let nvcc = packages.join("nvidia/cu13/bin/nvcc");
+        if nvcc.is_file() {
+            return Ok(nvcc);
+        }
+        // Watching a path that is not there makes the next build look again.
+        println!("cargo:rerun-if-changed={}", nvcc.display());
+    }
+    env::var_os("PATH")
+        .and_then(|path| {
+            env::split_paths(&path)
+                .map(|p| p.join("nvcc"))
+                .find(|p| p.is_file())
+        })
+        .ok_or_else(|| {
+            "no nvcc found in EXL_CUDA_HOME, CUDA_HOME, the Python environment (nvidia/cu13) or PATH"
+                .to_owned()
+        })
+}
+
+/// Package folders of the environment that builds: the interpreter maturin names, the active one, the checkout's own.
+///
+/// `PYO3_PYTHON` is read but not watched: isolated builds change it every time and would run nvcc every time.
+fn site_packages() -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    if let Some(python) = env::var_os("PYO3_PYTHON") {
+        let ask = "import sysconfig; print(sysconfig.get_path('purelib'))";
+        if let Ok(answer) = output(Command::new(&python).args(["-c", ask])) {
+            found.push(PathBuf::from(answer.trim()));
+        }
+    }
+    let checkout =
+        Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("../../.venv");
+    for venv in env::var_os("VIRTUAL_ENV")
+        .map(PathBuf::from)
+        .into_iter()
+        .chain([checkout])
+    {
+        let versions = fs::read_dir(venv.join("lib"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        found.extend(
+            versions
+                .map(|v| v.path().join("site-packages"))
+                .filter(|p| p.is_dir()),
+        );
+    }
+    found.retain(|p| p.is_absolute());
+    found.dedup();
+    found
+}
+
+/// Whether the cache holds an image of this name, which tells what it is compiled from; if so it is at `image` now.
+fn copied(cache: &Path, image: &Path) -> bool {
+    let partial = image.with_extension("partial");
+    image
+        .file_name()
+        .is_some_and(|name| fs::copy(cache.join(name), &partial).is_ok())
+        && fs::rename(&partial, image).is_ok()
+}
+
+/// Puts an image into the cache. A cache that cannot be written costs time, not the build.
+fn keep(cache: &Path, image: &Path) {
+    let name = image.file_name().expect("an image has a name");
+    let partial = cache.join(format!("{}.{}", name.display(), std::process::id()));
+    let kept = fs::create_dir_all(cache)
+        .and_then(|()| fs::copy(image, &partial))
+        .and_then(|_| fs::rename(&partial, cache.join(name)));
+    if let Err(why) = kept {
+        println!("cargo:warning=kernel cache {}: {why}", cache.display());
+    }
+}
