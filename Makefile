@@ -49,7 +49,7 @@ test-install:  ## every package alone, in an environment that holds only it
 test-cuda:  ## on a machine with an NVIDIA GPU
 	$(UV) run --no-sync pytest -m cuda
 
-cuda-archs:  ## compile the kernels for every architecture of a release (no GPU needed; about 20 minutes on two cores)
+cuda-archs:  ## compile the kernels for every architecture of a release (no GPU needed; minutes on two cores)
 	cd $(CARGO_DIR) && EXL_CUDA_ARCHS=release EXL_CUDA_CACHE="$(CURDIR)/$(CARGO_DIR)/target/cuda-cache" cargo build --locked --package exl-cuda --target-dir target/archs
 
 bench:  ## CPU benchmarks, JSON lines

@@ -10,6 +10,10 @@ module=$root/packages/exl-kernels/src/exl_kernels/_native.abi3.so
 python=$root/.venv/bin/python
 archs=$("$python" -c 'from exl_kernels.device import cuda_status; print(*cuda_status().archs)')
 [ -n "$archs" ] || { echo "$module has no CUDA kernels: build it with nvcc (\`uv sync\` installs one)" >&2; exit 1; }
+case " $archs " in
+  *" 90a "*) ;;
+  *) echo "kernels for $archs: an H100 or H200 runs its own with \`EXL_CUDA_ARCHS=90a uv sync\`" >&2 ;;
+esac
 newer=$(cd "$root" && git ls-files 'rust/*.rs' 'rust/*.cu' 'rust/*.cuh' rust/Cargo.lock | while read -r file; do
   [ "$file" -nt "$module" ] && echo "$file"
 done || true)
