@@ -65,7 +65,7 @@ class CudaStatus:
 
 def cuda_status() -> CudaStatus:
     """What this build and this machine offer. Opens the driver at the first call; never raises."""
-    archs, origin, toolkit, note = _native.cuda_build()
+    archs, *origin, toolkit, note = _native.cuda_build()
     version, rows, reason = _native.cuda_probe()
     if reason is None and torch.version.cuda is None:
         reason = "this torch is a CPU-only build: install a CUDA build of torch"
@@ -76,7 +76,7 @@ def cuda_status() -> CudaStatus:
         driver_version=None if version is None else f"{version[0]}.{version[1]}",
         devices=tuple(CudaDevice(*row) for row in rows),
         reason=reason,
-        archs_origin=origin,
+        archs_origin=" ".join(origin),
     )
 
 
