@@ -22,7 +22,7 @@ import torch
 from gpu_timing import emit, environment, read_roof, time_graph
 from torch import Tensor
 
-from exl_kernels import attention_cuda
+from exl_kernels.attention import cuda as attention_cuda
 from exl_kernels.attention import paged_attention
 from exl_kernels.device import require_cuda, set_programmatic_launch
 from exl_kernels.kv import KVKind, KVPages, store_kv

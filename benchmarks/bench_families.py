@@ -22,7 +22,7 @@ from gpu_model import build_config
 from gpu_timing import emit, environment, read_roof
 
 from exl_core import ExLlamaV2, PagedParams
-from exl_core.modules import MoE
+from exl_core.layers import MoE
 
 CONTEXT = 256
 LLAMA: dict[str, Any] = {

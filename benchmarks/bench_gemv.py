@@ -18,7 +18,7 @@ from torch import Tensor
 
 from exl_kernels import _native
 from exl_kernels.device import require_cuda
-from exl_kernels.meeting import meeting_memory
+from exl_kernels.linear.workspace import block_workspace
 
 SHAPES = {
     "gateup": (4096, 28672),
@@ -100,7 +100,7 @@ class Rotating:
         elif self.batch:
             ring = self.rings[copy % len(self.copies)]
             scratch = torch.empty(ring.scratch_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
-            meeting = meeting_memory(x.device, stream, ring.meeting_bytes(x.shape[0]))
+            meeting = block_workspace(x.device, stream, ring.meeting_bytes(x.shape[0]))
             workspace = _native.BatchWorkspace(scratch, torch.empty(x.shape[0], device="cuda"), meeting)
             ring.run_batch(x, y, workspace, launch)
         else:
@@ -174,7 +174,7 @@ def measure(common: dict[str, object], roof: float, shape: str, plan: Plan, rows
 
 
 def tune(common: dict[str, object], roof: float) -> bool:
-    """Ring depths and windows, for whoever sets the defaults in rust/exl-cuda/src/ops/linear.rs."""
+    """Ring depths and windows, for whoever sets the defaults in rust/exl-cuda/src/ops/linear/ring/mod.rs."""
     right = True
     for shape in ("gateup", "down", "qkv", "o"):
         matrix = Rotating(*SHAPES[shape], FOUR)

@@ -20,7 +20,7 @@ from gpu_model import build
 from gpu_timing import emit, environment
 
 from exl_core import ExLlamaV2
-from exl_core.modules import Embedding
+from exl_core.layers import Embedding
 from exl_kernels.device import set_row_invariant
 
 DEFAULT = ["8b:4.0:fp16:2048"]

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from exl_kernels import sampling, sampling_cuda
+from exl_kernels import sampling
 from exl_kernels.reference import sampling as twin
 from exl_kernels.sampling import Failure, Plan, Row, Sampled, pack_ids
+from exl_kernels.sampling import cuda as sampling_cuda
 
 PENALTIES = (1.025, 0.0, 0.0, -1, 0)
 

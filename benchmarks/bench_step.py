@@ -36,8 +36,8 @@ from exl_core import (
     ExLlamaV2CacheBase,
     PagedParams,
 )
-from exl_core.decode import GRAPHS_VARIABLE
-from exl_core.modules import Embedding
+from exl_core.execution.captured import GRAPHS_VARIABLE
+from exl_core.layers import Embedding
 from exl_kernels.device import programmatic_launch, set_programmatic_launch
 
 CACHES = {
@@ -376,7 +376,7 @@ def main() -> None:
             emit({**line, **measure(model, kind, int(context), int(batch), roof, 0)})
             set_programmatic_launch(True)
         if args.apart:
-            with unittest.mock.patch("exl_core.decode.graphs.plan_of", return_value="asked for with --apart"):
+            with unittest.mock.patch("exl_core.execution.captured.plan_of", return_value="asked for with --apart"):
                 emit({**line, "apart": True, **measure(model, kind, int(context), int(batch), roof, 0)})
         if args.profile:
             print(profile(model, kind, int(context), int(batch)), flush=True)

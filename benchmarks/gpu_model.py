@@ -17,21 +17,11 @@ from make_random_model import SHAPES, llama_config, write_tokenizer
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
-from exl_core.modules import (
-    Attention,
-    Embedding,
-    Head,
-    LayerNorm,
-    Linear,
-    Module,
-    MoE,
-    Norm,
-    ParallelDecoder,
-)
-from exl_core.modules.sublayer import SubLayer
+from exl_core.layers import Attention, Embedding, Head, LayerNorm, Linear, Module, MoE, Norm, ParallelDecoder
+from exl_core.layers.sublayer import SubLayer
 from exl_kernels import _native
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear_cuda import CudaQuantMatrix
+from exl_kernels.linear.cuda import CudaQuantMatrix
 
 GROUP = 128
 HEAD_BITS = 6

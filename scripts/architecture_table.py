@@ -8,7 +8,7 @@ from pathlib import Path
 from exl_core.architectures import SUPPORTED, Architecture
 from exl_core.architectures.base import LLAMA_FUSED
 from exl_core.architectures.windows import main_rope, no_windows
-from exl_core.rope_config import SUPPORTED_ROPE_TYPES
+from exl_core.config.rope_config import SUPPORTED_ROPE_TYPES
 
 PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
 

@@ -27,14 +27,14 @@ def architecture() -> str:
     return number + ("a" if int(number) >= 90 else "")
 
 
-def mentions(source: Path, seen: set[Path]) -> bool:
-    """Whether a source or what it includes knows the switch."""
+def mentions(kernels: Path, source: Path, seen: set[Path]) -> bool:
+    """Whether a source or what it includes, by paths relative to `kernels`, knows the switch."""
     seen.add(source)
     text = source.read_text()
     if SWITCH in text:
         return True
-    inner = (source.parent / name for name in re.findall(r'^#include "(.+?)"', text, re.MULTILINE))
-    return any(mentions(path, seen) for path in inner if path not in seen)
+    inner = (kernels / name for name in re.findall(r'^#include "(.+?)"', text, re.MULTILINE))
+    return any(mentions(kernels, path, seen) for path in inner if path not in seen)
 
 
 def main() -> None:
@@ -46,12 +46,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     arch = os.environ.get("EXL_RACECHECK_ARCH") or architecture()
-    flags = [*FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    flags = [*FLAGS, f"-I{kernels}", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
 
     def compile(source: Path) -> None:
         subprocess.run([nvcc, *flags, "-o", str(folder / f"{source.stem}.fatbin"), str(source)], check=True)
 
-    found = [source for source in sorted(kernels.glob("*.cu")) if mentions(source, set())]
+    found = [source for source in sorted(kernels.rglob("*.cu")) if mentions(kernels, source, set())]
     with ThreadPoolExecutor() as pool:
         list(pool.map(compile, found))
     print("compiled for racecheck:", ", ".join(source.stem for source in found))

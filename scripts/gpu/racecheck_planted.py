@@ -40,28 +40,28 @@ SET_UP, MEET = "    batch.set_up_maxima();\n", "    bar<1>(MEETING);\n"
 RACES = [
     Race(
         "a norm's sums are read unmet",
-        "ring_fill.cuh",
+        "linear/ring_fill.cuh",
         (("meet();", ";"),),
         ("ring",),
         f"{FUSED}[True-dtype0-one order]",
     ),
     Race(
         "a tile's sums arrive before they are stored",
-        "ring.cuh",
+        "linear/ring.cuh",
         ((ARRIVES, ""), ("    if (stored) {\n", f"{ARRIVES}    if (stored) {{\n")),
         ("ring",),
         f"{FUSED}[False-dtype0-one order]",
     ),
     Race(
         "sums of few rows arrive before they are stored",
-        "few.cuh",
+        "linear/few.cuh",
         ((FEW_STORES + FEW_ARRIVES, FEW_ARRIVES + FEW_STORES),),
         ("few",),
         f"{FUSED}[False-dtype0-one order]",
     ),
     Race(
         "maxima are written behind the barrier",
-        "batch.cuh",
+        "linear/batch.cuh",
         ((SET_UP + MEET, MEET + SET_UP),),
         ("batch_exl2_128",),
         SINGLE,
@@ -80,7 +80,7 @@ def reported(race: Race, kernels: Path, folder: Path) -> bool:
             sys.exit(f"{race.file} has nothing to plant this race in any more: {race.name}")
         text = text.replace(old, new)
     (sources / race.file).write_text(text)
-    for source in sources.glob("*.cu"):
+    for source in sources.rglob("*.cu"):
         if source.stem not in race.images:
             source.unlink()
     made = [sys.executable, str(HERE / "racecheck_images.py"), str(place / "images"), str(sources)]

@@ -1,4 +1,4 @@
-"""Captured steps without a GPU: all of `exl_core.decode` but the recording, whose replay is the modules' own pass.
+"""Captured steps without a GPU: all of `exl_core.execution` but the recording, whose replay is the modules' own pass.
 
 What a first run of padding leaves in the logits that it is given is NaN here. A copy to the GPU is made when the stream
 comes to it: when a graph is replayed, or somebody waits.
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from exl_core import ExLlamaV2
-from exl_core.decode import graphs, inputs
-from exl_core.decode.plan import DecodePlan
+from exl_core.execution import captured as graphs
+from exl_core.execution import inputs
 from exl_core.execution.batch import Step
-from exl_core.modules import Head, Module
+from exl_core.execution.fused import DecodePlan
+from exl_core.layers import Head, Module
 from exl_kernels.staging import StepStage
 
 __all__ = ["Stream", "captured_on_cpu"]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
 from exl_core.convert import quantize_model
+from exl_core.layers import Linear, MoE
 from exl_core.loading.checkpoint import TensorReader
-from exl_core.modules import Linear, MoE
 from exl_kernels import formats
 from exl_kernels.safetensors_file import write_safetensors
 

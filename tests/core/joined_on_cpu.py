@@ -1,4 +1,4 @@
-"""Doubles on the CPU for the two operators of `exl_core.decode` that only a GPU has."""
+"""Doubles on the CPU for the two operators of `exl_core.execution` that only a GPU has."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.decode import halves, plan
+from exl_core.execution import fused as plan
+from exl_core.execution import halves
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
 from exl_kernels.fused import rope_store
-from exl_kernels.fused_linear import Prepared
 from exl_kernels.kv import store_kv
 from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear.fused import Prepared
 from exl_kernels.norm import rms_norm
 
 __all__ = ["FusedDouble", "joined_on_cpu"]

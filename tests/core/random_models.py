@@ -11,16 +11,7 @@ import torch
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
-from exl_core.modules import (
-    Attention,
-    Embedding,
-    FeedForward,
-    LayerNorm,
-    Module,
-    Norm,
-    PositionEmbedding,
-    build_modules,
-)
+from exl_core.layers import Attention, Embedding, FeedForward, LayerNorm, Module, Norm, PositionEmbedding, build_modules
 from exl_kernels.safetensors_file import write_safetensors
 
 __all__ = ["loaded_on", "write_random_model"]

@@ -22,7 +22,7 @@ from exl_core import (
     PagedParams,
     errors,
 )
-from exl_core.modules import Linear
+from exl_core.layers import Linear
 from exl_core.rope import RopeTable
 from exl_kernels import formats
 

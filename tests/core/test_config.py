@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from exl_core import ExLlamaV2, ExLlamaV2Config, errors
 from exl_core.architectures import KNOWN_TO_DIFFER, supported_architectures
-from exl_core.modules import build_modules
+from exl_core.layers import build_modules
 
 pytestmark = pytest.mark.covers("core.md: config")
 

@@ -14,9 +14,9 @@ import torch
 from exl_core import ExLlamaV2Config, errors
 from exl_core.convert import folder_layout, quantize_model
 from exl_kernels.errors import FormatError, UnsupportedError
-from exl_kernels.quantize import main as kernels_command
-from exl_kernels.quantize_folder import quantize_folder
-from exl_kernels.quantize_layout import FolderMatrix
+from exl_kernels.quantize.command import main as kernels_command
+from exl_kernels.quantize.folder import quantize_folder
+from exl_kernels.quantize.layout import FolderMatrix
 from exl_kernels.safetensors_file import read_safetensors_folder, read_tensor
 
 

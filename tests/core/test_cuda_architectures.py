@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from exl_core import ExLlamaV2Cache, PagedParams
-from exl_core.modules import MoE
+from exl_core.layers import MoE
 
 sys.path.insert(0, str(Path(__file__).parent))
 from random_models import loaded_on, write_random_model

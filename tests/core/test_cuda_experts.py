@@ -13,7 +13,7 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, PagedParams
 from exl_core.convert import quantize_model
-from exl_core.modules import MoE
+from exl_core.layers import MoE
 
 sys.path.insert(0, str(Path(__file__).parent))
 from random_models import loaded_on, write_random_model

@@ -65,7 +65,7 @@ def with_and_without_plan(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> 
     for plan in (True, False):
         captured(model, monkeypatch)
         if not plan:
-            monkeypatch.setattr("exl_core.decode.graphs.plan_of", lambda _: "not covered")
+            monkeypatch.setattr("exl_core.execution.captured.plan_of", lambda _: "not covered")
         cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
         yield cache
         assert model.decode.count > 0
@@ -286,7 +286,7 @@ def test_what_cannot_be_captured_runs_eagerly(model: ExLlamaV2, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         forward = type(model.modules[0]).forward
-        patch.setattr("exl_core.decode.graphs.plan_of", reads_back)
+        patch.setattr("exl_core.execution.captured.plan_of", reads_back)
         patch.setattr(type(model.modules[0]), "forward", lambda *a: (reads_back(), forward(*a))[1])
         got = model.forward_chunk(ids, cache, attn_params=at)["logits"]
     assert torch.equal(got, want)

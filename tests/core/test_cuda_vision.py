@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2MMEmbedding, PagedParams
 from exl_core.axes import marks_of
-from exl_core.decode.graphs import GRAPHS_VARIABLE
+from exl_core.execution.captured import GRAPHS_VARIABLE
 from exl_core.vision.encoder import Encoder
 from exl_core.vision.qwen import QwenEncoder
 from exl_core.vision.qwen_settings import read_qwen_settings

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, Intervention, PagedParams
-from exl_core.decode import graphs
-from exl_core.decode.inputs import STAGES
+from exl_core.execution import captured as graphs
+from exl_core.execution.inputs import STAGES
 
 sys.path.insert(0, str(Path(__file__).parent))
 from captured_on_cpu import Stream, captured_on_cpu

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
-from exl_core.decode import plan as plans
-from exl_core.decode.halves import why_apart
-from exl_core.decode.plan import DecodePlan, joined_rows, plan_of
 from exl_core.errors import InputError
-from exl_core.modules import Attention, FeedForward
-from exl_core.step import build_step
+from exl_core.execution import fused as plans
+from exl_core.execution.fused import DecodePlan, joined_rows, plan_of
+from exl_core.execution.halves import why_apart
+from exl_core.execution.step import build_step
+from exl_core.layers import Attention, FeedForward
 from exl_kernels.selection import FEW_ROWS, GEMV_ROWS
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -17,7 +17,7 @@ from exl_core import (
     PagedParams,
     errors,
 )
-from exl_core.modules import Attention
+from exl_core.layers import Attention
 
 pytestmark = pytest.mark.covers("core.md: forward", "core.md: attention")
 

@@ -10,7 +10,7 @@ import pytest
 
 from exl_core import ExLlamaV2Config
 from exl_core.convert import quantize_model
-from exl_core.decode.kernels import KernelUse, kernel_uses
+from exl_core.execution.kernels import KernelUse, kernel_uses
 from exl_kernels.selection import Card
 
 sys.path.insert(0, str(Path(__file__).parent))

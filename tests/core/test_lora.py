@@ -21,7 +21,7 @@ from exl_core import (
     errors,
 )
 from exl_kernels.device import set_row_invariant
-from exl_kernels.linear_cuda import INVARIANT_ROWS
+from exl_kernels.linear.cuda import INVARIANT_ROWS
 from exl_kernels.safetensors_file import read_safetensors_header, read_tensor, write_safetensors
 
 peft = pytest.importorskip("peft")

@@ -19,7 +19,7 @@ from exl_core import (
     ExLlamaV2Config,
     PagedParams,
 )
-from exl_kernels import meeting
+from exl_kernels.linear import workspace
 
 pytestmark = pytest.mark.covers("core.md: better-9.6-load", "core.md: loading")
 
@@ -101,7 +101,7 @@ def test_unloading_gives_back_what_products_of_its_gpus_met_in(lab: Any, monkeyp
     places = [torch.device("cuda", number) for number in range(3)]
     held = {(place, stream): torch.empty(1) for place in places for stream in (0, 7)}
     seen: list[set[torch.device]] = []
-    monkeypatch.setattr(meeting, "_by_stream", held)
+    monkeypatch.setattr(workspace, "_by_stream", held)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append({place for place, _ in held}))
     model.placement.names[1:3] = ["cuda:0", "cuda:2"]
     model.unload()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Cache_Q4
-from exl_core.modules import Attention, GatedMLP
+from exl_core.layers import Attention, GatedMLP
 
 MODELS: dict[str, dict[str, Any]] = {
     "float": {},

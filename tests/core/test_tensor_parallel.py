@@ -23,9 +23,9 @@ from exl_core import (
     errors,
 )
 from exl_core.device import Device, devices
+from exl_core.execution.sharded import Shares, SplitMatrix
 from exl_core.loading.parallel_plan import plan_parallel
 from exl_core.loading.sizes import CacheSize
-from exl_core.parallel import Shares, SplitMatrix
 
 pytestmark = pytest.mark.covers("core.md: tensor-parallel")
 

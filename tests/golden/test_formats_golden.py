@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exl_kernels import formats
-from exl_kernels.quantize_folder import quantize_folder
+from exl_kernels.quantize.folder import quantize_folder
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = formats.read_safetensors_header(DATA / "golden.safetensors").entries

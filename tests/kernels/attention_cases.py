@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl_kernels import attention_cuda
+from exl_kernels.attention import cuda as attention_cuda
 from exl_kernels.attention import paged_attention
 from exl_kernels.kv import KVPages, store_kv
 from exl_kernels.reference import attention as twin

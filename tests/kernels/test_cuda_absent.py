@@ -13,7 +13,7 @@ from exl_kernels import _native, cuda_ops
 from exl_kernels.device import cuda_status, require_cuda
 from exl_kernels.errors import DeviceError, DTypeError, UnsupportedError
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear_cuda import CudaQuantMatrix
+from exl_kernels.linear.cuda import CudaQuantMatrix
 
 
 def test_status_is_consistent() -> None:
@@ -112,7 +112,7 @@ def test_many_rows_go_64_at_a_time_when_bits_must_not_depend_on_their_number(
             taken.append(-1)
             out.copy_(x @ weight)
 
-    monkeypatch.setattr("exl_kernels.linear_cuda.row_invariant", lambda: invariant)
+    monkeypatch.setattr("exl_kernels.linear.cuda.row_invariant", lambda: invariant)
     x = torch.randn(3, 50, 32).half()
     got = Standin().matmul(x)
     assert taken == ([64, 64, 22] if invariant else [-1])

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_kernels import _native, attention_cuda
+from exl_kernels import _native
+from exl_kernels.attention import cuda as attention_cuda
 from exl_kernels.attention import paged_attention
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
-from exl_kernels.fused_linear import FusedLinear
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear_cuda import CudaQuantMatrix
-from exl_kernels.meeting import meeting_memory
+from exl_kernels.linear.cuda import CudaQuantMatrix
+from exl_kernels.linear.fused import FusedLinear
+from exl_kernels.linear.workspace import block_workspace
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attention_cases import KINDS, UNDER_A_TOOL, OwnStep, own_step
@@ -197,7 +198,7 @@ def laid_out(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
         ring.run_few(x, y, scratch, launch)
         return 8, scratch
     scratch = torch.zeros(ring.scratch_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
-    meeting = meeting_memory(x.device, stream, ring.meeting_bytes(x.shape[0]))
+    meeting = block_workspace(x.device, stream, ring.meeting_bytes(x.shape[0]))
     workspace = _native.BatchWorkspace(scratch, torch.empty(x.shape[0], device="cuda"), meeting)
     ring.run_batch(x, y, workspace, launch)
     return next(n for n in (16, 32, 64) if x.shape[0] <= n), scratch

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from exl_kernels.activation import gated_activation
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
-from exl_kernels.experts import MOST_PAIRS, ExpertRouter, GroupedExperts, why_apart
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear_cuda import CudaFloatMatrix, CudaQuantMatrix
+from exl_kernels.linear.cuda import CudaFloatMatrix, CudaQuantMatrix
+from exl_kernels.moe.cuda import MOST_PAIRS, ExpertRouter, GroupedExperts, why_apart
 from exl_kernels.reference import experts as reference
 
 sys.path.insert(0, str(Path(__file__).parent))

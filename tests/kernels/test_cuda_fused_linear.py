@@ -12,8 +12,8 @@ from torch import Tensor
 from exl_kernels.cuda_ops import gated_activation, rms_norm
 from exl_kernels.device import programmatic_launch, set_programmatic_launch
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
-from exl_kernels.fused_linear import FusedLinear, Norm
 from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear.fused import FusedLinear, Norm
 
 pytestmark = pytest.mark.cuda
 

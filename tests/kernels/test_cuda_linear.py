@@ -15,7 +15,7 @@ from exl_kernels.device import launch_of, programmatic_launch, set_programmatic_
 from exl_kernels.errors import DTypeError, FormatError, ShapeError
 from exl_kernels.formats import exl2_dequantize, gptq_dequantize
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear_cuda import CudaFloatMatrix, CudaQuantMatrix
+from exl_kernels.linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 
 pytestmark = pytest.mark.cuda
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from exl_kernels import _native
-from exl_kernels.fused_linear import FusedLinear, Norm
 from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear.fused import FusedLinear, Norm
 from exl_kernels.selection import Card, MatrixShape
 
 pytestmark = pytest.mark.cuda

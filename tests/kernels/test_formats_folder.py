@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from exl_kernels import formats, quantize
+from exl_kernels import formats
 from exl_kernels.errors import FormatError, UnsupportedError
-from exl_kernels.quantize_folder import quantize_folder
-from exl_kernels.quantize_plans import ATTENTION_ROLES, HEAD_PLANS, MLP_ROLES, OPTIONS, Matrix, Slot, _point, allocate
+from exl_kernels.quantize import command
+from exl_kernels.quantize.folder import quantize_folder
+from exl_kernels.quantize.plans import ATTENTION_ROLES, HEAD_PLANS, MLP_ROLES, OPTIONS, Matrix, Slot, _point, allocate
 
 HIDDEN, INNER, KV, VOCAB = 64, 96, 32, 100
 PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
@@ -176,9 +177,9 @@ def test_refusals_leave_nothing_behind(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_folder(tmp_path / "source", float_model(layers=1))
-    assert quantize.main([str(source), str(tmp_path / "target"), "--bits", "6", "--fast"]) == 0
+    assert command.main([str(source), str(tmp_path / "target"), "--bits", "6", "--fast"]) == 0
     assert "bits per weight" in capsys.readouterr().out
-    assert quantize.main([str(source), str(tmp_path / "target")]) == 1
+    assert command.main([str(source), str(tmp_path / "target")]) == 1
     assert "must be new or empty" in capsys.readouterr().err
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl_kernels import formats, threads
-from exl_kernels import formats_reference as twin
 from exl_kernels.errors import DTypeError, ExlError, FormatError, ShapeError
+from exl_kernels.reference import formats as twin
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 fast = settings(max_examples=60, deadline=None)

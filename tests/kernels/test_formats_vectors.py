@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from exl_kernels import formats
-from exl_kernels import formats_reference as twin
+from exl_kernels.reference import formats as twin
 
 Arrays = dict[str, NDArray[np.generic]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exl_kernels.attention_cuda import attend_own
+from exl_kernels.attention.cuda import attend_own
 from exl_kernels.errors import ShapeError, UnsupportedError
 from exl_kernels.index_checks import CHECKS_VARIABLE, check_slots, check_tables, checks_enabled
 from exl_kernels.kv import KVPages

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from exl_kernels import formats, linear_reference, threads
+from exl_kernels import formats, threads
 from exl_kernels.errors import DTypeError, FormatError, ShapeError, UnsupportedError
 from exl_kernels.linear import QuantMatrix
+from exl_kernels.reference import linear as linear_reference
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 ISAS: tuple[threads.ISA, ...] = ("scalar", "avx2", "avx512")

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exl_kernels import sampling, sampling_cuda, threads
+from exl_kernels import sampling, threads
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.reference import sampling as twin
 from exl_kernels.sampling import Failure, Plan, Row, Sampled, pack_ids
+from exl_kernels.sampling import cuda as sampling_cuda
 
 UNDER_A_TOOL = "EXL_SANITIZER" in os.environ  # as in attention_cases.py
 SHARES = {"top_p": 0.99, "top_a": 0.5, "min_p": 0.5, "tfs": 0.99, "typical": 0.99}

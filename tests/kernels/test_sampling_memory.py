@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_kernels import _native, sampling_cuda
+from exl_kernels import _native
 from exl_kernels.sampling import Plan, Row
+from exl_kernels.sampling import cuda as sampling_cuda
 
 
 class Memory:

@@ -1,6 +1,6 @@
 //! Compile-time comparison of `repr(C)` structs with the CUDA structs that they are passed as.
 //!
-//! The CUDA sources state size and offsets (`ABI_SIZE`, `ABI_AT` of `kernels/abi.cuh`), where nvcc checks them; `build.rs` makes
+//! The CUDA sources state size and offsets (`ABI_SIZE`, `ABI_AT` of `kernels/common/abi.cuh`), where nvcc checks them; `build.rs` makes
 //! constants of the same lines, which [`assert_layout`] compares with the Rust struct.
 
 include!(concat!(env!("OUT_DIR"), "/abi.rs"));

@@ -11,7 +11,7 @@ from bench_gemv import SHAPES, Plan, Rotating
 from gpu_timing import time_graph
 
 from exl_kernels import _native
-from exl_kernels.meeting import meeting_memory
+from exl_kernels.linear.workspace import block_workspace
 
 # (slots, 1: activations streamed or 2: kept, cut of K, warpgroups, looks); 0: the plan's own choice.
 PLANS = (
@@ -33,7 +33,7 @@ def launches(rot: Rotating, x: torch.Tensor, y: torch.Tensor, plan: tuple[int, i
         scratch = torch.empty(ring.scratch_bytes(m), dtype=torch.uint8, device="cuda")
         multipliers = torch.empty(m, device="cuda")
         stream = torch.cuda.current_stream().cuda_stream
-        meeting = meeting_memory(x.device, stream, ring.meeting_bytes(m, plan))
+        meeting = block_workspace(x.device, stream, ring.meeting_bytes(m, plan))
         workspace = _native.BatchWorkspace(scratch, multipliers, meeting)
         ring.run_batch(x, y, workspace, _native.Launch(stream, True), tuning=plan)
 

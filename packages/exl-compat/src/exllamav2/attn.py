@@ -5,7 +5,7 @@ model, by this project's own kernels. Neither flash-attn nor xformers is used.
 """
 
 from exl_core import AttentionParams, PagedParams
-from exl_core.modules import Attention
+from exl_core.layers import Attention
 from exllamav2._names import stand_in
 
 __all__ = [

@@ -1,6 +1,6 @@
 """`exllamav2.embedding`."""
 
-from exl_core.modules import Embedding
+from exl_core.layers import Embedding
 from exllamav2._names import stand_in
 
 __all__ = ["ExLlamaV2Embedding"]

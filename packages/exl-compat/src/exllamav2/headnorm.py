@@ -1,6 +1,6 @@
 """`exllamav2.headnorm`: norms of attention heads, which are parts of an attention module here."""
 
-from exl_core.modules import Norm
+from exl_core.layers import Norm
 from exllamav2._names import stand_in
 
 __all__ = ["ExLlamaV2HeadNorm"]

@@ -1,6 +1,6 @@
 """`exllamav2.layernorm`."""
 
-from exl_core.modules import LayerNorm
+from exl_core.layers import LayerNorm
 from exllamav2._names import stand_in
 
 __all__ = ["ExLlamaV2LayerNorm"]

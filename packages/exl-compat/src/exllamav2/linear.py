@@ -1,6 +1,6 @@
 """`exllamav2.linear`."""
 
-from exl_core.modules import Linear
+from exl_core.layers import Linear
 from exllamav2._names import stand_in
 
 __all__ = ["ExLlamaV2Linear"]

@@ -1,6 +1,6 @@
 """`exllamav2.mlp`."""
 
-from exl_core.modules import GatedMLP, PlainMLP
+from exl_core.layers import GatedMLP, PlainMLP
 from exllamav2._names import stand_in
 
 __all__ = ["ExLlamaV2MLP"]

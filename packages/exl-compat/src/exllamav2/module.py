@@ -1,7 +1,7 @@
 """`exllamav2.module`."""
 
 from exl_core import Intervention
-from exl_core.modules import Linear, Module
+from exl_core.layers import Linear, Module
 from exllamav2._names import stand_in
 
 __all__ = ["ExLlamaV2Module", "Intervention"]

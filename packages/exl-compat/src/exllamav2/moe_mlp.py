@@ -1,6 +1,6 @@
 """`exllamav2.moe_mlp`."""
 
-from exl_core.modules import MoE
+from exl_core.layers import MoE
 from exllamav2._names import stand_in
 
 __all__ = ["ExLlamaV2MoEMLP"]

@@ -1,6 +1,6 @@
 """`exllamav2.parallel_decoder`."""
 
-from exl_core.modules import ParallelDecoder
+from exl_core.layers import ParallelDecoder
 from exllamav2._names import stand_in
 
 __all__ = ["ExLlamaV2ParallelDecoder"]

@@ -1,6 +1,6 @@
 """`exllamav2.pos_embedding`."""
 
-from exl_core.modules import PositionEmbedding
+from exl_core.layers import PositionEmbedding
 from exllamav2._names import stand_in
 
 __all__ = ["ExLlamaV2PosEmbedding"]

@@ -1,6 +1,6 @@
 """`exllamav2.rmsnorm`."""
 
-from exl_core.modules import RMSNorm
+from exl_core.layers import RMSNorm
 from exllamav2._names import stand_in
 
 __all__ = ["ExLlamaV2RMSNorm"]

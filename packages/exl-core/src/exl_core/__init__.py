@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors
-    from .attn_params import AttentionParams, PagedParams
     from .cache import (
         ExLlamaV2Cache,
         ExLlamaV2Cache_8bit,
@@ -23,9 +22,10 @@ if TYPE_CHECKING:
     )
     from .config import ExLlamaV2Config
     from .embeddings import ExLlamaV2MMEmbedding
+    from .execution.attn_params import AttentionParams, PagedParams
+    from .layers import Intervention
     from .lora import ExLlamaV2Lora
     from .model import ExLlamaV2
-    from .modules import Intervention
     from .seq_tensor import SeqTensor
     from .timer import Timer
     from .tokenizer import ExLlamaV2Tokenizer
@@ -56,7 +56,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOME = {
-    "AttentionParams": "attn_params",
+    "AttentionParams": "execution.attn_params",
     "ExLlamaV2": "model",
     "ExLlamaV2Cache": "cache",
     "ExLlamaV2CacheBase": "cache",
@@ -70,8 +70,8 @@ _HOME = {
     "ExLlamaV2MMEmbedding": "embeddings",
     "ExLlamaV2Tokenizer": "tokenizer",
     "ExLlamaV2VisionTower": "vision",
-    "Intervention": "modules",
-    "PagedParams": "attn_params",
+    "Intervention": "layers",
+    "PagedParams": "execution.attn_params",
     "SeqTensor": "seq_tensor",
     "Timer": "timer",
 }

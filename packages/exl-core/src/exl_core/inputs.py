@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .attn_params import AttentionParams, PagedParams
 from .embeddings import EMBEDDING_INDEX, ExLlamaV2MMEmbedding, check_embeddings
 from .errors import InputError, ModelStateError, SequenceTooLongError, TokenIdError, UnsupportedError
+from .execution.attn_params import AttentionParams, PagedParams
 from .lora import ExLlamaV2Lora
 
 if TYPE_CHECKING:

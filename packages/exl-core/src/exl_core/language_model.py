@@ -9,9 +9,9 @@ import torch
 
 if TYPE_CHECKING:
     from .config import ExLlamaV2Config
-    from .modules.linear import Linear
-    from .modules.module import Module
-    from .parallel.context import TensorParallel
+    from .execution.sharded.context import TensorParallel
+    from .layers.linear import Linear
+    from .layers.module import Module
     from .placement import Placement
     from .rope import RopeTable
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from exl_kernels.device import row_invariant
-from exl_kernels.linear_cuda import INVARIANT_ROWS
+from exl_kernels.linear.cuda import INVARIANT_ROWS
 
-from .attn_params import AttentionParams, PagedParams
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
-from .decode import DecodeGraphs, NextStep
 from .device import device_error, out_of_memory_as_error
 from .embeddings import ExLlamaV2MMEmbedding
 from .errors import UnsupportedError
+from .execution.attn_params import AttentionParams, PagedParams
+from .execution.captured import DecodeGraphs, NextStep
 from .execution.forward import forward_all, forward_chunk
 from .loading.loadable import LoadableModel
 from .lora import ExLlamaV2Lora
@@ -139,7 +139,7 @@ class ExLlamaV2(LoadableModel):
 
         Contiguous AttentionParams carry the past length, and set cache.current_seq_len to it. In paged mode the
         lengths are PagedParams', and current_seq_len means nothing. On a GPU a paged step of few tokens is one launch
-        of a captured graph (`exl_core.decode`; EXL_CUDA_GRAPHS=0 forbids it), to the same bits; its logits lie in
+        of a captured graph (`exl_core.execution`; EXL_CUDA_GRAPHS=0 forbids it), to the same bits; its logits lie in
         memory that the next such call overwrites.
         """
         plain = not (preprocess_only or last_id_only or loras or return_last_state or extract_state_indices)

@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from .config import ExLlamaV2Config
+from .config.model_folder import check_model_folder
 from .errors import ConfigFileError, InputError
 from .model import ExLlamaV2
-from .model_folder import check_model_folder
 from .timer import Timer
 from .tokenizer import ExLlamaV2Tokenizer
 

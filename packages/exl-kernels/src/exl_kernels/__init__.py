@@ -5,11 +5,12 @@ in `threads` and `device`.
 
 | module | what it has |
 |---|---|
-| `linear` | `QuantMatrix`: products with EXL2, GPTQ and float matrices at the bits per weight of their files |
+| `linear` | `QuantMatrix`: matmuls with EXL2, GPTQ and float matrices at the bits per weight of their files |
+| `moe` | routing of rows to experts and the grouped matmuls of the experts, on a GPU |
 | `kv`, `attention` | keys and values in pages (FP16, FP8, Q8, Q6, Q4), attention that reads them as they are stored |
 | `norm`, `rope`, `activation` | what stands between the products of a layer |
 | `sampling` | from rows of logits to tokens, all transforms in one call |
-| `block`, `fused`, `fused_linear`, `staging`, `meeting` | parts of a layer or a step in one launch, to the same bits |
+| `block`, `fused`, `linear.fused`, `staging` | parts of a layer or a step in one launch, bitwise identical |
 | `formats`, `safetensors_file`, `quantize` | matrices to the bit as files have them; a float folder to EXL2 or GPTQ |
 | `device`, `threads` | which GPU is here and why one is not used; the CPU kernels' threads |
 | `errors` | one base class, `ExlError`; messages name the value, the limit and the remedy |

@@ -790,7 +790,7 @@ def cuda_paged_attention(
     into: MatmulInput | None = None,
 ) -> None:
     """
-    See `exl_kernels.attention_cuda`. q: flat, `q_stride` elements between tokens; `workspace`: at least what the plan asks for; with `into`
+    See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens; `workspace`: at least what the plan asks for; with `into`
     results go there, and only the shape of `out` counts.
     """
 

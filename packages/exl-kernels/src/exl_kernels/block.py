@@ -15,7 +15,7 @@ from ._check import require_cpu, require_dtype
 from .activation import ActivationKind
 from .errors import ShapeError
 from .kv import KVPages
-from .linear import QuantMatrix
+from .linear.matrix import QuantMatrix
 
 __all__ = ["AttentionBlock", "BlockNorm", "MlpBlock", "Tokens"]
 

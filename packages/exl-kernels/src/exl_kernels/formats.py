@@ -2,7 +2,7 @@
 
 Formulas and layouts are those of the format specification (formats.md; the section stands at each function). Matrices
 stand as W [K, N] = [in_features, out_features], y = x @ W; float weights come as [N, K], torch's `Linear`. Everything
-here runs on CPU tensors. `exl_kernels.formats_reference` holds the same functions in plain numpy, as the tests' oracle.
+here runs on CPU tensors. `exl_kernels.reference.formats` holds the same functions in plain numpy, as the tests' oracle.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import _native, attention_cuda
+from . import _native
 from ._check import require_cpu, require_dtype, require_shape
+from .attention import cuda as attention_cuda
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .reference import kv as _twin
 

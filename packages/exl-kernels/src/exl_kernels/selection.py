@@ -121,7 +121,7 @@ class Card:
         norm: bool = False,
         residual: bool = False,
     ) -> Selection:
-        """The kernel of `fused_linear.FusedLinear` over one to three matrices: `rows` float16 rows of input, with an
+        """The kernel of `linear.fused.FusedLinear` over one to three matrices: `rows` float16 rows of input, with an
         RMS norm of them, a gate of two matrices, or a residual that is added."""
         shapes = [matrix._native for matrix in matrices]
         return _selection(

@@ -114,7 +114,7 @@ def check(file: Annotated[Path, typer.Argument(help="TOML file.")]) -> None:
     """Check a configuration and its model folders; nothing is loaded."""
     with _told():
         made = _load(file, {})
-        from exl_core.model_folder import check_model_folder
+        from exl_core.config.model_folder import check_model_folder
         from exl_serve.super.plans import plans
 
         for one in made.model:
@@ -218,7 +218,7 @@ def _bundled() -> Path:
 
 
 def _models(folders: list[Path], given: dict[str, Any]) -> list[dict[str, Any]]:
-    from exl_core.model_folder import check_model_folder
+    from exl_core.config.model_folder import check_model_folder
 
     return [
         {"id": check_model_folder(folder).resolve().name, "path": str(folder.resolve()), **given} for folder in folders

@@ -1,7 +1,7 @@
 //! From a row of logits to a token: the whole transform chain in the order of spec/generators.md 4.3, for a batch of rows.
 //!
 //! A token is a function of (logits, settings, random number) alone: on every instruction set, at any thread count, in any batch and on
-//! the GPU (`exl-cuda`, kernels/sampling.cu, follows the same definitions to the bit). Three rules make it so:
+//! the GPU (`exl-cuda`, kernels/sampling, follows the same definitions to the bit). Three rules make it so:
 //!
 //! * Weights are fixed-point: w = e^l by one polynomial of separate multiplications and additions ([`weights::weight`]), cut to
 //!   `q = floor(w * 2^44)` in a u64. Sums of q are exact, so no order of summation can matter. A candidate below 2^-44 of the most

@@ -11,7 +11,7 @@
 //! * Words of a lane: first whole groups of four (16 bytes a lane, lane after lane), then a pair, then a single one.
 //! * After the chunks stand the unit's scales, one **entry** for each `entry_rows` rows; see [`Scales`].
 //!
-//! The device code that reads this is `kernels/tile.cuh`; [`Layout::code`] is its plain twin.
+//! The device code that reads this is `kernels/linear/tile.cuh`; [`Layout::code`] is its plain twin.
 
 mod pack;
 mod plan;
@@ -196,7 +196,7 @@ pub struct Piece {
 
 /// Where the bits of `field` (0..16) stand in a lane's `bits` words. Field 4 J + R is register R of matrix instruction J; the fields of
 /// one instruction that belong to the same feature stand at the same bit, or at bits that one shift of a word brings there (`Field` of
-/// `kernels/tile.cuh` says why). What does not fit into the halves of the words is put together from their spare top bits.
+/// `kernels/linear/tile.cuh` says why). What does not fit into the halves of the words is put together from their spare top bits.
 pub fn pieces(bits: usize, field: usize) -> impl Iterator<Item = Piece> {
     let (instruction, register) = (field / 4, field % 4);
     let (upper, second) = (register % 2, register / 2);

@@ -1,21 +1,12 @@
-//! Checked launches, one file a subject. A door takes addresses and sizes and never reads device memory.
+//! Checked launches, one folder a subject. A door takes addresses and sizes and never reads device memory.
 
 pub mod attention;
-pub mod batch;
 pub mod elementwise;
-pub mod embedding;
-pub mod experts;
-pub mod few;
 pub mod kv;
 pub mod linear;
-pub mod norm;
+pub mod moe;
 pub mod probe;
-pub mod residual;
-pub mod ring;
-pub mod rope;
-pub mod rope_store;
 pub mod sampling;
-pub mod select;
 
 use crate::capabilities::Feature;
 use crate::launch::CudaError;
@@ -53,16 +44,16 @@ pub struct Target {
 pub(crate) fn kernels_of(file: &str) -> Vec<String> {
     match file {
         "probe" => probe::kernels(),
-        "norm" => norm::kernels(),
-        "residual" => residual::kernels(),
-        "rope" => rope::kernels(),
-        "rope_store" => rope_store::kernels(),
-        "embedding" => embedding::kernels(),
+        "norm" => elementwise::norm::kernels(),
+        "residual" => elementwise::residual::kernels(),
+        "rope" => elementwise::rope::kernels(),
+        "rope_store" => kv::rope_store::kernels(),
+        "embedding" => elementwise::embedding::kernels(),
         "elementwise" => elementwise::kernels(),
         "kv" => kv::kernels(),
         "sampling" => sampling::kernels(),
         _ if file.starts_with("attention_") => attention::kernels(file),
-        _ if file.starts_with("experts") => experts::kernels(file),
+        _ if file.starts_with("experts") => moe::kernels(file),
         _ => linear::kernels(file),
     }
 }

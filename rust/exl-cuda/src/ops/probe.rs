@@ -1,4 +1,4 @@
-//! Kernels that only measure: see `kernels/probe.cu`.
+//! Kernels that only measure: see `kernels/common/probe.cu`.
 
 use super::Target;
 use crate::device::Device;

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..json_reader import JsonReader
+from ..config.json_reader import JsonReader
 from .base import Architecture
 from .mistral import MIXTRAL_EXPERTS
 from .windows import LayerRope, alternating_windows

@@ -1,6 +1,6 @@
 """Families one line away from Llama: Seed-OSS, ERNIE 4.5, Arcee, Helium, EXAONE 4."""
 
-from ..json_reader import JsonReader
+from ..config.json_reader import JsonReader
 from .base import Architecture
 from .windows import LayerRope, alternating_windows, read_window
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..json_reader import JsonReader
+from ..config.json_reader import JsonReader
 from .mistral import MISTRAL, MISTRAL_WINDOWS
 
 

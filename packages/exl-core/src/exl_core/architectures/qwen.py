@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..json_reader import JsonReader
+from ..config.json_reader import JsonReader
 from .base import Architecture, Experts
 from .windows import layer_types, read_window
 

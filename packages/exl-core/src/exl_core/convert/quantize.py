@@ -1,4 +1,4 @@
-"""The layout of a float folder by the tables that load it, for `exl_kernels.quantize_folder` to quantize."""
+"""The layout of a float folder by the tables that load it, for `exl_kernels.quantize.folder` to quantize."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from exl_kernels.quantize_folder import QuantizeReport, quantize_folder
-from exl_kernels.quantize_layout import FolderMatrix
+from exl_kernels.quantize.folder import QuantizeReport, quantize_folder
+from exl_kernels.quantize.layout import FolderMatrix
 
 from ..config import ExLlamaV2Config
 from ..errors import FormatError, ModelStateError
-from ..loading.checkpoint import Checkpoint, TensorReader
-from ..loading.linears import stored_key
-from ..modules import (
+from ..layers import (
     Attention,
     FeedForward,
     GatedMLP,
@@ -25,12 +23,14 @@ from ..modules import (
     PlainMLP,
     build_modules,
 )
+from ..loading.checkpoint import Checkpoint, TensorReader
+from ..loading.linears import stored_key
 
 __all__ = ["folder_layout", "quantize_model"]
 
 
 def quantize_model(source: str | os.PathLike[str], target: str | os.PathLike[str], **options: Any) -> QuantizeReport:
-    """As `exl_kernels.quantize_folder.quantize_folder` (its options, its errors), for every architecture that loads.
+    """As `exl_kernels.quantize.folder.quantize_folder` (its options, its errors), for every architecture that loads.
 
     Quantized are the projections of attention, MLP and experts, and for EXL2 the head; routers stay float. Matrices
     that the files keep fused, stacked or transposed are written split, under the names that this package's own tables

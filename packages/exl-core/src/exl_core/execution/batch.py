@@ -25,7 +25,7 @@ __all__ = ["Step"]
 class Step:
     """One chunk on its way through the modules: T = batch * q_len token rows, sequence by sequence.
 
-    Built by `exl_core.step`; modules read it and do not change it.
+    Built by `exl_core.execution.step`; modules read it and do not change it.
     """
 
     batch_size: int

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..attn_params import AttentionParams, PagedParams
 from ..axes import chunk_end
-from ..decode.plan import DecodePlan
 from ..device import out_of_memory_as_error
 from ..embeddings import ExLlamaV2MMEmbedding
 from ..errors import InputError, SequenceTooLongError, UnsupportedError
@@ -26,8 +24,10 @@ from ..inputs import (
     paged_params,
 )
 from ..lora import ExLlamaV2Lora
-from ..step import build_step
+from .attn_params import AttentionParams, PagedParams
 from .batch import Step
+from .fused import DecodePlan
+from .step import build_step
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase

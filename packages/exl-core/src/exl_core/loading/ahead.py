@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..modules import Module
+from ..layers import Module
 from .checkpoint import Checkpoint
 from .sizes import module_tensors
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from exl_kernels.meeting import forget_meeting_memory
+from exl_kernels.linear.workspace import forget_workspaces
 
 from ..cache import ExLlamaV2Cache, ExLlamaV2CacheBase
 from ..config import ExLlamaV2Config
 from ..device import GIB, Device, devices, out_of_memory_as_error, torch_device
 from ..errors import CacheError, FormatError, InputError, ModelStateError
-from ..modules import Attention, Intervention, Linear, Module, build_modules
-from ..parallel import TensorParallel
-from ..parallel.cutting import cut_modules, unshard_modules
+from ..execution.sharded import TensorParallel
+from ..execution.sharded.cutting import cut_modules, unshard_modules
+from ..layers import Attention, Intervention, Linear, Module, build_modules
 from ..placement import Placement
 from ..rope import RopeTable
 from .checkpoint import Checkpoint, TensorReader
@@ -308,7 +308,7 @@ class LoadableModel:
         if self.device is not None and any(name.startswith("cuda") for name in names):
             self.rope, self.rope_alt = self._rope_tables()  # copies on GPUs go too
             for name in {name for name in names if name.startswith("cuda")}:
-                forget_meeting_memory(torch_device(name))
+                forget_workspaces(torch_device(name))
             torch.cuda.empty_cache()
         self.device = None
         self.placement = Placement(["cpu"] * len(self.modules))

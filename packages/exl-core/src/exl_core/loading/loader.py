@@ -14,7 +14,7 @@ from .ahead import ReadAhead
 from .checkpoint import Checkpoint, TensorReader
 
 if TYPE_CHECKING:
-    from ..modules import Module
+    from ..layers import Module
 
 __all__ = ["Callback", "CallbackGen", "check_callbacks", "load_modules", "progress_bar"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ..device import Device
 from ..errors import DeviceError
-from ..modules import Attention, GatedMLP, Head, Linear, Module, MoE, ParallelDecoder, PlainMLP
-from ..parallel.shares import Shares
+from ..execution.sharded.shares import Shares
+from ..layers import Attention, GatedMLP, Head, Linear, Module, MoE, ParallelDecoder, PlainMLP
 from .plan import MOST_TOKENS, PAGE, DevicePlan, LoadPlan, budgets_of
 from .sizes import CacheSize, cache_layer_bytes, linear_bytes, module_sizes, rope_bytes, state_bytes
 

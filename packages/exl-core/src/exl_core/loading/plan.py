@@ -14,7 +14,7 @@ from exl_kernels.safetensors_file import read_safetensors_header
 
 from ..device import CPU_REMEDY, GIB, Device, devices
 from ..errors import DeviceError, InputError, ModelStateError
-from ..modules import Module, build_modules
+from ..layers import Module, build_modules
 from .memory import free_bytes
 from .sizes import CacheSize, ModuleSize, cache_layer_bytes, module_sizes, rope_bytes, state_bytes
 

@@ -11,7 +11,7 @@ from exl_kernels.kv import KVKind, KVPages
 from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import MissingTensorError
-from ..modules import Attention, Embedding, GatedMLP, Head, Linear, Module, MoE, PositionEmbedding
+from ..layers import Attention, Embedding, GatedMLP, Head, Linear, Module, MoE, PositionEmbedding
 from .checkpoint import Checkpoint
 from .linears import EXL2_TENSORS, GPTQ_TENSORS
 

@@ -23,7 +23,7 @@ from .pairs import EmbeddingPair, LoraPair
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
-    from ..modules.embedding import Embedding
+    from ..layers.embedding import Embedding
 
 __all__ = ["ExLlamaV2Lora"]
 

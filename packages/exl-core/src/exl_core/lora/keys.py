@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from ..layers.embedding import Embedding
+from ..layers.linear import Linear
 from ..loading.linears import Ranges
-from ..modules.embedding import Embedding
-from ..modules.linear import Linear
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from exl_core import ExLlamaV2Config
-from exl_core.decode.kernels import ROWS, KernelUse, kernel_uses
+from exl_core.execution.kernels import ROWS, KernelUse, kernel_uses
 from exl_generate.cli.models import model_folder
 from exl_generate.cli.tables import show_table
 from exl_kernels.device import cuda_status

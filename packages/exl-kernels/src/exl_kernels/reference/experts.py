@@ -1,4 +1,4 @@
-"""Twins of `exl_kernels.experts`."""
+"""Twins of `exl_kernels.moe.cuda`."""
 
 from __future__ import annotations
 

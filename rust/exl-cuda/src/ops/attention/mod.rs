@@ -20,7 +20,7 @@ use crate::launch::{CudaError, Launch};
 
 /// Largest head dimension.
 pub const MAX_DIM: usize = 256;
-/// Keys of a unit (also of a stage), units of a split, most parts of single units: as in `kernels/attention_common.cuh`.
+/// Keys of a unit (also of a stage), units of a split, most parts of single units: as in `kernels/attention/attention_common.cuh`.
 const UNIT: usize = 64;
 const SPLIT_UNITS: usize = 8;
 const UNIT_PARTS: usize = 32;
@@ -158,7 +158,7 @@ impl Plan {
     }
 }
 
-/// `struct Attention` of `kernels/attention_common.cuh`.
+/// `struct Attention` of `kernels/attention/attention_common.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Argument {

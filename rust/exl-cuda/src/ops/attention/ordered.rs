@@ -10,7 +10,7 @@ pub struct Ordered {
     pub to: usize,
     /// Row of K of each feature (u16), or 0: the same.
     pub row_of_feature: usize,
-    /// 8: the layout of `kernels/rows.cuh`; 16, 32, 64: that of `kernels/prepared.cuh` for the tensor cores of a warpgroup.
+    /// 8: the layout of `kernels/linear/rows.cuh`; 16, 32, 64: that of `kernels/linear/prepared.cuh` for the tensor cores of a warpgroup.
     pub columns: usize,
 }
 

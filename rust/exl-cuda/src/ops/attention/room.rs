@@ -3,7 +3,7 @@
 use super::{ROWS, UNIT};
 use crate::ops::kv::{Codec, Kind};
 
-/// Bytes of a block of `kernels/attention_wide.cuh`.
+/// Bytes of a block of `kernels/attention/attention_wide.cuh`.
 pub(super) fn wide_shared(dim: usize) -> usize {
     let (ring, rows) = (384 / dim, 8 * ROWS);
     let (units, queries, totals) = (ring * 4 * UNIT * dim, 4 * rows * dim, 4 * rows * dim);
@@ -21,7 +21,7 @@ pub(super) fn packed(codec: Codec, dim: usize) -> (usize, usize) {
     (codec.row_bytes(dim), scales)
 }
 
-/// Bytes of a unit: 64 keys and values in shared memory, `Stages` of `kernels/attention_ring.cuh`.
+/// Bytes of a unit: 64 keys and values in shared memory, `Stages` of `kernels/attention/attention_ring.cuh`.
 pub(super) fn unit_bytes(kind: Kind, dim: usize) -> usize {
     let (key, key_scales) = packed(kind.key, dim);
     let (value, value_scales) = packed(kind.value, dim);
@@ -29,7 +29,7 @@ pub(super) fn unit_bytes(kind: Kind, dim: usize) -> usize {
     UNIT * (key + value + 16 + value_scales)
 }
 
-/// What a decode block has beside its ring: the end of `Decode` of `kernels/attention_decode.cuh`, or the rows of results.
+/// What a decode block has beside its ring: the end of `Decode` of `kernels/attention/attention_decode.cuh`, or the rows of results.
 pub(super) fn decode_rest(kind: Kind, dim: usize, column_tiles: usize) -> usize {
     let columns = 8 * column_tiles;
     let own = |codec| {

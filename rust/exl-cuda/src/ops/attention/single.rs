@@ -1,4 +1,4 @@
-//! The kernels for one token a sequence (`kernels/attention_few.cuh`, `attention_long.cuh`): which calls they take, in what blocks.
+//! The kernels for one token a sequence (`kernels/attention/attention_few.cuh`, `attention_long.cuh`): which calls they take, in what blocks.
 
 use super::room::{packed, unit_bytes};
 use super::{Attention, Mode, Plan, ROWS, SPLIT_UNITS, UNIT};
@@ -146,7 +146,7 @@ struct Few {
     shared: usize,
 }
 
-/// Bytes of a block of `kernels/attention_few.cuh`.
+/// Bytes of a block of `kernels/attention/attention_few.cuh`.
 fn few_shared(kind: Kind, dim: usize, rows: usize, size: usize) -> usize {
     let columns = rows.next_multiple_of(8);
     let own = |codec| {
@@ -274,7 +274,7 @@ fn teams(half: bool, blocks: usize, splits: usize, sms: usize) -> (usize, usize)
     }
 }
 
-/// Bytes of a block of `kernels/attention_long.cuh` beside its units.
+/// Bytes of a block of `kernels/attention/attention_long.cuh` beside its units.
 fn long_rest(kind: Kind, dim: usize, rows: usize, teams: usize) -> usize {
     let columns = rows.next_multiple_of(8);
     let own = |codec| {

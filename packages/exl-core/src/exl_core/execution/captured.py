@@ -1,0 +1,500 @@
+"""Captured decode steps of one model: which there are, when one applies, what to do when it does not.
+
+A captured step is recorded once with static inputs and replayed as one launch: the plan's launches where a plan covers
+the model, else the modules' own forward pass; to the bits of the eager pass either way. Grids and workspaces depend
+on the bucket only, lengths and tables are read on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from exl_kernels.attention.cuda import counters
+from exl_kernels.linear.cuda import INVARIANT_ROWS
+from exl_kernels.linear.workspace import workspaces_in
+from exl_kernels.sampling import NextInputs
+
+from ..device import device_error
+from ..errors import DeviceError
+from ..layers import Head, Intervention, Module
+from .attn_params import PagedParams
+from .batch import Step
+from .fused import DecodePlan, plan_of
+from .inputs import Bucket, StepInputs, passed
+from .step import build_step
+
+if TYPE_CHECKING:
+    from ..cache import ExLlamaV2CacheBase
+    from ..language_model import LanguageModel
+
+__all__ = ["GRAPHS_VARIABLE", "CaptureFailure", "DecodeGraphs", "NextStep"]
+
+GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+MAX_Q_LEN = 8
+MAX_GRAPHS = 64
+"""Most captured steps of one cache; beyond, the oldest is forgotten (a few megabytes of GPU memory each)."""
+
+# Fields of a step that change from replay to replay, and those that stay; any other must be at rest.
+_STATIC = {"rows", "positions", "slots", "block_table", "rope_positions"}
+_CONSTANT = {"batch_size", "q_len", "cos", "sin", "pages", "max_keys", "alt"}
+
+
+FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
+"""Eager steps of a bucket after its first failed capture before the next try, which double with every failure, and the
+most of them."""
+
+
+class _NotCapturableError(Exception):
+    """Why a step cannot be captured; stays in this file."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureFailure:
+    """Why steps of one bucket run eagerly for now, and for how long."""
+
+    bucket: Bucket
+    kind: type[Exception]  # of the error: torch.OutOfMemoryError, DeviceError, ...
+    text: str
+    tries: int
+    pause: int  # eager steps of this bucket until the next try
+
+    def __str__(self) -> str:
+        return (
+            f"the step could not be captured: {self.text} (try {self.tries}; the next one in {self.pause} such steps)"
+        )
+
+
+@dataclass
+class _Graph:
+    """A captured step with everything its addresses point to."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: StepInputs
+    logits: Tensor  # float32 [tokens, padded vocabulary]
+    kept: tuple[Tensor, ...]  # rope tables, counters of attention, memory in which products' blocks meet
+    views: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def logits_of(self, batch: int, q_len: int) -> Tensor:
+        """[batch, q_len, columns], a view made once: making it costs the host 3 us a step."""
+        view = self.views.get((batch, q_len))
+        if view is None:
+            with torch.inference_mode(False):
+                view = self.views[batch, q_len] = self.logits[: batch * q_len].view(batch, q_len, -1)
+        return view
+
+
+class NextStep:
+    """A captured step that waits for its ids. To be run before anything else of its model is, or not at all.
+
+    Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites: `stands` says
+    whether one has.
+    """
+
+    __slots__ = ("_cache", "_captured", "_inputs", "_limits", "_longest", "_number", "_offsets", "_owner", "_shape")
+
+    def __init__(
+        self,
+        owner: DecodeGraphs,
+        cache: ExLlamaV2CacheBase,
+        captured: _Graph,
+        shape: tuple[int, int],
+        inputs: tuple[Tensor, Tensor],
+        limits: tuple[int, int, int],
+        offsets: Tensor | None,
+        longest: int,
+    ) -> None:
+        self._owner, self._cache, self._captured, self._shape, self._inputs = owner, cache, captured, shape, inputs
+        self._limits, self._offsets, self._longest = limits, offsets, longest
+        self._number = -1
+
+    @property
+    def stands(self) -> bool:
+        """Whether the logits returned last are still this step's: no captured step of the model has run since."""
+        return self._number == self._owner.steps
+
+    def run(self, ids: Tensor) -> Tensor | None:
+        """Queues the step of ids [B, q], int64 on the CPU, or of any integers on the model's GPU in stream order; those
+        are cut to the vocabulary. Returns its logits. None, and nothing is queued, if the ids are not right."""
+        there = ids.is_cuda
+        tokens = None if there else _on_cpu(ids, torch.int64)
+        if (tokens is None and not there) or tuple(ids.shape) != self._shape or not self._send(tokens):
+            return None
+        if there:
+            self._ids().copy_(ids.reshape(-1)).clamp_(0, self._limits[0] - 1)
+        return self.launch()
+
+    def inputs(self) -> NextInputs | None:
+        """Everything but the ids, int64 [B * q] on the model's GPU, to be copied and filled in by what is queued until
+        `launch`. None if the step is not right."""
+        inputs = self._captured.inputs.stage(*self._inputs, self._limits, self._offsets)
+        return None if inputs is None else NextInputs(self._ids(), self._limits[0], inputs)
+
+    def _ids(self) -> Tensor:
+        return self._captured.inputs.first_ids(self._shape[0] * self._shape[1])
+
+    def _send(self, ids: Tensor | None) -> bool:
+        try:
+            return self._captured.inputs.send(ids, *self._inputs, self._limits, self._offsets)
+        except RuntimeError as error:
+            raise _typed(error) from error
+
+    def launch(self) -> Tensor:
+        """Queues the step whose inputs have been copied and whose ids have been filled in; returns its logits."""
+        self._owner.steps += 1
+        try:
+            self._captured.graph.replay()
+        except RuntimeError as error:
+            raise _typed(error) from error
+        self._number = self._owner.steps
+        self._owner.longest = self._cache.current_seq_len = self._longest
+        return self._captured.logits_of(*self._shape)
+
+
+def _typed(error: RuntimeError) -> Exception:
+    return device_error("run a decode step", error) or error
+
+
+class DecodeGraphs:
+    """The captured steps of one model, made as buckets are met. As the model: one thread at a time, on one stream.
+
+    `reason` says why the last paged step of few tokens was launched eagerly, None when it was not; `plan_reason` why
+    steps are captured as the modules' own passes rather than by the plan (`plan.py`), None when they are not.
+
+    A capture that fails, for want of memory say, leaves the others alone: its bucket runs eagerly and is tried again,
+    after 64 of its steps, then 128 and so on; `failures` has those buckets. A model that cannot be captured at all is
+    not tried again before `clear`, or before its modules change.
+
+    Steps are of the modules that stand in the model. A hook that is put in (`Intervention`) leaves what is captured for
+    when it is taken out; another module in the place of one drops it.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = weakref.ref(model)
+        self._graphs: dict[tuple[int, ...], dict[Bucket, _Graph]] = {}
+        self._failed: dict[tuple[tuple[int, ...], Bucket], CaptureFailure] = {}
+        self._logits: dict[int, Tensor] = {}
+        self._meeting: list[Tensor] = []
+        self._plan: DecodePlan | str | None = None
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._refused: str | None = None
+        self._exact_batch = False
+        self._arrangement: list[Module] | None = None  # that `_refused` is about
+        self._modules: list[Module] | None = None  # that all this is of, without hooks
+        self.longest = 0  # tokens of the longest sequence after the last captured step
+        self.steps = 0  # captured steps run so far, each of which may write over the logits of another
+        self.reason: str | None = None
+        self.plan_reason: str | None = None
+
+    # ------------------------------------------------------------------------------------------------------- the step
+
+    def step(self, ids: Tensor, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> Tensor | None:
+        """Logits float32 [B, q, padded vocabulary] of a step over pages, or None: the caller takes the eager way.
+
+        The logits lie in memory that the next call overwrites. None for whatever is not covered or not right: the eager
+        way has the checks that say what is wrong.
+        """
+        batch, q_len = ids.shape
+        prepared = None if params.batch_size != batch else self.prepare(q_len, cache, params)
+        return None if prepared is None else prepared.run(ids)
+
+    def prepare(self, q_len: int, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> NextStep | None:
+        """All of a step of `q_len` tokens a row that can be done before its ids are known; None as for `step`."""
+        batch = params.batch_size
+        if q_len > MAX_Q_LEN or batch * q_len > INVARIANT_ROWS or cache is None or params.q_lens is not None:
+            return None
+        model = self._model()
+        if model is None or not self._usable(model) or cache.batch_size != 1:
+            return None
+        size, places = params.page_size, cache.max_seq_len // params.page_size
+        past, table = _on_cpu(params.cache_seqlens, torch.int32), _on_cpu(params.block_index, torch.int32)
+        if params.q_len not in (0, q_len) or cache.max_seq_len % size or past is None or table is None:
+            return None
+        offsets = None if params.rope_offsets is None else _offsets(params.rope_offsets, past)
+        if params.rope_offsets is not None and offsets is None:
+            return None
+        longest = max(past.tolist(), default=0) + q_len  # a tensor's own maximum costs the host four times as much
+        if longest > min(table.shape[1] * size, model.config.max_seq_len):
+            return None
+        captured = self._captured(model, cache, self._bucket(batch, q_len, longest, size, places))
+        if captured is None:
+            return None
+        limits = (model.config.vocab_size, model.config.max_seq_len, places)
+        return NextStep(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest)
+
+    def prompt_plan(self, step: Step) -> DecodePlan | None:
+        """The plan for a pass that is no captured step; None where the modules' own passes are the way."""
+        model = self._model()
+        if model is None or model.device is None or model.device.type != "cuda" or self._refusal_of(model):
+            return None
+        if step.loras or step.embeddings or step.shards or step.key_mask is not None or step.abort_event is not None:
+            return None
+        plan = self._planned(model)
+        return plan if isinstance(plan, DecodePlan) else None
+
+    def _planned(self, model: LanguageModel) -> DecodePlan | str:
+        if self._plan is None:
+            self._plan = plan_of(model)
+        self.plan_reason = self._plan if isinstance(self._plan, str) else None
+        return self._plan
+
+    def clear(self) -> None:
+        """Forget every captured step and give its memory back."""
+        self._drop(list(self._graphs))
+        self._failed.clear()
+        self._logits.clear()
+        self._meeting.clear()
+        self._plan = None
+        self._arrangement = self._modules = None
+        self._refused = self.reason = None
+
+    @property
+    def count(self) -> int:
+        """How many steps are captured."""
+        return sum(len(held) for held in self._graphs.values())
+
+    @property
+    def failures(self) -> list[CaptureFailure]:
+        """Buckets whose last capture failed and that run eagerly."""
+        return list(self._failed.values())
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    def _drop(self, keys: list[tuple[int, ...]]) -> None:
+        for key in keys:
+            del self._graphs[key]
+        self._failed = {at: failure for at, failure in self._failed.items() if at[0] in self._graphs}
+        if not self.count:
+            self._pool = None  # torch forgets a pool with its last graph; its number must not be used again
+
+    def _usable(self, model: LanguageModel) -> bool:
+        self.reason = self._refusal_of(model)
+        return self.reason is None
+
+    def _refusal_of(self, model: LanguageModel) -> str | None:
+        found = model.arrangement
+        if self._arrangement is not found:
+            refused = _refusal(model)
+            # What is captured waits while a hook is in, and serves again when the same modules stand without it.
+            modules = [_without_hooks(module) for module in found]
+            if self._modules != modules:
+                self.clear()
+                self._modules = modules
+            if refused is None:
+                # torch's products of float matrices may change with the number of rows: no padding there.
+                self._exact_batch = any(linear.loaded_matrix.format == "float" for linear in model.linears())
+            self._arrangement, self._refused = found, refused
+        return self._refused
+
+    def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
+        rows = batch if self._exact_batch else next(b for b in BATCHES if b >= batch)
+        if rows * q_len > INVARIANT_ROWS:
+            rows = batch
+        pages = -(-longest // page_size)
+        # Four buckets an octave: a launch is planned for all of its bucket's keys.
+        grain = 1 << max(0, (pages - 1).bit_length() - 3)
+        return Bucket(rows, q_len, min(-(-pages // grain) * grain, places), page_size)
+
+    def _captured(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket) -> _Graph | None:
+        key = _place(cache, bucket.page_size)
+        held = self._graphs.get(key)
+        if held is not None and bucket in held:
+            return held[bucket]
+        if held is None:
+            known = any(k[0] == key[0] for k in self._graphs)
+            self._drop([k for k in self._graphs if k[:2] == key[:2]])  # the cache's tensors moved
+            self._graphs[key] = {}
+            if not known:
+                weakref.finalize(cache, _forget, weakref.ref(self), key[0])
+        failure = self._failed.get((key, bucket))
+        if failure is not None and failure.pause > 0:
+            failure = self._failed[key, bucket] = replace(failure, pause=failure.pause - 1)
+            self.reason = str(failure)
+            return None
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                made = self._record(model, cache, bucket)
+        except _NotCapturableError as error:
+            self._refused = self.reason = f"the step could not be captured: {error}"
+            return None
+        except (DeviceError, RuntimeError) as error:
+            tries = 1 if failure is None else failure.tries + 1
+            pause = min(FIRST_PAUSE << (tries - 1), LONGEST_PAUSE)
+            # Not the error itself, whose frames hold what was allocated for the capture.
+            failure = CaptureFailure(bucket, type(error), str(error), tries, pause)
+            self._failed[key, bucket] = failure
+            self.reason = str(failure)
+            if not self.count:
+                self._pool = None  # as in `_drop`
+            return None
+        self._failed.pop((key, bucket), None)
+        held = self._graphs[key]
+        held[bucket] = made
+        if len(held) > MAX_GRAPHS:
+            del held[next(iter(held))]
+        return made
+
+    def _record(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket) -> _Graph:
+        device = model.device
+        assert device is not None
+        inputs = StepInputs(bucket, device)
+        step = _static_step(model, cache, bucket, inputs, device)
+        head = model.modules[-1]
+        assert isinstance(head, Head)
+        logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
+
+        plan = self._planned(model)
+
+        def body(out: Tensor) -> None:
+            if isinstance(plan, DecodePlan):
+                plan.run(inputs.ids, step, out)
+                return
+            x = inputs.ids
+            for module in model.modules[:-1]:
+                x = module.forward(x, step)
+            head.forward(x, step, out=out)
+
+        graph, held = self._capture(body, logits)
+        return _Graph(graph, inputs, logits, (step.cos, step.sin, *(step.alt or ()), held, *self._meeting))
+
+    def _capture(self, body: Callable[[Tensor], None], logits: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Records what `body` launches to fill `logits`, once it has run; with attention's counters."""
+        device = logits.device
+        # A step is prepared, and so captured, while somebody has still to read the logits of the one before.
+        scratch = torch.empty_like(logits)
+        current = torch.cuda.current_stream(device)
+        # One stream for all captures: torch's allocator keeps what a stream has freed for that stream alone.
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._stream
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with passed(logits) as all_read:
+            stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(stream), counters(device) as held, workspaces_in(self._meeting):
+                    body(scratch)  # every row is padding: it is stored nowhere
+                    stream.synchronize()
+                    all_read()
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    try:
+                        body(logits)
+                    except BaseException:
+                        _abandon(graph)
+                        raise
+                    graph.capture_end()
+            finally:
+                # Also after a failure halfway: what was launched still reads memory that is free for others from here.
+                current.wait_stream(stream)
+        return graph, held
+
+    def _logits_of(self, tokens: int, columns: int, device: torch.device) -> Tensor:
+        """One buffer for all steps of a size: a step's logits hold until the next step."""
+        if tokens not in self._logits:
+            self._logits[tokens] = torch.empty((tokens, columns), dtype=torch.float32, device=device)
+        return self._logits[tokens]
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """Ends a capture that failed, so that the stream can be used again; the failure itself is being raised."""
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
+
+
+def _forget(graphs: weakref.ref[DecodeGraphs], cache: int) -> None:
+    owner = graphs()
+    if owner is not None:
+        owner._drop([key for key in owner._graphs if key[0] == cache])
+
+
+def _without_hooks(module: Module) -> Module:
+    while isinstance(module, Intervention):
+        module = module.inner
+    return module
+
+
+def _refusal(model: LanguageModel) -> str | None:
+    """Why no step of this model can be captured."""
+    if model.device is None or model.device.type != "cuda":
+        return "the model is not on a GPU"
+    if os.environ.get(GRAPHS_VARIABLE, "1").strip() == "0":
+        return f"{GRAPHS_VARIABLE}=0 asks for eager launches"
+    if model.config.no_graphs:
+        return "config.no_graphs asks for eager launches"
+    if model.tp_context is not None:
+        return "the matrices are cut over several devices"
+    if model.placement.several:
+        return "the model lies on several devices"
+    if any(isinstance(module, Intervention) for module in model.modules):
+        return "a module is wrapped in an Intervention"
+    if not isinstance(model.modules[-1], Head):
+        return "the last module is not a head"
+    host = next((m for m in model.modules if not m.capturable), None)
+    if host is not None:
+        return f"{host.key} ({host.name}) decides on the host what to launch"
+    return None
+
+
+def _on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The tensor as contiguous numbers of `dtype` in CPU memory; None if it is elsewhere."""
+    if not tensor.is_cpu:
+        return None
+    return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
+
+
+def _offsets(offsets: Tensor, past: Tensor) -> Tensor | None:
+    """int64 [batch], to be added to rope positions; None where that leads out of the tables of a captured step."""
+    found = offsets.reshape(-1).to("cpu", torch.int64)
+    inside = found.shape == past.shape and int(found.max()) <= 0 and int((past + found).min()) >= 0
+    return found if inside else None
+
+
+def _place(cache: ExLlamaV2CacheBase, page_size: int) -> tuple[int, ...]:
+    """Which cache, and where its tensors are (they are made together): a captured step is bound to these addresses."""
+    ends = (cache.pages(layer, page_size).value.data_ptr() for layer in (0, cache.num_hidden_layers - 1))
+    return (id(cache), page_size, *ends)
+
+
+def _static_step(
+    model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, inputs: StepInputs, device: torch.device
+) -> Step:
+    """A step over `inputs` that is right for every length the bucket's pages can hold."""
+    longest = min(bucket.pages * bucket.page_size, model.config.max_seq_len)
+    params = PagedParams(
+        batch_size=bucket.batch,
+        block_index=torch.zeros((bucket.batch, bucket.pages), dtype=torch.int32),
+        cache_seqlens=torch.full((bucket.batch,), longest - bucket.q_len, dtype=torch.int32),
+        max_cache_seqlen=longest - bucket.q_len,
+        page_size=bucket.page_size,
+        q_len=bucket.q_len,
+    )
+    step = build_step(
+        model.config, model.rope, cache, params, bucket.batch, bucket.q_len, None, device, rope_alt=model.rope_alt
+    )
+    for name in (f.name for f in fields(Step)):
+        if name not in _STATIC | _CONSTANT and not name.startswith("_") and not _at_rest(getattr(step, name)):
+            raise _NotCapturableError(f"the step carries {name}, which captured steps do not know")
+    return replace(
+        step,
+        rows=inputs.rows,
+        positions=inputs.positions,
+        slots=inputs.slots,
+        block_table=inputs.block_table,
+        rope_positions=inputs.rope_positions,
+        _tokens={},
+    )
+
+
+def _at_rest(value: object) -> bool:
+    return value is None or (not isinstance(value, Tensor) and not value)

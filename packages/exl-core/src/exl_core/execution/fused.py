@@ -1,0 +1,194 @@
+"""The decode step of a model, and the pass of a prompt, with the launches between matrix products joined.
+
+A plan is read off the loaded modules' descriptions: a half of a layer whose launches can be joined is run so, any other
+as the module's own forward pass, in the same captured step. Results are the modules' own to the bit.
+
+Of up to 64 rows a Llama layer is five launches: norm and q, k, v; rotation, storing and attention; o and residual;
+norm, gate, up and activation; down and residual. Of three to eight rows products take their inputs from one another,
+laid out already, and the last norm is the head's; of more, and of BF16, the input of a product is normed and laid out
+by a launch of its own. Where the matrices do not allow that it is ten launches, and more to lay out. A prompt of more
+rows than have bits of their own (`INVARIANT_ROWS`) is multiplied by torch, residual sums included.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from exl_kernels.fused import embed
+from exl_kernels.linear.fused import FusedLinear, Prepared
+from exl_kernels.linear.fused import Norm as InputNorm
+from exl_kernels.selection import PACKED_ROWS
+
+from ..errors import InputError
+from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
+from .batch import Step
+from .halves import AttentionHalf, Half, MlpHalf, ModuleHalf, half_of, in_a_row, is_changed, run_in_a_row, why_apart
+
+if TYPE_CHECKING:
+    from ..language_model import LanguageModel
+
+__all__ = ["DecodePlan", "plan_of"]
+
+JOINED_ROWS_VARIABLE = "EXL_DECODE_JOINED_ROWS"
+JOINED_ROWS = PACKED_ROWS
+"""Rows up to which they are joined, unless the variable says otherwise."""
+
+
+def joined_rows() -> int:
+    """JOINED_ROWS or what EXL_DECODE_JOINED_ROWS says (0: never join), at most PACKED_ROWS."""
+    text = os.environ.get(JOINED_ROWS_VARIABLE, "").strip()
+    if text and not text.isdecimal():
+        raise InputError(f"{JOINED_ROWS_VARIABLE} is {text!r}, must be a number of rows from 0 to {PACKED_ROWS}")
+    return min(int(text or JOINED_ROWS), PACKED_ROWS)
+
+
+class DecodePlan:
+    """One step of few tokens, or a prompt."""
+
+    def __init__(self, embedding: Embedding, halves: Sequence[Half], norm: Norm, head: Head) -> None:
+        self._embedding = embedding
+        self._halves = list(halves)
+        self._layers = _pairs(self._halves)
+        self._norm = norm
+        self._last_norm = norm if type(norm) is RMSNorm and not is_changed(norm) else None
+        self._head = head
+        self._joined_head = None
+        if self._last_norm is not None and head.linear.quant.out_features == head.linear.out_features:
+            before = InputNorm(self._last_norm.loaded_weight, norm.eps)
+            self._joined_head = FusedLinear([head.linear.quant], norm=before)
+        self._last = max(i for i, half in enumerate(self._halves) if _stores(half))
+
+    def run(self, ids: Tensor, step: Step, logits: Tensor) -> None:
+        """ids int64 [T] on the device; writes logits float32 [T, padded vocabulary]."""
+        x, joined = self._begin(ids)
+        layers = self._layers
+        if joined and layers is not None and all(in_a_row(*layer, x.shape[0]) for layer in layers):
+            self._run_in_a_row(layers, x, step, logits)
+        else:
+            self._head.forward(self._hidden(x, joined, step), step, out=logits)
+
+    def hidden(self, ids: Tensor, step: Step, last_of: int = 0) -> Tensor:
+        """ids int64 [T] on the device; what the head takes, [T, hidden], or with `last_of` that of the last token of
+        each of so many rows of equal length."""
+        return self._hidden(*self._begin(ids), step, last_of)
+
+    def _hidden(self, x: Tensor, joined: bool, step: Step, last_of: int = 0) -> Tensor:
+        if joined:
+            for half in self._halves:
+                x = half.run_joined(x, step)
+            return self._norm.forward(_last_rows(x, last_of) if last_of else x)
+        h: Tensor | None = None
+        for index, (half, following) in enumerate(zip(self._halves, self._following(), strict=True)):
+            if not last_of or index != self._last:
+                x, h = half.run(x, h, following, step)
+            elif isinstance(half, AttentionHalf):
+                x, h = half.run_last(x, h, following, step, last_of)
+            else:
+                x, h = _last_rows(half.run(x, h, None, step)[0], last_of), None
+        return self._norm.forward(x) if h is None else h
+
+    def head(self, h: Tensor, step: Step) -> Tensor:
+        """Logits float32 [T, padded vocabulary] of what `hidden` gives."""
+        return self._head.forward(h, step)
+
+    def store(self, ids: Tensor, step: Step) -> None:
+        """The keys and values of ids int64 [T] into the cache, and nothing else."""
+        x, joined = self._begin(ids)
+        h: Tensor | None = None
+        for half, following in zip(self._halves[: self._last], self._following(), strict=False):
+            if joined:
+                x = half.run_joined(x, step)
+            else:
+                x, h = half.run(x, h, following, step)
+        last = self._halves[self._last]
+        if isinstance(last, AttentionHalf):
+            last.store(x, h, step)
+        else:
+            last.run(x, h, None, step)
+
+    def _begin(self, ids: Tensor) -> tuple[Tensor, bool]:
+        """The embedded ids, and whether layers take them joined."""
+        assert self._embedding.weight is not None
+        x = embed(self._embedding.weight, ids, factor=self._embedding.scale)
+        return x, x.shape[0] <= joined_rows() and all(half.join(x.shape[0]) for half in self._halves)
+
+    def _following(self) -> list[RMSNorm | None]:
+        """The norm after each half."""
+        return [*(half.input_norm for half in self._halves[1:]), self._last_norm]
+
+    def _run_in_a_row(self, layers: list[tuple[AttentionHalf, MlpHalf]], x: Tensor, step: Step, logits: Tensor) -> None:
+        head = self._normed_head(step, logits)
+        prepared: Prepared | None = None
+        following = [*(attention.qkv for attention, _ in layers[1:]), head]
+        for layer, product in zip(layers, following, strict=True):
+            prepared = run_in_a_row(*layer, x, prepared, product, step)
+        if head is None or prepared is None:
+            self._head.forward(self._norm.forward(x), step, out=logits)
+        else:
+            head.in_a_row(prepared, logits)
+            self._head.finish(logits)
+
+    def _normed_head(self, step: Step, logits: Tensor) -> FusedLinear | None:
+        """The last norm and the head as one product, where it is that of few rows."""
+        head = self._joined_head
+        fits = head is not None and head.takes_prepared and head.out_features == logits.shape[-1]
+        return head if fits and not step.loras else None
+
+
+def _pairs(halves: Sequence[Half]) -> list[tuple[AttentionHalf, MlpHalf]] | None:
+    """Layers of joined attention and joined MLP; None where one is not."""
+    found = []
+    for attention, mlp in zip(halves[::2], halves[1::2], strict=False):
+        if not isinstance(attention, AttentionHalf) or not isinstance(mlp, MlpHalf):
+            return None
+        found.append((attention, mlp))
+    return found if 2 * len(found) == len(halves) else None
+
+
+def _stores(half: Half) -> bool:
+    return isinstance(half, AttentionHalf) or (isinstance(half, ModuleHalf) and isinstance(half.module, Attention))
+
+
+def _last_rows(x: Tensor, batch: int) -> Tensor:
+    """x [T, hidden] of the last token of each of `batch` rows."""
+    return x.view(batch, -1, x.shape[1])[:, -1].contiguous()
+
+
+def plan_of(model: LanguageModel) -> DecodePlan | str:
+    """The plan of a loaded model, or why there is none."""
+    why = uncovered(model.modules)
+    if why is not None:
+        return why
+    first, norm, head, middle = _parts(model.modules)
+    assert isinstance(first, Embedding)
+    assert isinstance(norm, Norm)
+    assert isinstance(head, Head)
+    halves = [half_of(module) for module in middle]
+    if all(isinstance(half, ModuleHalf) for half in halves):
+        return next((why for why in map(why_apart, middle) if why), "all matrices have padding columns")
+    return DecodePlan(first, halves, norm, head)
+
+
+def _parts(modules: Sequence[Module]) -> tuple[Module, Module, Module, Sequence[Module]]:
+    """The embedding, the last norm, the head, and what is between."""
+    return modules[0], modules[-2], modules[-1], modules[1:-2]
+
+
+def uncovered(modules: Sequence[Module]) -> str | None:
+    """Why there is no plan for a model of these modules, loaded or not; None where there is one if the launches of a
+    half can be joined."""
+    first, norm, head, middle = _parts(modules)
+    if not isinstance(first, Embedding) or not isinstance(norm, Norm) or not isinstance(head, Head):
+        return "the model's modules are not those of a decoder"
+    for module, kind in ((first, Embedding), (head, Head)):
+        if type(module) is not kind or is_changed(module):
+            return f"{module.key} has code that a plan does not know"
+    if first.float_residual:
+        return f"{first.key} begins a hidden state of float32"
+    if not any(isinstance(module, Attention) for module in middle):
+        return "the model has no attention"
+    return None

@@ -1,0 +1,391 @@
+"""The halves of a layer as joined launches, and any other module as its own forward pass.
+
+A half is joined by its description: `why_apart` says what keeps one from it. What a joined half has beside products,
+rotation, storing and attention (norms of q and k, a clamp, a norm that is no RMS norm, a norm of the result, an
+activation without gate) is a launch of its own between them. Results are the module's own to the bit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import cast, get_args
+
+import torch
+from torch import Tensor
+
+from exl_kernels.activation import activation as activate
+from exl_kernels.activation import gated_activation
+from exl_kernels.attention import paged_attention
+from exl_kernels.attention.cuda import ProductInput, attend_own
+from exl_kernels.device import row_invariant
+from exl_kernels.fused import add_rms_norm, rope_store
+from exl_kernels.kv import store_kv
+from exl_kernels.linear.cuda import INVARIANT_ROWS, CudaQuantMatrix
+from exl_kernels.linear.fused import Activation, FusedLinear, Prepared
+from exl_kernels.linear.fused import Norm as InputNorm
+from exl_kernels.norm import rms_norm
+from exl_kernels.rope import apply_rope
+from exl_kernels.selection import FEW_ROWS, GEMV_ROWS
+
+from ..layers import Attention, FeedForward, GatedMLP, Linear, Module, Norm, PlainMLP, RMSNorm
+from ..layers.description import AttentionDescription, MlpDescription
+from .batch import Step
+
+__all__ = [
+    "AttentionHalf",
+    "Half",
+    "MlpHalf",
+    "ModuleHalf",
+    "half_of",
+    "in_a_row",
+    "is_changed",
+    "run_in_a_row",
+    "why_apart",
+]
+
+_PACKED_COLUMNS = FEW_ROWS
+"""Columns of the input that `gemm_few` takes: one for each row that it can have."""
+
+
+def why_apart(module: Module) -> str | None:
+    """Why a module, loaded or not, is run as its own forward pass; None where its launches are joined."""
+    found = module.describe()
+    if found is None:
+        return f"{module.key} is not the attention or the MLP of a layer"
+    if "describe" not in vars(type(module)) or is_changed(module):
+        return f"{module.key} has code that its description does not know"
+    if isinstance(found, AttentionDescription):
+        if found.with_mlp:
+            return f"{module.key} has attention and MLP side by side"
+        if found.split:
+            return f"{module.key} has its heads on several devices"
+        return None
+    if found.experts:
+        return f"{module.key} chooses among {found.experts} experts"
+    if found.gated and found.activation not in get_args(Activation):
+        return f"{module.key} has activation {found.activation}"
+    return None
+
+
+def is_changed(module: Module) -> bool:
+    """Whether a method of its class was replaced in this one module (`module.forward = ...`)."""
+    return any(callable(getattr(type(module), name, None)) for name in vars(module))
+
+
+class Half(ABC):
+    """A module between embedding and last norm."""
+
+    input_norm: RMSNorm | None = None
+    """That of the input, if the half before may compute it."""
+
+    def join(self, rows: int) -> bool:
+        """Whether the products of `rows` rows can be joined with what stands around them."""
+        return True
+
+    @abstractmethod
+    def run_joined(self, x: Tensor, step: Step) -> Tensor:
+        """x [T, hidden] in, and out; may be changed in place."""
+
+    @abstractmethod
+    def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        """The same with products apart. h = input_norm(x), where that is computed already; gives x and, where it was
+        computed, `following`(x). Both may be changed in place."""
+
+
+class ModuleHalf(Half):
+    """A module as its own forward pass."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+
+    def run_joined(self, x: Tensor, step: Step) -> Tensor:
+        return self.module.forward(x, step)
+
+    def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        return self.module.forward(x, step), None
+
+
+class _JoinedHalf(Half):
+    """Norms and residual of a half whose launches are joined."""
+
+    def __init__(self, norm: Norm | None, post: Norm | None, last: Linear) -> None:
+        self.norm, self.post, self.last = norm, post, last
+        self.input_norm = norm if type(norm) is RMSNorm and not is_changed(norm) else None
+        self.plain = self.input_norm is not None and post is None
+        """Nothing around the products but an RMS norm and the residual."""
+
+    def entered(self, x: Tensor) -> Tensor:
+        """What the first product takes that norms by itself where that norm is an RMS norm."""
+        return x if self.norm is None or self.input_norm is not None else self.norm.forward(x)
+
+    def normed(self, x: Tensor, h: Tensor | None = None) -> Tensor:
+        """What products without a norm take: h, if it is there."""
+        if h is not None:
+            return h
+        return x if self.norm is None else self.norm.forward(x)
+
+    def left(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + post(y), in place of x."""
+        return x.add_(y if self.post is None else self.post.apply(y))
+
+    def add_product(self, x: Tensor, y: Tensor, h: Tensor | None, following: RMSNorm | None) -> Tensor | None:
+        """x += post(y @ W) of the last product; gives `following`(x), in h if that is there."""
+        matrix = self.last.quant
+        if self.post is None and isinstance(matrix, CudaQuantMatrix) and x.shape[0] > INVARIANT_ROWS:
+            matrix.add_matmul(y, x)
+            return None if following is None else rms_norm(x, following.loaded_weight, following.eps, out=h)
+        y = matrix.matmul(y)
+        if following is None:
+            self.left(x, y)
+            return None
+        y = y if self.post is None else self.post.apply(y)
+        return add_rms_norm(x, y, following.loaded_weight, following.eps, out=h)
+
+
+class AttentionHalf(_JoinedHalf):
+    """Norm and q, k, v; rotation, storing and attention; o and residual."""
+
+    def __init__(self, attention: Attention) -> None:
+        a = self.attention = attention
+        super().__init__(a.norm, a.post, a.o_proj)
+        self.qkv = _joined(a.q_proj, a.k_proj, a.v_proj, norm=self.input_norm)
+        self.o = _joined(a.o_proj)
+        self.qkv_normed = _joined(a.q_proj, a.k_proj, a.v_proj)
+        self._shapes = a.q_norm is not None or a.k_norm is not None or bool(a.clip)
+        self.plain = self.plain and not self._shapes
+
+    def join(self, rows: int) -> bool:
+        return all(rows <= product.joined_rows for product in (self.qkv, self.o))
+
+    def run_joined(self, x: Tensor, step: Step) -> Tensor:
+        rows = x.shape[0]
+        q, k, v = self._split(self.qkv(self.entered(x), x.new_empty(rows, self.qkv.out_features)))
+        given = self.o.input_of(rows) if step.q_len == 1 else None
+        out, residual = (x, x) if self.post is None else (torch.empty_like(x), None)
+        if given is None:
+            self.o(_attend(self.attention, q, k, v, step).view(rows, -1), out, residual=residual)
+        else:
+            _attend_one(self.attention, q, k, v, step, given)
+            self.o.from_input(given, out, residual=residual)
+        return x if self.post is None else self.left(x, out)
+
+    def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        a, rows = self.attention, x.shape[0]
+        given, h = h, self.normed(x, h)
+        qkv = _in_blocks(self.qkv_normed, h)
+        if qkv is None:
+            q = a.shaped(a.q_proj.quant.matmul(h), a.q_norm)
+            k = a.shaped(a.k_proj.quant.matmul(h), a.k_norm)
+            v = a.shaped(a.v_proj.quant.matmul(h))
+        else:
+            q, k, v = self._split(qkv)
+        mixed = _attend(a, q, k, v, step).view(rows, -1)
+        return x, self.add_product(x, mixed, given, following)
+
+    def run_last(
+        self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step, batch: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """`run`, but for the last token of each of `batch` rows alone: x and h of these, [batch, hidden]."""
+        a, h = self.attention, self.normed(x, h)
+        self.store(x, h, step)
+        x, h, rows, places, turns = (
+            t.view(batch, -1, *t.shape[1:])[:, -1].contiguous()
+            for t in (x, h, step.rows, step.positions, step.rope_positions)
+        )
+        q = a.shaped(a.q_proj.quant.matmul(h), a.q_norm)
+        if a.rope != "none":
+            apply_rope(q, *step.table(a.rope), turns, interleaved=a.interleaved)
+        mixed = _attend_stored(a, q, step, rows, places)
+        return x, self.add_product(x, mixed.view(batch, -1), None, following)
+
+    def store(self, x: Tensor, h: Tensor | None, step: Step) -> None:
+        """Keys and values of x [T, hidden] into the cache; h as for `run`."""
+        a, h = self.attention, self.normed(x, h)
+        k, v = a.shaped(a.k_proj.quant.matmul(h), a.k_norm), a.shaped(a.v_proj.quant.matmul(h))
+        if a.rope != "none":
+            apply_rope(k, *step.table(a.rope), step.rope_positions, interleaved=a.interleaved)
+        store_kv(step.pages(a.layer_idx), k, v, step.slots)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [T, heads, head_dim] as the rotation takes them: views of rows that hold them side by side, or,
+        where something comes between, tensors of their own."""
+        a, d, rows = self.attention, self.attention.head_dim, qkv.shape[0]
+        widths = [a.num_attention_heads * d, a.num_key_value_heads * d, a.num_key_value_heads * d]
+        q, k, v = torch.split(qkv, widths, dim=1)
+        if self._shapes:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+            return a.shaped(q, a.q_norm), a.shaped(k, a.k_norm), a.shaped(v)
+        return q.view(rows, -1, d), k.view(rows, -1, d), v.view(rows, -1, d)
+
+
+class MlpHalf(_JoinedHalf):
+    """Norm, gate, up and activation, or norm and up; down and residual."""
+
+    def __init__(self, mlp: FeedForward) -> None:
+        assert isinstance(mlp, GatedMLP | PlainMLP), "why_apart lets no other through"
+        self.mlp = mlp
+        super().__init__(mlp.norm, mlp.post, mlp.down_proj)
+        gate = mlp.gate_proj if isinstance(mlp, GatedMLP) else None
+        self.gated = gate is not None
+        self.plain = self.plain and self.gated
+        linears = (mlp.up_proj,) if gate is None else (gate, mlp.up_proj)
+        joins = None if gate is None else cast(Activation, mlp.activation)
+        self.up = _joined(*linears, norm=self.input_norm, activation=joins)
+        self.up_normed = _joined(*linears, activation=joins)
+        self.down = _joined(mlp.down_proj)
+
+    def join(self, rows: int) -> bool:
+        return rows <= self.up.joined_rows  # the last may not be
+
+    def run_joined(self, x: Tensor, step: Step) -> Tensor:
+        h = self.entered(x)
+        out, residual = (x, x) if self.post is None else (torch.empty_like(x), None)
+        if self.gated:
+            self.up.then(self.down, h, out, residual=residual)
+        else:
+            up = self.up(h, x.new_empty(x.shape[0], self.up.out_features))
+            self.down(activate(up, self.mlp.activation, out=up), out, residual=residual)
+        return x if self.post is None else self.left(x, out)
+
+    def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        given, h = h, self.normed(x, h)
+        inner = _in_blocks(self.up_normed, h)
+        if inner is None:
+            inner, *up = (matrix.matmul(h) for matrix in self.matrices)
+            if up:
+                inner = gated_activation(inner, up[0], self.mlp.activation, out=inner)
+        if not self.gated:
+            activate(inner, self.mlp.activation, out=inner)
+        return x, self.add_product(x, inner, given, following)
+
+    @property
+    def matrices(self) -> list[CudaQuantMatrix]:
+        """Of the first product."""
+        *first, _ = self.mlp.submodules()
+        return [cast(CudaQuantMatrix, linear.quant) for linear in first]
+
+
+def half_of(module: Module) -> Half:
+    """A loaded module's half."""
+    if why_apart(module) is not None or any(_padded(linear) for linear in module.submodules()):
+        return ModuleHalf(module)
+    if isinstance(module.describe(), MlpDescription):
+        assert isinstance(module, FeedForward)
+        return MlpHalf(module)
+    assert isinstance(module, Attention)
+    return AttentionHalf(module)
+
+
+def in_a_row(attention: AttentionHalf, mlp: MlpHalf, rows: int) -> bool:
+    """Whether the products of `rows` rows of a layer can have their inputs from one another."""
+    return (
+        attention.plain
+        and mlp.plain
+        and GEMV_ROWS < rows <= FEW_ROWS
+        and all(product.takes_prepared for product in (attention.qkv, mlp.up, mlp.down))
+        and attention.o.goes_on_to(mlp.up)
+    )
+
+
+def run_in_a_row(
+    attention: AttentionHalf,
+    mlp: MlpHalf,
+    x: Tensor,
+    prepared: Prepared | None,
+    following: FusedLinear | None,
+    step: Step,
+) -> Prepared | None:
+    """A layer: x [T, hidden] half, changed in place; what the product before has prepared of it; what of x is to be
+    prepared for the product that comes next."""
+    a, rows, first, o = attention.attention, x.shape[0], attention.qkv, attention.o
+    qkv = x.new_empty(rows, first.out_features)
+    first.in_a_row(x if prepared is None else prepared, qkv)
+    attended: Tensor | Prepared
+    if step.q_len == 1 and o.takes_prepared:
+        attended = Prepared(o.room(), rows)
+        into = ProductInput(_cuda(a.o_proj), _PACKED_COLUMNS, attended.scratch)
+        _attend_one(a, *attention._split(qkv), step, into=into)
+    else:
+        attended = _attend(a, *attention._split(qkv), step).view(rows, -1)
+    normed = o.in_a_row(attended, x, x, mlp.up)
+    assert normed is not None
+    gated = mlp.up.in_a_row(normed, following=mlp.down)
+    assert gated is not None
+    return mlp.down.in_a_row(gated, x, x, following)
+
+
+def _in_blocks(product: FusedLinear, h: Tensor) -> Tensor | None:
+    """The product of the normed h on the packed weights, at most 64 rows at a time; None where that is not the way."""
+    rows = h.shape[0]
+    if rows <= FEW_ROWS or not product.batch_rows or (rows > INVARIANT_ROWS and not row_invariant()):
+        return None
+    out = h.new_empty(rows, product.out_features)
+    for some, to in zip(torch.split(h, product.batch_rows), torch.split(out, product.batch_rows), strict=True):
+        product(some, to)
+    return out
+
+
+def _joined(*linears: Linear, norm: RMSNorm | None = None, activation: Activation | None = None) -> FusedLinear:
+    before = None if norm is None else InputNorm(norm.loaded_weight, norm.eps)
+    return FusedLinear([linear.quant for linear in linears], norm=before, activation=activation)
+
+
+def _attend(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+    """Rotation, storing and attention: one launch where a row is one token."""
+    return _attend_one(a, q, k, v, step) if step.q_len == 1 else _attend_many(a, q, k, v, step)
+
+
+def _attend_one(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step, into: ProductInput | None = None) -> Tensor:
+    return attend_own(
+        q,
+        k,
+        v,
+        step.pages(a.layer_idx),
+        step.block_table,
+        step.rows,
+        step.positions,
+        step.slots,
+        *step.table(a.rope),
+        step.rope_positions,
+        scale=a.scale,
+        interleaved=a.interleaved,
+        window=a.window,
+        softcap=a.softcap,
+        max_keys=step.max_keys,
+        # The step's tensors are older than the graph's launches, and so are all keys but the tokens' own.
+        early=True,
+        into=into,
+    )
+
+
+def _attend_many(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+    q, k, v, pages = q.contiguous(), k.contiguous(), v.contiguous(), step.pages(a.layer_idx)
+    if a.rope == "none":
+        store_kv(pages, k, v, step.slots)
+    else:
+        rope_store(pages, q, k, v, *step.table(a.rope), step.rope_positions, step.slots, interleaved=a.interleaved)
+    return _attend_stored(a, q, step, step.rows, step.positions)
+
+
+def _attend_stored(a: Attention, q: Tensor, step: Step, rows: Tensor, positions: Tensor) -> Tensor:
+    return paged_attention(
+        q,
+        step.pages(a.layer_idx),
+        step.block_table,
+        rows,
+        positions,
+        scale=a.scale,
+        window=a.window,
+        softcap=a.softcap,
+        max_keys=step.max_keys,
+    )
+
+
+def _cuda(linear: Linear) -> CudaQuantMatrix:
+    matrix = linear.quant
+    assert isinstance(matrix, CudaQuantMatrix)
+    return matrix
+
+
+def _padded(linear: Linear) -> bool:
+    return linear.quant.out_features != linear.out_features

@@ -1,0 +1,263 @@
+"""Which kernels the steps of a model run on a card, worked out from the headers of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from exl_kernels.linear.cuda import INVARIANT_ROWS
+from exl_kernels.selection import FEW_ROWS, Card, MatrixShape, Selection
+
+from ..config import ExLlamaV2Config
+from ..errors import ModelStateError
+from ..layers import Attention, GatedMLP, Head, Linear, Module, MoE, PlainMLP, build_modules
+from ..loading.checkpoint import Checkpoint, TensorReader, TensorSource
+from ..loading.linears import LinearOptions, LinearSpec, read_quantized
+from .fused import uncovered
+from .halves import why_apart
+
+__all__ = ["ROWS", "KernelUse", "kernel_uses"]
+
+ROWS = (1, 8, 32, 64, 512)
+"""Rows of a step that are asked for by default: decoding alone and in batches, and a prompt."""
+
+
+_MANY_ROWS = f"more than {INVARIANT_ROWS} rows are cheaper by dequantizing once"
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """One operation of a layer at one number of rows."""
+
+    operation: str
+    """"q+k+v", "o", "gate+up", "down", "attention", "router", "experts", "head", or the last part of a matrix's key."""
+    rows: int
+    kernel: str
+    """As `exl_kernels.selection` names it; "cuBLAS" for float matrices. Several with commas where layers differ."""
+    why: tuple[str, ...]
+    """Why nothing faster is taken, one sentence each; empty where nothing faster exists."""
+
+
+def kernel_uses(
+    config: ExLlamaV2Config,
+    card: Card,
+    *,
+    rows: Sequence[int] = ROWS,
+    cache: str = "fp16",
+    keys: int = 256,
+) -> list[KernelUse]:
+    """The kernels of every operation of a layer and of the head, for each number of `rows`, over `keys` keys.
+
+    Up to 64 rows are as many sequences of one token; more are one prompt. Reads the scales of every matrix, not its
+    weights. Raises ModelStateError (a config without tensors), FormatError and MissingTensorError.
+    """
+    if config.checkpoint is None:
+        raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() first")
+    modules = build_modules(config)
+    shapes = _Shapes(config.checkpoint)
+    why_not = uncovered(modules)
+    halves = [(module, why_not or why_apart(module)) for module in modules[1:-2]]
+    found: list[KernelUse] = []
+    for count in rows:
+        uses = _Uses(count, card, shapes)
+        for _, layer in groupby(halves, lambda half: half[0].key):
+            joined: list[Module] = []
+            for half, why in layer:
+                if isinstance(half, Attention):
+                    uses.add("attention", _attention_kernel(card, half, count, cache, keys))
+                if why is None:
+                    joined.append(half)
+                elif isinstance(half, MoE):
+                    uses.experts(half, why)
+                else:
+                    uses.alone(half.submodules(), [why])
+            uses.layer(joined)
+        head = modules[-1]
+        if isinstance(head, Head):
+            uses.head(head, in_a_row=not any(why for _, why in halves))
+        found += uses.rows()
+    return found
+
+
+def _attention_kernel(card: Card, a: Attention, count: int, cache: str, keys: int) -> str:
+    batch, tokens = (count, 1) if count <= INVARIANT_ROWS else (1, count)
+    return card.attention(
+        cache,
+        a.head_dim,
+        a.num_attention_heads,
+        a.num_key_value_heads,
+        batch=batch,
+        tokens=tokens,
+        keys=max(keys, tokens),
+        window=a.window,
+        softcap=a.softcap,
+    )
+
+
+class _Shapes:
+    """The shapes of a model's quantized matrices, read once each."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._source = _WithoutWeights(TensorReader(checkpoint))
+        self._known: dict[str, MatrixShape | None] = {}
+
+    def of(self, linear: Linear) -> MatrixShape | None:
+        """None for a float matrix."""
+        if linear.key not in self._known:
+            self._known[linear.key] = _shape(self._source, linear.spec, linear.options)
+        return self._known[linear.key]
+
+    def all(self, linears: Iterable[Linear]) -> list[MatrixShape] | None:
+        """None where one of them is a float matrix."""
+        shapes = [self.of(linear) for linear in linears]
+        quantized = [shape for shape in shapes if shape is not None]
+        return quantized if len(quantized) == len(shapes) else None
+
+
+def _shape(source: TensorSource, spec: LinearSpec, options: LinearOptions) -> MatrixShape | None:
+    found = read_quantized(source, spec, options)
+    if found is None:
+        return None
+    kind, tensors, name = found
+    if kind == "exl2":
+        return MatrixShape.from_exl2(tensors, name=name)
+    return MatrixShape.from_gptq(
+        tensors, bits=options.gptq_bits, zeros=options.gptq_zeros, group_size=options.gptq_group_size, name=name
+    )
+
+
+class _WithoutWeights:
+    """A source whose packed weights are uninitialized: of the right shape, and never read from the disk."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self._reader = reader
+        self.has, self.shape, self.read, self.describe = reader.has, reader.shape, reader.read, reader.describe
+
+    def read_group(self, names: Collection[str]) -> dict[str, Tensor]:
+        weights = {name for name in names if name.endswith((".q_weight", ".qweight"))}
+        group = self._reader.read_group([name for name in names if name not in weights])
+        for name in weights:
+            group[name] = torch.empty(self.shape(name), dtype=torch.int32)
+        return group
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Matrices that are multiplied in one launch where that can be."""
+
+    operation: str
+    linears: tuple[Linear, ...]
+    norm: bool = False
+    gate: bool = False
+    residual: bool = False
+
+
+def _products(half: Module) -> list[_Product]:
+    """Those of a half whose launches are joined."""
+    about = half.describe()
+    assert about is not None
+    norm, residual = about.norm == "rms", about.post is None
+    if isinstance(half, Attention):
+        qkv = (half.q_proj, half.k_proj, half.v_proj)
+        return [_Product("q+k+v", qkv, norm=norm), _Product("o", (half.o_proj,), residual=residual)]
+    down = [_Product("down", (half.down_proj,), residual=residual)] if isinstance(half, GatedMLP | PlainMLP) else []
+    if isinstance(half, GatedMLP):
+        return [_Product("gate+up", (half.gate_proj, half.up_proj), norm=norm, gate=True), *down]
+    assert isinstance(half, PlainMLP)
+    return [_Product("up", (half.up_proj,), norm=norm), *down]
+
+
+class _Uses:
+    """Kernels and reasons by operation, over all layers, at one number of rows."""
+
+    def __init__(self, count: int, card: Card, shapes: _Shapes) -> None:
+        self.count = count
+        self._card = card
+        self._shapes = shapes
+        self._kernels: dict[str, dict[str, None]] = {}
+        self._why: dict[str, dict[str, None]] = {}
+
+    def rows(self) -> list[KernelUse]:
+        return [
+            KernelUse(operation, self.count, ", ".join(kernels), tuple(self._why[operation]))
+            for operation, kernels in self._kernels.items()
+        ]
+
+    def add(self, operation: str, kernel: str, why: Iterable[str] = ()) -> None:
+        self._kernels.setdefault(operation, {})[kernel] = None
+        self._why.setdefault(operation, {}).update(dict.fromkeys(why))
+
+    def layer(self, halves: Sequence[Module]) -> None:
+        """The matmuls of halves whose launches are joined. What keeps one of them, the last aside, from being launched
+        with norm, gate and residual keeps all."""
+        found = [(product, self._product(product)) for half in halves for product in _products(half)]
+        apart = [
+            f"{product.operation} is launched apart: {reason}"
+            for product, selected in found
+            if product.operation != "down" and (selected is None or not selected.joined)
+            for reason in (["it is not quantized"] if selected is None else _reasons(selected)[-1:])
+        ]
+        if apart or self.count > INVARIANT_ROWS:
+            self.alone([linear for half in halves for linear in half.submodules()], apart)
+            return
+        for product, selected in found:
+            self._matmul(product.operation, selected)
+
+    def head(self, head: Head, *, in_a_row: bool) -> None:
+        """The head's matmul. Where inputs are handed from kernel to kernel the last norm is part of it."""
+        fused = self._fused((head.linear,), norm=True)
+        if in_a_row and fused is not None and fused.joined and fused.kernel == "gemm_few":
+            self._matmul("head", fused)
+        else:
+            self._matmul("head", self._alone(head.linear))
+
+    def experts(self, half: MoE, why_apart: str) -> None:
+        """The router, the experts' matmuls, in one entry where they share launches, and those of a shared expert."""
+        matrices = [linear for expert in half.experts for linear in expert]
+        known: set[Linear] = set()
+        if self._shapes.of(half.router) is None:
+            self.add("router", "experts_route")
+            known.add(half.router)
+        if self._shapes.all(matrices) is not None and half.shares(self.count):
+            self.add("experts", "experts_few" if self.count <= FEW_ROWS else "experts_many")
+            known.update(matrices)
+            why_apart = ""
+        reasons = [why_apart] if why_apart else []
+        self.alone((linear for linear in half.submodules() if linear not in known), reasons)
+
+    def alone(self, linears: Iterable[Linear], why_apart: Sequence[str]) -> None:
+        """Matmuls of one matrix each."""
+        for linear in linears:
+            self._matmul(linear.key.rpartition(".")[2], self._alone(linear), why_apart)
+
+    def _matmul(self, operation: str, found: Selection | None, why_apart: Sequence[str] = ()) -> None:
+        if found is None:
+            self.add(operation, "cuBLAS", ["the matrix is not quantized"])
+        else:
+            reasons = [_MANY_ROWS] if self.count > INVARIANT_ROWS else [*why_apart, *_reasons(found)]
+            self.add(operation, found.kernel, reasons)
+
+    def _alone(self, linear: Linear) -> Selection | None:
+        shape = self._shapes.of(linear)
+        return None if shape is None else self._card.matmul(shape, self.count)
+
+    def _product(self, product: _Product) -> Selection | None:
+        """None where a matrix is not quantized."""
+        return self._fused(product.linears, norm=product.norm, gate=product.gate, residual=product.residual)
+
+    def _fused(
+        self, linears: Sequence[Linear], *, norm: bool = False, gate: bool = False, residual: bool = False
+    ) -> Selection | None:
+        """None where a matrix is not quantized."""
+        matrices = self._shapes.all(linears)
+        if matrices is None:
+            return None
+        return self._card.fused_matmul(matrices, self.count, norm=norm, gate=gate, residual=residual)
+
+
+def _reasons(found: Selection) -> list[str]:
+    return [f"{kernel}: {why}" for kernel, why in found.refused]

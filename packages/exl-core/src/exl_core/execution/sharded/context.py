@@ -1,0 +1,90 @@
+"""Which devices share the matrices of a model, and what each has: `model.tp_context`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exl_kernels.kv import KVPages
+
+from ...device import torch_device
+from ...errors import CacheError
+from ...placement import Placement
+from .shares import Bounds, Shares
+from .transfer import send
+
+if TYPE_CHECKING:
+    from ...contracts import PagedCache
+    from ..batch import Step
+
+__all__ = ["TensorParallel"]
+
+
+class TensorParallel:
+    """Devices by name; the first holds hidden states, norms, embedding and routers, and gathers every result."""
+
+    def __init__(self, names: Sequence[str], shares: Shares, kv_heads: int, *, float_residual: bool = False) -> None:
+        self.names = list(names)
+        self.shares = shares
+        self.heads: Bounds = shares.kv_heads(kv_heads)  # key/value heads of each device that has any
+        self.home = torch_device(self.names[0])
+        self._placement = Placement(self.names, float_residual)
+
+    def device(self, shard: int) -> torch.device:
+        """torch's device of a number."""
+        return torch_device(self.names[shard])
+
+    def spread(self, x: Tensor) -> Callable[[int], Tensor]:
+        """shard -> x on that device, sent once."""
+        sent: dict[torch.device, Tensor] = {x.device: x}
+
+        def there(shard: int) -> Tensor:
+            device = self.device(shard)
+            if device not in sent:
+                sent[device] = send(x, device)
+            return sent[device]
+
+        return there
+
+    def step_on(self, step: Step, shard: int) -> Step:
+        """The step with its tensors on that device; moved once for all layers."""
+        device = self.device(shard)
+        if device == step.rows.device:
+            return step  # not held by itself: its cache would live until the garbage collector runs
+        if device not in step.elsewhere:
+            step.elsewhere[device] = self._placement.step_on(step, device)
+        return step.elsewhere[device]
+
+    # ---------------------------------------------------------------------------------------------------------- pages
+
+    def pages(
+        self, cache: PagedCache | None, page_size: int, scratch: tuple[int, int]
+    ) -> tuple[Callable[[int], KVPages], ...]:
+        """For every entry of `heads`, layer -> pages of those heads; without a cache one scratch layer for all of them,
+        of `scratch` = (pages, head_dim). CacheError unless the cache was made for this model as it is cut."""
+        if cache is None:
+            count, head_dim = scratch
+            made = [
+                KVPages.allocate("fp16", count, page_size, end - begin, head_dim, self.device(shard))
+                for shard, begin, end in self.heads
+            ]
+            return tuple(_always(pages) for pages in made)
+        caches = cache.shards()
+        wanted = [(self.device(shard), end - begin) for shard, begin, end in self.heads]
+        if [(c.device_of(0), c.num_key_value_heads) for c in caches] != wanted:
+            raise CacheError(
+                f"the matrices of this model are cut over {', '.join(self.names)}: it needs an ExLlamaV2Cache_TP made "
+                "after load_tp, its base any other cache class"
+            )
+        return tuple(_paged(c, page_size) for c in caches)
+
+
+def _always(pages: KVPages) -> Callable[[int], KVPages]:
+    return lambda layer: pages
+
+
+def _paged(cache: PagedCache, page_size: int) -> Callable[[int], KVPages]:
+    return lambda layer: cache.pages(layer, page_size)

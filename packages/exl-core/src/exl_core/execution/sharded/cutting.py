@@ -1,0 +1,77 @@
+"""Tells the modules of a model, before they are loaded, which device computes what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...layers import (
+    Attention,
+    FeedForward,
+    GatedMLP,
+    Head,
+    Intervention,
+    Linear,
+    Module,
+    MoE,
+    ParallelDecoder,
+    PlainMLP,
+)
+from .context import TensorParallel
+from .heads import HeadCut
+
+__all__ = ["cut_modules", "unshard_modules"]
+
+
+def cut_modules(modules: Sequence[Module], context: TensorParallel) -> None:
+    """q, k and v are cut at key/value heads, everything else by blocks of output features; experts stay whole, each on
+    one device; routers, norms and the embedding are on the first."""
+    for module in _inner(modules):
+        if isinstance(module, Attention):
+            _cut_attention(module, context)
+        if isinstance(module, ParallelDecoder):
+            _cut_feed_forward(module.mlp, context)
+        elif isinstance(module, FeedForward):
+            _cut_feed_forward(module, context)
+        elif isinstance(module, Head):
+            _cut_linear(module.linear, context)
+
+
+def unshard_modules(modules: Sequence[Module]) -> None:
+    """Undo `cut_modules`, after an unload."""
+    for module in _inner(modules):
+        if isinstance(module, Attention):
+            module.cut = None
+        for linear in module.submodules():
+            linear.cut = linear.place = None
+
+
+def _inner(modules: Sequence[Module]) -> Iterator[Module]:
+    for module in modules:
+        while isinstance(module, Intervention):
+            module = module.inner
+        yield module
+
+
+def _cut_attention(attention: Attention, context: TensorParallel) -> None:
+    attention.cut = HeadCut(context)
+    dim, groups = attention.head_dim, attention.num_attention_heads // attention.num_key_value_heads
+    for linear, width in ((attention.q_proj, groups * dim), (attention.k_proj, dim), (attention.v_proj, dim)):
+        linear.cut = (context, tuple((shard, begin * width, end * width) for shard, begin, end in context.heads))
+    _cut_linear(attention.o_proj, context)
+
+
+def _cut_feed_forward(module: FeedForward, context: TensorParallel) -> None:
+    if isinstance(module, MoE):
+        shards = context.shares.experts(len(module.experts))
+        for expert, shard in zip(module.experts, shards, strict=True):
+            for linear in expert:
+                linear.place = context.device(shard)
+        if module.shared is not None:
+            _cut_feed_forward(module.shared, context)
+    elif isinstance(module, (GatedMLP, PlainMLP)):
+        for linear in module.submodules():
+            _cut_linear(linear, context)
+
+
+def _cut_linear(linear: Linear, context: TensorParallel) -> None:
+    linear.cut = (context, context.shares.features(linear.out_features))

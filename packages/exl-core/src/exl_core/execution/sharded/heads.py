@@ -1,0 +1,96 @@
+"""Attention whose heads are on several devices."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .matrix import SplitMatrix, gathered
+from .transfer import send
+
+if TYPE_CHECKING:
+    from ...layers.attention import Attention
+    from ...layers.norm import Norm
+    from ..batch import Step
+    from .context import TensorParallel
+
+__all__ = ["HeadCut"]
+
+
+class HeadCut:
+    """One layer's heads: each device projects, rotates, stores and reads those it has; o_proj sees all of them."""
+
+    def __init__(self, context: TensorParallel) -> None:
+        self.context = context
+        self.heads = context.heads
+        self._norms: list[tuple[Norm | None, Norm | None]] | None = None
+
+    def reset(self) -> None:
+        """Forget what was taken from the weights: they were unloaded."""
+        self._norms = None
+
+    def attend(self, attention: Attention, h: Tensor, step: Step) -> Tensor:
+        """As `Attention.attend`: h [T, hidden] on the first device -> o_proj of the attention over it, there too."""
+        a, context = attention, self.context
+        dim, groups = a.head_dim, a.num_attention_heads // a.num_key_value_heads
+        projected = self._projected(a, h, step)
+        made = []
+        for (shard, begin, end), pages, (q, k, v) in zip(self.heads, step.shards, projected, strict=True):
+            there = context.step_on(step, shard)
+            mixed = a.mix(q, k, v, pages(a.layer_idx), there).view(h.shape[0], -1)
+            made.append((begin * groups * dim, end * groups * dim, mixed))
+        whole = torch.empty((h.shape[0], a.num_attention_heads * dim), dtype=h.dtype, device=h.device)
+        return a.o_proj.forward(gathered(made, whole), step.loras)
+
+    def _projected(self, a: Attention, h: Tensor, step: Step) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """q, k and v [T, heads, head_dim] of every device, on it."""
+        linears = (a.q_proj, a.k_proj, a.v_proj)
+        matrices = [linear.matrix for linear in linears]
+        if any(linear.adapted(step.loras) for linear in linears) or self._whole_rows(a):
+            return self._from_home(a, h, step)
+        if self._norms is None:
+            with torch.inference_mode(False):  # kept for passes of every mode
+                self._norms = [
+                    (self._norm(a.q_norm, shard, begin, end, a), self._norm(a.k_norm, shard, begin, end, None))
+                    for shard, begin, end in self.heads
+                ]
+        inputs = self.context.spread(h)
+        cut = [m.parts for m in matrices if isinstance(m, SplitMatrix)]
+        found = []
+        for parts, norms in zip(zip(*cut, strict=True), self._norms, strict=True):
+            shard = parts[0].shard
+            q, k, v = (part.matmul(inputs(shard)) for part in parts)
+            found.append(a.rotated(q, k, v, self.context.step_on(step, shard), *norms))
+        return found
+
+    def _from_home(self, a: Attention, h: Tensor, step: Step) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The same by way of the first device, where adapters and norms over all heads at once are applied."""
+        q, k, v = a.project(h, step)
+        groups = a.num_attention_heads // a.num_key_value_heads
+        return [
+            (
+                send(q[:, begin * groups : end * groups].contiguous(), self.context.device(shard)),
+                send(k[:, begin:end].contiguous(), self.context.device(shard)),
+                send(v[:, begin:end].contiguous(), self.context.device(shard)),
+            )
+            for shard, begin, end in self.heads
+        ]
+
+    @staticmethod
+    def _whole_rows(a: Attention) -> bool:
+        """Whether a norm runs over the whole row of heads, which no device has."""
+        norms = ((a.q_norm, a.q_proj), (a.k_norm, a.k_proj))
+        return any(norm is not None and norm.shapes[0] == (linear.out_features,) for norm, linear in norms)
+
+    def _norm(self, norm: Norm | None, shard: int, begin: int, end: int, q: Attention | None) -> Norm | None:
+        """The norm's weights of those heads, on their device."""
+        if norm is None or norm.weight is None:
+            return None
+        groups = 1 if q is None else q.num_attention_heads // q.num_key_value_heads
+        weight = norm.weight if norm.weight.dim() == 1 else norm.weight[begin * groups : end * groups]
+        mine = copy.copy(norm)
+        mine.weight = weight.to(self.context.device(shard)).contiguous()
+        return mine

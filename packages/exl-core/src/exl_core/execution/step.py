@@ -1,0 +1,312 @@
+"""Builds the `Step` of a chunk: where its tokens lie, what they see, how far they are rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exl_kernels.kv import KVPages
+
+from ..axes import gather_axes, positions_on_axes, runs_of
+from ..errors import InputError, SequenceTooLongError
+from ..rope import RopeTable
+from .attn_params import AttentionParams, PagedParams
+from .batch import Step
+
+if TYPE_CHECKING:
+    from ..cache import ExLlamaV2CacheBase
+    from ..config import ExLlamaV2Config
+    from ..embeddings import ExLlamaV2MMEmbedding
+    from ..lora import ExLlamaV2Lora
+    from .sharded import TensorParallel
+
+__all__ = ["build_step"]
+
+MASKED = -1e30  # finite, so that a row that sees only masked keys stays free of NaN
+
+
+def build_step(
+    config: ExLlamaV2Config,
+    rope: RopeTable,
+    cache: ExLlamaV2CacheBase | None,
+    params: AttentionParams | PagedParams,
+    batch: int,
+    q_len: int,
+    abort_event: Event | None,
+    device: torch.device,
+    loras: tuple[ExLlamaV2Lora, ...] = (),
+    embeddings: tuple[ExLlamaV2MMEmbedding, ...] = (),
+    rope_alt: RopeTable | None = None,
+    parallel: TensorParallel | None = None,
+    ids: Tensor | None = None,
+) -> Step:
+    """The step with its tensors on `device`. ids: int64 [batch, q_len] on the CPU, needed where there are embeddings.
+
+    Raises SequenceTooLongError or InputError when the tokens do not fit the cache, the model or the parameters.
+    """
+    if cache is not None:
+        cache.check_model(config)
+    if isinstance(params, PagedParams):
+        layout = _paged_layout(cache, params, batch, q_len)
+    else:
+        layout = _contiguous_layout(config, cache, params, batch, q_len, device)
+    rows, positions, block_table, page_size, pages = layout
+    shards = () if parallel is None else parallel.pages(cache, page_size, (batch, config.head_dim))
+    last = int(positions.max())
+    if last >= config.max_seq_len:
+        raise SequenceTooLongError(
+            f"position {last} is beyond the model's max_seq_len of {config.max_seq_len}; shorten the context, or raise "
+            "config.max_seq_len before building the model"
+        )
+    flat = positions.reshape(-1)
+    page_of = block_table[rows.long(), flat // page_size].long()
+    visible, pictures = _pictures(positions, ids, embeddings)
+    if isinstance(params, PagedParams) and params.q_lens is not None:
+        if embeddings:
+            raise InputError("indexed_embeddings and PagedParams.q_lens exclude each other: run such a row by itself")
+        rope_positions = _joined_rope_positions(params, positions, rows)
+    else:
+        rope_positions = _rope_positions(config, cache, params, positions, ids, embeddings)
+    highest = int(rope_positions.max())
+    if highest >= config.max_seq_len:
+        raise SequenceTooLongError(
+            f"position_offsets or rope_offsets lead to position {highest}, max_seq_len is {config.max_seq_len}"
+        )
+    if rope_positions.dim() == 2:  # on three axes: a table of their own, one row a token
+        assert config.mrope_section is not None
+        tables = gather_axes(*rope.upto(highest + 1), rope_positions, config.mrope_section)
+        cos, sin = (table.to(device) for table in tables)
+        rope_positions = torch.arange(batch * q_len)
+    else:
+        cos, sin = rope.upto(highest + 1, device)
+    key_mask = _key_mask(params, batch, last + 1)
+    return Step(
+        batch_size=batch,
+        q_len=q_len,
+        rows=rows.to(device),
+        positions=visible.reshape(-1).to(device, torch.int32),
+        slots=(page_of * page_size + flat % page_size).to(device),
+        block_table=block_table.to(device),
+        rope_positions=rope_positions.to(device),
+        cos=cos,
+        sin=sin,
+        pages=pages,
+        key_mask=None if key_mask is None else key_mask.to(device),
+        max_keys=last + 1,
+        abort_event=abort_event,
+        loras=loras,
+        embeddings=embeddings,
+        shards=shards,
+        alt=None if rope_alt is None else rope_alt.upto(highest + 1, device),
+        pictures=None if pictures is None else (pictures[0].to(device), pictures[1].to(device)),
+    )
+
+
+def _scratch(pages: int, page_size: int, heads: int, head_dim: int, device: torch.device) -> Callable[[int], KVPages]:
+    """One layer's pages that every layer overwrites, made when the first asks."""
+    made: list[KVPages] = []
+
+    def of_layer(layer: int) -> KVPages:
+        if not made:
+            made.append(KVPages.allocate("fp16", pages, page_size, heads, head_dim, device))
+        return made[0]
+
+    return of_layer
+
+
+Layout = tuple[Tensor, Tensor, Tensor, int, Callable[[int], KVPages]]
+
+
+def _contiguous_layout(
+    config: ExLlamaV2Config,
+    cache: ExLlamaV2CacheBase | None,
+    params: AttentionParams,
+    batch: int,
+    q_len: int,
+    device: torch.device,
+) -> Layout:
+    """(rows int32 [T], positions int64 [B, q], block table, page size, pages of a layer); a scratch cache where there
+    is none."""
+    past = params.past_len or 0
+    rows = _rows(batch, q_len)
+    positions = (past + torch.arange(q_len)).expand(batch, q_len)
+    block_table = torch.arange(batch, dtype=torch.int32)[:, None]
+    if cache is None:
+        sizes = (batch, q_len, config.num_key_value_heads, config.head_dim)
+        return rows, positions, block_table, q_len, _scratch(*sizes, device)
+    if batch > cache.batch_size:
+        raise InputError(f"batch of {batch} for a cache of batch_size {cache.batch_size}")
+    if past + q_len > cache.max_seq_len:
+        raise SequenceTooLongError(
+            f"Total sequence length exceeds cache size in model.forward: {past} + {q_len} tokens, the cache holds "
+            f"{cache.max_seq_len}"
+        )
+    return rows, positions, block_table, cache.max_seq_len, lambda layer: cache.pages(layer, cache.max_seq_len)
+
+
+def _rows(batch: int, q_len: int | Tensor) -> Tensor:
+    """Each token's row of the block table, int32 [T]."""
+    return torch.arange(batch, dtype=torch.int32).repeat_interleave(q_len)
+
+
+def _paged_layout(cache: ExLlamaV2CacheBase | None, params: PagedParams, batch: int, q_len: int) -> Layout:
+    if cache is None:
+        raise InputError("paged attention needs a cache")
+    if cache.batch_size != 1:
+        raise InputError(f"paged attention needs a cache of batch_size 1, this one has {cache.batch_size}")
+    page_size = params.page_size
+    if cache.max_seq_len % page_size:
+        raise InputError(f"the cache's max_seq_len {cache.max_seq_len} is not a multiple of the page size {page_size}")
+    past = params.cache_seqlens.to("cpu", torch.int64)
+    table = params.block_index.to("cpu", torch.int32).contiguous()
+    lengths = _lengths(params, batch, q_len)
+    ends = past + lengths
+    needed = int(ends.max())
+    if int(past.min()) < 0 or needed > table.shape[1] * page_size:
+        raise SequenceTooLongError(
+            f"{needed} tokens of a sequence do not fit its {table.shape[1]} pages of {page_size} in block_index"
+        )
+    _check_page_numbers(table, ends, page_size, cache.max_seq_len // page_size)
+    if params.q_lens is None:
+        rows, positions = _rows(batch, q_len), past[:, None] + torch.arange(q_len)
+    else:
+        rows = _rows(params.batch_size, lengths)
+        first = past - (lengths.cumsum(0) - lengths)  # of each row, less its place among the ids
+        positions = (first[rows.long()] + torch.arange(q_len))[None]
+    return rows, positions, table, page_size, lambda layer: cache.pages(layer, page_size)
+
+
+def _lengths(params: PagedParams, batch: int, q_len: int) -> Tensor:
+    """Tokens of each row of a paged step, int64 [batch]."""
+    if params.q_lens is None:
+        if params.batch_size != batch or params.q_len not in (0, q_len):
+            raise InputError(
+                f"ids are {batch} x {q_len}, PagedParams says batch_size {params.batch_size}, q_len {params.q_len}"
+            )
+        return torch.full((batch,), q_len)
+    if not isinstance(params.q_lens, Tensor) or tuple(params.q_lens.shape) != (params.batch_size,):
+        raise InputError(f"PagedParams: q_lens is {params.q_lens!r}, expected int32 [batch_size = {params.batch_size}]")
+    lengths = params.q_lens.to("cpu", torch.int64)
+    if batch != 1 or int(lengths.sum()) != q_len or params.q_len not in (0, q_len) or int(lengths.min()) < 1:
+        raise InputError(
+            f"ids are {batch} x {q_len}, PagedParams says q_lens {lengths.tolist()}, q_len {params.q_len}: with q_lens "
+            "of at least 1 each, ids are 1 x their sum"
+        )
+    return lengths
+
+
+def _check_page_numbers(table: Tensor, lengths: Tensor, page_size: int, num_pages: int) -> None:
+    """Entries behind a sequence's last page may hold anything; those in use must exist."""
+    used = torch.arange(table.shape[1])[None, :] * page_size < lengths[:, None]
+    bad = used & ((table < 0) | (table >= num_pages))
+    if bad.any():
+        raise InputError(f"block_index names page {int(table[bad][0])}; the cache has pages 0 to {num_pages - 1}")
+
+
+def _joined_rope_positions(params: PagedParams, positions: Tensor, rows: Tensor) -> Tensor:
+    """Row of the RoPE table for each token of rows of different lengths: int64 [T]."""
+    flat = positions.reshape(-1)
+    if params.rope_offsets is None:
+        return flat
+    offsets = _per_row("rope_offsets", params.rope_offsets, params.batch_size)
+    return (flat + offsets[rows.long()]).clamp(min=0)
+
+
+def _rope_positions(
+    config: ExLlamaV2Config,
+    cache: ExLlamaV2CacheBase | None,
+    params: AttentionParams | PagedParams,
+    positions: Tensor,
+    ids: Tensor | None,
+    embeddings: tuple[ExLlamaV2MMEmbedding, ...],
+) -> Tensor:
+    """Row of the RoPE table for each token: int64 [T], max(0, past + offset + j); or [3, T], one
+    for each axis, where the chunk holds pictures on three axes (5.5)."""
+    batch = positions.shape[0]
+    shifted = params.rope_offsets is not None or getattr(params, "position_offsets", None) is not None
+    if config.mrope_section is None and not shifted:
+        return positions.reshape(-1).contiguous()
+    shifts = _per_row("position_offsets", getattr(params, "position_offsets", None), batch)
+    offsets = _per_row("rope_offsets", params.rope_offsets, batch)
+    remembered = None
+    if not isinstance(params, PagedParams) and config.mrope_section is not None:
+        remembered = getattr(cache, "rope_offsets", None)
+    first = positions[:, 0].tolist()
+    if remembered is not None and params.rope_offsets is None:
+        offsets = torch.tensor([remembered.at(row, place) for row, place in enumerate(first)])
+    own: dict[int, Tensor] = {}
+    for row in range(batch):
+        marks: list[tuple[int, int]] = []
+        if embeddings and ids is not None:
+            axes, marks = positions_on_axes(ids[row].numpy(), embeddings, first[row], int(offsets[row]))
+            if axes is not None:
+                own[row] = torch.from_numpy(axes) + shifts[row]
+        if remembered is not None:
+            # Also right if the pass is aborted: what is written behind current_seq_len is forgotten by the next one.
+            remembered.write(row, first[row], marks)
+    plain = positions + (offsets + shifts)[:, None]
+    if not own:
+        return plain.clamp(min=0).reshape(-1).contiguous()
+    found = plain.expand(3, -1, -1).clone()
+    for row, placed in own.items():
+        found[:, row] = placed
+    return found.clamp(min=0).reshape(3, -1)
+
+
+def _per_row(name: str, offsets: Tensor | None, batch: int) -> Tensor:
+    """int64 [batch]."""
+    if offsets is None:
+        return torch.zeros(batch, dtype=torch.int64)
+    found = offsets.reshape(-1).to("cpu", torch.int64)
+    if found.shape[0] not in (1, batch):
+        raise InputError(f"{name} has {found.shape[0]} entries for a batch of {batch}")
+    return found.expand(batch)
+
+
+def _pictures(
+    positions: Tensor, ids: Tensor | None, embeddings: tuple[ExLlamaV2MMEmbedding, ...]
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """(last visible place of each token [B, q], `Step.pictures`). Raises InputError where a chunk ends inside a picture
+    that sees itself: its first rows would need the last ones."""
+    tokens: list[Tensor] = []
+    if ids is None or not any(e.sees_itself for e in embeddings):
+        return positions, None
+    visible = positions.clone()
+    q_len = positions.shape[1]
+    for row, place in enumerate(positions):
+        for run in runs_of(ids[row].numpy(), embeddings):
+            if not run.embedding.sees_itself:
+                continue
+            if not run.complete:
+                raise InputError(
+                    f"{run.embedding.text_alias}: the chunk ends at row {run.first + run.end - run.start} of the "
+                    "picture, whose rows see each other: let chunks end outside of pictures"
+                )
+            visible[row, run.start : run.end] = place[run.end - 1]
+            tokens.append(torch.arange(run.start, run.end) + row * q_len)
+    if not tokens:
+        return positions, None
+    numbers = torch.cat(tokens)
+    return visible, (numbers, positions.reshape(-1)[numbers].to(torch.int32))
+
+
+def _key_mask(params: AttentionParams | PagedParams, batch: int, total: int) -> Tensor | None:
+    """input_mask as float32 [batch, total], cut to the keys there are."""
+    if isinstance(params, PagedParams) or params.input_mask is None:
+        return None
+    mask = params.input_mask
+    if mask.dim() != 2 or mask.shape[0] not in (1, batch):
+        raise InputError(f"input_mask has shape {list(mask.shape)}, expected [batch = {batch}, total length]")
+    mask = mask.to(torch.float32).clamp(min=MASKED).expand(batch, -1)
+    if torch.isnan(mask).any():
+        raise InputError("input_mask holds NaN; use 0 to attend to a key and -inf to ignore it")
+    if mask.shape[1] < total:
+        raise InputError(
+            f"input_mask covers {mask.shape[1]} keys, {total} are attended to: give one value for every stored and new "
+            "token (0 to attend, -inf to ignore)"
+        )
+    return mask[:, :total].contiguous()

@@ -1,0 +1,262 @@
+"""Self-attention with its norms and residual: the only module that touches the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exl_kernels.attention import paged_attention
+from exl_kernels.block import AttentionBlock
+from exl_kernels.kv import store_kv
+from exl_kernels.rope import apply_rope
+
+from ..architectures.windows import LayerRope
+from ..execution.batch import Step
+from ..loading.checkpoint import TensorSource
+from .description import AttentionDescription
+from .linear import Linear
+from .mlp import FeedForward
+from .norm import Norm, fused_norm, kind_of
+from .sublayer import SubLayer
+
+if TYPE_CHECKING:
+    from exl_kernels.kv import KVPages
+
+    from ..execution.sharded.heads import HeadCut
+
+__all__ = ["Attention", "ParallelDecoder"]
+
+PICTURE_TOKENS = 64  # tokens of pictures in one call, each with a mask over all keys
+
+
+class Attention(SubLayer[AttentionBlock]):
+    """x + post(o_proj(attention(rope(q), rope(k), v))) with q, k, v from norm(x).
+
+    Keys and values of the chunk are stored before they are read, so that a token's result does not depend on how the
+    prompt was cut into chunks.
+    """
+
+    name = "Attention"
+
+    def __init__(
+        self,
+        key: str,
+        layer_idx: int,
+        norm: Norm | None,
+        projections: tuple[Linear, Linear, Linear, Linear],
+        *,
+        head_dim: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        interleaved: bool = False,
+        rope: LayerRope = "main",
+        clip: float = 0.0,
+        post: Norm | None = None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> None:
+        """interleaved: GPT-J pairs. rope: which table rotates. clip > 0: q, k and v are clamped to +- clip.
+
+        post: norm of the output, before the residual sum. q_norm, k_norm: before RoPE, over each head, or over the
+        whole row of heads if the weight is as wide as that.
+        """
+        self.key = key
+        self.layer_idx = layer_idx
+        self.norm = norm
+        self.post, self.q_norm, self.k_norm = post, q_norm, k_norm
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = projections
+        self.head_dim = head_dim
+        self.num_attention_heads = self.q_proj.out_features // head_dim
+        self.num_key_value_heads = self.k_proj.out_features // head_dim
+        self.scale = scale
+        self.window = window
+        self.softcap = softcap
+        self.interleaved = interleaved
+        self.rope: LayerRope = rope
+        self.clip = clip
+        self.cut: HeadCut | None = None  # where the heads are, if on several devices
+
+    def describe(self) -> AttentionDescription:
+        return AttentionDescription(
+            kind_of(self.norm),
+            kind_of(self.post),
+            kind_of(self.q_norm),
+            kind_of(self.k_norm),
+            clipped=bool(self.clip),
+            rotates=self.rope != "none",
+            with_mlp=False,
+            split=self.cut is not None,
+        )
+
+    def submodules(self) -> Iterator[Linear]:
+        yield from (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+
+    def _parts(self) -> Iterator[Norm | Linear]:
+        yield from (norm for norm in (self.norm, self.post, self.q_norm, self.k_norm) if norm is not None)
+        yield from (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+
+    def unload(self) -> None:
+        super().unload()
+        if self.cut is not None:
+            self.cut.reset()
+
+    @property
+    def loaded(self) -> bool:
+        return self.o_proj.matrix is not None
+
+    def _fuse(self) -> AttentionBlock | None:
+        """All of `forward` as one native call, where the matrices allow it."""
+        if not all(linear.fusable() for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj)):
+            return None
+        return AttentionBlock(
+            fused_norm(self.norm),
+            (self.q_proj.quant, self.k_proj.quant, self.v_proj.quant, self.o_proj.quant),
+            head_dim=self.head_dim,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            clip=self.clip,
+            q_norm=fused_norm(self.q_norm),
+            k_norm=fused_norm(self.k_norm),
+            post=fused_norm(self.post),
+        )
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        fusable = self.block is not None and not (self.window and step.pictures is not None)
+        if fusable and not any(linear.adapted(step.loras) for linear in self.submodules()):
+            assert self.block is not None
+            return self.block.forward(x, step.tokens(self.interleaved, self.rope), step.pages(self.layer_idx))
+        return self.forward_unfused(x, step)
+
+    def forward_unfused(self, x: Tensor, step: Step) -> Tensor:
+        """The same step by step and to the same bits: for padded matrices, adapters, and as the fused block's twin."""
+        y = self.attend(x if self.norm is None else self.norm.forward(x), step)
+        if self.post is not None:
+            y = self.post.apply(y.to(x.dtype))
+        return x.add_(y)
+
+    def attend(self, h: Tensor, step: Step) -> Tensor:
+        """o_proj of the attention over a normalised hidden state h [T, hidden]: no norms around it, no residual."""
+        if self.cut is not None:
+            return self.cut.attend(self, h, step)
+        mixed = self.mix(*self.project(h, step), step.pages(self.layer_idx), step)
+        return self.o_proj.forward(mixed.view(h.shape[0], -1), step.loras)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, pages: KVPages, step: Step) -> Tensor:
+        """k and v stored, then attention of q over the pages: [T, heads, head_dim]."""
+        store_kv(pages, k, v, step.slots)
+        mixed = paged_attention(
+            q,
+            pages,
+            step.block_table,
+            step.rows,
+            step.positions,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            key_mask=step.key_mask,
+            max_keys=step.max_keys,
+        )
+        if self.window and step.pictures is not None:
+            self._mix_in_pictures(q, mixed, pages, step)
+        return mixed
+
+    def _mix_in_pictures(self, q: Tensor, mixed: Tensor, pages: KVPages, step: Step) -> None:
+        """Writes the rows of `mixed` for tokens of pictures: a window back from their own place, to the picture's end.
+
+        The kernel counts a window from the last visible place, so each of these tokens has a mask of its own.
+        """
+        assert step.pictures is not None
+        keys = torch.arange(step.max_keys or 0, device=q.device)
+        for tokens, own in zip(*(torch.split(t, PICTURE_TOKENS) for t in step.pictures), strict=True):
+            rows = step.rows[tokens].long()
+            mask = torch.zeros((len(tokens), len(keys)), device=q.device)
+            if step.key_mask is not None:
+                mask += step.key_mask[rows, : len(keys)]
+            mask.masked_fill_(keys[None] <= own[:, None] - self.window, -torch.inf)
+            mixed[tokens] = paged_attention(
+                q[tokens],
+                pages,
+                step.block_table[rows],
+                torch.arange(len(tokens), dtype=torch.int32, device=q.device),
+                step.positions[tokens],
+                scale=self.scale,
+                softcap=self.softcap,
+                key_mask=mask,
+                max_keys=step.max_keys,
+            )
+
+    def project(self, h: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalised and rotated q and k, and v, each [T, heads, head_dim]."""
+        q = self.q_proj.forward(h, step.loras)
+        k = self.k_proj.forward(h, step.loras)
+        v = self.v_proj.forward(h, step.loras)
+        return self.rotated(q, k, v, step, self.q_norm, self.k_norm)
+
+    def rotated(
+        self, q: Tensor, k: Tensor, v: Tensor, step: Step, q_norm: Norm | None, k_norm: Norm | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Projections [T, heads * head_dim] of any heads: clamped, q and k normalised and rotated, [T, heads, head_dim]
+        each. Works in place."""
+        q, k, v = self.shaped(q, q_norm), self.shaped(k, k_norm), self.shaped(v)
+        if self.rope != "none":
+            cos, sin = step.table(self.rope)
+            apply_rope(q, cos, sin, step.rope_positions, interleaved=self.interleaved)
+            apply_rope(k, cos, sin, step.rope_positions, interleaved=self.interleaved)
+        return q, k, v
+
+    def shaped(self, t: Tensor, norm: Norm | None = None) -> Tensor:
+        """A projection [T, heads * head_dim] clamped and normalised, as it is rotated: [T, heads, head_dim]. Works in
+        place."""
+        if self.clip:
+            t.clamp_(-self.clip, self.clip)
+        if norm is not None and norm.shapes[0] == (t.shape[1],):
+            t = norm.apply(t, out=t)
+            norm = None
+        t = t.view(t.shape[0], -1, self.head_dim)
+        return t if norm is None else norm.apply(t, out=t)
+
+
+class ParallelDecoder(Attention):
+    """x + attention(h) + mlp(h) with h = norm(x): one module for the whole layer."""
+
+    name = "ParallelDecoder"
+
+    def __init__(self, attention: Attention, mlp: FeedForward) -> None:
+        """`attention` is taken apart; `mlp` has no norms of its own."""
+        self.__dict__.update(attention.__dict__)
+        self.mlp = mlp
+
+    def describe(self) -> AttentionDescription:
+        return replace(super().describe(), with_mlp=True)
+
+    def submodules(self) -> Iterator[Linear]:
+        yield from super().submodules()
+        yield from self.mlp.submodules()
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        super().load(source, device)
+        try:
+            self.mlp.load(source, device)
+        except BaseException:
+            self.unload()
+            raise
+
+    def unload(self) -> None:
+        super().unload()
+        self.mlp.unload()
+
+    def weight_bytes(self) -> int:
+        return super().weight_bytes() + self.mlp.weight_bytes()
+
+    def _fuse(self) -> AttentionBlock | None:
+        return None
+
+    def forward_unfused(self, x: Tensor, step: Step) -> Tensor:
+        h = x if self.norm is None else self.norm.forward(x)
+        return x.add_(self.attend(h, step)).add_(self.mlp.inner(h, step.loras))

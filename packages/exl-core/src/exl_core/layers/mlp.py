@@ -1,0 +1,145 @@
+"""The feed-forward half of a layer with its norms and residual: gated, plain, or (in `moe`) a mixture of experts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from exl_kernels.activation import activation as activate
+from exl_kernels.activation import gated_activation
+from exl_kernels.block import MlpBlock
+
+from ..architectures.base import Activation
+from ..execution.batch import Step
+from ..execution.sharded.matrix import Part, over_parts
+from .description import MlpDescription
+from .linear import Linear
+from .norm import Norm, fused_norm, kind_of
+from .sublayer import SubLayer
+
+if TYPE_CHECKING:
+    from ..contracts import Adapter
+
+__all__ = ["FeedForward", "GatedMLP", "PlainMLP"]
+
+
+class FeedForward(SubLayer[MlpBlock]):
+    """x + post(inner(norm(x))), where either norm may be absent."""
+
+    def __init__(self, key: str, layer_idx: int, norm: Norm | None, post: Norm | None, activation: Activation) -> None:
+        self.key = key
+        self.layer_idx = layer_idx
+        self.norm = norm
+        self.post = post
+        self.activation: Activation = activation
+
+    @abstractmethod
+    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+        """The sub-layer without norms and residual: [T, hidden] -> [T, hidden], a tensor of its own."""
+
+    def _parts(self) -> Iterator[Norm | Linear]:
+        yield from (norm for norm in (self.norm, self.post) if norm is not None)
+        yield from self.submodules()
+
+    @property
+    def loaded(self) -> bool:
+        return all(linear.matrix is not None for linear in self.submodules())
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        if self.block is not None and not any(linear.adapted(step.loras) for linear in self.submodules()):
+            return self.block.forward(x)
+        return self.forward_unfused(x, step.loras)
+
+    def forward_unfused(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+        """Step by step: for padded matrices, adapters, and as the twin of a fused block, to the same bits."""
+        y = self.inner(x if self.norm is None else self.norm.forward(x), loras)
+        if self.post is not None:
+            y = self.post.apply(y.to(x.dtype))
+        return x.add_(y)
+
+
+class GatedMLP(FeedForward):
+    """inner(h) = down(act(gate(h)) * up(h))."""
+
+    name = "MLP"
+
+    def __init__(
+        self,
+        key: str,
+        layer_idx: int,
+        norm: Norm | None,
+        projections: tuple[Linear, Linear, Linear],
+        activation: Activation,
+        post: Norm | None = None,
+    ) -> None:
+        super().__init__(key, layer_idx, norm, post, activation)
+        self.gate_proj, self.up_proj, self.down_proj = projections
+
+    def describe(self) -> MlpDescription:
+        return MlpDescription(kind_of(self.norm), kind_of(self.post), True, self.activation, 0)
+
+    def submodules(self) -> Iterator[Linear]:
+        yield from (self.gate_proj, self.up_proj, self.down_proj)
+
+    def _fuse(self) -> MlpBlock | None:
+        if not all(linear.fusable() for linear in self.submodules()):
+            return None
+        matrices = (self.up_proj.quant, self.down_proj.quant)
+        norm, post = fused_norm(self.norm), fused_norm(self.post)
+        return MlpBlock(norm, self.gate_proj.quant, matrices, self.activation, post=post)
+
+    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+        gate, up = self.gate_proj.parts_for(loras), self.up_proj.parts_for(loras)
+        if gate is not None and up is not None:
+            return self.down_proj.forward(over_parts(h, (gate, up), self._gated), loras)
+        y = self.gate_proj.forward(h, loras)
+        gated_activation(y, self.up_proj.forward(h, loras), self.activation, out=y)
+        return self.down_proj.forward(y, loras)
+
+    def _gated(self, h: Tensor, parts: Sequence[Part]) -> Tensor:
+        y = parts[0].matmul(h)
+        return gated_activation(y, parts[1].matmul(h), self.activation, out=y)
+
+
+class PlainMLP(FeedForward):
+    """inner(h) = down(act(up(h)))."""
+
+    name = "MLP"
+
+    def __init__(
+        self,
+        key: str,
+        layer_idx: int,
+        norm: Norm | None,
+        projections: tuple[Linear, Linear],
+        activation: Activation,
+        post: Norm | None = None,
+    ) -> None:
+        super().__init__(key, layer_idx, norm, post, activation)
+        self.up_proj, self.down_proj = projections
+
+    def describe(self) -> MlpDescription:
+        return MlpDescription(kind_of(self.norm), kind_of(self.post), False, self.activation, 0)
+
+    def submodules(self) -> Iterator[Linear]:
+        yield from (self.up_proj, self.down_proj)
+
+    def _fuse(self) -> MlpBlock | None:
+        if not all(linear.fusable() for linear in self.submodules()):
+            return None
+        matrices = (self.up_proj.quant, self.down_proj.quant)
+        return MlpBlock(fused_norm(self.norm), None, matrices, self.activation, post=fused_norm(self.post))
+
+    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+        whole = self.up_proj.parts_for(loras)
+        if whole is not None:
+            return self.down_proj.forward(over_parts(h, (whole,), self._activated), loras)
+        up = self.up_proj.forward(h, loras)
+        return self.down_proj.forward(activate(up, self.activation, out=up), loras)
+
+    def _activated(self, h: Tensor, parts: Sequence[Part]) -> Tensor:
+        up = parts[0].matmul(h)
+        return activate(up, self.activation, out=up)

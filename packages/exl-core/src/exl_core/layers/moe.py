@@ -1,0 +1,233 @@
+"""A mixture of experts in place of the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exl_kernels.activation import activation as activate
+from exl_kernels.activation import gated_activation
+from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear.cuda import CudaFloatMatrix
+from exl_kernels.moe.cuda import MOST_PAIRS, ExpertRouter, GroupedExperts, why_apart
+
+from ..architectures.base import Activation
+from ..execution.sharded.matrix import SplitMatrix
+from ..execution.sharded.transfer import send
+from ..loading.checkpoint import TensorSource
+from .description import MlpDescription
+from .linear import Linear
+from .mlp import FeedForward, GatedMLP
+from .norm import Norm, kind_of
+
+if TYPE_CHECKING:
+    from ..contracts import Adapter
+
+__all__ = ["Expert", "MoE", "sparse_mixture"]
+
+SHARED_ROWS, SHARED_WORK = 64, 3_000_000_000
+"""Rows an expert on average, or those times its weights, up to which experts that share launches are faster than one
+after the other: 94 rows of Mixtral's 176 million weights and more than 256 of Qwen3-30B-A3B's 5 million on an H100."""
+
+
+def sparse_mixture(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """(weights float32, expert numbers int64) [T, 2] of router logits [T, experts] as Phi-3.5-MoE mixes two experts.
+
+    The likeliest expert, weighted by a softmax over those within a relative distance of 2 * jitter; then the same among
+    the others. The weights are not made to sum to 1.
+    """
+    left = logits
+    weights, indices = [], []
+    for _ in range(2):
+        highest, chosen = left.max(dim=-1, keepdim=True)
+        far = (highest - logits) / logits.abs().clamp(min=highest) > 2 * jitter
+        weights.append(left.masked_fill(far, float("-inf")).softmax(dim=-1).gather(-1, chosen))
+        indices.append(chosen)
+        left = left.scatter(-1, chosen, float("-inf"))
+    return torch.cat(weights, dim=-1), torch.cat(indices, dim=-1)
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One gated MLP among many."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __iter__(self) -> Iterator[Linear]:
+        return iter((self.gate, self.up, self.down))
+
+    def matrices(self) -> tuple[QuantMatrix, QuantMatrix, QuantMatrix] | None:
+        """The loaded matrices; None where one is cut over devices or has columns that pad it."""
+        if any(isinstance(m.matrix, SplitMatrix) or m.stored_features != m.out_features for m in self):
+            return None
+        return self.gate.quant, self.up.quant, self.down.quant
+
+
+class MoE(FeedForward):
+    """inner(h) = sum over the chosen experts of p_e * down_e(act(gate_e(h)) * up_e(h)) [+ the shared expert's output].
+
+    Probabilities are a softmax over all experts in float32, of which the `chosen` largest are kept and, if
+    `normalize`, divided by their sum; with `jitter` they are those of `sparse_mixture`. The router's
+    logits are float32 on a GPU too, where all else is half: rounding them would choose other experts wherever two are
+    nearly as likely. Each row's contributions are added from the likeliest expert to the least, whatever rows are in
+    the call, so that batching cannot change a bit.
+
+    On a GPU the quantized experts of few rows share launches that read there which of them are chosen
+    (`exl_kernels.moe.cuda`), to the bits of one expert after the other, as which they run anywhere else: more rows,
+    float matrices, adapters on experts, experts on several devices.
+    """
+
+    name = "MoEMLP"
+
+    def __init__(
+        self,
+        key: str,
+        layer_idx: int,
+        norm: Norm | None,
+        router: Linear,
+        experts: Sequence[Expert],
+        *,
+        chosen: int,
+        normalize: bool,
+        jitter: float | None = None,
+        activation: Activation,
+        post: Norm | None = None,
+        shared: GatedMLP | None = None,
+        shared_gate: Linear | None = None,
+    ) -> None:
+        super().__init__(key, layer_idx, norm, post, activation)
+        self.router = router
+        self.experts = list(experts)
+        self.chosen = chosen
+        self.normalize = normalize
+        self.jitter = jitter
+        self.shared = shared
+        self.shared_gate = shared_gate
+        self.capturable = False  # unless experts share launches: else the host decides which ones run
+        self._router: ExpertRouter | None = None
+        self._grouped: GroupedExperts | None = None
+
+    def load(self, source: TensorSource, device: torch.device) -> None:
+        super().load(source, device)
+        self.group()
+
+    def unload(self) -> None:
+        self.capturable, self._router, self._grouped = False, None, None
+        super().unload()
+
+    def group(self) -> None:
+        """Let the loaded experts share launches where they can."""
+        router = self.router.loaded_matrix
+        experts = [expert.matrices() for expert in self.experts]
+        if isinstance(router, CudaFloatMatrix) and router.in_features % 8 == 0:
+            self._router = ExpertRouter(router, self.chosen, self.normalize, self.jitter)
+        if self.chosen > MOST_PAIRS or any(parts is None for parts in experts):
+            return
+        whole = [parts for parts in experts if parts is not None]
+        if why_apart(whole, self.activation) is None and whole[0][0].device == router.device:
+            self._grouped = GroupedExperts(whole, self.activation)
+            self.capturable = True
+
+    def describe(self) -> MlpDescription:
+        return MlpDescription(kind_of(self.norm), kind_of(self.post), True, self.activation, len(self.experts))
+
+    def submodules(self) -> Iterator[Linear]:
+        yield self.router
+        # Matrix by matrix, so that files that hold all experts in one tensor are read once for each.
+        for part in ("gate", "up", "down"):
+            yield from (getattr(expert, part) for expert in self.experts)
+        if self.shared is not None:
+            yield from self.shared.submodules()
+        if self.shared_gate is not None:
+            yield self.shared_gate
+
+    def forward_unfused(self, x: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+        grouped = None if self.post is not None else self._grouped_for(x, loras)
+        if grouped is None:
+            return super().forward_unfused(x, loras)
+        h = x if self.norm is None else self.norm.forward(x)
+        return self._together(grouped, h, loras, residual=x, out=x)
+
+    def inner(self, h: Tensor, loras: Sequence[Adapter] = ()) -> Tensor:
+        grouped = self._grouped_for(h, loras)
+        if grouped is not None:
+            return self._together(grouped, h, loras)
+        weights, indices = self.route(h, loras)
+        parts = self._outputs(h, indices, loras)
+        y = parts[:, 0] * weights[:, :1]
+        for slot in range(1, self.chosen):
+            y += parts[:, slot] * weights[:, slot : slot + 1]
+        if self.shared is not None:
+            y += self._shared(h, loras)
+        return y.to(h.dtype)
+
+    def route(self, h: Tensor, loras: Sequence[Adapter] = ()) -> tuple[Tensor, Tensor]:
+        """(weights float32, expert numbers int64), both [T, chosen], likeliest first."""
+        if self._router is not None and h.dtype == torch.float16 and not self.router.adapted(loras):
+            return self._router(h)
+        logits = self.router.forward_precise(h, loras)
+        if self.jitter is not None:
+            return sparse_mixture(logits, self.jitter)
+        probabilities = logits.softmax(dim=-1)
+        weights, indices = probabilities.topk(self.chosen, dim=-1)
+        return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
+
+    def shares(self, rows: int) -> bool:
+        """Whether quantized experts of `rows` rows on a GPU share launches: where that is faster."""
+        weights = sum(linear.in_features * linear.out_features for linear in self.experts[0])
+        return rows * self.chosen <= len(self.experts) * max(SHARED_ROWS, SHARED_WORK // weights)
+
+    def _grouped_for(self, h: Tensor, loras: Sequence[Adapter]) -> GroupedExperts | None:
+        """The experts of `h` in shared launches; None where they run one after the other."""
+        if self._grouped is None or h.dtype != torch.float16 or not self.shares(h.shape[0]):
+            return None
+        if loras and any(linear.adapted(loras) for expert in self.experts for linear in expert):
+            return None
+        return self._grouped
+
+    def _together(
+        self,
+        grouped: GroupedExperts,
+        h: Tensor,
+        loras: Sequence[Adapter],
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        weights, indices = self.route(h, loras)
+        shared = None if self.shared is None else self.shared.inner(h, loras)
+        gate = None
+        if self.shared_gate is not None:
+            gate = activate(self.shared_gate.forward_precise(h, loras), "sigmoid")
+        return grouped(h, weights, indices, shared=shared, shared_weights=gate, residual=residual, out=out)
+
+    def _outputs(self, h: Tensor, indices: Tensor, loras: Sequence[Adapter]) -> Tensor:
+        """Unweighted outputs float32 [T, chosen, hidden]: every expert runs once, over the rows that chose it."""
+        out = torch.empty((*indices.shape, self.experts[0].down.out_features), dtype=torch.float32, device=h.device)
+        flat, order = indices.reshape(-1).sort(stable=True)
+        counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
+        begin = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                places = order[begin : begin + count]
+                x = send(h[places // self.chosen], expert.gate.device)
+                out.view(-1, out.shape[-1])[places] = send(self._run(expert, x, loras), out.device).float()
+                begin += count
+        return out
+
+    def _run(self, expert: Expert, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
+        gate = expert.gate.forward(h, loras)
+        gated_activation(gate, expert.up.forward(h, loras), self.activation, out=gate)
+        return expert.down.forward(gate, loras)
+
+    def _shared(self, h: Tensor, loras: Sequence[Adapter]) -> Tensor:
+        assert self.shared is not None
+        y = self.shared.inner(h, loras).float()
+        if self.shared_gate is None:
+            return y
+        return y * activate(self.shared_gate.forward_precise(h, loras), "sigmoid")

@@ -1,0 +1,288 @@
+"""Attention and cache pages on a GPU; `attention` and `kv` come here when their tensors are there.
+
+Halves enter the matrix products (queries and softmax weights are rounded to half, Hadamard codes times their scale
+too), sums and softmax are float32. The order of arithmetic depends on a token's own position only
+(kernels/attention/attention_common.cuh): a token's result is the same to the bit alone or in a batch, in any chunking and at any
+page placement, and the kernels (for few tokens, for many) give the same bits, so that no setting is needed.
+
+Nothing is read back from the GPU: what the CPU refuses (slots, rows, positions, page numbers out of range) is passed
+over here: such slots are not stored and load as zeros, such rows see nothing, such pages read as zeros. With
+EXL_CUDA_CHECKS=1 the doors look first, outside captures, and refuse them as the CPU does (`index_checks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import _native
+from .._check import require_dtype, require_out, require_shape
+from ..cuda_ops import check_operand, launch_on, stream_of
+from ..device import launch_of
+from ..errors import DTypeError, ShapeError, UnsupportedError
+from ..index_checks import check_slots, check_tables, checks_enabled
+from ..linear.cuda import CudaQuantMatrix
+
+if TYPE_CHECKING:
+    from ..kv import KVPages
+
+__all__ = ["ProductInput", "attend_own", "counters", "load_kv", "paged_attention", "store_kv"]
+
+attention_options = functools.lru_cache(maxsize=256)(_native.AttentionOptions)
+"""A layer's scale, window and softcap as the kernels take them: the same for every step."""
+
+_by_stream: dict[tuple[torch.device, int], Tensor] = {}
+"""Counters by device and stream: zero before and after every launch, so one tensor serves all launches of a stream."""
+
+_current = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class ProductInput:
+    """Where a product of few rows wants its input, laid out as that product's own layout launch leaves it."""
+
+    matrix: CudaQuantMatrix
+    """The product's, on the same GPU. Its layout must not pad K: where it does, ShapeError."""
+    columns: int
+    """Rows of the matmul's input layout: 8 (`rows.cuh`) or 16, 32, 64 (`prepared.cuh`, wgmma), in `kernels/linear/`."""
+    scratch: Tensor
+    """uint8, aligned to 16 bytes. From byte 0 on 512 x columns bytes for every 256 features are written; columns past
+    the tokens become zeros, features past K in the last 256 stay as they are."""
+    rows: int | None = None
+    """Rows for which a product's `input_of` gave this; its `from_input` takes no others."""
+
+
+@contextlib.contextmanager
+def counters(device: torch.device | str) -> Iterator[Tensor]:
+    """Within it, launches of this thread on that GPU count in the tensor it gives; for capturing graphs.
+
+    Launches that share counters must not run at the same time. Without this, launches of one stream share a tensor, and
+    every captured launch fills its own with zeros first, which takes longer than what the counters save. Keep the
+    tensor as long as the graph.
+    """
+    place = torch.device(device)
+    blocks = 2 * torch.cuda.get_device_properties(place).multi_processor_count
+    # A tile has at most 16 tokens, or 64 parts of 64 dimensions of its rows.
+    held = torch.zeros(64 * (blocks + 1), dtype=torch.int32, device=place)
+    before = getattr(_current, "counters", None)
+    _current.counters = held
+    try:
+        yield held
+    finally:
+        _current.counters = before
+
+
+def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """`kv.store_kv` on a GPU: k, v [T, H, D] of one float type, codes bit for bit those of the CPU."""
+    shape = (slots.shape[0], pages.heads, pages.head_dim)
+    for name, tensor in (("k", k), ("v", v)):
+        require_shape(f"store_kv: {name}", tensor, shape)
+    k, v, slots = k.contiguous(), v.contiguous(), slots.contiguous()
+    check_operand("store_kv: k", k)
+    check_operand("store_kv: v", v, k)
+    if v.dtype != k.dtype:
+        raise DTypeError(f"store_kv: k is {k.dtype}, v is {v.dtype}; expected one type")
+    _one_device("store_kv", pages, k, slots)
+    if checks_enabled():
+        check_slots("store_kv", pages.key, slots)
+    if slots.numel():
+        _native.cuda_kv_transfer(pages.native_cuda(), k, v, slots, False, launch_on(k))
+
+
+def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """`kv.load_kv` on a GPU: float32 [T, H, D] on the pages' device."""
+    _one_device("load_kv", pages, slots)
+    if checks_enabled():
+        check_slots("load_kv", pages.key, slots)
+    shape = (slots.shape[0], pages.heads, pages.head_dim)
+    k, v = (torch.empty(shape, dtype=torch.float32, device=pages.device) for _ in range(2))
+    if slots.numel():
+        _native.cuda_kv_transfer(pages.native_cuda(), k, v, slots.contiguous(), True, launch_on(k))
+    return k, v
+
+
+def paged_attention(
+    q: Tensor,
+    pages: KVPages,
+    block_table: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    key_mask: Tensor | None,
+    out: Tensor | None,
+    max_keys: int | None,
+) -> Tensor:
+    """`attention.paged_attention` on a GPU, its arguments checked but for devices; q float16, bfloat16 or float32."""
+    require_dtype("paged_attention: q", q, torch.float16, torch.bfloat16, torch.float32)
+    _one_device("paged_attention", pages, q, block_table, rows, positions, key_mask)
+    out = require_out("paged_attention", out, q)
+    tokens, q_heads = q.shape[:2]
+    if not tokens:
+        return out
+    q_stride = q_heads * q.shape[2]
+    table, rows, positions = block_table.contiguous(), rows.contiguous(), positions.contiguous()
+    key_mask = None if key_mask is None else key_mask.contiguous()
+    options = attention_options(scale, window, softcap)
+    _launch((q, q_stride), pages, (table, rows, positions, key_mask), window, options, None, out, max_keys)
+    return out
+
+
+def attend_own(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: KVPages,
+    block_table: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rope_positions: Tensor,
+    *,
+    scale: float,
+    interleaved: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+    key_mask: Tensor | None = None,
+    out: Tensor | None = None,
+    max_keys: int | None = None,
+    early: bool = False,
+    into: ProductInput | None = None,
+) -> Tensor:
+    """`apply_rope` on q and k, `store_kv` of k and v, `paged_attention` of q: one launch, the same bits; GPU only.
+
+    For steps of one token a row of the batch: no two tokens share a row of the block table. q [T, Hq, D], k and v
+    [T, H, D] are of one float type; each may be a view of wider rows (of one fused product of q, k and v), k and v with
+    the same stride between tokens; they are read, not rewritten. slots, rope_positions: int64 [T] as in `store_kv` and
+    `apply_rope` (slot -1: not stored; but the token sees its own key where `positions` says, whether stored or not);
+    cos, sin: float32 [S, R/2] with R <= D (R = 0: nothing is rotated); the rest, and the result [T, Hq, D], as in
+    `paged_attention`. Key of position p must belong in the slot that block_table says.
+
+    early: everything but q, k, v (so: tables, positions, slots, stored keys of earlier positions) may be read before
+    the launches right before this one have ended. Only for callers that know all of it to be written before, such as
+    by work before the launch of the captured graph that this is part of.
+    into: the results go there instead, of float16 and without `out`; its scratch is returned.
+    Capturable: allocates only `out` (if not given) and a workspace, reads nothing back. Raises ShapeError, DTypeError.
+    """
+    what = "attend_own"
+    require_dtype(f"{what}: q", q, torch.float16, torch.bfloat16, torch.float32)
+    if pages.device.type != "cuda":
+        raise UnsupportedError(f"{what}: pages on {pages.device}; it runs on a GPU only, use the separate doors")
+    _one_device(what, pages, q, k, v, block_table, rows, positions, slots, cos, sin, rope_positions, key_mask)
+    if checks_enabled():
+        check_slots(what, pages.key, slots)
+    if q.dim() != 3 or q.shape[1] % pages.heads or q.shape[2] != pages.head_dim:
+        raise ShapeError(f"{what}: q {tuple(q.shape)}, expected [T, n x {pages.heads}, {pages.head_dim}]")
+    for name, tensor in (("k", k), ("v", v)):
+        require_shape(f"{what}: {name}", tensor, (q.shape[0], pages.heads, pages.head_dim))
+        require_dtype(f"{what}: {name}", tensor, q.dtype)
+    if into is not None:
+        _check_into(what, into, q, out)
+    # With `into` only its shape counts.
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    require_shape(f"{what}: out", out, tuple(q.shape))
+    if not q.shape[0]:
+        return out if into is None else into.scratch
+    if k.stride(0) != v.stride(0) and q.shape[0] > 1:
+        raise ShapeError(
+            f"{what}: k and v are {k.stride(0)} and {v.stride(0)} elements a token apart; expected one stride"
+        )
+    flat = [_flat(what, name, t) for name, t in (("q", q), ("k", k), ("v", v))]
+    tables = (block_table, rows, positions, key_mask)
+    try:
+        rotation = _native.Rotation(cos.contiguous(), sin.contiguous(), rope_positions, interleaved)
+        new_keys = _native.NewKeys(flat[1][0], flat[2][0], flat[1][1], rotation, slots, early)
+        options = attention_options(scale, window, softcap)
+        _launch(flat[0], pages, tables, window, options, new_keys, out, max_keys, into)
+    except ValueError as error:
+        raise ShapeError(f"{what}: {error}") from None
+    return out if into is None else into.scratch
+
+
+def _check_into(what: str, into: ProductInput, q: Tensor, out: Tensor | None) -> None:
+    require_dtype(f"{what}: q, into a product", q, torch.float16)
+    require_dtype(f"{what}: scratch", into.scratch, torch.uint8)
+    if not isinstance(into.matrix, CudaQuantMatrix):
+        raise UnsupportedError(f"{what}: into {into.matrix!r}, which has no such order; expected a CudaQuantMatrix")
+    if out is not None:
+        raise UnsupportedError(f"{what}: out and into; the results go to one of them")
+    for name, device in (("matrix", into.matrix.device), ("scratch", into.scratch.device)):
+        if device != q.device:
+            raise DTypeError(f"{what}: the product's {name} is on {device}, q on {q.device}; use one device")
+
+
+def _flat(what: str, name: str, t: Tensor) -> tuple[Tensor, int]:
+    """Rows [T, H, D] as one dimension, and the elements between them."""
+    heads, dim = t.shape[1:]
+    if t.stride(2) != 1 or (heads > 1 and t.stride(1) != dim):
+        raise ShapeError(f"{what}: {name} has strides {t.stride()}; expected heads side by side")
+    stride = t.stride(0) if t.shape[0] > 1 else heads * dim
+    return t.as_strided(((t.shape[0] - 1) * stride + heads * dim,), (1,)), stride
+
+
+def _launch(
+    q: tuple[Tensor, int],
+    pages: KVPages,
+    tables: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    window: int,
+    options: _native.AttentionOptions,
+    new_keys: _native.NewKeys | None,
+    out: Tensor,
+    max_keys: int | None,
+    into: ProductInput | None = None,
+) -> None:
+    native, stream = pages.native_cuda(), stream_of(out)
+    block_table, rows, positions, key_mask = tables
+    tokens, q_heads = out.shape[:2]
+    batch, max_pages = block_table.shape
+    if checks_enabled():
+        check_tables(
+            "paged_attention" if new_keys is None else "attend_own", pages.key, block_table, rows, positions, window
+        )
+    limit = max_pages * pages.page_size if max_keys is None else max_keys
+    own = new_keys is not None
+    _, _, floats, count = _native.cuda_attention_plan(native, tokens, q_heads, batch, max_pages, limit, own)
+    workspace = None
+    if floats or count:
+        partials = torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None
+        tickets = _zeros(out.device, stream, count) if count else None
+        workspace = _native.AttentionWorkspace(partials, tickets)
+    seen = _native.AttentionTables(block_table, rows, positions, key_mask, limit)
+    to = None if into is None else _native.MatmulInput(into.matrix._cuda, into.columns, into.scratch)
+    launch = launch_of(stream)
+    _native.cuda_paged_attention(
+        q[0], q[1], native, seen, options, out, launch, new_keys=new_keys, workspace=workspace, into=to
+    )
+
+
+def _zeros(device: torch.device, stream: int, count: int) -> Tensor:
+    """At least `count` int32 zeros that only launches on this stream use."""
+    current = getattr(_current, "counters", None)
+    if current is not None and current.device == device and current.numel() >= count:
+        return current  # type: ignore[no-any-return]
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    held = _by_stream.get((device, stream))
+    if held is None or held.numel() < count:
+        held = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
+        _by_stream[(device, stream)] = held
+    return held
+
+
+def _one_device(what: str, pages: KVPages, *tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None and tensor.device != pages.device:
+            raise DTypeError(f"{what}: a tensor is on {tensor.device}, the pages are on {pages.device}; use one device")
+    if pages.head_dim % 8 or pages.head_dim > 256:
+        raise ShapeError(f"{what}: head_dim {pages.head_dim}; on a GPU it must be a multiple of 8, at most 256")

@@ -1,0 +1,334 @@
+"""Matrices on a GPU: what `QuantMatrix.from_exl2`, `from_gptq` and `from_float` return for a CUDA device.
+
+Quantized weights are repacked on the CPU into tensor-core tiles (rust/exl-cuda/src/layout) at the bits per weight of
+the file. A product multiplies half activations with exact integer codes, accumulates in float32 and applies zero and
+scale to a group's sum: the second half rounding of formats 2.4.5 (of each weight) is left out, which is worth 2e-4 of
+the result's RMS; `dequantize` has it. Sums have one order, so for up to INVARIANT_ROWS rows a row's result does not
+depend on the number of rows or its place among them (for any number of rows with `device.set_row_invariant`). BF16
+activations are carried as halves times a power of two of their row.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .. import _native
+from ..cuda_ops import stream_of
+from ..device import launch_of, require_cuda, row_invariant
+from ..errors import DTypeError, FormatError, ShapeError, UnsupportedError
+from ..formats import Exl2Parts, GptqParts
+from ..selection import PACKED_ROWS
+from .matrix import Compute, Format, QuantMatrix
+from .workspace import block_workspace
+
+__all__ = ["INVARIANT_ROWS", "CudaFloatMatrix", "CudaQuantMatrix", "exl2_matrix", "float_matrix", "gptq_matrix"]
+
+INVARIANT_ROWS = PACKED_ROWS
+"""Rows up to which a product runs on the packed weights: there a row's result does not depend on their number. Beyond,
+the matrix is dequantized and multiplied by torch. (At 128 rows both take the GPU as long, but two passes over the
+packed weights take the host twice the launches, and prompts that may share passes only with few are many passes.)"""
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x itself, or a copy where it does not begin at a multiple of 16 bytes."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+class _CudaMatrix(QuantMatrix):
+    """What the matrices on a GPU share: checks of activations and outputs."""
+
+    __slots__ = ()
+
+    def _output(self, x: Tensor, out: Tensor | None) -> Tensor:
+        label = self.name or "matmul"
+        if x.dtype not in _HALVES or x.device != self.device:
+            raise DTypeError(
+                f"{label}: x is {x.dtype} on {x.device}; this matrix takes float16 or bfloat16 on {self.device}"
+            )
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ShapeError(f"{label}: x has shape {list(x.shape)}; the last must be {self.in_features}")
+        wanted = (*x.shape[:-1], self.out_features)
+        if out is None:
+            return torch.empty(wanted, dtype=x.dtype, device=x.device)
+        if out.shape != wanted or out.device != x.device or not out.is_contiguous():
+            raise ShapeError(
+                f"{label}: out is {list(out.shape)} on {out.device}; expected contiguous {list(wanted)} on {x.device}"
+            )
+        if out.dtype not in (*_HALVES, torch.float32):
+            raise DTypeError(f"{label}: out is {out.dtype}; expected float16, bfloat16 or float32")
+        return out
+
+    def __repr__(self) -> str:
+        return (
+            f"QuantMatrix({self.name!r}, {self.format}, {self.in_features} x {self.out_features}, "
+            f"{self.bits_per_weight:.2f} bpw, {self.device})"
+        )
+
+
+class CudaQuantMatrix(_CudaMatrix):
+    """An EXL2 or GPTQ matrix on a GPU. Attributes as `QuantMatrix`; `compute` is kept for information only."""
+
+    __slots__ = ("_batch", "_bias", "_cuda", "_features", "_prescale", "_ring", "_ring_rows")
+
+    def __init__(
+        self,
+        layout: _native.CudaLayout,
+        device: torch.device,
+        format: Format,
+        bits_per_weight: float,
+        bias: Tensor | None,
+        prescale: float,
+        compute: Compute,
+        name: str,
+    ) -> None:
+        """Not for callers: use `QuantMatrix.from_exl2` or `from_gptq` with a CUDA device."""
+        image, units = layout.image.to(device), layout.units.to(device)
+        maxima, features = layout.maxima.to(device), layout.features.to(device)
+        row_of_feature = layout.row_of_feature.to(device)
+        self._bias = None if bias is None else bias.to(device)
+        self._features = features
+        self._cuda = _native.CudaMatrix(layout, image, units, maxima, features, row_of_feature, self._bias, prescale)
+        self._prescale = prescale
+        self._ring = _native.CudaRing([self._cuda])
+        self._ring_rows: tuple[int, int] = (self._ring.rows(False, False), self._ring.rows(False, True))
+        self._batch: bool = self._ring.batch_fits()
+        self.format: Format = format
+        self.compute: Compute = compute
+        self.name = name
+        self.device = device
+        self.in_features: int = layout.in_features
+        self.out_features: int = layout.out_features
+        self.bits_per_weight = bits_per_weight
+        held = [image, units, maxima, features, row_of_feature, *([] if self._bias is None else [self._bias])]
+        self.nbytes: int = sum(part.nbytes for part in held)
+        # The weights must be in place before a kernel that starts early reads them (programmatic dependent launch).
+        torch.cuda.current_stream(device).synchronize()
+
+    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32). Returns it.
+
+        Up to INVARIANT_ROWS rows run on the packed weights, 64 at a time, and so do more where
+        `device.set_row_invariant` asks for it; else those dequantize the matrix once and multiply with torch. Raises
+        ShapeError and DTypeError (wrong size, type or device).
+        """
+        out = self._output(x, out)
+        rows = x.numel() // self.in_features
+        if rows == 0:
+            return out
+        x = aligned(x.contiguous())
+        if rows <= PACKED_ROWS:
+            self._few(x, out, rows)
+        elif rows <= INVARIANT_ROWS or row_invariant():
+            parts = zip(self._blocks(x, self.in_features), self._blocks(out, self.out_features), strict=True)
+            for some, to in parts:
+                self._few(some, to, some.shape[0])
+        else:
+            self._large(x, out)
+        return out
+
+    def add_matmul(self, x: Tensor, to: Tensor) -> None:
+        """to [T, N] += x [T, K] @ W, both contiguous halves. As `to.add_(matmul(x))` to the bit where a row's result
+        does not depend on the number of rows; elsewhere the sum is rounded once."""
+        once = x.shape[0] > INVARIANT_ROWS and not row_invariant() and self._plain
+        if once and x.dtype == to.dtype == torch.float16:
+            to.addmm_(x, self.dequantize())
+        else:
+            to.add_(self.matmul(x))
+
+    @property
+    def _plain(self) -> bool:
+        return self._bias is None and self._prescale == 1.0
+
+    @staticmethod
+    def _blocks(t: Tensor, width: int) -> tuple[Tensor, ...]:
+        return torch.split(t.view(-1, width), PACKED_ROWS)
+
+    def _few(self, x: Tensor, out: Tensor, rows: int) -> None:
+        stream = stream_of(x)
+        launch = launch_of(stream)
+        if rows <= self._ring_rows[x.dtype == torch.bfloat16]:
+            self._ring.run(x, out, launch)
+        elif self._batch:
+            self._batched(x, out, rows, stream)
+        else:
+            self._direct(x, out, rows, launch)
+
+    def in_layout(self, values: Tensor) -> Tensor:
+        """values [K] in the order of the layout's rows, zero where one pads, as many as whole units of 256 have."""
+        features = self._features.long()
+        ordered = torch.where(features >= 0, values[features.clamp(min=0)], torch.zeros((), device=values.device))
+        return torch.nn.functional.pad(ordered, (0, -len(ordered) % 256)).contiguous()
+
+    def _batched(self, x: Tensor, out: Tensor, rows: int, stream: int) -> None:
+        """The product on the tensor cores of whole warpgroups (compute capability 9.0)."""
+        scratch = torch.empty(self._ring.scratch_bytes(rows), dtype=torch.uint8, device=x.device)
+        multipliers = torch.empty(rows, dtype=torch.float32, device=x.device)
+        meeting = block_workspace(x.device, stream, self._ring.meeting_bytes(rows))
+        workspace = _native.BatchWorkspace(scratch, multipliers, meeting)
+        self._ring.run_batch(x, out, workspace, launch_of(stream))
+
+    def _direct(self, x: Tensor, out: Tensor, rows: int, launch: _native.Launch) -> None:
+        """The product for any GPU."""
+        prepared = torch.empty(self._cuda.prepared_bytes(rows), dtype=torch.uint8, device=x.device)
+        multipliers = torch.empty(rows, dtype=torch.float32, device=x.device)
+        self._cuda.matmul(x, prepared, multipliers, out, launch)
+
+    def _large(self, x: Tensor, out: Tensor) -> None:
+        x, weight = x.view(-1, self.in_features), self.dequantize()
+        if self._plain and x.dtype == out.dtype == torch.float16:
+            torch.mm(x, weight, out=out.view(-1, self.out_features))
+            return
+        if x.dtype == torch.float16:
+            product = x @ weight
+        else:
+            # As halves: bfloat16 weights would lose three of their eleven bits, float32 ones would be slow.
+            largest = x.abs().amax(dim=1, keepdim=True).float()
+            factor = torch.exp2(-torch.floor(torch.log2(largest.clamp(min=1e-30))))
+            product = (x.float() * factor).half() @ weight
+            product = product.float() / factor
+        if not self._plain:
+            product = product.float()
+            product = (product if self._bias is None else product + self._bias) * self._prescale
+        out.view(-1, self.out_features).copy_(product)
+
+    def dequantize(self) -> Tensor:
+        """W [K, N] float16 in file order on the GPU, bit-exact to formats 2.4 and 3.2."""
+        out = torch.empty((self.in_features, self.out_features), dtype=torch.float16, device=self.device)
+        self._cuda.dequantize(out, stream_of(out))
+        return out
+
+
+class CudaFloatMatrix(_CudaMatrix):
+    """A float matrix on a GPU, multiplied by torch: a row's result may depend on the number of rows in the call."""
+
+    __slots__ = ("_bias", "_prescale", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, prescale: float, compute: Compute, name: str) -> None:
+        """Not for callers: use `QuantMatrix.from_float` with a CUDA device."""
+        self._weight = weight
+        self._bias = bias
+        self._prescale = prescale
+        self.format: Format = "float"
+        self.compute: Compute = compute
+        self.name = name
+        self.device = weight.device
+        self.out_features, self.in_features = weight.shape
+        self.bits_per_weight = 8.0 * weight.element_size()
+        self.nbytes: int = weight.nbytes + (0 if bias is None else bias.nbytes)
+
+    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32). Returns it."""
+        out = self._output(x, out)
+        bare = self._bias is None and self._prescale == 1.0
+        if bare and x.dtype == self._weight.dtype == out.dtype and out.is_contiguous():
+            columns, rows = self._weight.shape
+            torch.mm(x.reshape(-1, rows), self._weight.t(), out=out.view(-1, columns))  # no second result beside `out`
+            return out
+        if x.dtype == self._weight.dtype:
+            product = torch.nn.functional.linear(x, self._weight)
+        else:
+            product = torch.nn.functional.linear(x.float(), self._weight.float())
+        if not bare:
+            product = product.float()
+            product = product if self._bias is None else product.add_(self._bias)
+            product = product.mul_(self._prescale)
+        return out.copy_(product)
+
+    def matmul_precise(self, x: Tensor) -> Tensor:
+        """x [.., K] to float32 [.., N], summed in float64 and rounded once: for few columns that decide something.
+
+        Products of halves are multiples of 2^-48, so sums that stay below 32 are exact, in any order and for any number
+        of rows; larger ones may differ in the last bit where float64's rounding meets float32's.
+        """
+        self._output(x, None)
+        product = torch.nn.functional.linear(x.double(), self._weight.double())
+        if self._bias is not None:
+            product += self._bias
+        return (product * self._prescale).float()
+
+    def stored(self) -> tuple[Tensor, Tensor | None]:
+        """The weight [N, K] as it is held, float16 or bfloat16, and the bias float32 [N] or None."""
+        return self._weight, self._bias
+
+    @property
+    def prescale(self) -> float:
+        """What (x @ W + bias) is multiplied by."""
+        return self._prescale
+
+    def dequantize(self) -> Tensor:
+        """The transposed weight [K, N], rounded to float16."""
+        return self._weight.t().to(torch.float16).contiguous()
+
+
+def exl2_matrix(
+    parts: Exl2Parts,
+    bias: Tensor | None,
+    prescale: float,
+    compute: Compute,
+    device: torch.device | str,
+    name: str,
+) -> CudaQuantMatrix:
+    """`QuantMatrix.from_exl2` for a GPU; `parts` are its five checked CPU tensors."""
+    place = require_cuda(device)
+    layout = _native.CudaLayout.from_exl2(name, parts, _threads())
+    bits = _bits(parts, layout)
+    return CudaQuantMatrix(layout, place, "exl2", bits, bias, prescale, compute, name)
+
+
+def gptq_matrix(
+    parts: GptqParts,
+    bits: int,
+    zeros: Literal["classic", "v2"],
+    group_size: int | None,
+    bias: Tensor | None,
+    prescale: float,
+    compute: Compute,
+    device: torch.device | str,
+    name: str,
+) -> CudaQuantMatrix:
+    """`QuantMatrix.from_gptq` for a GPU; `parts` are qweight, qzeros, scales and g_idx or None, on the CPU."""
+    place = require_cuda(device)
+    layout = _native.CudaLayout.from_gptq(name, parts, bits, zeros == "v2", group_size, _threads())
+    stored = _bits((part for part in parts if part is not None), layout)
+    return CudaQuantMatrix(layout, place, "gptq", stored, bias, prescale, compute, name)
+
+
+def float_matrix(
+    weight: Tensor,
+    bias: Tensor | None,
+    prescale: float,
+    compute: Compute,
+    device: torch.device | str,
+    name: str,
+) -> CudaFloatMatrix:
+    """`QuantMatrix.from_float` for a GPU. float32 weights become float16, or are refused where that overflows."""
+    place = require_cuda(device)
+    if weight.dtype == torch.float32:
+        half = weight.to(torch.float16)
+        if not bool(torch.isfinite(half).all()):
+            raise UnsupportedError(
+                f"{name or 'matrix'}: float32 weights beyond the range of float16 (largest "
+                f"{float(weight.abs().max()):.3g}): convert them to bfloat16 first"
+            )
+        weight = half
+    moved = None if bias is None else bias.to(place, torch.float32)
+    return CudaFloatMatrix(weight.to(place).contiguous(), moved, prescale, compute, name)
+
+
+def _bits(parts: Iterable[Tensor], layout: _native.CudaLayout) -> float:
+    weights: int = layout.in_features * layout.out_features
+    if not weights:
+        raise FormatError("a matrix without weights")
+    return 8.0 * sum(part.nbytes for part in parts) / weights
+
+
+def _threads() -> int:
+    return max(1, math.ceil((os.cpu_count() or 1) / 2))

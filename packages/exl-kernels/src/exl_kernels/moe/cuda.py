@@ -1,0 +1,166 @@
+"""A mixture of experts on a GPU: which experts a row goes to, and their weighted sum.
+
+Nothing is read back: which experts are chosen stays on the device, where every launch reads what it has to do, so that
+calls can be captured in a CUDA graph. A row's result is that of one expert after the other (`QuantMatrix.matmul` and
+`gated_activation`) to the bit, and does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from .. import _native
+from ..activation import ActivationKind
+from ..cuda_ops import check_operand, launch_on
+from ..errors import DTypeError, ShapeError, UnsupportedError
+from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
+from ..linear.matrix import QuantMatrix
+
+__all__ = ["MOST_PAIRS", "ExpertRouter", "GroupedExperts", "why_apart"]
+
+MOST_PAIRS = 1024
+"""Most rows of a launch times the experts of each; a call of more rows is several."""
+
+Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
+"""gate, up and down."""
+
+_KINDS = ("silu", "gelu", "quickgelu")
+
+
+def why_apart(experts: Sequence[Expert], activation: ActivationKind) -> str | None:
+    """Why `GroupedExperts` does not take these experts; None where it does."""
+    for number, parts in enumerate(experts):
+        for matrix in parts:
+            if not isinstance(matrix, CudaQuantMatrix):
+                return f"{matrix.name or f'a matrix of expert {number}'} is not quantized, or not on a GPU"
+    if len({matrix.device for parts in experts for matrix in parts}) > 1:
+        return "the experts are on several GPUs"
+    if activation not in _KINDS:
+        return f"activation {activation}"
+    try:
+        _native_experts(experts, activation)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _native_experts(experts: Sequence[Expert], activation: str) -> _native.CudaExperts:
+    held = [tuple(cast(CudaQuantMatrix, matrix)._cuda for matrix in parts) for parts in experts]
+    return _native.CudaExperts(held, activation)
+
+
+class ExpertRouter:
+    """The experts of each row by a float matrix on a GPU.
+
+    Logits (h @ W + bias) * prescale are summed in float64 and rounded to float32. Their softmax over all experts gives
+    the weights of the `chosen` likeliest, of equally likely ones of that with the lower number, divided by their sum if
+    `normalize`. With `jitter` each next expert is instead weighted by a softmax over those within a relative distance
+    of 2 * jitter from it, the ones before left out.
+    """
+
+    def __init__(self, matrix: CudaFloatMatrix, chosen: int, normalize: bool, jitter: float | None = None) -> None:
+        """Raises ShapeError (a choice of more experts than there are, or hidden is no multiple of 8)."""
+        if not 1 <= chosen <= matrix.out_features:
+            raise ShapeError(f"{chosen} experts of {matrix.out_features} cannot be chosen")
+        if matrix.in_features % 8:
+            raise ShapeError(f"the router takes {matrix.in_features} features: expected a multiple of 8")
+        self.chosen, self.experts, self.hidden = chosen, matrix.out_features, matrix.in_features
+        weight, bias = matrix.stored()
+        self._native = _native.ExpertRouter(weight, bias, matrix.prescale, chosen, normalize, jitter)
+        self._arrivals = torch.zeros(64, dtype=torch.int32, device=matrix.device)
+
+    def __call__(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """h [T, hidden] float16, contiguous. Returns weights float32 and expert numbers int64, both [T, chosen].
+
+        Raises ShapeError and DTypeError.
+        """
+        check_operand("h", h)
+        if h.dtype != torch.float16 or h.device != self._arrivals.device:
+            raise DTypeError(f"h is {h.dtype} on {h.device}: expected float16 on {self._arrivals.device}")
+        if h.dim() != 2 or h.shape[1] != self.hidden:
+            raise ShapeError(f"h is {tuple(h.shape)}: expected [rows, {self.hidden}]")
+        rows = h.shape[0]
+        ids = torch.empty((rows, self.chosen), dtype=torch.int64, device=h.device)
+        weights = torch.empty((rows, self.chosen), dtype=torch.float32, device=h.device)
+        logits = torch.empty((rows, self.experts), dtype=torch.float32, device=h.device)
+        arrivals = self._arrivals
+        if rows > arrivals.shape[0]:
+            arrivals = torch.zeros(rows, dtype=torch.int32, device=h.device)
+        self._native.route(h if h.data_ptr() % 16 == 0 else h.clone(), logits, arrivals, ids, weights, launch_on(h))
+        return weights, ids
+
+
+class GroupedExperts:
+    """The quantized gated MLPs of a layer: expert(h) = down(act(gate(h)) * up(h)), each matrix EXL2 or GPTQ."""
+
+    def __init__(self, experts: Sequence[Expert], activation: ActivationKind) -> None:
+        """Raises UnsupportedError where `why_apart` names a reason."""
+        why = why_apart(experts, activation)
+        if why is not None:
+            raise UnsupportedError(f"the experts cannot share launches: {why}")
+        self.device = experts[0][0].device
+        self.hidden = experts[0][0].in_features
+        self._native = _native_experts(experts, activation)
+        self._table = torch.frombuffer(bytearray(self._native.table()), dtype=torch.uint8).to(self.device)
+        # The table must be in place before a kernel that starts early reads it (programmatic dependent launch).
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def __call__(
+        self,
+        h: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        *,
+        shared: Tensor | None = None,
+        shared_weights: Tensor | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """sum over c of weights[:, c] * expert ids[:, c] of h, in float32 and in that order, + shared * shared_weights,
+        rounded to a half; then the residual is added.
+
+        h, shared, residual and out: [T, hidden] float16, contiguous; out may be residual. weights float32 and ids int64
+        [T, chosen], chosen at most MOST_PAIRS, a row's ids different and those of experts (of others it is undefined).
+        shared_weights: float32 [T] or [T, 1]; None for ones. Raises ShapeError, DTypeError.
+        """
+        if h.dim() != 2 or h.shape[1] != self.hidden or weights.shape != ids.shape or ids.shape[:1] != h.shape[:1]:
+            raise ShapeError(
+                f"h is {tuple(h.shape)}, weights {tuple(weights.shape)}, ids {tuple(ids.shape)}: expected "
+                f"[rows, {self.hidden}] and twice [rows, chosen]"
+            )
+        rows, chosen = ids.shape
+        if not 1 <= chosen <= MOST_PAIRS:
+            raise ShapeError(f"{chosen} experts a row: expected 1 to {MOST_PAIRS}")
+        out = torch.empty_like(h) if out is None else out
+        for name, operand in (("h", h), ("shared", shared), ("residual", residual), ("out", out)):
+            if operand is None:
+                continue
+            if operand.dtype != torch.float16 or operand.device != self.device or not operand.is_contiguous():
+                raise DTypeError(
+                    f"{name} is {operand.dtype} on {operand.device}: expected contiguous float16 on {self.device}"
+                )
+            if operand.shape != h.shape:
+                raise ShapeError(f"{name} is {tuple(operand.shape)}: expected {tuple(h.shape)}, as h")
+        each = MOST_PAIRS // chosen
+        for begin in range(0, rows, each):
+            some = slice(begin, min(rows, begin + each))
+            scratch = torch.empty(
+                self._native.scratch_bytes(some.stop - begin, chosen), dtype=torch.uint8, device=self.device
+            )
+            self._native.run(
+                self._table,
+                h[some],
+                ids[some],
+                weights[some],
+                scratch,
+                out[some],
+                launch_on(h),
+                shared=None if shared is None else shared[some],
+                shared_weights=None if shared_weights is None else shared_weights[some],
+                residual=None if residual is None else residual[some],
+            )
+        return out

@@ -1,0 +1,346 @@
+"""From rows of logits to tokens: all transforms in one native call for a batch of rows.
+
+A `Plan` holds what stays the same over a request, a `Row` what one step adds; `launch` queues the sampling
+of a token for each row, `Launched.collect` waits for the tokens, and `sample` does both.
+
+The token is a function of (logits, plan, row) alone: whatever else is in the call, on every instruction set, on CPU and
+GPU. `exl_kernels.reference.sampling` is the same algorithm in plain numpy, to the bit.
+
+Weights are fixed-point: floor(e^l * 2^44), so sums are exact and have no order. A candidate below 2^-44 of the most
+probable one weighs nothing until a later temperature gives it weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import _native
+from ..errors import DTypeError, ShapeError, UnsupportedError
+from . import cuda as sampling_cuda
+
+__all__ = [
+    "MAX_WIDTH",
+    "Failure",
+    "Launched",
+    "NextInputs",
+    "Plan",
+    "Row",
+    "Sampled",
+    "distribution",
+    "launch",
+    "pack_ids",
+    "sample",
+    "shaped",
+]
+
+#: Widest row of logits: 2^19 weights of 2^44 fit an unsigned 64-bit sum.
+MAX_WIDTH = 1 << 19
+_LEFT_TO_CPU = -3
+_REFUSED = (AttributeError, TypeError, ValueError, BufferError)  # by native calls, for an operand
+
+Mask = NDArray[np.int32]
+Ids = NDArray[np.int64]
+Answer = tuple[int, float, tuple[list[int], list[float]] | None]
+"""Token, or a negative number that says why there is none, its probability and the first candidates with theirs."""
+_UNANSWERED: Answer = (_LEFT_TO_CPU, 0.0, None)
+Request = tuple[
+    _native.SamplingPlan,
+    Tensor,
+    Tensor | None,
+    Ids | None,
+    float,
+    float,
+    Mask | None,
+    Sequence[int],
+    Sequence[int],
+    Ids | None,
+    int,
+]
+"""A row's fields in the order of `Row.request`."""
+
+
+def pack_ids(ids: Iterable[int], size: int) -> Mask:
+    """Ids below `size` as packed words: bit i & 31 of word i >> 5."""
+    bits = np.zeros(-(-max(size, 1) // 32) * 32, dtype=np.uint8)
+    wanted = np.fromiter(ids, dtype=np.int64)
+    bits[wanted[(wanted >= 0) & (wanted < size)]] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """The transforms of a request, as numbers. 0 switches a cut off. Values are taken as they are: callers validate.
+
+    `size`: ids of the vocabulary; higher ones are padding and never chosen. `temperature` below 0.01 or `top_k` 1:
+    greedy. `late` = (low, high, exponent): temperature by entropy behind the cuts (P-17), a fixed one if low == high
+    (P-16). `penalties` = (repetition, presence, frequency, range, decay) (P-4). `dry` = (multiplier, base,
+    allowed_length, max_ngram, range, packed breakers) (P-5). `xtc_ignored`: packed ids. `bias`: float32, added to the
+    first ids. `descending`: draw over falling probabilities instead of rising ids, as a skew needs it. `cfg_scale`:
+    weight of the logits against the row's `negative` (P-1).
+    """
+
+    size: int
+    temperature: float = 1.0
+    smoothing: float = 0.0
+    top_k: int = 0
+    top_p: float = 0.0
+    top_a: float = 0.0
+    min_p: float = 0.0
+    tfs: float = 0.0
+    typical: float = 0.0
+    late: tuple[float, float, float] | None = None
+    xtc: tuple[float, float] = (0.0, 0.0)
+    xtc_ignored: Mask | None = None
+    descending: bool = False
+    greedy: bool = False
+    penalties: tuple[float, float, float, int, int] = (1.0, 0.0, 0.0, -1, 0)
+    dry: tuple[float, float, int, int, int, Mask] | None = None
+    bias: Tensor | None = None
+    cfg_scale: float | None = None
+    native: _native.SamplingPlan = field(init=False, repr=False)
+    #: constants on each GPU that has sampled with this plan
+    on_devices: dict[torch.device, tuple[Tensor | None, Tensor | None]] = field(
+        init=False, repr=False, default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        dry = None if self.dry is None else (*self.dry[:5], torch.from_numpy(self.dry[5]))
+        ignored = None if self.xtc_ignored is None else torch.from_numpy(self.xtc_ignored)
+        bias = None if self.bias is None else self.bias.detach().to("cpu", torch.float32).contiguous()
+        native = _native.SamplingPlan(
+            size=self.size,
+            greedy=self.greedy,
+            scale=self.scale,
+            smooth=self.smoothing > 0,
+            top_k=min(self.top_k, MAX_WIDTH),
+            cuts=(self.top_p, self.top_a, self.min_p, self.tfs, self.typical),
+            late=self.late,
+            xtc=self.xtc,
+            descending=self.descending,
+            penalties=self.penalties,
+            dry=dry,
+            bias=bias,
+            xtc_ignored=ignored,
+            cfg_scale=self.cfg_scale,
+        )
+        object.__setattr__(self, "native", native)
+
+    @property
+    def never_left_to_cpu(self) -> bool:
+        """Whether a GPU samples every row of this plan that reports no candidates, whatever its logits are."""
+        return self.greedy and self.typical == 0.0 and self.cfg_scale is None
+
+    @property
+    def scale(self) -> float:
+        """What a distance from the largest logit, or its square with smoothing, is multiplied by."""
+        scale = (self.smoothing if self.smoothing > 0 else 1.0) / max(self.temperature, 1e-30)
+        return min(scale, 3e38)
+
+
+@dataclass(slots=True)
+class Row:
+    """One row of a call.
+
+    `logits`, `negative`: float32 [V], contiguous. `context`: int64 ids so far, contiguous; only penalties and DRY read
+    it. `uniform`: a number in [0, 1), already skewed. `mirostat`: 2^-mu, 0 = off. `mask`: packed int32 words, ids
+    beyond them are not allowed. `banned` ids are never chosen, `discouraged` ones only if nothing else is left; `only`
+    these (int64). `top_n`: candidates to report.
+    """
+
+    plan: Plan
+    logits: Tensor
+    uniform: float = 0.0
+    negative: Tensor | None = None
+    context: Ids | None = None
+    mirostat: float = 0.0
+    mask: Mask | None = None
+    banned: Sequence[int] = ()
+    discouraged: Sequence[int] = ()
+    only: Ids | None = None
+    top_n: int = 0
+
+    def request(self) -> Request:
+        """As the native functions take it."""
+        return (
+            self.plan.native,
+            self.logits,
+            self.negative,
+            self.context,
+            self.uniform,
+            self.mirostat,
+            self.mask,
+            self.banned,
+            self.discouraged,
+            self.only,
+            self.top_n,
+        )
+
+
+class NextInputs(NamedTuple):
+    """The inputs of the next step, which the launches that sample its tokens fill in."""
+
+    ids: Tensor
+    """int64 [rows] on the rows' GPU, contiguous: gets the tokens."""
+    limit: int
+    """Tokens are cut to ids below it."""
+    copied: tuple[Tensor, Tensor] | None = None
+    """Before that, the first is copied to the second: uint8 of one size, a multiple of 4, in pinned memory, which must
+    stay as it is until the stream has passed the call's launches, and on the GPU."""
+
+
+@dataclass(slots=True)
+class Sampled:
+    """A token with its final probability, and the first candidates by falling probability, at most `top_n`."""
+
+    token: int
+    probability: float
+    top_tokens: Sequence[int] = ()
+    top_probabilities: Sequence[float] = ()
+
+
+@dataclass(slots=True)
+class Failure:
+    """No token: everything is excluded, or (`not_finite`) an allowed logit is NaN or +inf; of a pair of prompts (CFG)
+    any logit, allowed or not: the mix sums over all of them."""
+
+    not_finite: bool
+
+
+class Launched:
+    """The sampling of rows that `launch` has queued; `collect` waits for it."""
+
+    __slots__ = ("_on_gpus", "_results", "_rows", "written")
+
+    def __init__(self, rows: Sequence[Row], into: NextInputs | None) -> None:
+        self._rows = rows
+        self._results: list[Sampled | Failure] | None = None
+        self._on_gpus: list[tuple[list[int], sampling_cuda.Launched]] = []
+        #: Whether `into` gets the rows' tokens. `collect` takes it back where a row was left to the CPU.
+        self.written = False
+        devices: dict[torch.device, list[int]] = {}
+        for i, row in enumerate(rows):
+            if row.logits.is_cuda:
+                devices.setdefault(row.logits.device, []).append(i)
+        for indices in devices.values():
+            writes = into is not None and len(indices) == len(rows)
+            queued = sampling_cuda.launch([rows[i] for i in indices], into if writes else None)
+            self._on_gpus.append((indices, queued))
+            self.written = writes
+
+    def collect(self) -> list[Sampled | Failure]:
+        """Wait for the GPUs, sample what is left on the CPU, and return the result of each row. Errors as of `launch`;
+        a second call returns the same results."""
+        if self._results is None:
+            try:
+                self._results = [_result(*answer) for answer in self._answers()]
+            except _REFUSED:
+                _check_all(self._rows)
+                raise
+        return self._results
+
+    def _answers(self) -> list[Answer]:
+        if not self._on_gpus:
+            return _native.sample_rows([_on_cpu(row).request() for row in self._rows])
+        answers: list[Answer] = [_UNANSWERED] * len(self._rows)
+        for indices, queued in self._on_gpus:
+            for i, answer in zip(indices, queued.answers(), strict=True):
+                answers[i] = answer
+        left = [i for i, answer in enumerate(answers) if answer[0] == _LEFT_TO_CPU]
+        if left:
+            self.written = False
+            found = _native.sample_rows([_on_cpu(self._rows[i]).request() for i in left])
+            for i, answer in zip(left, found, strict=True):
+                answers[i] = answer
+        return answers
+
+
+def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
+    """Queue the sampling of one token a row. Rows may differ in width, settings and device.
+
+    Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read
+    back; a row whose transforms the GPU has no code for (typical, CFG, more than 2,048 candidates or 64 to report) and
+    rows on the CPU are sampled by `collect` on the CPU, to the token the GPU would give. Logits must stay as they are
+    until then, those of plans that are `never_left_to_cpu` until the stream has passed the launches.
+
+    `into` gets the tokens if all rows are on one GPU (`Launched.written`): a step that is queued after this call, on
+    the same stream, reads them before the host has seen them. A row without a token (`Failure`) gives it any id.
+
+    Raises, here or from `collect`: ShapeError, DTypeError for logits that are not contiguous float32 [V],
+    UnsupportedError for V beyond `MAX_WIDTH`, ValueError for a `uniform` outside [0, 1), DeviceError if a launch fails.
+    """
+    try:
+        return Launched(rows, into)
+    except _REFUSED:
+        _check_all(rows)
+        raise
+
+
+def sample(rows: Sequence[Row]) -> list[Sampled | Failure]:
+    """One token a row: `launch` and `collect` in one call, with the same errors."""
+    return launch(rows).collect()
+
+
+def _on_cpu(row: Row) -> Row:
+    if not row.logits.is_cuda and (row.negative is None or not row.negative.is_cuda):
+        return row
+    negative = None if row.negative is None else row.negative.cpu()
+    return replace(row, logits=row.logits.cpu(), negative=negative)
+
+
+def _result(token: int, probability: float, top: tuple[list[int], list[float]] | None) -> Sampled | Failure:
+    if token < 0:
+        return Failure(not_finite=token == -2)
+    return Sampled(token, probability) if top is None else Sampled(token, probability, *top)
+
+
+def distribution(row: Row) -> tuple[Ids, NDArray[np.uint64]] | None:
+    """Ids of the final candidates, ascending, and their weights (probability times a common factor); None: none."""
+    try:
+        ids, weights = _native.sampling_distribution(_on_cpu(row).request())
+    except LookupError:
+        return None
+    return np.array(ids, dtype=np.int64), np.array(weights, dtype=np.uint64)
+
+
+def shaped(row: Row) -> NDArray[np.float32]:
+    """The logits that the row is sampled from: after penalties, bans, bias, DRY and masks, cut to the vocabulary."""
+    out = torch.empty(min(row.plan.size, row.logits.numel()))
+    _native.sampling_shaped(_on_cpu(row).request(), out)
+    return out.numpy()
+
+
+def _check_all(rows: Sequence[Row]) -> None:
+    """Name the operand that is wrong, after a native call has refused its arguments."""
+    for row in rows:
+        _check(row)
+
+
+def _check(row: Row) -> None:
+    for name, t in (("logits", row.logits), ("negative", row.negative)):
+        if t is None:
+            continue
+        if not isinstance(t, Tensor) or t.dtype != torch.float32:
+            raise DTypeError(f"{name} is {getattr(t, 'dtype', type(t).__name__)}; expected a float32 tensor")
+        if t.dim() != 1 or not t.is_contiguous():
+            raise ShapeError(f"{name} is {tuple(t.shape)}, strides {t.stride()}; expected contiguous [V]")
+        if t.numel() > MAX_WIDTH:
+            raise UnsupportedError(f"{name} is {t.numel()} wide; at most {MAX_WIDTH} ids can be sampled from")
+        if t.shape != row.logits.shape:
+            raise ShapeError(f"{name} is {tuple(t.shape)}; expected {tuple(row.logits.shape)}, as logits")
+    for name, array, dtype in (
+        ("context", row.context, np.int64),
+        ("mask", row.mask, np.int32),
+        ("only", row.only, np.int64),
+    ):
+        if array is not None and (array.dtype != dtype or not array.flags.c_contiguous):
+            raise DTypeError(f"{name} is {array.dtype}; expected a contiguous {np.dtype(dtype).name} array")
+    if not (math.isfinite(row.uniform) and 0 <= row.uniform < 1):
+        raise ValueError(f"uniform is {row.uniform}; it must be in [0, 1)")

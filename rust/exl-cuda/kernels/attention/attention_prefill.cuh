@@ -1,0 +1,250 @@
+// Attention of many tokens: each warp has 16 query rows of its own, all keys and all dimensions; the block's warps share the stages, and
+// units and splits join as they come. The arithmetic is decode's, with queries as rows of the matrix products.
+#pragma once
+#include "attention/attention_queries.cuh"
+
+constexpr int ROWS = 16;
+
+template <int KEY_CODEC, int VALUE_CODEC, int DIM_, int WARPS_>
+struct Prefill : Stages<KEY_CODEC, VALUE_CODEC, DIM_, WARPS_, 0> {
+  static constexpr int KC = KEY_CODEC, VC = VALUE_CODEC, DIM = DIM_, WARPS = WARPS_, TILES = DIM / 8;
+  static constexpr bool REGISTERS = DIM <= 128;
+  // Of a warp: queries, then totals; where queries move to registers, totals take their place.
+  static constexpr int QUERY_BYTES = ROWS * DIM * 2, TOTAL_BYTES = ROWS * DIM * 4, TOTAL_AT = REGISTERS ? 0 : QUERY_BYTES;
+  static constexpr int WARP_BYTES = TOTAL_AT + TOTAL_BYTES;
+};
+
+// Running softmax of a lane's two rows, g and g + 8.
+template <int TILES>
+struct State {
+  float max[2], sum[2], acc[TILES][4];
+  DEVICE void clear() {
+#pragma unroll
+    for (int r = 0; r < 2; r++) max[r] = -INFINITY, sum[r] = 0.f;
+#pragma unroll
+    for (int n = 0; n < TILES; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
+  }
+};
+
+struct Visible {
+  int from[2], to[2];
+};
+
+// Tile n holds keys first_key + 8n..8n+7; keys out of sight get -inf.
+DEVICE void finish_logits(const Attention& a, const Keys& keys, const Visible& seen, int first_key, float (&x)[8][4]) {
+  const int t = threadIdx.x & 3;
+  const bool all = first_key >= max(seen.from[0], seen.from[1]) && first_key + UNIT <= min(seen.to[0], seen.to[1]);
+#pragma unroll
+  for (int n = 0; n < 8; n++) scale_logits(a, x[n]);
+  if (all && !keys.mask) return;
+#pragma unroll
+  for (int n = 0; n < 8; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int key = first_key + 8 * n + 2 * t + (e & 1), r = e >> 1;
+      const bool in_sight = key >= seen.from[r] && key < seen.to[r];
+      x[n][e] = !in_sight ? -INFINITY : keys.mask ? masked(x[n][e], keys.mask[key]) : x[n][e];
+    }
+}
+
+// A unit's logits to weights (operand A of four products of 16 keys each), their reference and sum.
+DEVICE void unit_softmax(float (&x)[8][4], uint32_t (&weights)[4][4], float (&max_of)[2], float (&sum_of)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float most = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < 8; n++) most = fmaxf(most, fmaxf(x[n][2 * r], x[n][2 * r + 1]));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    max_of[r] = most;
+    const float reference = most == -INFINITY ? 0.f : most;
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) x[n][2 * r + e] = weight_of(x[n][2 * r + e], reference);
+  }
+  float sums[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int s = 0; s < 4; s++) {
+    weights[s][0] = as_word(__floats2half2_rn(x[2 * s][0], x[2 * s][1]));
+    weights[s][1] = as_word(__floats2half2_rn(x[2 * s][2], x[2 * s][3]));
+    weights[s][2] = as_word(__floats2half2_rn(x[2 * s + 1][0], x[2 * s + 1][1]));
+    weights[s][3] = as_word(__floats2half2_rn(x[2 * s + 1][2], x[2 * s + 1][3]));
+    mma(sums, weights[s][0], weights[s][1], weights[s][2], weights[s][3], 0x3c003c00u, 0x3c003c00u);
+  }
+  sum_of[0] = sums[0];
+  sum_of[1] = sums[2];
+}
+
+template <class S>
+DEVICE void attend_unit(Ring<S>& ring, State<S::TILES>& split, const Attention& a, const Keys& keys, const Visible& seen, int index,
+                        const uint4 (*queries)[2], const uint4* query_rows) {
+  float x[8][4], max_of[2], sum_of[2], kept[2], added[2];
+  uint32_t weights[4][4];
+  stage_logits<S::KC, S::DIM, S::REGISTERS>(x, ring.take_keys(), queries, query_rows);
+  finish_logits(a, keys, seen, index * UNIT, x);
+  const uint8_t* values = ring.take_values();
+  unit_softmax(x, weights, max_of, sum_of);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    join_factors(split.max[r], max_of[r], sum_of[r], kept[r], added[r]);
+    split.sum[r] = join_value(split.sum[r], kept[r], sum_of[r], added[r]);
+  }
+  const bool same = __all_sync(~0u, kept[0] == 1.f && kept[1] == 1.f);
+#pragma unroll
+  for (int first = 0; first < S::TILES; first += 8) {
+    float part[8][4];
+#pragma unroll
+    for (int n = 0; n < 8; n++) part[n][0] = part[n][1] = part[n][2] = part[n][3] = 0.f;
+    stage_values<S::VC, S::DIM>(part, values, first, weights);
+    if (same) {
+#pragma unroll
+      for (int n = 0; n < 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) split.acc[first + n][e] = __fmaf_rn(part[n][e], added[e >> 1], split.acc[first + n][e]);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) split.acc[first + n][e] = join_value(split.acc[first + n][e], kept[e >> 1], part[n][e], added[e >> 1]);
+    }
+  }
+}
+
+// total = total and the split just finished; totals lie in shared memory, each lane's own.
+template <int TILES>
+DEVICE void join_split(float4* total, float (&max)[2], float (&sum)[2], const State<TILES>& split) {
+  const int lane = threadIdx.x & 31;
+  float kept[2], added[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    join_factors(max[r], split.max[r], split.sum[r], kept[r], added[r]);
+    sum[r] = join_value(sum[r], kept[r], split.sum[r], added[r]);
+  }
+#pragma unroll
+  for (int n = 0; n < TILES; n++) {
+    float4 v = total[n * 32 + lane];
+    v.x = join_value(v.x, kept[0], split.acc[n][0], added[0]);
+    v.y = join_value(v.y, kept[0], split.acc[n][1], added[0]);
+    v.z = join_value(v.z, kept[1], split.acc[n][2], added[1]);
+    v.w = join_value(v.w, kept[1], split.acc[n][3], added[1]);
+    total[n * 32 + lane] = v;
+  }
+}
+
+// The warp's totals to `out`: by way of shared memory, rows in order of the dimension.
+template <class S>
+DEVICE void totals_to_out(const Attention& a, float4* total, const float (&sum)[2], const Place (&mine)[2]) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  float4 v[S::TILES];
+#pragma unroll
+  for (int n = 0; n < S::TILES; n++) v[n] = total[n * 32 + lane];
+  __syncwarp();
+  float* rows = reinterpret_cast<float*>(total);
+#pragma unroll
+  for (int n = 0; n < S::TILES; n++) {
+    const int d0 = result_dim(S::VC == F16, n, 2 * t), d1 = result_dim(S::VC == F16, n, 2 * t + 1);
+    rows[g * S::DIM + d0] = v[n].x;
+    rows[g * S::DIM + d1] = v[n].y;
+    rows[(g + 8) * S::DIM + d0] = v[n].z;
+    rows[(g + 8) * S::DIM + d1] = v[n].w;
+  }
+  __syncwarp();
+#pragma unroll 4
+  for (int row = 0; row < ROWS; row++) {
+    const int owner = (row & 7) * 4, half = row >> 3;
+    const int token = __shfl_sync(~0u, half ? mine[1].token : mine[0].token, owner);
+    const int head = __shfl_sync(~0u, half ? mine[1].head : mine[0].head, owner);
+    const float inverse = inverse_of(__shfl_sync(~0u, half ? sum[1] : sum[0], owner));
+    if (token < 0) continue;
+    for (int block = 0; block * 64 < a.dim; block++)
+      result_to_out<false>(a, rows + row * S::DIM, block, inverse, token, head, is_hadamard<S::VC>());
+  }
+  __syncwarp();
+}
+
+// The rows of this warp, from the tile's row `first_row`, given to `put(row of the warp, head, is it a query?)`, eight loads under way at once.
+template <class S, class Put>
+DEVICE void load_rows(const Attention& a, int first_row, int first, int end, int key_head, int head_tile, Put put) {
+#pragma unroll 1
+  for (int base = 0; base < ROWS; base += 8) {
+    Head<S::DIM> heads[8];
+    bool live[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const Place p = place_of(a, first_row + base + i, first, end, key_head, head_tile);
+      live[i] = p.token >= 0;
+      heads[i].load(a, live[i] ? a.q : nullptr, (int64_t)p.token * a.q_stride + p.head * a.dim);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) put(base + i, heads[i], live[i]);
+  }
+}
+
+// One run of tokens of a tile against all its keys.
+template <class S>
+DEVICE void attend_run(const Attention& a, uint8_t* shared, int first, int run, int end, int key_head, int head_tile) {
+  const Keys keys = run_keys(a, run, end);
+  const int begin = keys.from / UNIT, stop = (keys.to + UNIT - 1) / UNIT;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_row = warp * ROWS;
+  uint8_t* own = shared + a.ring * S::UNIT_BYTES + warp * S::WARP_BYTES;
+  Ring<S> ring(a, keys, shared, nullptr, key_head, begin, max(stop - begin, 0));
+  load_rows<S>(a, first_row, first, end, key_head, head_tile, [&](int row, Head<S::DIM>& head, bool live) {
+    head.template put_query<S::KC>(reinterpret_cast<uint32_t*>(own) + row * 16, ROWS * 16, live);
+  });
+  __syncwarp();
+  uint4 queries[S::REGISTERS ? S::DIM / 32 : 1][2];
+  Place mine[2];
+  Visible seen;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    mine[r] = place_of(a, first_row + (lane >> 2) + 8 * r, first, end, key_head, head_tile);
+    if (mine[r].token < run) mine[r].token = -1;
+    const int position = mine[r].token < 0 || keys.to == 0 ? -1 : a.positions[mine[r].token];
+    seen.from[r] = visible_from(a, position);
+    seen.to[r] = visible_to(a, position);
+    if constexpr (S::REGISTERS)
+#pragma unroll
+      for (int j = 0; j < S::DIM / 32; j++) queries[j][r] = reinterpret_cast<uint4*>(own)[j * 64 + 32 * r + lane];
+  }
+  __syncwarp();
+  float4* total = reinterpret_cast<float4*>(own + S::TOTAL_AT);
+  float max_of[2] = {-INFINITY, -INFINITY}, sum_of[2] = {0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < S::TILES; n++) total[n * 32 + lane] = make_float4(0.f, 0.f, 0.f, 0.f);
+  State<S::TILES> split;
+  split.clear();
+  for (int index = begin; index < stop; index++) {
+    attend_unit<S>(ring, split, a, keys, seen, index, queries, reinterpret_cast<const uint4*>(own));
+    if ((index + 1) % SPLIT_UNITS == 0 || index + 1 == stop) {
+      join_split(total, max_of, sum_of, split);
+      split.clear();
+    }
+    ring.unit_done();
+  }
+  totals_to_out<S>(a, total, sum_of, mine);
+  copy_wait<0>();
+  __syncthreads();
+}
+
+// Grid: tiles of tokens, key heads x tiles of their query heads.
+template <class S>
+DEVICE void attention_prefill(const Attention& a) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  pdl_trigger();
+  pdl_wait();
+  const int head_tiles = (a.group + a.tile_heads - 1) / a.tile_heads;
+  // Later tokens see more keys: begin with them.
+  const int tile = gridDim.x - 1 - blockIdx.x, first = tile * a.tile_tokens, end = min(first + a.tile_tokens, a.tokens);
+  for (int run = first; run < end;) {
+    const int next = run_end(a, run, end);
+    attend_run<S>(a, shared, first, run, next, blockIdx.y / head_tiles, blockIdx.y % head_tiles);
+    run = next;
+  }
+}
+
+#define PREFILL(kind, KC, VC, DIM, WARPS)                                                                                  \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) attention_##kind##_##DIM##_prefill(const __grid_constant__ Attention a) { \
+    attention_prefill<Prefill<KC, VC, DIM, WARPS>>(a);                                                                     \
+  }
+#define PREFILLS(kind, KC, VC) PREFILL(kind, KC, VC, 64, 8) PREFILL(kind, KC, VC, 128, 8) PREFILL(kind, KC, VC, 256, 4)

@@ -1,0 +1,348 @@
+// What the kernels for one token a sequence share (attention_few.cuh, attention_long.cuh): rotating, fetching, the own key and value, the
+// joining of units and splits, the way out. Whole heads; halves or bfloat16.
+#pragma once
+#include "attention/attention_decode.cuh"
+#include "common/pipeline.cuh"
+
+#if __CUDA_ARCH__ >= 900
+// Two neighbouring elements, and their places as a word.
+DEVICE float2 pair_of(uint32_t word, __half) { return __half22float2(*reinterpret_cast<const __half2*>(&word)); }
+DEVICE float2 pair_of(uint32_t word, __nv_bfloat16) { return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&word)); }
+DEVICE uint32_t word_of(float2 v, __half) { return as_word(__floats2half2_rn(v.x, v.y)); }
+DEVICE uint32_t word_of(float2 v, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(v.x, v.y);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Rotation of whole heads whose lane l holds elements 64 b + 2 l and the next.
+template <class ELEMENT, int DIM>
+struct Rotation {
+  float cos[2] = {1.f, 1.f}, sin[2] = {0.f, 0.f};
+  bool turns = false;
+  DEVICE Rotation(const Attention& a, int token) {
+    if (!a.cos || a.rotated == 0) return;
+    const int64_t position = a.rope_positions[token];
+    turns = position >= 0 && position < a.table_rows;
+    if (!turns) return;
+    const int lane = threadIdx.x & 31, base = a.interleaved ? lane : DIM == 64 ? 2 * (lane & 15) : 2 * lane, step = a.interleaved ? 32 : 1;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      if (DIM == 64 && a.interleaved && j) break;
+      cos[j] = a.cos[position * (DIM / 2) + base + j * step];
+      sin[j] = a.sin[position * (DIM / 2) + base + j * step];
+    }
+  }
+  DEVICE void turn(const Attention& a, Head<DIM>& head) const {
+    if (!turns) return;
+    if (a.interleaved) {
+#pragma unroll
+      for (int b = 0; b < DIM / 64; b++) head.pairs[b] = rotate(head.pairs[b].x, head.pairs[b].y, cos[b], sin[b]);
+    } else if constexpr (DIM == 128) {
+      const float2 x = rotate(head.pairs[0].x, head.pairs[1].x, cos[0], sin[0]), y = rotate(head.pairs[0].y, head.pairs[1].y, cos[1], sin[1]);
+      head.pairs[0] = make_float2(x.x, y.x);
+      head.pairs[1] = make_float2(x.y, y.y);
+    } else {
+      const bool upper = threadIdx.x & 16;
+      const float2 mine = head.pairs[0];
+      const float2 other = make_float2(__shfl_xor_sync(~0u, mine.x, 16), __shfl_xor_sync(~0u, mine.y, 16));
+      const float2 x = upper ? rotate(other.x, mine.x, cos[0], sin[0]) : rotate(mine.x, other.x, cos[0], sin[0]);
+      const float2 y = upper ? rotate(other.y, mine.y, cos[1], sin[1]) : rotate(mine.y, other.y, cos[1], sin[1]);
+      head.pairs[0] = upper ? make_float2(x.y, y.y) : make_float2(x.x, y.x);
+    }
+#pragma unroll
+    for (int b = 0; b < DIM / 64; b++) head.pairs[b] = pair_of(word_of(head.pairs[b], ELEMENT()), ELEMENT());
+  }
+};
+
+// What a block has to do.
+struct Job {
+  const int* pages;
+  int token, key_head, rank, to;
+  int fresh;  // key that is not in the pages yet, or -1
+  DEVICE Job(const Attention& a, int rank) : token(blockIdx.x), key_head(blockIdx.y), rank(rank) {
+    const int seq = a.rows[token], position = a.positions[token];
+    const bool here = (unsigned)seq < (unsigned)a.batch;
+    pages = a.block_table + (here ? seq * a.max_pages : 0);
+    to = here ? min(max(position, -1), a.key_limit - 1) + 1 : 0;
+    fresh = here && a.new_key && position < to ? position : -1;
+  }
+};
+
+// Where the first key of a unit is for this head, in rows of pages, and how many keys there are.
+struct Rows {
+  int first, count;
+};
+DEVICE int page_of(const Attention& a, int key) {
+  const int index = (int)__umulhi((unsigned)key, a.page_inverse);  // at most one too many, where no power of two is divided by
+  return a.page_shift >= 0 ? key >> a.page_shift : index - (index * a.page_size > key);
+}
+DEVICE Rows rows_of(const Attention& a, const Job& job, int unit, int page) {
+  const int key = unit * UNIT, inside = key - page_of(a, key) * a.page_size;
+  const bool known = (unsigned)page < (unsigned)a.num_pages;
+  return {((known ? page : 0) * a.page_size + inside) * a.heads + job.key_head, known ? job.to - key : 0};
+}
+
+// A copy of what is read once a step: it leaves L2 before anything else does. (Of halves only: for some packed pages ptxas 13.0 makes an
+// instruction of it that is none.)
+DEVICE void copy_once(void* to, const void* from, bool present, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0), "l"(policy)
+               : "memory");
+}
+// A unit's keys or values on their way: rows that exist and are not the fresh one; zeros for those beyond the last. By THREADS threads.
+template <int CODEC, int DIM, int THREADS>
+DEVICE void fetch(uint8_t* to, int stride, const uint8_t* from, const uint8_t* scales, int heads, Rows rows, int skip) {
+  constexpr int BYTES = row_bytes<CODEC, DIM>(), CHUNKS = BYTES / 16, ROWS = THREADS / CHUNKS, PASSES = STAGE / ROWS;
+  const int tid = threadIdx.x % THREADS, row = tid / CHUNKS;
+  const uint8_t* source = from + ((int64_t)(rows.first + row * heads) * BYTES + tid % CHUNKS * 16);
+  const int64_t step = (int64_t)(heads * BYTES * ROWS);
+  uint8_t* mine = to + row * stride + tid % CHUNKS * 16;
+  const uint64_t once = evict_first();
+#pragma unroll 8
+  for (int i = 0; i < PASSES; i++) {
+    const int r = row + i * ROWS;
+    if (r != skip) {
+      if constexpr (CODEC == F16) copy_once(mine, source, r < rows.count, once);
+      else copy_async<16>(mine, source, r < rows.count);
+    }
+    source += step;
+    mine += ROWS * stride;
+  }
+  if constexpr (is_hadamard<CODEC>()) {
+    constexpr int WIDE = DIM / 16;
+    for (int r = tid; r < STAGE; r += THREADS)
+      if (r != skip) copy_async<WIDE>(to + STAGE * stride + r * WIDE, scales + (int64_t)(rows.first + r * heads) * WIDE, r < rows.count);
+  }
+}
+template <class S>
+DEVICE void fetch_keys(const Attention& a, const Job& job, uint8_t* shared, Rows rows, int unit) {
+  fetch<S::KC, S::DIM, S::FETCHERS>(shared, key_stride<S::KC, S::DIM>(), a.key, reinterpret_cast<const uint8_t*>(a.key_scales), a.heads, rows,
+                                    job.fresh - unit * UNIT);
+}
+template <class S>
+DEVICE void fetch_values(const Attention& a, const Job& job, uint8_t* shared, Rows rows, int unit) {
+  fetch<S::VC, S::DIM, S::FETCHERS>(shared + S::KEY_BYTES, value_stride<S::VC, S::DIM>(), a.value, reinterpret_cast<const uint8_t*>(a.value_scales),
+                                    a.heads, rows, job.fresh - unit * UNIT);
+}
+
+// Where a key (or value) stands in a stage: its row and its scales.
+template <int CODEC, int DIM, int STRIDE>
+DEVICE int row_of(int key) { return key * STRIDE; }
+template <int CODEC, int DIM, int STRIDE>
+DEVICE int scales_of(int key) { return STAGE * STRIDE + key * scale_bytes<CODEC, DIM>(); }
+template <int CODEC, int DIM, int STRIDE>
+DEVICE void bring_home(uint8_t* stage, const uint8_t* aside, int key) {
+  constexpr int WORDS = row_bytes<CODEC, DIM>() / 4, SCALES = scale_bytes<CODEC, DIM>() / 4;
+  const int lane = threadIdx.x & 31;
+  uint8_t *row = stage + row_of<CODEC, DIM, STRIDE>(key), *scales = stage + scales_of<CODEC, DIM, STRIDE>(key);
+#pragma unroll 1
+  for (int i = lane; i < WORDS; i += 32) reinterpret_cast<uint32_t*>(row)[i] = reinterpret_cast<const uint32_t*>(aside)[i];
+  if (lane < SCALES) reinterpret_cast<uint32_t*>(scales)[lane] = reinterpret_cast<const uint32_t*>(aside)[WORDS + lane];
+}
+
+// As the cache rounds. What came out of a half, or was rounded to one, is one.
+DEVICE uint32_t saturated(float2 v, __half) { return as_word(__floats2half2_rn(v.x, v.y)); }
+DEVICE uint32_t saturated(float2 v, __nv_bfloat16) { return as_word(__halves2half2(saturating_half(v.x), saturating_half(v.y))); }
+
+// A query as halves where the products want it.
+template <class ELEMENT, int CODEC, int DIM>
+DEVICE void put_pairs(uint32_t* words, int stride, Head<DIM>& head) {
+  if constexpr (is_hadamard<CODEC>()) {
+    head.template put_query<CODEC>(words, stride, true);
+  } else {
+#pragma unroll
+    for (int b = 0; b < DIM / 64; b++) {
+      const QueryPlace p = query_place<CODEC, DIM>(64 * b + 2 * (threadIdx.x & 31));
+      words[p.word / 4 * stride + p.t * 4 + p.word % 4] = saturated(head.pairs[b], ELEMENT());
+    }
+  }
+}
+
+// The token's own key or value: encoded into shared memory and, if there is a slot, into the pages.
+template <class ELEMENT, int CODEC, int DIM>
+DEVICE void encode_own(const Attention& a, int plane, const Head<DIM>& head, uint8_t* row, uint8_t* scales, int64_t slot, int key_head) {
+  constexpr int BYTES = row_bytes<CODEC, DIM>();
+  const int lane = threadIdx.x & 31;
+  const int64_t at = slot * a.heads + key_head;
+  const bool stores = slot >= 0 && slot < (int64_t)a.num_pages * a.page_size;
+  uint8_t* out = const_cast<uint8_t*>(plane ? a.value : a.key) + at * BYTES;
+  if constexpr (CODEC == F16) {
+#pragma unroll
+    for (int b = 0; b < DIM / 64; b++) {
+      const uint32_t pair = saturated(head.pairs[b], ELEMENT());
+      reinterpret_cast<uint32_t*>(row)[32 * b + lane] = pair;
+      if (stores) reinterpret_cast<uint32_t*>(out)[32 * b + lane] = pair;
+    }
+  } else {
+    Pages p;
+    p.data[0] = row;
+    p.scales[0] = reinterpret_cast<__half*>(scales);
+    p.codec[0] = CODEC;
+    p.heads = 1, p.dim = DIM, p.blocks = DIM / 64;
+#pragma unroll
+    for (int b = 0; b < DIM / 64; b++) encode(p, 0, 0, b, head.pairs[b].x, head.pairs[b].y);
+    __syncwarp();
+    if (!stores) return;
+    for (int i = lane; i < BYTES / 4; i += 32) reinterpret_cast<uint32_t*>(out)[i] = reinterpret_cast<const uint32_t*>(row)[i];
+    if (is_hadamard<CODEC>() && lane < DIM / 64)
+      reinterpret_cast<uint32_t*>(const_cast<__half*>(plane ? a.value_scales : a.key_scales))[at * (DIM / 64) + lane] =
+          reinterpret_cast<const uint32_t*>(scales)[lane];
+  }
+}
+
+// Where an item is that a warp prepares: the own value, the own key (`before` 2: where the block has them), queries; null beyond.
+template <class S>
+DEVICE const unsigned* source_of(const Attention& a, const Job& job, int item, int before) {
+  const int column = item - before;
+  if (column >= a.group) return nullptr;
+  const void* from = column >= 0 ? a.q : column == -1 ? a.new_key : a.new_value;
+  const int at = column >= 0 ? job.token * a.q_stride + (job.key_head * a.group + column) * S::DIM : job.token * a.new_stride + job.key_head * S::DIM;
+  return static_cast<const unsigned*>(from) + at / 2 + (threadIdx.x & 31);
+}
+
+template <class S>
+DEVICE void load_items(uint32_t (&raw)[2][S::BLOCKS], const unsigned* first, const unsigned* second) {
+#pragma unroll
+  for (int b = 0; b < S::BLOCKS; b++) {
+    raw[0][b] = raw[1][b] = 0;
+    if (first) raw[0][b] = __ldcg(first + 32 * b);
+    if (second) raw[1][b] = __ldcg(second + 32 * b);
+  }
+}
+
+// Queries, and the own key and value where this block has them (`home_unit` 0: in the first unit, later ones: aside, -1: not here).
+// What the launch before wrote is never read from this multiprocessor's own cache, which may hold older lines. `raw`: the warp's first
+// two items.
+template <class S>
+DEVICE void prepare_items(const Attention& a, const Job& job, const Rotation<typename S::Element, S::DIM>& rotation, uint8_t* shared, int home_unit,
+                        int64_t slot, uint32_t (&raw)[2][S::BLOCKS]) {
+  using Element = typename S::Element;
+  const int warp = warp_index(), before = home_unit >= 0 ? 2 : 0, items = before + a.group;
+  uint32_t* queries = reinterpret_cast<uint32_t*>(shared + S::QUERIES_AT);
+#pragma unroll 1
+  for (int base = warp; base < items; base += 2 * S::WARPS) {
+    if (base != warp) load_items<S>(raw, source_of<S>(a, job, base, before), source_of<S>(a, job, base + S::WARPS, before));
+#pragma unroll 1
+    for (int i = 0; i < 2; i++) {
+      const int column = base + i * S::WARPS - before;
+      if (column >= a.group) break;
+      Head<S::DIM> head;
+#pragma unroll
+      for (int b = 0; b < S::BLOCKS; b++) {
+        head.pairs[b] = pair_of(raw[0][b], Element());
+        raw[0][b] = raw[1][b];
+      }
+      if (column >= -1) rotation.turn(a, head);
+      if (column >= 0) {
+        put_pairs<Element, S::KC, S::DIM>(queries + column * 16, S::COLUMNS * 16, head);
+        continue;
+      }
+      // Its place in the first unit, or a place beside, for later.
+      constexpr int KS = key_stride<S::KC, S::DIM>(), VS = value_stride<S::VC, S::DIM>(), VALUE_AT = S::OWN_AT + packed_bytes<S::KC, S::DIM>();
+      const int key = job.fresh % UNIT, plane = -1 - column;
+      int row = plane ? VALUE_AT : S::OWN_AT;
+      int scales = row + (plane ? row_bytes<S::VC, S::DIM>() : row_bytes<S::KC, S::DIM>());
+      if (home_unit == 0) {
+        row = plane ? S::KEY_BYTES + row_of<S::VC, S::DIM, VS>(key) : row_of<S::KC, S::DIM, KS>(key);
+        scales = plane ? S::KEY_BYTES + scales_of<S::VC, S::DIM, VS>(key) : scales_of<S::KC, S::DIM, KS>(key);
+      }
+      if (S::KC == S::VC || !plane) encode_own<Element, S::KC, S::DIM>(a, plane, head, shared + row, shared + scales, slot, job.key_head);
+      else encode_own<Element, S::VC, S::DIM>(a, plane, head, shared + row, shared + scales, slot, job.key_head);
+    }
+  }
+}
+
+// 64 dimensions of a row, two a lane, and the row's largest logit and sum of weights.
+struct Pair {
+  float2 sums = make_float2(0.f, 0.f);
+  float max = -INFINITY, sum = 0.f;
+  DEVICE void join(float2 part, float part_sum, float kept, float added) {
+    sums.x = join_value(sums.x, kept, part.x, added);
+    sums.y = join_value(sums.y, kept, part.y, added);
+    sum = join_value(sum, kept, part_sum, added);
+  }
+  DEVICE void join(const Pair& part) {
+    float kept, added;
+    join_factors(max, part.max, part.sum, kept, added);
+    join(part.sums, part.sum, kept, added);
+  }
+};
+
+// Joins parts of 64 dimensions of a row, in order: the units of a split or splits of the workspace, at most MOST of `count`. Without a branch
+// for parts that are not there, whose zeros change nothing (not the sign of one either): the compiler would load each part behind the one
+// before, a way to L2 for each.
+template <int MOST, class F, class G>
+DEVICE void join_in_order(Pair& pair, int count, F sums_of, G state_of) {
+  const int lane = threadIdx.x & 31;
+  float2 sums[MOST], state = make_float2(-INFINITY, 0.f);
+#pragma unroll
+  for (int k = 0; k < MOST; k++) {
+    sums[k] = make_float2(-0.f, -0.f);
+    if (k < count) sums[k] = sums_of(k);
+  }
+  if (lane < min(count, MOST)) state = state_of(lane);
+  // A part a lane: the largest logit of all before it, and its factors.
+  float most = state.x, kept, added;
+#pragma unroll
+  for (int o = 1; o < MOST; o *= 2) {
+    const float other = __shfl_up_sync(~0u, most, o);
+    if (lane >= o) most = fmaxf(most, other);
+  }
+  most = fmaxf(most, pair.max);
+  float earlier = __shfl_up_sync(~0u, most, 1);
+  if (lane == 0) earlier = pair.max;
+  join_factors(earlier, state.x, state.y, kept, added);
+  pair.max = __shfl_sync(~0u, most, MOST - 1);
+#pragma unroll
+  for (int k = 0; k < MOST; k++) pair.join(sums[k], __shfl_sync(~0u, state.y, k), __shfl_sync(~0u, kept, k), __shfl_sync(~0u, added, k));
+}
+
+// Leaves a split in the workspace; the last to come joins all of them: true, and `pair` is the whole.
+template <class S>
+DEVICE bool join_splits(const Attention& a, Pair& pair, int row, int block, int split, int splits) {
+  constexpr int MOST = S::JOINED;
+  const int lane = threadIdx.x & 31, group = blockIdx.x * gridDim.y + blockIdx.y, stride = a.group * S::ROW;
+  float* parts = a.parts + (int64_t)group * a.part_slots * stride + row * S::ROW;
+  float* mine = parts + split * stride;
+  __stcg(reinterpret_cast<float2*>(mine + block * 64 + 2 * lane), pair.sums);
+  if (lane == 0) __stcg(reinterpret_cast<float2*>(mine + S::DIM + 2 * block), make_float2(pair.max, pair.sum));
+  __syncwarp();
+  int before = 0;
+  unsigned* ticket = a.tickets + (group * a.group + row) * S::BLOCKS + block;
+  if (lane == 0) {
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
+    if (before == splits - 1) *ticket = 0;
+  }
+  __syncwarp();  // what lane 0 has acquired is there for all
+  if (__shfl_sync(~0u, before, 0) != splits - 1) return false;
+  pair = Pair();
+#pragma unroll 1
+  for (int from = 0; from < splits; from += MOST) {
+    const float* at = parts + from * stride;
+    join_in_order<MOST>(
+        pair, splits - from,
+        [&](int k) { return __ldcg(reinterpret_cast<const float2*>(at + k * stride + block * 64 + 2 * lane)); },
+        [&](int k) { return __ldcg(reinterpret_cast<const float2*>(at + k * stride + S::DIM + 2 * block)); });
+  }
+  return true;
+}
+
+// 64 dimensions of a result row, transformed back where values are; `places`: their rows in a product's order, where they are known.
+template <class S>
+DEVICE void store_item(const Attention& a, const Job& job, const Pair& pair, int item, const uint32_t* places) {
+  const int at = job.key_head * a.group * S::BLOCKS + item, lane = threadIdx.x & 31;
+  float even = pair.sums.x, odd = pair.sums.y;
+  if (is_hadamard<S::VC>()) {
+    butterflies<false>(even, odd);
+    even *= 1.f / 32.f;
+    odd *= 1.f / 32.f;
+  }
+  const float inverse = inverse_of(pair.sum);
+  const uint32_t word = word_of(make_float2(__fmul_rn(even, inverse), __fmul_rn(odd, inverse)), typename S::Element());
+  if (a.ordered) {
+    copy_wait<0>();
+    store_ordered(a, job.token, places ? *places : ordered_rows(a, 64 * at + 2 * lane), word);
+  } else {
+    static_cast<uint32_t*>(a.out)[(job.token * a.q_heads * S::BLOCKS + at) * 32 + lane] = word;
+  }
+}
+#endif

@@ -1,4 +1,0 @@
-// Attention of few tokens over pages of kind fp8.
-#include "attention_decode.cuh"
-
-DECODES(fp8, E5M2, E5M2)

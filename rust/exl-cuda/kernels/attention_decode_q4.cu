@@ -1,4 +1,0 @@
-// Attention of few tokens over pages of kind q4.
-#include "attention_decode.cuh"
-
-DECODES(q4, HADAMARD4, HADAMARD4)

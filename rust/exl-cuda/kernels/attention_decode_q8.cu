@@ -1,4 +1,0 @@
-// Attention of few tokens over pages of kind q8.
-#include "attention_decode.cuh"
-
-DECODES(q8, HADAMARD8, HADAMARD8)

@@ -1,4 +1,0 @@
-// Attention of one token a sequence over pages of kind fp16.
-#include "attention_few.cuh"
-
-FEWS(fp16, F16, F16)

@@ -1,4 +1,0 @@
-// Attention of one token a sequence over pages of kind q6.
-#include "attention_few.cuh"
-
-FEWS(q6, HADAMARD8, HADAMARD4)

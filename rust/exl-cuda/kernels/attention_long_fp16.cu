@@ -1,4 +1,0 @@
-// Attention of one token a sequence over pages of kind fp16, a block a split of keys.
-#include "attention_long.cuh"
-
-LONGS(fp16, F16, F16, 1)

@@ -1,4 +1,0 @@
-// Attention of many tokens over pages of kind q4.
-#include "attention_prefill.cuh"
-
-PREFILLS(q4, HADAMARD4, HADAMARD4)

@@ -1,4 +1,0 @@
-// Attention of many tokens over pages of kind q6.
-#include "attention_prefill.cuh"
-
-PREFILLS(q6, HADAMARD8, HADAMARD4)

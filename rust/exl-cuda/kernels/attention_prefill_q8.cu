@@ -1,4 +1,0 @@
-// Attention of many tokens over pages of kind q8.
-#include "attention_prefill.cuh"
-
-PREFILLS(q8, HADAMARD8, HADAMARD8)

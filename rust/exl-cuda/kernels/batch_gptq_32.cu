@@ -1,4 +1,0 @@
-// GPTQ matrices with a scale entry every 32 rows: up to 16, 32 and 64 activation rows.
-#include "batch_whole.cuh"
-
-BATCHES(GPTQ, gptq, 32)

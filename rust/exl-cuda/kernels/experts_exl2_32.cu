@@ -1,4 +1,0 @@
-// Experts of EXL2 matrices with a scale entry every 32 rows.
-#include "experts_product.cuh"
-
-EXPERTS(EXL2, exl2, 32)

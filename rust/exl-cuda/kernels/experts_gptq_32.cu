@@ -1,4 +1,0 @@
-// Experts of GPTQ matrices with a scale entry every 32 rows.
-#include "experts_product.cuh"
-
-EXPERTS(GPTQ, gptq, 32)

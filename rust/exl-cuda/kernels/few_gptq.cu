@@ -1,5 +1,0 @@
-// The kernels of 3 to 8 rows for GPTQ.
-#include "few.cuh"
-
-FEW(GPTQ, gptq, 128)
-FEW(GPTQ, gptq, 32)

@@ -1,0 +1,404 @@
+// y = x @ W for 9 to 64 activation rows on sm_90a: each weight is unpacked once and multiplied by the tensor cores of a warpgroup.
+//
+// An item is 64 features (four row tiles), the work of one warpgroup. Either a block has all of K, or four blocks have a quarter each (the
+// units u = j mod 4). A block is up to W warpgroups, whose items are neighbours, and one warp that streams stages: one unit of every tile,
+// and the prepared activations of these rows (which stay in shared memory where a block meets them again and they fit). A warp's fragments
+// of mma.sync are its part of a warpgroup's A operand, so codes go from shared memory to registers to the tensor cores. Same bits as the
+// ring kernel, whose order of sums (`sum_classes`) is kept.
+//
+// Branches that depend on what is read ask for a vote first: ptxas would take the tensor cores' work one by one where it cannot see that a
+// warp goes one way. What a warp passes once is short, since it is cold in a decode step. (Clusters in place of the workspace: the H200 ran
+// only a third of their blocks at a time.)
+#pragma once
+#include "linear/batch_finish.cuh"
+#include "common/wgmma.cuh"
+
+template <int KIND, int ENTRY, int N, int W, bool TURNED>
+struct Batch;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// TURNED: the activations' core matrices are (prepared.cuh).
+template <int KIND, int ENTRY, int N, int W, bool TURNED>
+struct Batch : BatchFinish<N> {
+  using Finish = BatchFinish<N>;
+  using Finish::Finish;
+  using Finish::S, Finish::p, Finish::memory, Finish::base, Finish::full, Finish::empty, Finish::present, Finish::step, Finish::first;
+  using Finish::order, Finish::own, Finish::per_block, Finish::place, Finish::numbered, Finish::leave, Finish::go_on, typename Finish::Place;
+  static constexpr int ENTRIES = UNIT_ROWS / ENTRY, X_BYTES = 512 * N;
+  // A unit's row in the block's table: {offset, bytes, widths | number << 16}, maxima.
+  static constexpr int ROW = ENTRY == 128 ? 16 : 32, MAXIMA_AT = ENTRY == 128 ? 12 : 16;
+
+  // The streaming warp's part: barriers, and tables.
+  DEVICE void set_up_stream() const {
+    const int lane = threadIdx.x % 32;
+    for (int i = lane; i < p.slots; i += 32) {
+      barrier_init(full + i * 8, 1);
+      barrier_init(empty + i * 8, p.groups * 4 * WARP_ARRIVALS);
+    }
+    if (lane == 0) barrier_init(numbered(), 1);
+    if (p.resident)
+      for (int i = lane; i < own; i += 32) barrier_init(present + i * 8, 1);
+    barriers_visible();
+#pragma unroll 1
+    for (int m = 0; m < p.count; m++)
+#pragma unroll 1
+      for (int i = lane; i < own; i += 32) {
+        const int u = order.unit(i);
+        const uint2* units = p.part[m].a.units + u;
+        const uint2 unit = __ldg(units);
+        uint32_t* row = reinterpret_cast<uint32_t*>(memory + p.part[m].units_at + i * ROW);
+        row[0] = unit.x;
+        row[1] = __ldg(&units[1].x) - unit.x;
+        row[2] = unit.y | u << 16;
+      }
+    __syncwarp();
+  }
+  DEVICE void set_up_maxima() const {
+    for (int m = 0; m < p.count; m++) {
+      const BatchPart& part = p.part[m];
+      if (!part.a.maxima) continue;
+      const int entries = (part.a.rows + ENTRY - 1) / ENTRY;
+      for (int i = threadIdx.x; i < own * ENTRIES; i += W * 128) {
+        const int e = order.unit(i / ENTRIES) * ENTRIES + i % ENTRIES;
+        *reinterpret_cast<__half*>(memory + part.units_at + i / ENTRIES * ROW + MAXIMA_AT + i % ENTRIES * 2) = e < entries ? part.a.maxima[e] : __half(0.f);
+      }
+    }
+  }
+
+  // ---- one warp streams; each lane has a tile of the block's items
+  struct Source {
+    const uint8_t* from;
+    uint32_t units;
+    bool some;
+  };
+  DEVICE Source source(int block) const { return source_of(place(block, min(threadIdx.x % 32 / ITEM_TILES, p.groups - 1))); }
+  DEVICE Source source_of(const Place& at) const {
+    const int lane = threadIdx.x % 32, group = lane / ITEM_TILES;
+    const BatchPart& part = p.part[at.matrix];
+    const int tile = at.tile + lane % ITEM_TILES;
+    return {part.a.image + (size_t)tile * part.a.tile_bytes, base + part.units_at, group < p.groups && at.some && tile < part.a.tiles};
+  }
+  DEVICE void copy_weights(const Source& source, int i, Turn turn, uint64_t policy) const {
+    const int lane = threadIdx.x % 32;
+    const uint2 unit = SharedBytes{source.units}.get8(i * ROW);
+    const uint32_t bar = full + turn.slot * 8, bytes = __reduce_add_sync(~0u, source.some ? unit.y : 0);
+    if (lane == 0) barrier_expect(bar, bytes + (p.resident ? 0 : X_BYTES));
+    __syncwarp();
+    if (source.some) copy_to_shared(base + p.ring_at + turn.slot * p.stage_stride + lane * p.unit_room, source.from + unit.x, unit.y, bar, policy);
+  }
+  DEVICE void copy_activations(int i, uint32_t to, uint32_t bar, uint64_t policy) const {
+    const uint32_t u = SharedBytes{base + p.part[0].units_at}.get4(i * ROW + 8) >> 16;
+    copy_to_shared(to, p.x + (size_t)u * X_BYTES, X_BYTES, bar, policy);
+  }
+  DEVICE void copy_staged_activations(int i, Turn turn, uint64_t policy) const {
+    if (threadIdx.x % 32 == 0)
+      copy_activations(i, base + p.ring_at + turn.slot * p.stage_stride + p.groups * ITEM_TILES * p.unit_room, full + turn.slot * 8, policy);
+  }
+  DEVICE void stream() const {
+    const uint64_t once = evict_first(), again = evict_last();
+    const int blocks = (p.items + per_block() - 1) / per_block(), mine = (blocks - first + step - 1) / step, total = mine * own;
+    const int ahead = min(p.slots, total);
+    Turn turn;
+    int block = first, i = 0;
+    Source from = source(block);
+    auto next = [&] {
+      turn.advance(p.slots);
+      if (++i == own) {
+        i = 0;
+        block += step;
+        from = source(block);
+      }
+    };
+#pragma unroll 1
+    for (int s = 0; s < ahead; s++, next()) copy_weights(from, i, turn, once);
+    pdl_wait();
+    if (p.resident) {
+#pragma unroll 1
+      for (int x = threadIdx.x % 32; x < own; x += 32) {
+        barrier_expect(present + x * 8, X_BYTES);
+        copy_activations(x, base + p.x_at + x * X_BYTES, present + x * 8, again);
+      }
+    } else {
+      Turn t;
+#pragma unroll 1
+      for (int s = 0; s < ahead; s++, t.advance(p.slots)) copy_staged_activations(s % own, t, again);
+    }
+#pragma unroll 1
+    for (int s = ahead; s < total; s++, next()) {
+      barrier_wait(empty + turn.slot * 8, turn.phase ^ 1);
+      copy_weights(from, i, turn, once);
+      if (!p.resident) copy_staged_activations(i, turn, again);
+    }
+  }
+
+  // ---- warpgroups multiply
+  template <int B, int J>
+  DEVICE static void unpack(uint32_t (&a)[4], const uint32_t (&w)[B], uint2 zeros) {
+    a[0] = centred<KIND, B, 4 * J>(w, zeros.x);
+    a[1] = centred<KIND, B, 4 * J + 1>(w, zeros.y);
+    a[2] = centred<KIND, B, 4 * J + 2>(w, zeros.x);
+    a[3] = centred<KIND, B, 4 * J + 3>(w, zeros.y);
+  }
+  template <int B>
+  DEVICE static void unpack_chunk(uint32_t (&a)[4][4], const uint32_t (&w)[B], uint2 low, uint2 high) {
+    unpack<B, 0>(a[0], w, low);
+    unpack<B, 1>(a[1], w, low);
+    unpack<B, 2>(a[2], w, high);
+    unpack<B, 3>(a[3], w, high);
+  }
+  DEVICE static void fold(const float (&sums)[S], float (&total)[S], uint32_t scales) {
+    const float2 scale = to_float2(scales);
+#pragma unroll
+    for (int i = 0; i < S; i++) total[i] = fmaf(i % 4 / 2 ? scale.y : scale.x, sums[i], total[i]);
+  }
+
+  // One unit of this warp's tile.
+  struct Unit {
+    const uint32_t weights;
+    uint64_t x;  // the descriptor of the first core matrices, or, of three warpgroups, of the next
+    const uint32_t maxima;  // where they are, or, of entries of 128 rows, they themselves
+    const int lane;
+    float (&total)[S];
+    UnitScales<KIND, ENTRY, SharedBytes> scales;
+
+    DEVICE uint32_t scale(int e) const {
+      if constexpr (KIND == GPTQ) return scales.halves(e, __half(0.f));
+      else if constexpr (ENTRY == 128) return mul2(scales.squares(e), __byte_perm(maxima, 0, e ? 0x3232 : 0x1010));
+      else return scales.halves(e, __ushort_as_half(SharedBytes{maxima}.get2(e * 2)));
+    }
+    // The next matrix instructions of the unit, i .. .
+    template <int COUNT, bool ADD>
+    DEVICE void multiply(float (&sums)[S], const uint32_t (*a)[4], int i) {
+      products_begin();
+#pragma unroll
+      for (int j = 0; j < COUNT; j++) {
+        // In place saves registers, but costs where they are not short.
+        const uint64_t at = W == 3 ? x : descriptor_of(static_cast<uint32_t>(x) + (i + j) * 2 * N, 128 >> 4);
+        if (j == 0) product<ADD, TURNED>(sums, a[0], at);
+        else product<true, TURNED>(sums, a[j], at);
+        if constexpr (W == 3) advance(x, 2 * N);
+      }
+      products_commit();
+    }
+    template <int B>
+    DEVICE static void unpack_here(uint32_t (&a)[4][4], const uint32_t (&w)[B], uint2 low, uint2 high) {
+      unpack_chunk<B>(a, w, low, high);
+      // Here and not later: products are on their way.
+#pragma unroll
+      for (int j = 0; j < 16; j++) asm volatile("" : "+r"(a[j / 4][j % 4]));
+    }
+
+    // Four chunks of one width, entries of 128 rows: while one is multiplied, the next is unpacked.
+    template <int B>
+    DEVICE void uniform() {
+      uint32_t w[B], a[2][2][4], scale_of[2];
+      float sums[S];
+      load_words<B>(w, SharedBytes{weights}, lane);
+      scales.load({weights + 512 * B}, lane >> 2);
+      unpack_half<B, 0>(a[0], w, 0);
+      multiply<2, false>(sums, a[0], 0);
+      unpack_half<B, 1>(a[1], w, 0);
+      load_words<B>(w, SharedBytes{weights + 128 * B}, lane);
+      multiply<2, true>(sums, a[1], 2);
+      products_pending<1>();
+      unpack_half<B, 0>(a[0], w, 0);
+      multiply<2, true>(sums, a[0], 4);
+      products_pending<1>();
+      unpack_half<B, 1>(a[1], w, 0);
+      load_words<B>(w, SharedBytes{weights + 256 * B}, lane);
+      multiply<2, true>(sums, a[1], 6);
+      scale_of[0] = scale(0);
+      scale_of[1] = scale(1);
+      products_pending<1>();
+      unpack_half<B, 0>(a[0], w, 1);
+      products_wait<0>(sums);
+      fold(sums, total, scale_of[0]);
+      multiply<2, false>(sums, a[0], 8);
+      unpack_half<B, 1>(a[1], w, 1);
+      load_words<B>(w, SharedBytes{weights + 384 * B}, lane);
+      multiply<2, true>(sums, a[1], 10);
+      products_pending<1>();
+      unpack_half<B, 0>(a[0], w, 1);
+      multiply<2, true>(sums, a[0], 12);
+      products_pending<1>();
+      unpack_half<B, 1>(a[1], w, 1);
+      multiply<2, true>(sums, a[1], 14);
+      products_wait<0>(sums);
+      fold(sums, total, scale_of[1]);
+    }
+    template <int B, int H>
+    DEVICE void unpack_half(uint32_t (&a)[2][4], const uint32_t (&w)[B], int entry) {
+      const uint2 zeros = scales.zeros(entry);
+      unpack<B, 2 * H>(a[0], w, zeros);
+      unpack<B, 2 * H + 1>(a[1], w, zeros);
+#pragma unroll
+      for (int j = 0; j < 8; j++) asm volatile("" : "+r"(a[j / 4][j % 4]));
+    }
+
+    template <int B>
+    DEVICE void chunk_of(uint32_t (&a)[4][4], uint32_t codes, int c) const {
+      uint32_t w[B];
+      load_words<B>(w, SharedBytes{codes}, lane);
+      unpack_chunk<B>(a, w, scales.zeros(64 * c / ENTRY), scales.zeros((64 * c + 32) / ENTRY));
+    }
+    // Any unit, chunk after chunk.
+    DEVICE void any(uint32_t widths) {
+      uint32_t bits = 0, offset = 0;
+#pragma unroll
+      for (int c = 0; c < 4; c++) bits += widths >> (4 * c) & 15;
+      scales.load({weights + 128 * bits}, lane >> 2);
+#pragma unroll 1
+      for (int c = 0; c < 4; c++) {
+        const uint32_t b = widths >> (4 * c) & 15;
+        if (all(b == 0)) break;
+        uint32_t a[4][4];
+        const uint32_t codes = weights + offset;
+        if (b == 4) {
+          chunk_of<4>(a, codes, c);
+        } else if (b == 3) {
+          chunk_of<3>(a, codes, c);
+        } else if (b == 2) {
+          chunk_of<2>(a, codes, c);
+        } else if (KIND == EXL2 && b == 5) {
+          if constexpr (KIND == EXL2) chunk_of<5>(a, codes, c);
+        } else if (KIND == EXL2 && b == 6) {
+          if constexpr (KIND == EXL2) chunk_of<6>(a, codes, c);
+        } else {
+          chunk_of<8>(a, codes, c);
+        }
+        offset += 128 * b;
+        // Pieces of an entry, added by hand to one chain.
+        float sums[S];
+        if constexpr (ENTRY == 32) {
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            multiply<2, false>(sums, a + 2 * h, 4 * c + 2 * h);
+            products_wait<0>(sums);
+            fold(sums, total, scale(2 * c + h));
+          }
+        } else {
+          if (all((c & 1) == 0)) multiply<4, false>(held, a, 4 * c);
+          else multiply<4, true>(held, a, 4 * c);
+          products_wait<0>(held);
+          if (all((c & 1) != 0 || (widths >> (4 * c + 4) & 15) == 0)) fold(held, total, scale(c / 2));
+        }
+      }
+    }
+    float held[S];
+    DEVICE static bool all(bool v) { return __all_sync(~0u, v); }
+    DEVICE void run(uint32_t widths) {
+      if constexpr (ENTRY == 128) {
+        if (all(widths == 0x4444)) return uniform<4>();
+        if constexpr (KIND == EXL2) {
+          if (all(widths == 0x5555)) return uniform<5>();
+        }
+        if (all(widths == 0x3333)) return uniform<3>();
+        if (all(widths == 0x2222)) return uniform<2>();
+        if (all(widths == 0x8888)) return uniform<8>();
+        if constexpr (KIND == EXL2) {
+          if (all(widths == 0x6666)) return uniform<6>();
+        }
+      }
+      any(widths);
+    }
+  };
+
+  DEVICE uint32_t room_of_warp() const { return threadIdx.x / 32 * p.unit_room; }
+  // Sums of a quarter, from `row` of the table that begins at `rows` on.
+  DEVICE void add_quarter(float (&sum)[S], int quarter, uint32_t rows, uint32_t& row, uint32_t mine, Turn& turn, bool waits) const {
+    const int lane = threadIdx.x % 32;
+    float total[S];
+#pragma unroll
+    for (int e = 0; e < S; e++) sum[e] = 0.f;
+#pragma unroll 1
+    for (int s = 0; s < 4; s++) {
+#pragma unroll
+      for (int e = 0; e < S; e++) total[e] = 0.f;
+#pragma unroll 1
+      for (const uint32_t end = row + order.in_class(quarter, s) * ROW; row != end; row += ROW) {
+        const uint32_t at = base + p.ring_at + turn.slot * p.stage_stride;
+        const uint32_t x = p.resident ? base + p.x_at + (row - rows) / ROW * X_BYTES : at + p.groups * ITEM_TILES * p.unit_room;
+        const uint2 unit_row = SharedBytes{row}.get8(8);
+        if (waits) barrier_wait(present + (row - rows) / ROW * 8, 0);
+        barrier_wait(full + turn.slot * 8, turn.phase);
+        // From one lane, so that the compiler keeps descriptors in uniform registers.
+        const uint32_t descriptor = __shfl_sync(~0u, x >> 4 | (16 * N >> 4) << 16, 0);
+        Unit unit{at + mine, descriptor_of(descriptor, 128 >> 4), ENTRY == 128 ? unit_row.y : row + MAXIMA_AT, lane, total, {}};
+        unit.run(unit_row.x & 0xffff);
+        warp_arrives(empty + turn.slot * 8, lane);
+        turn.advance(p.slots);
+      }
+#pragma unroll
+      for (int e = 0; e < S; e++) sum[e] += total[e];
+    }
+  }
+  DEVICE void multiply() const {
+    const int group = threadIdx.x / 128;
+    const uint32_t mine = room_of_warp();
+    Turn turn;
+    bool waits = p.resident;
+#pragma unroll 1
+    for (int block = first; block * per_block() < p.items; block += step, waits = false) {
+      const uint32_t rows = base + p.part[place(block, group).matrix].units_at;
+      uint32_t row = rows;
+#pragma unroll 1
+      for (int quarter = order.first; quarter < order.first + order.quarters; quarter++) {
+        float sum[S];
+        add_quarter(sum, quarter, rows, row, mine, turn, waits);
+        leave(block, quarter, sum);
+      }
+      if constexpr (Finish::TURNS) {
+        if (p.into) go_on(block);
+      }
+    }
+  }
+};
+#endif
+
+template <class B, int W, int MORE, int FEWER>
+DEVICE void batch_matmul(const BatchTask& p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(128) uint8_t memory[];
+  const B batch(p, memory);
+  // Two warps are there only so that the last two are a warpgroup's, which can give its registers away.
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  constexpr int MEETING = W * 128 + (RACECHECK ? 128 : 64);  // racecheck's build: all threads of the block
+  if (group == W) {
+    if constexpr (FEWER > 0) fewer_registers<FEWER>();
+    if (threadIdx.x < W * 128 + 32) {
+      pdl_trigger();
+      batch.set_up_stream();
+      bar_arrive<1>(MEETING);
+      batch.stream();
+    } else if (threadIdx.x < W * 128 + 64) {
+      bar<1>(MEETING);
+      pdl_wait();
+      if (p.cut > 1) batch.agree();
+      __syncwarp();  // one lane looks for the others
+    } else if (RACECHECK) {
+      bar_arrive<1>(MEETING);
+    }
+  } else {
+    if constexpr (FEWER > 0) more_registers<MORE>();
+    batch.set_up_maxima();
+    bar<1>(MEETING);
+    if (group < p.groups) {
+      pdl_wait();
+      batch.multiply();
+    }
+  }
+  all_leave();
+#else
+  __trap();  // the host starts this kernel on sm_90a only
+#endif
+}
+
+// REGISTERS of a thread at the launch leave 128 threads of 32 to a block of the kernel that prepares the next input.
+#define BATCH(NAME, REGISTERS, KIND, ENTRY, N, W, TURNED, MORE, FEWER)                                                            \
+  extern "C" __global__ void __maxnreg__(REGISTERS) NAME(const __grid_constant__ BatchTask p) {                                   \
+    static_assert((W + 1) * REGISTERS == W * MORE + FEWER && (W + 1) * 128 * REGISTERS <= 65536, "registers are handed on");     \
+    batch_matmul<Batch<KIND, ENTRY, N, W, TURNED>, W, MORE, FEWER>(p);                                                            \
+  }
+#define BOTH(NAME, REGISTERS, KIND, ENTRY, N, W, MORE, FEWER)             \
+  BATCH(NAME, REGISTERS, KIND, ENTRY, N, W, false, MORE, FEWER)           \
+  BATCH(NAME##_turned, REGISTERS, KIND, ENTRY, N, W, true, MORE, FEWER)

@@ -1,0 +1,162 @@
+// Around the matrix products: activations into layout order, and a whole matrix as halves.
+#include <type_traits>
+
+#include "linear/batch_rows.cuh"
+#include "linear/prepared.cuh"
+
+// BF16 rows to the inverses of their factors; one block a row.
+extern "C" __global__ void __launch_bounds__(256) row_multipliers(const __nv_bfloat16* x, float* multipliers, int k) {
+  __shared__ float largest[8];
+  pdl_trigger();
+  x += (size_t)blockIdx.x * k;
+  pdl_wait();
+  float v = 0.f;
+  for (int i = threadIdx.x; i < k; i += 256) v = fmaxf(v, fabsf(to_float(x[i])));
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
+  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = largest[0];
+  for (int w = 1; w < 8; w++) v = fmaxf(v, largest[w]);
+  if (threadIdx.x == 0) multipliers[blockIdx.x] = 1.f / row_factor(v);
+}
+
+// x [m, in_features] to the blocks of prepared.cuh, for wgmma where `columns` (N) is not zero; a block of threads writes eight rows of
+// a unit. FP16 rows get multipliers of one.
+template <class T>
+DEVICE void prepare(const Matrix& a, const int* features, const T* x, uint8_t* out, float* multipliers, int m, int columns) {
+  constexpr bool SCALED = !std::is_same<T, __half>::value;
+  __shared__ uint4 block[256];
+  const int u = blockIdx.x, n = blockIdx.y, tid = threadIdx.x, lane = tid % 32, token = 8 * n + (lane >> 2);
+  const int first = u * UNIT_ROWS + tid / 32 * 32 + 8 * (lane & 3);
+  pdl_trigger();
+  union {
+    uint4 word;
+    __half v[8];
+  } v;
+  int feature[8];
+#pragma unroll
+  for (int e = 0; e < 8; e++) feature[e] = first + e < a.rows ? features[first + e] : -1;
+  pdl_wait();
+  float factor = 1.f;
+  if (SCALED && token < m) factor = 1.f / multipliers[token];
+#pragma unroll
+  for (int e = 0; e < 8; e++) {
+    v.v[e] = __half(0.f);
+    if (token >= m || feature[e] < 0) continue;
+    const T from = x[(size_t)token * a.in_features + feature[e]];
+    if constexpr (SCALED) v.v[e] = __float2half_rn(to_float(from) * factor);
+    else v.v[e] = from;
+  }
+  if (!SCALED && u == 0 && token < m && tid < 32 && lane % 4 == 0) multipliers[token] = 1.f;
+  if (columns == 0) {
+    reinterpret_cast<uint4*>(out + prepared_block(u, n, gridDim.y))[tid] = v.word;
+    return;
+  }
+  block[tid] = v.word;
+  __syncthreads();
+  // Column c, values 8 h .. 8 h + 7 of K of instruction i: a pair of each of the four lanes of that column.
+  const int c = tid % 8, half = tid / 8 % 2, i = tid / 16, word = 2 * (i % 2) + half;
+  const uint32_t* from = reinterpret_cast<const uint32_t*>(block + i / 2 * 32 + 4 * c) + word;
+  *reinterpret_cast<uint4*>(out + prepared_eight(32 * u + 2 * i + half, 8 * n + c, columns)) = make_uint4(from[0], from[4], from[8], from[12]);
+}
+extern "C" __global__ void __launch_bounds__(256) prepare_f16(
+    const __grid_constant__ Matrix a, const int* features, const __half* x, uint8_t* out, float* multipliers, int m, int columns) {
+  prepare(a, features, x, out, multipliers, m, columns);
+}
+extern "C" __global__ void __launch_bounds__(256) prepare_bf16(
+    const __grid_constant__ Matrix a, const int* features, const __nv_bfloat16* x, uint8_t* out, float* multipliers, int m, int columns) {
+  prepare(a, features, x, out, multipliers, m, columns);
+}
+
+LAY_OUT(__half, f16)
+LAY_OUT(__nv_bfloat16, bf16)
+
+// ---------------------------------------------------------------------------------------------------- dequantization
+constexpr int BLOCK_COLUMNS = 8 * TILE;
+
+// Place of eight columns of a row in shared memory: rows 8 apart, which the lanes of a warp write at once, meet different banks.
+DEVICE int eight_of(int row, int eight) { return eight ^ (row >> 3 & 3); }
+
+template <int KIND, int B, int F>
+DEVICE void write_field(__half (*tile)[BLOCK_COLUMNS], const uint32_t (&w)[B], const uint32_t (&scale)[2][2],
+                        const uint2 (&zeros)[2], int lane, int column) {
+  constexpr int J = F / 4, SLICE = J / 2, ROW = 32 * SLICE + 4 * (J % 2) + 2 * (F % 4 / 2), UPPER = F % 2;
+  const uint32_t v = mul2(centred<KIND, B, F>(w, UPPER ? zeros[SLICE].y : zeros[SLICE].x), scale[SLICE][UPPER]);
+  const int row = ROW + 8 * (lane & 3), col = eight_of(row, column / 8 + UPPER) * 8 + (lane >> 2);
+  tile[row][col] = __ushort_as_half(v & 0xffff);
+  tile[row + 1][col] = __ushort_as_half(v >> 16);
+}
+template <int KIND, int B, int F = 0>
+DEVICE void write_fields(__half (*tile)[BLOCK_COLUMNS], const uint32_t (&w)[B], const uint32_t (&scale)[2][2],
+                         const uint2 (&zeros)[2], int lane, int column) {
+  write_field<KIND, B, F>(tile, w, scale, zeros, lane, column);
+  if constexpr (F + 1 < 16) write_fields<KIND, B, F + 1>(tile, w, scale, zeros, lane, column);
+}
+template <int KIND, int B>
+DEVICE void write_chunk(__half (*tile)[BLOCK_COLUMNS], GlobalBytes chunk, const uint32_t (&scale)[2][2],
+                        const uint2 (&zeros)[2], int lane, int column) {
+  uint32_t w[B];
+  load_words<B>(w, chunk, lane);
+  write_fields<KIND, B>(tile, w, scale, zeros, lane, column);
+}
+
+// W [in_features, out_features] halves in file order, h16(h16-rounded scale * (code - zero)): bit-exact to spec/formats.md 2.4 and 3.2.
+// A block takes 64 rows of eight tiles.
+template <int KIND, int ENTRY>
+DEVICE void dequantize(const Matrix& a, const int* features, __half* out) {
+  __shared__ __align__(16) __half tile[64][BLOCK_COLUMNS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunk = blockIdx.x, u = chunk / 4, c = chunk % 4;
+  const int row_tile = min(static_cast<int>(blockIdx.y) * 8 + warp, a.tiles - 1);
+  const uint2 unit = a.units[u];
+  uint32_t before = 0, bits = 0;
+  for (int i = 0; i < 4; i++) {
+    if (i < c) before += unit.y >> (4 * i) & 15;
+    bits += unit.y >> (4 * i) & 15;
+  }
+  const GlobalBytes base{a.image + (size_t)row_tile * a.tile_bytes + unit.x};
+  UnitScales<KIND, ENTRY, GlobalBytes> scales;
+  scales.load(base + 128 * bits, lane >> 2);
+  uint32_t scale[2][2];
+  uint2 zeros[2];
+  for (int h = 0; h < 2; h++) {
+    const int entry = (64 * c + 32 * h) / ENTRY;
+    const uint32_t v = scales.halves(entry, KIND == EXL2 ? a.maxima[u * (UNIT_ROWS / ENTRY) + entry] : __half(0.f));
+    scale[h][0] = __byte_perm(v, v, 0x1010);
+    scale[h][1] = __byte_perm(v, v, 0x3232);
+    zeros[h] = scales.zeros(entry);
+  }
+  const GlobalBytes codes = base + 128 * before;
+  switch (unit.y >> (4 * c) & 15) {
+    case 2: write_chunk<KIND, 2>(tile, codes, scale, zeros, lane, warp * TILE); break;
+    case 3: write_chunk<KIND, 3>(tile, codes, scale, zeros, lane, warp * TILE); break;
+    case 4: write_chunk<KIND, 4>(tile, codes, scale, zeros, lane, warp * TILE); break;
+    case 5: write_chunk<KIND, 5>(tile, codes, scale, zeros, lane, warp * TILE); break;
+    case 6: write_chunk<KIND, 6>(tile, codes, scale, zeros, lane, warp * TILE); break;
+    case 8: write_chunk<KIND, 8>(tile, codes, scale, zeros, lane, warp * TILE); break;
+  }
+  __syncthreads();
+  const int first = blockIdx.y * BLOCK_COLUMNS;
+  const bool wide = a.out_features % 8 == 0;
+  for (int i = threadIdx.x; i < 64 * BLOCK_COLUMNS / 8; i += blockDim.x) {
+    const int row = i / (BLOCK_COLUMNS / 8), col = i % (BLOCK_COLUMNS / 8) * 8, feature = features[chunk * 64 + row];
+    if (feature < 0) continue;
+    __half* to = out + (size_t)feature * a.out_features + first + col;
+    const __half* from = &tile[row][eight_of(row, col / 8) * 8];
+    if (wide && first + col < a.out_features) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    } else {
+      for (int e = 0; e < 8 && first + col + e < a.out_features; e++) to[e] = from[e];
+    }
+  }
+}
+
+#define DEQUANTIZE(KIND, kind, ENTRY)                                                                \
+  extern "C" __global__ void __launch_bounds__(256) dequantize_##kind##_##ENTRY(                     \
+      const __grid_constant__ Matrix a, const int* features, __half* out) {                          \
+    dequantize<KIND, ENTRY>(a, features, out);                                                       \
+  }
+DEQUANTIZE(EXL2, exl2, 128)
+DEQUANTIZE(EXL2, exl2, 32)
+DEQUANTIZE(GPTQ, gptq, 128)
+DEQUANTIZE(GPTQ, gptq, 32)

@@ -1,0 +1,119 @@
+// What the ring kernel (ring.cuh) is told, and how its blocks and warps share the work.
+#pragma once
+#include "common/abi.cuh"
+#include "common/pipeline.cuh"
+#include "linear/tile.cuh"
+
+constexpr int CONSUMERS = 16, RING_THREADS = CONSUMERS * 32 + 64, RESULT_BUFFERS = 4;
+constexpr int MATRICES = 3, MOST_STAGES = 32;
+// Two quarters of a multiprocessor hold five of these warps, and then 72 registers a lane of one more: a block of attention
+// (attention_few.cuh) that runs beside the product before it. A GPTQ step of an 8B model took 115 us longer with 94.
+constexpr int RING_REGISTERS = 88;
+
+// One matrix of a product; places are bytes in shared memory.
+struct Part {
+  Matrix a;
+  uint32_t units_at, maxima_at, x_at;
+  int stages;
+  int order;  // the first matrix whose rows stand in the same order; its x_at is this one's too
+  int y_offset;
+};
+ABI_SIZE(Part, 96); ABI_AT(Part, a, 0); ABI_AT(Part, units_at, 72); ABI_AT(Part, maxima_at, 76); ABI_AT(Part, x_at, 80);
+ABI_AT(Part, stages, 84); ABI_AT(Part, order, 88); ABI_AT(Part, y_offset, 92);
+
+enum { KEEP = 1, PADDED = 2, ROW = 4, FILLS = 8 };
+// Everything a launch needs, worked out by the host; the same struct as `ops::linear::ring::Task`. First what the streaming thread reads.
+struct Task {
+  uint32_t barriers_at, stage_stride;
+  int slots, window, count;
+  // A block's tiles (pairs of them when gated), and how many blocks have one more.
+  int tiles, longer;
+  int gate;  // activation of the first of two matrices that gates the second, or -1
+  uint32_t results_at, multipliers_at, x_stride;
+  uint32_t gates_at;  // what gates, of a pair or (KEEP) of all pairs of a block, two rows by 16 features a time
+  // KEEP: a warp keeps its class over tiles; PADDED: rows no feature stands in; ROW: one row of halves as it is, in one order, not too long
+  // (`fill_row`); from bit FILLS on: whose `order` is its own.
+  int flags;
+  int m, columns;  // columns: m, made even
+  int x_kind, y_kind, y_stride;
+  float eps, offset;
+  const void* x;
+  void* y;
+  const void* residual;  // like y; null when there is none
+  const float4* norm;    // weight of an RMS norm of x; null when there is none
+  Part part[MATRICES];
+  uint32_t stage_begin[MATRICES][MOST_STAGES + 1];  // bytes within a tile
+};
+ABI_SIZE(Task, 800); ABI_AT(Task, barriers_at, 0); ABI_AT(Task, stage_stride, 4); ABI_AT(Task, slots, 8); ABI_AT(Task, window, 12);
+ABI_AT(Task, count, 16); ABI_AT(Task, tiles, 20); ABI_AT(Task, longer, 24); ABI_AT(Task, gate, 28); ABI_AT(Task, results_at, 32);
+ABI_AT(Task, multipliers_at, 36); ABI_AT(Task, x_stride, 40); ABI_AT(Task, gates_at, 44); ABI_AT(Task, flags, 48); ABI_AT(Task, m, 52);
+ABI_AT(Task, columns, 56); ABI_AT(Task, x_kind, 60); ABI_AT(Task, y_kind, 64); ABI_AT(Task, y_stride, 68); ABI_AT(Task, eps, 72);
+ABI_AT(Task, offset, 76); ABI_AT(Task, x, 80); ABI_AT(Task, y, 88); ABI_AT(Task, residual, 96); ABI_AT(Task, norm, 104);
+ABI_AT(Task, part, 112); ABI_AT(Task, stage_begin, 400);
+
+#if __CUDA_ARCH__ >= 900
+struct SharedColumns {
+  uint32_t at;
+  DEVICE uint4 get(int, int k) const { return SharedBytes{at}.get16(k * 2); }
+};
+
+// Barriers of the ring, in groups of four that are set up together, and of the result buffers.
+struct Barriers {
+  uint32_t full, empty, ready, free;
+  DEVICE Barriers(const Task& p, uint32_t base)
+      : full(base + p.barriers_at), empty(full + fours(p.slots) * 8), ready(empty + fours(p.slots) * 8), free(ready + RESULT_BUFFERS * 8) {}
+  DEVICE static int fours(int slots) { return slots + 3 & ~3; }
+};
+// Sets up the barriers from `from` up to `to`, four at a time: each group costs a fence.
+DEVICE void set_up(uint32_t barriers, int from, int to, int arrivals) {
+#pragma unroll 1
+  for (int i = from; i < to; i += 4) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) barrier_init(barriers + (i + j) * 8, arrivals);
+  }
+}
+
+// A launch's parameters reach an SM a line at a time, each after a trip to L2: every consumer warp asks for some of them at once.
+DEVICE void touch_parameters(const Task& p) {
+  __shared__ int touched[CONSUMERS];
+  constexpr int WORDS = sizeof(Task) / 4;
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x % 32 != 0) return;
+  int v = 0;
+  for (int i = warp * 16 + 4; i < WORDS; i += CONSUMERS * 16) v += reinterpret_cast<const int*>(&p)[i];
+  touched[warp] = v;
+}
+
+// The tiles of this block, one after the other.
+struct Walk {
+  int at, end, half;  // half: of gated pairs
+  DEVICE Walk(const Task& p) {
+    const int pair = p.gate >= 0 ? 2 : 1;
+    const int block = blockIdx.x;
+    half = p.tiles + (block < p.longer);
+    at = pair * (block * p.tiles + min(block, p.longer));
+    end = at + pair * half;
+  }
+  DEVICE bool more() const { return at < end; }
+  DEVICE void find(const Task& p, int& matrix, int& tile) const {
+    matrix = 0;
+    tile = at;
+    if (p.gate >= 0 && p.flags & KEEP) {
+      const int first = end - 2 * half;
+      matrix = at - first >= half;
+      tile = first / 2 + at - first - (matrix ? half : 0);
+    } else if (p.gate >= 0) {
+      matrix = at & 1;
+      tile = at >> 1;
+    } else {
+#pragma unroll 1
+      while (matrix + 1 < p.count && tile >= p.part[matrix].a.tiles) tile -= p.part[matrix++].a.tiles;
+    }
+  }
+  // How many tiles of the matrix found follow each other, where warps keep their class.
+  DEVICE int rest(const Task& p, int matrix, int tile) const {
+    if (p.gate >= 0) return matrix ? end - at : end - half - at;
+    return min(end - at, p.part[matrix].a.tiles - tile);
+  }
+};
+#endif

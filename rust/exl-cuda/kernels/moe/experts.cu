@@ -1,0 +1,243 @@
+// Around the products of experts: which ones a row goes to, pairs sorted by expert with their inputs in the order of its K, and the
+// weighted sum of what the experts give.
+#include "common/block_sum.cuh"
+#include "moe/experts.cuh"
+
+// ---------------------------------------------------------------------------------------------------- routing
+// The index of the largest of a warp's values, the lowest of equal ones.
+DEVICE void warp_largest(float& value, int& index) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) {
+    const float other = __shfl_xor_sync(~0u, value, o);
+    const int at = __shfl_xor_sync(~0u, index, o);
+    if (other > value || (other == value && at < index)) {
+      value = other;
+      index = at;
+    }
+  }
+}
+
+// The largest of values[0 .. count) and its index; `taken` ones are negative infinity.
+DEVICE void largest_of(const float* values, int count, int lane, float& value, int& index) {
+  value = -INFINITY;
+  index = count;
+  for (int i = lane; i < count; i += 32)
+    if (values[i] > value || index == count) {
+      value = values[i];
+      index = i;
+    }
+  warp_largest(value, index);
+}
+
+// One warp: softmax over all, the `chosen` likeliest, divided by their sum if `normalize`.
+DEVICE void choose(float* v, int count, int chosen, bool normalize, int64_t* ids, float* weights, int lane) {
+  float highest;
+  int index;
+  largest_of(v, count, lane, highest, index);
+  float sum = 0.f;
+  for (int i = lane; i < count; i += 32) {
+    v[i] = expf(v[i] - highest);
+    sum += v[i];
+  }
+  sum = warp_sum(sum);
+  for (int i = lane; i < count; i += 32) v[i] = v[i] / sum;
+  __syncwarp();
+  float total = 0.f;
+  for (int c = 0; c < chosen; c++) {
+    float p;
+    largest_of(v, count, lane, p, index);
+    total += p;
+    if (lane == 0) {
+      ids[c] = index;
+      weights[c] = p;
+      v[index] = -INFINITY;
+    }
+    __syncwarp();
+  }
+  if (normalize && lane == 0)
+    for (int c = 0; c < chosen; c++) weights[c] = weights[c] / total;
+}
+
+// One warp: the likeliest expert, weighted by a softmax over those within a relative distance of 2 * jitter, then the same among the
+// others. `v` loses what was chosen, `all` does not.
+DEVICE void choose_sparse(float* v, const float* all, int count, int chosen, float jitter, int64_t* ids, float* weights, int lane) {
+  for (int c = 0; c < chosen; c++) {
+    float highest, sum = 0.f;
+    int index;
+    largest_of(v, count, lane, highest, index);
+    for (int i = lane; i < count; i += 32) {
+      const bool far = (highest - all[i]) / fmaxf(fabsf(all[i]), highest) > 2.f * jitter;
+      if (!far) sum += expf(v[i] - highest);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) {
+      ids[c] = index;
+      weights[c] = 1.f / sum;
+      v[index] = -INFINITY;
+    }
+    __syncwarp();
+  }
+}
+
+// Logits (h @ weight^T + bias) * prescale, summed in FP64 and rounded once; the last block of a row chooses. A warp has one expert.
+// `arrivals` [rows] is zero before and after.
+template <class T>
+DEVICE void route(const __half* h, const T* weight, const float* bias, double prescale, float* logits, int* arrivals, int64_t* ids,
+                  float* weights, int hidden, int experts, int chosen, int normalize, float jitter) {
+  __shared__ float values[2][EXPERTS_MOST];
+  __shared__ bool last;
+  pdl_trigger();
+  const int lane = threadIdx.x % 32, expert = blockIdx.x * 8 + threadIdx.x / 32, row = blockIdx.y;
+  h += (size_t)row * hidden;
+  logits += (size_t)row * experts;
+  pdl_wait();
+  if (expert < experts) {
+    const T* w = weight + (size_t)expert * hidden;
+    double sums[4] = {0., 0., 0., 0.};
+#pragma unroll 8
+    for (int k = lane * 8; k < hidden; k += 256) {
+      float a[8], b[8];
+      load8(a, h + k);
+      load8(b, w + k);
+#pragma unroll
+      for (int i = 0; i < 8; i++) sums[i % 4] = fma((double)a[i], (double)b[i], sums[i % 4]);
+    }
+    double sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+#pragma unroll
+    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+    if (lane == 0) logits[expert] = (float)((sum + (bias ? (double)bias[expert] : 0.)) * prescale);
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(arrivals + row, 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int i = threadIdx.x; i < experts; i += blockDim.x) values[0][i] = values[1][i] = __ldcg(logits + i);
+  if (threadIdx.x == 0) arrivals[row] = 0;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  ids += (size_t)row * chosen;
+  weights += (size_t)row * chosen;
+  if (jitter < 0.f) choose(values[0], experts, chosen, normalize != 0, ids, weights, lane);
+  else choose_sparse(values[0], values[1], experts, chosen, jitter, ids, weights, lane);
+}
+
+#define ROUTE(T, t)                                                                                                          \
+  extern "C" __global__ void __launch_bounds__(256) experts_route_##t(                                                       \
+      const __half* h, const T* weight, const float* bias, double prescale, float* logits, int* arrivals, int64_t* ids,      \
+      float* weights, int hidden, int experts, int chosen, int normalize, float jitter) {                                    \
+    route(h, weight, bias, prescale, logits, arrivals, ids, weights, hidden, experts, chosen, normalize, jitter);            \
+  }
+ROUTE(__half, f16)
+ROUTE(__nv_bfloat16, bf16)
+
+// ---------------------------------------------------------------------------------------------------- pairs by expert
+// Inclusive sum over a block of 256 threads.
+DEVICE int block_scan(int v, int* warps) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) {
+    const int below = __shfl_up_sync(~0u, v, o);
+    if (lane >= o) v += below;
+  }
+  if (lane == 31) warps[warp] = v;
+  __syncthreads();
+  for (int w = 0; w < warp; w++) v += warps[w];
+  return v;
+}
+
+// One block: the tables of `ExpertCall`. Counts are sums of integers: atomic additions of them have no order.
+DEVICE void sort_pairs(const ExpertCall& call) {
+  constexpr int EACH = EXPERTS_MOST / 256;
+  __shared__ __align__(16) short ids[PAIRS_MOST];
+  __shared__ int places[EXPERTS_MOST];
+  __shared__ int warps[8];
+  const int tid = threadIdx.x, pairs = call.pairs;
+  for (int i = tid; i < EXPERTS_MOST; i += 256) places[i] = 0;
+  __syncthreads();
+  for (int p = tid; p < pairs; p += 256) {
+    const int64_t id = call.ids[p];
+    const bool known = id >= 0 && id < call.count;
+    ids[p] = known ? (short)id : (short)-1;
+    if (known) atomicAdd(&places[id], 1);
+  }
+  __syncthreads();
+  // Pairs, and above them in the word different experts.
+  int counts[EACH], sum = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    counts[i] = places[tid * EACH + i];
+    sum += counts[i] + (counts[i] != 0) * (1 << 16);
+  }
+  const int through = block_scan(sum, warps);
+  int at = (through - sum) & 0xffff, place = (through - sum) >> 16;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    places[tid * EACH + i] = at;
+    if (counts[i] == 0) continue;
+    call.used[place] = tid * EACH + i;
+    call.begins[place++] = at;
+    at += counts[i];
+  }
+  if (tid == 255) {
+    *call.different = through >> 16;
+    call.begins[through >> 16] = through & 0xffff;
+  }
+  __syncthreads();
+  for (int p = tid; p < pairs; p += 256) {
+    const short id = ids[p];
+    if (id < 0) continue;
+    int before = 0;
+    for (int q = 0; q < p; q++) before += ids[q] == id;
+    call.order[places[id] + before] = p;
+  }
+}
+
+// Block `pairs * inputs` sorts, every other one lays out the input of a pair.
+extern "C" __global__ void __launch_bounds__(256) experts_arrange(const __grid_constant__ ExpertCall call) {
+  pdl_trigger();
+  pdl_wait();
+  if (blockIdx.x == call.pairs * call.inputs) return sort_pairs(call);
+  const int pair = blockIdx.x % call.pairs, which = blockIdx.x / call.pairs;
+  const int64_t id = call.ids[pair];
+  if (id < 0 || id >= call.count) return;
+  const Expert& expert = call.experts[id];
+  const int* features = which == 0 ? expert.gate_features : expert.up_features;
+  const int rows = which == 0 ? expert.gate.rows : expert.up.rows;
+  const __half* from = call.h + (size_t)(pair / call.chosen) * call.hidden;
+  __half2* to = reinterpret_cast<__half2*>(call.x + ((size_t)which * call.pairs + pair) * call.x_stride);
+  for (int k = threadIdx.x; k < rows / 2; k += 256) {
+    const int2 at = reinterpret_cast<const int2*>(features)[k];
+    to[k] = __halves2half2(at.x < 0 ? __half(0.f) : from[at.x], at.y < 0 ? __half(0.f) : from[at.y]);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- the weighted sum
+// out = residual + half(sum over choices of part * weight, in their order, + shared * its weight). Two columns a thread.
+extern "C" __global__ void __launch_bounds__(256) experts_combine(const __grid_constant__ ExpertCall call) {
+  pdl_trigger();
+  const int row = blockIdx.y, n = (blockIdx.x * 256 + threadIdx.x) * 2;
+  pdl_wait();
+  if (n >= call.hidden) return;
+  const __half* parts = call.parts + (size_t)row * call.chosen * call.hidden + n;
+  const float* weights = call.weights + (size_t)row * call.chosen;
+  float2 sum;
+  for (int c = 0; c < call.chosen; c++, parts += call.hidden) {
+    const float2 part = __half22float2(*reinterpret_cast<const __half2*>(parts));
+    const float x = __fmul_rn(part.x, weights[c]), y = __fmul_rn(part.y, weights[c]);
+    sum = c == 0 ? make_float2(x, y) : make_float2(__fadd_rn(sum.x, x), __fadd_rn(sum.y, y));
+  }
+  const size_t at = (size_t)row * call.hidden + n;
+  if (call.shared) {
+    const float2 part = __half22float2(*reinterpret_cast<const __half2*>(call.shared + at));
+    const float weight = call.shared_weights ? call.shared_weights[row] : 1.f;
+    sum = make_float2(__fadd_rn(sum.x, __fmul_rn(part.x, weight)), __fadd_rn(sum.y, __fmul_rn(part.y, weight)));
+  }
+  __half2 y = __floats2half2_rn(sum.x, sum.y);
+  if (call.residual) {
+    const float2 x = __half22float2(*reinterpret_cast<const __half2*>(call.residual + at)), v = __half22float2(y);
+    y = __floats2half2_rn(x.x + v.x, x.y + v.y);
+  }
+  *reinterpret_cast<__half2*>(call.out + at) = y;
+}

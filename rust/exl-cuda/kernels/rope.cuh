@@ -1,7 +1,0 @@
-// The rotation of one pair, written out so that every kernel that rotates gets the same bits.
-#pragma once
-#include "common.cuh"
-
-DEVICE float2 rotate(float u, float v, float c, float s) {
-  return make_float2(__fmaf_rn(u, c, -__fmul_rn(v, s)), __fmaf_rn(v, c, __fmul_rn(u, s)));
-}

@@ -1,0 +1,222 @@
+// The choosing block's table of candidates: sums and scans of the block, gathering by key, by weight and by bins, sorting, cuts of its tail.
+#pragma once
+#include "sampling/sampling_rows.cuh"
+
+DEVICE u64 block_sum(u64 v) {
+  __shared__ u64 parts[32];
+  v = warp_sum_u64(v);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = 0;
+#pragma unroll
+  for (int i = 0; i < THREADS / 32; i++) v += parts[i];
+  return v;
+}
+
+// The smallest `v` of the block.
+DEVICE int block_min(int v) { return -block_max<THREADS>(-v); }
+
+// running[i] = values[0] + .. + values[i] for i < n <= CAPACITY; may be in place. Ends with a barrier.
+DEVICE void scan(const u64* values, u64* running, int n) {
+  __shared__ u64 parts[32];
+  const int i = 2 * threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const u64 a = i < n ? values[i] : 0, b = i + 1 < n ? values[i + 1] : 0;
+  u64 sum = a + b;
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) {
+    const u64 other = __shfl_up_sync(~0u, sum, o);
+    if (lane >= o) sum += other;
+  }
+  __syncthreads();
+  if (lane == 31) parts[warp] = sum;
+  __syncthreads();
+  u64 before = 0;
+  for (int w = 0; w < warp; w++) before += parts[w];
+  sum += before;
+  if (i < n) running[i] = sum - b;
+  if (i + 1 < n) running[i + 1] = sum;
+  __syncthreads();
+}
+
+// Sorts the pairs by place, or by (weight descending, place). Places up to the next power of two are filled up.
+template <bool BY_WEIGHT>
+DEVICE void sort_pairs(u64* place, u64* q, int n) {
+  int m = 2;
+  while (m < n) m <<= 1;
+  __syncthreads();
+  for (int i = n + threadIdx.x; i < m; i += THREADS) place[i] = ~0ull, q[i] = 0;
+  __syncthreads();
+  for (int k = 2; k <= m; k <<= 1) {
+    for (int j = k >> 1; j; j >>= 1) {
+      const int t = threadIdx.x;
+      if (t < m / 2) {
+        const int a = 2 * t - (t & (j - 1)), b = a + j;
+        const u64 pa = place[a], pb = place[b], qa = q[a], qb = q[b];
+        const bool above = BY_WEIGHT ? qa < qb || (qa == qb && pa > pb) : pa > pb;
+        if (above == ((a & k) == 0)) place[a] = pb, place[b] = pa, q[a] = qb, q[b] = qa;
+      }
+      __syncthreads();
+    }
+  }
+}
+
+struct Table {
+  u64* place;
+  u64* q;
+  u64* running;
+};
+
+struct View {
+  const float* x;
+  const int* maxima;
+  const u64* sums;
+  int size, blocks;
+};
+
+// Largest key that at least `count` block maxima reach; NEG_INF if there are fewer blocks.
+DEVICE int border(const View& view, int count) {
+  if (count >= view.blocks) return NEG_INF;
+  const int i = threadIdx.x;
+  const unsigned low = i < view.blocks ? (unsigned)view.maxima[i] ^ 0x80000000u : 0;
+  const unsigned high = i + THREADS < view.blocks ? (unsigned)view.maxima[i + THREADS] ^ 0x80000000u : 0;
+  const bool two = view.blocks > THREADS;
+  unsigned found = 0;
+  for (unsigned bit = 0x80000000u; bit; bit >>= 1) {
+    const unsigned tried = found | bit;
+    int reach = __syncthreads_count(low >= tried);
+    if (two) reach += __syncthreads_count(high >= tried);
+    if (reach >= count) found = tried;
+  }
+  return (int)(found ^ 0x80000000u);
+}
+
+// Adds a candidate to the table; `count` counts on beyond its capacity.
+DEVICE void add(const Table& table, int* count, float x, int id) {
+  const int at = atomicAdd(count, 1);
+  if (at < CAPACITY) table.place[at] = place_of(x, id);
+}
+
+// Lists the candidates with a key of at least `least_key` and, where `slope` is given, a weight of at least `least`. Returns their
+// number, which may exceed the table. Order is whatever comes; sorting follows.
+DEVICE int gather(const View& view, const Table& table, int least_key, const Slope* slope, u64 least) {
+  __shared__ int count, found;
+  int* blocks = reinterpret_cast<int*>(table.running);
+  __syncthreads();
+  if (threadIdx.x == 0) count = 0, found = 0;
+  __syncthreads();
+  for (int b = threadIdx.x; b < view.blocks; b += THREADS)
+    if (slope ? view.sums[b] >= least : view.maxima[b] >= least_key) blocks[atomicAdd(&found, 1)] = b;
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  for (int i = threadIdx.x / 32; i < found; i += THREADS / 32) {
+    const int base = blocks[i] * BLOCK + lane;
+    float v[BLOCK / 32];
+#pragma unroll
+    for (int j = 0; j < BLOCK / 32; j++) v[j] = base + 32 * j < view.size ? view.x[base + 32 * j] : __int_as_float(0xff800000);
+#pragma unroll
+    for (int j = 0; j < BLOCK / 32; j++) {
+      const int key = key_of(v[j]);
+      if (key > NEG_INF && (slope ? weigh(*slope, v[j]) >= least : key >= least_key)) add(table, &count, v[j], base + 32 * j);
+    }
+  }
+  __syncthreads();
+  return count;
+}
+
+// Falls along the descending order: 64 bins a unit of log-weight.
+DEVICE int bin_of(float l) {
+  const float place = __fmul_rn(-l, 64.f);
+  return place < CAPACITY - 1 ? (int)place : CAPACITY - 1;
+}
+
+// Lists a prefix of the descending order that holds `most` candidates or more, or a weight of `target` or more where `most` is 0, with
+// little beyond. Returns their number; 0 if the table cannot hold it. For rows whose block maxima say too little.
+DEVICE int gather_by_bins(const View& view, const Table& table, const Slope& slope, int most, u64 target) {
+  __shared__ int count;
+  __syncthreads();
+  for (int i = threadIdx.x; i < CAPACITY; i += THREADS) table.q[i] = 0, table.running[i] = 0;
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  for (int id = threadIdx.x; id < view.size; id += THREADS) {
+    const float v = view.x[id];
+    if (key_of(v) <= NEG_INF) continue;
+    const float l = log_weight(slope, v);
+    const int bin = bin_of(l);
+    atomicAdd(&table.q[bin], 1ull);
+    if (!most) atomicAdd(&table.running[bin], fixed(weight(l)));
+  }
+  __syncthreads();
+  scan(table.q, table.q, CAPACITY);
+  scan(table.running, table.running, CAPACITY);
+  int last = CAPACITY;
+  for (int i = threadIdx.x; i < CAPACITY; i += THREADS)
+    if (most ? table.q[i] >= most : table.running[i] >= target) last = min(last, i);
+  last = min(block_min(last), CAPACITY - 1);
+  if (table.q[last] > CAPACITY) return 0;
+  __syncthreads();
+  for (int id = threadIdx.x; id < view.size; id += THREADS) {
+    const float v = view.x[id];
+    if (key_of(v) > NEG_INF && bin_of(log_weight(slope, v)) <= last) add(table, &count, v, id);
+  }
+  __syncthreads();
+  return count;
+}
+
+// Weights of the table's first n.
+DEVICE void weigh_table(const Table& table, int n, const Slope& slope) {
+  __syncthreads();
+  for (int i = threadIdx.x; i < n; i += THREADS) table.q[i] = weigh(slope, logit_at(table.place[i]));
+  __syncthreads();
+}
+
+DEVICE u64 total_of(const Table& table, int n) {
+  u64 sum = 0;
+  for (int i = threadIdx.x; i < n; i += THREADS) sum += table.q[i];
+  return block_sum(sum);
+}
+
+DEVICE u64 share(double part, u64 total) {
+  const u64 wanted = __double2ull_rz(ceil(__dmul_rn(part, __ull2double_rn(total))));
+  return max(1ull, min(wanted, max(total, 1ull)));
+}
+
+// Candidates of a table in descending order that reach `target`, the crossing one included.
+DEVICE int prefix(const Table& table, int n, u64 target) {
+  scan(table.q, table.running, n);
+  int at = n - 1;
+  for (int i = threadIdx.x; i < n; i += THREADS)
+    if (table.running[i] >= target) at = min(at, i);
+  return block_min(at) + 1;
+}
+
+// Candidates of at least this weight in a table in descending order; at least one.
+DEVICE int heavier(const Table& table, int n, double least) {
+  const u64 weight = __double2ull_rz(ceil(least));
+  int at = n;
+  for (int i = threadIdx.x; i < n; i += THREADS)
+    if (table.q[i] < weight) at = min(at, i);
+  return max(1, block_min(at));
+}
+
+DEVICE int tail_free(const Table& table, int n, double z, u64 total) {
+  const u64 least = __double2ull_rz(ceil(__dmul_rn(1e-8, __ull2double_rn(total))));
+  int kept = n;
+  for (int i = threadIdx.x; i < n; i += THREADS)
+    if (table.q[i] < least) kept = min(kept, i);
+  kept = block_min(kept);
+  if (kept < 3) return n;
+  for (int i = threadIdx.x; i < kept - 2; i += THREADS) {
+    const long long d = (long long)table.q[i] - 2 * (long long)table.q[i + 1] + (long long)table.q[i + 2];
+    table.running[i] = d < 0 ? -d : d;
+  }
+  __syncthreads();
+  scan(table.running, table.running, kept - 2);
+  const u64 all = table.running[kept - 3];
+  if (all == 0) return n;
+  const u64 limit = __double2ull_rz(__dmul_rn(z, __ull2double_rn(all)));
+  int leading = kept - 2;
+  for (int i = threadIdx.x; i < kept - 2; i += THREADS)
+    if (table.running[i] > limit) leading = min(leading, i);
+  return block_min(leading) + 1;
+}

@@ -1,0 +1,54 @@
+//! Rows of the embedding table.
+
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::ops::{Element, Target, index32};
+
+/// Operands of [`embed`]: device addresses, row-major and contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct Embed {
+    /// `[rows, width]` of `element`
+    pub table: usize,
+    pub element: Element,
+    pub rows: usize,
+    pub width: usize,
+    /// `[tokens]` int64; outside the table: the nearest row
+    pub ids: usize,
+    pub tokens: usize,
+    /// `[tokens, width]` F16
+    pub output: usize,
+    pub factor: f32,
+}
+
+fn name(element: Element) -> String {
+    format!("embed_{}", element.suffix())
+}
+
+pub(in crate::ops) fn kernels() -> Vec<String> {
+    Element::ALL.map(name).to_vec()
+}
+
+/// output = half(table[ids] * factor), the product in FP32.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn embed(to: Target, op: &Embed) -> Result<(), CudaError> {
+    if op.tokens == 0 || op.width == 0 || op.rows == 0 {
+        return Ok(());
+    }
+    let device = Device::get(to.device)?;
+    let kernel = name(op.element);
+    let launch = Launch {
+        kernel: &kernel,
+        grid: [index32("tokens", op.tokens)? as u32, 1, 1],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let (width, rows) = (index32("width", op.width)?, op.rows as i64);
+    let mut arguments = kernel_arguments![op.table, op.ids, op.output, width, rows, op.factor];
+    // SAFETY: the order is that of `embed_kernel`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}

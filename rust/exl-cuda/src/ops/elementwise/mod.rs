@@ -1,0 +1,66 @@
+//! Activations and gating.
+
+pub mod embedding;
+pub mod norm;
+pub mod residual;
+pub mod rope;
+
+use super::{Element, Target};
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+
+/// The functions; `Gelu` is the tanh approximation, `QuickGelu` x * sigmoid(1.702 x).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    Silu,
+    Gelu,
+    QuickGelu,
+}
+
+/// Operands of [`activation`]: device addresses of `count` contiguous elements.
+#[derive(Clone, Copy, Debug)]
+pub struct Gated {
+    pub gate: usize,
+    /// 0: no gating, the function alone
+    pub up: usize,
+    /// may be `gate` or `up`
+    pub output: usize,
+    pub element: Element,
+    pub count: usize,
+    pub kind: Activation,
+}
+
+fn name(element: Element) -> String {
+    format!("activation_{}", element.suffix())
+}
+
+pub(super) fn kernels() -> Vec<String> {
+    Element::ALL.map(name).to_vec()
+}
+
+/// out = f(gate) * up, in FP32, rounded once.
+///
+/// # Safety
+/// The addresses must be device memory of the stated size, valid until the stream has passed this launch.
+pub unsafe fn activation(to: Target, op: &Gated) -> Result<(), CudaError> {
+    if op.count == 0 {
+        return Ok(());
+    }
+    let device = Device::get(to.device)?;
+    let kernel = name(op.element);
+    // A grid-stride loop: enough blocks to fill the card, never more than the work.
+    let blocks = op.count.div_ceil(256 * 8).min(device.info.caps.sms * 8);
+    let launch = Launch {
+        kernel: &kernel,
+        grid: [blocks as u32, 1, 1],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let (count, kind) = (op.count as i64, op.kind as i32);
+    let mut arguments = kernel_arguments![op.gate, op.up, op.output, count, kind];
+    // SAFETY: the order is that of `activation_kernel`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}

@@ -1,0 +1,99 @@
+//! RMSNorm and LayerNorm over the last dimension.
+
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::ops::{Element, Target, index32};
+
+/// Which norm, with what belongs to it alone.
+#[derive(Clone, Copy, Debug)]
+pub enum Kind {
+    /// out = x / sqrt(mean(x^2) + eps) * (weight + offset)
+    Rms { weight_offset: f32 },
+    /// out = (x - mean) / sqrt(var + eps) * weight + bias; bias address 0 when there is none, else as the weight
+    Layer { bias: usize },
+}
+
+/// Operands of [`norm`]: device addresses, row-major and contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct Norm {
+    /// `[rows, width]` of `element`
+    pub input: usize,
+    pub element: Element,
+    /// `[heads, width]` of `weight_element`; row `r` of the input uses weight row `r % heads`
+    pub weight: usize,
+    pub weight_element: Element,
+    pub heads: usize,
+    /// `[rows, width]` of `element`; may be the input
+    pub output: usize,
+    pub rows: usize,
+    pub width: usize,
+    pub eps: f32,
+    pub kind: Kind,
+}
+
+fn name(prefix: &str, element: Element, weight: Element) -> String {
+    format!("{prefix}_norm_{}_{}", element.suffix(), weight.suffix())
+}
+
+pub(in crate::ops) fn kernels() -> Vec<String> {
+    let mut all = Vec::new();
+    for element in Element::ALL {
+        for weight in Element::ALL {
+            all.extend([name("rms", element, weight), name("layer", element, weight)]);
+        }
+    }
+    all
+}
+
+/// Normalises every row in FP32 and rounds once.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn norm(to: Target, op: &Norm) -> Result<(), CudaError> {
+    if op.rows == 0 || op.width == 0 {
+        return Ok(());
+    }
+    let device = Device::get(to.device)?;
+    let (rows, width, heads) = (
+        index32("rows", op.rows)?,
+        index32("width", op.width)?,
+        index32("heads", op.heads)?,
+    );
+    let prefix = if matches!(op.kind, Kind::Rms { .. }) {
+        "rms"
+    } else {
+        "layer"
+    };
+    let kernel = name(prefix, op.element, op.weight_element);
+    let launch = Launch {
+        kernel: &kernel,
+        grid: [rows as u32, 1, 1],
+        // One shape whatever the row count: a row's sum is always added in the same order.
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    match op.kind {
+        Kind::Rms { weight_offset } => {
+            let mut arguments = kernel_arguments![
+                op.input,
+                op.weight,
+                op.output,
+                width,
+                heads,
+                op.eps,
+                weight_offset
+            ];
+            // SAFETY: the order is that of `rms_norm_kernel`; validity is the caller's promise.
+            unsafe { launch.run(device, &mut arguments) }
+        }
+        Kind::Layer { bias } => {
+            let mut arguments =
+                kernel_arguments![op.input, op.weight, bias, op.output, width, heads, op.eps];
+            // SAFETY: the order is that of `layer_norm_kernel`; validity is the caller's promise.
+            unsafe { launch.run(device, &mut arguments) }
+        }
+    }
+}

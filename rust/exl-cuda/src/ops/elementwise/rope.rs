@@ -1,0 +1,75 @@
+//! Rotary position embedding, in place.
+
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::ops::{Element, Target, index32};
+
+/// Operands of [`apply`]: device addresses, row-major and contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct Rope {
+    /// `[tokens, heads, head_dim]` of `element`, rewritten
+    pub x: usize,
+    pub element: Element,
+    /// `[table_rows, rotated / 2]` FP32 each
+    pub cos: usize,
+    pub sin: usize,
+    /// `[tokens]` int64; a position outside the table leaves its token as it was
+    pub positions: usize,
+    pub tokens: usize,
+    pub heads: usize,
+    pub head_dim: usize,
+    pub rotated: usize,
+    pub table_rows: usize,
+    pub interleaved: bool,
+}
+
+fn name(element: Element) -> String {
+    format!("rope_{}", element.suffix())
+}
+
+pub(in crate::ops) fn kernels() -> Vec<String> {
+    Element::ALL.map(name).to_vec()
+}
+
+/// Rotates the first `rotated` dimensions of every head by its token's angle.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn apply(to: Target, op: &Rope) -> Result<(), CudaError> {
+    let pairs = op.heads * (op.rotated / 2);
+    if op.tokens == 0 || pairs == 0 {
+        return Ok(());
+    }
+    let device = Device::get(to.device)?;
+    let sizes = [
+        index32("heads", op.heads)?,
+        index32("head_dim", op.head_dim)?,
+        index32("rotated dimensions", op.rotated)?,
+        index32("table rows", op.table_rows)?,
+        i32::from(op.interleaved),
+    ];
+    index32("values per token", op.heads * op.head_dim)?;
+    let kernel = name(op.element);
+    let launch = Launch {
+        kernel: &kernel,
+        grid: [index32("tokens", op.tokens)? as u32, 1, 1],
+        block: 256.min((pairs as u32).next_multiple_of(32)),
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![
+        op.x,
+        op.cos,
+        op.sin,
+        op.positions,
+        sizes[0],
+        sizes[1],
+        sizes[2],
+        sizes[3],
+        sizes[4]
+    ];
+    // SAFETY: the order is that of `rope_kernel`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}

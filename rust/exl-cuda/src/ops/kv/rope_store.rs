@@ -1,0 +1,104 @@
+//! Rotation of queries and keys and storing of keys and values, in one launch.
+
+use super::{Codec, Pages};
+use crate::abi::assert_layout;
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::ops::elementwise::rope::Rope;
+use crate::ops::{Element, Target, index32};
+
+/// Heads that a block takes, as in the kernel.
+const WARPS: usize = 4;
+
+/// `struct Rotation` of `kernels/kv/rope_store.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct RotationArgument {
+    cos: usize,
+    sin: usize,
+    positions: usize,
+    rotated: i32,
+    table_rows: i32,
+    interleaved: i32,
+}
+
+assert_layout!(RotationArgument, rope_store::Rotation, { cos, sin, positions, rotated, table_rows, interleaved });
+
+fn name(element: Element) -> String {
+    format!("rope_store_{}", element.suffix())
+}
+
+pub(in crate::ops) fn kernels() -> Vec<String> {
+    let mut all = Element::ALL.map(name).to_vec();
+    all.push(MANY.to_owned());
+    all
+}
+
+/// Halves into pages of halves, whole heads rotated in two halves: a block a token, to the same bits.
+const MANY: &str = "rope_store_many";
+
+/// Tokens from which that kernel has blocks enough.
+const MANY_TOKENS: usize = 64;
+
+/// Whether that kernel takes this call.
+fn many(q: &Rope, pages: &Pages, k: usize, v: usize) -> bool {
+    let aligned = [q.x, k, v, q.cos, q.sin, pages.data[0], pages.data[1]];
+    q.tokens >= MANY_TOKENS
+        && q.element == Element::F16
+        && (pages.kind.key, pages.kind.value) == (Codec::F16, Codec::F16)
+        && q.rotated == q.head_dim
+        && !q.interleaved
+        && q.head_dim.is_multiple_of(16)
+        && aligned.iter().all(|address| address.is_multiple_of(16))
+}
+
+/// Rotates q (the operand `x` of `q`) and k `[tokens, pages.heads, head_dim]` in place and encodes k and v into `slots`: what
+/// [`crate::ops::elementwise::rope::apply`] twice and [`super::transfer`] do, to the same bits.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn rope_store(
+    to: Target,
+    q: &Rope,
+    pages: &Pages,
+    k: usize,
+    v: usize,
+    slots: usize,
+) -> Result<(), CudaError> {
+    if q.tokens == 0 {
+        return Ok(());
+    }
+    let device = Device::get(to.device)?;
+    let rotation = RotationArgument {
+        cos: q.cos,
+        sin: q.sin,
+        positions: q.positions,
+        rotated: index32("rotated dimensions", q.rotated)?,
+        table_rows: index32("table rows", q.table_rows)?,
+        interleaved: i32::from(q.interleaved),
+    };
+    let many = many(q, pages, k, v);
+    let kernel = if many {
+        MANY.to_owned()
+    } else {
+        name(q.element)
+    };
+    let quarters = (q.heads + 2 * pages.heads).div_ceil(WARPS) as u32;
+    let launch = Launch {
+        kernel: &kernel,
+        grid: [
+            index32("tokens", q.tokens)? as u32,
+            if many { 1 } else { quarters },
+            1,
+        ],
+        block: 32 * WARPS as u32,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let (pages, heads) = (pages.argument()?, index32("heads", q.heads)?);
+    let mut arguments = kernel_arguments![pages, rotation, q.x, k, v, slots, heads];
+    // SAFETY: the order is that of `rope_store_kernel`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}

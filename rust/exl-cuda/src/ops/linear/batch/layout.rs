@@ -1,0 +1,182 @@
+//! The launch that lays out a product's input: rows of x in the order of the weights, normed on the way.
+
+use super::plan::{LEFT_FREE, SHARED_BYTES, Shares, left_alone};
+use super::{MOST_ROWS, Product, Room};
+use crate::abi::assert_layout;
+use crate::capabilities::Capabilities;
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::layout::UNIT_ROWS;
+use crate::ops::Target;
+use crate::ops::linear::{self, Half, Matrix};
+
+const LAYOUT_THREADS: u32 = 128;
+/// Blocks of a launch that lays out, about: one a multiprocessor stands beside the product before.
+const LAYOUT_BLOCKS: usize = 128;
+
+/// Blocks with nothing to do in a launch that lays out, for each multiprocessor that the product before leaves alone, where these are few. With
+/// five as good, with seven worse than with three: blocks with something to do would have no room beside the product. With twenty and more
+/// multiprocessors alone they gain little or cost something (docs/design/gemm-batch.md, "Placeholder blocks").
+const IDLE_BLOCKS: usize = 4;
+const FEW_ALONE: usize = 8;
+
+/// `struct LayoutTask` of `kernels/linear/batch_rows.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Preparation {
+    x: usize,
+    weight: usize,
+    out: usize,
+    multipliers: usize,
+    features: usize,
+    layout_rows: i32,
+    units: i32,
+    k: i32,
+    m: i32,
+    columns: i32,
+    shares: i32,
+    idle: i32,
+    eps: f32,
+    offset: f32,
+}
+
+assert_layout!(Preparation, batch_rows::LayoutTask, { x, weight, out, multipliers, features, layout_rows as rows, units, k, m, columns, shares, idle, eps, offset });
+
+/// Blocks that share a row in a launch that lays out, and their shared memory: the row, a share's features and the norm's weights of them.
+fn layout_shape(matrix: &Matrix, columns: usize, norm: bool) -> (usize, usize) {
+    let eights = matrix.argument.unit_count as usize * UNIT_ROWS / 8;
+    let blocks = (LAYOUT_BLOCKS / columns).clamp(1, eights.div_ceil(LAYOUT_THREADS as usize));
+    let units = (eights.div_ceil(blocks) * 8).div_ceil(UNIT_ROWS) + 1;
+    let place = if norm { 4 + 4 } else { 4 };
+    (blocks, 2 * matrix.in_features() + place * UNIT_ROWS * units)
+}
+
+/// Blocks with nothing to do before those that lay out and norm `m` rows of so many features: the sum of a layer, as a rule, to which the product
+/// before has added as many results.
+fn idle_blocks(caps: &Capabilities, m: usize, features: usize) -> usize {
+    match left_alone(caps, m, features) {
+        few @ ..=FEW_ALONE => IDLE_BLOCKS * few,
+        _ => 0,
+    }
+}
+
+pub(super) fn lays_out(caps: &Capabilities, matrix: &Matrix, norm: bool) -> bool {
+    let most = SHARED_BYTES.min(caps.shared_per_block);
+    matrix.in_features().is_multiple_of(8) && layout_shape(matrix, MOST_ROWS, norm).1 <= most
+}
+
+/// Lays out the rows of x in the scratch memory.
+///
+/// # Safety
+/// As of [`launch`].
+pub(super) unsafe fn prepare(
+    to: Target,
+    device: &Device,
+    first: &Matrix,
+    op: &Product,
+    room: Room,
+    shares: &Shares,
+) -> Result<(), CudaError> {
+    let Room {
+        scratch,
+        multipliers,
+        ..
+    } = room;
+    let norm = op.norm;
+    let by_kernel = lays_out(&device.info.caps, first, norm.is_some())
+        && op.x.is_multiple_of(16)
+        && op.x_type != Half::F32;
+    if by_kernel {
+        let preparation = Preparation {
+            x: op.x,
+            weight: norm.map_or(0, |norm| norm.weight),
+            out: scratch,
+            multipliers,
+            features: first.features,
+            layout_rows: first.argument.rows,
+            units: first.argument.unit_count,
+            k: first.argument.in_features,
+            m: op.m as i32,
+            columns: shares.columns as i32,
+            shares: 1,
+            idle: 0,
+            eps: norm.map_or(0.0, |norm| norm.eps),
+            offset: norm.map_or(0.0, |norm| norm.offset),
+        };
+        // SAFETY: this function's contract.
+        return unsafe { lay_out(to, device, first, op.x_type, preparation) };
+    }
+    let alone = linear::Product {
+        x: op.x,
+        x_type: op.x_type,
+        y: op.y,
+        y_type: op.y_type,
+        m: op.m,
+    };
+    // SAFETY: this function's contract.
+    unsafe { linear::prepare(to, first, &alone, scratch, multipliers, shares.columns) }
+}
+
+/// # Safety
+/// As [`launch`].
+unsafe fn lay_out(
+    to: Target,
+    device: &Device,
+    matrix: &Matrix,
+    x_type: Half,
+    mut preparation: Preparation,
+) -> Result<(), CudaError> {
+    let columns = preparation.columns as usize;
+    let norm = preparation.weight != 0;
+    let (blocks, shared) = layout_shape(matrix, columns, norm);
+    let idle = if norm && to.programmatic && shared <= LEFT_FREE {
+        idle_blocks(
+            &device.info.caps,
+            preparation.m as usize,
+            matrix.in_features(),
+        )
+    } else {
+        0
+    };
+    (preparation.shares, preparation.idle) = (blocks as i32, idle as i32);
+    let launch = Launch {
+        kernel: if x_type == Half::BF16 {
+            "lay_out_bf16"
+        } else {
+            "lay_out_f16"
+        },
+        grid: [(idle + columns * blocks) as u32, 1, 1],
+        block: LAYOUT_THREADS,
+        shared_bytes: shared as u32,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![preparation];
+    // SAFETY: the struct is the kernel's; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::plan::VARIANTS;
+    use super::*;
+    use crate::capabilities::tests::hopper;
+    use crate::ops::linear::tests::matrix;
+
+    #[test]
+    fn blocks_with_nothing_to_do_where_few_multiprocessors_are_free() {
+        for features in [2048, 4096, 6144] {
+            let layer = matrix(features / UNIT_ROWS, 2064);
+            for (columns, _) in VARIANTS {
+                assert!(layout_shape(&layer, columns, true).1 <= LEFT_FREE);
+            }
+            let idle = [16, 32, 40, 64].map(|m| idle_blocks(&hopper(), m, features));
+            assert_eq!(idle, [16; 4], "{features}");
+        }
+        assert_eq!(
+            [512, 1024, 3584, 5120].map(|k| idle_blocks(&hopper(), 64, k)),
+            [0; 4]
+        );
+    }
+}

@@ -1,0 +1,260 @@
+//! Products of 3 to 8 rows: activations into layout order once, by a launch of their own or by who makes them, then weights at the pace of
+//! one row.
+
+mod plan;
+mod task;
+
+use super::ring::Product;
+use super::select::{Kernel, Refusal};
+use super::{Half, Matrix};
+use crate::capabilities::Capabilities;
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::ops::Target;
+pub use plan::Tuning;
+use plan::{Plan, SQUARES_BYTES, THREADS, plan};
+
+/// Most rows of the kernel.
+pub const MOST_ROWS: usize = 8;
+const ROWS_THREADS: u32 = 128;
+
+/// Where a product's input comes from.
+#[derive(Clone, Copy, Debug)]
+pub enum Input {
+    /// `x` of the product, with its norm: a launch of its own lays it out.
+    Rows,
+    /// Laid out in the scratch memory by who made it.
+    Prepared,
+    /// The same, yet to be normed; the sums of squares of eight features each stand behind it.
+    Unnormed {
+        /// Weight and offset of an RMS norm added up, FP32, in the layout's order: `[units][256]`, aligned to 16 bytes.
+        weight: usize,
+        eps: f32,
+    },
+}
+
+/// The product that results go on to as its prepared input.
+#[derive(Clone, Copy, Debug)]
+pub struct Next<'a> {
+    pub matrices: &'a [&'a Matrix],
+    pub gated: bool,
+    /// That product's scratch memory: address and bytes.
+    pub scratch: (usize, usize),
+    /// It norms them: with sums of squares.
+    pub unnormed: bool,
+}
+
+/// How many activation rows a product of these matrices takes on this GPU; 0 when it cannot run there.
+pub fn rows(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> usize {
+    match takes(caps, matrices, gated) {
+        Ok(()) => MOST_ROWS,
+        Err(_) => 0,
+    }
+}
+
+/// Whether launches of up to [`MOST_ROWS`] rows take these matrices.
+pub(super) fn takes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> Result<(), Refusal> {
+    plan(caps, matrices, MOST_ROWS, gated, Tuning::default()).map(|_| ())
+}
+
+/// Bytes of shared memory of a block, where [`takes`] agrees.
+#[cfg(test)]
+pub(super) fn shared_bytes(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    gated: bool,
+) -> Option<usize> {
+    plan(caps, matrices, MOST_ROWS, gated, Tuning::default())
+        .ok()
+        .map(|plan| plan.shared)
+}
+
+/// Bytes of scratch memory that [`launch`] needs, whatever the number of rows; where the input is prepared, it stands at its beginning.
+pub fn scratch_bytes(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    gated: bool,
+    tuning: Tuning,
+) -> usize {
+    plan(caps, matrices, MOST_ROWS, gated, tuning).map_or(0, |plan| plan.scratch_bytes())
+}
+
+/// Whether whoever makes a product's input can leave it prepared: all matrices read it in one order, in which no rows pad.
+pub fn takes_prepared(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> bool {
+    let tuning = Tuning::default();
+    plan(caps, matrices, MOST_ROWS, gated, tuning).is_ok_and(|plan| {
+        plan.task.copies == 1
+            && matrices[0].rows() == matrices[0].in_features()
+            && matrices[0].rows() < 1 << 16
+    })
+}
+
+fn check_scratch((at, room): (usize, usize), needed: usize) -> Result<(), CudaError> {
+    if room >= needed && at.is_multiple_of(128) {
+        return Ok(());
+    }
+    Err(CudaError::Argument {
+        what: format!("{room} bytes of scratch memory at {at:#x}"),
+        limit: format!("at least {needed}, aligned to 128"),
+    })
+}
+
+impl Plan {
+    /// Prepared activations, behind them the rows' multipliers and the sums of squares.
+    fn scratch_bytes(&self) -> usize {
+        self.squares_at() + self.task.units as usize * SQUARES_BYTES
+    }
+
+    fn multipliers_at(&self) -> usize {
+        self.task.copies as usize * self.task.copy_bytes
+    }
+
+    fn squares_at(&self) -> usize {
+        self.multipliers_at() + 128
+    }
+
+    /// The addresses of a call.
+    fn bind(&mut self, op: &Product, input: Input, scratch: usize) {
+        let (multipliers, squares) = (self.multipliers_at(), self.squares_at());
+        let (rows, task) = (&mut self.rows, &mut self.task);
+        rows.x = op.x;
+        rows.out = scratch;
+        rows.multipliers = scratch + multipliers;
+        if let Some(norm) = op.norm {
+            rows.weight = norm.weight;
+            (rows.eps, rows.offset) = (norm.eps, norm.offset);
+        }
+        if let Input::Unnormed { weight, eps } = input {
+            (task.norm, task.eps) = (weight, eps);
+            task.squares = scratch + squares;
+        }
+        task.x = scratch;
+        task.multipliers = rows.multipliers;
+        (task.y, task.y_kind) = (op.y, op.y_type as i32);
+        task.residual = op.residual;
+        task.gate = op.gate.unwrap_or(-1);
+        task.scaled = i32::from(op.x_type == Half::BF16);
+    }
+
+    /// Results go on to `next`.
+    fn bind_next(&mut self, caps: &Capabilities, next: Next) -> Result<(), CudaError> {
+        let tuning = Tuning::default();
+        let plan = plan(caps, next.matrices, MOST_ROWS, next.gated, tuning);
+        let fits = takes_prepared(caps, next.matrices, next.gated)
+            && next.matrices[0].in_features() == self.task.y_stride as usize
+            && (self.task.gate >= 0 || self.task.count == 1);
+        let (Ok(plan), true) = (plan, fits) else {
+            return Err(CudaError::Argument {
+                what: "two products in a row".to_owned(),
+                limit: "as many results as inputs, of one matrix or a gated pair, no padding"
+                    .to_owned(),
+            });
+        };
+        check_scratch(next.scratch, plan.scratch_bytes())?;
+        self.task.next = next.scratch.0;
+        self.task.next_rows = next.matrices[0].argument.row_of_feature;
+        if next.unnormed {
+            self.task.next_squares = next.scratch.0 + plan.squares_at();
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`launch`].
+    unsafe fn prepare(&self, to: Target, device: &Device, x_type: Half) -> Result<(), CudaError> {
+        let kernel = match x_type {
+            Half::F16 => "prepare_rows_f16",
+            Half::BF16 => "prepare_rows_bf16",
+            Half::F32 => {
+                return Err(CudaError::Argument {
+                    what: "activations in FP32".to_owned(),
+                    limit: "F16 or BF16".to_owned(),
+                });
+            }
+        };
+        let launch = Launch {
+            kernel,
+            grid: [
+                MOST_ROWS as u32,
+                (self.task.units as u32 * 32).div_ceil(ROWS_THREADS),
+                1,
+            ],
+            block: ROWS_THREADS,
+            shared_bytes: 2 * self.rows.k as u32,
+            stream: to.stream,
+            programmatic: to.programmatic,
+        };
+        let rows = self.rows;
+        let mut arguments = kernel_arguments![rows];
+        // SAFETY: the struct is the kernel's; validity is the caller's promise.
+        unsafe { launch.run(device, &mut arguments) }
+    }
+
+    /// # Safety
+    /// As [`launch`].
+    unsafe fn multiply(
+        &self,
+        to: Target,
+        device: &Device,
+        matrix: &Matrix,
+    ) -> Result<(), CudaError> {
+        let kernel = format!("few_{}_{}", matrix.kind, matrix.entry_rows);
+        let launch = Launch {
+            kernel: &kernel,
+            grid: [self.groups as u32, 1, self.task.cut as u32],
+            block: THREADS,
+            shared_bytes: self.shared as u32,
+            stream: to.stream,
+            programmatic: to.programmatic,
+        };
+        let task = self.task;
+        let cluster = if task.cut > 1 { task.cut as u32 } else { 0 };
+        let mut arguments = kernel_arguments![task];
+        // SAFETY: the struct is the kernel's; validity is the caller's promise.
+        unsafe { launch.run_in_clusters(device, cluster, &mut arguments) }
+    }
+}
+
+/// The product of up to [`rows`] rows: one launch where its input is prepared, else two. Results stand beside each other in the order of
+/// `matrices`; `op.y` may be 0 where only `next` wants them. Same bits as `ring`.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch; scratch is an address,
+/// aligned to 128, and bytes, at least [`scratch_bytes`]; it is used by no other launch meanwhile.
+pub unsafe fn launch(
+    to: Target,
+    matrices: &[&Matrix],
+    op: &Product,
+    input: Input,
+    scratch: (usize, usize),
+    next: Option<Next>,
+    tuning: Tuning,
+) -> Result<(), CudaError> {
+    let device = Device::get(to.device)?;
+    let gated = op.gate.is_some();
+    let planned = plan(&device.info.caps, matrices, op.m, gated, tuning);
+    let mut plan = planned.map_err(|why| why.for_kernel(Kernel::GemmFew))?;
+    check_scratch(scratch, plan.scratch_bytes())?;
+    let prepared = !matches!(input, Input::Rows);
+    let halves = op.x_type == Half::F16 && (op.y == 0 || op.y_type == Half::F16);
+    if (prepared && (op.x_type != Half::F16 || plan.task.copies != 1))
+        || (next.is_some() && !halves)
+    {
+        return Err(CudaError::Argument {
+            what: "an input that is prepared by who makes it".to_owned(),
+            limit: "F16, in one order".to_owned(),
+        });
+    }
+    plan.bind(op, input, scratch.0);
+    if let Some(next) = next {
+        plan.bind_next(&device.info.caps, next)?;
+    }
+    // SAFETY: this function's contract.
+    unsafe {
+        if !prepared {
+            plan.prepare(to, device, op.x_type)?;
+        }
+        plan.multiply(to, device, matrices[0])
+    }
+}

@@ -1,0 +1,566 @@
+//! What a launch of the kernel of 3 to 8 rows is made of: how K is cut, who has which tiles, what stands where in shared memory.
+
+use super::super::Matrix;
+use super::super::ring::MATRICES;
+use super::super::select::{Refusal, check_alike, check_rows};
+use super::MOST_ROWS;
+pub(super) use super::task::{LISTED, Part, Preparation, Task};
+use crate::capabilities::{Capabilities, Feature};
+
+/// Warps that multiply, one that streams weights, and those that finish tiles.
+pub(super) const THREADS: u32 = (16 + 1 + FINISHERS as u32) * 32;
+/// Warps that finish tiles, each with result buffers of its own.
+const FINISHERS: usize = 3;
+/// Classes of units; `sum_classes` in `kernels/linear/tile.cuh`. Each has a warp.
+const CLASSES: usize = 16;
+/// By how much a warp's class moves on from one round to the next.
+const NEXT: usize = 5;
+/// Sums of squares of eight features of eight rows each, of a unit.
+pub(super) const SQUARES_BYTES: usize = 32 * 8 * 4;
+/// Prepared activations of a unit and eight rows.
+const X_BYTES: usize = 4096;
+/// A partial sum of a tile: 16 features of eight rows.
+const PART_BYTES: usize = 512;
+/// Bytes in flight per multiprocessor beyond which everything else waits behind weights (spec/kernels-measured.md 6.1).
+const BYTES_IN_FLIGHT: usize = 33 * 1024;
+/// Bytes of a ring, when they fit, and the least worth having before K is cut further: the rest of a multiprocessor is left to the small
+/// kernels in between, which then start early.
+const RING_BYTES: usize = 95 * 1024;
+const LEAST_RING: usize = 60 * 1024;
+/// The kernel's static arrays.
+const STATIC_BYTES: usize = 512;
+/// More than half of a multiprocessor's shared memory, so that one block is placed on each (spec/kernels-measured.md 6.2).
+const LEAST_SHARED: usize = 116 * 1024;
+
+/// Parts of K (1, 2 or 4), slots and window of the ring, for benchmarks that try others than the planned ones; zero leaves one as planned.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tuning {
+    pub cut: i32,
+    pub slots: i32,
+    pub window: i32,
+}
+
+/// A planned launch, its addresses missing.
+pub(super) struct Plan {
+    pub(super) task: Task,
+    pub(super) rows: Preparation,
+    pub(super) shared: usize,
+    pub(super) groups: usize,
+}
+
+/// How K is cut and staged: parts, units of a tile in a stage as a power of two.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    cut: usize,
+    stage_log: usize,
+}
+
+impl Shape {
+    /// Units of the longest part, whose quarters have every fourth unit each, and the stages of a round.
+    fn stages(self, units: usize) -> usize {
+        let quarters = 4 / self.cut;
+        let own = units / 4 * quarters + (units % 4).min(quarters);
+        own.div_ceil(1 << self.stage_log)
+    }
+
+    /// Where unit `local` of part `rank` stands in the tile.
+    fn unit(self, rank: usize, local: usize) -> usize {
+        let quarters = 4 / self.cut;
+        local / quarters * 4 + rank * quarters + local % quarters
+    }
+
+    /// Most bytes that a stage has of one tile.
+    fn room(self, offsets: &[u32]) -> usize {
+        let units = offsets.len() - 1;
+        let bytes = |u: usize| (offsets[(u + 1).min(units)] - offsets[u.min(units)]) as usize;
+        let own = self.stages(units) << self.stage_log;
+        (0..self.cut)
+            .flat_map(|rank| {
+                (0..own)
+                    .step_by(1 << self.stage_log)
+                    .map(move |first| (rank, first))
+            })
+            .map(|(rank, first)| {
+                (first..first + (1 << self.stage_log))
+                    .map(|local| bytes(self.unit(rank, local)))
+                    .sum()
+            })
+            .max()
+            .unwrap_or(0)
+    }
+
+    /// Slots of a ring beyond its window: stages that lie between two that a warp consumes. A warp that waits for a stage must not meet
+    /// its slot's barrier in the phase before the last (`ring/plan.rs` has the reasoning).
+    fn spare_slots(self, stages: usize) -> usize {
+        let classes = CLASSES / self.cut;
+        let (within, step) = (
+            |at: usize| (at % classes) >> self.stage_log,
+            classes >> self.stage_log,
+        );
+        (0..CLASSES)
+            .map(|at| {
+                // Rounds in which a warp has no stage at all count as passed over.
+                let (mut passed, mut next) = (0, at);
+                let last = (within(at)..stages).step_by(step).next_back();
+                loop {
+                    next = (next + NEXT) % CLASSES;
+                    passed += stages;
+                    if within(next) < stages {
+                        break;
+                    }
+                }
+                last.map_or(0, |last| passed + within(next) - last)
+            })
+            .chain([step])
+            .max()
+            .unwrap_or(step)
+    }
+}
+
+/// Bytes handed out one after the other.
+struct Arena(usize);
+
+impl Arena {
+    fn take(&mut self, bytes: usize) -> u32 {
+        let at = self.0.next_multiple_of(128);
+        self.0 = at + bytes;
+        at as u32
+    }
+}
+
+/// Which of the prepared copies of x each matrix reads: matrices of one order share one.
+fn copies(matrices: &[&Matrix]) -> Vec<usize> {
+    let mut found: Vec<usize> = Vec::new();
+    for (i, matrix) in matrices.iter().enumerate() {
+        let same = matrices[..i]
+            .iter()
+            .position(|before| before.features_host == matrix.features_host);
+        let next = found.iter().max().map_or(0, |most| most + 1);
+        found.push(same.map_or(next, |before| found[before]));
+    }
+    found
+}
+
+/// The units of all matrices with the end of each, {offset / 16, widths} in the halves of a word, and where each matrix's begin; none
+/// where there is no room for all.
+fn listed(matrices: &[&Matrix]) -> ([u32; LISTED], [i32; MATRICES]) {
+    let (mut list, mut begin, mut at) = ([0; LISTED], [-1; MATRICES], 0);
+    for (matrix, begin) in matrices.iter().zip(&mut begin) {
+        *begin = at as i32;
+        for (&offset, &widths) in matrix.unit_offsets.iter().zip(&matrix.unit_widths) {
+            if at == LISTED || offset % 16 != 0 || offset >> 20 != 0 || widths >> 16 != 0 {
+                return ([0; LISTED], [-1; MATRICES]);
+            }
+            list[at] = offset >> 4 | widths << 16;
+            at += 1;
+        }
+    }
+    (list, begin)
+}
+
+/// Plans both launches for `m` rows; an error says why the kernels cannot take them.
+pub(super) fn plan(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    m: usize,
+    gated: bool,
+    tuning: Tuning,
+) -> Result<Plan, Refusal> {
+    if !caps.has(Feature::BulkCopy) {
+        return Err(Refusal::Needs(Feature::BulkCopy));
+    }
+    check_rows(m, MOST_ROWS)?;
+    check_alike(matrices, gated)?;
+    let full = Refusal::SharedMemory(caps.shared_per_block);
+    // A block of the launch that packs rows holds one of them.
+    if 2 * matrices[0].in_features() + 1024 > caps.shared_per_block {
+        return Err(full);
+    }
+    let shapes = [(1, 3), (2, 1), (4, 1)].map(|(cut, stage_log)| Shape { cut, stage_log });
+    let plans = shapes
+        .into_iter()
+        .filter(|shape| tuning.cut == 0 || shape.cut == tuning.cut as usize)
+        .filter(|shape| shape.cut == 1 || caps.has(Feature::Clusters))
+        .filter_map(|shape| plan_cut(caps, matrices, m, gated, shape, tuning));
+    let mut best: Option<Plan> = None;
+    for plan in plans {
+        let ring = |plan: &Plan| plan.task.slots as usize * plan.task.stage_stride as usize;
+        if ring(&plan) >= LEAST_RING {
+            return Ok(plan);
+        }
+        if best.as_ref().is_none_or(|best| ring(best) < ring(&plan)) {
+            best = Some(plan);
+        }
+    }
+    // Shapes that share K between blocks are left out without clusters.
+    let missing = (!caps.has(Feature::Clusters)).then_some(Refusal::Needs(Feature::Clusters));
+    best.ok_or(missing.unwrap_or(full))
+}
+
+/// The rounds that groups of `cut` blocks have, a tile each or, gated, a pair of tiles.
+struct Deal {
+    tiles: usize,
+    /// What groups are dealt: rounds, or pairs of rounds where one block has both tiles of a pair.
+    pairs: usize,
+    groups: usize,
+    rounds: usize,
+    /// Sums that a block gets from the others of its group.
+    mails: usize,
+    /// Partial sums of a mail.
+    tiles_each: usize,
+    /// Gates that a block keeps until their partners are there.
+    gates: usize,
+}
+
+impl Deal {
+    fn new(caps: &Capabilities, matrices: &[&Matrix], gated: bool, cut: usize) -> Self {
+        let turns = gated && cut == 1;
+        let tiles: usize = matrices.iter().map(|a| a.argument.tiles as usize).sum();
+        let pairs = tiles.div_ceil(if turns { 2 } else { cut });
+        let groups = pairs.min(caps.sms / cut).max(1);
+        let rounds = pairs.div_ceil(groups) * if turns { 2 } else { 1 };
+        let (items, tiles_each) = if gated { (cut / 2, 2) } else { (cut, 1) };
+        let mails = if cut > 1 {
+            (rounds * items).div_ceil(cut)
+        } else {
+            0
+        };
+        let gates = if turns { rounds / 2 } else { 0 };
+        Self {
+            tiles,
+            pairs,
+            groups,
+            rounds,
+            mails,
+            tiles_each,
+            gates,
+        }
+    }
+}
+
+/// Where everything but the ring and the barriers stands in shared memory, from the end of the ring on.
+struct Layout {
+    parts: [Part; MATRICES],
+    results_at: u32,
+    mail_at: u32,
+    places_at: u32,
+    bytes: usize,
+}
+
+impl Layout {
+    /// `own`: units of a block in each tile, in `stages` stages; `copies`: which prepared copy of x each matrix reads.
+    fn new(
+        matrices: &[&Matrix],
+        copies: &[usize],
+        own: usize,
+        stages: usize,
+        begin: [i32; MATRICES],
+        deal: &Deal,
+    ) -> Option<Self> {
+        let mut arena = Arena(0);
+        let copy_count = copies.iter().max()? + 1;
+        let x_at: Vec<u32> = (0..copy_count).map(|_| arena.take(own * X_BYTES)).collect();
+        let mut column = 0;
+        let parts = std::array::from_fn(|i| {
+            let matrix = matrices.get(i).unwrap_or(&matrices[0]);
+            let bytes = |b: usize| if i < matrices.len() { b } else { 0 };
+            let copy = copies.get(i).copied().unwrap_or(0);
+            let part = Part {
+                matrix: matrix.argument,
+                pieces_at: arena.take(bytes(2 * stages * 16)),
+                units_at: arena.take(bytes(8 * own)),
+                maxima_at: arena.take(bytes(2 * 256 / matrix.entry_rows * own)),
+                x_at: x_at[copy],
+                copy: copy as i32,
+                y_offset: column,
+                listed: begin[i],
+            };
+            column += matrix.argument.out_features;
+            part
+        });
+        let results_at = arena.take(FINISHERS.min(deal.rounds) * CLASSES * PART_BYTES);
+        // Gates of a block's tiles stand there, too.
+        let mail_at = arena.take((deal.mails * deal.tiles_each * 4).max(deal.gates) * PART_BYTES);
+        let places_at = arena.take(16 * MATRICES);
+        Some(Self {
+            parts,
+            results_at,
+            mail_at,
+            places_at,
+            bytes: arena.0,
+        })
+    }
+
+    /// All places moved behind a ring of so many bytes, which comes first so that its slots are aligned.
+    fn behind(mut self, ring: usize) -> Self {
+        let by = ring as u32;
+        for part in &mut self.parts {
+            part.pieces_at += by;
+            part.units_at += by;
+            part.maxima_at += by;
+            part.x_at += by;
+        }
+        self.results_at += by;
+        self.mail_at += by;
+        self.places_at += by;
+        self
+    }
+}
+
+/// Slots of the ring, and those of them that are in flight.
+struct Ring {
+    slots: usize,
+    window: usize,
+    /// Shared memory of a block, the ring included.
+    total: usize,
+}
+
+impl Ring {
+    /// The largest ring of slots of `stride` bytes, at least one more than `spare`, that leaves room for the rest; `mean`: bytes of a stage.
+    fn largest(
+        stride: usize,
+        mean: usize,
+        spare: usize,
+        total: impl Fn(usize) -> usize,
+        space: usize,
+        tuning: Tuning,
+    ) -> Option<Self> {
+        let wanted = match tuning.slots {
+            0 => RING_BYTES / stride.max(1),
+            slots => slots as usize,
+        }
+        .max(spare + 1);
+        let slots = (spare + 1..=wanted)
+            .rev()
+            .find(|&slots| total(slots) <= space)?;
+        let window = match tuning.window {
+            0 => (BYTES_IN_FLIGHT + mean / 2) / mean,
+            window => window as usize,
+        };
+        Some(Self {
+            slots,
+            window: window.clamp(1, slots - spare),
+            total: total(slots),
+        })
+    }
+}
+
+/// The launch that packs rows, its addresses missing.
+fn preparation(matrices: &[&Matrix], copies: &[usize], units: usize, m: usize) -> Preparation {
+    let mut rows = Preparation {
+        x: 0,
+        weight: 0,
+        out: 0,
+        multipliers: 0,
+        copy_bytes: units * X_BYTES,
+        features: [0; MATRICES],
+        layout_rows: [0; MATRICES],
+        copies: copies.iter().max().map_or(0, |most| most + 1) as i32,
+        units: units as i32,
+        k: matrices[0].argument.in_features,
+        m: m as i32,
+        eps: 0.0,
+        offset: 0.0,
+    };
+    for (matrix, &copy) in matrices.iter().zip(copies) {
+        rows.features[copy] = matrix.features;
+        rows.layout_rows[copy] = matrix.argument.rows;
+    }
+    rows
+}
+
+fn plan_cut(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    m: usize,
+    gated: bool,
+    shape: Shape,
+    tuning: Tuning,
+) -> Option<Plan> {
+    let space = (caps.shared_per_block).checked_sub(STATIC_BYTES)?;
+    let cut = shape.cut;
+    let count = |a: &Matrix| a.unit_offsets.len() - 1;
+    let units = matrices.iter().map(|a| count(a)).max()?;
+    let stages = shape.stages(units);
+    let room = matrices.iter().map(|a| shape.room(&a.unit_offsets)).max()?;
+    let stride = cut * room.next_multiple_of(128);
+    let bytes: usize = matrices
+        .iter()
+        .map(|a| a.argument.tile_bytes as usize)
+        .sum();
+    let all: usize = matrices.iter().map(|a| count(a)).sum();
+    let mean = ((cut << shape.stage_log) * bytes / all.max(1)).max(1);
+    let deal = Deal::new(caps, matrices, gated, cut);
+    let copies = copies(matrices);
+    let (units_listed, begin) = listed(matrices);
+    let own = stages << shape.stage_log;
+    let layout = Layout::new(matrices, &copies, own, stages, begin, &deal)?;
+    let rest = layout.bytes.next_multiple_of(128);
+    let total = |slots: usize| {
+        slots * stride + rest + (2 * slots + 2 * FINISHERS + 1 + stages + deal.mails) * 8
+    };
+    let spare = shape.spare_slots(stages);
+    let ring = Ring::largest(stride, mean, spare, total, space, tuning)?;
+    let behind = ring.slots * stride;
+    let mut layout = layout.behind(behind);
+    if gated {
+        layout.parts[1].y_offset = 0;
+    }
+    let columns: i32 = matrices.iter().map(|a| a.argument.out_features).sum();
+    let rows = preparation(matrices, &copies, units, m);
+    let task = Task {
+        barriers_at: (behind + rest) as u32,
+        stage_stride: stride as u32,
+        slots: ring.slots as i32,
+        window: ring.window as i32,
+        count: matrices.len() as i32,
+        cut: cut as i32,
+        units: units as i32,
+        stages: stages as i32,
+        stage_log: shape.stage_log as i32,
+        rounds: (deal.pairs / deal.groups) as i32,
+        longer: (deal.pairs % deal.groups) as i32,
+        tiles: deal.tiles as i32,
+        results_at: layout.results_at,
+        places_at: layout.places_at,
+        mail_at: layout.mail_at,
+        mails: deal.mails as i32,
+        m: m as i32,
+        y_stride: if gated { columns / 2 } else { columns },
+        copies: rows.copies,
+        copy_bytes: rows.copy_bytes,
+        k: rows.k,
+        units_listed,
+        ..Task::without_operands(&layout.parts)
+    };
+    Some(Plan {
+        task,
+        rows,
+        shared: ring.total.max(LEAST_SHARED.min(space)),
+        groups: deal.groups,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::rows;
+    use super::*;
+    use crate::capabilities::tests::{RELEASE, card, hopper};
+    use crate::ops::linear::tests::matrix;
+
+    #[test]
+    fn parts_hold_every_unit_once() {
+        for units in [1, 5, 9, 16, 17, 56, 255] {
+            for (cut, stage_log) in [(1, 3), (2, 1), (4, 1)] {
+                let shape = Shape { cut, stage_log };
+                let own = shape.stages(units) << stage_log;
+                let mut all: Vec<usize> = (0..cut)
+                    .flat_map(|rank| (0..own).map(move |local| shape.unit(rank, local)))
+                    .filter(|&u| u < units)
+                    .collect();
+                all.sort_unstable();
+                assert!(all.into_iter().eq(0..units), "{units} {cut}");
+            }
+        }
+    }
+
+    #[test]
+    fn parameters_list_all_units_or_none() {
+        let (small, large) = (matrix(16, 2064), matrix(56, 2064));
+        for (matrices, known) in [
+            (vec![&small, &small, &small], true),
+            (vec![&large], true),
+            (vec![&large, &small], false),
+            (vec![&matrix(64, 2064)], false),
+            (vec![&matrix(16, 2060)], false),
+        ] {
+            let (list, begin) = listed(&matrices);
+            for (a, &begin) in matrices.iter().zip(&begin) {
+                assert_eq!(begin >= 0, known);
+                for (u, &offset) in a.unit_offsets.iter().enumerate().filter(|_| known) {
+                    let unit = list[begin as usize + u];
+                    assert_eq!((unit & 0xffff) * 16, offset);
+                    assert_eq!(unit >> 16, a.unit_widths[u]);
+                }
+            }
+        }
+    }
+
+    /// Most stages that lie between two that a warp consumes, by walking all of them.
+    fn longest_step(shape: Shape, stages: usize) -> usize {
+        let classes = CLASSES / shape.cut;
+        let (mut longest, rounds) = (0, 40);
+        for warp in 0..CLASSES {
+            let (mut at, mut last) = (warp, None);
+            for round in 0..rounds {
+                let own = stages << shape.stage_log;
+                for unit in (at % classes..own).step_by(classes) {
+                    let stage = round * stages + (unit >> shape.stage_log);
+                    longest = longest.max(last.map_or(0, |last| stage - last));
+                    last = Some(stage);
+                }
+                at = (at + NEXT) % CLASSES;
+            }
+        }
+        longest
+    }
+
+    #[test]
+    fn no_warp_steps_further_than_the_spare_slots_allow() {
+        for (cut, stage_log) in [(1, 3), (2, 1), (4, 1)] {
+            let shape = Shape { cut, stage_log };
+            for stages in 1..40 {
+                assert!(
+                    longest_step(shape, stages) <= shape.spare_slots(stages),
+                    "{shape:?} {stages}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_plan_never_asks_for_more_than_there_is() {
+        for (units, bytes) in [
+            (1, 1040),
+            (16, 4112),
+            (16, 2064),
+            (56, 2064),
+            (56, 4112),
+            (255, 4160),
+        ] {
+            let made = matrix(units, bytes);
+            for (together, gated) in [
+                (vec![&made], false),
+                (vec![&made, &made, &made], false),
+                (vec![&made, &made], true),
+            ] {
+                for cut in [0, 1, 2, 4] {
+                    let tuning = Tuning {
+                        cut,
+                        ..Tuning::default()
+                    };
+                    let Ok(plan) = plan(&hopper(), &together, 8, gated, tuning) else {
+                        continue;
+                    };
+                    let task = plan.task;
+                    assert!((LEAST_SHARED..=232_448).contains(&plan.shared));
+                    assert!(plan.groups * task.cut as usize <= 132 && task.window >= 1);
+                    assert_eq!(task.copies, 1);
+                    let dealt = task.rounds as usize * plan.groups + task.longer as usize;
+                    let pair = if gated && task.cut == 1 {
+                        2
+                    } else {
+                        task.cut as usize
+                    };
+                    assert_eq!(dealt, (256 * together.len()).div_ceil(pair));
+                    assert!(task.slots > task.window);
+                }
+            }
+        }
+        assert_eq!(rows(&hopper(), &[&matrix(16, 2064)], false), 8);
+        let down = plan(&hopper(), &[&matrix(56, 2064)], 8, false, Tuning::default());
+        assert_eq!(down.map(|p| (p.task.cut, p.task.window)), Ok((2, 4)));
+        let ampere = card("3090", RELEASE);
+        assert_eq!(rows(&ampere, &[&matrix(16, 2064)], false), 0);
+    }
+}

@@ -1,0 +1,375 @@
+//! Products with matrices in the tile layout.
+
+pub mod batch;
+pub mod few;
+pub mod ring;
+pub mod select;
+
+use super::{Target, index32};
+use crate::abi::assert_layout;
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::layout::{Layout, Scales, UNIT_ROWS};
+
+/// Element type of results, as the kernels number them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Half {
+    F16 = 0,
+    BF16 = 1,
+    F32 = 2,
+}
+
+/// `struct Matrix` of `kernels/linear/tile.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MatrixArgument {
+    pub image: usize,
+    pub units: usize,
+    pub maxima: usize,
+    pub row_of_feature: usize,
+    pub bias: usize,
+    pub tiles: i32,
+    pub unit_count: i32,
+    pub rows: i32,
+    pub in_features: i32,
+    pub out_features: i32,
+    pub tile_bytes: u32,
+    pub prescale: f32,
+}
+
+assert_layout!(MatrixArgument, tile::Matrix, { image, units, maxima, row_of_feature, bias, tiles, unit_count, rows, in_features, out_features, tile_bytes, prescale });
+
+/// Device addresses of a matrix; all of them stay valid as long as the [`Matrix`] is used.
+#[derive(Clone, Copy, Debug)]
+pub struct Addresses {
+    /// The image, aligned to 128 bytes.
+    pub image: usize,
+    /// [`Layout::units`] as pairs of u32.
+    pub units: usize,
+    /// [`Layout::maxima`].
+    pub maxima: usize,
+    /// [`Layout::features`] as i32.
+    pub features: usize,
+    /// [`Layout::row_of_feature`] as u16.
+    pub row_of_feature: usize,
+    /// `[out_features]` FP32, or 0.
+    pub bias: usize,
+}
+
+/// A matrix on a GPU.
+#[derive(Clone, Debug)]
+pub struct Matrix {
+    pub(super) argument: MatrixArgument,
+    pub(super) features: usize,
+    pub(super) kind: &'static str,
+    pub(super) entry_rows: usize,
+    /// First byte of each unit within a tile, and the tile's size.
+    pub(super) unit_offsets: Vec<u32>,
+    /// The units' widths, as the kernels are told them.
+    pub(super) unit_widths: Vec<u32>,
+    /// [`Layout::features`]: matrices with the same ones can share a copy of the activations.
+    pub(super) features_host: Vec<i32>,
+}
+
+impl Matrix {
+    /// `layout` placed at `at`; results are (x @ W + bias) * prescale.
+    pub fn new(layout: &Layout, at: Addresses, prescale: f32) -> Self {
+        Self {
+            argument: MatrixArgument {
+                image: at.image,
+                units: at.units,
+                maxima: if layout.maxima.is_empty() {
+                    0
+                } else {
+                    at.maxima
+                },
+                row_of_feature: if layout.is_ordered() {
+                    0
+                } else {
+                    at.row_of_feature
+                },
+                bias: at.bias,
+                tiles: layout.tiles() as i32,
+                unit_count: layout.units.len() as i32 - 1,
+                rows: layout.rows() as i32,
+                in_features: layout.in_features as i32,
+                out_features: layout.out_features as i32,
+                tile_bytes: layout.tile_bytes() as u32,
+                prescale,
+            },
+            features: at.features,
+            kind: match layout.scales {
+                Scales::Exl2 => "exl2",
+                Scales::Gptq => "gptq",
+            },
+            entry_rows: layout.entry_rows,
+            unit_offsets: layout.units.iter().map(|unit| unit.offset).collect(),
+            unit_widths: layout.units.iter().map(|unit| unit.widths).collect(),
+            features_host: layout.features.clone(),
+        }
+    }
+
+    pub fn in_features(&self) -> usize {
+        self.argument.in_features as usize
+    }
+
+    pub fn out_features(&self) -> usize {
+        self.argument.out_features as usize
+    }
+
+    /// Rows of K in the layout, padding included.
+    pub fn rows(&self) -> usize {
+        self.argument.rows as usize
+    }
+
+    /// Bytes of scratch memory that [`matmul`] needs for `m` rows.
+    pub fn prepared_bytes(&self, m: usize) -> usize {
+        self.argument.unit_count as usize * m.div_ceil(8) * 16 * UNIT_ROWS
+    }
+}
+
+/// Kernels in the image of `file`.
+pub(super) fn kernels(file: &str) -> Vec<String> {
+    let kinds = || {
+        ["exl2", "gptq"]
+            .into_iter()
+            .flat_map(|kind| [128, 32].map(|entry| (kind, entry)))
+    };
+    match file {
+        "ring" => ring_kernels("exl2"),
+        "ring_gptq" => ring_kernels("gptq"),
+        "few" => few_kernels("exl2")
+            .into_iter()
+            .chain(["prepare_rows_f16", "prepare_rows_bf16"].map(str::to_owned))
+            .collect(),
+        "few_gptq" => few_kernels("gptq"),
+        "linear" => kinds()
+            .map(|(kind, entry)| format!("dequantize_{kind}_{entry}"))
+            .chain(
+                [
+                    "prepare_f16",
+                    "prepare_bf16",
+                    "lay_out_f16",
+                    "lay_out_bf16",
+                    "row_multipliers",
+                ]
+                .map(str::to_owned),
+            )
+            .collect(),
+        _ if file.starts_with("batch_") => batch::kernels(&file["batch_".len()..]),
+        _ => match file.strip_prefix("matmul_") {
+            Some(rest) => [1, 2, 4]
+                .map(|columns| format!("matmul_{rest}_{columns}"))
+                .to_vec(),
+            None => Vec::new(),
+        },
+    }
+}
+
+fn ring_kernels(kind: &str) -> Vec<String> {
+    [128, 32]
+        .into_iter()
+        .map(|entry| format!("ring_{kind}_{entry}"))
+        .collect()
+}
+
+fn few_kernels(kind: &str) -> Vec<String> {
+    [128, 32]
+        .into_iter()
+        .map(|entry| format!("few_{kind}_{entry}"))
+        .collect()
+}
+
+/// Activations and results of a product; device addresses, row-major and contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct Product {
+    /// `[m, in_features]` of `x_type`, F16 or BF16.
+    pub x: usize,
+    pub x_type: Half,
+    /// `[m, out_features]` of `y_type`.
+    pub y: usize,
+    pub y_type: Half,
+    pub m: usize,
+}
+
+/// Activations into the order of `kernels/linear/prepared.cuh`: that of wgmma for so many columns, of mma.sync with none.
+///
+/// # Safety
+/// As [`matmul`].
+pub(super) unsafe fn prepare(
+    to: Target,
+    matrix: &Matrix,
+    op: &Product,
+    prepared: usize,
+    multipliers: usize,
+    columns: usize,
+) -> Result<(), CudaError> {
+    let device = Device::get(to.device)?;
+    let m = index32("rows", op.m)?;
+    let wide = columns as i32;
+    let mut arguments = kernel_arguments![
+        matrix.argument,
+        matrix.features,
+        op.x,
+        prepared,
+        multipliers,
+        m,
+        wide
+    ];
+    let suffix = match op.x_type {
+        Half::F16 => "f16",
+        Half::BF16 => "bf16",
+        Half::F32 => {
+            return Err(CudaError::Argument {
+                what: "activations in FP32".to_owned(),
+                limit: "F16 or BF16".to_owned(),
+            });
+        }
+    };
+    let base = Launch {
+        kernel: "row_multipliers",
+        grid: [m as u32, 1, 1],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    if op.x_type == Half::BF16 {
+        let mut arguments = kernel_arguments![op.x, multipliers, matrix.argument.in_features];
+        // SAFETY: the order is that of `row_multipliers`; validity is the caller's promise.
+        unsafe { base.run(device, &mut arguments)? };
+    }
+    let kernel = format!("prepare_{suffix}");
+    let launch = Launch {
+        kernel: &kernel,
+        grid: [
+            matrix.argument.unit_count as u32,
+            (op.m.max(columns) as u32).div_ceil(8),
+            1,
+        ],
+        // Multipliers come from the launch before through ordinary loads.
+        programmatic: to.programmatic && op.x_type == Half::F16,
+        ..base
+    };
+    // SAFETY: the order is that of `prepare`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+/// The product in separate launches, for any GPU: `prepared` is [`Matrix::prepared_bytes`] and `multipliers` `[m]` FP32 of scratch
+/// memory. Same bits as `ring`.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn matmul(
+    to: Target,
+    matrix: &Matrix,
+    op: &Product,
+    prepared: usize,
+    multipliers: usize,
+) -> Result<(), CudaError> {
+    if op.m == 0 {
+        return Ok(());
+    }
+    let device = Device::get(to.device)?;
+    let m = index32("rows", op.m)?;
+    // SAFETY: this function's contract.
+    unsafe { prepare(to, matrix, op, prepared, multipliers, 0)? };
+    // (column tiles of 8 rows, row tiles) of a block.
+    let (columns, tiles) = match op.m {
+        ..=8 => (1, 1),
+        9..=16 => (2, 2),
+        _ => (4, 2),
+    };
+    let kernel = format!("matmul_{}_{}_{columns}", matrix.kind, matrix.entry_rows);
+    let launch = Launch {
+        kernel: &kernel,
+        grid: [
+            (matrix.argument.tiles as u32).div_ceil(tiles),
+            (op.m as u32).div_ceil(8 * columns),
+            1,
+        ],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        // Made for any architecture, it does not wait for its predecessor itself.
+        programmatic: false,
+    };
+    let y_type = op.y_type as i32;
+    let mut arguments = kernel_arguments![matrix.argument, prepared, multipliers, op.y, m, y_type];
+    // SAFETY: the order is that of `matmul` in `kernels/linear/matmul.cuh`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+/// W `[in_features, out_features]` F16 in file order, bit-exact to the format, into `out`.
+///
+/// # Safety
+/// `out` must be device memory of that size, valid until the stream has passed this launch.
+pub unsafe fn dequantize(to: Target, matrix: &Matrix, out: usize) -> Result<(), CudaError> {
+    let device = Device::get(to.device)?;
+    let kernel = format!("dequantize_{}_{}", matrix.kind, matrix.entry_rows);
+    let launch = Launch {
+        kernel: &kernel,
+        grid: [
+            (matrix.argument.rows / 64) as u32,
+            (matrix.argument.tiles as u32).div_ceil(8),
+            1,
+        ],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: false,
+    };
+    let mut arguments = kernel_arguments![matrix.argument, matrix.features, out];
+    // SAFETY: the order is that of `dequantize` in `kernels/linear/linear.cu`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::layout::Unit;
+
+    pub fn matrix(units: usize, unit_bytes: u32) -> Matrix {
+        Matrix {
+            argument: MatrixArgument {
+                image: 0,
+                units: 0,
+                maxima: 0,
+                row_of_feature: 0,
+                bias: 0,
+                tiles: 256,
+                unit_count: units as i32,
+                rows: 256 * units as i32,
+                in_features: 256 * units as i32,
+                out_features: 4096,
+                tile_bytes: units as u32 * unit_bytes,
+                prescale: 1.0,
+            },
+            features: 0,
+            kind: "exl2",
+            entry_rows: 128,
+            unit_offsets: (0..=units as u32).map(|u| u * unit_bytes).collect(),
+            unit_widths: vec![0x4444; units + 1],
+            features_host: (0..256 * units as i32).collect(),
+        }
+    }
+
+    /// [`matrix`] of so many output features.
+    pub fn sized(units: usize, unit_bytes: u32, out_features: usize) -> Matrix {
+        let mut made = matrix(units, unit_bytes);
+        made.argument.out_features = out_features as i32;
+        made.argument.tiles = out_features.div_ceil(16) as i32;
+        made
+    }
+
+    #[test]
+    fn a_unit_is_two_words() {
+        assert_eq!(std::mem::size_of::<Unit>(), 8);
+    }
+
+    #[test]
+    fn scratch_memory_counts_whole_blocks() {
+        assert_eq!(matrix(16, 2064).prepared_bytes(9), 16 * 2 * 4096);
+    }
+}

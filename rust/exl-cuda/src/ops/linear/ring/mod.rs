@@ -1,0 +1,134 @@
+//! The ring kernel: products of few rows, of up to three matrices over one input, with what stands around them in a layer.
+
+mod plan;
+
+use super::select::{Epilogue, Kernel, Refusal};
+use super::{Half, Matrix};
+use crate::capabilities::Capabilities;
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::ops::Target;
+use plan::{Plan, THREADS, plan};
+
+/// Most rows of the ring kernel.
+pub const MOST_ROWS: usize = 8;
+/// Most matrices of a launch.
+pub const MATRICES: usize = 3;
+
+/// RMS norm of the input before the product.
+#[derive(Clone, Copy, Debug)]
+pub struct Norm {
+    /// `[in_features]` FP32, aligned to 16 bytes.
+    pub weight: usize,
+    pub eps: f32,
+    pub offset: f32,
+}
+
+/// One product; device addresses, row-major and contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct Product {
+    /// `[m, in_features]` of `x_type`, F16 or BF16, aligned to 16 bytes.
+    pub x: usize,
+    pub x_type: Half,
+    /// `[m, sum of out_features]` of `y_type`, or `[m, out_features]` when gated.
+    pub y: usize,
+    pub y_type: Half,
+    pub m: usize,
+    /// Like y, added to the result; 0 for none.
+    pub residual: usize,
+    /// Number of the activation (`ops::elementwise`) of the first of two matrices, which then gates the second.
+    pub gate: Option<i32>,
+    pub norm: Option<Norm>,
+}
+
+/// Depth and window of the ring, for benchmarks that try others than the planned ones.
+#[derive(Clone, Copy, Debug)]
+pub struct Tuning {
+    pub slots: i32,
+    pub window: i32,
+}
+
+/// Whether one launch takes `rows` rows of these matrices.
+pub(super) fn takes(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    rows: usize,
+    epilogue: Epilogue,
+) -> Result<(), Refusal> {
+    plan(caps, matrices, rows, epilogue, None).map(|_| ())
+}
+
+/// Bytes of shared memory of a block, where [`takes`] agrees.
+#[cfg(test)]
+pub(super) fn shared_bytes(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    rows: usize,
+    epilogue: Epilogue,
+) -> Option<usize> {
+    plan(caps, matrices, rows, epilogue, None)
+        .ok()
+        .map(|plan| plan.shared)
+}
+
+/// How many activation rows one launch for these matrices takes on this GPU; 0 when it cannot run there.
+pub fn rows(caps: &Capabilities, matrices: &[&Matrix], epilogue: Epilogue) -> usize {
+    (1..=MOST_ROWS)
+        .rev()
+        .find(|&m| plan(caps, matrices, m, epilogue, None).is_ok())
+        .unwrap_or(0)
+}
+
+/// The product in one launch, for up to [`rows`] rows. Results stand beside each other in the order of `matrices`.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn launch(
+    to: Target,
+    matrices: &[&Matrix],
+    op: &Product,
+    tuning: Option<Tuning>,
+) -> Result<(), CudaError> {
+    let device = Device::get(to.device)?;
+    let epilogue = Epilogue {
+        gate: op.gate.is_some(),
+        norm: op.norm.is_some(),
+        residual: op.residual != 0,
+        bf16: op.x_type == Half::BF16,
+    };
+    let gated = epilogue.gate;
+    let Plan {
+        mut task,
+        shared,
+        deal,
+    } = plan(&device.info.caps, matrices, op.m, epilogue, tuning)
+        .map_err(|why| why.for_kernel(Kernel::GemvRing))?;
+    (task.x, task.x_kind) = (op.x, op.x_type as i32);
+    (task.y, task.y_kind) = (op.y, op.y_type as i32);
+    task.residual = op.residual;
+    task.gate = op.gate.unwrap_or(-1);
+    if let Some(norm) = op.norm {
+        task.norm = norm.weight;
+        (task.eps, task.offset) = (norm.eps, norm.offset);
+    }
+    let mut columns = 0;
+    for (i, matrix) in matrices.iter().enumerate() {
+        task.parts[i].y_offset = if gated { 0 } else { columns };
+        columns += matrix.argument.out_features;
+    }
+    task.y_stride = if gated { columns / 2 } else { columns };
+    let (kind, entry) = (matrices[0].kind, matrices[0].entry_rows);
+    let kernel = format!("ring_{kind}_{entry}");
+    let launch = Launch {
+        kernel: &kernel,
+        grid: [deal.blocks as u32, 1, 1],
+        block: THREADS,
+        shared_bytes: shared as u32,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![task];
+    // SAFETY: the order is that of `ring_matmul`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}

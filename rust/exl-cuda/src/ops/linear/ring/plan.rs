@@ -1,0 +1,551 @@
+//! How a launch of the ring kernel is shared out among blocks and their shared memory.
+
+use super::{MATRICES, MOST_ROWS, Tuning};
+use crate::abi::assert_layout;
+use crate::capabilities::{Capabilities, Feature};
+use crate::layout::TILE;
+use crate::ops::linear::select::{Epilogue, Refusal, check_alike, check_rows};
+use crate::ops::linear::{Matrix, MatrixArgument};
+
+/// Most stages of eight units in a tile.
+const MOST_STAGES: usize = 32;
+const RESULT_BUFFERS: usize = 4;
+/// Bytes in flight per multiprocessor beyond which everything else waits behind weights (spec/kernels-measured.md 6.1).
+const BYTES_IN_FLIGHT: usize = 33 * 1024;
+/// Bytes a ring holds when they fit: enough to ride out a hand-over between kernels.
+const RING_BYTES: usize = 130 * 1024;
+/// Stages of a ring beyond the window. A warp that has consumed stage i - 3 and now waits for stage i must not meet its slot's barrier in
+/// the phase before the last: then the test of its parity succeeds at once. That stage i - 3 has been issued says that all up to
+/// i - 3 - window have landed, so `window + 3` slots are enough: a warp passes over two stages at most, from one tile to the next. One
+/// more is kept where tiles of one stage stand beside longer ones ([`spare_slots`]), which classes dealt out otherwise needed.
+const SPARE_SLOTS: usize = 3;
+/// More than half of a multiprocessor's shared memory, so that one block is placed on each (spec/kernels-measured.md 6.2).
+const LEAST_SHARED: usize = 116 * 1024;
+pub(super) const THREADS: u32 = 576;
+/// Of `Task::flags`: a warp keeps its class over tiles; a layout has rows in which no feature stands; one row of halves as it is, in one
+/// order; the first bit of those that name matrices with an order of rows of their own.
+const KEEP: i32 = 1;
+const PADDED: i32 = 2;
+const ROW: i32 = 4;
+const FILLS: usize = 8;
+/// Longest row that the 512 threads of the kernel hold at once.
+const ROW_FEATURES: usize = 4 * 8 * 512;
+
+/// `struct Part` of `kernels/linear/ring_task.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    pub(super) matrix: MatrixArgument,
+    pub(super) units_at: u32,
+    pub(super) maxima_at: u32,
+    pub(super) x_at: u32,
+    pub(super) stages: i32,
+    pub(super) order: i32,
+    pub(super) y_offset: i32,
+}
+
+assert_layout!(Part, ring_task::Part, { matrix as a, units_at, maxima_at, x_at, stages, order, y_offset });
+
+/// `struct Task` of `kernels/linear/ring_task.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Task {
+    pub(super) barriers_at: u32,
+    pub(super) stage_stride: u32,
+    pub(super) slots: i32,
+    pub(super) window: i32,
+    pub(super) count: i32,
+    pub(super) tiles: i32,
+    pub(super) longer: i32,
+    pub(super) gate: i32,
+    pub(super) results_at: u32,
+    pub(super) multipliers_at: u32,
+    pub(super) x_stride: u32,
+    pub(super) gates_at: u32,
+    pub(super) flags: i32,
+    pub(super) m: i32,
+    pub(super) columns: i32,
+    pub(super) x_kind: i32,
+    pub(super) y_kind: i32,
+    pub(super) y_stride: i32,
+    pub(super) eps: f32,
+    pub(super) offset: f32,
+    pub(super) x: usize,
+    pub(super) y: usize,
+    pub(super) residual: usize,
+    pub(super) norm: usize,
+    pub(super) parts: [Part; MATRICES],
+    pub(super) stage_begin: [[u32; MOST_STAGES + 1]; MATRICES],
+}
+
+assert_layout!(Task, ring_task::Task, { barriers_at, stage_stride, slots, window, count, tiles, longer, gate, results_at, multipliers_at, x_stride, gates_at, flags, m, columns, x_kind, y_kind, y_stride, eps, offset, x, y, residual, norm, parts as part, stage_begin });
+
+/// Where a launch's data are in shared memory.
+pub(super) struct Plan {
+    pub(super) task: Task,
+    pub(super) shared: usize,
+    pub(super) deal: Deal,
+}
+
+/// Tiles, or pairs of them when gated, as blocks have them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Deal {
+    pub(super) blocks: usize,
+    /// Of every block.
+    pub(super) tiles: usize,
+    /// How many blocks have one more.
+    pub(super) longer: usize,
+}
+
+impl Deal {
+    fn new(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> Self {
+        let tiles: usize = matrices.iter().map(|a| a.argument.tiles as usize).sum();
+        let tiles = if gated { tiles / 2 } else { tiles };
+        let blocks = tiles.clamp(1, caps.sms);
+        Self {
+            blocks,
+            tiles: tiles / blocks,
+            longer: tiles % blocks,
+        }
+    }
+
+    fn most(self) -> usize {
+        self.tiles + usize::from(self.longer > 0)
+    }
+}
+
+/// Fewest tiles of a block for which finding a warp's unit once pays.
+const KEPT_TILES: usize = 4;
+
+/// Whether a warp keeps its unit over tiles.
+fn keeps(matrices: &[&Matrix], deal: Deal, gated: bool) -> bool {
+    let each = if gated { 2 } else { 1 };
+    each * deal.tiles >= KEPT_TILES
+        && matrices
+            .iter()
+            .all(|a| (9..=16).contains(&a.argument.unit_count))
+}
+
+/// `Task::flags`. `alone`: one row of halves, not normed.
+fn flags(parts: &[Part], keep: bool, alone: bool) -> i32 {
+    let row = alone
+        && parts
+            .iter()
+            .all(|p| p.order == 0 && p.matrix.in_features as usize <= ROW_FEATURES);
+    let mut flags = if keep { KEEP } else { 0 };
+    if row {
+        flags |= ROW;
+    }
+    for (i, part) in parts.iter().enumerate() {
+        if part.order == i as i32 {
+            flags |= 1 << (FILLS + i);
+            flags |= i32::from(part.matrix.rows != part.matrix.in_features) * PADDED;
+        }
+    }
+    flags
+}
+
+fn stages(matrix: &Matrix) -> Option<[u32; MOST_STAGES + 1]> {
+    let units = &matrix.unit_offsets;
+    let count = (units.len() - 1).div_ceil(8);
+    let mut begin = [0; MOST_STAGES + 1];
+    if count > MOST_STAGES {
+        return None;
+    }
+    for (stage, to) in begin.iter_mut().enumerate().take(count + 1) {
+        *to = units[(8 * stage).min(units.len() - 1)];
+    }
+    Some(begin)
+}
+
+/// Bytes handed out one after the other.
+struct Arena(usize);
+
+impl Arena {
+    fn take(&mut self, bytes: usize) -> u32 {
+        let at = self.0.next_multiple_of(16);
+        self.0 = at + bytes;
+        at as u32
+    }
+}
+
+/// Slots that a ring has beyond the window, for matrices of these numbers of stages.
+fn spare_slots(mut stages: impl Iterator<Item = usize> + Clone) -> usize {
+    SPARE_SLOTS + usize::from(stages.clone().any(|s| s == 1) && stages.any(|s| s > 1))
+}
+
+/// Refuses what the kernel has no code for.
+fn check(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    m: usize,
+    epilogue: Epilogue,
+) -> Result<(), Refusal> {
+    if !caps.has(Feature::BulkCopy) {
+        return Err(Refusal::Needs(Feature::BulkCopy));
+    }
+    check_rows(m, MOST_ROWS)?;
+    check_alike(matrices, epilogue.gate)?;
+    // The kernel's 512 threads hold a whole row where they need its sum or maximum first.
+    let widest = match epilogue {
+        Epilogue { norm: true, .. } => 8192,
+        Epilogue { bf16: true, .. } => 16384,
+        _ => usize::MAX,
+    };
+    if matrices[0].in_features() > widest {
+        return Err(Refusal::Matrices(
+            "inputs of up to 8,192 features with a norm, 16,384 in BF16",
+        ));
+    }
+    Ok(())
+}
+
+/// The stages of a launch's tiles.
+struct Stages {
+    begin: [[u32; MOST_STAGES + 1]; MATRICES],
+    /// Bytes of a slot of the ring, and of a stage on average.
+    stride: usize,
+    mean: usize,
+    /// Slots beyond the window.
+    spare: usize,
+}
+
+impl Stages {
+    fn new(matrices: &[&Matrix]) -> Result<Self, Refusal> {
+        let mut begin = [[0; MOST_STAGES + 1]; MATRICES];
+        let (mut largest, mut bytes, mut count) = (0, 0, 0);
+        for (to, matrix) in begin.iter_mut().zip(matrices) {
+            *to =
+                stages(matrix).ok_or(Refusal::Matrices("tiles of up to 256 units of 256 rows"))?;
+            let sizes = to.windows(2).map(|p| p[1].saturating_sub(p[0]) as usize);
+            largest = largest.max(sizes.max().unwrap_or(0));
+            bytes += matrix.argument.tile_bytes as usize;
+            count += matrix.argument.unit_count as usize;
+        }
+        let numbers = matrices
+            .iter()
+            .map(|a| (a.unit_offsets.len() - 1).div_ceil(8));
+        Ok(Self {
+            begin,
+            stride: largest.next_multiple_of(128),
+            mean: (8 * bytes / count.max(1)).max(1),
+            spare: spare_slots(numbers),
+        })
+    }
+}
+
+/// Where data stand in shared memory behind a ring of so many slots.
+struct Layout {
+    parts: [Part; MATRICES],
+    results_at: u32,
+    multipliers_at: u32,
+    gates_at: u32,
+    barriers_at: u32,
+    bytes: usize,
+}
+
+impl Layout {
+    /// `columns`: rows of a result; `gates`: tiles whose gates are kept; rows of x of `x_stride` halves.
+    fn new(
+        matrices: &[&Matrix],
+        slots: usize,
+        stride: usize,
+        (m, columns, gates): (usize, usize, usize),
+        x_stride: usize,
+    ) -> Self {
+        let mut arena = Arena(slots * stride);
+        let mut parts: [Part; MATRICES] = std::array::from_fn(|i| Part {
+            matrix: matrices.get(i).unwrap_or(&matrices[0]).argument,
+            units_at: 0,
+            maxima_at: 0,
+            x_at: 0,
+            stages: 0,
+            order: 0,
+            y_offset: 0,
+        });
+        for (i, matrix) in matrices.iter().enumerate() {
+            let same = matrices[..i]
+                .iter()
+                .position(|before| before.features_host == matrix.features_host);
+            let units = matrix.argument.unit_count as usize;
+            let x_at = match same {
+                Some(before) => parts[before].x_at,
+                None => arena.take(m * x_stride * 2),
+            };
+            let part = &mut parts[i];
+            part.order = same.unwrap_or(i) as i32;
+            part.x_at = x_at;
+            part.stages = units.div_ceil(8) as i32;
+            part.units_at = arena.take(8 * units);
+            part.maxima_at = arena.take(2 * matrix.rows().div_ceil(matrix.entry_rows));
+        }
+        let results_at = arena.take(RESULT_BUFFERS * 16 * TILE * columns * 4);
+        let multipliers_at = arena.take(32);
+        let gates_at = arena.take(gates * columns * 64);
+        // As `Barriers` has them: those of slots in groups of four.
+        let barriers_at = arena.take((2 * slots.next_multiple_of(4) + 2 * RESULT_BUFFERS) * 8);
+        Self {
+            parts,
+            results_at,
+            multipliers_at,
+            gates_at,
+            barriers_at,
+            bytes: arena.0,
+        }
+    }
+}
+
+/// Plans a launch for `m` rows; an error says why the kernel cannot take it.
+pub(super) fn plan(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    m: usize,
+    epilogue: Epilogue,
+    tuning: Option<Tuning>,
+) -> Result<Plan, Refusal> {
+    check(caps, matrices, m, epilogue)?;
+    let full = Refusal::SharedMemory(caps.shared_per_block);
+    // 1 KB for the kernel's static arrays.
+    let space = caps.shared_per_block.checked_sub(1024).ok_or(full)?;
+    let Stages {
+        begin,
+        stride,
+        mean,
+        spare,
+    } = Stages::new(matrices)?;
+    let deal = Deal::new(caps, matrices, epilogue.gate);
+    let keep = keeps(matrices, deal, epilogue.gate);
+    let gates = match (epilogue.gate, keep) {
+        (false, _) => 0,
+        (true, false) => 1,
+        (true, true) => deal.most(),
+    };
+    // 64 bytes past a multiple of 128: eight rows' loads meet no bank twice.
+    let x_stride = matrices.iter().map(|a| a.rows()).max().unwrap_or(0) + 32;
+    let columns = m.next_multiple_of(2);
+    let wanted = RING_BYTES.div_ceil(mean).clamp(5, 24);
+    let forced = tuning.filter(|t| (1..=t.slots - spare as i32).contains(&t.window));
+    let candidates = match forced {
+        Some(t) => t.slots as usize..=t.slots as usize,
+        None => 1 + spare..=wanted,
+    };
+    let laid_out =
+        |slots: usize| Layout::new(matrices, slots, stride, (m, columns, gates), x_stride);
+    let (slots, layout) = candidates
+        .rev()
+        .map(|slots| (slots, laid_out(slots)))
+        .find(|(_, layout)| layout.bytes <= space)
+        .ok_or(full)?;
+    let window = forced.map_or(((BYTES_IN_FLIGHT + mean / 2) / mean) as i32, |t| t.window);
+    let alone = m == 1 && !epilogue.norm && !epilogue.bf16;
+    let task = Task {
+        x: 0,
+        y: 0,
+        residual: 0,
+        norm: 0,
+        flags: flags(&layout.parts[..matrices.len()], keep, alone),
+        parts: layout.parts,
+        stage_begin: begin,
+        results_at: layout.results_at,
+        barriers_at: layout.barriers_at,
+        multipliers_at: layout.multipliers_at,
+        stage_stride: stride as u32,
+        x_stride: x_stride as u32,
+        gates_at: layout.gates_at,
+        count: matrices.len() as i32,
+        tiles: deal.tiles as i32,
+        longer: deal.longer as i32,
+        m: m as i32,
+        columns: columns as i32,
+        slots: slots as i32,
+        window: window.clamp(1, (slots - spare) as i32),
+        gate: -1,
+        x_kind: 0,
+        y_kind: 0,
+        y_stride: 0,
+        eps: 0.0,
+        offset: 0.0,
+    };
+    Ok(Plan {
+        task,
+        shared: layout.bytes.max(LEAST_SHARED.min(space)),
+        deal,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::rows;
+    use super::*;
+    use crate::capabilities::tests::{RELEASE, card, hopper};
+    use crate::ops::linear::tests::matrix;
+
+    const GATED: Epilogue = Epilogue {
+        gate: true,
+        norm: false,
+        residual: false,
+        bf16: false,
+    };
+
+    #[test]
+    fn the_ring_of_four_bits_is_the_measured_one() {
+        let made = matrix(16, 2064);
+        let plan = plan(&hopper(), &[&made], 1, Epilogue::default(), None).expect("fits");
+        assert_eq!((plan.task.slots, plan.task.window), (9, 2));
+        assert!((LEAST_SHARED..232_448 - 1024).contains(&plan.shared));
+        assert_eq!(rows(&hopper(), &[&made], Epilogue::default()), 8);
+        assert_eq!(plan.task.stage_begin[0][..3], [0, 8 * 2064, 16 * 2064]);
+    }
+
+    #[test]
+    fn a_ring_never_asks_for_more_than_there_is() {
+        for (units, bytes) in [(1, 1040), (16, 4112), (56, 2064), (56, 4112), (255, 4160)] {
+            let made = matrix(units, bytes);
+            for m in 1..=8 {
+                for together in [vec![&made], vec![&made, &made, &made]] {
+                    if let Ok(plan) = plan(&hopper(), &together, m, Epilogue::default(), None) {
+                        let task = plan.task;
+                        assert!(plan.shared <= 232_448 - 1024);
+                        assert!((1..=task.slots - SPARE_SLOTS as i32).contains(&task.window));
+                        assert!(task.parts.iter().all(|p| p.order == 0), "one copy");
+                        assert_eq!(task.flags >> FILLS, 1, "one copy");
+                    }
+                }
+            }
+        }
+        assert_eq!(
+            rows(&hopper(), &[&matrix(255, 4160)], Epilogue::default()),
+            0
+        );
+        let ampere = card("3090", RELEASE);
+        assert_eq!(rows(&ampere, &[&matrix(16, 2064)], Epilogue::default()), 0);
+    }
+
+    #[test]
+    fn a_long_tile_at_four_rows_leaves_slots_beyond_the_window() {
+        // 7 stages, the first of wide units: what hung with a window of two of its four slots.
+        let mut made = matrix(56, 2064);
+        for (u, offset) in made.unit_offsets.iter_mut().enumerate() {
+            *offset += 512 * u.min(7) as u32;
+        }
+        made.argument.tile_bytes += 7 * 512;
+        let plan = plan(&hopper(), &[&made], 4, Epilogue::default(), None).expect("fits");
+        assert_eq!((plan.task.slots, plan.task.window), (4, 1));
+    }
+
+    #[test]
+    fn only_blocks_of_many_tiles_keep_a_warp_s_unit() {
+        let planned = |matrix: &Matrix, count: usize, gated| {
+            let epilogue = Epilogue {
+                gate: gated,
+                ..Epilogue::default()
+            };
+            plan(&hopper(), &vec![matrix; count], 1, epilogue, None).expect("fits")
+        };
+        let sized = |units, out_features: i32| {
+            let mut made = matrix(units, 2064);
+            made.argument.out_features = out_features;
+            made.argument.tiles = out_features / 16;
+            made
+        };
+        let gate_up = planned(&sized(16, 14336), 2, true);
+        assert_eq!(gate_up.task.flags & KEEP, KEEP);
+        assert_eq!((gate_up.deal.blocks, gate_up.deal.tiles), (132, 6));
+        assert_eq!(gate_up.deal.longer, 896 - 132 * 6);
+        // Two columns of 16 features of seven pairs stand between this and what follows.
+        let task = gate_up.task;
+        assert!(task.gates_at + 7 * 2 * 64 <= task.barriers_at);
+        let keeps = |units, out_features| {
+            planned(&sized(units, out_features), 1, false).task.flags & KEEP == KEEP
+        };
+        assert!(keeps(9, 128_256));
+        assert!(!keeps(16, 4096), "two tiles");
+        assert!(!keeps(8, 128_256));
+        assert!(!keeps(17, 128_256));
+    }
+
+    /// A warp's class in the tile after one of so many stages, as `kernels/linear/ring.cuh` deals classes out.
+    fn next_class(class: usize, stages: usize) -> usize {
+        match (stages % 2, class) {
+            (0, _) => (class + 5) % 16,
+            (_, ..8) => class + 8,
+            _ => (class + 5) % 8,
+        }
+    }
+
+    /// Most stages that lie between two that a warp consumes, over tiles of these lengths. `stay`: tiles in a row of one class.
+    fn longest_step(lengths: &[usize], stay: usize) -> usize {
+        let mut longest = 0;
+        for warp in 0..16 {
+            let (mut class, mut first, mut last) = (warp, 0, None);
+            for (tile, &stages) in lengths.iter().enumerate() {
+                for stage in (class / 8..stages).step_by(2) {
+                    longest = longest.max(last.map_or(0, |last| first + stage - last));
+                    last = Some(first + stage);
+                }
+                first += stages;
+                if (tile + 1) % stay == 0 {
+                    class = next_class(class, stages);
+                }
+            }
+        }
+        longest
+    }
+
+    #[test]
+    fn no_warp_steps_further_than_the_spare_slots_allow() {
+        for stay in 1..=8 {
+            assert!(longest_step(&[2; 64], stay) <= SPARE_SLOTS);
+        }
+        for stages in 1..=MOST_STAGES {
+            let longest = longest_step(&vec![stages; 64], 1);
+            assert!(longest == 2 || stages % 2 == 0 && longest == 3, "{stages}");
+        }
+        for a in 1..=MOST_STAGES {
+            for b in [a, a + 1, a + 2] {
+                for turn in 0..40usize {
+                    let mixed = |i: usize| if (i * i + turn * i) % 7 < 3 { a } else { b };
+                    let lengths: Vec<usize> = (0..64).map(mixed).collect();
+                    assert!(
+                        longest_step(&lengths, 1) <= spare_slots([a, b].into_iter()),
+                        "{a} {b}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn units_are_shared_out_evenly_over_tiles() {
+        // Units of the busiest warp: `down` of 8B; 5,120 features, of which three tiles are not even; 7,168.
+        for (units, tiles, most) in [
+            (56, 2, 7),
+            (56, 16, 56),
+            (20, 3, 5),
+            (20, 16, 20),
+            (28, 16, 28),
+        ] {
+            let mut classes: Vec<usize> = (0..16).collect();
+            let mut done = [0; 16];
+            for _ in 0..tiles {
+                for (warp, class) in classes.iter_mut().enumerate() {
+                    done[warp] += (units - *class as i32 + 15) / 16;
+                    *class = next_class(*class, (units as usize).div_ceil(8));
+                }
+                let mut sorted = classes.clone();
+                sorted.sort_unstable();
+                assert!(sorted.into_iter().eq(0..16), "every class has a warp");
+            }
+            assert_eq!(done.into_iter().max(), Some(most), "{units} {tiles}");
+        }
+    }
+
+    #[test]
+    fn a_gate_needs_two_matrices_of_one_size() {
+        let (a, mut b) = (matrix(16, 2064), matrix(16, 2064));
+        assert_eq!(rows(&hopper(), &[&a, &b], GATED), 8);
+        b.argument.out_features -= 16;
+        assert_eq!(rows(&hopper(), &[&a, &b], GATED), 0);
+        assert_eq!(rows(&hopper(), &[&a], GATED), 0);
+    }
+}

@@ -1,0 +1,421 @@
+//! The one table that picks the kernel of a quantized matmul: rows, matrices, card and epilogue decide.
+//!
+//! All kernels give bitwise identical results up to [`MOST_PACKED_ROWS`] rows, so the choice is about speed alone. Each kernel's module says
+//! what it cannot take, as a [`Refusal`]; the order in which kernels are tried is here.
+
+use super::{Matrix, batch, few, ring};
+use crate::capabilities::{Capabilities, Feature};
+use crate::launch::CudaError;
+
+/// Most rows of a call that run on packed weights; more are cheaper by dequantizing once.
+pub const MOST_PACKED_ROWS: usize = 64;
+
+/// Rows up to which [`Kernel::GemvRing`] is faster than [`Kernel::GemmFew`], by measurement.
+pub const MOST_GEMV_ROWS: usize = 2;
+
+/// Kernels of a quantized matmul, and the way without one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    /// A ring of weight stages in shared memory, activations beside it; one launch with norm, gate and residual.
+    GemvRing,
+    /// Activations packed once by a launch before or by the previous kernel, weights at the pace of one row.
+    GemmFew,
+    /// Warpgroup matrix instructions on packed activations.
+    GemmBatch,
+    /// `mma.sync` on packed activations, for every card; one matrix, no epilogue.
+    GemmTile,
+    /// Dequantize the matrix, then cuBLAS.
+    GemmLarge,
+}
+
+impl Kernel {
+    pub const ALL: [Self; 5] = [
+        Self::GemvRing,
+        Self::GemmFew,
+        Self::GemmBatch,
+        Self::GemmTile,
+        Self::GemmLarge,
+    ];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::GemvRing => "gemv_ring",
+            Self::GemmFew => "gemm_few",
+            Self::GemmBatch => "gemm_batch",
+            Self::GemmTile => "gemm_tile",
+            Self::GemmLarge => "gemm_large",
+        }
+    }
+
+    /// Most rows of a launch.
+    pub const fn most_rows(self) -> usize {
+        match self {
+            Self::GemvRing => ring::MOST_ROWS,
+            Self::GemmFew => few::MOST_ROWS,
+            Self::GemmBatch => batch::MOST_ROWS,
+            Self::GemmTile => MOST_PACKED_ROWS,
+            Self::GemmLarge => usize::MAX,
+        }
+    }
+
+    /// Why it cannot take this call; `Ok` when it can.
+    fn takes(
+        self,
+        caps: &Capabilities,
+        matrices: &[&Matrix],
+        rows: usize,
+        epilogue: Epilogue,
+    ) -> Result<(), Refusal> {
+        check_rows(rows, self.most_rows())?;
+        match self {
+            Self::GemvRing => ring::takes(caps, matrices, rows, epilogue),
+            Self::GemmFew => few::takes(caps, matrices, epilogue.gate),
+            Self::GemmBatch => batch::takes(caps, matrices, epilogue),
+            Self::GemmTile | Self::GemmLarge if matrices.len() > 1 || epilogue.is_some() => Err(
+                Refusal::Matrices("one matrix a launch, without an epilogue"),
+            ),
+            Self::GemmTile | Self::GemmLarge => Ok(()),
+        }
+    }
+}
+
+/// What a launch does besides multiplying, as far as it decides which kernel fits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+// Independent properties of a call, not states of one thing.
+#[allow(clippy::struct_excessive_bools)]
+pub struct Epilogue {
+    /// The activation of the first of two matrices gates the second.
+    pub gate: bool,
+    /// An RMS norm of the input.
+    pub norm: bool,
+    /// A residual is added.
+    pub residual: bool,
+    /// Activations are BF16, which are scaled by row.
+    pub bf16: bool,
+}
+
+impl Epilogue {
+    fn is_some(self) -> bool {
+        self.gate || self.norm || self.residual
+    }
+}
+
+/// Why a kernel does not take a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("{rows} rows, it takes 1 to {limit}")]
+    Rows { rows: usize, limit: usize },
+    #[error("it needs {}", .0.describe())]
+    Needs(Feature),
+    #[error("its buffers do not fit {0} bytes of shared memory a block")]
+    SharedMemory(usize),
+    #[error("it takes {0}")]
+    Matrices(&'static str),
+}
+
+impl Refusal {
+    /// The error of a launch that asked for `kernel` all the same.
+    pub(crate) fn for_kernel(self, kernel: Kernel) -> CudaError {
+        CudaError::Argument {
+            what: format!("{} does not take this call", kernel.name()),
+            limit: self.to_string(),
+        }
+    }
+}
+
+/// Whether `rows` are 1 to `limit`.
+pub(crate) fn check_rows(rows: usize, limit: usize) -> Result<(), Refusal> {
+    if (1..=limit).contains(&rows) {
+        return Ok(());
+    }
+    Err(Refusal::Rows { rows, limit })
+}
+
+/// Whether matrices can share a launch: their number, form and input size are those that a kernel takes.
+pub(super) fn check_alike(matrices: &[&Matrix], gate: bool) -> Result<(), Refusal> {
+    let same = |a: &&Matrix, b: &Matrix| {
+        a.kind == b.kind && a.entry_rows == b.entry_rows && a.in_features() == b.in_features()
+    };
+    match matrices {
+        [first, ..] if matrices.len() <= ring::MATRICES => {
+            let paired = || matches!(matrices, [a, b] if a.out_features() == b.out_features());
+            if !matrices.iter().all(|a| same(a, first)) {
+                Err(Refusal::Matrices(
+                    "matrices of one format, group size and input size",
+                ))
+            } else if gate && !paired() {
+                Err(Refusal::Matrices(
+                    "a gate of two matrices of one output size",
+                ))
+            } else if !first.in_features().is_multiple_of(8) {
+                Err(Refusal::Matrices("input sizes that are multiples of 8"))
+            } else {
+                Ok(())
+            }
+        }
+        _ => Err(Refusal::Matrices("one to three matrices")),
+    }
+}
+
+/// The kernel of a call, and why those that would be faster do not take it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Selection {
+    pub kernel: Kernel,
+    /// Whether one launch takes all matrices with the epilogue. Otherwise the kernel is that of the first matrix alone, and norm, gate and
+    /// residual are launches of their own.
+    pub joined: bool,
+    /// Kernels for fewer rows are left out, unless the rows are too many for packed weights altogether.
+    pub refused: Vec<(Kernel, Refusal)>,
+}
+
+/// The kernel for `rows` rows of `matrices` over one input with this epilogue, on a card of these capabilities.
+pub fn select(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    rows: usize,
+    epilogue: Epilogue,
+) -> Selection {
+    let (kernel, mut refused) = first_of(&joined_order(rows), caps, matrices, rows, epilogue);
+    if let Some(kernel) = kernel {
+        return Selection {
+            kernel,
+            joined: true,
+            refused,
+        };
+    }
+    let joined = matrices.len() == 1 && !epilogue.is_some();
+    let alone = select_alone(caps, matrices, rows, epilogue.bf16);
+    if joined {
+        let known = refused.len();
+        let new =
+            |(kernel, _): &(Kernel, Refusal)| refused[..known].iter().all(|(k, _)| k != kernel);
+        let more: Vec<_> = alone.refused.into_iter().filter(new).collect();
+        refused.extend(more);
+    }
+    Selection {
+        kernel: alone.kernel,
+        joined,
+        refused,
+    }
+}
+
+/// The kernel for the first of `matrices` without an epilogue and without scratch memory that outlives the call: [`Kernel::GemmFew`], whose
+/// input another kernel packs as a rule, is not asked.
+pub fn select_alone(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    rows: usize,
+    bf16: bool,
+) -> Selection {
+    let order = [Kernel::GemvRing, Kernel::GemmBatch, Kernel::GemmTile];
+    let epilogue = Epilogue {
+        bf16,
+        ..Epilogue::default()
+    };
+    let first = &matrices[..matrices.len().min(1)];
+    let (kernel, refused) = first_of(&order, caps, first, rows, epilogue);
+    Selection {
+        kernel: kernel.unwrap_or(Kernel::GemmLarge),
+        joined: true,
+        refused,
+    }
+}
+
+/// The first kernel of `order` that takes the call, and why those before it do not.
+fn first_of(
+    order: &[Kernel],
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    rows: usize,
+    epilogue: Epilogue,
+) -> (Option<Kernel>, Vec<(Kernel, Refusal)>) {
+    let mut refused = Vec::new();
+    for &kernel in order {
+        match kernel.takes(caps, matrices, rows, epilogue) {
+            Ok(()) => return (Some(kernel), refused),
+            Err(Refusal::Rows { rows, limit }) if rows > limit && limit < MOST_PACKED_ROWS => {}
+            Err(why) => refused.push((kernel, why)),
+        }
+    }
+    (None, refused)
+}
+
+/// Kernels that take an epilogue, fastest first.
+fn joined_order(rows: usize) -> [Kernel; 3] {
+    if rows <= MOST_GEMV_ROWS {
+        [Kernel::GemvRing, Kernel::GemmFew, Kernel::GemmBatch]
+    } else {
+        [Kernel::GemmFew, Kernel::GemvRing, Kernel::GemmBatch]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::capabilities::CARDS;
+    use crate::capabilities::tests::{RELEASE, card};
+    use crate::ops::linear::tests::{matrix, sized};
+
+    const PLAIN: Epilogue = Epilogue {
+        gate: false,
+        norm: false,
+        residual: false,
+        bf16: false,
+    };
+    const NORM: Epilogue = Epilogue {
+        norm: true,
+        ..PLAIN
+    };
+    const GATE: Epilogue = Epilogue { gate: true, ..NORM };
+    const RESIDUAL: Epilogue = Epilogue {
+        residual: true,
+        ..PLAIN
+    };
+
+    /// The matmuls of a layer of an 8B Llama at 4 bits, and its head.
+    fn layer() -> [(&'static str, Vec<Matrix>, Epilogue); 5] {
+        let of = |units, n| sized(units, 2064, n);
+        [
+            ("qkv", vec![of(16, 4096), of(16, 1024), of(16, 1024)], NORM),
+            ("o", vec![of(16, 4096)], RESIDUAL),
+            ("gate_up", vec![of(16, 14336), of(16, 14336)], GATE),
+            ("down", vec![of(56, 4096)], RESIDUAL),
+            ("head", vec![of(16, 128_256)], NORM),
+        ]
+    }
+
+    /// One word a matmul of the layer: the kernel, with `+` where one launch takes the epilogue, too.
+    fn selected(caps: &Capabilities, rows: usize) -> String {
+        let words = layer().map(|(_, matrices, epilogue)| {
+            let all: Vec<&Matrix> = matrices.iter().collect();
+            let found = select(caps, &all, rows, epilogue);
+            let word = found.kernel.name().trim_start_matches("gem");
+            format!("{word}{}", if found.joined { "+" } else { "" })
+        });
+        words.join(" ")
+    }
+
+    fn all(word: &str) -> String {
+        [word; 5].join(" ")
+    }
+
+    #[test]
+    fn the_table_of_a_layer_on_every_card() {
+        for name in CARDS.map(|card| card.name) {
+            let found = [1, 8, 32, 64, 512].map(|rows| selected(&card(name, RELEASE), rows));
+            let expected = match name {
+                "H100" | "H200" => {
+                    ["v_ring+", "m_few+", "m_batch+", "m_batch+", "m_large"].map(all)
+                }
+                "B200" => ["v_ring+", "m_few+", "m_tile", "m_tile", "m_large"].map(all),
+                // `down` has more activations than the ring leaves room for in 99 KB.
+                "5090" => [
+                    "v_ring+ v_ring+ v_ring+ m_tile v_ring+".to_owned(),
+                    all("m_tile"),
+                    all("m_tile"),
+                    all("m_tile"),
+                    all("m_large"),
+                ],
+                _ => ["m_tile", "m_tile", "m_tile", "m_tile", "m_large"].map(all),
+            };
+            assert_eq!(found, expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_module_of_older_code_keeps_newer_kernels_off_the_card() {
+        let (proxy, native) = (card("H100", &["80+ptx"]), card("H100", &["80+ptx", "90a"]));
+        for rows in [1, 2, 3, 8, 9, 64] {
+            assert_eq!(selected(&proxy, rows), all("m_tile"), "{rows}");
+            assert!(!selected(&native, rows).contains("tile"), "{rows}");
+        }
+        assert!(selected(&card("H100", &["90"]), 64).contains("tile"));
+    }
+
+    #[test]
+    fn rows_decide_where_the_limits_are() {
+        let hopper = card("H100", &["90a"]);
+        let made = matrix(16, 2064);
+        let kernel = |rows, epilogue| select(&hopper, &[&made], rows, epilogue).kernel;
+        let limits = [
+            (1, Kernel::GemvRing),
+            (MOST_GEMV_ROWS, Kernel::GemvRing),
+            (MOST_GEMV_ROWS + 1, Kernel::GemmFew),
+            (few::MOST_ROWS, Kernel::GemmFew),
+            (few::MOST_ROWS + 1, Kernel::GemmBatch),
+            (MOST_PACKED_ROWS, Kernel::GemmBatch),
+            (MOST_PACKED_ROWS + 1, Kernel::GemmLarge),
+        ];
+        for (rows, expected) in limits {
+            for epilogue in [PLAIN, NORM, RESIDUAL, Epilogue { bf16: true, ..NORM }] {
+                assert_eq!(kernel(rows, epilogue), expected, "{rows} {epilogue:?}");
+            }
+            let alone = select_alone(&hopper, &[&made], rows, false).kernel;
+            let few = expected == Kernel::GemmFew;
+            assert_eq!(alone, if few { Kernel::GemvRing } else { expected });
+        }
+    }
+
+    #[test]
+    fn a_refusal_says_why_the_faster_kernel_is_not_taken() {
+        let made = matrix(16, 2064);
+        let found = select(&card("4090", RELEASE), &[&made], 1, PLAIN);
+        assert_eq!(found.kernel, Kernel::GemmTile);
+        let why: Vec<String> = found
+            .refused
+            .iter()
+            .map(|(kernel, why)| format!("{}: {why}", kernel.name()))
+            .collect();
+        assert_eq!(
+            why,
+            [
+                "gemv_ring: it needs bulk copies (code for sm_90 or newer)",
+                "gemm_few: it needs bulk copies (code for sm_90 or newer)",
+                "gemm_batch: it needs wgmma (code for sm_90a on an sm_90 card)",
+            ]
+        );
+        // Two matrices with permutations of their own share no packed input.
+        let mut other = matrix(16, 2064);
+        other.features_host.reverse();
+        let hopper = card("H100", &["90a"]);
+        let apart = select(&hopper, &[&made, &other], 32, NORM);
+        assert_eq!((apart.kernel, apart.joined), (Kernel::GemmBatch, false));
+        let last = apart.refused.last().map(|(kernel, _)| *kernel);
+        assert_eq!(last, Some(Kernel::GemmBatch));
+        assert!(select(&hopper, &[&made, &other], 8, NORM).joined);
+    }
+
+    proptest! {
+        /// What `select` takes, the kernel's own plan takes within the card's shared memory; what the kernel refuses, `select` does not take.
+        #[test]
+        fn a_selected_launch_fits_its_card(
+            known in proptest::sample::select(CARDS.to_vec()),
+            units in 1usize..80,
+            bytes in proptest::sample::select(vec![1040u32, 1552, 2064, 2576, 3088, 4112]),
+            outs in proptest::collection::vec(1usize..400, 1..4),
+            rows in 1usize..100,
+            flags in any::<[bool; 4]>(),
+        ) {
+            let caps = known.with(RELEASE);
+            let made: Vec<Matrix> = outs.iter().map(|n| sized(units, bytes, 16 * n)).collect();
+            let all: Vec<&Matrix> = made.iter().collect();
+            let [gate, norm, residual, bf16] = flags;
+            let gate = gate && all.len() == 2;
+            let epilogue = Epilogue { gate, norm, residual: residual && !gate, bf16 };
+            let found = select(&caps, &all, rows, epilogue);
+            prop_assert!(rows <= found.kernel.most_rows());
+            let taken = if found.joined { &all[..] } else { &all[..1] };
+            let asked = if found.joined { epilogue } else { Epilogue { bf16, ..PLAIN } };
+            prop_assert_eq!(found.kernel.takes(&caps, taken, rows, asked), Ok(()));
+            let shared = match found.kernel {
+                Kernel::GemvRing => ring::shared_bytes(&caps, taken, rows, asked),
+                Kernel::GemmFew => few::shared_bytes(&caps, taken, asked.gate),
+                Kernel::GemmBatch => batch::shared_bytes(&caps, taken, rows, asked.gate),
+                Kernel::GemmTile | Kernel::GemmLarge => Some(0),
+            };
+            prop_assert!(shared.is_some_and(|bytes| bytes <= caps.shared_per_block));
+        }
+    }
+}

@@ -1,0 +1,579 @@
+//! A mixture of experts: routing, pairs of rows and experts sorted by expert, their products and the weighted sum.
+//!
+//! Which experts are chosen is known on the device alone, so that a step of them can be captured: every launch has the grid of the worst
+//! case, and a block reads from tables what it has to do. A pair is a row with one of its choices.
+
+use super::linear::{Matrix, MatrixArgument};
+use super::{Target, index32};
+use crate::abi::assert_layout;
+use crate::capabilities::Capabilities;
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch};
+use crate::layout::TILE;
+
+/// Most experts of a layer, and most pairs of a call: what one block can sort.
+pub const MOST_EXPERTS: usize = 1024;
+pub const MOST_PAIRS: usize = 1024;
+
+/// Rows up to which no expert has more than eight.
+const FEW_ROWS: usize = 8;
+/// Rows of an expert that are multiplied at a time where there are more.
+const MANY_COLUMNS: usize = 16;
+/// Tasks of its warps that a block should have, and most row tiles of one.
+const TASKS: usize = 16;
+const MOST_SPAN: usize = 8;
+/// Units of K that one sum has.
+const CLASSES: usize = 16;
+
+/// `struct Expert` of `kernels/moe/experts.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct ExpertArgument {
+    gate: MatrixArgument,
+    up: MatrixArgument,
+    down: MatrixArgument,
+    gate_features: usize,
+    up_features: usize,
+    down_features: usize,
+}
+
+assert_layout!(ExpertArgument, experts::Expert, { gate, up, down, gate_features, up_features, down_features });
+
+/// `struct ExpertCall` of `kernels/moe/experts.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct CallArgument {
+    experts: usize,
+    ids: usize,
+    weights: usize,
+    h: usize,
+    different: usize,
+    used: usize,
+    begins: usize,
+    order: usize,
+    x: usize,
+    inner: usize,
+    parts: usize,
+    shared: usize,
+    shared_weights: usize,
+    residual: usize,
+    out: usize,
+    rows: i32,
+    chosen: i32,
+    pairs: i32,
+    count: i32,
+    hidden: i32,
+    x_stride: i32,
+    inner_stride: i32,
+    inputs: i32,
+    activation: i32,
+    tiles: i32,
+    span: i32,
+}
+
+assert_layout!(CallArgument, experts::ExpertCall, { experts, ids, weights, h, different, used, begins, order, x, inner, parts, shared, shared_weights, residual, out, rows, chosen, pairs, count, hidden, x_stride, inner_stride, inputs, activation, tiles, span });
+
+/// The gated MLPs of a layer, of which every row takes some.
+#[derive(Clone, Debug)]
+pub struct Experts {
+    entries: Vec<ExpertArgument>,
+    kind: &'static str,
+    entry_rows: usize,
+    hidden: usize,
+    /// Copies of a row: gate and up have one, or one each where their rows of K are not in one order.
+    inputs: usize,
+    /// Halves from pair to pair.
+    x_stride: usize,
+    inner_stride: usize,
+    /// Of gate and up, and of down.
+    products: [Product; 2],
+    /// SMs of the card, and bytes of shared memory of a block there.
+    card: [usize; 2],
+}
+
+/// What a launch of matrices of all experts has to have room for.
+#[derive(Clone, Copy, Debug)]
+struct Product {
+    name: &'static str,
+    matrices: usize,
+    tiles: usize,
+    /// Most sums of a row tile of a matrix.
+    classes: usize,
+}
+
+impl Product {
+    fn new(name: &'static str, matrices: usize, all: &[&Matrix]) -> Self {
+        let units = |m: &&Matrix| m.argument.unit_count as usize;
+        Self {
+            name,
+            matrices,
+            tiles: all.first().map_or(0, |m| m.argument.tiles as usize),
+            classes: all.iter().map(units).max().unwrap_or(0).min(CLASSES),
+        }
+    }
+
+    fn shared_bytes(&self, span: usize, few: bool) -> usize {
+        let columns = if few { FEW_ROWS } else { MANY_COLUMNS };
+        4 * self.matrices * span * self.classes * TILE * columns
+    }
+
+    /// Row tiles of a block: tasks for every warp, and blocks for every SM.
+    fn span(&self, used: usize, few: bool, [sms, shared]: [usize; 2]) -> usize {
+        let mut span = least_span(few);
+        while self.matrices * self.classes * span < TASKS
+            && 2 * span <= MOST_SPAN
+            && self.shared_bytes(2 * span, few) <= shared / 3
+            && used * self.tiles.div_ceil(2 * span) >= sms
+        {
+            span *= 2;
+        }
+        span
+    }
+}
+
+/// More than eight rows of an expert are multiplied with two row tiles at a time.
+fn least_span(few: bool) -> usize {
+    if few { 1 } else { 2 }
+}
+
+/// Addresses of one call; the device's memory, row-major and contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct Call {
+    /// [`Experts::table`]'s bytes, aligned to 16.
+    pub table: usize,
+    /// `[rows, hidden]` F16
+    pub h: usize,
+    /// `[rows, chosen]` i64, different ones in a row
+    pub ids: usize,
+    /// `[rows, chosen]` FP32
+    pub weights: usize,
+    /// [`Experts::scratch_bytes`], aligned to 16
+    pub scratch: usize,
+    /// `[rows, hidden]` F16 or 0: what every row has besides
+    pub shared: usize,
+    /// `[rows]` FP32 or 0 for ones
+    pub shared_weights: usize,
+    /// `[rows, hidden]` F16 or 0
+    pub residual: usize,
+    /// `[rows, hidden]` F16; may be `residual`
+    pub out: usize,
+    pub rows: usize,
+    pub chosen: usize,
+    /// As `elementwise` numbers them.
+    pub activation: i32,
+    /// Row tiles of a block of gate and up, and of down, for benchmarks; None: what is fastest as far as known.
+    pub tuning: Option<[usize; 2]>,
+}
+
+/// Sizes of the parts of the scratch memory, each rounded up to 16 bytes.
+struct Scratch {
+    tables: usize,
+    x: usize,
+    inner: usize,
+    parts: usize,
+}
+
+impl Experts {
+    /// (gate, up, down) of each expert, on one card. The error says what launches of all cannot take.
+    pub fn new(experts: &[[&Matrix; 3]], caps: &Capabilities) -> Result<Self, String> {
+        let Some([gate, _, down]) = experts.first() else {
+            return Err("no experts".to_owned());
+        };
+        if experts.len() > MOST_EXPERTS {
+            return Err(format!(
+                "{} experts, more than {MOST_EXPERTS}",
+                experts.len()
+            ));
+        }
+        let (hidden, width) = (gate.in_features(), gate.out_features());
+        for (number, [g, u, d]) in experts.iter().enumerate() {
+            let sized = |m: &Matrix, k, n| m.in_features() == k && m.out_features() == n;
+            if !(sized(g, hidden, width) && sized(u, hidden, width) && sized(d, width, hidden)) {
+                return Err(format!("expert {number} has other sizes than expert 0"));
+            }
+            if [g, u, d]
+                .iter()
+                .any(|m| m.kind != gate.kind || m.entry_rows != gate.entry_rows)
+            {
+                return Err(format!(
+                    "expert {number} is stored in another format, or with other groups, than expert 0"
+                ));
+            }
+        }
+        if !hidden.is_multiple_of(8) {
+            return Err(format!("{hidden} hidden features, no multiple of 8"));
+        }
+        let all = |parts: &[usize]| -> Vec<&Matrix> {
+            experts
+                .iter()
+                .flat_map(|e| parts.iter().map(|&part| e[part]))
+                .collect()
+        };
+        let rows = |parts: &[usize]| all(parts).iter().map(|m| m.rows()).max().unwrap_or(0);
+        let products = [
+            Product::new("gate_up", 2, &all(&[0, 1])),
+            Product::new("down", 1, &all(&[2])),
+        ];
+        let card = [caps.sms, caps.shared_per_block];
+        let most = |product: &Product| product.shared_bytes(least_span(false), false);
+        if products
+            .iter()
+            .any(|product| most(product) > caps.shared_per_block)
+        {
+            return Err(format!(
+                "their sums do not fit {} bytes of shared memory",
+                caps.shared_per_block
+            ));
+        }
+        let alike = experts
+            .iter()
+            .all(|[g, u, _]| g.features_host == u.features_host);
+        Ok(Self {
+            entries: experts
+                .iter()
+                .map(|[g, u, d]| ExpertArgument {
+                    gate: g.argument,
+                    up: u.argument,
+                    down: d.argument,
+                    gate_features: g.features,
+                    up_features: u.features,
+                    down_features: d.features,
+                })
+                .collect(),
+            kind: down.kind,
+            entry_rows: down.entry_rows,
+            hidden,
+            inputs: if alike { 1 } else { 2 },
+            x_stride: rows(&[0, 1]),
+            inner_stride: rows(&[2]),
+            products,
+            card,
+        })
+    }
+
+    pub fn count(&self) -> usize {
+        self.entries.len()
+    }
+
+    pub fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    /// What the launches read of all experts, to be placed in the GPU's memory.
+    pub fn table(&self) -> &[u8] {
+        // SAFETY: plain numbers without padding (the size is that of all fields); the lifetime is that of `self`.
+        unsafe {
+            std::slice::from_raw_parts(
+                self.entries.as_ptr().cast(),
+                size_of_val(self.entries.as_slice()),
+            )
+        }
+    }
+
+    fn scratch(&self, rows: usize, chosen: usize) -> Scratch {
+        let pairs = rows * chosen;
+        let whole = |bytes: usize| bytes.next_multiple_of(16);
+        Scratch {
+            tables: whole(4 * (1 + self.most_used(pairs) + 1 + self.most_used(pairs) + pairs)),
+            x: whole(2 * self.inputs * pairs * self.x_stride),
+            inner: whole(2 * pairs * self.inner_stride),
+            parts: whole(2 * pairs * self.hidden),
+        }
+    }
+
+    /// Bytes of scratch memory of a call.
+    pub fn scratch_bytes(&self, rows: usize, chosen: usize) -> usize {
+        let of = self.scratch(rows, chosen);
+        of.tables + of.x + of.inner + of.parts
+    }
+
+    /// Most experts that so many pairs have.
+    fn most_used(&self, pairs: usize) -> usize {
+        pairs.min(self.entries.len())
+    }
+
+    fn argument(&self, op: &Call) -> CallArgument {
+        let pairs = op.rows * op.chosen;
+        let sizes = self.scratch(op.rows, op.chosen);
+        let used = op.scratch + 4;
+        let begins = used + 4 * self.most_used(pairs);
+        let x = op.scratch + sizes.tables;
+        let inner = x + sizes.x;
+        CallArgument {
+            experts: op.table,
+            ids: op.ids,
+            weights: op.weights,
+            h: op.h,
+            different: op.scratch,
+            used,
+            begins,
+            order: begins + 4 * (self.most_used(pairs) + 1),
+            x,
+            inner,
+            parts: inner + sizes.inner,
+            shared: op.shared,
+            shared_weights: op.shared_weights,
+            residual: op.residual,
+            out: op.out,
+            rows: op.rows as i32,
+            chosen: op.chosen as i32,
+            pairs: pairs as i32,
+            count: self.entries.len() as i32,
+            hidden: self.hidden as i32,
+            x_stride: self.x_stride as i32,
+            inner_stride: self.inner_stride as i32,
+            inputs: self.inputs as i32,
+            activation: op.activation,
+            tiles: 0,
+            span: 1,
+        }
+    }
+}
+
+/// Kernels in the image of `file`.
+pub(super) fn kernels(file: &str) -> Vec<String> {
+    let Some(rest) = file.strip_prefix("experts_") else {
+        return ["route_f16", "route_bf16", "arrange", "combine"]
+            .map(|name| format!("experts_{name}"))
+            .to_vec();
+    };
+    ["gate_up", "down"]
+        .into_iter()
+        .flat_map(|part| ["few", "many"].map(|rows| format!("experts_{part}_{rest}_{rows}")))
+        .collect()
+}
+
+/// out = residual + sum over a row's choices of weight * down(act(gate(h)) * up(h)), + shared * its weight. Every part is rounded to a
+/// half, the sum is FP32, choices in their order, and rounded once.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed these launches; ids are those of experts.
+pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaError> {
+    let pairs = op.rows * op.chosen;
+    if pairs == 0 {
+        return Ok(());
+    }
+    if pairs > MOST_PAIRS {
+        return Err(CudaError::Argument {
+            what: format!("{} rows with {} experts each", op.rows, op.chosen),
+            limit: format!("at most {MOST_PAIRS} of both together"),
+        });
+    }
+    let device = Device::get(to.device)?;
+    let mut argument = experts.argument(op);
+    let launch = |kernel: &str, grid, shared_bytes, argument: CallArgument| {
+        let launch = Launch {
+            kernel,
+            grid,
+            block: 256,
+            shared_bytes,
+            stream: to.stream,
+            programmatic: to.programmatic,
+        };
+        let mut arguments = kernel_arguments![argument];
+        // SAFETY: all kernels take one `ExpertCall`; validity is the caller's promise.
+        unsafe { launch.run(device, &mut arguments) }
+    };
+    let blocks = (pairs * experts.inputs + 1) as u32;
+    launch("experts_arrange", [blocks, 1, 1], 0, argument)?;
+    let (few, used) = (op.rows <= FEW_ROWS, experts.most_used(pairs));
+    for (number, product) in experts.products.iter().enumerate() {
+        let rows = if few { "few" } else { "many" };
+        let kernel = format!(
+            "experts_{}_{}_{}_{rows}",
+            product.name, experts.kind, experts.entry_rows
+        );
+        let span = match op.tuning {
+            Some(spans) => spans[number],
+            None => product.span(used, few, experts.card),
+        };
+        argument.tiles = product.tiles as i32;
+        argument.span = span as i32;
+        launch(
+            &kernel,
+            [product.tiles.div_ceil(span) as u32, used as u32, 1],
+            product.shared_bytes(span, few) as u32,
+            argument,
+        )?;
+    }
+    let blocks = experts.hidden.div_ceil(512) as u32;
+    launch("experts_combine", [blocks, op.rows as u32, 1], 0, argument)
+}
+
+/// How a row's experts are chosen and weighted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Choice {
+    /// A softmax over all experts, the likeliest kept, made to sum to 1 or not.
+    Softmax { normalize: bool },
+    /// The likeliest by a softmax over those within a relative distance of 2 * jitter, then the same among the others.
+    Sparse { jitter: f32 },
+}
+
+/// Operands of [`route`]; device addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct Route {
+    /// `[rows, hidden]` F16, aligned to 16
+    pub h: usize,
+    /// `[experts, hidden]` F16 or BF16, aligned to 16
+    pub weight: usize,
+    pub bf16: bool,
+    /// `[experts]` FP32 or 0
+    pub bias: usize,
+    pub prescale: f64,
+    /// `[rows, experts]` FP32, scratch
+    pub logits: usize,
+    /// `[rows]` i32 that are zero, and zero again afterwards
+    pub arrivals: usize,
+    /// `[rows, chosen]` i64
+    pub ids: usize,
+    /// `[rows, chosen]` FP32
+    pub weights: usize,
+    pub rows: usize,
+    /// A multiple of 8.
+    pub hidden: usize,
+    pub experts: usize,
+    pub chosen: usize,
+    pub choice: Choice,
+}
+
+/// The experts of each row, likeliest first, of equally likely ones that of the lower number first. Logits are summed in FP64.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn route(to: Target, op: &Route) -> Result<(), CudaError> {
+    if op.rows == 0 {
+        return Ok(());
+    }
+    if !(1..=MOST_EXPERTS).contains(&op.experts) || !(1..=op.experts).contains(&op.chosen) {
+        return Err(CudaError::Argument {
+            what: format!("{} of {} experts", op.chosen, op.experts),
+            limit: format!("at most {MOST_EXPERTS}, of which at least one is chosen"),
+        });
+    }
+    let device = Device::get(to.device)?;
+    let kernel = if op.bf16 {
+        "experts_route_bf16"
+    } else {
+        "experts_route_f16"
+    };
+    let (normalize, jitter) = match op.choice {
+        Choice::Softmax { normalize } => (i32::from(normalize), -1.0f32),
+        Choice::Sparse { jitter } => (0, jitter),
+    };
+    let (hidden, experts, chosen) = (
+        index32("features", op.hidden)?,
+        op.experts as i32,
+        op.chosen as i32,
+    );
+    let launch = Launch {
+        kernel,
+        grid: [
+            op.experts.div_ceil(8) as u32,
+            index32("rows", op.rows)? as u32,
+            1,
+        ],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![
+        op.h,
+        op.weight,
+        op.bias,
+        op.prescale,
+        op.logits,
+        op.arrivals,
+        op.ids,
+        op.weights,
+        hidden,
+        experts,
+        chosen,
+        normalize,
+        jitter
+    ];
+    // SAFETY: the order is that of `route` in `kernels/moe/experts.cu`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::linear::tests::sized;
+    use super::*;
+    use crate::capabilities::tests::{RELEASE, card};
+
+    /// Matrices of `count` experts, 16 rows a tile.
+    fn made(count: usize, hidden: usize, width: usize) -> Vec<[Matrix; 3]> {
+        let of = |k: usize, n| {
+            let mut matrix = sized(k / 256, 2064, n);
+            matrix.argument.in_features = k as i32;
+            matrix
+        };
+        (0..count)
+            .map(|_| [of(hidden, width), of(hidden, width), of(width, hidden)])
+            .collect()
+    }
+
+    fn all(experts: &[[Matrix; 3]]) -> Vec<[&Matrix; 3]> {
+        experts.iter().map(|e| [&e[0], &e[1], &e[2]]).collect()
+    }
+
+    #[test]
+    fn experts_that_differ_are_refused_by_number() {
+        let mut experts = made(3, 512, 256);
+        assert!(Experts::new(&all(&experts), &card("H100", RELEASE)).is_ok());
+        experts[2][1].entry_rows = 32;
+        let why = Experts::new(&all(&experts), &card("H100", RELEASE)).unwrap_err();
+        assert!(why.starts_with("expert 2 is stored"), "{why}");
+        experts[1][2].argument.in_features = 512;
+        let why = Experts::new(&all(&experts), &card("H100", RELEASE)).unwrap_err();
+        assert_eq!(why, "expert 1 has other sizes than expert 0");
+        assert!(Experts::new(&[], &card("H100", RELEASE)).is_err());
+    }
+
+    #[test]
+    fn rows_are_copied_once_where_gate_and_up_agree() {
+        let mut experts = made(2, 512, 256);
+        assert_eq!(
+            Experts::new(&all(&experts), &card("H100", RELEASE))
+                .unwrap()
+                .inputs,
+            1
+        );
+        experts[1][1].features_host.reverse();
+        assert_eq!(
+            Experts::new(&all(&experts), &card("H100", RELEASE))
+                .unwrap()
+                .inputs,
+            2
+        );
+    }
+
+    proptest! {
+        /// The parts of the scratch memory follow one another without overlap and within its size.
+        #[test]
+        fn scratch_memory_has_room(count in 1usize..160, rows in 1usize..65, chosen in 1usize..9) {
+            let experts = made(count, 512, 256);
+            let experts = Experts::new(&all(&experts), &card("H100", RELEASE)).unwrap();
+            let chosen = chosen.min(count);
+            let pairs = rows * chosen;
+            let call = Call {
+                table: 0, h: 0, ids: 0, weights: 0, scratch: 4096, shared: 0, shared_weights: 0, residual: 0, out: 0, rows, chosen,
+                activation: 0,
+                tuning: None,
+            };
+            let a = experts.argument(&call);
+            let used = pairs.min(count);
+            prop_assert_eq!(a.used, 4096 + 4);
+            prop_assert!(a.begins >= a.used + 4 * used);
+            prop_assert!(a.order >= a.begins + 4 * (used + 1));
+            prop_assert!(a.x >= a.order + 4 * pairs && a.x.is_multiple_of(16));
+            prop_assert!(a.inner >= a.x + 2 * pairs * 512 && a.inner.is_multiple_of(16));
+            prop_assert!(a.parts >= a.inner + 2 * pairs * 256 && a.parts.is_multiple_of(16));
+            prop_assert!(4096 + experts.scratch_bytes(rows, chosen) >= a.parts + 2 * pairs * 512);
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! Sampling: rows of float32 logits to tokens, to the bits of `exl-cpu`'s sampling.
+//!
+//! Everything a batch brings beside its logits is written into one piece of pinned host memory ([`Staging`]) that the caller copies to
+//! the GPU; the kernels write their answers to the front of the pinned memory itself. A launch has fixed addresses and can be captured.
+//! (Kernels that read their rows from pinned memory in place cost 80 us a call on an H200: every block waits for the bus.)
+
+use super::Target;
+use crate::abi::assert_layout;
+use crate::device::Device;
+use crate::kernel_arguments;
+use crate::launch::{CudaError, Launch, copy_to_device};
+
+/// Ids a block of the shaping kernel handles: edits are grouped by it.
+pub const SEGMENT: usize = 2048;
+/// Most candidates a row may have, and so the largest top-k.
+pub const CAPACITY: usize = 2048;
+/// Most candidates that are reported.
+pub const MOST_TOP: usize = 64;
+/// Entries of the maxima and sums of one row.
+pub const BLOCKS: usize = 2048;
+
+/// How a row was answered.
+pub mod status {
+    pub const OK: i32 = 0;
+    pub const EMPTY: i32 = 1;
+    pub const NOT_FINITE: i32 = 2;
+    /// the CPU has to sample this row
+    pub const FALLBACK: i32 = 3;
+}
+
+/// Bits of [`Row::flags`].
+pub mod flag {
+    pub const GREEDY: i32 = 1;
+    pub const SMOOTH: i32 = 2;
+    pub const DESCENDING: i32 = 4;
+    pub const SKIP: i32 = 8;
+    /// the weight of all logits is needed
+    pub const SUMS: i32 = 16;
+    pub const LATE_FIXED: i32 = 32;
+    pub const LATE_DYNAMIC: i32 = 64;
+    /// the draw is over all logits
+    pub const PLAIN: i32 = 128;
+}
+
+/// A change of one logit; as `exl_cpu::sampling::Edit`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Edit {
+    pub factor: f64,
+    pub minus: f64,
+    pub id: u32,
+}
+
+assert_layout!(Edit, sampling_rows::Edit, { factor, minus, id });
+
+/// One row as the kernels read it. Addresses are of device or pinned host memory; see kernels/sampling/sampling_rows.cuh.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Row {
+    pub logits: usize,
+    pub bias: usize,
+    pub mask: usize,
+    pub edits: [usize; 2],
+    pub starts: [usize; 2],
+    pub ignored: usize,
+    pub top_p: f64,
+    pub top_a: f64,
+    pub min_p: f64,
+    pub tfs: f64,
+    pub mirostat: f64,
+    pub xtc_probability: f64,
+    pub xtc_threshold: f64,
+    pub low: f64,
+    pub high: f64,
+    pub exponent: f64,
+    pub uniform: f64,
+    pub scale: f32,
+    pub late_scale: f32,
+    pub size: i32,
+    pub bias_length: i32,
+    pub mask_words: i32,
+    pub ignored_words: i32,
+    pub top_k: i32,
+    pub top_n: i32,
+    pub flags: i32,
+    pub padding: i32,
+}
+
+assert_layout!(Row, sampling_rows::Row, { logits, bias, mask, edits, starts, ignored, top_p, top_a, min_p, tfs, mirostat, xtc_probability, xtc_threshold, low, high, exponent, uniform, scale, late_scale, size, bias_length, mask_words, ignored_words, top_k, top_n, flags, padding });
+
+/// What the kernels answer.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Answer {
+    pub token: i32,
+    pub status: i32,
+    pub top: i32,
+    pub padding: i32,
+    pub weight: u64,
+    pub total: u64,
+    pub top_weights: [u64; MOST_TOP],
+    pub top_ids: [u32; MOST_TOP],
+}
+
+assert_layout!(Answer, sampling_rows::Answer, { token, status, top, padding, weight, total, top_weights, top_ids });
+
+/// Bump allocator over pinned host memory: answers, rows, then what the rows point at.
+#[derive(Debug)]
+pub struct Staging {
+    base: usize,
+    /// where the copy on the GPU begins
+    device: usize,
+    bytes: usize,
+    used: usize,
+    rows: usize,
+}
+
+impl Staging {
+    /// Over `bytes` bytes at `base`, aligned to 16, for `rows` rows; as many on the GPU at `device`.
+    ///
+    /// # Safety
+    /// The memory must be writable, pinned, unused by any launch under way, and outlive this value and the launches made from it.
+    pub unsafe fn new(base: usize, device: usize, bytes: usize, rows: usize) -> Option<Self> {
+        let used = rows * (size_of::<Answer>() + size_of::<Row>());
+        (used <= bytes).then_some(Self {
+            base,
+            device,
+            bytes,
+            used,
+            rows,
+        })
+    }
+
+    /// Where the rows begin, from the front: what is before them need not be copied.
+    pub fn rows_at(&self) -> usize {
+        self.rows * size_of::<Answer>()
+    }
+
+    /// Bytes in use, or needed if that is more than there are.
+    pub fn used(&self) -> usize {
+        self.used
+    }
+
+    pub fn overflows(&self) -> bool {
+        self.used > self.bytes
+    }
+
+    /// Copies `items`; their address on the GPU, or 0 if there is no room (then the need is counted on).
+    pub fn push<T: Copy>(&mut self, items: &[T]) -> usize {
+        let at = self.used.next_multiple_of(16);
+        self.used = at + size_of_val(items);
+        if self.overflows() {
+            return 0;
+        }
+        let to = (self.base + at) as *mut T;
+        // SAFETY: inside the memory that `new` was promised; alignment of 16 fits every item here.
+        unsafe { std::ptr::copy_nonoverlapping(items.as_ptr(), to, items.len()) };
+        self.device + at
+    }
+
+    /// Writes row `i`, and its answer's status: FALLBACK for a row the kernels are to pass over.
+    pub fn set_row(&mut self, i: usize, row: &Row) {
+        assert!(i < self.rows, "no such row");
+        let status = if row.flags & flag::SKIP != 0 {
+            status::FALLBACK
+        } else {
+            status::EMPTY
+        };
+        // SAFETY: answers and rows stand at the front of the memory that `new` was promised.
+        unsafe {
+            *((self.base + self.rows_at() + i * size_of::<Row>()) as *mut Row) = *row;
+            let answer = (self.base + i * size_of::<Answer>()) as *mut Answer;
+            (*answer).status = status;
+            (*answer).top = 0;
+        }
+    }
+}
+
+/// Reads answer `i` of the staging memory at `base`.
+///
+/// # Safety
+/// `base` must be memory that `Staging` filled for more than `i` rows, and no launch may be writing to it.
+pub unsafe fn answer(base: usize, i: usize) -> Answer {
+    // SAFETY: by this function's contract.
+    unsafe { std::ptr::read_volatile((base + i * size_of::<Answer>()) as *const Answer) }
+}
+
+/// Buffers of a launch: device addresses. `shaped` f32 [rows, pitch], `maxima` i32 and `sums` u64 [rows, BLOCKS].
+#[derive(Clone, Copy, Debug)]
+pub struct Workspace {
+    pub shaped: usize,
+    pub maxima: usize,
+    pub sums: usize,
+    pub pitch: usize,
+}
+
+pub(super) fn kernels() -> Vec<String> {
+    ["sample_shape", "sample_sums", "sample_choose"]
+        .map(str::to_owned)
+        .to_vec()
+}
+
+/// Where sampled tokens go beside the answers: i64 a row, cut to ids below `limit`. Rows with [`flag::SKIP`] write nothing.
+#[derive(Clone, Copy, Debug)]
+pub struct Next {
+    pub ids: usize,
+    pub limit: usize,
+    pub inputs: Inputs,
+}
+
+/// Words of 32 bits to be copied before tokens are written, from pinned host memory; `struct Inputs` of `kernels/sampling/sampling.cu`.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Inputs {
+    pub from: usize,
+    pub to: usize,
+    pub words: i32,
+}
+
+assert_layout!(Inputs, sampling::Inputs, { from, to, words });
+
+/// Copies `bytes` bytes from `start` on of the staging memory at `host` to its copy on the GPU, in stream order.
+///
+/// # Safety
+/// As [`sample`].
+pub unsafe fn send(
+    to: Target,
+    host: usize,
+    device_copy: usize,
+    start: usize,
+    bytes: usize,
+) -> Result<(), CudaError> {
+    let device = Device::get(to.device)?;
+    // SAFETY: by this function's contract.
+    unsafe { copy_to_device(device, device_copy + start, host + start, bytes, to.stream) }
+}
+
+/// Samples `count` rows whose staging memory stands at `host` and, copied, at `device_copy`. `with_sums`: a row has [`flag::SUMS`].
+/// `next`: memory for tokens of as many rows.
+///
+/// # Safety
+/// The workspace must be device memory of the stated sizes, no row wider than its pitch; it, the staging memory and everything the rows
+/// point at must stay valid and unchanged until the stream has passed this launch.
+pub unsafe fn sample(
+    to: Target,
+    host: usize,
+    device_copy: usize,
+    count: usize,
+    workspace: Workspace,
+    with_sums: bool,
+    next: Option<Next>,
+) -> Result<(), CudaError> {
+    if count == 0 {
+        return Ok(());
+    }
+    let device = Device::get(to.device)?;
+    let Workspace {
+        shaped,
+        maxima,
+        sums,
+        pitch,
+    } = workspace;
+    let (rows, answers) = (device_copy + count * size_of::<Answer>(), host);
+    let width = super::index32("pitch", pitch)?;
+    let wide = |kernel, rows: usize, programmatic| Launch {
+        kernel,
+        grid: [pitch.div_ceil(SEGMENT) as u32, rows as u32, 1],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic,
+    };
+    let inputs = next.map_or_else(Inputs::default, |next| next.inputs);
+    let number = super::index32("rows", count)?;
+    let mut arguments = kernel_arguments![rows, shaped, maxima, width, number, inputs];
+    // Not programmatic: what it reads, and the inputs it overwrites, are others' to end with.
+    let shape = wide("sample_shape", count + usize::from(inputs.words > 0), false);
+    // SAFETY: the order is that of the kernel; validity is the caller's promise.
+    unsafe { shape.run(device, &mut arguments)? };
+    if with_sums {
+        let mut arguments = kernel_arguments![rows, shaped, maxima, sums, width];
+        // SAFETY: as above.
+        unsafe { wide("sample_sums", count, to.programmatic).run(device, &mut arguments)? };
+    }
+    let choose = Launch {
+        kernel: "sample_choose",
+        grid: [count as u32, 1, 1],
+        block: 1024,
+        // A little more than the table: with the static variables it exceeds what needs no permission.
+        shared_bytes: (3 * CAPACITY * size_of::<u64>() + 1024) as u32,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let (ids, limit) = next.map_or((0, 1), |next| (next.ids, next.limit));
+    let limit = super::index32("limit", limit)?;
+    let mut arguments = kernel_arguments![rows, shaped, maxima, sums, answers, width, ids, limit];
+    // SAFETY: as above.
+    unsafe { choose.run(device, &mut arguments) }
+}

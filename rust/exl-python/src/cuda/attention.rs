@@ -1,0 +1,474 @@
+//! Bindings of the cache and of attention on a GPU.
+
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use exl_cuda::ops::attention::{self, Attention, MAX_DIM, Mode, ORDERED_COLUMNS, Ordered, Own};
+use exl_cuda::ops::kv::{self, Direction, KINDS, Kind};
+use exl_cuda::ops::{Element, Target};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::cuda::matrix::CudaMatrix;
+use crate::cuda::{element, target};
+use crate::errors::{device_error, shape_error};
+use crate::operands::{AttentionOptions, AttentionTables, Launch, Rotation};
+use crate::tensor::{DType, Tensor, same_length};
+
+/// One layer's pages on a GPU: the addresses, and the tensors that own them.
+#[pyclass(frozen)]
+pub struct CudaPages {
+    pub inner: kv::Pages,
+    device: u32,
+    _owners: Vec<Tensor>,
+}
+
+#[pymethods]
+impl CudaPages {
+    /// key, value: [P, page, H, row]; scales [P, page, H, row] where the kind has them.
+    #[new]
+    #[pyo3(signature = (kind, head_dim, key, value, key_scales, value_scales))]
+    fn new(
+        py: Python<'_>,
+        kind: &str,
+        head_dim: usize,
+        key: Tensor,
+        value: Tensor,
+        key_scales: Option<Tensor>,
+        value_scales: Option<Tensor>,
+    ) -> PyResult<Self> {
+        let kind: Kind = KINDS
+            .into_iter()
+            .find(|k| k.name == kind)
+            .ok_or_else(|| PyValueError::new_err(format!("unknown cache kind {kind:?}")))?;
+        let &[num_pages, page_size, heads, _] = &key.shape[..] else {
+            return Err(shape_error(
+                py,
+                "key must be [pages, page_size, heads, row]".into(),
+            ));
+        };
+        if head_dim == 0 || !head_dim.is_multiple_of(8) || head_dim > MAX_DIM {
+            return Err(shape_error(
+                py,
+                format!("head_dim {head_dim}: on a GPU, a multiple of 8 up to {MAX_DIM}"),
+            ));
+        }
+        let rows = num_pages * page_size * heads;
+        let mut all = vec![("key", &key), ("value", &value)];
+        for (what, tensor, codec) in [("key", &key, kind.key), ("value", &value, kind.value)] {
+            let bytes = tensor.numel() * tensor.dtype.size();
+            same_length(what, bytes, rows * codec.row_bytes(head_dim))?;
+        }
+        for (scales, codec) in [(&key_scales, kind.key), (&value_scales, kind.value)] {
+            let wanted = if codec.is_hadamard() {
+                rows * head_dim.next_multiple_of(64) / 32
+            } else {
+                0
+            };
+            same_length("scales", scales.as_ref().map_or(0, Tensor::numel), wanted)?;
+            all.extend(scales.iter().map(|t| ("scales", t)));
+        }
+        if let Some((what, _)) = all.iter().find(|(_, t)| t.ptr % 16 != 0) {
+            return Err(shape_error(
+                py,
+                format!("{what} does not begin at a multiple of 16 bytes: allocate it by itself"),
+            ));
+        }
+        let device = target(&all, &Launch::in_order(0))?.device;
+        let address = |t: &Option<Tensor>| t.as_ref().map_or(0, |t| t.ptr);
+        let inner = kv::Pages {
+            kind,
+            data: [key.ptr, value.ptr],
+            scales: [address(&key_scales), address(&value_scales)],
+            num_pages,
+            page_size,
+            heads,
+            head_dim,
+        };
+        let owners = [Some(key), Some(value), key_scales, value_scales];
+        Ok(Self {
+            inner,
+            device,
+            _owners: owners.into_iter().flatten().collect(),
+        })
+    }
+}
+
+impl CudaPages {
+    /// Where a launch on `tensors` and these pages goes.
+    pub fn target(&self, tensors: &[(&str, &Tensor)], launch: &Launch) -> PyResult<Target> {
+        let to = target(tensors, launch)?;
+        if to.device == self.device {
+            return Ok(to);
+        }
+        Err(PyValueError::new_err(format!(
+            "the pages are on cuda:{}, the other operands on cuda:{}",
+            self.device, to.device
+        )))
+    }
+}
+
+/// Encodes k, v [T, H, D] into slots [T], or (`load`) decodes into them.
+#[pyfunction]
+pub fn cuda_kv_transfer(
+    py: Python<'_>,
+    pages: &Bound<'_, CudaPages>,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    load: bool,
+    launch: &Launch,
+) -> PyResult<()> {
+    let pages = pages.get();
+    let to = pages.target(&[("k", &k), ("v", &v), ("slots", &slots)], launch)?;
+    let tokens = slots.numel();
+    let wanted = tokens * pages.inner.heads * pages.inner.head_dim;
+    same_length("k", k.numel(), wanted)?;
+    same_length("v", v.numel(), wanted)?;
+    let kind = element(&k, "k")?;
+    if slots.dtype != DType::I64 || v.dtype != k.dtype || (load && kind != Element::F32) {
+        return Err(PyValueError::new_err(
+            "k and v of one float type (float32 to load), slots int64",
+        ));
+    }
+    let direction = if load {
+        Direction::Load
+    } else {
+        Direction::Store(kind)
+    };
+    // SAFETY: torch owns the memory; sizes were checked above; torch keeps freed blocks alive for work queued on their stream.
+    py.detach(|| unsafe {
+        kv::transfer(to, direction, &pages.inner, k.ptr, v.ptr, slots.ptr, tokens)
+    })
+    .map_err(|e| device_error(py, &e))
+}
+
+/// Keys and values of the call's own tokens, which the pages lack: rotated and stored in the same launch.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct NewKeys {
+    key: Tensor,
+    value: Tensor,
+    stride: usize,
+    rotation: Py<Rotation>,
+    slots: Tensor,
+    early: bool,
+}
+
+#[pymethods]
+impl NewKeys {
+    /// `key` and `value` flat, `stride` elements between tokens; `slots` int64 [T]. `early`: everything but queries, keys and values may be
+    /// read before the launches right before this one have ended.
+    #[new]
+    fn new(
+        key: Tensor,
+        value: Tensor,
+        stride: usize,
+        rotation: Py<Rotation>,
+        slots: Tensor,
+        early: bool,
+    ) -> Self {
+        Self {
+            key,
+            value,
+            stride,
+            rotation,
+            slots,
+            early,
+        }
+    }
+}
+
+/// Memory of a launch over many keys: what `cuda_attention_plan` asks for.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct AttentionWorkspace {
+    partials: Option<Tensor>,
+    tickets: Option<Tensor>,
+}
+
+#[pymethods]
+impl AttentionWorkspace {
+    /// `partials` float32; `tickets` int32, zero before and after the launch.
+    #[new]
+    #[pyo3(signature = (partials, tickets))]
+    fn new(partials: Option<Tensor>, tickets: Option<Tensor>) -> Self {
+        Self { partials, tickets }
+    }
+}
+
+/// The input of a matmul, in that kernel's order, as the place of results.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct MatmulInput {
+    matrix: Py<CudaMatrix>,
+    columns: usize,
+    scratch: Tensor,
+}
+
+#[pymethods]
+impl MatmulInput {
+    /// `scratch` uint8 of the matmul by `matrix`, laid out for `columns` rows.
+    #[new]
+    fn new(matrix: Py<CudaMatrix>, columns: usize, scratch: Tensor) -> Self {
+        Self {
+            matrix,
+            columns,
+            scratch,
+        }
+    }
+}
+
+/// The operands of one call, checked; what `attention::plan` and `attention::attend` take.
+fn operands(
+    pages: &CudaPages,
+    (q, q_stride): (&Tensor, usize),
+    out: &Tensor,
+    tables: &AttentionTables,
+    options: &AttentionOptions,
+) -> PyResult<Attention> {
+    let AttentionTables {
+        block_table,
+        rows,
+        positions,
+        key_mask,
+        ..
+    } = tables;
+    let key_mask = key_mask.as_ref();
+    let (&[tokens, q_heads, dim], &[batch, max_pages]) = (&out.shape[..], &block_table.shape[..])
+    else {
+        return Err(PyValueError::new_err(
+            "out must be [T, Hq, D], block_table [B, max_pages]",
+        ));
+    };
+    let integers = [block_table, rows, positions]
+        .iter()
+        .all(|t| t.dtype == DType::I32);
+    let heads = pages.inner.heads;
+    let fits = dim == pages.inner.head_dim
+        && q_heads % heads == 0
+        && rows.numel() == tokens
+        && positions.numel() == tokens
+        && covers(q, tokens, q_stride, q_heads * dim)
+        && out.dtype == q.dtype;
+    let mask_fits =
+        key_mask.is_none_or(|m| m.dtype == DType::F32 && m.shape.len() == 2 && m.shape[0] == batch);
+    if !(integers && fits && mask_fits) {
+        return Err(PyValueError::new_err(
+            "operands of paged attention do not fit each other",
+        ));
+    }
+    Ok(Attention {
+        q: q.ptr,
+        q_stride,
+        out: out.ptr,
+        element: match element(q, "q")? {
+            Element::F16 => 0,
+            Element::BF16 => 1,
+            Element::F32 => 2,
+        },
+        tokens,
+        q_heads,
+        pages: pages.inner,
+        block_table: block_table.ptr,
+        batch,
+        max_pages,
+        rows: rows.ptr,
+        positions: positions.ptr,
+        key_mask: key_mask.map_or(0, |m| m.ptr),
+        mask_width: key_mask.map_or(0, |m| m.shape[1]),
+        scale: options.scale,
+        window: options.window,
+        softcap: options.softcap,
+        own: None,
+        ordered: None,
+    })
+}
+
+/// Rows of `width` elements, `stride` apart, lie within the tensor and on even addresses of 4 bytes.
+fn covers(t: &Tensor, rows: usize, stride: usize, width: usize) -> bool {
+    rows == 0
+        || (stride >= width
+            && stride.is_multiple_of(2)
+            && t.ptr.is_multiple_of(2 * t.dtype.size())
+            && t.numel() >= (rows - 1) * stride + width)
+}
+
+fn own_operands(op: &Attention, q: &Tensor, own: &NewKeys) -> PyResult<Own> {
+    let NewKeys {
+        key,
+        value,
+        stride,
+        rotation,
+        slots,
+        early,
+    } = own;
+    let Rotation {
+        cos,
+        sin,
+        positions: rope_positions,
+        interleaved,
+    } = rotation.get();
+    let width = op.pages.heads * op.pages.head_dim;
+    let (&[table_rows, half], true) = (&cos.shape[..], cos.shape == sin.shape) else {
+        return Err(PyValueError::new_err("cos and sin must be [S, R/2]"));
+    };
+    let fits = covers(key, op.tokens, *stride, width)
+        && covers(value, op.tokens, *stride, width)
+        && key.dtype == q.dtype
+        && value.dtype == q.dtype
+        && cos.dtype == DType::F32
+        && sin.dtype == DType::F32
+        && 2 * half <= op.pages.head_dim
+        && op.tokens <= op.batch;
+    let counts = [rope_positions, slots]
+        .iter()
+        .all(|t| t.dtype == DType::I64 && t.numel() == op.tokens);
+    if !(fits && counts) {
+        return Err(PyValueError::new_err(
+            "own keys and values, tables, positions or slots do not fit the queries",
+        ));
+    }
+    Ok(Own {
+        key: key.ptr,
+        value: value.ptr,
+        stride: *stride,
+        cos: cos.ptr,
+        sin: sin.ptr,
+        table_rows,
+        rotated: 2 * half,
+        interleaved: *interleaved,
+        rope_positions: rope_positions.ptr,
+        slots: slots.ptr,
+        early: *early,
+    })
+}
+
+fn ordered_operands(op: &Attention, to: &MatmulInput) -> Result<Ordered, String> {
+    let MatmulInput {
+        matrix,
+        columns,
+        scratch,
+    } = to;
+    let matrix = &matrix.get().matrix;
+    let features = op.q_heads * op.pages.head_dim;
+    if matrix.in_features() != features {
+        return Err(format!(
+            "the product takes {} inputs, a token has {features} results",
+            matrix.in_features()
+        ));
+    }
+    if op.element != 0 {
+        return Err("a product's input in its order: of float16 only".to_owned());
+    }
+    if !ORDERED_COLUMNS.contains(columns) || op.tokens > *columns {
+        return Err(format!(
+            "{} tokens in {columns} columns: expected at most that many, of {ORDERED_COLUMNS:?}",
+            op.tokens
+        ));
+    }
+    let ordered = Ordered::of(matrix, *columns, scratch.ptr)
+        .ok_or("the product's matrix pads its input: lay that out by itself")?;
+    let bytes = ordered.bytes(features);
+    let fits =
+        scratch.dtype == DType::U8 && scratch.ptr.is_multiple_of(16) && scratch.numel() >= bytes;
+    if !fits {
+        return Err(format!(
+            "scratch of {} elements: at least {bytes} bytes are needed, aligned to 16",
+            scratch.numel()
+        ));
+    }
+    Ok(ordered)
+}
+
+/// (kernel, blocks that share a tile's keys, floats of workspace, zeroed counters) for a call of `tokens` x `q_heads` over `max_keys`
+/// keys; `own`: the tokens' keys and values are not in the pages yet.
+#[pyfunction]
+pub fn cuda_attention_plan(
+    py: Python<'_>,
+    pages: &Bound<'_, CudaPages>,
+    tokens: usize,
+    q_heads: usize,
+    batch: usize,
+    max_pages: usize,
+    max_keys: usize,
+    own: bool,
+) -> PyResult<(&'static str, usize, usize, usize)> {
+    let pages = pages.get();
+    let op = Attention {
+        own: own.then_some(Own::default()),
+        ..Attention::of_shape(pages.inner, tokens, q_heads, (batch, max_pages))
+    };
+    let plan = attention::plan(pages.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
+    let mode = match plan.mode {
+        Mode::Decode => "decode",
+        Mode::Prefill => "prefill",
+    };
+    Ok((mode, plan.chunks, plan.workspace(), plan.tickets))
+}
+
+/// See `exl_kernels.attention.cuda`. q: flat, `q_stride` elements between tokens; `workspace`: at least what the plan asks for; with `into`
+/// results go there, and only the shape of `out` counts.
+#[pyfunction]
+#[pyo3(signature = (q, q_stride, pages, tables, options, out, launch, *, new_keys=None, workspace=None, into=None))]
+pub fn cuda_paged_attention(
+    py: Python<'_>,
+    q: Tensor,
+    q_stride: usize,
+    pages: &Bound<'_, CudaPages>,
+    tables: &AttentionTables,
+    options: &AttentionOptions,
+    out: Tensor,
+    launch: &Launch,
+    new_keys: Option<&NewKeys>,
+    workspace: Option<&AttentionWorkspace>,
+    into: Option<&MatmulInput>,
+) -> PyResult<()> {
+    let pages = pages.get();
+    let (partials, tickets) = workspace.map_or((None, None), |memory| {
+        (memory.partials.as_ref(), memory.tickets.as_ref())
+    });
+    let mut all = vec![("q", &q), ("out", &out)];
+    all.extend(tables.tensors());
+    all.extend(partials.map(|t| ("workspace", t)));
+    all.extend(tickets.map(|t| ("tickets", t)));
+    if let Some(new) = new_keys {
+        all.extend([
+            ("new keys", &new.key),
+            ("new values", &new.value),
+            ("slots", &new.slots),
+        ]);
+        all.extend(new.rotation.get().tensors());
+    }
+    all.extend(into.map(|to| ("scratch", &to.scratch)));
+    let to = pages.target(&all, launch)?;
+    let mut op = operands(pages, (&q, q_stride), &out, tables, options)?;
+    op.own = new_keys.map(|new| own_operands(&op, &q, new)).transpose()?;
+    if let Some(into) = into {
+        let fits = ordered_operands(&op, into).map_err(PyValueError::new_err)?;
+        if op.own.is_none() || into.matrix.get().device != to.device {
+            return Err(PyValueError::new_err(
+                "a product's input: with own keys and a matrix on the same GPU only",
+            ));
+        }
+        op.ordered = Some(fits);
+    }
+    let room = op.max_pages * pages.inner.page_size;
+    let max_keys = tables.max_keys.unwrap_or(room);
+    let plan = attention::plan(to.device, &op, max_keys).map_err(|e| device_error(py, &e))?;
+    let holds = |t: Option<&Tensor>, dtype: DType, count: usize| match t {
+        Some(t) => t.dtype == dtype && t.numel() >= count && t.ptr % 16 == 0,
+        None => count == 0,
+    };
+    if !holds(partials, DType::F32, plan.workspace()) || !holds(tickets, DType::I32, plan.tickets) {
+        return Err(PyValueError::new_err(format!(
+            "workspace or tickets too small, unaligned or of another type: {} float32 and {} int32 are needed",
+            plan.workspace(),
+            plan.tickets
+        )));
+    }
+    let memory = [partials, tickets].map(|t| t.map_or(0, |t| t.ptr));
+    // SAFETY: as in `cuda_kv_transfer`.
+    py.detach(|| unsafe { attention::attend(to, &op, &plan, memory) })
+        .map_err(|e| device_error(py, &e))
+}

@@ -1,0 +1,259 @@
+//! Bindings of the launches that join what stands between two matrix products.
+
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use exl_cuda::ops::elementwise::{embedding, residual, rope};
+use exl_cuda::ops::kv::rope_store;
+use exl_cuda::step::{self, Limits, Request, Sizes};
+use pyo3::prelude::*;
+
+use crate::cuda::attention::CudaPages;
+use crate::cuda::{element, expect, target};
+use crate::errors::device_error;
+use crate::operands::{Launch, Rotation};
+use crate::tensor::{DType, Tensor};
+
+/// x += y, out = rms_norm(x); all [rows, width] of one type, weight float32 [width].
+#[pyfunction]
+pub fn cuda_add_rms_norm(
+    py: Python<'_>,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    eps: f32,
+    weight_offset: f32,
+    launch: &Launch,
+) -> PyResult<()> {
+    let width = x.shape.last().copied().unwrap_or(0);
+    for (what, tensor) in [("y", &y), ("out", &out)] {
+        let same = tensor.shape == x.shape && tensor.dtype == x.dtype;
+        expect(same, &format!("{what} must have the shape and dtype of x"))?;
+    }
+    expect(
+        width > 0 && weight.shape == [width] && weight.dtype == DType::F32,
+        "weight must be float32 with the width of x",
+    )?;
+    let all = [("x", &x), ("y", &y), ("weight", &weight), ("out", &out)];
+    let to = target(&all, launch)?;
+    let op = residual::AddNorm {
+        x: x.ptr,
+        y: y.ptr,
+        weight: weight.ptr,
+        output: out.ptr,
+        element: element(&x, "x")?,
+        rows: x.numel() / width,
+        width,
+        eps,
+        weight_offset,
+    };
+    // SAFETY: torch owns the memory; sizes were checked above; torch keeps freed blocks alive for work queued on their stream.
+    py.detach(|| unsafe { residual::add_rms_norm(to, &op) })
+        .map_err(|e| device_error(py, &e))
+}
+
+/// Rotate q [T, Hq, D] and k [T, H, D] in place; encode k and v [T, H, D] into slots [T].
+#[pyfunction]
+pub fn cuda_rope_store(
+    py: Python<'_>,
+    pages: &Bound<'_, CudaPages>,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotation: &Rotation,
+    slots: Tensor,
+    launch: &Launch,
+) -> PyResult<()> {
+    let pages = pages.get();
+    let Rotation {
+        cos,
+        sin,
+        positions,
+        interleaved,
+    } = rotation;
+    let all = [
+        ("q", &q),
+        ("k", &k),
+        ("v", &v),
+        ("cos", cos),
+        ("sin", sin),
+        ("positions", positions),
+        ("slots", &slots),
+    ];
+    let to = pages.target(&all, launch)?;
+    let (heads, dim) = (pages.inner.heads, pages.inner.head_dim);
+    expect(
+        q.shape.len() == 3 && q.shape[2] == dim,
+        "q must be [tokens, heads, head_dim]",
+    )?;
+    let tokens = q.shape[0];
+    for (what, tensor) in [("k", &k), ("v", &v)] {
+        let fits = tensor.shape == [tokens, heads, dim] && tensor.dtype == q.dtype;
+        expect(fits, &format!("{what} does not fit q and the pages"))?;
+    }
+    expect(
+        cos.shape.len() == 2
+            && cos.shape == sin.shape
+            && cos.dtype == DType::F32
+            && sin.dtype == DType::F32
+            && 2 * cos.shape[1] <= dim,
+        "cos and sin must be float32 [positions, at most head_dim / 2]",
+    )?;
+    for (what, tensor) in [("positions", positions), ("slots", &slots)] {
+        let fits = tensor.dtype == DType::I64 && tensor.shape == [tokens];
+        expect(fits, &format!("{what} must be int64 [tokens]"))?;
+    }
+    let op = rope::Rope {
+        x: q.ptr,
+        element: element(&q, "q")?,
+        cos: cos.ptr,
+        sin: sin.ptr,
+        positions: positions.ptr,
+        tokens,
+        heads: q.shape[1],
+        head_dim: dim,
+        rotated: 2 * cos.shape[1],
+        table_rows: cos.shape[0],
+        interleaved: *interleaved,
+    };
+    // SAFETY: as in `cuda_add_rms_norm`.
+    py.detach(|| unsafe { rope_store::rope_store(to, &op, &pages.inner, k.ptr, v.ptr, slots.ptr) })
+        .map_err(|e| device_error(py, &e))
+}
+
+/// out [T, width] float16 = table[ids] * factor.
+#[pyfunction]
+pub fn cuda_embed(
+    py: Python<'_>,
+    table: Tensor,
+    ids: Tensor,
+    out: Tensor,
+    factor: f32,
+    launch: &Launch,
+) -> PyResult<()> {
+    let to = target(&[("table", &table), ("ids", &ids), ("out", &out)], launch)?;
+    expect(table.shape.len() == 2, "table must be [rows, width]")?;
+    expect(
+        ids.dtype == DType::I64 && ids.shape.len() == 1,
+        "ids must be int64 [tokens]",
+    )?;
+    expect(
+        out.dtype == DType::F16 && out.shape == [ids.shape[0], table.shape[1]],
+        "out must be float16 [tokens, width]",
+    )?;
+    let op = embedding::Embed {
+        table: table.ptr,
+        element: element(&table, "table")?,
+        rows: table.shape[0],
+        width: table.shape[1],
+        ids: ids.ptr,
+        tokens: ids.shape[0],
+        output: out.ptr,
+        factor,
+    };
+    // SAFETY: as in `cuda_add_rms_norm`.
+    py.detach(|| unsafe { embedding::embed(to, &op) })
+        .map_err(|e| device_error(py, &e))
+}
+
+/// The pinned buffer of one captured step's inputs.
+#[pyclass(frozen, name = "StepStage", module = "exl_kernels._native")]
+pub struct StepStage {
+    buffer: Tensor,
+    sizes: Sizes,
+}
+
+#[pymethods]
+impl StepStage {
+    /// `buffer`: uint8 on the CPU, of the bytes that `sizes` = (batch, q_len, pages, page_size) take.
+    #[new]
+    fn new(buffer: Tensor, sizes: (usize, usize, usize, usize)) -> PyResult<Self> {
+        let (batch, q_len, pages, page_size) = sizes;
+        let sizes = Sizes {
+            batch,
+            q_len,
+            pages,
+            page_size,
+        };
+        buffer.slice_mut::<u8>("buffer")?;
+        expect(
+            buffer.numel() == sizes.bytes(),
+            "the buffer has the wrong size",
+        )?;
+        Ok(Self { buffer, sizes })
+    }
+
+    /// Bytes that (batch, q_len, pages, page_size) take.
+    #[staticmethod]
+    fn bytes(sizes: (usize, usize, usize, usize)) -> usize {
+        let (batch, q_len, pages, page_size) = sizes;
+        Sizes {
+            batch,
+            q_len,
+            pages,
+            page_size,
+        }
+        .bytes()
+    }
+
+    /// Lays a step out in the buffer; False, with the buffer as it was, when something about it is wrong or too large.
+    /// ids int64 [rows, q_len] or None for zeros, past int32 [rows], table int32 [rows, width]; limits = (vocabulary, positions, pages).
+    fn fill(
+        &self,
+        ids: Option<Tensor>,
+        past: Tensor,
+        table: Tensor,
+        limits: (i64, i64, i64),
+    ) -> PyResult<bool> {
+        let rows = past.numel();
+        let shaped = |ids: &Tensor| ids.shape == [rows, self.sizes.q_len];
+        if !ids.as_ref().is_none_or(shaped) || table.shape.len() != 2 || rows > self.sizes.batch {
+            return Ok(false);
+        }
+        let zeros = vec![
+            0;
+            if ids.is_none() {
+                rows * self.sizes.q_len
+            } else {
+                0
+            }
+        ];
+        let request = Request {
+            ids: match &ids {
+                Some(ids) => ids.slice::<i64>("ids")?,
+                None => &zeros,
+            },
+            past: past.slice::<i32>("past")?,
+            table: table.slice::<i32>("table")?,
+            width: table.shape[1],
+        };
+        let limits = Limits {
+            vocab: limits.0,
+            positions: limits.1,
+            num_pages: limits.2,
+        };
+        if !step::fits(&self.sizes, &limits, &request) {
+            return Ok(false);
+        }
+        step::write(
+            &self.sizes,
+            &request,
+            self.buffer.slice_mut::<u8>("buffer")?,
+        );
+        Ok(true)
+    }
+
+    /// Queues the copy of the buffer to `to`, uint8 on a GPU and as long.
+    fn send(&self, py: Python<'_>, to: Tensor, stream: usize) -> PyResult<()> {
+        let target = target(&[("to", &to)], &Launch::in_order(stream))?;
+        let bytes = self.buffer.numel();
+        expect(
+            to.dtype == DType::U8 && to.numel() == bytes,
+            "to must be uint8 and as long as the buffer",
+        )?;
+        // SAFETY: sizes were checked; the caller writes to the buffer again only when the stream has passed.
+        py.detach(|| unsafe { step::send(target, to.ptr, self.buffer.ptr, bytes) })
+            .map_err(|e| device_error(py, &e))
+    }
+}

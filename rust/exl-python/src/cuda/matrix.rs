@@ -1,0 +1,316 @@
+//! Bindings of a quantized matrix on a GPU: repacking on the CPU, its product and dequantization on torch's stream.
+
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use exl_cuda::layout::{Codes, Layout};
+use exl_cuda::ops::linear::select;
+use exl_cuda::ops::linear::{self, Addresses, Half, Matrix, Product};
+use exl_format::exl2::Exl2View;
+use exl_format::gptq::GptqView;
+use half::f16;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::cuda::operands::{Scratch, kind};
+use crate::cuda::{expect, target};
+use crate::errors::{device_error, format_error, unsupported_error};
+use crate::matrix_parts::{Exl2Parts, GptqParts, zeros};
+use crate::operands::Launch;
+use crate::tensor::{DType, Element, Tensor, TensorObject};
+
+/// A new CPU tensor of `count` elements, filled by `fill`.
+fn tensor<T: Element + Send>(
+    py: Python<'_>,
+    dtype: &str,
+    count: usize,
+    fill: impl FnOnce(&mut [T]) + Send,
+) -> PyResult<TensorObject> {
+    let torch = py.import("torch")?;
+    let options = pyo3::types::PyDict::new(py);
+    options.set_item("dtype", torch.getattr(dtype)?)?;
+    let made = torch.call_method("empty", (count,), Some(&options))?;
+    let memory: Tensor = made.extract()?;
+    let values = memory.slice_mut::<T>("a new tensor")?;
+    py.detach(|| fill(values));
+    Ok(TensorObject(made.unbind()))
+}
+
+/// A matrix repacked on the CPU: five tensors to be moved to the GPU.
+#[pyclass(frozen, name = "CudaLayout", module = "exl_kernels._native")]
+pub struct CudaLayout {
+    layout: Layout,
+    /// uint8
+    #[pyo3(get)]
+    image: TensorObject,
+    /// int32, two a unit
+    #[pyo3(get)]
+    units: TensorObject,
+    /// float16
+    #[pyo3(get)]
+    maxima: TensorObject,
+    /// int32
+    #[pyo3(get)]
+    features: TensorObject,
+    /// int16 that holds unsigned numbers
+    #[pyo3(get)]
+    row_of_feature: TensorObject,
+}
+
+impl CudaLayout {
+    fn new(py: Python<'_>, layout: Layout, codes: &impl Codes, threads: usize) -> PyResult<Self> {
+        let image = tensor::<u8>(py, "uint8", layout.bytes(), |out| {
+            layout.pack(codes, out, threads);
+        })?;
+        let units = tensor::<i32>(py, "int32", 2 * layout.units.len(), |out| {
+            for (to, unit) in out.chunks_mut(2).zip(&layout.units) {
+                to.copy_from_slice(&[unit.offset as i32, unit.widths as i32]);
+            }
+        })?;
+        let maxima = tensor::<f16>(py, "float16", layout.maxima.len(), |out| {
+            out.copy_from_slice(&layout.maxima);
+        })?;
+        let features = tensor::<i32>(py, "int32", layout.features.len(), |out| {
+            out.copy_from_slice(&layout.features);
+        })?;
+        let rows = layout.row_of_feature();
+        let row_of_feature = tensor::<i16>(py, "int16", rows.len(), |out| {
+            for (to, &row) in out.iter_mut().zip(&rows) {
+                *to = row as u16 as i16;
+            }
+        })?;
+        Ok(Self {
+            layout,
+            image,
+            units,
+            maxima,
+            features,
+            row_of_feature,
+        })
+    }
+}
+
+fn layout_error(py: Python<'_>, name: &str, error: &exl_cuda::layout::Problem) -> PyErr {
+    unsupported_error(py, format!("{name}: {error}"))
+}
+
+#[pymethods]
+impl CudaLayout {
+    #[staticmethod]
+    fn from_exl2(py: Python<'_>, name: &str, parts: Exl2Parts, threads: usize) -> PyResult<Self> {
+        let view =
+            Exl2View::new(name, parts.tensors()?).map_err(|error| format_error(py, &error))?;
+        let layout = Layout::exl2(&view).map_err(|error| layout_error(py, name, &error))?;
+        Self::new(py, layout, &view, threads)
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (name, parts, bits, v2, group_size, threads))]
+    fn from_gptq(
+        py: Python<'_>,
+        name: &str,
+        parts: GptqParts,
+        bits: u32,
+        v2: bool,
+        group_size: Option<usize>,
+        threads: usize,
+    ) -> PyResult<Self> {
+        let view = GptqView::new(name, parts.tensors()?, bits, zeros(v2), group_size)
+            .map_err(|error| format_error(py, &error))?;
+        let layout = Layout::gptq(&view).map_err(|error| layout_error(py, name, &error))?;
+        Self::new(py, layout, &view, threads)
+    }
+
+    #[getter]
+    fn in_features(&self) -> usize {
+        self.layout.in_features
+    }
+
+    #[getter]
+    fn out_features(&self) -> usize {
+        self.layout.out_features
+    }
+
+    /// Rows of K in the layout, padding included.
+    #[getter]
+    fn rows(&self) -> usize {
+        self.layout.rows()
+    }
+
+    /// Rows that share a scale entry.
+    #[getter]
+    fn entry_rows(&self) -> usize {
+        self.layout.entry_rows
+    }
+
+    /// The code at a row of the layout and a feature, read back from the image.
+    fn code(&self, py: Python<'_>, row: usize, feature: usize) -> PyResult<u32> {
+        if row >= self.layout.rows() || feature >= self.layout.out_features {
+            return Err(PyValueError::new_err(format!(
+                "({row}, {feature}) is outside the matrix"
+            )));
+        }
+        let image = self.image.view(py)?;
+        Ok(self.layout.code(image.slice::<u8>("image")?, row, feature))
+    }
+}
+
+/// A matrix whose tensors are on a GPU.
+#[pyclass(frozen, name = "CudaMatrix", module = "exl_kernels._native")]
+pub struct CudaMatrix {
+    pub matrix: Matrix,
+    pub device: u32,
+    /// Keeps the tensors alive whose addresses `matrix` holds.
+    _tensors: Vec<Tensor>,
+}
+
+impl CudaMatrix {
+    fn product(&self, x: &Tensor, y: &Tensor) -> PyResult<Product> {
+        let (k, n) = (self.matrix.in_features(), self.matrix.out_features());
+        let m = x.numel() / k;
+        expect(
+            x.numel() == m * k && y.numel() == m * n,
+            "x or y has the wrong size",
+        )?;
+        expect(
+            m <= select::MOST_PACKED_ROWS,
+            "too many rows for a matrix kernel",
+        )?;
+        expect(
+            x.cuda == Some(self.device) && y.cuda == Some(self.device),
+            "x and y must be on the matrix's GPU",
+        )?;
+        let x_type = kind(x, "x")?;
+        expect(x_type != Half::F32, "x must be float16 or bfloat16")?;
+        Ok(Product {
+            x: x.ptr,
+            x_type,
+            y: y.ptr,
+            y_type: kind(y, "y")?,
+            m,
+        })
+    }
+}
+
+#[pymethods]
+impl CudaMatrix {
+    /// The tensors of `layout`, moved to one GPU, and a float32 bias there or None.
+    #[new]
+    #[pyo3(signature = (layout, image, units, maxima, features, row_of_feature, bias, prescale))]
+    fn new(
+        py: Python<'_>,
+        layout: &CudaLayout,
+        image: Tensor,
+        units: Tensor,
+        maxima: Tensor,
+        features: Tensor,
+        row_of_feature: Tensor,
+        bias: Option<Tensor>,
+        prescale: f32,
+    ) -> PyResult<Self> {
+        for (moved, from) in [
+            (&image, &layout.image),
+            (&units, &layout.units),
+            (&maxima, &layout.maxima),
+            (&features, &layout.features),
+            (&row_of_feature, &layout.row_of_feature),
+        ] {
+            let original = from.view(py)?;
+            expect(
+                moved.dtype == original.dtype && moved.shape == original.shape,
+                "a tensor of the layout changed on its way",
+            )?;
+        }
+        expect(
+            image.ptr.is_multiple_of(128),
+            "the image must be aligned to 128 bytes",
+        )?;
+        expect(
+            maxima.ptr.is_multiple_of(16),
+            "the maxima must be aligned to 16 bytes",
+        )?;
+        let mut all = vec![
+            ("image", &image),
+            ("units", &units),
+            ("features", &features),
+            ("row_of_feature", &row_of_feature),
+        ];
+        all.extend(bias.as_ref().map(|bias| ("bias", bias)));
+        let device = target(&all, &Launch::in_order(0))?.device;
+        if let Some(bias) = &bias {
+            expect(
+                bias.dtype == DType::F32 && bias.numel() == layout.layout.out_features,
+                "bias must be float32 [out_features]",
+            )?;
+        }
+        let at = Addresses {
+            image: image.ptr,
+            units: units.ptr,
+            maxima: maxima.ptr,
+            features: features.ptr,
+            row_of_feature: row_of_feature.ptr,
+            bias: bias.as_ref().map_or(0, |bias| bias.ptr),
+        };
+        let matrix = Matrix::new(&layout.layout, at, prescale);
+        let mut tensors = vec![image, units, maxima, features, row_of_feature];
+        tensors.extend(bias);
+        Ok(Self {
+            matrix,
+            device,
+            _tensors: tensors,
+        })
+    }
+
+    /// Bytes of scratch memory that `matmul` needs for `rows` rows.
+    fn prepared_bytes(&self, rows: usize) -> usize {
+        self.matrix.prepared_bytes(rows)
+    }
+
+    /// y = (x @ W + bias) * prescale; `prepared` uint8 and `multipliers` [m] float32 are scratch.
+    fn matmul(
+        &self,
+        py: Python<'_>,
+        x: Tensor,
+        prepared: Tensor,
+        multipliers: Tensor,
+        y: Tensor,
+        launch: &Launch,
+    ) -> PyResult<()> {
+        let op = self.product(&x, &y)?;
+        let needed = Scratch {
+            bytes: self.matrix.prepared_bytes(op.m),
+            alignment: 16,
+            rows: op.m,
+        };
+        needed.check(&prepared, &multipliers)?;
+        let all = [
+            ("x", &x),
+            ("prepared", &prepared),
+            ("multipliers", &multipliers),
+            ("y", &y),
+        ];
+        let to = target(&all, launch)?;
+        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
+        py.detach(|| unsafe {
+            linear::matmul(to, &self.matrix, &op, prepared.ptr, multipliers.ptr)
+        })
+        .map_err(|error| device_error(py, &error))
+    }
+
+    /// W [in_features, out_features] float16 into `out`.
+    fn dequantize(&self, py: Python<'_>, out: Tensor, stream: usize) -> PyResult<()> {
+        let size = self.matrix.in_features() * self.matrix.out_features();
+        expect(
+            out.dtype == DType::F16 && out.numel() == size,
+            "out must be float16 [in, out]",
+        )?;
+        expect(
+            out.cuda == Some(self.device),
+            "out must be on the matrix's GPU",
+        )?;
+        let to = target(&[("out", &out)], &Launch::in_order(stream))?;
+        // SAFETY: as in `matmul`.
+        py.detach(|| unsafe { linear::dequantize(to, &self.matrix, out.ptr) })
+            .map_err(|error| device_error(py, &error))
+    }
+}

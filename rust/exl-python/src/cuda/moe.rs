@@ -1,0 +1,282 @@
+//! Bindings of a mixture of experts on a GPU: routing, and the chosen experts' weighted sum.
+
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use exl_cuda::ops::moe::{self, Call, Choice, Experts, Route};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::cuda::matrix::CudaMatrix;
+use crate::cuda::{expect, target};
+use crate::errors::device_error;
+use crate::operands::Launch;
+use crate::tensor::{DType, Tensor};
+
+/// How the rows of a router's logits become experts and weights: made once with the layer.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct ExpertRouter {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    prescale: f64,
+    chosen: usize,
+    choice: Choice,
+}
+
+#[pymethods]
+impl ExpertRouter {
+    /// Logits (h @ weight^T + bias) * prescale; `weight` [experts, hidden] float16 or bfloat16, `bias` float32. `jitter` not negative: the
+    /// sparse choice of two.
+    #[new]
+    #[pyo3(signature = (weight, bias, prescale, chosen, normalize, jitter))]
+    fn new(
+        weight: Tensor,
+        bias: Option<Tensor>,
+        prescale: f64,
+        chosen: usize,
+        normalize: bool,
+        jitter: Option<f32>,
+    ) -> PyResult<Self> {
+        expect(
+            weight.shape.len() == 2 && matches!(weight.dtype, DType::F16 | DType::BF16),
+            "weight must be [experts, hidden] halves",
+        )?;
+        expect(
+            weight.shape[1].is_multiple_of(8) && weight.ptr.is_multiple_of(16),
+            "hidden must be a multiple of 8 and weight aligned to 16 bytes",
+        )?;
+        if let Some(bias) = &bias {
+            expect(
+                bias.dtype == DType::F32 && bias.numel() == weight.shape[0],
+                "bias must be float32 [experts]",
+            )?;
+        }
+        let choice = match jitter {
+            Some(jitter) => Choice::Sparse { jitter },
+            None => Choice::Softmax { normalize },
+        };
+        Ok(Self {
+            weight,
+            bias,
+            prescale,
+            chosen,
+            choice,
+        })
+    }
+
+    /// The experts of each row of h [rows, hidden] float16: `ids` int64 and `weights` float32 [rows, chosen]. `logits` float32
+    /// [rows, experts] is scratch, `arrivals` int32 [rows] zeros before and after.
+    fn route(
+        &self,
+        py: Python<'_>,
+        h: Tensor,
+        logits: Tensor,
+        arrivals: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        launch: &Launch,
+    ) -> PyResult<()> {
+        let (experts, hidden) = (self.weight.shape[0], self.weight.shape[1]);
+        let rows = h.numel() / hidden;
+        expect(
+            h.dtype == DType::F16 && h.numel() == rows * hidden && h.ptr.is_multiple_of(16),
+            "h must be float16 [rows, hidden], aligned to 16 bytes",
+        )?;
+        expect(
+            logits.dtype == DType::F32
+                && logits.numel() >= rows * experts
+                && arrivals.dtype == DType::I32
+                && arrivals.numel() >= rows,
+            "scratch tensors are too small",
+        )?;
+        let chosen = [rows, self.chosen];
+        expect(
+            ids.dtype == DType::I64
+                && ids.shape == chosen
+                && weights.dtype == DType::F32
+                && weights.shape == chosen,
+            "ids and weights must be [rows, chosen]",
+        )?;
+        let mut all = vec![
+            ("h", &h),
+            ("weight", &self.weight),
+            ("logits", &logits),
+            ("arrivals", &arrivals),
+            ("ids", &ids),
+            ("weights", &weights),
+        ];
+        all.extend(self.bias.as_ref().map(|bias| ("bias", bias)));
+        let to = target(&all, launch)?;
+        let op = Route {
+            h: h.ptr,
+            weight: self.weight.ptr,
+            bf16: self.weight.dtype == DType::BF16,
+            bias: self.bias.as_ref().map_or(0, |bias| bias.ptr),
+            prescale: self.prescale,
+            logits: logits.ptr,
+            arrivals: arrivals.ptr,
+            ids: ids.ptr,
+            weights: weights.ptr,
+            rows,
+            hidden,
+            experts,
+            chosen: self.chosen,
+            choice: self.choice,
+        };
+        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
+        py.detach(|| unsafe { moe::route(to, &op) })
+            .map_err(|error| device_error(py, &error))
+    }
+}
+
+/// The quantized gated MLPs of a layer, of which every row takes some.
+#[pyclass(frozen, name = "CudaExperts", module = "exl_kernels._native")]
+pub struct CudaExperts {
+    experts: Experts,
+    activation: i32,
+    device: u32,
+    /// Keeps the tensors alive whose addresses `experts` holds.
+    _matrices: Vec<[Py<CudaMatrix>; 3]>,
+}
+
+#[pymethods]
+impl CudaExperts {
+    /// (gate, up, down) of each expert, all on one GPU. ValueError says what cannot be launched together.
+    #[new]
+    fn new(py: Python<'_>, matrices: Vec<[Py<CudaMatrix>; 3]>, activation: &str) -> PyResult<Self> {
+        let activation = match activation {
+            "silu" => 0,
+            "gelu" => 1,
+            "quickgelu" => 2,
+            other => {
+                return Err(PyValueError::new_err(format!(
+                    "activation {other:?}: expected silu, gelu or quickgelu"
+                )));
+            }
+        };
+        expect(!matrices.is_empty(), "no experts")?;
+        let device = matrices[0][0].get().device;
+        expect(
+            matrices.iter().flatten().all(|m| m.get().device == device),
+            "the experts are on several GPUs",
+        )?;
+        let info = exl_cuda::Device::get(device).map_err(|error| device_error(py, &error))?;
+        let all: Vec<_> = matrices
+            .iter()
+            .map(|parts| parts.each_ref().map(|m| &m.get().matrix))
+            .collect();
+        let experts = Experts::new(&all, &info.info.caps).map_err(PyValueError::new_err)?;
+        drop(all);
+        Ok(Self {
+            experts,
+            activation,
+            device,
+            _matrices: matrices,
+        })
+    }
+
+    /// What the launches read of all experts: bytes to be placed in the GPU's memory.
+    fn table<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, self.experts.table())
+    }
+
+    /// Bytes of scratch memory of a call.
+    fn scratch_bytes(&self, rows: usize, chosen: usize) -> usize {
+        self.experts.scratch_bytes(rows, chosen)
+    }
+
+    /// out [rows, hidden] = residual + sum of weights * the experts of h, + shared * shared_weights; all float16, but `weights` and
+    /// `shared_weights` float32. `ids` int64 and `weights` [rows, chosen]; `table` as `table` gave it, `scratch` uint8. `tuning`, row tiles
+    /// of a block of gate and up and of down, is for benchmarks.
+    #[pyo3(signature = (table, h, ids, weights, scratch, out, launch, *, shared=None, shared_weights=None, residual=None, tuning=None))]
+    fn run(
+        &self,
+        py: Python<'_>,
+        table: Tensor,
+        h: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        scratch: Tensor,
+        out: Tensor,
+        launch: &Launch,
+        shared: Option<Tensor>,
+        shared_weights: Option<Tensor>,
+        residual: Option<Tensor>,
+        tuning: Option<[usize; 2]>,
+    ) -> PyResult<()> {
+        let hidden = self.experts.hidden();
+        let rows = h.numel() / hidden;
+        let chosen = ids.shape.last().copied().unwrap_or(0);
+        for (what, tensor) in [
+            ("h", Some(&h)),
+            ("out", Some(&out)),
+            ("shared", shared.as_ref()),
+            ("residual", residual.as_ref()),
+        ] {
+            let fits = tensor.is_none_or(|t| {
+                t.dtype == DType::F16 && t.shape == [rows, hidden] && t.ptr.is_multiple_of(4)
+            });
+            expect(fits, &format!("{what} must be float16 [rows, hidden]"))?;
+        }
+        expect(
+            ids.dtype == DType::I64
+                && ids.shape == [rows, chosen]
+                && weights.dtype == DType::F32
+                && weights.shape == ids.shape,
+            "ids and weights must be [rows, chosen]",
+        )?;
+        expect(
+            shared_weights
+                .as_ref()
+                .is_none_or(|t| t.dtype == DType::F32 && t.numel() == rows),
+            "shared_weights must be float32 [rows]",
+        )?;
+        expect(
+            table.dtype == DType::U8
+                && table.numel() == self.experts.table().len()
+                && table.ptr.is_multiple_of(16)
+                && scratch.dtype == DType::U8
+                && scratch.numel() >= self.experts.scratch_bytes(rows, chosen)
+                && scratch.ptr.is_multiple_of(16),
+            "table or scratch has another size",
+        )?;
+        let mut all = vec![
+            ("table", &table),
+            ("h", &h),
+            ("ids", &ids),
+            ("weights", &weights),
+            ("scratch", &scratch),
+            ("out", &out),
+        ];
+        for (what, tensor) in [
+            ("shared", &shared),
+            ("shared_weights", &shared_weights),
+            ("residual", &residual),
+        ] {
+            all.extend(tensor.as_ref().map(|t| (what, t)));
+        }
+        let to = target(&all, launch)?;
+        expect(to.device == self.device, "h must be on the experts' GPU")?;
+        let address = |tensor: &Option<Tensor>| tensor.as_ref().map_or(0, |t| t.ptr);
+        let op = Call {
+            table: table.ptr,
+            h: h.ptr,
+            ids: ids.ptr,
+            weights: weights.ptr,
+            scratch: scratch.ptr,
+            shared: address(&shared),
+            shared_weights: address(&shared_weights),
+            residual: address(&residual),
+            out: out.ptr,
+            rows,
+            chosen,
+            activation: self.activation,
+            tuning,
+        };
+        // SAFETY: as in `ExpertRouter::route`; ids are those of experts by the caller's contract, and others are passed over.
+        py.detach(|| unsafe { moe::run(to, &self.experts, &op) })
+            .map_err(|error| device_error(py, &error))
+    }
+}

@@ -1,0 +1,446 @@
+//! Bindings of the `sampling` subject on a GPU: what a request says becomes rows in pinned memory.
+
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use std::collections::HashSet;
+
+use exl_cpu::sampling::{self as cpu, Chain, Late};
+use exl_cuda::ops::sampling::{
+    self, CAPACITY, Edit, MOST_TOP, Row, SEGMENT, Staging, Workspace, flag, status,
+};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::cpu::sampling::{Answer, Edits, Request, mask, only, prepared};
+use crate::cuda::{expect, target};
+use crate::errors::device_error;
+use crate::operands::Launch;
+use crate::tensor::{DType, Tensor};
+
+/// Constants of a row's plan on the GPU: bias float32, ids that XTC ignores as packed int32.
+type Constants = (Option<Tensor>, Option<Tensor>);
+
+/// What follows: int64 ids on the GPU, what they must be below, and uint8 in pinned memory that is copied to as much on the GPU.
+type Following = (Tensor, usize, Option<(Tensor, Tensor)>);
+
+/// Memory that calls of one GPU share: what rows are staged in, and what the kernels compute in.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct SamplingWorkspace {
+    staging: Tensor,
+    device_copy: Tensor,
+    shaped: Tensor,
+    maxima: Tensor,
+    sums: Tensor,
+}
+
+#[pymethods]
+impl SamplingWorkspace {
+    /// `staging` uint8 in pinned memory, `device_copy` as much on the GPU; there too `shaped` float32 [N, pitch], `maxima` int32 and `sums`
+    /// int64 [N, 2048], for calls of up to N rows of up to `pitch` logits.
+    #[new]
+    fn new(
+        staging: Tensor,
+        device_copy: Tensor,
+        shaped: Tensor,
+        maxima: Tensor,
+        sums: Tensor,
+    ) -> PyResult<Self> {
+        expect(
+            staging.slice::<u8>("staging")?.len() == device_copy.numel()
+                && device_copy.dtype == DType::U8,
+            "device_copy must be as long as staging",
+        )?;
+        expect(
+            shaped.dtype == DType::F32 && maxima.dtype == DType::I32 && sums.dtype == DType::I64,
+            "shaped must be float32, maxima int32, sums int64",
+        )?;
+        let rows = shaped.shape.first().copied().unwrap_or(0);
+        expect(
+            shaped.shape.len() == 2
+                && maxima.shape == [rows, sampling::BLOCKS]
+                && sums.shape == [rows, sampling::BLOCKS],
+            "shaped must be [N, pitch], maxima and sums [N, 2048]",
+        )?;
+        Ok(Self {
+            staging,
+            device_copy,
+            shaped,
+            maxima,
+            sums,
+        })
+    }
+
+    /// Most rows of a call.
+    #[getter]
+    fn rows(&self) -> usize {
+        self.shaped.shape[0]
+    }
+}
+
+/// Whether the kernels have all stages of this row; the CPU samples the others.
+fn fits(request: &Request, chain: &Chain, size: usize) -> bool {
+    let all = chain.top_k == 0 || chain.top_k >= size;
+    let by_weight = chain.top_p > 0.0 || chain.top_a > 0.0 || chain.min_p > 0.0;
+    let mirostat_first = chain.mirostat > 0.0 && chain.tfs == 0.0;
+    request.negative.is_none()
+        && chain.typical == 0.0
+        && request.top_n <= MOST_TOP
+        && (chain.greedy
+            || (!all && chain.top_k <= CAPACITY)
+            || (all && (by_weight || mirostat_first || is_plain(chain))))
+}
+
+/// The draw is over all logits as they are, or at one late temperature.
+fn is_plain(chain: &Chain) -> bool {
+    let cuts = [
+        chain.top_p,
+        chain.top_a,
+        chain.min_p,
+        chain.tfs,
+        chain.typical,
+        chain.mirostat,
+    ];
+    cuts.iter().all(|&cut| cut == 0.0)
+        && !matches!(chain.late, Late::Dynamic { .. })
+        && chain.xtc_probability == 0.0
+        && !chain.descending
+}
+
+fn flags(chain: &Chain, all: bool) -> i32 {
+    let mut flags = 0;
+    let mut set = |wanted: bool, bit: i32| flags |= if wanted { bit } else { 0 };
+    set(chain.greedy, flag::GREEDY);
+    set(chain.smooth, flag::SMOOTH);
+    set(chain.descending, flag::DESCENDING);
+    set(all && !chain.greedy, flag::SUMS);
+    set(matches!(chain.late, Late::Fixed(_)), flag::LATE_FIXED);
+    set(
+        matches!(chain.late, Late::Dynamic { .. }),
+        flag::LATE_DYNAMIC,
+    );
+    set(all && is_plain(chain), flag::PLAIN);
+    flags
+}
+
+/// Two lists of edits, before and after the bias, as the kernels take them.
+struct Grouped([(Vec<Edit>, Vec<u32>); 2]);
+
+impl Grouped {
+    fn of(edits: &Edits, size: usize) -> Self {
+        Self([
+            grouped([&edits.penalties, &edits.discouraged], size),
+            grouped([&edits.dry, &edits.banned], size),
+        ])
+    }
+
+    /// Addresses of edits and starts of each list on the GPU; 0 for an empty one.
+    fn push(&self, staging: &mut Staging) -> [(usize, usize); 2] {
+        [0, 1].map(|i| match &self.0[i] {
+            (edits, _) if edits.is_empty() => (0, 0),
+            (edits, starts) => (staging.push(edits), staging.push(starts)),
+        })
+    }
+}
+
+/// Edits below `size` with those of a segment together, and where each segment begins. The second list overrides the first.
+fn grouped(lists: [&[cpu::Edit]; 2], size: usize) -> (Vec<Edit>, Vec<u32>) {
+    if lists.iter().all(|list| list.is_empty()) {
+        return Default::default();
+    }
+    let set: HashSet<u32> = lists[1].iter().map(|edit| edit.id).collect();
+    let kept = |edit: &&cpu::Edit| (edit.id as usize) < size;
+    let first = |edit: &&cpu::Edit| kept(edit) && (set.is_empty() || !set.contains(&edit.id));
+    let all = || {
+        lists[0]
+            .iter()
+            .filter(first)
+            .chain(lists[1].iter().filter(kept))
+    };
+    let mut starts = vec![0u32; size.div_ceil(SEGMENT) + 1];
+    for edit in all() {
+        starts[edit.id as usize / SEGMENT + 1] += 1;
+    }
+    for i in 1..starts.len() {
+        starts[i] += starts[i - 1];
+    }
+    let nothing = Edit {
+        factor: 0.0,
+        minus: 0.0,
+        id: 0,
+    };
+    let count = starts[starts.len() - 1] as usize;
+    let (mut edits, mut next) = (vec![nothing; count], starts.clone());
+    for edit in all() {
+        let at = &mut next[edit.id as usize / SEGMENT];
+        edits[*at as usize] = Edit {
+            factor: edit.factor,
+            minus: edit.minus,
+            id: edit.id,
+        };
+        *at += 1;
+    }
+    (edits, starts)
+}
+
+/// The ids a row may have as packed words; None: all.
+fn allowed(request: &Request, size: usize) -> PyResult<Option<Vec<i32>>> {
+    let mask = mask(request)?;
+    let Some(only) = only(request)? else {
+        return Ok(mask.map(|words| words[..words.len().min(size.div_ceil(32))].to_vec()));
+    };
+    let mut words = vec![0i32; size.div_ceil(32)];
+    for &id in only {
+        let inside = usize::try_from(id).ok().filter(|&id| id < size);
+        if let Some(id) = inside
+            && mask.is_none_or(|mask| cpu::edits::contains(mask, id))
+        {
+            words[id / 32] |= 1 << (id % 32);
+        }
+    }
+    Ok(Some(words))
+}
+
+fn row(
+    request: &Request,
+    constants: &Constants,
+    edits: &Grouped,
+    staging: &mut Staging,
+) -> PyResult<Row> {
+    let plan = request.plan.get();
+    let chain = Chain {
+        mirostat: request.mirostat,
+        ..plan.chain
+    };
+    let size = plan.size.min(request.logits.numel());
+    if size == 0 || !fits(request, &chain, size) {
+        return Ok(Row {
+            flags: flag::SKIP,
+            ..Row::default()
+        });
+    }
+    let all = chain.top_k == 0 || chain.top_k >= size;
+    let [before, after] = edits.push(staging);
+    let words = allowed(request, size)?;
+    let (low, high, exponent, late_scale) = match chain.late {
+        Late::None => (0.0, 0.0, 0.0, 1.0),
+        Late::Fixed(scale) => (0.0, 0.0, 0.0, scale),
+        Late::Dynamic {
+            low,
+            high,
+            exponent,
+        } => (low, high, exponent, 1.0),
+    };
+    let (bias, ignored) = constants;
+    Ok(Row {
+        logits: request.logits.ptr,
+        bias: bias.as_ref().map_or(0, |t| t.ptr),
+        mask: words.as_ref().map_or(0, |words| staging.push(words)),
+        edits: [before.0, after.0],
+        starts: [before.1, after.1],
+        ignored: ignored.as_ref().map_or(0, |t| t.ptr),
+        top_p: chain.top_p,
+        top_a: chain.top_a,
+        min_p: chain.min_p,
+        tfs: chain.tfs,
+        mirostat: chain.mirostat,
+        xtc_probability: chain.xtc_probability,
+        xtc_threshold: chain.xtc_threshold,
+        low,
+        high,
+        exponent,
+        uniform: request.uniform,
+        scale: chain.scale,
+        late_scale,
+        size: size as i32,
+        bias_length: bias.as_ref().map_or(0, |t| t.numel().min(size) as i32),
+        mask_words: words.map_or(0, |words| words.len() as i32),
+        ignored_words: ignored.as_ref().map_or(0, |t| t.numel() as i32),
+        top_k: if all { 0 } else { chain.top_k as i32 },
+        top_n: request.top_n as i32,
+        flags: flags(&chain, all),
+        padding: 0,
+    })
+}
+
+/// Write the rows to the staging memory and queue its copy on `stream`. Returns the bytes that are needed (more than there are: nothing of use
+/// was written, nothing is queued) and whether a row needs sums. `constants`: of each request.
+#[pyfunction]
+pub fn cuda_sample_fill(
+    py: Python<'_>,
+    workspace: &SamplingWorkspace,
+    requests: Vec<Request>,
+    constants: Vec<Constants>,
+    stream: usize,
+) -> PyResult<(usize, bool)> {
+    let SamplingWorkspace {
+        staging,
+        device_copy,
+        shaped,
+        ..
+    } = workspace;
+    let mut all = vec![("device_copy", device_copy)];
+    for (request, (bias, ignored)) in requests.iter().zip(&constants) {
+        all.push(("logits", &request.logits));
+        all.extend(bias.as_ref().map(|t| ("bias", t)));
+        all.extend(ignored.as_ref().map(|t| ("xtc_ignored", t)));
+        check_row(request, shaped.shape[1])?;
+    }
+    let to = target(&all, &Launch::in_order(stream))?;
+    let rows = requests.len();
+    expect(constants.len() == rows, "constants must be one a request")?;
+    let bytes = staging.slice_mut::<u8>("staging")?;
+    let (base, device) = (bytes.as_mut_ptr() as usize, device_copy.ptr);
+    // SAFETY: the caller synchronizes after every launch, so nothing reads or writes it now; torch owns it.
+    let Some(mut memory) = (unsafe { Staging::new(base, device, bytes.len(), rows) }) else {
+        let front = size_of::<sampling::Answer>() + size_of::<Row>();
+        return Ok((2 * rows * front + (1 << 16), false));
+    };
+    let edits = prepared(py, &requests, |edits, size| Grouped::of(&edits, size))?;
+    let mut with_sums = false;
+    for (i, (request, constants)) in requests.iter().zip(&constants).enumerate() {
+        let row = row(request, constants, &edits[i], &mut memory)?;
+        with_sums |= row.flags & flag::SUMS != 0;
+        memory.set_row(i, &row);
+    }
+    let (start, end) = (memory.rows_at(), memory.used());
+    if !memory.overflows() {
+        // SAFETY: both are as long; the caller keeps them until the stream has passed.
+        py.detach(|| unsafe { sampling::send(to, base, device, start, end - start) })
+            .map_err(|e| device_error(py, &e))?;
+    }
+    Ok((end, with_sums))
+}
+
+/// Launch for `count` rows that were filled in and copied; the answers are in the workspace once the stream has passed. `next`: int64
+/// [count] on the GPU that gets the tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing), and
+/// what is copied to where before.
+#[pyfunction]
+#[pyo3(signature = (workspace, count, with_sums, launch, next=None))]
+pub fn cuda_sample_launch(
+    py: Python<'_>,
+    workspace: &SamplingWorkspace,
+    count: usize,
+    with_sums: bool,
+    launch: &Launch,
+    next: Option<Following>,
+) -> PyResult<()> {
+    let SamplingWorkspace {
+        staging,
+        device_copy,
+        shaped,
+        maxima,
+        sums,
+    } = workspace;
+    let mut all = vec![
+        ("device_copy", device_copy),
+        ("shaped", shaped),
+        ("maxima", maxima),
+        ("sums", sums),
+    ];
+    if let Some((ids, _, inputs)) = &next {
+        all.push(("next", ids));
+        all.extend(inputs.as_ref().map(|(_, to)| ("inputs", to)));
+    }
+    let to = target(&all, launch)?;
+    expect(
+        shaped.shape[0] >= count,
+        "the workspace has fewer rows than there are requests",
+    )?;
+    let next = next.map(|next| following(count, &next)).transpose()?;
+    let host = staging.slice_mut::<u8>("staging")?.as_mut_ptr() as usize;
+    let workspace = Workspace {
+        shaped: shaped.ptr,
+        maxima: maxima.ptr,
+        sums: sums.ptr,
+        pitch: shaped.shape[1],
+    };
+    let copy = device_copy.ptr;
+    // SAFETY: sizes were checked above and when filling; the caller keeps the tensors until the stream has passed.
+    py.detach(|| unsafe { sampling::sample(to, host, copy, count, workspace, with_sums, next) })
+        .map_err(|e| device_error(py, &e))
+}
+
+fn following(count: usize, (ids, limit, inputs): &Following) -> PyResult<sampling::Next> {
+    expect(
+        ids.dtype == DType::I64 && ids.numel() == count && *limit > 0,
+        "next must be int64, with an id a request and a limit of at least 1",
+    )?;
+    let inputs = inputs.as_ref().map(|(from, to)| copied(from, to));
+    Ok(sampling::Next {
+        ids: ids.ptr,
+        limit: *limit,
+        inputs: inputs.transpose()?.unwrap_or_default(),
+    })
+}
+
+fn copied(from: &Tensor, to: &Tensor) -> PyResult<sampling::Inputs> {
+    let source = from.slice::<u8>("what inputs are copied from")?;
+    expect(
+        to.dtype == DType::U8 && to.numel() == source.len() && source.len().is_multiple_of(4),
+        "inputs must be uint8, as long as what they are copied from, a multiple of 4",
+    )?;
+    let from = source.as_ptr() as usize;
+    expect(
+        (from | to.ptr).is_multiple_of(4),
+        "inputs must be aligned to 4 bytes",
+    )?;
+    let words = i32::try_from(source.len() / 4)
+        .map_err(|_| PyValueError::new_err("inputs are 8 GB or more"))?;
+    Ok(sampling::Inputs {
+        from,
+        to: to.ptr,
+        words,
+    })
+}
+
+fn check_row(request: &Request, pitch: usize) -> PyResult<()> {
+    let logits = &request.logits;
+    expect(
+        logits.dtype == DType::F32 && logits.shape.len() == 1,
+        "logits must be float32 [V]",
+    )?;
+    expect(
+        logits.numel() <= pitch && logits.numel() <= cpu::MAX_WIDTH,
+        "logits are wider than the workspace",
+    )?;
+    if (0.0..1.0).contains(&request.uniform) {
+        return Ok(());
+    }
+    Err(PyValueError::new_err("uniform must be in [0, 1)"))
+}
+
+/// The answers of the last launch over `workspace`, whose stream has been synchronized; token -3: sample this row on the CPU.
+#[pyfunction]
+pub fn cuda_sample_answers(workspace: &SamplingWorkspace, count: usize) -> PyResult<Vec<Answer>> {
+    let bytes = workspace.staging.slice::<u8>("staging")?;
+    expect(
+        bytes.len() >= count * size_of::<sampling::Answer>(),
+        "staging holds fewer answers",
+    )?;
+    let base = bytes.as_ptr() as usize;
+    Ok((0..count)
+        .map(|i| {
+            // SAFETY: within the tensor; the launch has ended.
+            let answer = unsafe { sampling::answer(base, i) };
+            let part = |weight: u64| weight as f64 / answer.total as f64;
+            match answer.status {
+                status::OK => {
+                    let n = answer.top as usize;
+                    let top = (n > 0).then(|| {
+                        let weights = answer.top_weights[..n].iter();
+                        (
+                            answer.top_ids[..n].to_vec(),
+                            weights.map(|&w| part(w)).collect(),
+                        )
+                    });
+                    (i64::from(answer.token), part(answer.weight), top)
+                }
+                status::EMPTY => (-1, 0.0, None),
+                status::NOT_FINITE => (-2, 0.0, None),
+                _ => (-3, 0.0, None),
+            }
+        })
+        .collect())
+}

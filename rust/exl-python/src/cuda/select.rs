@@ -1,0 +1,218 @@
+//! Which kernels a card runs, asked without launching anything: for `exl info --kernels`, and for tests that need a kernel to be there.
+
+// PyO3 hands extracted arguments over by value.
+#![allow(clippy::needless_pass_by_value)]
+
+use exl_cuda::layout::Layout;
+use exl_cuda::ops::attention::{self, Attention};
+use exl_cuda::ops::kv::{KINDS, Pages};
+use exl_cuda::ops::linear::select::{self, Epilogue, Kernel};
+use exl_cuda::ops::linear::{Addresses, Matrix};
+use exl_cuda::{CARDS, Capabilities, Card, Device, Feature};
+use exl_format::exl2::Exl2View;
+use exl_format::gptq::GptqView;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::errors::{device_error, format_error, unsupported_error};
+use crate::matrix_parts::{Exl2Parts, GptqParts, zeros};
+
+/// A GPU as far as it decides which kernels run: one that is here, or one known by name.
+#[pyclass(frozen, name = "CudaCard", module = "exl_kernels._native")]
+pub struct CudaCard {
+    caps: Capabilities,
+}
+
+#[pymethods]
+impl CudaCard {
+    /// The GPU `index` of this machine with the code that this module holds for it.
+    #[staticmethod]
+    fn device(py: Python<'_>, index: u32) -> PyResult<Self> {
+        let device = Device::get(index).map_err(|error| device_error(py, &error))?;
+        Ok(Self {
+            caps: device.info.caps,
+        })
+    }
+
+    /// A card of `cuda_cards` with the code of a build for it, or None.
+    #[staticmethod]
+    fn named(name: &str) -> Option<Self> {
+        Card::named(name).map(|card| Self {
+            caps: card.with_own_code(),
+        })
+    }
+
+    /// Architecture of the code that the card runs, 80 for sm_80.
+    #[getter]
+    fn code(&self) -> i32 {
+        self.caps.code
+    }
+
+    /// Those of "bulk_copy", "clusters" and "wgmma" that the code has.
+    #[getter]
+    fn features(&self) -> Vec<&'static str> {
+        [
+            (Feature::BulkCopy, "bulk_copy"),
+            (Feature::Clusters, "clusters"),
+            (Feature::Wgmma, "wgmma"),
+        ]
+        .into_iter()
+        .filter(|&(feature, _)| self.caps.has(feature))
+        .map(|(_, name)| name)
+        .collect()
+    }
+}
+
+/// Names of the cards whose kernels can be listed without having one.
+#[pyfunction]
+pub fn cuda_cards() -> Vec<&'static str> {
+    CARDS.iter().map(|card| card.name).collect()
+}
+
+/// Most rows of a matmul by `gemv_ring` where others fit too, by `gemm_few`, and on packed weights by any kernel.
+#[pyfunction]
+pub fn cuda_row_limits() -> (usize, usize, usize) {
+    (
+        select::MOST_GEMV_ROWS,
+        Kernel::GemmFew.most_rows(),
+        select::MOST_PACKED_ROWS,
+    )
+}
+
+/// The shape of a quantized matrix in the GPU's layout, without its weights.
+#[pyclass(frozen, name = "CudaShape", module = "exl_kernels._native")]
+pub struct CudaShape {
+    matrix: Matrix,
+}
+
+impl CudaShape {
+    fn new(layout: &Layout) -> Self {
+        let nowhere = Addresses {
+            image: 0,
+            units: 0,
+            maxima: 0,
+            features: 0,
+            row_of_feature: 0,
+            bias: 0,
+        };
+        Self {
+            matrix: Matrix::new(layout, nowhere, 1.0),
+        }
+    }
+}
+
+#[pymethods]
+impl CudaShape {
+    #[staticmethod]
+    fn from_exl2(py: Python<'_>, name: &str, parts: Exl2Parts) -> PyResult<Self> {
+        let view =
+            Exl2View::new(name, parts.tensors()?).map_err(|error| format_error(py, &error))?;
+        let layout = Layout::exl2(&view)
+            .map_err(|error| unsupported_error(py, format!("{name}: {error}")))?;
+        Ok(Self::new(&layout))
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (name, parts, bits, v2, group_size))]
+    fn from_gptq(
+        py: Python<'_>,
+        name: &str,
+        parts: GptqParts,
+        bits: u32,
+        v2: bool,
+        group_size: Option<usize>,
+    ) -> PyResult<Self> {
+        let view = GptqView::new(name, parts.tensors()?, bits, zeros(v2), group_size)
+            .map_err(|error| format_error(py, &error))?;
+        let layout = Layout::gptq(&view)
+            .map_err(|error| unsupported_error(py, format!("{name}: {error}")))?;
+        Ok(Self::new(&layout))
+    }
+}
+
+/// (kernel, whether one launch takes all matrices and the epilogue, [(faster kernel, why not)]).
+type Row = (&'static str, bool, Vec<(&'static str, String)>);
+
+fn row(found: select::Selection) -> Row {
+    let refused = found
+        .refused
+        .into_iter()
+        .map(|(kernel, why)| (kernel.name(), why.to_string()))
+        .collect();
+    (found.kernel.name(), found.joined, refused)
+}
+
+/// The kernel of a matmul of several matrices over one input with an epilogue, as `FusedLinear` runs it.
+#[pyfunction]
+#[pyo3(signature = (card, shapes, rows, *, gate=false, norm=false, residual=false))]
+pub fn cuda_select_fused(
+    card: &CudaCard,
+    shapes: Vec<PyRef<'_, CudaShape>>,
+    rows: usize,
+    gate: bool,
+    norm: bool,
+    residual: bool,
+) -> Row {
+    let matrices: Vec<&Matrix> = shapes.iter().map(|shape| &shape.matrix).collect();
+    let epilogue = Epilogue {
+        gate,
+        norm,
+        residual,
+        bf16: false,
+    };
+    row(select::select(&card.caps, &matrices, rows, epilogue))
+}
+
+/// The kernel of one matrix by itself, as `QuantMatrix.matmul` runs it.
+#[pyfunction]
+pub fn cuda_select_alone(card: &CudaCard, shape: &CudaShape, rows: usize) -> Row {
+    row(select::select_alone(
+        &card.caps,
+        &[&shape.matrix],
+        rows,
+        false,
+    ))
+}
+
+/// The kernel of attention of `batch` sequences of `tokens` new tokens over `keys` keys each, on pages of 256 tokens.
+#[pyfunction]
+#[pyo3(signature = (card, kind, head_dim, q_heads, kv_heads, *, batch, tokens, keys, window=0, softcap=0.0))]
+#[allow(clippy::too_many_arguments)] // one keyword each
+pub fn cuda_select_attention(
+    card: &CudaCard,
+    kind: &str,
+    head_dim: usize,
+    q_heads: usize,
+    kv_heads: usize,
+    batch: usize,
+    tokens: usize,
+    keys: usize,
+    window: usize,
+    softcap: f32,
+) -> PyResult<String> {
+    const PAGE: usize = 256;
+    let found = KINDS.into_iter().find(|known| known.name == kind);
+    let kind = found.ok_or_else(|| PyValueError::new_err(format!("no cache kind {kind:?}")))?;
+    if kv_heads == 0
+        || head_dim == 0
+        || head_dim > attention::MAX_DIM
+        || !q_heads.is_multiple_of(kv_heads)
+    {
+        return Err(PyValueError::new_err(format!(
+            "{q_heads} query heads over {kv_heads} key heads of {head_dim} dimensions"
+        )));
+    }
+    let max_pages = keys.div_ceil(PAGE).max(1);
+    let pages = Pages {
+        kind,
+        data: [0; 2],
+        scales: [0; 2],
+        num_pages: batch * max_pages,
+        page_size: PAGE,
+        heads: kv_heads,
+        head_dim,
+    };
+    let mut op = Attention::of_shape(pages, batch * tokens, q_heads, (batch, max_pages));
+    (op.window, op.softcap) = (window, softcap);
+    Ok(attention::selected(&card.caps, &op, keys).kernel)
+}
