@@ -1,7 +1,8 @@
 """Print a table of every row of the checklists in docs/coverage/*.toml with the tests that cover it.
 
 A test names its rows with the marker `covers`: `@pytest.mark.covers("generators.md: 12", "core.md: caches")`. The marks
-are read from the sources; no test runs. `--into FILE` writes the table to a file. CI builds it into the documentation site.
+are read from the sources; no test runs. `--into FILE` writes the table to a file. CI builds it into the documentation
+site.
 """
 
 from __future__ import annotations

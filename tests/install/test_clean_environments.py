@@ -47,7 +47,7 @@ def uv(*args: str) -> str:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wheels of all packages, the native one built in release mode without this checkout's environment: without nvcc."""
+    """Wheels of all packages, the native one built in release mode without this checkout's environment and nvcc."""
     out = tmp_path_factory.mktemp("wheels")
     for package in PACKAGES:
         build = ["build", "-q", "--wheel", "--package", package, "--out-dir", str(out)]

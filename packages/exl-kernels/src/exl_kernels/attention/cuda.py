@@ -2,8 +2,8 @@
 
 Halves enter the matrix products (queries and softmax weights are rounded to half, Hadamard codes times their scale
 too), sums and softmax are float32. The order of arithmetic depends on a token's own position only
-(kernels/attention/attention_common.cuh): a token's result is the same to the bit alone or in a batch, in any chunking and at any
-page placement, and the kernels (for few tokens, for many) give the same bits, so that no setting is needed.
+(`attention_common.cuh`): a token's result is bitwise identical alone or in a batch, in any chunking and at any page
+placement, and the kernels (for few tokens, for many) give identical results, so that no setting is needed.
 
 Nothing is read back from the GPU: what the CPU refuses (slots, rows, positions, page numbers out of range) is passed
 over here: such slots are not stored and load as zeros, such rows see nothing, such pages read as zeros. With
