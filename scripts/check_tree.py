@@ -29,7 +29,6 @@ LONG = 600
 LONGEST_FUNCTION = 80
 LONG_FUNCTIONS = {
     "packages/exl-filters/src/exl_filters/testing/machine.py:filter_machine",
-    "packages/exl-generate/src/exl_generate/dynamic/generator.py:ExLlamaV2DynamicGenerator.__init__",
     "packages/exl-serve/src/exl_serve/cli.py:serve",
 }
 # No test may fail because a machine is slow or busy: what is waited for in one has at least these seconds, which only a

@@ -455,5 +455,5 @@ def test_finished_jobs_leave_nothing_behind() -> None:
         del jobs
         gc.collect()
         assert [ref() for ref in alive] == [None] * 5
-        assert not generator._sinks
+        assert not generator._outbox.has_redirects
         check_pages(generator)

@@ -9,7 +9,7 @@ import torch
 
 from exl_core import ExLlamaV2MMEmbedding
 
-__all__ = ["Adapter", "Cache", "Config", "ExLlamaV2MMEmbedding", "Model", "Tokenizer"]
+__all__ = ["Adapter", "Cache", "CacheView", "Config", "ExLlamaV2MMEmbedding", "Model", "Tokenizer"]
 
 
 class Config(Protocol):
@@ -48,6 +48,15 @@ class Cache(Protocol):
         to_rows: int,
     ) -> None:
         """Copy the K/V of a range of tokens."""
+
+
+class CacheView:
+    """A cache that shows the memory of another one."""
+
+    @property
+    def underlying(self) -> Any:
+        """The cache that owns the memory."""
+        raise NotImplementedError
 
 
 class Adapter(Protocol):

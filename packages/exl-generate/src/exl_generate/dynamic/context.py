@@ -1,51 +1,77 @@
-"""What a job takes from the generator that queues it."""
+"""What all jobs of a generator share: model, tokenizer, pages, defaults, and the names of cached content."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from exl_generate.dynamic.pages import PageTable, namespace_digest
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Model, Tokenizer
+    from exl_generate.contracts import Adapter, Cache, Model, Tokenizer
     from exl_generate.dynamic.draft_length import Acceptance
-    from exl_generate.dynamic.pages import PageTable
 
 __all__ = ["JobContext"]
 
 
-class JobContext(Protocol):
-    """Model, tokenizer, pages and defaults of the generator, as far as its jobs use them."""
+class JobContext:
+    """The part of a generator that its jobs see.
 
-    @property
-    def model(self) -> Model: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def page_table(self) -> PageTable: ...
-    @property
-    def padded_vocab_size(self) -> int:
-        """Columns of the logits."""
-        ...
+    Args:
+        model, cache, tokenizer: as the generator's.
+        page_table: the pages of `cache`.
+        num_draft_tokens: most tokens drafted a step; 0 without drafting.
+        new_acceptance: makes the draft statistics of a job that has drafted nothing yet.
+    """
 
-    @property
-    def current_loras(self) -> Sequence[Any]:
-        """Adapters of jobs that name none of their own."""
-        ...
+    def __init__(
+        self,
+        model: Model,
+        cache: Cache,
+        tokenizer: Tokenizer,
+        page_table: PageTable,
+        num_draft_tokens: int,
+        new_acceptance: Callable[[], Acceptance],
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.tokenizer = tokenizer
+        self.page_table = page_table
+        self.num_draft_tokens = num_draft_tokens
+        self.new_acceptance = new_acceptance
+        #: columns of the logits: the vocabulary rounded up to a multiple of 32
+        self.padded_vocab_size: int = -(-model.config.vocab_size // 32) * 32
+        #: adapters of jobs that name none of their own
+        self.current_loras: list[Adapter] = []
+        #: how often a module of the model was replaced, wrapped in an `Intervention` or taken out of one
+        self.arrangements = 0
+        self._arrangement = model.arrangement
+        self._private_token = secrets.token_hex(16)
 
-    @property
-    def num_draft_tokens(self) -> int:
-        """Most tokens drafted a step; 0 without drafting."""
-        ...
+    def update_arrangement(self) -> bool:
+        """Look whether a module of the model was replaced since the last call. Pages named before are then found under
+        names that no job starts with any more."""
+        now = self.model.arrangement
+        if now is self._arrangement:
+            return False
+        self._arrangement, self.arrangements = now, self.arrangements + 1
+        return True
 
-    @property
-    def arrangements(self) -> int:
-        """How often a module of the model was replaced, or wrapped in an `Intervention`, or taken out of one."""
-        ...
+    def namespace_of(self, loras: Sequence[Adapter]) -> bytes:
+        """Digest that precedes the first page of every sequence under these adapters, 16 bytes.
 
-    def namespace_of(self, loras: Sequence[Any]) -> bytes:
-        """The hash before the first page of every sequence under these adapters."""
-        ...
+        It is equal in every process with the same model, settings, adapters, cache format and kind of device. Once a
+        module was replaced it is this generator's own, since K/V of before may be stored under the names of then.
+        """
+        model, device = self.model, self.model.device
+        own = [f"modules {self.arrangements} of {self._private_token}"] if self.arrangements else []
+        cache = f"{type(self.cache).__name__} {self.cache.kind}"  # a cache split over devices has its parts' kind
+        parts = [model.content_digest.hex(), "cpu" if device is None else device.type, cache]
+        return namespace_digest([*parts, *own, *map(_name_of, loras)])
 
-    def new_acceptance(self) -> Acceptance:
-        """The acceptance of a job that has drafted nothing yet."""
-        ...
+
+def _name_of(lora: Adapter) -> str:
+    """Name of an adapter's effect, the same in every process. The order of adapters counts: they add up in it, and the
+    first replacement of a matrix holds."""
+    return f"adapter {lora.content_digest.hex()} x {lora.lora_scaling!r}"

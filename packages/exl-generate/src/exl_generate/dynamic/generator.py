@@ -1,8 +1,7 @@
-"""`ExLlamaV2DynamicGenerator`: continuous batching over a paged cache. Behaviour: spec/generators.md 3."""
+"""`ExLlamaV2DynamicGenerator`: continuous batching over a paged cache."""
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,15 +10,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from exl_core import PagedParams
-from exl_generate.dynamic.adapters import adapter_names
+from exl_generate.dynamic.cache_owner import owning
 from exl_generate.dynamic.columns import RoundColumns, columns_of, unreadable
 from exl_generate.dynamic.completion import Completions, build_jobs
+from exl_generate.dynamic.context import JobContext
 from exl_generate.dynamic.draft_model import ModelDrafter
 from exl_generate.dynamic.engine import Engine
 from exl_generate.dynamic.events import Events
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
-from exl_generate.dynamic.limits import Limits, check_drafting
-from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, Page, PageTable, namespace_digest
+from exl_generate.dynamic.limits import Limits, check_drafting, check_tokenizer
+from exl_generate.dynamic.outbox import Outbox
+from exl_generate.dynamic.pages import PAGED_PAGE_SIZE, Page, PageTable
 from exl_generate.dynamic.parameters import adapters_of, check_abort_event, count_of
 from exl_generate.dynamic.results import Result, dict_of, dicts_of
 from exl_generate.dynamic.runner import Runner
@@ -27,15 +28,13 @@ from exl_generate.dynamic.scheduler import Scheduler
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 from exl_generate.dynamic.snapshot import GeneratorSnapshot, snapshot_of
 from exl_generate.dynamic.speculation import Drafter, NgramDrafter
-from exl_generate.dynamic.tenancy import taken
 from exl_generate.dynamic.workers import filter_pool
 from exl_generate.errors import JobStateError, RequestError
 from exl_generate.interrupts import defer_sigint
 from exl_generate.sampling import Settings
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Cache, Model, Tokenizer
-    from exl_generate.dynamic.draft_length import Acceptance
+    from exl_generate.contracts import Adapter, Cache, Model, Tokenizer
 
 __all__ = ["ExLlamaV2DynamicGenerator"]
 
@@ -92,72 +91,36 @@ class ExLlamaV2DynamicGenerator:
         *,
         page_size: int = PAGED_PAGE_SIZE,
     ) -> None:
-        for name, value in (
-            ("max_sampling_threads", max_sampling_threads),
-            ("min_sampling_threads", min_sampling_threads),
-        ):
-            count_of(name, value)
-        if not hasattr(tokenizer, "get_id_to_bytes_list"):
-            raise RequestError(f"tokenizer is a {type(tokenizer).__name__}; pass the model's ExLlamaV2Tokenizer")
+        check_tokenizer(tokenizer)
+        count_of("max_sampling_threads", max_sampling_threads)
+        count_of("min_sampling_threads", min_sampling_threads)
         limits = Limits.resolve(model, cache, max_batch_size, max_seq_len, max_chunk_size, max_q_size, paged, page_size)
         drafts = num_draft_tokens if draft_model is not None or use_ngram_draft else 0
         check_drafting(model, cache, draft_model, draft_cache, use_ngram_draft, drafts, max_ngram, max_q_size)
-        self.model = model
-        self.cache = cache
-        self.tokenizer = tokenizer
-        self.draft_model = draft_model
-        self.draft_cache = draft_cache
-        self.num_draft_tokens = drafts
-        self.page_size = limits.page_size
-        self.max_pages = limits.num_pages
+        self.model, self.cache, self.tokenizer = model, cache, tokenizer
+        self.draft_model, self.draft_cache = draft_model, draft_cache
+        self.page_size, self.max_pages = limits.page_size, limits.num_pages
         self.max_total_tokens = limits.num_pages * limits.page_size
-        self.max_batch_size = limits.max_batch_size
-        self.max_seq_len = limits.max_seq_len
-        self.max_chunk_size = limits.max_chunk_size
-        self.max_q_size = max_q_size
-        # As they were passed, for programs that read them.
-        self.paged = paged
-        self.use_ngram_draft = use_ngram_draft
-        self.max_ngram = max_ngram
-        self.max_sampling_threads = max_sampling_threads
-        self.min_sampling_threads = min_sampling_threads
-        self.filter_background_eval = filter_background_eval
-        self.padded_vocab_size = -(-model.config.vocab_size // 32) * 32
-        #: whether another generator on the same cache ends this one's jobs rather than being refused
+        self.max_batch_size, self.max_seq_len = limits.max_batch_size, limits.max_seq_len
+        self.max_chunk_size, self.max_q_size = limits.max_chunk_size, max_q_size
+        self.num_draft_tokens, self.use_ngram_draft, self.max_ngram = drafts, use_ngram_draft, max_ngram
+        self.max_sampling_threads, self.min_sampling_threads = max_sampling_threads, min_sampling_threads
+        self.paged, self.filter_background_eval = paged, filter_background_eval
+        #: whether another generator that takes the cache ends this one's jobs; otherwise it is refused
         self.yields_cache = False
-        #: adapters of jobs that name none of their own
-        self.current_loras: list[Any] = []
         self.page_table = PageTable(limits.num_pages, limits.page_size)
+        self.drafter = drafter = self._make_drafter()
         self.job_serial = 0
-        self._scheduler = Scheduler(
-            self.page_table,
-            limits.max_batch_size,
-            limits.max_seq_len,
-            before_start=lambda job: job.pages.refresh_names(self),
-        )
-        self.drafter = self._make_drafter(use_ngram_draft, max_ngram)
-        self._engine = Engine(
-            self._scheduler,
-            Runner(model, cache, limits.page_size),
-            self.drafter,
-            limits.max_chunk_size,
-            self._deliver,
-            filter_pool if filter_background_eval else None,
-        )
-        self._caches = [cache] if draft_cache is None else [cache, draft_cache]
-        self._arrangement = model.arrangement
-        #: ways in which the model's modules have stood before the present one (`Intervention` put in or taken out)
-        self.arrangements = 0
-        self._own_token = secrets.token_hex(16)
-        self._in_round = False
-        self._sinks: dict[ExLlamaV2DynamicJob, Events] = {}
-        self._outbox: Events = []
-        #: whether the last call for results was `iterate_columns`
-        self._by_columns = False
+        # None of these may refer to this object: a generator that nobody uses any more must be freed at once.
+        self._context = JobContext(model, cache, tokenizer, self.page_table, drafts, drafter.new_acceptance)
+        self._scheduler = Scheduler(self._context, limits.max_batch_size, limits.max_seq_len)
+        self._outbox = Outbox()
+        runner, pool = Runner(model, cache, limits.page_size), filter_pool if filter_background_eval else None
+        self._engine = Engine(self._scheduler, runner, drafter, limits.max_chunk_size, self._outbox.deliver, pool)
+        self._in_step = self._by_columns = False
         #: jobs that `discard` has marked and that are still to be taken out; appended to without the lock
         self._discards: deque[ExLlamaV2DynamicJob] = deque()
-        self._lock = threading.RLock()
-        self._submitting = threading.Lock()
+        self._lock, self._submitting = threading.RLock(), threading.Lock()
 
     def __repr__(self) -> str:
         used = self.max_pages - self.page_table.unreferenced
@@ -191,7 +154,7 @@ class ExLlamaV2DynamicGenerator:
             raise RequestError(f"cancel takes a job, not {type(job).__name__}")
         with defer_sigint() as section, section.holding(self._lock):
             if job.serial_number is not None and not job.is_finished and self._owns(job):
-                self._deliver([job.cancelled()])
+                self._outbox.deliver([job.cancelled()])
                 self._drop(job)
 
     def discard(self, job: ExLlamaV2DynamicJob) -> None:
@@ -231,13 +194,13 @@ class ExLlamaV2DynamicGenerator:
         yet (after a Ctrl-C in the last round, or `cancel`)."""
         waiting = self.num_pending_jobs()
         active = set(self._scheduler.active)  # before the outbox: what ends meanwhile is found there
-        ended = {event.job for event in tuple(self._outbox) if event.job.is_finished}
+        ended = {event.job for event in tuple(self._outbox.events) if event.job.is_finished}
         return waiting + sum(not job.discarded for job in active | ended)
 
     @property
     def has_work(self) -> bool:
         """Whether `iterate` has anything to do: jobs, results to return, or discarded jobs to take out."""
-        return bool(self._discards or self._scheduler.num_pending or self._scheduler.active or self._outbox)
+        return bool(self._discards or self._scheduler.num_pending or self._scheduler.active or self._outbox.events)
 
     def num_pending_jobs(self) -> int:
         """Jobs that wait in the queue."""
@@ -282,8 +245,12 @@ class ExLlamaV2DynamicGenerator:
         """
         if not self._by_columns:
             with self._submitting, self._lock:
-                for job in [*self._scheduler.pending, *self._scheduler.active, *(event.job for event in self._outbox)]:
-                    if job not in self._sinks:
+                for job in [
+                    *self._scheduler.pending,
+                    *self._scheduler.active,
+                    *(event.job for event in self._outbox.events),
+                ]:
+                    if not self._outbox.is_redirected(job):
                         _check_columns(job)
                 self._by_columns = True
         return self._round(columns_of)
@@ -297,12 +264,12 @@ class ExLlamaV2DynamicGenerator:
                     self._step()
                 section.deliver()
                 with section.holding(self._lock):
-                    taken = self._collect()
+                    taken = self._outbox.take(self.raises_job_errors and not self._by_columns)
                 return write(taken)
         except BaseException:
             # For a Ctrl-C at the section's end. Python looks for signals at calls, jumps back and entries only, and
             # there is none of them between here and the list, or between the section and the caller.
-            self._outbox[:0] = taken
+            self._outbox.events[:0] = taken
             raise
 
     def generate(
@@ -377,26 +344,31 @@ class ExLlamaV2DynamicGenerator:
     def set_loras(self, loras: Any) -> None:
         """Adapters of all jobs enqueued from now on that name none themselves: None, one, or a list. Jobs that are
         queued or running keep theirs; nothing has to be idle."""
-        self.current_loras = list(adapters_of(loras) or ())
+        self._context.current_loras = list(adapters_of(loras) or ())
 
     def defrag_cache(self) -> None:
         """Nothing to do: attention reads pages in any order at the same speed, and no result depends on it."""
 
-    def namespace_of(self, loras: Sequence[Any]) -> bytes:
-        """What stands before the first page of every sequence under these adapters: equal in every process with the
-        same model, settings, adapters and cache format on the same kind of device.
+    def namespace_of(self, loras: Sequence[Adapter]) -> bytes:
+        """Digest of everything but the tokens that decides the content of cached pages, 16 bytes: equal in every
+        process with the same model, settings, adapters, cache format and kind of device."""
+        return self._context.namespace_of(loras)
 
-        Once modules were replaced it is this generator's own: K/V of before may stand under the names of then.
-        """
-        model, device = self.model, self.model.device
-        own = [f"modules {self.arrangements} of {self._own_token}"] if self.arrangements else []
-        cache = f"{type(self.cache).__name__} {self.cache.kind}"  # one cut over devices has the kind of its parts
-        parts = [model.content_digest.hex(), "cpu" if device is None else device.type, cache]
-        return namespace_digest([*parts, *own, *adapter_names(loras)])
+    @property
+    def padded_vocab_size(self) -> int:
+        """Columns of the logits: the vocabulary rounded up to a multiple of 32."""
+        return self._context.padded_vocab_size
 
-    def new_acceptance(self) -> Acceptance:
-        """As `JobContext`: how the drafts of a new job fare."""
-        return self.drafter.length.acceptance()
+    @property
+    def current_loras(self) -> list[Adapter]:
+        """Adapters of jobs that name none of their own; `set_loras` sets them."""
+        return self._context.current_loras
+
+    @property
+    def arrangements(self) -> int:
+        """How often a module of the model was replaced, or wrapped in an `Intervention`, since this generator was
+        made."""
+        return self._context.arrangements
 
     def leave_caches(self) -> None:
         """As `Tenant`: another generator queues jobs on a cache of this one."""
@@ -405,13 +377,13 @@ class ExLlamaV2DynamicGenerator:
         try:
             self._drop_discarded()
             jobs = [*self._scheduler.pending, *self._scheduler.active]
-            if jobs and (self._in_round or not self.yields_cache):
+            if jobs and (self._in_step or not self.yields_cache):
                 raise JobStateError(
                     f"another generator has {len(jobs)} jobs in this cache; let them end or cancel them first, or make "
                     "a cache for each generator"
                 )
             for job in jobs:
-                self._deliver([job.fail(JobStateError("another generator has taken the cache; begin again"))])
+                self._outbox.deliver([job.fail(JobStateError("another generator has taken the cache; begin again"))])
                 self._drop(job)
         finally:
             self._lock.release()
@@ -458,9 +430,9 @@ class ExLlamaV2DynamicGenerator:
 
     # ---- internals -------------------------------------------------------------------------------------------------
 
-    def _make_drafter(self, use_ngram: bool, max_ngram: int) -> Drafter:
-        if use_ngram:
-            return NgramDrafter(self.num_draft_tokens, max_ngram)
+    def _make_drafter(self) -> Drafter:
+        if self.use_ngram_draft:
+            return NgramDrafter(self.num_draft_tokens, self.max_ngram)
         if self.draft_model is None or self.draft_cache is None:
             return Drafter()
         runner = Runner(self.draft_model, self.draft_cache, self.page_size, draft=True)
@@ -480,13 +452,14 @@ class ExLlamaV2DynamicGenerator:
             try:
                 for serial, job in enumerate(jobs, self.job_serial):
                     attached.append(job)
-                    job.attach(self, serial)
+                    job.attach(self._context, serial)
                     self._scheduler.check(job)
                 section.deliver()
-                with taken(self, self._caches):
+                caches = [self.cache] if self.draft_cache is None else [self.cache, self.draft_cache]
+                with owning(self, caches):
                     self.job_serial += len(jobs)
                     if sink is not None:
-                        self._sinks.update((job, sink) for job in jobs)
+                        self._outbox.redirect(jobs, sink)
                     self._scheduler.add(jobs)
             except BaseException:
                 for job in attached:
@@ -514,42 +487,20 @@ class ExLlamaV2DynamicGenerator:
 
     def _step(self) -> None:
         self._drop_discarded()
-        was, self._in_round = self._in_round, True
+        was, self._in_step = self._in_step, True
         try:
-            self._meet_arrangement()
+            if self._context.update_arrangement():
+                self._engine.forget_next_step()
+                for job in self._scheduler.active:
+                    job.pages.make_private(self._context, job.serial_number)
             self._engine.step()
         finally:
-            self._in_round = was
+            self._in_step = was
             self._drop_discarded()
-
-    def _meet_arrangement(self) -> None:
-        """What was computed before a module of the model was put into an `Intervention`, or taken out of one, is found
-        under names that no job starts with from now on; jobs that run share no page from here on."""
-        now = self.model.arrangement
-        if now is not self._arrangement:
-            self._arrangement, self.arrangements = now, self.arrangements + 1
-            self._engine.forget_next_step()
-            for job in self._scheduler.active:
-                job.pages.make_private(self, job.serial_number)
-
-    def _deliver(self, events: Events) -> None:
-        for event in events:
-            self._sinks.get(event.job, self._outbox).append(event)
-
-    def _collect(self) -> Events:
-        """Take the events out of the outbox. Raises the first job's error among them if errors are to be raised."""
-        events = [event for event in self._outbox if not event.job.discarded]
-        if self.raises_job_errors and not self._by_columns:
-            for at, event in enumerate(events):
-                if event.ending is not None and event.ending.error is not None:
-                    self._outbox = [*events[:at], *events[at + 1 :]]
-                    raise event.ending.error
-        self._outbox = []
-        return events
 
     def _drop_discarded(self) -> None:
         """Take out what `discard` has marked, unless a round is under way, which does so at its end."""
-        while self._discards and not self._in_round:
+        while self._discards and not self._in_step:
             self._drop(self._discards[0])
             self._discards.popleft()
 
@@ -590,7 +541,7 @@ class ExLlamaV2DynamicGenerator:
             finally:
                 with self._lock:
                     for job in jobs:
-                        queued = self._sinks.pop(job, None) is not None
+                        queued = self._outbox.end_redirect(job)
                         if queued and not job.is_finished:
                             self._drop(job)
 

@@ -10,7 +10,7 @@ from exl_generate.errors import CapacityError, RequestError
 if TYPE_CHECKING:
     from exl_generate.contracts import Cache, Model
 
-__all__ = ["Limits", "check_drafting"]
+__all__ = ["Limits", "check_drafting", "check_tokenizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,12 @@ def _chunk_size(asked: int | None, longest: int, page_size: int) -> int:
             f"max_chunk_size is {asked}; it must be a multiple of {page_size}, at most {longest} (config.max_input_len)"
         )
     return asked
+
+
+def check_tokenizer(tokenizer: object) -> None:
+    """Raise `RequestError` for an object that is no tokenizer."""
+    if not hasattr(tokenizer, "get_id_to_bytes_list"):
+        raise RequestError(f"tokenizer is a {type(tokenizer).__name__}; pass the model's ExLlamaV2Tokenizer")
 
 
 def check_drafting(

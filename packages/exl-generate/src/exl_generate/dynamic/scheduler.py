@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from exl_generate.dynamic.pages import PageTable
 from exl_generate.errors import CapacityError
 
 if TYPE_CHECKING:
+    from exl_generate.dynamic.context import JobContext
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
 __all__ = ["Scheduler"]
@@ -25,18 +25,17 @@ class Scheduler:
     A job starts when every page it has asked to reserve is free or reserved for it. Usually that is all it can ever
     need, so that it never waits for pages. One with `max_rq_tokens` reserves that much at a time; when that is used up
     and others wait, it goes to the end of the queue, keeps all it has, and goes on from the prefix cache when its turn
-    comes. The queue always moves: when nothing runs, any job that was let in fits. `before_start` is called with every
-    job whose turn may be now, before its pages are looked for.
+    comes. The queue always moves: when nothing runs, any job that was let in fits.
     """
 
     def __init__(
         self,
-        table: PageTable,
+        context: JobContext,
         max_batch_size: int,
         max_seq_len: int,
-        before_start: Callable[[ExLlamaV2DynamicJob], None],
     ) -> None:
-        self.table = table
+        self._context = context
+        self.table = context.page_table
         self.max_batch_size = max_batch_size
         self.max_seq_len = max_seq_len
         #: waiting jobs in order, with their prompt tokens that were not in the cache; a dict, so that any of them can
@@ -47,7 +46,6 @@ class Scheduler:
         self.active: list[ExLlamaV2DynamicJob] = []
         #: sequences of the running jobs
         self.active_sequences = 0
-        self._before_start = before_start
         self._lock = threading.Lock()
 
     @property
@@ -111,7 +109,7 @@ class Scheduler:
         for job in list(islice(self._queue, LOOKAHEAD)):
             if self.table.available <= 0 or self.active_sequences >= self.max_batch_size:
                 return
-            self._before_start(job)
+            job.pages.refresh_names(self._context)
             if not self.can_start(job):
                 skipped.append(job)
                 continue

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from exl_generate.dynamic.draft_length import DraftLength
+from exl_generate.dynamic.draft_length import Acceptance, DraftLength
 from exl_generate.dynamic.runner import Chunk
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX
 
@@ -56,6 +56,10 @@ class Drafter:
         drafts = self._guess(ready, length)
         self.seconds = clock() - start
         return drafts
+
+    def new_acceptance(self) -> Acceptance:
+        """Statistics for a job that has drafted nothing yet."""
+        return self.length.acceptance()
 
     def prefill(self, chunks: SequenceOf[Chunk]) -> None:
         """The model is about to compute these parts of prompts."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from exl_generate.contracts import CacheView
+
 __all__ = ["OneRow", "page_size_of"]
 
 
-class OneRow:
+class OneRow(CacheView):
     """Presents `cache` with batch_size 1 and the length of all its rows together; everything else is the cache's
     own."""
 
@@ -19,7 +21,7 @@ class OneRow:
 
     @property
     def underlying(self) -> Any:
-        """The cache itself, whose memory this shows."""
+        """The cache whose memory this shows."""
         return self._cache
 
     def __getattr__(self, name: str) -> Any:

@@ -1,0 +1,57 @@
+"""Track which generator owns a cache.
+
+A page table describes the content of one cache. Two page tables over one cache would each trust pages that the other
+has overwritten. So a generator becomes the owner of its caches when it queues jobs, and forgets its pages if another
+generator owned one of them meanwhile. Owners are held weakly: a generator that nobody uses any more owns nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from exl_generate.contracts import CacheView
+
+__all__ = ["CacheOwner", "owning"]
+
+_lock = threading.RLock()
+_owners: weakref.WeakKeyDictionary[object, weakref.ref[CacheOwner]] = weakref.WeakKeyDictionary()
+
+
+class CacheOwner(Protocol):
+    """What a generator offers to other generators on its caches."""
+
+    def leave_caches(self) -> None:
+        """Make room for another generator. Raises `JobStateError` while jobs of this one are queued or running."""
+
+    def forget_pages(self) -> None:
+        """Another generator has written into the caches."""
+
+
+@contextlib.contextmanager
+def owning(owner: CacheOwner, caches: Sequence[object]) -> Iterator[None]:
+    """Make `owner` the owner of the caches; no other generator can take them before the block ends.
+
+    Raises what `leave_caches` of the present owner raises.
+    """
+    with _lock:
+        memories = [cache.underlying if isinstance(cache, CacheView) else cache for cache in caches]
+        changed = [memory for memory in memories if _owner_of(memory) is not owner]
+        _make_room(changed)
+        if any(memory in _owners for memory in changed):
+            owner.forget_pages()
+        _owners.update((memory, weakref.ref(owner)) for memory in changed)
+        yield
+
+
+def _make_room(memories: Sequence[object]) -> None:
+    for other in {id(found): found for found in map(_owner_of, memories) if found is not None}.values():
+        other.leave_caches()
+
+
+def _owner_of(memory: object) -> CacheOwner | None:
+    found = _owners.get(memory)
+    return None if found is None else found()
