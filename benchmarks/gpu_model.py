@@ -163,7 +163,8 @@ def build_config(config_json: dict[str, Any], recipe_name: str, device: str = "c
 
 
 def _fill_norm(norm: Norm, place: torch.device) -> None:
-    norm.weight = torch.ones(norm.shapes[0], device=place)
+    # Of one head where RMS norms of q and k may have that: as published models do.
+    norm.weight = torch.ones(norm.shapes[0 if isinstance(norm, LayerNorm) else -1], device=place)
     if isinstance(norm, LayerNorm) and norm.has_bias:
         norm.bias = torch.zeros(norm.shapes[0], device=place)
 

@@ -85,12 +85,15 @@ def own_double(
     interleaved: bool,
     early: bool,
     into: Any = None,
+    norms: Any = None,
     **options: Any,
 ) -> Tensor:
     """`attend_own` as its documentation states it: one token a row of the block table."""
     assert early
     assert len(set(rows.tolist())) == len(rows)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     if cos.shape[1]:
         rope_store(pages, q, k, v, cos, sin, rope_positions, slots, interleaved=interleaved)
     else:

@@ -34,7 +34,7 @@ def write_random_model(folder: Path, config: dict[str, Any]) -> Path:
     def add_norm(norm: Norm | None) -> None:
         if norm is None:
             return
-        shape = norm.shapes[0]
+        shape = norm.shapes[0 if isinstance(norm, LayerNorm) else -1]  # RMS norms of q and k: one for all heads
         tensors[f"{norm.key}.weight"] = normal(*shape, std=0.1) + (0 if prepared.arch.norm_offset else 1)
         if isinstance(norm, LayerNorm) and norm.has_bias:
             tensors[f"{norm.key}.bias"] = normal(*shape, std=0.1)

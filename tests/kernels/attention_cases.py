@@ -13,6 +13,7 @@ from torch import Tensor
 from exl_kernels.attention import cuda as attention_cuda
 from exl_kernels.attention import paged_attention
 from exl_kernels.kv import KVPages, store_kv
+from exl_kernels.norm import rms_norm
 from exl_kernels.reference import attention as twin
 from exl_kernels.rope import apply_rope
 
@@ -144,18 +145,24 @@ class OwnStep:
             flat = t.view(-1, *t.shape[2:])
             flat[self.slots[self.slots >= 0]] = torch.nan if t.dtype == torch.float16 else 0xFF
 
-    def stored(self) -> Tensor:
-        """Keys and values rotated and stored by doors of their own; the rotated queries."""
+    def norms(self) -> attention_cuda.HeadNorms:
+        q, k = (randn(self.case.pages.head_dim, seed=seed).cuda() for seed in (7, 8))
+        return attention_cuda.HeadNorms(q, k, 1e-6)
+
+    def stored(self, norms: attention_cuda.HeadNorms | None = None) -> Tensor:
+        """Keys and values normed, rotated and stored by operators of their own; the rotated queries."""
         q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in self.parts())
+        if norms is not None:
+            q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
         for t in (q, k):
             if self.rotated:
                 apply_rope(t, self.cos, self.sin, self.rope_positions, interleaved=self.interleaved)
         store_kv(self.case.pages, k, v, self.slots)
         return q
 
-    def apart(self, **options: Any) -> Tensor:
+    def apart(self, norms: attention_cuda.HeadNorms | None = None, **options: Any) -> Tensor:
         where = (self.table, self.rows, self.positions)
-        return paged_attention(self.stored(), self.case.pages, *where, scale=self.case.scale, **options)
+        return paged_attention(self.stored(norms), self.case.pages, *where, scale=self.case.scale, **options)
 
     def together(self, **options: Any) -> Tensor:
         where = (self.table, self.rows, self.positions, self.slots)

@@ -69,6 +69,39 @@ def test_own_keys_in_the_same_launch_give_the_bits_of_separate_doors(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
+    ("heads", "groups", "dim", "rotated"),
+    [(2, 4, 128, 128), (8, 7, 128, 64), (2, 3, 64, 64), (2, 2, 256, 256), (2, 1, 80, 32), (1, 12, 128, 0)],
+)
+def test_norms_of_q_and_k_give_the_bits_of_separate_operators(
+    kind: Any, dtype: torch.dtype, heads: int, groups: int, dim: int, rotated: int
+) -> None:
+    """Pages of whole units, which the kernels of one token a sequence take, and others."""
+    lengths = [1, 64, 65, 150, 0, *([513] if UNDER_A_TOOL else [1000, 513, 2100])]
+    options = {"heads": heads, "groups": groups, "dim": dim, "rotated": rotated, "dtype": dtype}
+    for part in (lengths[5:6], lengths[:2], lengths):
+        for page_size in (64, 16):
+            step = own_step(kind, part, page_size=page_size, **options)
+            assert_same_step(step, norms=step.norms())
+
+
+@pytest.mark.parametrize("tokens", [9, 64, 70])
+def test_norms_where_tokens_are_many(tokens: int) -> None:
+    """Short sequences, of which `attention_long` takes whole splits."""
+    step = own_step("fp16", [1 + 37 * i % 300 for i in range(tokens)], heads=8, groups=4, dim=128, page_size=256)
+    assert_same_step(step, norms=step.norms())
+
+
+def test_norms_that_do_not_fit() -> None:
+    step = own_step("fp16", [3], heads=2, groups=2, dim=64, page_size=64)
+    norms = step.norms()
+    for wrong in (replace(norms, q=norms.q[:32]), replace(norms, k=norms.k.half())):
+        with pytest.raises(ShapeError, match="norms of q and k"):
+            step.together(norms=wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
     ("groups", "dim", "rotated", "interleaved"),
     [(4, 128, 128, False), (4, 128, 128, True), (7, 64, 64, False), (1, 64, 64, True), (12, 128, 0, False)],
 )

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from exl_kernels.errors import DTypeError, ShapeError
-from exl_kernels.fused import add_rms_norm, embed, rope_store
+from exl_kernels.fused import add_post_norm, add_rms_norm, embed, rope_store
 from exl_kernels.kv import KVKind, KVPages, store_kv
+from exl_kernels.linear.fused import Norm
 from exl_kernels.norm import rms_norm
 from exl_kernels.reference import norm as norm_twin
 from exl_kernels.rope import apply_rope
@@ -39,6 +40,39 @@ def test_add_rms_norm(dtype: torch.dtype, width: int, rows: int) -> None:
         twin = norm_twin.rms_norm(added.double().cpu(), w.cpu(), 1e-5, weight_offset=offset)
         bound = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 6e-6}[dtype]
         assert bool(((got.double().cpu() - twin).abs() <= bound * twin.abs().clamp(min=1.0)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [1, 7, 72, 1000, 2048, 3584, 3840, 8192, 8200, 14336])
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize(("with_post", "with_norm"), [(True, True), (True, False), (False, True), (False, False)])
+def test_add_post_norm(dtype: torch.dtype, width: int, rows: int, with_post: bool, with_norm: bool) -> None:
+    x, y = randn(rows, width, dtype=dtype), randn(rows, width, dtype=torch.float16, seed=1)
+    post = Norm(randn(width, seed=2), 1e-5) if with_post else None
+    norm = Norm(randn(width, seed=3), 1e-6, 1.0) if with_norm else None
+    moved = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view(x.shape).copy_(x)
+    added = x + (y if post is None else rms_norm(y.to(dtype), post.weight, post.eps))
+    for given in (x, moved):
+        found = add_post_norm(given, y, post, norm)
+        assert torch.equal(given, added)
+        if norm is None:
+            assert found is None
+        else:
+            want = rms_norm(added, norm.weight, norm.eps, weight_offset=1.0).half()
+            assert found is not None
+            assert torch.equal(found, want)
+
+
+def test_add_post_norm_operands() -> None:
+    x, y, norm = randn(3, 64), randn(3, 64, dtype=torch.float16), Norm(randn(64), 1e-5)
+    with pytest.raises(ShapeError):
+        add_post_norm(x, y[:2], None, norm)
+    with pytest.raises(DTypeError):
+        add_post_norm(x, y.float(), None, norm)
+    with pytest.raises(ShapeError):
+        add_post_norm(x, y, Norm(norm.weight[:8], 1e-5), norm)
+    with pytest.raises(ShapeError):
+        add_post_norm(x, y, None, norm, out=torch.empty_like(x))
 
 
 def test_add_rms_norm_unaligned_and_in_place() -> None:

@@ -45,7 +45,9 @@ mod _native {
         cuda_paged_attention,
     };
     #[pymodule_export]
-    use crate::cuda::fused::{StepStage, cuda_add_rms_norm, cuda_embed, cuda_rope_store};
+    use crate::cuda::fused::{
+        StepStage, cuda_add_post_norm, cuda_add_rms_norm, cuda_embed, cuda_rope_store,
+    };
     #[pymodule_export]
     use crate::cuda::matrix::{CudaLayout, CudaMatrix};
     #[pymodule_export]

@@ -43,6 +43,7 @@ __all__ = [
     "apply_rope",
     "best_isa",
     "cuda_activation",
+    "cuda_add_post_norm",
     "cuda_add_rms_norm",
     "cuda_attention_plan",
     "cuda_build",
@@ -582,11 +583,20 @@ class NewKeys:
     Keys and values of the call's own tokens, which the pages lack: rotated and stored in the same launch.
     """
     def __new__(
-        cls, /, key: Tensor, value: Tensor, stride: int, rotation: Rotation, slots: Tensor, early: bool
+        cls,
+        /,
+        key: Tensor,
+        value: Tensor,
+        stride: int,
+        rotation: Rotation,
+        slots: Tensor,
+        early: bool,
+        norms: tuple[Tensor, Tensor, float] | None = None,
     ) -> NewKeys:
         """
         `key` and `value` flat, `stride` elements between tokens; `slots` int64 [T]. `early`: everything but queries, keys and values may be
-        read before the launches right before this one have ended.
+        read before the launches right before this one have ended. `norms`: RMS norms of each head of the queries and of the keys before the
+        rotation, weights float32 [head_dim] each, and their epsilon.
         """
 
 @final
@@ -732,6 +742,19 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleav
 
 def best_isa() -> str: ...
 def cuda_activation(gate: Tensor, up: Tensor | None, out: Tensor, kind: str, launch: Launch) -> None: ...
+def cuda_add_post_norm(
+    x: Tensor,
+    y: Tensor,
+    post: tuple[Tensor, float, float] | None,
+    norm: tuple[Tensor, float, float] | None,
+    out: Tensor | None,
+    launch: Launch,
+) -> None:
+    """
+    x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. Norms are (weight float32 [width], eps, weight
+    offset); out and norm come together.
+    """
+
 def cuda_add_rms_norm(
     x: Tensor, y: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float, launch: Launch
 ) -> None:

@@ -13,10 +13,11 @@ from ._check import require_shape
 from .cuda_ops import check_operand, launch_on
 from .errors import DTypeError, ShapeError
 from .kv import KVPages, store_kv
+from .linear.fused import Norm
 from .norm import rms_norm
 from .rope import apply_rope
 
-__all__ = ["add_rms_norm", "embed", "rope_store"]
+__all__ = ["add_post_norm", "add_rms_norm", "embed", "rope_store"]
 
 
 def embed(table: Tensor, ids: Tensor, *, factor: float = 1.0) -> Tensor:
@@ -56,6 +57,38 @@ def add_rms_norm(
         raise DTypeError(f"add_rms_norm: x is {x.dtype}, y {y.dtype}, out {out.dtype}; expected one type")
     if x.numel():
         _native.cuda_add_rms_norm(x, y, weight, out, eps, weight_offset, launch_on(x))
+    return out
+
+
+def add_post_norm(
+    x: Tensor, y: Tensor, post: Norm | None, norm: Norm | None, *, out: Tensor | None = None
+) -> Tensor | None:
+    """x += post(y), in the type of x; returns norm(x) in the type of y, in `out` if given. Without `norm` None.
+
+    x [T, D] float16 or float32; y and out [T, D] float16, on the CPU float32; contiguous. Raises DTypeError and
+    ShapeError.
+    """
+    require_shape("add_post_norm: y", y, tuple(x.shape))
+    if not x.is_cuda:
+        x += y if post is None else rms_norm(y.to(x.dtype), post.weight, post.eps, weight_offset=post.offset)
+        return None if norm is None else rms_norm(x, norm.weight, norm.eps, weight_offset=norm.offset, out=out)
+    if x.dim() != 2 or x.dtype not in (torch.float16, torch.float32) or y.dtype != torch.float16:
+        raise DTypeError(f"add_post_norm: x is {x.dtype} of {x.dim()} dimensions, y {y.dtype}; expected two, half y")
+    out = None if norm is None else torch.empty_like(y) if out is None else out
+    for name, operand in (("x", x), ("y", y), ("out", out)):
+        if operand is not None:
+            check_operand(f"add_post_norm: {name}", operand, x)
+    if out is not None and (out.dtype != y.dtype or out.shape != x.shape):
+        raise ShapeError(f"add_post_norm: out {tuple(out.shape)} {out.dtype}; expected {tuple(x.shape)} {y.dtype}")
+    norms = []
+    for name, one in (("post", post), ("norm", norm)):
+        if one is not None and (one.weight.dtype != torch.float32 or one.weight.shape != x.shape[1:]):
+            raise ShapeError(
+                f"add_post_norm: weight of {name} {tuple(one.weight.shape)}, expected float32 [{x.shape[1]}]"
+            )
+        norms.append(None if one is None else (one.weight, one.eps, one.offset))
+    if x.numel():
+        _native.cuda_add_post_norm(x, y, norms[0], norms[1], out, launch_on(x))
     return out
 
 

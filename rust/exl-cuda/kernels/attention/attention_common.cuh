@@ -35,8 +35,10 @@ struct Attention {
   int key_limit;  // no key at or beyond it is looked at
   float scale, softcap;
   int ahead;  // of attention_long.cuh: most bytes of keys, and of values, that one of the first blocks asks for ahead
+  float norm_eps;
+  const float *q_norm, *k_norm;  // [dim] each: RMS norms of each head of q and of the new keys, before the rotation; or both null
 };
-ABI_SIZE(Attention, 288); ABI_AT(Attention, q, 0); ABI_AT(Attention, out, 8); ABI_AT(Attention, key, 16); ABI_AT(Attention, value, 24);
+ABI_SIZE(Attention, 304); ABI_AT(Attention, q, 0); ABI_AT(Attention, out, 8); ABI_AT(Attention, key, 16); ABI_AT(Attention, value, 24);
 ABI_AT(Attention, key_scales, 32); ABI_AT(Attention, value_scales, 40); ABI_AT(Attention, block_table, 48); ABI_AT(Attention, rows, 56);
 ABI_AT(Attention, positions, 64); ABI_AT(Attention, key_mask, 72); ABI_AT(Attention, parts, 80); ABI_AT(Attention, tickets, 88);
 ABI_AT(Attention, new_key, 96); ABI_AT(Attention, new_value, 104); ABI_AT(Attention, cos, 112); ABI_AT(Attention, sin, 120);
@@ -50,6 +52,7 @@ ABI_AT(Attention, page_shift, 228); ABI_AT(Attention, max_pages, 232); ABI_AT(At
 ABI_AT(Attention, mask_width, 244); ABI_AT(Attention, window, 248); ABI_AT(Attention, chunks, 252); ABI_AT(Attention, part_slots, 256);
 ABI_AT(Attention, ring, 260); ABI_AT(Attention, page_inverse, 264); ABI_AT(Attention, key_limit, 268); ABI_AT(Attention, scale, 272);
 ABI_AT(Attention, softcap, 276); ABI_AT(Attention, ahead, 280);
+ABI_AT(Attention, norm_eps, 284); ABI_AT(Attention, q_norm, 288); ABI_AT(Attention, k_norm, 296);
 
 constexpr int UNIT = 64, SPLIT_UNITS = 8, UNIT_PARTS = 32;
 constexpr float LOG2E = 1.4426950408889634f;

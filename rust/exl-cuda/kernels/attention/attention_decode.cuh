@@ -400,7 +400,10 @@ DEVICE void prepare(const Attention& a, uint8_t* rest, int first, int end, int k
     for (int i = 0; i < 2; i++) {
       const int column = base + i * S::WARPS - before;
       if (column >= S::COLUMNS) break;
-      if (live[i] && column >= -1) heads[i].turn(a, angles, scratch);
+      if (live[i] && column >= -1) {
+        if (a.q_norm) heads[i].norm_as_element(a, column >= 0 ? a.q_norm : a.k_norm);
+        heads[i].turn(a, angles, scratch);
+      }
       if (i == 0 && column < 0) {  // own ones are among the first items
         const int plane = -1 - column;
         uint8_t* packed = rest + S::OWN_AT + (plane ? packed_bytes<S::KC, S::DIM>() : 0);

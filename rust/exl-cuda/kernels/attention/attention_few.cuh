@@ -103,6 +103,7 @@ DEVICE void attention_few(const Attention& a) {
   const int page_of_lane = begin < stop ? job.pages[page_of(a, unit_of_lane * UNIT)] : -1;
   const Rotation<typename S::Element, S::DIM> rotation(a, job.token);
   const int64_t any_slot = a.slots ? a.slots[job.token] : -1;
+  const float2 norms = load_norms<S>(a);
   const int items = a.group * S::BLOCKS, my_items = (items - job.rank + size - 1) >> shift, lane = threadIdx.x & 31;
   if (a.row_of_feature && warp_index() < my_items) {
     const int at = (job.key_head * items + (warp_index() << shift) + job.rank) * 32 + lane;
@@ -130,6 +131,7 @@ DEVICE void attention_few(const Attention& a) {
   }
   const int before = own ? 2 : 0;
   const unsigned *source = source_of<S>(a, job, warp_index(), before), *second = source_of<S>(a, job, warp_index() + S::WARPS, before);
+  put_norms<S>(a, shared, norms);
   __syncthreads();
   cluster_arrive();  // lanes may have left a wait one by one
   cluster_wait();

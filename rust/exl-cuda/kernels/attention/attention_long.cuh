@@ -156,8 +156,10 @@ DEVICE void attention_long(const Attention& a) {
   const bool own = job.fresh >= 0 && job.fresh / UNIT >= begin && job.fresh / UNIT < begin + of_split;
   const int64_t slot = own && a.slots ? a.slots[job.token] : -1;
   for (int i = threadIdx.x; i < S::COLUMNS * S::DIM / 8; i += S::THREADS) reinterpret_cast<uint4*>(shared + S::QUERIES_AT)[i] = make_uint4(0, 0, 0, 0);
+  const float2 norms = load_norms<S>(a);
   const int before = own ? 2 : 0, items = a.group * S::BLOCKS;
   const unsigned *source = source_of<S>(a, job, warp, before), *second = source_of<S>(a, job, warp + S::WARPS, before);
+  put_norms<S>(a, shared, norms);
   bar<9>(S::THREADS);
   if (a.early) pdl_wait();
   uint32_t raw[2][S::BLOCKS];

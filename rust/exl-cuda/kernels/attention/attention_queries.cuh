@@ -44,6 +44,40 @@ struct Head {
       pairs[b] = from && e < a.dim ? load_pair(a.element, from, at + e) : make_float2(0.f, 0.f);
     }
   }
+  // The factor of an RMS norm over `dim` elements; those beyond are zero. Sums in the order of norm.cu: eight neighbours by pairs, then those
+  // sums by halves.
+  DEVICE float norm_scale(int dim, float eps) const {
+    float sums[BLOCKS];
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      sums[b] = __fadd_rn(__fmul_rn(pairs[b].x, pairs[b].x), __fmul_rn(pairs[b].y, pairs[b].y));
+      sums[b] = __fadd_rn(sums[b], __shfl_xor_sync(~0u, sums[b], 1));
+      sums[b] = __fadd_rn(sums[b], __shfl_xor_sync(~0u, sums[b], 2));
+    }
+#pragma unroll
+    for (int half = BLOCKS / 2; half; half /= 2)
+#pragma unroll
+      for (int b = 0; b < half; b++) sums[b] = __fadd_rn(sums[b], sums[b + half]);
+#pragma unroll
+    for (int o = 16; o >= 4; o /= 2) sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(~0u, sums[0], o));
+    return 1.f / sqrtf(sums[0] / (float)dim + eps);
+  }
+  // The head normed, before it is rounded; `weight`: DIM floats, of which those beyond `dim` are not read.
+  DEVICE void norm(int dim, float eps, const float* weight) {
+    const float scale = norm_scale(dim, eps);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      const int e = 64 * b + 2 * (threadIdx.x & 31);
+      const float2 w = e < dim ? *reinterpret_cast<const float2*>(weight + e) : make_float2(0.f, 0.f);
+      pairs[b].x = pairs[b].x * scale * (w.x + 0.f);
+      pairs[b].y = pairs[b].y * scale * (w.y + 0.f);
+    }
+  }
+  DEVICE void norm_as_element(const Attention& a, const float* weight) {
+    norm(a.dim, a.norm_eps, weight);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) pairs[b] = make_float2(as_element(a.element, pairs[b].x), as_element(a.element, pairs[b].y));
+  }
   // `row`: DIM floats of this warp's own.
   DEVICE void turn(const Attention& a, const Angles<DIM>& angles, float* row) {
     if (!angles.turns) return;

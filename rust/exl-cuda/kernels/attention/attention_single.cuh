@@ -209,6 +209,21 @@ DEVICE void load_items(uint32_t (&raw)[2][S::BLOCKS], const unsigned* first, con
   }
 }
 
+// The weights of the norms of q and k, two floats a thread: asked for before the keys, stored before the block meets, in the place of the
+// weights of the first unit's values.
+template <class S>
+DEVICE float2 load_norms(const Attention& a) {
+  const int at = 2 * threadIdx.x;
+  if (!a.q_norm || at >= 2 * S::DIM) return make_float2(0.f, 0.f);
+  return __ldg(reinterpret_cast<const float2*>(at < S::DIM ? a.q_norm + at : a.k_norm + at - S::DIM));
+}
+template <class S>
+DEVICE void put_norms(const Attention& a, uint8_t* shared, float2 weights) {
+  static_assert(2 * S::DIM * 4 <= 4 * S::NT * 256, "norms of q and k fit the place of a unit's weights");
+  static_assert(S::DIM <= S::THREADS, "two floats a thread");
+  if (a.q_norm && threadIdx.x < S::DIM) reinterpret_cast<float2*>(shared + S::WEIGHTS_AT)[threadIdx.x] = weights;
+}
+
 // Queries, and the own key and value where this block has them (`home_unit` 0: in the first unit, later ones: aside, -1: not here).
 // What the launch before wrote is never read from this multiprocessor's own cache, which may hold older lines. `raw`: the warp's first
 // two items.
@@ -231,7 +246,14 @@ DEVICE void prepare_items(const Attention& a, const Job& job, const Rotation<typ
         head.pairs[b] = pair_of(raw[0][b], Element());
         raw[0][b] = raw[1][b];
       }
-      if (column >= -1) rotation.turn(a, head);
+      if (column >= -1) {
+        if (a.q_norm) {
+          head.norm(S::DIM, a.norm_eps, reinterpret_cast<const float*>(shared + S::WEIGHTS_AT) + (column >= 0 ? 0 : S::DIM));
+#pragma unroll
+          for (int b = 0; b < S::BLOCKS; b++) head.pairs[b] = pair_of(word_of(head.pairs[b], Element()), Element());
+        }
+        rotation.turn(a, head);
+      }
       if (column >= 0) {
         put_pairs<Element, S::KC, S::DIM>(queries + column * 16, S::COLUMNS * 16, head);
         continue;

@@ -77,3 +77,102 @@ DEVICE void add_rms_norm_kernel(T* x, const T* y, const float* weight, T* out, i
 ADD_RMS_NORM(__half, f16)
 ADD_RMS_NORM(__nv_bfloat16, bf16)
 ADD_RMS_NORM(float, f32)
+
+// x = x + post(y), then out = rms_norm(x) as halves: the end of a sub-layer whose result is normed, or whose hidden state is FP32, and the
+// beginning of the next. Bit for bit what norm.cu gives for y as x's type, an addition of tensors, and norm.cu for x, rounded to halves.
+struct RowNorm {
+  const float* weight;  // null: no norm
+  float eps, offset;
+};
+
+// Eight elements of a row from `k` on, zeros beyond its end.
+template <class T>
+DEVICE void row8(float (&v)[8], const T* row, int k, int width, bool wide) {
+  if (wide) return load8(v, row + k);
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] = k + i < width ? to_float(row[k + i]) : 0.f;
+}
+template <class T>
+DEVICE void put_row8(T* row, const float (&v)[8], int k, int width, bool wide) {
+  if (wide) return store8(row + k, v);
+  for (int i = 0; i < 8 && k + i < width; i++) row[k + i] = from_float<T>(v[i]);
+}
+
+template <class T>
+DEVICE void add_post_norm_kernel(T* x, const __half* y, const RowNorm& post, const RowNorm& norm, __half* out, int width) {
+  pdl_trigger();
+  x += (size_t)blockIdx.x * width;
+  y += (size_t)blockIdx.x * width;
+  if (out) out += (size_t)blockIdx.x * width;
+  const bool wide = width % 8 == 0 && aligned8(x) && aligned8(y) && aligned8(out) && aligned8(post.weight) && aligned8(norm.weight);
+  constexpr int BATCH = THREADS * 8;
+  float weights[2][HELD][8];  // of `post`, of `norm`
+#pragma unroll
+  for (int i = 0; i < HELD; i++) {
+    const int k = i * BATCH + threadIdx.x * 8;
+    if (k >= width) break;
+    if (post.weight) row8(weights[0][i], post.weight, k, width, wide);
+    if (norm.weight) row8(weights[1][i], norm.weight, k, width, wide);
+  }
+  pdl_wait();
+  float scale = 1.f;
+  if (post.weight) {
+    float sum = 0.f;
+    for (int k = threadIdx.x * 8; k < width; k += BATCH) {
+      float v[8];
+      row8(v, y, k, width, wide);
+      sum += eight_squares(v);
+    }
+    scale = 1.f / sqrtf(block_sum(sum) / (float)width + post.eps);
+  }
+  float sum = 0.f, held[HELD][8];
+  auto add = [&](float (&v)[8], const float (&w)[8], int k) {
+    float u[8];
+    row8(v, x, k, width, wide);
+    row8(u, y, k, width, wide);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float n = post.weight ? to_float(from_float<T>(u[j] * scale * (w[j] + post.offset))) : u[j];
+      v[j] = k + j < width ? to_float(from_float<T>(__fadd_rn(v[j], n))) : 0.f;
+    }
+    put_row8(x, v, k, width, wide);
+    sum += eight_squares(v);
+  };
+#pragma unroll
+  for (int i = 0; i < HELD; i++) {
+    const int k = i * BATCH + threadIdx.x * 8;
+    if (k < width) add(held[i], weights[0][i], k);
+  }
+  for (int k = HELD * BATCH + threadIdx.x * 8; k < width; k += BATCH) {
+    float v[8], w[8] = {};
+    if (post.weight) row8(w, post.weight, k, width, wide);
+    add(v, w, k);
+  }
+  if (!norm.weight) return;
+  scale = 1.f / sqrtf(block_sum(sum) / (float)width + norm.eps);
+#pragma unroll
+  for (int i = 0; i < HELD; i++) {
+    const int k = i * BATCH + threadIdx.x * 8;
+    if (k >= width) return;
+#pragma unroll
+    for (int j = 0; j < 8; j++) held[i][j] = held[i][j] * scale * (weights[1][i][j] + norm.offset);
+    put_row8(out, held[i], k, width, wide);
+  }
+  for (int k = HELD * BATCH + threadIdx.x * 8; k < width; k += BATCH) {
+    float v[8], w[8];
+    row8(v, x, k, width, wide);
+    row8(w, norm.weight, k, width, wide);
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[j] = v[j] * scale * (w[j] + norm.offset);
+    put_row8(out, v, k, width, wide);
+  }
+}
+
+#define ADD_POST_NORM(T, t)                                                                                                        \
+  extern "C" __global__ void __launch_bounds__(THREADS) add_post_norm_##t(T* x, const __half* y, const float* post, float post_eps, \
+                                                                          float post_offset, const float* weight, float eps,        \
+                                                                          float offset, __half* out, int width) {                   \
+    add_post_norm_kernel(x, y, RowNorm{post, post_eps, post_offset}, RowNorm{weight, eps, offset}, out, width);                      \
+  }
+ADD_POST_NORM(__half, f16)
+ADD_POST_NORM(float, f32)

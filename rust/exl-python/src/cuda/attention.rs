@@ -3,7 +3,9 @@
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
-use exl_cuda::ops::attention::{self, Attention, MAX_DIM, Mode, ORDERED_COLUMNS, Ordered, Own};
+use exl_cuda::ops::attention::{
+    self, Attention, HeadNorms, MAX_DIM, Mode, ORDERED_COLUMNS, Ordered, Own,
+};
 use exl_cuda::ops::kv::{self, Direction, KINDS, Kind};
 use exl_cuda::ops::{Element, Target};
 use pyo3::exceptions::PyValueError;
@@ -153,13 +155,16 @@ pub struct NewKeys {
     rotation: Py<Rotation>,
     slots: Tensor,
     early: bool,
+    norms: Option<(Tensor, Tensor, f32)>,
 }
 
 #[pymethods]
 impl NewKeys {
     /// `key` and `value` flat, `stride` elements between tokens; `slots` int64 [T]. `early`: everything but queries, keys and values may be
-    /// read before the launches right before this one have ended.
+    /// read before the launches right before this one have ended. `norms`: RMS norms of each head of the queries and of the keys before the
+    /// rotation, weights float32 [head_dim] each, and their epsilon.
     #[new]
+    #[pyo3(signature = (key, value, stride, rotation, slots, early, norms=None))]
     fn new(
         key: Tensor,
         value: Tensor,
@@ -167,6 +172,7 @@ impl NewKeys {
         rotation: Py<Rotation>,
         slots: Tensor,
         early: bool,
+        norms: Option<(Tensor, Tensor, f32)>,
     ) -> Self {
         Self {
             key,
@@ -175,6 +181,7 @@ impl NewKeys {
             rotation,
             slots,
             early,
+            norms,
         }
     }
 }
@@ -302,6 +309,7 @@ fn own_operands(op: &Attention, q: &Tensor, own: &NewKeys) -> PyResult<Own> {
         rotation,
         slots,
         early,
+        norms,
     } = own;
     let Rotation {
         cos,
@@ -329,6 +337,27 @@ fn own_operands(op: &Attention, q: &Tensor, own: &NewKeys) -> PyResult<Own> {
             "own keys and values, tables, positions or slots do not fit the queries",
         ));
     }
+    let norms = match norms {
+        None => HeadNorms::default(),
+        Some((q, k, eps)) => {
+            let fits = |t: &Tensor| {
+                t.dtype == DType::F32
+                    && t.shape == [op.pages.head_dim]
+                    && t.ptr.is_multiple_of(8)
+                    && t.cuda == key.cuda
+            };
+            if !(fits(q) && fits(k)) {
+                return Err(PyValueError::new_err(
+                    "norms of q and k must be float32 [head_dim], aligned to 8 bytes, on the queries' GPU",
+                ));
+            }
+            HeadNorms {
+                q: q.ptr,
+                k: k.ptr,
+                eps: *eps,
+            }
+        }
+    };
     Ok(Own {
         key: key.ptr,
         value: value.ptr,
@@ -341,6 +370,7 @@ fn own_operands(op: &Attention, q: &Tensor, own: &NewKeys) -> PyResult<Own> {
         rope_positions: rope_positions.ptr,
         slots: slots.ptr,
         early: *early,
+        norms,
     })
 }
 

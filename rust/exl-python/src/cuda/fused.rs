@@ -53,6 +53,67 @@ pub fn cuda_add_rms_norm(
         .map_err(|e| device_error(py, &e))
 }
 
+/// x += post(y), out = norm(x): x [rows, width] float16 or float32, y and out float16. Norms are (weight float32 [width], eps, weight
+/// offset); out and norm come together.
+#[pyfunction]
+#[pyo3(signature = (x, y, post, norm, out, launch))]
+pub fn cuda_add_post_norm(
+    py: Python<'_>,
+    x: Tensor,
+    y: Tensor,
+    post: Option<(Tensor, f32, f32)>,
+    norm: Option<(Tensor, f32, f32)>,
+    out: Option<Tensor>,
+    launch: &Launch,
+) -> PyResult<()> {
+    let width = x.shape.last().copied().unwrap_or(0);
+    expect(
+        width > 0 && matches!(x.dtype, DType::F16 | DType::F32),
+        "x must be float16 or float32",
+    )?;
+    expect(
+        norm.is_some() == out.is_some(),
+        "a norm and its result come together",
+    )?;
+    let mut all = vec![("x", &x), ("y", &y)];
+    for (what, tensor) in [("y", Some(&y)), ("out", out.as_ref())] {
+        let fits = tensor.is_none_or(|t| t.shape == x.shape && t.dtype == DType::F16);
+        expect(fits, &format!("{what} must be float16 of the shape of x"))?;
+    }
+    all.extend(out.as_ref().map(|out| ("out", out)));
+    for (weight, _, _) in [&post, &norm].into_iter().flatten() {
+        expect(
+            weight.shape == [width] && weight.dtype == DType::F32,
+            "weights must be float32 with the width of x",
+        )?;
+        all.push(("weight", weight));
+    }
+    let to = target(&all, launch)?;
+    let row_norm = |norm: &Option<(Tensor, f32, f32)>| {
+        norm.as_ref().map_or_else(
+            residual::RowNorm::default,
+            |(weight, eps, weight_offset)| residual::RowNorm {
+                weight: weight.ptr,
+                eps: *eps,
+                weight_offset: *weight_offset,
+            },
+        )
+    };
+    let op = residual::PostNorm {
+        x: x.ptr,
+        element: element(&x, "x")?,
+        y: y.ptr,
+        post: row_norm(&post),
+        norm: row_norm(&norm),
+        output: out.as_ref().map_or(0, |out| out.ptr),
+        rows: x.numel() / width,
+        width,
+    };
+    // SAFETY: as in `cuda_add_rms_norm`.
+    py.detach(|| unsafe { residual::add_post_norm(to, &op) })
+        .map_err(|e| device_error(py, &e))
+}
+
 /// Rotate q [T, Hq, D] and k [T, H, D] in place; encode k and v [T, H, D] into slots [T].
 #[pyfunction]
 pub fn cuda_rope_store(

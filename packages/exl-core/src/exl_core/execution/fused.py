@@ -77,11 +77,13 @@ class DecodePlan:
         return self._hidden(*self._begin(ids), step, last_of)
 
     def _hidden(self, x: Tensor, joined: bool, step: Step, last_of: int = 0) -> Tensor:
-        if joined:
-            for half in self._halves:
-                x = half.run_joined(x, step)
-            return self._norm.forward(_last_rows(x, last_of) if last_of else x)
         h: Tensor | None = None
+        if joined:
+            for half, following in zip(self._halves, self._following(), strict=True):
+                x, h = half.run_joined(x, h, following, step)
+            if h is None:
+                return self._norm.forward(_last_rows(x, last_of) if last_of else x)
+            return _last_rows(h, last_of) if last_of else h
         for index, (half, following) in enumerate(zip(self._halves, self._following(), strict=True)):
             if not last_of or index != self._last:
                 x, h = half.run(x, h, following, step)
@@ -101,7 +103,7 @@ class DecodePlan:
         h: Tensor | None = None
         for half, following in zip(self._halves[: self._last], self._following(), strict=False):
             if joined:
-                x = half.run_joined(x, step)
+                x, h = half.run_joined(x, h, following, step)
             else:
                 x, h = half.run(x, h, following, step)
         last = self._halves[self._last]
@@ -113,7 +115,10 @@ class DecodePlan:
     def _begin(self, ids: Tensor) -> tuple[Tensor, bool]:
         """The embedded ids, and whether layers take them joined."""
         assert self._embedding.weight is not None
-        x = embed(self._embedding.weight, ids, factor=self._embedding.scale)
+        if self._embedding.float_residual:
+            x = self._embedding.forward(ids)
+        else:
+            x = embed(self._embedding.weight, ids, factor=self._embedding.scale)
         return x, x.shape[0] <= joined_rows() and all(half.join(x.shape[0]) for half in self._halves)
 
     def _following(self) -> list[RMSNorm | None]:
@@ -167,7 +172,7 @@ def plan_of(model: LanguageModel) -> DecodePlan | str:
     assert isinstance(first, Embedding)
     assert isinstance(norm, Norm)
     assert isinstance(head, Head)
-    halves = [half_of(module) for module in middle]
+    halves = [half_of(module, first.float_residual) for module in middle]
     if all(isinstance(half, ModuleHalf) for half in halves):
         return next((why for why in map(why_apart, middle) if why), "all matrices have padding columns")
     return DecodePlan(first, halves, norm, head)
@@ -187,8 +192,6 @@ def uncovered(modules: Sequence[Module]) -> str | None:
     for module, kind in ((first, Embedding), (head, Head)):
         if type(module) is not kind or is_changed(module):
             return f"{module.key} has code that a plan does not know"
-    if first.float_residual:
-        return f"{first.key} begins a hidden state of float32"
     if not any(isinstance(module, Attention) for module in middle):
         return "the model has no attention"
     return None

@@ -1,8 +1,9 @@
 """The halves of a layer as joined launches, and any other module as its own forward pass.
 
 A half is joined by its description: `why_apart` says what keeps one from it. What a joined half has beside products,
-rotation, storing and attention (norms of q and k, a clamp, a norm that is no RMS norm, a norm of the result, an
-activation without gate) is a launch of its own between them. Results are the module's own to the bit.
+rotation, storing and attention (norms of q and k over all heads, a clamp, a norm that is no RMS norm, an activation
+without gate) is a launch of its own between them. A norm of the result, and adding to a hidden state of float32, are
+one launch with the norm that follows. Results are bitwise those of the module.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import Tensor
 from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
-from exl_kernels.attention.cuda import ProductInput, attend_own
+from exl_kernels.attention.cuda import HeadNorms, ProductInput, attend_own
 from exl_kernels.device import row_invariant
-from exl_kernels.fused import add_rms_norm, rope_store
+from exl_kernels.fused import add_post_norm, add_rms_norm, rope_store
 from exl_kernels.kv import store_kv
 from exl_kernels.linear.cuda import INVARIANT_ROWS, CudaQuantMatrix
 from exl_kernels.linear.fused import Activation, FusedLinear, Prepared
@@ -27,7 +28,8 @@ from exl_kernels.norm import rms_norm
 from exl_kernels.rope import apply_rope
 from exl_kernels.selection import FEW_ROWS, GEMV_ROWS
 
-from ..layers import Attention, FeedForward, GatedMLP, Linear, Module, Norm, PlainMLP, RMSNorm
+from ..device import activation_dtype
+from ..layers import Attention, FeedForward, GatedMLP, Linear, Module, Norm, ParallelDecoder, PlainMLP, RMSNorm
 from ..layers.description import AttentionDescription, MlpDescription
 from .batch import Step
 
@@ -36,6 +38,7 @@ __all__ = [
     "Half",
     "MlpHalf",
     "ModuleHalf",
+    "ParallelHalf",
     "half_of",
     "in_a_row",
     "is_changed",
@@ -55,11 +58,11 @@ def why_apart(module: Module) -> str | None:
     if "describe" not in vars(type(module)) or is_changed(module):
         return f"{module.key} has code that its description does not know"
     if isinstance(found, AttentionDescription):
-        if found.with_mlp:
+        if found.with_mlp and not isinstance(module, ParallelDecoder):
             return f"{module.key} has attention and MLP side by side"
         if found.split:
             return f"{module.key} has its heads on several devices"
-        return None
+        return why_apart(module.mlp) if isinstance(module, ParallelDecoder) else None
     if found.experts:
         return f"{module.key} chooses among {found.experts} experts"
     if found.gated and found.activation not in get_args(Activation):
@@ -83,8 +86,10 @@ class Half(ABC):
         return True
 
     @abstractmethod
-    def run_joined(self, x: Tensor, step: Step) -> Tensor:
-        """x [T, hidden] in, and out; may be changed in place."""
+    def run_joined(
+        self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [T, hidden] in, and out; may be changed in place. h and what is given beside x: as for `run`."""
 
     @abstractmethod
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -98,8 +103,10 @@ class ModuleHalf(Half):
     def __init__(self, module: Module) -> None:
         self.module = module
 
-    def run_joined(self, x: Tensor, step: Step) -> Tensor:
-        return self.module.forward(x, step)
+    def run_joined(
+        self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.module.forward(x, step), None
 
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
         return self.module.forward(x, step), None
@@ -108,15 +115,23 @@ class ModuleHalf(Half):
 class _JoinedHalf(Half):
     """Norms and residual of a half whose launches are joined."""
 
-    def __init__(self, norm: Norm | None, post: Norm | None, last: Linear) -> None:
-        self.norm, self.post, self.last = norm, post, last
+    def __init__(self, norm: Norm | None, post: Norm | None, last: Linear, float_residual: bool) -> None:
+        """float_residual: x is float32 on a GPU, where products take halves."""
+        self.norm, self.post, self.last, self.float_residual = norm, post, last, float_residual
         self.input_norm = norm if type(norm) is RMSNorm and not is_changed(norm) else None
-        self.plain = self.input_norm is not None and post is None
+        self._own_norm = None if float_residual else self.input_norm
+        """The norm that the first product applies."""
+        self._post = post if type(post) is RMSNorm and not is_changed(post) else None
+        self._adds_apart = self._post is not None or (float_residual and post is None)
+        """One launch norms the last product's result, adds it to x, and norms x for the half that follows."""
+        self.plain = self._own_norm is not None and post is None
         """Nothing around the products but an RMS norm and the residual."""
 
-    def entered(self, x: Tensor) -> Tensor:
-        """What the first product takes that norms by itself where that norm is an RMS norm."""
-        return x if self.norm is None or self.input_norm is not None else self.norm.forward(x)
+    def first_of(
+        self, own: FusedLinear | None, normed: FusedLinear, x: Tensor, h: Tensor | None
+    ) -> tuple[FusedLinear, Tensor]:
+        """The first product and its input: with a norm of its own, where nobody has computed that."""
+        return (own, x) if own is not None and h is None else (normed, self.normed(x, h))
 
     def normed(self, x: Tensor, h: Tensor | None = None) -> Tensor:
         """What products without a norm take: h, if it is there."""
@@ -124,50 +139,91 @@ class _JoinedHalf(Half):
             return h
         return x if self.norm is None else self.norm.forward(x)
 
-    def left(self, x: Tensor, y: Tensor) -> Tensor:
-        """x + post(y), in place of x."""
-        return x.add_(y if self.post is None else self.post.apply(y))
+    def result(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where the last product's result goes, and what is added there."""
+        if self.post is None and not self._adds_apart:
+            return x, x
+        return torch.empty_like(x, dtype=activation_dtype(x.device)), None
+
+    def left(self, x: Tensor, y: Tensor, following: RMSNorm | None, h: Tensor | None = None) -> Tensor | None:
+        """x += post(y), where y, the last product's result, is not in x yet; gives `following`(x), in h if that is
+        there, where that costs nothing more."""
+        if y is x:
+            return None
+        if self._adds_apart:
+            return add_post_norm(x, y, _input_norm(self._post), _input_norm(following), out=h)
+        x.add_(y if self.post is None else self.post.apply(y.to(x.dtype)))
+        return None
 
     def add_product(self, x: Tensor, y: Tensor, h: Tensor | None, following: RMSNorm | None) -> Tensor | None:
         """x += post(y @ W) of the last product; gives `following`(x), in h if that is there."""
         matrix = self.last.quant
-        if self.post is None and isinstance(matrix, CudaQuantMatrix) and x.shape[0] > INVARIANT_ROWS:
+        plain = self.post is None and not self.float_residual
+        if plain and isinstance(matrix, CudaQuantMatrix) and x.shape[0] > INVARIANT_ROWS:
             matrix.add_matmul(y, x)
             return None if following is None else rms_norm(x, following.loaded_weight, following.eps, out=h)
         y = matrix.matmul(y)
-        if following is None:
-            self.left(x, y)
-            return None
-        y = y if self.post is None else self.post.apply(y)
+        if self._adds_apart or following is None:
+            return self.left(x, y, following, h)
+        y = y if self.post is None else self.post.apply(y.to(x.dtype))
+        if self.float_residual:
+            return following.forward(x.add_(y))
         return add_rms_norm(x, y, following.loaded_weight, following.eps, out=h)
 
 
 class AttentionHalf(_JoinedHalf):
     """Norm and q, k, v; rotation, storing and attention; o and residual."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: Attention, float_residual: bool = False) -> None:
         a = self.attention = attention
-        super().__init__(a.norm, a.post, a.o_proj)
-        self.qkv = _joined(a.q_proj, a.k_proj, a.v_proj, norm=self.input_norm)
-        self.o = _joined(a.o_proj)
+        super().__init__(a.norm, a.post, a.o_proj, float_residual)
         self.qkv_normed = _joined(a.q_proj, a.k_proj, a.v_proj)
+        self.qkv = self.qkv_normed
+        if self._own_norm is not None:
+            self.qkv = _joined(a.q_proj, a.k_proj, a.v_proj, norm=self._own_norm)
+        self.o = _joined(a.o_proj)
+        self.head_norms = _head_norms(a)
+        """Norms of q and k that attention of one token a row applies."""
         self._shapes = a.q_norm is not None or a.k_norm is not None or bool(a.clip)
-        self.plain = self.plain and not self._shapes
+        self.plain = self.plain and (not self._shapes or self.head_norms is not None)
 
     def join(self, rows: int) -> bool:
         return all(rows <= product.joined_rows for product in (self.qkv, self.o))
 
-    def run_joined(self, x: Tensor, step: Step) -> Tensor:
-        rows = x.shape[0]
-        q, k, v = self._split(self.qkv(self.entered(x), x.new_empty(rows, self.qkv.out_features)))
-        given = self.o.input_of(rows) if step.q_len == 1 else None
-        out, residual = (x, x) if self.post is None else (torch.empty_like(x), None)
-        if given is None:
-            self.o(_attend(self.attention, q, k, v, step).view(rows, -1), out, residual=residual)
+    def run_joined(
+        self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
+    ) -> tuple[Tensor, Tensor | None]:
+        own = self.qkv if self._own_norm is not None else None
+        product, taken = self.first_of(own, self.qkv_normed, x, h)
+        qkv = product(taken, taken.new_empty(x.shape[0], product.out_features))
+        out, residual = self.result(x)
+        self._attend_to(out, residual, qkv, step)
+        return x, self.left(x, out, following, h)
+
+    def _attend_to(self, out: Tensor, residual: Tensor | None, qkv: Tensor, step: Step) -> None:
+        """o of the attention, residual added; its input laid out by the attention where that can be."""
+        rows, o = qkv.shape[0], self.o
+        given = o.input_of(rows) if step.q_len == 1 else None
+        if given is not None:
+            self.attend(qkv, step, given)
+            o.from_input(given, out, residual=residual)
+        elif step.q_len == 1 and o.takes_prepared and GEMV_ROWS < rows <= FEW_ROWS:
+            o.in_a_row(self.attend_prepared(qkv, step), out, residual)
         else:
-            _attend_one(self.attention, q, k, v, step, given)
-            self.o.from_input(given, out, residual=residual)
-        return x if self.post is None else self.left(x, out)
+            o(self.attend(qkv, step).view(rows, -1), out, residual=residual)
+
+    def attend_prepared(self, qkv: Tensor, step: Step) -> Prepared:
+        """Attention of one token a row, as the input of o of few rows."""
+        attended = Prepared(self.o.room(), qkv.shape[0])
+        self.attend(qkv, step, ProductInput(_cuda(self.attention.o_proj), _PACKED_COLUMNS, attended.scratch))
+        return attended
+
+    def attend(self, qkv: Tensor, step: Step, into: ProductInput | None = None) -> Tensor:
+        """Attention of rows that hold q, k and v side by side: [T, heads, head_dim]."""
+        q, k, v = self._split(qkv)
+        if step.q_len > 1 or self.head_norms is None:
+            q, k, v = self._shaped(q, k, v)
+        return _attend(self.attention, q, k, v, step, into, self.head_norms)
 
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
         a, rows = self.attention, x.shape[0]
@@ -177,15 +233,20 @@ class AttentionHalf(_JoinedHalf):
             q = a.shaped(a.q_proj.quant.matmul(h), a.q_norm)
             k = a.shaped(a.k_proj.quant.matmul(h), a.k_norm)
             v = a.shaped(a.v_proj.quant.matmul(h))
+            mixed = _attend(a, q, k, v, step)
         else:
-            q, k, v = self._split(qkv)
-        mixed = _attend(a, q, k, v, step).view(rows, -1)
-        return x, self.add_product(x, mixed, given, following)
+            mixed = self.attend(qkv, step)
+        return x, self.add_product(x, mixed.view(rows, -1), given, following)
 
     def run_last(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step, batch: int
     ) -> tuple[Tensor, Tensor | None]:
         """`run`, but for the last token of each of `batch` rows alone: x and h of these, [batch, hidden]."""
+        x, _, mixed = self._attend_last(x, h, step, batch)
+        return x, self.add_product(x, mixed, None, following)
+
+    def _attend_last(self, x: Tensor, h: Tensor | None, step: Step, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x, h and the attention of the last token of each row; keys and values of all tokens are stored."""
         a, h = self.attention, self.normed(x, h)
         self.store(x, h, step)
         x, h, rows, places, turns = (
@@ -195,8 +256,7 @@ class AttentionHalf(_JoinedHalf):
         q = a.shaped(a.q_proj.quant.matmul(h), a.q_norm)
         if a.rope != "none":
             apply_rope(q, *step.table(a.rope), turns, interleaved=a.interleaved)
-        mixed = _attend_stored(a, q, step, rows, places)
-        return x, self.add_product(x, mixed.view(batch, -1), None, following)
+        return x, h, _attend_stored(a, q, step, rows, places).view(batch, -1)
 
     def store(self, x: Tensor, h: Tensor | None, step: Step) -> None:
         """Keys and values of x [T, hidden] into the cache; h as for `run`."""
@@ -207,45 +267,54 @@ class AttentionHalf(_JoinedHalf):
         store_kv(step.pages(a.layer_idx), k, v, step.slots)
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [T, heads, head_dim] as the rotation takes them: views of rows that hold them side by side, or,
-        where something comes between, tensors of their own."""
+        """q, k and v [T, heads, head_dim]: views of rows that hold them side by side."""
         a, d, rows = self.attention, self.attention.head_dim, qkv.shape[0]
         widths = [a.num_attention_heads * d, a.num_key_value_heads * d, a.num_key_value_heads * d]
         q, k, v = torch.split(qkv, widths, dim=1)
-        if self._shapes:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-            return a.shaped(q, a.q_norm), a.shaped(k, a.k_norm), a.shaped(v)
         return q.view(rows, -1, d), k.view(rows, -1, d), v.view(rows, -1, d)
+
+    def _shaped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Clamped and normed as they are rotated: tensors of their own, if anything is done to them."""
+        if not self._shapes:
+            return q, k, v
+        a = self.attention
+        q, k, v = (t.flatten(1).contiguous() for t in (q, k, v))
+        return a.shaped(q, a.q_norm), a.shaped(k, a.k_norm), a.shaped(v)
 
 
 class MlpHalf(_JoinedHalf):
     """Norm, gate, up and activation, or norm and up; down and residual."""
 
-    def __init__(self, mlp: FeedForward) -> None:
+    def __init__(self, mlp: FeedForward, float_residual: bool = False) -> None:
         assert isinstance(mlp, GatedMLP | PlainMLP), "why_apart lets no other through"
         self.mlp = mlp
-        super().__init__(mlp.norm, mlp.post, mlp.down_proj)
+        super().__init__(mlp.norm, mlp.post, mlp.down_proj, float_residual)
         gate = mlp.gate_proj if isinstance(mlp, GatedMLP) else None
         self.gated = gate is not None
         self.plain = self.plain and self.gated
         linears = (mlp.up_proj,) if gate is None else (gate, mlp.up_proj)
         joins = None if gate is None else cast(Activation, mlp.activation)
-        self.up = _joined(*linears, norm=self.input_norm, activation=joins)
         self.up_normed = _joined(*linears, activation=joins)
+        self.up = self.up_normed
+        if self._own_norm is not None:
+            self.up = _joined(*linears, norm=self._own_norm, activation=joins)
         self.down = _joined(mlp.down_proj)
 
     def join(self, rows: int) -> bool:
         return rows <= self.up.joined_rows  # the last may not be
 
-    def run_joined(self, x: Tensor, step: Step) -> Tensor:
-        h = self.entered(x)
-        out, residual = (x, x) if self.post is None else (torch.empty_like(x), None)
+    def run_joined(
+        self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
+    ) -> tuple[Tensor, Tensor | None]:
+        own = self.up if self._own_norm is not None else None
+        product, taken = self.first_of(own, self.up_normed, x, h)
+        out, residual = self.result(x)
         if self.gated:
-            self.up.then(self.down, h, out, residual=residual)
+            product.then(self.down, taken, out, residual=residual)
         else:
-            up = self.up(h, x.new_empty(x.shape[0], self.up.out_features))
+            up = product(taken, taken.new_empty(x.shape[0], product.out_features))
             self.down(activate(up, self.mlp.activation, out=up), out, residual=residual)
-        return x if self.post is None else self.left(x, out)
+        return x, self.left(x, out, following, h)
 
     def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
         given, h = h, self.normed(x, h)
@@ -265,15 +334,48 @@ class MlpHalf(_JoinedHalf):
         return [cast(CudaQuantMatrix, linear.quant) for linear in first]
 
 
-def half_of(module: Module) -> Half:
-    """A loaded module's half."""
+class ParallelHalf(AttentionHalf):
+    """A whole layer whose attention and MLP take the same normed input; both are added to it."""
+
+    def __init__(self, decoder: ParallelDecoder, float_residual: bool = False) -> None:
+        super().__init__(decoder, float_residual)
+        self.mlp = MlpHalf(decoder.mlp, float_residual)
+        self.plain = False
+
+    def join(self, rows: int) -> bool:
+        return super().join(rows) and self.mlp.join(rows)
+
+    def run_joined(
+        self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
+    ) -> tuple[Tensor, Tensor | None]:
+        h = self.normed(x, h)
+        x, _ = super().run_joined(x, h, None, step)
+        return self.mlp.run_joined(x, h, following, step)
+
+    def run(self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        h = self.normed(x, h)
+        x, _ = super().run(x, h, None, step)
+        return self.mlp.run(x, h, following, step)
+
+    def run_last(
+        self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step, batch: int
+    ) -> tuple[Tensor, Tensor | None]:
+        x, h, mixed = self._attend_last(x, h, step, batch)
+        self.add_product(x, mixed, None, None)
+        return self.mlp.run(x, h, following, step)
+
+
+def half_of(module: Module, float_residual: bool = False) -> Half:
+    """A loaded module's half; float_residual: the hidden state is float32 on a GPU."""
     if why_apart(module) is not None or any(_padded(linear) for linear in module.submodules()):
         return ModuleHalf(module)
     if isinstance(module.describe(), MlpDescription):
         assert isinstance(module, FeedForward)
-        return MlpHalf(module)
+        return MlpHalf(module, float_residual)
     assert isinstance(module, Attention)
-    return AttentionHalf(module)
+    if isinstance(module, ParallelDecoder):
+        return ParallelHalf(module, float_residual)
+    return AttentionHalf(module, float_residual)
 
 
 def in_a_row(attention: AttentionHalf, mlp: MlpHalf, rows: int) -> bool:
@@ -297,16 +399,14 @@ def run_in_a_row(
 ) -> Prepared | None:
     """A layer: x [T, hidden] half, changed in place; what the product before has prepared of it; what of x is to be
     prepared for the product that comes next."""
-    a, rows, first, o = attention.attention, x.shape[0], attention.qkv, attention.o
+    rows, first, o = x.shape[0], attention.qkv, attention.o
     qkv = x.new_empty(rows, first.out_features)
     first.in_a_row(x if prepared is None else prepared, qkv)
     attended: Tensor | Prepared
     if step.q_len == 1 and o.takes_prepared:
-        attended = Prepared(o.room(), rows)
-        into = ProductInput(_cuda(a.o_proj), _PACKED_COLUMNS, attended.scratch)
-        _attend_one(a, *attention._split(qkv), step, into=into)
+        attended = attention.attend_prepared(qkv, step)
     else:
-        attended = _attend(a, *attention._split(qkv), step).view(rows, -1)
+        attended = attention.attend(qkv, step).view(rows, -1)
     normed = o.in_a_row(attended, x, x, mlp.up)
     assert normed is not None
     gated = mlp.up.in_a_row(normed, following=mlp.down)
@@ -326,16 +426,34 @@ def _in_blocks(product: FusedLinear, h: Tensor) -> Tensor | None:
 
 
 def _joined(*linears: Linear, norm: RMSNorm | None = None, activation: Activation | None = None) -> FusedLinear:
-    before = None if norm is None else InputNorm(norm.loaded_weight, norm.eps)
-    return FusedLinear([linear.quant for linear in linears], norm=before, activation=activation)
+    return FusedLinear([linear.quant for linear in linears], norm=_input_norm(norm), activation=activation)
 
 
-def _attend(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-    """Rotation, storing and attention: one launch where a row is one token."""
-    return _attend_one(a, q, k, v, step) if step.q_len == 1 else _attend_many(a, q, k, v, step)
+def _input_norm(norm: RMSNorm | None) -> InputNorm | None:
+    return None if norm is None else InputNorm(norm.loaded_weight, norm.eps)
 
 
-def _attend_one(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step, into: ProductInput | None = None) -> Tensor:
+def _head_norms(a: Attention) -> HeadNorms | None:
+    """Norms of q and k, if attention of one token a row can apply them: RMS norms whose weight all heads share."""
+    norms = [norm for norm in (a.q_norm, a.k_norm) if type(norm) is RMSNorm and not is_changed(norm)]
+    if len(norms) < 2 or a.clip or any(norm.loaded_weight.shape != (a.head_dim,) for norm in norms):
+        return None
+    q, k = norms
+    return HeadNorms(q.loaded_weight, k.loaded_weight, q.eps) if q.eps == k.eps else None
+
+
+def _attend(
+    a: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Step,
+    into: ProductInput | None = None,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Rotation, storing and attention: one launch where a row is one token, which then applies `norms`."""
+    if step.q_len > 1:
+        return _attend_many(a, q, k, v, step)
     return attend_own(
         q,
         k,
@@ -355,6 +473,7 @@ def _attend_one(a: Attention, q: Tensor, k: Tensor, v: Tensor, step: Step, into:
         # The step's tensors are older than the graph's launches, and so are all keys but the tokens' own.
         early=True,
         into=into,
+        norms=norms,
     )
 
 

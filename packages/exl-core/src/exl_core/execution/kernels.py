@@ -14,7 +14,7 @@ from exl_kernels.selection import FEW_ROWS, Card, MatrixShape, Selection
 
 from ..config import ExLlamaV2Config
 from ..errors import ModelStateError
-from ..layers import Attention, GatedMLP, Head, Linear, Module, MoE, PlainMLP, build_modules
+from ..layers import Attention, GatedMLP, Head, Linear, Module, MoE, ParallelDecoder, PlainMLP, build_modules
 from ..loading.checkpoint import Checkpoint, TensorReader, TensorSource
 from ..loading.linears import LinearOptions, LinearSpec, read_quantized
 from .fused import uncovered
@@ -163,7 +163,8 @@ def _products(half: Module) -> list[_Product]:
     norm, residual = about.norm == "rms", about.post is None
     if isinstance(half, Attention):
         qkv = (half.q_proj, half.k_proj, half.v_proj)
-        return [_Product("q+k+v", qkv, norm=norm), _Product("o", (half.o_proj,), residual=residual)]
+        inner = _products(half.mlp) if isinstance(half, ParallelDecoder) else []
+        return [_Product("q+k+v", qkv, norm=norm), _Product("o", (half.o_proj,), residual=residual), *inner]
     down = [_Product("down", (half.down_proj,), residual=residual)] if isinstance(half, GatedMLP | PlainMLP) else []
     if isinstance(half, GatedMLP):
         return [_Product("gate+up", (half.gate_proj, half.up_proj), norm=norm, gate=True), *down]

@@ -33,7 +33,7 @@ from ..linear.cuda import CudaQuantMatrix
 if TYPE_CHECKING:
     from ..kv import KVPages
 
-__all__ = ["ProductInput", "attend_own", "counters", "load_kv", "paged_attention", "store_kv"]
+__all__ = ["HeadNorms", "ProductInput", "attend_own", "counters", "load_kv", "paged_attention", "store_kv"]
 
 attention_options = functools.lru_cache(maxsize=256)(_native.AttentionOptions)
 """A layer's scale, window and softcap as the kernels take them: the same for every step."""
@@ -57,6 +57,16 @@ class ProductInput:
     the tokens become zeros, features past K in the last 256 stay as they are."""
     rows: int | None = None
     """Rows for which a product's `input_of` gave this; its `from_input` takes no others."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of each head of q and of k: x / sqrt(mean(x^2) + eps) * weight, rounded to the dtype of x."""
+
+    q: Tensor
+    """float32 [head_dim], contiguous, on the GPU of q; `k` alike."""
+    k: Tensor
+    eps: float
 
 
 @contextlib.contextmanager
@@ -159,6 +169,7 @@ def attend_own(
     max_keys: int | None = None,
     early: bool = False,
     into: ProductInput | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """`apply_rope` on q and k, `store_kv` of k and v, `paged_attention` of q: one launch, the same bits; GPU only.
 
@@ -172,6 +183,7 @@ def attend_own(
     early: everything but q, k, v (so: tables, positions, slots, stored keys of earlier positions) may be read before
     the launches right before this one have ended. Only for callers that know all of it to be written before, such as
     by work before the launch of the captured graph that this is part of.
+    norms: q and k are normed before they are rotated, as `rms_norm` would.
     into: the results go there instead, of float16 and without `out`; its scratch is returned.
     Capturable: allocates only `out` (if not given) and a workspace, reads nothing back. Raises ShapeError, DTypeError.
     """
@@ -202,12 +214,16 @@ def attend_own(
     tables = (block_table, rows, positions, key_mask)
     try:
         rotation = _native.Rotation(cos.contiguous(), sin.contiguous(), rope_positions, interleaved)
-        new_keys = _native.NewKeys(flat[1][0], flat[2][0], flat[1][1], rotation, slots, early)
+        new_keys = _native.NewKeys(flat[1][0], flat[2][0], flat[1][1], rotation, slots, early, _norms(norms))
         options = attention_options(scale, window, softcap)
         _launch(flat[0], pages, tables, window, options, new_keys, out, max_keys, into)
     except ValueError as error:
         raise ShapeError(f"{what}: {error}") from None
     return out if into is None else into.scratch
+
+
+def _norms(norms: HeadNorms | None) -> tuple[Tensor, Tensor, float] | None:
+    return None if norms is None else (norms.q, norms.k, norms.eps)
 
 
 def _check_into(what: str, into: ProductInput, q: Tensor, out: Tensor | None) -> None:

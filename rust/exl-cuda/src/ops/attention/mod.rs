@@ -132,6 +132,16 @@ pub struct Own {
     pub slots: usize,
     /// Whether all but q, key and value may be read before the launch before this one has ended.
     pub early: bool,
+    pub norms: HeadNorms,
+}
+
+/// RMS norms of each head of the queries and of the tokens' own keys, before they are rotated.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HeadNorms {
+    /// `[head_dim]` FP32 each, aligned to 8 bytes; both 0 for none
+    pub q: usize,
+    pub k: usize,
+    pub eps: f32,
 }
 
 /// What [`plan`] decided.
@@ -212,9 +222,12 @@ struct Argument {
     scale: f32,
     softcap: f32,
     ahead: i32,
+    norm_eps: f32,
+    q_norm: usize,
+    k_norm: usize,
 }
 
-assert_layout!(Argument, attention_common::Attention, { q, out, key, value, key_scales, value_scales, block_table, rows, positions, key_mask, parts, tickets, new_key, new_value, cos, sin, rope_positions, slots, q_stride, new_stride, rotated, table_rows, interleaved, early, element, ordered, row_of_feature, columns, tokens, q_heads, heads, dim, group, tile_heads, tile_tokens, page_size, page_shift, max_pages, num_pages, batch, mask_width, window, chunks, part_slots, ring, page_inverse, key_limit, scale, softcap, ahead });
+assert_layout!(Argument, attention_common::Attention, { q, out, key, value, key_scales, value_scales, block_table, rows, positions, key_mask, parts, tickets, new_key, new_value, cos, sin, rope_positions, slots, q_stride, new_stride, rotated, table_rows, interleaved, early, element, ordered, row_of_feature, columns, tokens, q_heads, heads, dim, group, tile_heads, tile_tokens, page_size, page_shift, max_pages, num_pages, batch, mask_width, window, chunks, part_slots, ring, page_inverse, key_limit, scale, softcap, ahead, norm_eps, q_norm, k_norm });
 
 /// The head dimension of the kernel that takes heads of `dim`.
 pub fn padded(dim: usize) -> usize {
@@ -428,6 +441,9 @@ fn argument(
         scale: op.scale,
         softcap: op.softcap,
         ahead: 0,
+        norm_eps: own.map_or(0.0, |o| o.norms.eps),
+        q_norm: address(|o| o.norms.q),
+        k_norm: address(|o| o.norms.k),
     })
 }
 

@@ -26,7 +26,72 @@ fn name(element: Element) -> String {
 }
 
 pub(in crate::ops) fn kernels() -> Vec<String> {
-    Element::ALL.map(name).to_vec()
+    let post = [Element::F16, Element::F32].map(post_name);
+    Element::ALL.map(name).into_iter().chain(post).collect()
+}
+
+fn post_name(element: Element) -> String {
+    format!("add_post_norm_{}", element.suffix())
+}
+
+/// An RMS norm over rows.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RowNorm {
+    /// `[width]` FP32; 0: no norm
+    pub weight: usize,
+    pub eps: f32,
+    pub weight_offset: f32,
+}
+
+/// Operands of [`add_post_norm`]: device addresses of `[rows, width]`, contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct PostNorm {
+    /// of `element`, F16 or F32; rewritten
+    pub x: usize,
+    pub element: Element,
+    /// F16
+    pub y: usize,
+    pub post: RowNorm,
+    pub norm: RowNorm,
+    /// F16; 0 where there is no `norm`
+    pub output: usize,
+    pub rows: usize,
+    pub width: usize,
+}
+
+/// x + post(y) in the type of x, then its norm as halves: each as [`super::norm::norm`] computes it.
+///
+/// # Safety
+/// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
+pub unsafe fn add_post_norm(to: Target, op: &PostNorm) -> Result<(), CudaError> {
+    if op.rows == 0 || op.width == 0 {
+        return Ok(());
+    }
+    let device = Device::get(to.device)?;
+    let kernel = post_name(op.element);
+    let launch = Launch {
+        kernel: &kernel,
+        grid: [index32("rows", op.rows)? as u32, 1, 1],
+        block: 256,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let width = index32("width", op.width)?;
+    let mut arguments = kernel_arguments![
+        op.x,
+        op.y,
+        op.post.weight,
+        op.post.eps,
+        op.post.weight_offset,
+        op.norm.weight,
+        op.norm.eps,
+        op.norm.weight_offset,
+        op.output,
+        width
+    ];
+    // SAFETY: the order is that of `ADD_POST_NORM`; validity is the caller's promise.
+    unsafe { launch.run(device, &mut arguments) }
 }
 
 /// x + y rounded to its type, then the norm of that, as [`super::norm::norm`] computes it.
