@@ -11,19 +11,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+FLOAT_MODEL = ROOT / "tests" / "golden" / "data" / "pylib-4m-fp16"
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 # Exercised elsewhere: the tests run this file, CI runs the verbs, installs have tests of their own.
-PROVEN_ELSEWHERE = re.compile(
+RUN_ELSEWHERE = re.compile(
     r"^(python3? -m pip install|uv (sync|pip|add|build)|pip install|uv run pytest|make |git |cargo )"
 )
 
 
 def blocks(language: str) -> list[pytest.param]:
+    """Every block of a language in the documents; those of the README are in the default run."""
     found = []
     for path in DOCUMENTS:
+        marks = () if path == ROOT / "README.md" else (pytest.mark.full,)
         text = path.read_text(encoding="utf-8")
         for i, block in enumerate(re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)):
-            found.append(pytest.param(block, id=f"{path.relative_to(ROOT)}#{i}"))
+            found.append(pytest.param(block, marks=marks, id=f"{path.relative_to(ROOT)}#{i}"))
     return found
 
 
@@ -44,10 +47,11 @@ def test_python_example(source: str, tmp_path: Path) -> None:
 def test_shell_example(source: str, tmp_path: Path) -> None:
     for line in source.strip().splitlines():
         for command in line.split(" && "):
-            if PROVEN_ELSEWHERE.match(command) or command.lstrip().startswith("#"):
+            if RUN_ELSEWHERE.match(command) or command.lstrip().startswith("#"):
                 continue
-            # In a checkout `uv run` means: in this environment.
-            command = command.removeprefix("uv run ")
+            # In a checkout `uv run` means: in this environment. SRC and DST are a float folder and a new one.
+            command = command.replace("uv run ", "").replace("SRC", str(FLOAT_MODEL))
+            command = command.replace("DST", str(tmp_path / f"converted-{len(list(tmp_path.iterdir()))}"))
             done = subprocess.run(
                 command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
             )

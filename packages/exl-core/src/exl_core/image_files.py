@@ -17,7 +17,7 @@ MAX_PIXELS = 1 << 26
 """Of an image before it is resized: decoded, it takes up to 8 bytes a pixel here."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""What `open_image` opens: PIL knows more, some of which start other programs."""
+"""Formats that `open_image` accepts. PIL knows others, some of which start other programs."""
 
 DEEP_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 

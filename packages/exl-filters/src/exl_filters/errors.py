@@ -71,7 +71,7 @@ class MissingExtra(FilterError, ImportError):
     code = "missing_extra"
 
     def __init__(self, what: str, extra: str, library: str) -> None:
-        super().__init__(f"{what} needs {library}: install it with `pip install 'exl-filters[{extra}]'`")
+        super().__init__(f"{what} needs {library}, the extra {extra!r} of exl-filters: install {library}")
         self.extra = extra
         self.library = library
 

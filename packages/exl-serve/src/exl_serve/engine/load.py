@@ -27,7 +27,7 @@ STEP_SECONDS = (0.00149, 0.00413)
 
 
 class Loaded(NamedTuple):
-    """What an engine process serves."""
+    """The generator and model card that an engine process serves."""
 
     generator: Any
     card: ModelCard
