@@ -3,7 +3,7 @@
 UV ?= uv
 CARGO_DIR := rust
 
-.PHONY: help sync format lint types layers lock test test-rust test-install test-cuda cuda-archs bench docs ci
+.PHONY: help sync format lint types layers lock docs test test-full test-rust test-install test-cuda cuda-archs wheels bench ci
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,8 +37,14 @@ lock:  ## the lock files agree with the manifests
 	$(UV) lock --check
 	cd $(CARGO_DIR) && cargo metadata --locked --format-version 1 >/dev/null
 
-test:  ## the test suite (no GPU needed)
+docs:  ## the documentation site, into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(UV) run --isolated --locked --only-group docs mkdocs build --strict --quiet
+
+test:  ## the default tests (no GPU needed)
 	$(UV) run --no-sync pytest
+
+test-full:  ## every test that needs no GPU; CI runs it once a day
+	$(UV) run --no-sync pytest -m "not cuda and not install"
 
 test-rust:  ## the Rust crates' own tests
 	cd $(CARGO_DIR) && cargo test --locked
@@ -52,7 +58,11 @@ test-cuda:  ## on a machine with an NVIDIA GPU
 cuda-archs:  ## compile the kernels for every architecture of a release (no GPU needed; minutes on two cores)
 	cd $(CARGO_DIR) && EXL_CUDA_ARCHS=release EXL_CUDA_CACHE="$(CURDIR)/$(CARGO_DIR)/target/cuda-cache" cargo build --locked --package exl-cuda --target-dir target/archs
 
+VARIANT ?= gpu
+wheels:  ## manylinux wheels of all packages into dist/; VARIANT=cpu leaves the GPU kernels out (gpu: an hour on two cores)
+	scripts/wheels.sh $(VARIANT)
+
 bench:  ## CPU benchmarks, JSON lines
 	$(UV) run --no-sync python benchmarks/bench_cpu.py
 
-ci: lint types layers lock test test-rust test-install  ## everything CI checks, after `make sync`
+ci: lint types layers lock docs test test-rust test-install  ## everything CI checks, after `make sync`
