@@ -1,0 +1,43 @@
+"""The workflows call verbs and files that exist, and run every check of `make ci`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+VERBS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+
+
+def commands(path: Path) -> str:
+    """All shell commands of a workflow."""
+    jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+    found = "\n".join(step["run"] for job in jobs.values() for step in job["steps"] if "run" in step)
+    return re.sub(r"\$\{\{.*?\}\}", "X", found)
+
+
+def verbs(path: Path) -> set[str]:
+    """The Makefile's verbs that a workflow calls."""
+    called = re.findall(r"^make (.*)$", commands(path), re.MULTILINE)
+    return {word for line in called for word in line.split() if "=" not in word}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_verbs_and_scripts_exist(path: Path) -> None:
+    assert verbs(path) <= VERBS
+    for script in re.findall(r"(scripts/[\w/.]+)", commands(path)):
+        assert (ROOT / script).exists()
+    for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values():
+        assert job["timeout-minutes"]
+
+
+def test_ci_runs_what_make_ci_runs() -> None:
+    listed = re.findall(r"^ci: ([a-z -]+?) +##", MAKEFILE, re.MULTILINE)[0].split()
+    path = ROOT / ".github" / "workflows" / "ci.yml"
+    assert set(listed) - {"test"} <= verbs(path)
+    assert "uv run --no-sync pytest" in commands(path)
