@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 
 # The suite is written for the CPU, also where there is a GPU; a test of the GPU names its device. Programs that tests
 # start inherit the variable.
@@ -22,8 +23,41 @@ settings.register_profile("thorough", parent=settings.get_profile("default"), ma
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Use every core for a run of all tests (`pytest` without files), a file per process; `-n 0` uses one process."""
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if everything and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
+        config.option.numprocesses = "auto"
+        config.option.dist = "loadfile"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out `cuda` tests without a usable GPU; asking for them there (`-m cuda`) is an error that says why."""
+    """Mark the cases that a `sampled` test leaves to the full run, and leave out tests that the GPU cannot run."""
+    _thin(items)
+    _leave_out_gpu_tests(config, items)
+
+
+def _thin(items: list[pytest.Item]) -> None:
+    """Keep every n-th case of a test with the marker `sampled(n)` in the default run and mark the others `full`.
+
+    The first case that is kept depends on the test's name, so that tests with the same parameters keep different ones.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in tests.items():
+        step = cases[0].get_closest_marker("sampled").args[0]
+        first = zlib.crc32(name.encode()) % min(step, len(cases))
+        for number, item in enumerate(cases):
+            if number % step != first:
+                item.add_marker(pytest.mark.full)
+
+
+def _leave_out_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out `cuda` tests without a usable GPU; asking for them there (`-m cuda`) is an error that says why."""
     needs_gpu = [item for item in items if item.get_closest_marker("cuda")]
     if not needs_gpu or "not cuda" in str(config.getoption("markexpr")):
         return

@@ -21,6 +21,7 @@ def test_script_runs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
+@pytest.mark.full
 @pytest.mark.covers("core.md: multimodal-other", "generators.md: 57-mrope")
 @pytest.mark.parametrize("name", ["multimodal", "multimodal_video"])
 @pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL"])

@@ -32,6 +32,8 @@ from exllamav2 import (
 )
 from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
 
+pytestmark = pytest.mark.sampled(4)
+
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "plain": nullcontext,
     "no_grad": torch.no_grad,

@@ -184,6 +184,7 @@ async def leave(host: ModelContainer, number: int, rng: random.Random) -> None:
     await stream.aclose()  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 def test_five_hundred_disconnects_leave_no_job_and_no_page() -> None:
     """Meanwhile other clients' streams are what they are alone, and health stays good."""
 
@@ -219,6 +220,7 @@ async def ended(streams: list[asyncio.Task[Any]]) -> None:
         assert not isinstance(found, BaseException) or isinstance(found, ExlError), repr(found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["wait", "skip_wait", "shutdown"])
 def test_unload_while_streams_run_and_reload(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with choices that wait in the queue; nothing of the old model stays in memory."""

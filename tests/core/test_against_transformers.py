@@ -264,7 +264,10 @@ def build(case: str, folder: Path, **changes: Any) -> tuple[Any, Path]:
     return model, folder
 
 
-pytestmark = pytest.mark.covers("core.md: architectures", "core.md: embedding-norms", "core.md: mlp-moe")
+pytestmark = [
+    pytest.mark.covers("core.md: architectures", "core.md: embedding-norms", "core.md: mlp-moe"),
+    pytest.mark.sampled(3),
+]
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))

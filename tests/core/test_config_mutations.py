@@ -15,7 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from config_mutations import Judge, base_config, changes_of, foreign_keys
 from test_against_transformers import CASES
 
-pytestmark = pytest.mark.covers("core.md: better-3.6.7", "core.md: config", "core.md: architectures")
+pytestmark = [
+    pytest.mark.covers("core.md: better-3.6.7", "core.md: config", "core.md: architectures"),
+    pytest.mark.sampled(3),
+]
 
 FAMILIES = {CASES[name].model: name for name in reversed(CASES)}  # the first case of each
 A_FAMILY = 9  # changes of each that are tried here; all of them: `python tests/core/config_mutations.py`

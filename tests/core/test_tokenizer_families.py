@@ -19,7 +19,7 @@ from exl_core.tokenizer import sandbox
 sentencepiece = pytest.importorskip("sentencepiece")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.covers("core.md: tokenizer")
+pytestmark = [pytest.mark.covers("core.md: tokenizer"), pytest.mark.sampled(4)]
 
 FIXTURE = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-fp16"
 CORPUS = [

@@ -49,6 +49,7 @@ def test_streaming_chat() -> None:
     assert len(out.strip().splitlines()) >= 2
 
 
+@pytest.mark.full
 @pytest.mark.covers("generators.md: 62")
 def test_async_server() -> None:
     lines = run("async_server.py").splitlines()
@@ -57,11 +58,13 @@ def test_async_server() -> None:
     assert any(line.startswith(("max_new_tokens", "stop_token")) for line in lines)
 
 
+@pytest.mark.full
 def test_json_by_schema() -> None:
     found = json.loads(run("json_by_schema.py"))
     assert set(found) == {"name", "age", "likes"}
 
 
+@pytest.mark.full
 @pytest.mark.covers("generators.md: 58")
 def test_lora_per_job() -> None:
     lines = run("lora_per_job.py").splitlines()
@@ -69,6 +72,7 @@ def test_lora_per_job() -> None:
     assert len({line.split(":")[1] for line in lines}) == 3
 
 
+@pytest.mark.full
 @pytest.mark.covers("core.md: multimodal-other")
 def test_image_question(tmp_path: Path) -> None:
     """On a random Qwen2-VL: its answers mean nothing, but the second question finds the image in the cache."""
@@ -100,6 +104,7 @@ def test_kernels_alone() -> None:
     assert "exl_core" not in (EXAMPLES / "kernels_alone.py").read_text(encoding="utf-8").split('"""', 2)[2]
 
 
+@pytest.mark.full
 def test_perplexity(tmp_path: Path) -> None:
     """A text of the model's own surprises it little, one of random words a lot."""
     told = run("workflow.py").split("\n\n")[0]
@@ -111,6 +116,7 @@ def test_perplexity(tmp_path: Path) -> None:
     assert 1 <= values[0] < 10 < values[1]
 
 
+@pytest.mark.full
 @pytest.mark.covers("filters.md: CAP-40")
 def test_filters_in_transformers() -> None:
     assert run("filters_in_transformers.py").strip() in ("yes", "no", "perhaps")

@@ -24,6 +24,8 @@ from exl_filters import (
 )
 from exl_filters.testing import filter_laws
 
+pytestmark = pytest.mark.sampled(3)
+
 
 def select(v, *options):
     return ExLlamaV2SelectFilter(None, v, list(options))

@@ -43,6 +43,7 @@ def installed(tmp_path_factory):
     return copy, {"PYTHONPATH": str(target)}
 
 
+@pytest.mark.full
 @pytest.mark.covers("filters.md: CAP-30")
 def test_its_own_tests_pass(installed):
     copy, env = installed
@@ -50,6 +51,7 @@ def test_its_own_tests_pass(installed):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.covers("filters.md: CAP-30")
 def test_the_command_line_lists_and_checks_it(installed, tmp_path):
     copy, env = installed
@@ -71,6 +73,7 @@ def test_the_command_line_lists_and_checks_it(installed, tmp_path):
     assert "LAW-22 only what keeps the text in the language is allowed: broken" in bad.stdout
 
 
+@pytest.mark.full
 def test_the_good_filter_and_the_broken_copy_are_told_apart_by_the_same_language(installed):
     copy, env = installed
     common = ("--language", "exl_filters_iso_date.oracle:dates", "--laws", "21,22,23,24,25,26,27", "--profile", "quick")

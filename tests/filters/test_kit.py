@@ -28,6 +28,7 @@ def test_all_laws_are_there():
     assert sorted(LAWS) == [f"LAW-{n:02d}" for n in range(1, 38)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.covers("filters.md: CAP-35")
 @pytest.mark.parametrize("mutant", ZOO, ids=lambda m: m.name)
 def test_every_broken_filter_is_caught_by_its_law(mutant):
@@ -329,6 +330,7 @@ def test_parameters_that_are_no_json_are_said_to_be(capsys):
     assert "no JSON" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.covers("filters.md: CAP-34")
 def test_python_dash_m_and_the_pytest_option(module, tmp_path):
     run = subprocess.run(

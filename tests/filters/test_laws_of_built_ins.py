@@ -28,6 +28,8 @@ from exl_filters.testing import (
     starts_with,
 )
 
+pytestmark = pytest.mark.sampled(5)
+
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 BUDGET = {"profile": "deep"} if THOROUGH else {"profile": "quick", "examples": 8}
 

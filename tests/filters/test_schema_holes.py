@@ -315,6 +315,7 @@ def test_bounds_of_different_numbers_do_not_meet():
     assert not takes(schema, '{"a": 0, "b": 0.5}')
 
 
+@pytest.mark.full
 def test_many_bounds_that_meet_and_many_references_by_name():
     """Each beside each would take hours: the time limit of a test is the bar."""
     many = [{"type": "number", "exclusiveMinimum": 2 * i, "maximum": 2 * i + 1} for i in range(100_000)]

@@ -14,6 +14,8 @@ import pytest
 
 from exl_generate.bundled import default_model_dir
 
+pytestmark = pytest.mark.sampled(2)
+
 MODEL = str(Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5")
 BUNDLED = str(default_model_dir())
 AGE = {
@@ -85,6 +87,7 @@ def test_a_closed_output_is_one_line(arguments: tuple[str, ...]) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
 def test_closed_errors_leave_the_output_as_it_is() -> None:
     done = with_closed("2>&-", "generate", *ONCE)

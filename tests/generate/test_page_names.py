@@ -48,6 +48,7 @@ def report() -> list[list[str]]:
     return found
 
 
+@pytest.mark.full
 def test_two_processes_name_their_pages_alike() -> None:
     first, second = report(), report()
     assert first == second

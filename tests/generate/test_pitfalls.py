@@ -429,6 +429,7 @@ def test_bitwise_equality_of_repeat_batch_chunks_and_cache(fable: ExLlamaV2Dynam
     assert len(seen) == 1
 
 
+@pytest.mark.full
 def test_ten_thousand_requests_leave_nothing_and_get_no_slower() -> None:
     """exl2#533, exl3#207: with n-gram guesses."""
     model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=64))

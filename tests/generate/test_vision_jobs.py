@@ -24,7 +24,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 from vision_models import END, FAMILIES, QWEN, START, VOCAB, Pair, make_pair, picture
 
-pytestmark = [pytest.mark.covers("generators.md: 57-mrope", "generators.md: 57")]
+pytestmark = [pytest.mark.covers("generators.md: 57-mrope", "generators.md: 57"), pytest.mark.sampled(4)]
 
 PAGE = 16
 GREEDY = ExLlamaV2Sampler.Settings.greedy()

@@ -20,6 +20,8 @@ from exl_kernels.kv import KVPages, store_kv
 sys.path.insert(0, str(Path(__file__).parent))
 from attention_cases import KINDS, Case, make_case, randn
 
+pytestmark = pytest.mark.sampled(4)
+
 
 def assert_close(got: Tensor, oracle: Tensor, tolerance: float = 3e-6) -> None:
     assert float((got.double() - oracle).abs().max()) < tolerance

@@ -91,6 +91,7 @@ def test_b(launched): ...
     ]
 
 
+@pytest.mark.full
 def test_the_cases_chosen_for_the_tools_are_tests() -> None:
     """One that is renamed would leave a kernel out, which only a GPU's run would find."""
     root = SCRIPT.parents[2]

@@ -16,6 +16,8 @@ from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.kv import KVPages, load_kv, store_kv
 from exl_kernels.reference import kv as twin
 
+pytestmark = pytest.mark.sampled(3)
+
 KINDS: tuple[Any, ...] = ("fp16", "fp8", "q8", "q6", "q4")
 IRREGULAR = (
     "3400405e426a41ae3d05ba6bc0bbc165be9334cf4071426e41a13cd4baccc0c7c160be6b359d4084427241933ca3bb2bc0d3c15bbe42366c"

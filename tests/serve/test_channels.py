@@ -27,6 +27,8 @@ from exl_serve.stream.family import ChannelSettings, ToolSpec
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 
+pytestmark = pytest.mark.sampled(3)
+
 WEATHER = ToolSpec(
     "get_weather",
     "",

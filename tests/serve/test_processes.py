@@ -138,6 +138,7 @@ def test_it_serves_restarts_what_dies_and_ends(served: Callable[..., Served]) ->
     assert "Once upon" not in server.log
 
 
+@pytest.mark.full
 def test_an_engine_that_dies_ends_its_streams_with_an_error(served: Callable[..., Served]) -> None:
     server = served().up()
     body = {"prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True}
@@ -179,6 +180,7 @@ def test_a_drain_lets_streams_finish(served: Callable[..., Served], tmp_path: Pa
     assert server.process.wait(SECONDS) == 0
 
 
+@pytest.mark.full
 def test_keys(served: Callable[..., Served], tmp_path: Path) -> None:
     made = subprocess.run(
         [sys.executable, "-m", "exl_serve", "key", "new", "someone"], capture_output=True, text=True, check=True

@@ -119,6 +119,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         server.process.wait()
 
 
+@pytest.mark.full
 def test_a_stopped_engine_is_told_ended_and_started_again(start: Start) -> None:
     server = start(models(a="free"), patience=3.0)
     assert server.complete("a").status_code == 200
@@ -132,6 +133,7 @@ def test_a_stopped_engine_is_told_ended_and_started_again(start: Start) -> None:
     assert "makes no progress" in server.log
 
 
+@pytest.mark.full
 def test_a_reload_takes_over_models_and_limits(start: Start, tmp_path: Path) -> None:
     server = start(models(a="free"))
     file = tmp_path / "serve.toml"
@@ -162,6 +164,7 @@ def test_models_are_loaded_when_they_are_asked_for_and_by_operators(start: Start
     assert httpx.post(f"{server.url}/v1/models/zzz/load", **options).status_code == 404  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_the_names_of_tabbyapi(start: Start) -> None:
     server = start(models(a="free", b="free"))
 

@@ -24,6 +24,8 @@ from exl_serve.stream.events import AnswerEvent, Content, Finish, Reasoning, Too
 from exl_serve.stream.families.table import FORMATS
 from exl_serve.stream.family import ChannelSettings, ToolSpec
 
+pytestmark = pytest.mark.sampled(3)
+
 WEATHER = ToolSpec(
     "get_weather",
     "",
