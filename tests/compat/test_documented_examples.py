@@ -13,6 +13,7 @@ from exl_generate.bundled import default_model_dir, draft_model_dir
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covers("generators.md: 82", "generators.md: 84", "core.md: generators", "filters.md: CAP-24")
 @pytest.mark.parametrize("script", SCRIPTS, ids=[path.stem for path in SCRIPTS])
 def test_script_runs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +29,6 @@ def test_script_runs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scripts_with_images(family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On random models: each takes a model's folder and files of images."""
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
     from vision_models import QWEN_TEXT, picture, write_model, write_tokenizer
 
     own = {"vocab_size": 288, "max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": 260}

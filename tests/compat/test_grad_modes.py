@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -208,7 +207,6 @@ def test_nothing_that_lasts_belongs_to_inference_mode(config: ExLlamaV2Config, t
 @torch.inference_mode()
 def test_an_image_is_no_inference_tensor(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
     from vision_models import QWEN_TEXT, picture, write_model, write_tokenizer
 
     from exllamav2 import ExLlamaV2VisionTower

@@ -6,21 +6,17 @@ import asyncio
 import gc
 import logging
 import random
-import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from host_program import ModelContainer, as_person
 
 from exl_generate.bundled import default_model_dir, draft_model_dir
 from exl_generate.testing import check_pages
 from exl_kernels.errors import ExlError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from host_program import ModelContainer, as_person
 
 STORY = "Once upon a time, a small fox lived in a dark forest with an old bear and a young girl who loved to sing. "
 PROMPTS = [

@@ -163,6 +163,7 @@ COUNTERPARTS = [
 ]
 
 
+@pytest.mark.full
 def test_every_module_can_be_imported_first() -> None:
     """In one process, without the others of exllamav2: no module needs another one to be imported before."""
     command = (

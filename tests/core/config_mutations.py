@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
 from test_against_transformers import CASES, NORM_FROM_ONE, TOLERANCE
+from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
 from exl_core.errors import ExlError

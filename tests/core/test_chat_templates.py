@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer, errors
 
 transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
 from vision_models import write_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.covers("core.md: tokenizer", "core.md: better-11.6-text")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from config_mutations import Judge, base_config, changes_of, foreign_keys
 from test_against_transformers import CASES
 

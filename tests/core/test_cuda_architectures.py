@@ -7,19 +7,16 @@ computed with the CPU's.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from random_models import loaded_on, write_random_model
 from torch import Tensor
 
 from exl_core import ExLlamaV2Cache, PagedParams
 from exl_core.layers import MoE
-
-sys.path.insert(0, str(Path(__file__).parent))
-from random_models import loaded_on, write_random_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

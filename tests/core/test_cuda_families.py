@@ -3,19 +3,16 @@ needs a GPU."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from random_models import loaded_on, write_random_model
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, PagedParams
 from exl_core.convert import quantize_model
-
-sys.path.insert(0, str(Path(__file__).parent))
-from random_models import loaded_on, write_random_model
 
 pytestmark = pytest.mark.cuda
 

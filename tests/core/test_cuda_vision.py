@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from random_models import loaded_on, write_random_model
 from torch import Tensor
+from vision_models import FAMILIES, error, picture
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2MMEmbedding, PagedParams
 from exl_core.axes import marks_of
@@ -19,10 +20,6 @@ from exl_core.vision.encoder import Encoder
 from exl_core.vision.qwen import QwenEncoder
 from exl_core.vision.qwen_settings import read_qwen_settings
 from exl_core.vision.siglip import SiglipEncoder, read_siglip_settings
-
-sys.path.insert(0, str(Path(__file__).parent))
-from random_models import loaded_on, write_random_model
-from vision_models import FAMILIES, error, picture
 
 VOCAB = 96
 SIZES: dict[str, Any] = {

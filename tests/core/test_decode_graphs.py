@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from functools import cache, partial
 from pathlib import Path
@@ -10,13 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from captured_on_cpu import Stream, captured_on_cpu
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, Intervention, PagedParams
 from exl_core.execution import captured as graphs
 from exl_core.execution.inputs import STAGES
-
-sys.path.insert(0, str(Path(__file__).parent))
-from captured_on_cpu import Stream, captured_on_cpu
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16

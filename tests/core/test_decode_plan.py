@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from joined_on_cpu import FusedDouble, joined_on_cpu
+from random_models import loaded_on, write_random_model
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
 from exl_core.errors import InputError
@@ -18,10 +19,6 @@ from exl_core.execution.halves import why_apart
 from exl_core.execution.step import build_step
 from exl_core.layers import Attention, FeedForward
 from exl_kernels.selection import FEW_ROWS, GEMV_ROWS
-
-sys.path.insert(0, str(Path(__file__).parent))
-from joined_on_cpu import FusedDouble, joined_on_cpu
-from random_models import loaded_on, write_random_model
 
 FOLDER = Path(__file__).parent.parent / "golden" / "data" / "pylib-4m-exl2-4.5"
 PAGE = 16

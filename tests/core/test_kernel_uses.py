@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from random_models import write_random_model
 
 from exl_core import ExLlamaV2Config
 from exl_core.convert import quantize_model
 from exl_core.execution.kernels import KernelUse, kernel_uses
 from exl_kernels.selection import Card
-
-sys.path.insert(0, str(Path(__file__).parent))
-from random_models import write_random_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2MoeForCausalLM"],

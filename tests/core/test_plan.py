@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from counting import lines
 
 from exl_core import (
     ExLlamaV2,
@@ -25,9 +25,6 @@ from exl_core.device import GIB, Device
 from exl_core.loading.memory import free_bytes
 from exl_core.loading.plan import plan
 from exl_kernels.safetensors_file import write_safetensors
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from counting import lines
 
 pytestmark = pytest.mark.covers("core.md: better-9.6-load", "core.md: loading")
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from breaking_in import broken_into
+from vision_models import write_tokenizer
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-from breaking_in import broken_into  # noqa: E402
-from vision_models import write_tokenizer  # noqa: E402
-
-from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer  # noqa: E402
+from exl_core import ExLlamaV2Config, ExLlamaV2Tokenizer
 
 pytestmark = pytest.mark.covers("core.md: better-11.6-text")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from exl_core.vision.siglip import SiglipEncoder, read_siglip_settings
 from exl_kernels.errors import ExlError
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
 from vision_models import FAMILIES, QWEN, picture, write_model
 
 pytestmark = [pytest.mark.covers("core.md: multimodal-other")]

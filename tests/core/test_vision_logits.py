@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,6 @@ from exl_core.device import GIB, devices
 from exl_core.loading.plan import plan_modules
 
 transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
 from vision_models import END, FAMILIES, IMAGE, QWEN, START, VIDEO, VOCAB, Pair, error, make_pair, picture  # noqa: E402
 
 pytestmark = [pytest.mark.covers("core.md: better-12.5", "core.md: multimodal-other", "generators.md: 57-mrope")]

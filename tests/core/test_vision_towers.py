@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from exl_core import errors
 from exl_core.vision.qwen_images import patches_of
 
 transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
 from vision_models import FAMILIES, GEMMA_PROCESSOR, QWEN, QWEN_PROCESSOR, Pair, error, make_pair, picture  # noqa: E402
 
 pytestmark = [pytest.mark.covers("core.md: better-3.6.6", "core.md: better-12.5", "core.md: multimodal-other")]

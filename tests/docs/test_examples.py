@@ -77,7 +77,6 @@ def test_lora_per_job() -> None:
 def test_image_question(tmp_path: Path) -> None:
     """On a random Qwen2-VL: its answers mean nothing, but the second question finds the image in the cache."""
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(ROOT / "tests" / "core"))
     from vision_models import QWEN_TEXT, picture, write_model, write_tokenizer
 
     folder = tmp_path / "model"

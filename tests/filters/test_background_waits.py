@@ -1,13 +1,12 @@
 """What waits for a filter's background waits neither for itself nor for ever, whatever kind of method it is."""
 
 import functools
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
+from background_cases import DOORS, Plugin, V, Watch, composed, plugin
 
 from exl_filters import (
     ExLlamaV2Filter,
@@ -19,9 +18,6 @@ from exl_filters import (
     background,
     bits,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from background_cases import DOORS, Plugin, V, Watch, composed, plugin
 
 
 class Unbegun:

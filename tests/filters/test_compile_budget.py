@@ -10,7 +10,6 @@ import resource
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,10 +30,9 @@ from exl_filters.testing import standard_vocabulary
 
 llguidance = pytest.importorskip("llguidance", reason="extra `grammar`")
 
-from exl_filters import ExLlamaV2GrammarFilter  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from breaking_in import broken_into  # noqa: E402
+
+from exl_filters import ExLlamaV2GrammarFilter  # noqa: E402
 
 V = standard_vocabulary()
 SHORT = CompileBudget(seconds=3.0, megabytes=256)

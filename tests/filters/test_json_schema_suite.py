@@ -1,13 +1,11 @@
 """The official JSON-Schema-Test-Suite: nothing invalid gets through, and no case comes out worse than the baseline."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("llguidance", reason="extra `grammar`")
-sys.path.insert(0, str(Path(__file__).parent))
 import json_schema_suite as suite
 
 BACKENDS = ["llguidance", "xgrammar"]

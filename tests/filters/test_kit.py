@@ -83,6 +83,7 @@ def test_what_is_seen_once_only_is_told_with_its_cause():
     assert "Flaky" not in str(report)
 
 
+@pytest.mark.full
 @pytest.mark.covers("filters.md: CAP-34")
 def test_the_state_machine_passes_the_good_and_catches_the_bad():
     check_machine(lambda v: ExLlamaV2SelectFilter(None, v, ["yes", "no way"]), ["yes", "no way"], profile="quick")
@@ -251,6 +252,7 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop("my_filters", None)
 
 
+@pytest.mark.full
 def test_command_line(module, capsys):
     assert main(["check", f"{module}:make", "--profile", "quick", "--examples", "3"]) == 0
     assert "broken" not in capsys.readouterr().out
@@ -363,6 +365,7 @@ def test_python_dash_m_and_the_pytest_option(module, tmp_path):
         assert ("LAW-12 a clone is another object" in run.stdout) == bool(status)
 
 
+@pytest.mark.full
 @pytest.mark.covers("filters.md: CAP-34")
 def test_the_decorator_in_an_authors_file(tmp_path):
     (tmp_path / "test_mine.py").write_text(

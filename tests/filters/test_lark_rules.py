@@ -2,17 +2,13 @@
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
+from counting import lines
 
 from exl_filters import FilterCompileError
 from exl_filters.lark_rules import endless_rules
 from exl_filters.testing import standard_vocabulary
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from counting import lines
 
 V = standard_vocabulary()
 pytestmark = pytest.mark.covers("filters.md: CAP-17")

@@ -1,14 +1,9 @@
 """Two threads never reach one filter: every method waits for what runs in the background."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from background_cases import DOORS, FILTERS, C, Plugin, V, Watch
 
 from exl_filters import FilterStack
-
-sys.path.insert(0, str(Path(__file__).parent))
-from background_cases import DOORS, FILTERS, C, Plugin, V, Watch
 
 
 @pytest.mark.covers("filters.md: CAP-8")

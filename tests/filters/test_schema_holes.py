@@ -1,8 +1,6 @@
 """Ways around a schema: names written with escapes, names given twice, llguidance's own options, costly divisors."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +9,12 @@ from hypothesis import strategies as st
 from exl_filters import FilterCompileError, FilterStack, Vocabulary
 
 pytest.importorskip("llguidance", reason="extra `grammar`")
+import json_schema_suite as suite
+
 from exl_filters.grammar import ExLlamaV2GrammarFilter
 from exl_filters.schema_checks import check_schema
 
-sys.path.insert(0, str(Path(__file__).parent))
-import json_schema_suite as suite
+pytestmark = pytest.mark.sampled(2)
 
 BYTES = Vocabulary([*(bytes([i]) for i in range(256)), None], eos_token_id=256, special_ids=[256])
 NAMES = ["a", "\n", "\x01", '"', "/", "\\", "\x7f", "é", "😀"]

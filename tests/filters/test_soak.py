@@ -39,6 +39,7 @@ def test_a_violation_is_noticed(soak):
         soak.soak("wrong judge", [f], {"yes"}.__contains__, v, 50, soak.np.random.default_rng(0))
 
 
+@pytest.mark.full
 @pytest.mark.covers("filters.md: CAP-41")
 def test_the_speed_bench_checks_itself_and_holds_the_bars(soak):
     """The benchmark states its targets; nothing is timed here."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
 import re
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -57,13 +57,9 @@ def story(prompt: str, which: str = "default", **options: object) -> str:
 @cache
 def known_words() -> frozenset[str]:
     """The words of a few thousand documents of the corpus that the models were trained on."""
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        import random
-
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
         from corpus import document
-    finally:
-        sys.path.remove(str(SCRIPTS))
     rng = random.Random(3)
     return frozenset(
         word for _ in range(2500) for word in re.findall(r"[a-z]+", document(rng, "train", "story").lower())

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from captured_on_cpu import captured_on_cpu
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer, Intervention
 from exl_generate import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.testing import check_pages, drain, streamed_tokens
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-from captured_on_cpu import captured_on_cpu
 
 FOLDER = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
 Settings = ExLlamaV2Sampler.Settings

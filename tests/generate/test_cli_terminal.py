@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from terminal import CTRL_C, Terminal
 
 from exl_generate.bundled import default_model_dir

@@ -279,6 +279,7 @@ def asked(ask: dict[str, Any], seed: int) -> ExLlamaV2DynamicJob:
     )
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(ASKS, min_size=1, max_size=6),

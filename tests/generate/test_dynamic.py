@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from counting import lines
 
 from exl_generate import (
     CapacityError,
@@ -28,9 +27,6 @@ from exl_generate.testing import (
     streamed_tokens,
 )
 from exl_generate.testing.small import EOS, TOKENIZER, VOCAB, ids, job, make, naive, run, says
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from counting import lines
 
 Settings = ExLlamaV2Sampler.Settings
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import sys
 import threading
 import time
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from counting import lines
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl_filters import ExLlamaV2Filter, ExLlamaV2SelectFilter
@@ -43,9 +42,6 @@ from exl_generate.testing import (
     streamed_tokens,
 )
 from exl_generate.testing.small import EOS, PAGE, PIECES, TOKENIZER, VOCAB, ids, job, make, naive, run, says, speculate
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from counting import lines
 
 Settings = ExLlamaV2Sampler.Settings
 GREEDY = Settings.greedy()

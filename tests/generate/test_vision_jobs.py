@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from exl_generate.errors import RequestError
 from exl_generate.testing import ScriptedTokenizer, check_pages, drain, streamed_tokens
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 from vision_models import END, FAMILIES, QWEN, START, VOCAB, Pair, make_pair, picture
 
 pytestmark = [pytest.mark.covers("generators.md: 57-mrope", "generators.md: 57"), pytest.mark.sampled(4)]

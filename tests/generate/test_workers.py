@@ -16,16 +16,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
+from breaking_in import broken_into
 
 from exl_generate.dynamic import workers
 from exl_generate.dynamic.workers import _DaemonPool
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from breaking_in import broken_into
 
 #: Seconds for what takes none: whoever waits as long waits for ever.
 LONG = 120

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_models import DATA
 from torch import Tensor
 
 from exl_kernels.safetensors_file import read_safetensors_header, read_tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-from golden_models import DATA
 
 
 @pytest.fixture(scope="module")

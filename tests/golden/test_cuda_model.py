@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from golden_models import DATA, GREEDY_KEY, MODELS, kl_divergence
 from torch import Tensor
 
 from exl_core import (
@@ -25,9 +24,6 @@ from exl_core import (
     PagedParams,
 )
 from exl_kernels.device import set_row_invariant
-
-sys.path.insert(0, str(Path(__file__).parent))
-from golden_models import DATA, GREEDY_KEY, MODELS, kl_divergence
 
 pytestmark = pytest.mark.cuda
 

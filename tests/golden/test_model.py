@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from golden_models import DATA, GREEDY_KEY, MODELS, kl_divergence
 from torch import Tensor
 
 from exl_core import (
@@ -21,9 +20,6 @@ from exl_core import (
     ExLlamaV2Config,
     ExLlamaV2Tokenizer,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from golden_models import DATA, GREEDY_KEY, MODELS, kl_divergence
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attention_cases import KINDS, Case, make_case, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,9 +15,6 @@ from exl_kernels import threads
 from exl_kernels.attention import paged_attention
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.kv import KVPages, store_kv
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_cases import KINDS, Case, make_case, randn
 
 pytestmark = pytest.mark.sampled(4)
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attention_cases import BOUND, KINDS, UNDER_A_TOOL, assert_close, make_cuda_case, randn
 
 from exl_kernels import _native
 from exl_kernels.attention import paged_attention
 from exl_kernels.errors import DTypeError, ShapeError
 from exl_kernels.kv import store_kv
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_cases import BOUND, KINDS, UNDER_A_TOOL, assert_close, make_cuda_case, randn
 
 pytestmark = pytest.mark.cuda
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attention_cases import KINDS, UNDER_A_TOOL, OwnStep, own_step
 from torch import Tensor
 
 from exl_kernels import _native
@@ -19,9 +18,6 @@ from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaQuantMatrix
 from exl_kernels.linear.fused import FusedLinear
 from exl_kernels.linear.workspace import block_workspace
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_cases import KINDS, UNDER_A_TOOL, OwnStep, own_step
 
 pytestmark = pytest.mark.cuda
 

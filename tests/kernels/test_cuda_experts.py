@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_cuda_linear import exl2_tensors, gptq_tensors, rms
 from torch import Tensor
 
 from exl_kernels.activation import gated_activation
@@ -17,9 +16,6 @@ from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 from exl_kernels.moe.cuda import MOST_PAIRS, ExpertRouter, GroupedExperts, why_apart
 from exl_kernels.reference import experts as reference
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_cuda_linear import exl2_tensors, gptq_tensors, rms
 
 pytestmark = pytest.mark.cuda
 

@@ -84,6 +84,7 @@ def play(
     return [(streamed_tokens(results[job]), raw) for job, raw in zip(jobs, logits, strict=True)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cache", CACHES)
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(

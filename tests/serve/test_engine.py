@@ -389,6 +389,7 @@ def test_completions_go_on_without_the_first(scripted: EngineThread, monkeypatch
     assert idle(scripted)
 
 
+@pytest.mark.full
 def test_the_queue_has_an_end(scripted: EngineThread) -> None:
     async def work(engine: LocalEngine) -> None:
         refused, sinks = [], []

@@ -27,7 +27,6 @@ from exl_serve.request.messages import ImagePart
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "core"))
 pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image")
 from vision_models import QWEN_TEXT, picture, write_model, write_tokenizer  # noqa: E402

@@ -179,7 +179,7 @@ def test_completions_of_one_request_are_those_of_many(place: Place) -> None:
         ({"constraints": (Constraint(kind="json_schema", source="{"),)}, 400, "invalid_schema"),
         ({"constraints": (Constraint(kind="choice", source="["),)}, 400, "invalid_grammar"),
         ({"constraints": (Constraint(kind="plugin", source="none"),)}, 400, "invalid_grammar"),
-        ({"media": (MediaRef(path="/x", size=1, digest=b""),)}, 501, "unsupported"),
+        ({"media": (MediaRef(width=1, height=1, path="/x", digest=b""),)}, 501, "unsupported"),
         ({"resume": (b"\1\0\0\0",)}, 501, "unsupported"),
         ({"prompt_logprobs": 1}, 501, "unsupported"),
         ({"adapter": "none"}, 404, "model_not_found"),

@@ -150,6 +150,7 @@ def test_a_reload_takes_over_models_and_limits(start: Start, tmp_path: Path) -> 
     assert server.complete("b").status_code == 200
 
 
+@pytest.mark.full
 def test_models_are_loaded_when_they_are_asked_for_and_by_operators(start: Start) -> None:
     server = start(models(a="free", b="free"))
     assert server.states() == {"a": "ready", "b": "unloaded"}
