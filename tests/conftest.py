@@ -19,8 +19,14 @@ from hypothesis import HealthCheck, settings
 
 # Two shared cores: a slow example is the machine's doing. CI prints what reproduces a failure.
 settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", parent=settings.get_profile("default"), max_examples=40)
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples a property is tried on, where its test does not say: fewer in the default run."""
+    default = "quick" if "not full" in str(config.getoption("markexpr")) else "default"
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", default))
 
 
 @pytest.hookimpl(tryfirst=True)

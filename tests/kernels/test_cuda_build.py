@@ -1,4 +1,4 @@
-"""What the build script compiles for, with stand-ins for nvcc and for the driver: rustc alone is needed."""
+"""Targets that the build script chooses, tested with stand-ins for nvcc and the driver; only rustc is needed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Crate:
         return subprocess.run([str(self.folder / "script")], env=env, capture_output=True, text=True, check=False)
 
     def compiled(self) -> list[str]:
-        """What the last build ran nvcc for, as `file target`."""
+        """The calls of nvcc in the last build, as `file target`."""
         lines = (self.folder / "compiled").read_text().splitlines()
         return sorted(re.sub(r" -gencode=.*code=", " ", line) for line in lines)
 
