@@ -28,6 +28,7 @@ def found(text: str) -> list[str]:
         ("class UnbrokenStep:", "unbroken"),
         ("# See spec core.md 9.3.", "spec core"),
         ('"""What a job holds."""', '"""what'),
+        ("two jobs in a row", "in a row"),
         ("The results agree to the bit.", "to the bit"),
         ("it was slower at f273aeb", "at f273aeb"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -40,3 +41,14 @@ def test_every_identifier_exists() -> None:
             importlib.import_module(identifier)
         except ModuleNotFoundError:
             assert hasattr(importlib.import_module(module), name), identifier
+
+
+def test_the_page_of_exllamav2s_names_is_current() -> None:
+    """`python scripts/compat_names.py` writes it."""
+    script = REFERENCE.parents[1] / "scripts" / "compat_names.py"
+    spec = importlib.util.spec_from_file_location("compat_names", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (REFERENCE / "compat-names.md").read_text(encoding="utf-8") == module.page()

@@ -17,7 +17,7 @@ const RELEASE: &str = "75 80 86 89 90a 100 120 120+ptx";
 /// The oldest architecture that nvcc 13 compiles for.
 const OLDEST: i32 = 75;
 
-/// What to compile for, and why.
+/// Architectures to compile for, and the reason.
 #[derive(Debug)]
 pub struct Choice {
     /// Such as `89`, `90a` or `80+ptx` (PTX alone); empty: no kernels.

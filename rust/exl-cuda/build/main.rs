@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use archs::Choice;
 use nvcc::{Image, Nvcc};
 
-/// What a build without nvcc is told.
+/// The remedy for a build without nvcc.
 const REMEDY: &str = "install the packages of `cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]` into the environment that builds (`uv sync` does) \
     or point EXL_CUDA_HOME at a CUDA toolkit; EXL_CUDA_ARCHS=none builds for the CPU alone";
 
@@ -103,7 +103,7 @@ fn remove_stale(out: &Path, keep: &[Image]) {
     }
 }
 
-/// What the generated file holds.
+/// Content of the generated file.
 #[derive(Default)]
 struct Table {
     images: Vec<Image>,

@@ -138,7 +138,7 @@ impl Nvcc {
     }
 }
 
-/// The result: what nvcc is told of an architecture: code for `89`, PTX alone for `80+ptx`.
+/// Return nvcc's target for an architecture: code for `89`, PTX alone for `80+ptx`.
 fn target_of(arch: &str) -> String {
     let (number, kind) = match arch.strip_suffix("+ptx") {
         Some(number) => (number, "compute"),

@@ -55,7 +55,7 @@ class CudaStatus:
     devices: tuple[CudaDevice, ...]
     reason: str | None
     archs_origin: str = ""
-    """What chose the architectures, e.g. "EXL_CUDA_ARCHS=89" or "the GPUs present at build time"."""
+    """The origin of the choice of architectures, e.g. "EXL_CUDA_ARCHS=89" or "the GPUs present at build time"."""
 
     @property
     def available(self) -> bool:
@@ -64,7 +64,7 @@ class CudaStatus:
 
 
 def cuda_status() -> CudaStatus:
-    """What this build and this machine offer. Opens the driver at the first call; never raises."""
+    """Return what this build and this machine offer. Opens the driver at the first call; never raises."""
     archs, *origin, toolkit, note = _native.cuda_build()
     version, rows, reason = _native.cuda_probe()
     if reason is None and torch.version.cuda is None:

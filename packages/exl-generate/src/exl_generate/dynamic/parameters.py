@@ -182,7 +182,7 @@ def embeddings_of(embeddings: object) -> tuple[Any, ...]:
 
 
 def keys_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> NDArray[np.int64] | None:
-    """What names each id in the page table: for rows of embeddings negative numbers made of their content, so that
+    """Return the keys of ids in the page table: for rows of embeddings negative numbers made of their content, so that
     equal images are found again. None if there are none.
 
     Raises `RequestError` for an id that no embedding holds.
