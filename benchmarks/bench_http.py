@@ -142,7 +142,8 @@ def host_cost(folder: str, streams: int, new: int) -> dict[str, Any]:
     from exl_serve.engine.status import StatusWriter
 
     config = ModelConfig(id="bench", path=folder, max_batch_size=streams, engine="free", device="cpu")
-    generator, card, _ = load_engine(config)
+    loaded = load_engine(config)
+    generator, card = loaded.generator, loaded.card
     in_generator: list[float] = []
     for name in ("iterate", "iterate_columns"):
         setattr(generator, name, timed(getattr(generator, name), in_generator))
@@ -384,8 +385,8 @@ def scripted(folder: str, streams: int) -> tuple[Any, Any]:
     from exl_serve.engine.load import load as load_engine
 
     config = ModelConfig(id="bench", path=folder, max_batch_size=streams, engine="paced", device="cpu")
-    generator, _, floor = load_engine(config)
-    return generator, floor
+    loaded = load_engine(config)
+    return loaded.generator, loaded.floor
 
 
 def random_weights(shape: str, streams: int, new: int, longest: int) -> tuple[Any, Any]:
