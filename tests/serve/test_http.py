@@ -20,7 +20,7 @@ from exl_serve.api.app import ROUTES
 from exl_serve.api.text import FolderText
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
-from exl_serve.request.body import read_json
+from exl_serve.request.body import check_depth, read_json
 from exl_serve.request.fields import COMMON, SAMPLING, UNSUPPORTED, by_name, read_fields
 from exl_serve.request.sampling import seeds_of
 from exl_serve.testing.server import LiveServer
@@ -270,3 +270,28 @@ def test_a_schema_in_a_text_is_no_deeper_than_a_body(http: httpx.Client, deep: s
         answer = http.post(path, json={"model": "fable", "max_tokens": 4, **more})
         assert answer.status_code == 400, answer.text
         assert "levels deep" in answer.json()["error"]["message"]
+
+
+@given(st.text(alphabet='{}[]"\\a', max_size=14))
+def test_depth_is_counted_outside_of_strings(text: str) -> None:
+    """As a reader does that goes through the text character by character."""
+    depth = deepest = at = 0
+    inside = False
+    while at < len(text):
+        letter = text[at]
+        if inside:
+            at += letter == "\\"
+            inside = letter != '"'
+        elif letter == '"':
+            inside = True
+        elif letter in "{[":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif letter in "]}":
+            depth -= 1
+        at += 1
+    if deepest > 2:
+        with pytest.raises(ServeError, match="more than 2 levels"):
+            check_depth(text, 2)
+    else:
+        check_depth(text, 2)

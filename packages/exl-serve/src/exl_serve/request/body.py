@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NoReturn
 
 from exl_serve.config.model import Limits
 from exl_serve.errors import ServeError
 
 __all__ = ["check_depth", "read_json"]
+
+_BRACKET = re.compile(r"[{}\[\]]")
 
 
 def read_json(data: bytes, limits: Limits) -> dict[str, Any]:
@@ -34,25 +37,33 @@ def read_json(data: bytes, limits: Limits) -> dict[str, Any]:
 
 def check_depth(text: str, most: int) -> None:
     """Raises ServeError 400 for a JSON text that is nested deeper."""
-    depth, inside, at = 0, False, 0
     if text.count("{") + text.count("[") <= most:
         return
+    depth = at = 0
     while at < len(text):
-        c = text[at]
-        if inside:
-            if c == "\\":
-                at += 1
-            elif c == '"':
-                inside = False
-        elif c == '"':
-            inside = True
-        elif c in "{[":
-            depth += 1
-            if depth > most:
-                raise ServeError.invalid(f"the body is nested more than {most} levels deep")
-        elif c in "}]":
-            depth -= 1
-        at += 1
+        quote = text.find('"', at)
+        end = len(text) if quote < 0 else quote
+        for found in _BRACKET.finditer(text, at, end):
+            if found.group() in "{[":
+                depth += 1
+                if depth > most:
+                    raise ServeError.invalid(f"the body is nested more than {most} levels deep")
+            else:
+                depth -= 1
+        at = _behind_string(text, end + 1)
+
+
+def _behind_string(text: str, at: int) -> int:
+    """Where the string whose content begins at `at` has ended. A body may be one string of 32 MiB: it is searched, not
+    read character by character."""
+    while (quote := text.find('"', at)) >= 0:
+        before = quote
+        while before > at and text[before - 1] == "\\":
+            before -= 1
+        if (quote - before) % 2 == 0:
+            return quote + 1
+        at = quote + 1
+    return len(text)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
