@@ -29,6 +29,12 @@ CHAT: tuple[Field, ...] = (
     Field("chat_template_kwargs", anything, "variables of the chat template"),
     Field("enable_thinking", boolean, "a variable of the chat template"),
     Field("reasoning_effort", anything, "a variable of the chat template"),
+    Field(
+        "reasoning_budget",
+        integer(0, 1 << 24),
+        "tokens of reasoning, after which it is closed",
+        ("thinking_token_budget", "thinking_budget"),
+    ),
     Field("add_generation_prompt", boolean, "true or false"),
     Field("continue_final_message", boolean, "go on with the last message"),
 )

@@ -61,6 +61,8 @@ async def prepare(call: Call, fields: Mapping[str, Any], asked: Conversation) ->
         starts_in_reasoning=family.starts_in_reasoning(ids, prompt),
     )
     constraints = family.constraints(settings, asked.wanted)
+    if "reasoning_budget" in fields and not family.forces_call(settings):
+        constraints += (family.budget(fields["reasoning_budget"], settings.starts_in_reasoning),)
     forced = family.forced_prefix(settings)
     if forced:
         ids = [*ids, *text.encode(forced, special=True)]

@@ -13,6 +13,7 @@ import torch
 from exl_filters import FilterError, TriggeredFilter, create
 from exl_generate import COLUMN_FLAGS, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_generate.dynamic.columns import Extra, JobEnd
+from exl_serve.engine.budget import ThinkingBudget
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, TokenLogprob, Tokens, Usage
 from exl_serve.engine.failures import serve_error
 from exl_serve.engine.vision import with_images
@@ -113,6 +114,8 @@ def _filter(constraint: Constraint, model: Any, tokenizer: Any) -> Any:
     from exl_filters.grammar import ExLlamaV2GrammarFilter
 
     kind, source = constraint.kind, constraint.source
+    if kind == "budget":
+        return ThinkingBudget(tokenizer, **constraint.options)
     if kind == "plugin":
         return create(source, tokenizer, **constraint.options)
     given: dict[str, Any]

@@ -55,8 +55,9 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """A grammar that output has to follow, as data: the engine compiles it."""
 
     #: json_schema: the text of a schema; json_object: any object, `source` is empty; regex: a pattern for the whole
-    #: text; choice: a JSON list of texts; lark, gbnf: a grammar; plugin: a registered filter's name
-    kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "plugin"]
+    #: text; choice: a JSON list of texts; lark, gbnf: a grammar; plugin: a registered filter's name; budget: of
+    #: reasoning, `options` are the arguments of `ThinkingBudget`
+    kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "plugin", "budget"]
     source: str
     #: it begins behind this token id or text; None: at the first token
     after: int | str | None = None

@@ -38,6 +38,12 @@ RESPONSE: tuple[Field, ...] = (
     Field("top_logprobs", integer(0, 20), "0 to 20, with message.output_text.logprobs in include"),
     Field("chat_template_kwargs", anything, "variables of the chat template"),
     Field("enable_thinking", boolean, "a variable of the chat template"),
+    Field(
+        "reasoning_budget",
+        integer(0, 1 << 24),
+        "tokens of reasoning, after which it is closed",
+        ("thinking_token_budget", "thinking_budget"),
+    ),
 )
 """Fields of responses alone."""
 OF_CHAT = frozenset({"n", "response_format", "stream_options", "return_token_ids"})

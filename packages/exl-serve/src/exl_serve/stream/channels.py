@@ -80,6 +80,24 @@ class OutputFamily:
             return (self._behind(response_format, self.form.think[1]),)
         return (response_format,)
 
+    def budget(self, tokens: int, starts_in_reasoning: bool) -> Constraint:
+        """A limit on the tokens of reasoning. Raises ServeError 400 for a format without a region for it."""
+        form = self.form
+        if form.think is None or isinstance(form.inside, Harmony):
+            raise ServeError.unsupported(
+                "reasoning_budget", "reasoning_budget: this model's output format has no region of reasoning to close"
+            )
+        opens, closes = (self._special.get(one, one) for one in form.think)
+        calls = None if form.call is None else self._special.get(form.call[0], form.call[0])
+        options = {
+            "limit": tokens,
+            "opens": opens,
+            "closes": closes,
+            "calls": calls or None,
+            "inside": starts_in_reasoning,
+        }
+        return Constraint(kind="budget", source="", param="reasoning_budget", options=options)
+
     def _tool_constraints(
         self, settings: ChannelSettings, response_format: Constraint | None
     ) -> tuple[Constraint, ...]:
