@@ -1,0 +1,249 @@
+"""Many requests and random disconnects against `exl serve`, and what is left of them.
+
+    python benchmarks/soak_serve.py [--requests 100000] [--disconnects 0.2] [--streams 64] [--workers 1] [--idle 60]
+
+Starts `exl serve` with the free test engine (a scripted model; everything else as with a real one), sends streamed
+completions over raw sockets, and cuts a share of the connections at a random place: while the request is queued, behind
+the first event, or later. One JSON line: requests a second, and for the engine, the API workers and the supervisor the
+resident memory, open files and threads after a warm-up and at the end. `left` is what the server still holds: running
+and waiting requests, pinned pages, generations, tasks and connections. `idle_cpu` is the share of a core that all
+processes took while nothing was asked. Ends with 1 if anything is left, or memory grew by more than `--slope` bytes a
+request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: "
+CONFIG = """
+[server]
+port = 0
+workers = {workers}
+[server.limits]
+max_connections_per_address = 4096
+[log]
+level = "warning"
+[[model]]
+id = "free"
+path = "{path}"
+device = "cpu"
+engine = "free"
+max_batch_size = {streams}
+"""
+WARM_UP = 0.1
+"""Share of the requests after which memory is measured first."""
+SETTLE_SECONDS = 30.0
+
+
+class Server:
+    """`exl serve` and its processes."""
+
+    def __init__(self, streams: int, workers: int) -> None:
+        from exl_generate import bundled
+
+        self._folder = tempfile.TemporaryDirectory()
+        file = Path(self._folder.name) / "serve.toml"
+        file.write_text(CONFIG.format(workers=workers, streams=streams, path=bundled.default_model_dir()))
+        command = [sys.executable, "-m", "exl_serve", "--config", str(file)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE)
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            found = re.search(rb"serving at http://127\.0\.0\.1:(\d+)", line)
+            if found:
+                self.port = int(found[1])
+                break
+        else:
+            raise RuntimeError("the server did not start")
+        while not self._ready():
+            time.sleep(0.1)
+
+    def _ready(self) -> bool:
+        try:
+            self.get("/health/ready")
+        except urllib.error.HTTPError:
+            return False
+        return True
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+            return json.load(answer)
+
+    def processes(self) -> dict[str, int]:
+        """Process ids by what they do."""
+        found = {"supervisor": self.process.pid}
+        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
+            children = [int(one) for one in file.read().split()]
+        for child in children:
+            with open(f"/proc/{child}/cmdline", "rb") as command:
+                text = command.read()
+            name = "engine" if b"exl_serve.engine" in text else "worker" if b"exl_serve.api" in text else "other"
+            found[f"{name}.{sum(key.startswith(name) for key in found)}"] = child
+        return found
+
+    def measured(self) -> dict[str, dict[str, int]]:
+        """Bytes of memory that is no file's, open files and threads, by process."""
+        found = {}
+        for name, pid in self.processes().items():
+            with open(f"/proc/{pid}/status") as file:
+                lines = dict(line.split(":", 1) for line in file)
+            memory = sum(int(lines[key].split()[0]) << 10 for key in ("RssAnon", "VmSwap"))
+            files = len(os.listdir(f"/proc/{pid}/fd"))
+            found[name] = {"memory": memory, "files": files, "threads": int(lines["Threads"])}
+        return found
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Of each process since its start."""
+        found = {}
+        for name, pid in self.processes().items():
+            with open(f"/proc/{pid}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+            found[name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return found
+
+    def held(self) -> dict[str, int]:
+        """What the engine holds of requests."""
+        found = next(iter(self.get("/load")["models"].values()))
+        return {key: found[key] for key in ("running", "waiting", "queued_prompt_tokens", "pages_pinned")}
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self._folder.cleanup()
+
+
+async def send(port: int, count: int, streams: int, disconnects: float, seed: int) -> dict[str, int]:
+    """`count` requests over `streams` connections at a time; how many were answered and how many were cut."""
+    draw = random.Random(seed)
+    done = {"answered": 0, "cut": 0, "refused": 0}
+    left = iter(range(count))
+
+    async def one(reader: Any, writer: Any) -> bool:
+        """Whether the connection can be used again."""
+        body = {
+            "prompt": [draw.randrange(10, 250) for _ in range(draw.randrange(4, 40))],
+            "max_tokens": draw.randrange(2, 24),
+            "temperature": 0,
+            "stream": True,
+        }
+        data = json.dumps(body).encode()
+        writer.write(HEAD + str(len(data)).encode() + b"\r\n\r\n" + data)
+        cut = draw.randrange(0, 8) if draw.random() < disconnects else None
+        events = 0
+        status = b""
+        while True:
+            if cut == events:
+                done["cut"] += 1
+                return False
+            line = await reader.readline()
+            status = status or line
+            if not line:
+                raise RuntimeError(f"the server closed a connection: {status!r}")
+            if line.startswith(b"data: "):
+                events += 1
+                if line == b"data: [DONE]\n":
+                    break
+            elif b" 429 " in status or b" 503 " in status:
+                done["refused"] += 1
+                return False
+            elif not status.startswith(b"HTTP/1.1 200"):
+                raise RuntimeError(f"the server answered {status!r}")
+        while (await reader.readline()).strip() != b"0":
+            pass
+        await reader.readline()
+        done["answered"] += 1
+        return True
+
+    async def stream() -> None:
+        reader = writer = None
+        for _ in left:
+            if writer is None:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            if not await one(reader, writer):
+                # At once: what is unread makes it a reset, as when a client's process dies.
+                writer.transport.abort()
+                writer = None
+        if writer is not None:
+            writer.close()
+
+    await asyncio.gather(*(stream() for _ in range(streams)))
+    return done
+
+
+def settled(server: Server) -> dict[str, int]:
+    """What is held once nothing runs; the last look where that does not come."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while any((held := server.held()).values()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return held
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--disconnects", type=float, default=0.2)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--idle", type=float, default=60.0, help="seconds of idleness that are measured")
+    parser.add_argument("--slope", type=float, default=100.0, help="bytes a request that memory may grow by")
+    given = parser.parse_args()
+    server = Server(given.streams, given.workers)
+    try:
+        warm = max(1, int(given.requests * WARM_UP))
+        asyncio.run(send(server.port, warm, given.streams, given.disconnects, 1))
+        settled(server)
+        before = server.measured()
+        began = time.monotonic()
+        done = asyncio.run(send(server.port, given.requests - warm, given.streams, given.disconnects, 2))
+        seconds = time.monotonic() - began
+        left = settled(server)
+        time.sleep(1.0)  # sockets of clients that were cut are closed
+        after = server.measured()
+        cpu, began = server.cpu_seconds(), time.monotonic()
+        time.sleep(given.idle)
+        later, idle_seconds = server.cpu_seconds(), time.monotonic() - began
+        idle = {name: round((later[name] - cpu.get(name, 0.0)) / idle_seconds, 4) for name in later}
+    finally:
+        server.close()
+    grown = {name: after[name]["memory"] - before[name]["memory"] for name in before}
+    slope = sum(grown.values()) / (given.requests - warm)
+    more_files = {name: after[name]["files"] - before[name]["files"] for name in before}
+    print(
+        json.dumps(
+            {
+                "requests": given.requests - warm,
+                **done,
+                "seconds": round(seconds, 1),
+                "requests_s": round((given.requests - warm) / seconds, 1),
+                "left": left,
+                "more_files": more_files,
+                "memory_grown": grown,
+                "bytes_a_request": round(slope, 1),
+                "idle_cpu": idle if given.idle else None,
+                "processes": after,
+            }
+        )
+    )
+    if any(left.values()) or any(more > 0 for more in more_files.values()) or slope > given.slope:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""A short run of benchmarks/soak_serve.py: whatever clients cut off, the server holds nothing of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "soak_serve.py"
+
+
+def test_requests_and_disconnects_leave_nothing() -> None:
+    given = ["--requests", "600", "--streams", "32", "--idle", "0", "--disconnects", "0.3", "--slope", "inf"]
+    done = subprocess.run([sys.executable, str(SCRIPT), *given], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["answered"] + found["cut"] == found["requests"] == 540
+    assert found["cut"] > 50
+    assert not any(found["left"].values())
