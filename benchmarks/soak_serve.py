@@ -116,7 +116,7 @@ class Server:
         return found
 
     def held(self) -> dict[str, int]:
-        """What the engine holds of requests."""
+        """Counts of what the engine holds of requests."""
         found = next(iter(self.get("/load")["models"].values()))
         return {key: found[key] for key in ("running", "waiting", "queued_prompt_tokens", "pages_pinned")}
 
@@ -188,7 +188,7 @@ async def send(port: int, count: int, streams: int, disconnects: float, seed: in
 
 
 def settled(server: Server) -> dict[str, int]:
-    """What is held once nothing runs; the last look where that does not come."""
+    """Wait until nothing is held; returns the last counts if that takes too long."""
     end = time.monotonic() + SETTLE_SECONDS
     while any((held := server.held()).values()) and time.monotonic() < end:
         time.sleep(0.1)

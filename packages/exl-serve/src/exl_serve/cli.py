@@ -154,6 +154,27 @@ def top(
             click.clear()
 
 
+@app.command()
+def ray(
+    file: Annotated[Path, typer.Argument(help="TOML file; its section [ray] says how many replicas there are.")],
+    address: Annotated[
+        str | None, typer.Option(help="A running cluster. Default: a new one on this machine.", show_default=False)
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take the place of the server that runs on the cluster, then end.")
+    ] = False,
+    check_only: Annotated[bool, typer.Option("--check", help="Check the configuration and end.")] = False,
+) -> None:
+    """Serve on a Ray cluster, until Ctrl-C. Needs exl-serve[ray]."""
+    with _told():
+        made = _load(file, {})
+        from exl_serve.ray.app import check, run
+
+        check(made, address)
+        if not check_only:
+            run(made, address, replace=replace)
+
+
 @key.command("new")
 def new(
     name: Annotated[str, typer.Argument(help="Name of the client.")],

@@ -38,6 +38,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "drain.delay": (0, 3600),
     "drain.timeout": (-1, 86400),
     "media.max_images": (0, 1024),
+    "media.max_pixels": (1, 1 << 26),
+    "ray.ingress_replicas": (1, 1024),
+    "ray.ingress_cpus": (0, 1024),
+    "ray.min_replicas": (0, 1024),
+    "ray.max_replicas": (1, 1024),
+    "ray.engine_cpus": (0, 1024),
+    "ray.engine_gpus": (0, 64),
+    "ray.health_seconds": (1, 3600),
 }
 """Of numbers, both ends allowed. Limits that are not listed are at least 1."""
 

@@ -6,7 +6,19 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["Auth", "Drain", "Limits", "Log", "Media", "Memory", "ModelConfig", "Qos", "ServeConfig", "ServerConfig"]
+__all__ = [
+    "Auth",
+    "Drain",
+    "Limits",
+    "Log",
+    "Media",
+    "Memory",
+    "ModelConfig",
+    "Qos",
+    "RayConfig",
+    "ServeConfig",
+    "ServerConfig",
+]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,6 +158,21 @@ class Media(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_request_pixels: int = 1 << 27
 
 
+class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of `exl serve ray`: every model has its own engine replicas."""
+
+    #: replicas that answer HTTP
+    ingress_replicas: int = 2
+    ingress_cpus: float = 1.0
+    min_replicas: int = 1
+    max_replicas: int = 1
+    #: CPUs and GPUs of one engine replica
+    engine_cpus: float = 1.0
+    engine_gpus: float = 0.0
+    #: seconds without a heartbeat after which a replica is taken for dead
+    health_seconds: float = 15.0
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     server: ServerConfig = ServerConfig()
     auth: Auth = Auth()
@@ -155,4 +182,5 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     drain: Drain = Drain()
     log: Log = Log()
     media: Media = Media()
+    ray: RayConfig = RayConfig()
     metrics_alias: Literal["vllm", "none"] = "vllm"

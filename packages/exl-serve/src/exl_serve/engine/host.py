@@ -29,6 +29,7 @@ from exl_serve.engine.status import StatusWriter
 from exl_serve.engine.turns import Turns
 from exl_serve.engine.vision import Vision
 from exl_serve.errors import ServeError
+from exl_serve.request.labels import joined_labels
 
 if TYPE_CHECKING:
     from exl_generate import ExLlamaV2DynamicJob, RoundColumns
@@ -579,6 +580,8 @@ class Host:
             return {"requests": [self._summary(group) for group in self._groups.values()]}
         if name == "cancel":
             return {"cancelled": self._cancel(str(parameters["id"]))}
+        if name == "labels":
+            return {"labels": joined_labels(page.label for page in self._generator.page_table.pages)}
         if name == "drain":
             self.drain()
             return {}

@@ -184,6 +184,7 @@ def _card(config: ModelConfig, described: Any, generator: Any, folder: Path, ima
         created=int(folder.stat().st_mtime),
         sampling_defaults=_defaults(folder, config),
         page_size=generator.page_size,
+        namespace=generator.namespace_of(()),
     )
 
 

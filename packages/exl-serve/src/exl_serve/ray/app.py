@@ -1,0 +1,186 @@
+"""The Ray Serve application, and how it is started."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from exl_serve import __version__
+from exl_serve.config.load import ConfigError
+from exl_serve.config.model import ModelConfig, ServeConfig
+
+__all__ = ["application", "check", "check_versions", "run", "start", "versions"]
+
+OLDEST, NEWEST = (2, 57), (2, 70)
+"""Versions of Ray: from the first one to before the second one."""
+APP = "exl"
+HEAD_ROOM = 64
+"""Calls to a replica beside requests: messages about them."""
+
+_current: dict[str, Any] = {}
+
+
+def versions() -> dict[str, str]:
+    """Versions that have to be the same on all nodes: routers and policies travel as pickles."""
+    import platform
+
+    import ray
+
+    return {"exl-serve": __version__, "ray": ray.__version__, "python": platform.python_version()}
+
+
+def check_versions(expected: Mapping[str, str]) -> None:
+    """Raises RuntimeError where this node has other versions than the one that started the application."""
+    if versions() != expected:
+        raise RuntimeError(f"this node has {versions()}, the one that started the application {dict(expected)}")
+
+
+def check(config: ServeConfig, address: str | None, environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError for what cannot be served on Ray, or must not be."""
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("Ray is not installed: install exl-serve[ray]") from None
+    found = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if not OLDEST <= found < NEWEST:
+        raise ConfigError(
+            f"ray {ray.__version__} is not supported: at least {OLDEST[0]}.{OLDEST[1]}, before {NEWEST[0]}.{NEWEST[1]}"
+        )
+    if not config.model:
+        raise ConfigError("no model is configured", "model")
+    limits = config.ray
+    if not 0 <= limits.min_replicas <= limits.max_replicas or limits.max_replicas < 1:
+        raise ConfigError("min_replicas must not be above max_replicas", "ray.min_replicas")
+    if address is not None and not _loopback(address) and environment.get("RAY_AUTH_MODE") != "token":
+        raise ConfigError(
+            f"the cluster at {address} is not on this machine alone: whoever reaches a cluster without token "
+            "authentication runs programs on it; set RAY_AUTH_MODE=token on all nodes"
+        )
+
+
+def _loopback(address: str) -> bool:
+    host = address.removeprefix("ray://").rpartition(":")[0].strip("[]") or address
+    if host in ("auto", "local", "localhost"):
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def application(config: ServeConfig) -> Any:
+    """The deployments, bound: an ingress, and the engine replicas of each model."""
+    from ray import serve
+
+    data = msgspec.json.encode(config)
+    engines = {one.id: _engine(config, one, data) for one in config.model}
+
+    class Ingress:
+        def __init__(self, config: bytes, handles: dict[str, Any], expected: dict[str, str]) -> None:
+            from exl_serve.ray import app
+            from exl_serve.ray.ingress import Application
+
+            app.check_versions(expected)
+            app._current["app"] = Application(config, handles)
+
+    def built() -> Any:
+        from exl_serve.ray import app
+
+        return app._current["app"]
+
+    deployment = serve.deployment(serve.ingress(built)(Ingress)).options(
+        name="ingress",
+        num_replicas=config.ray.ingress_replicas,
+        max_ongoing_requests=config.server.limits.max_streams,
+        ray_actor_options={"num_cpus": config.ray.ingress_cpus},
+        graceful_shutdown_timeout_s=config.drain.timeout + 10 if config.drain.timeout >= 0 else 3600,
+    )
+    return deployment.bind(data, engines, versions())
+
+
+def _engine(config: ServeConfig, model: ModelConfig, data: bytes) -> Any:
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+    from exl_serve.ray.autoscale import policy
+    from exl_serve.ray.replica import EngineReplica
+    from exl_serve.ray.router import PageHashRouter
+
+    limits = config.ray
+    options: dict[str, Any] = {"num_replicas": limits.max_replicas}
+    if limits.min_replicas < limits.max_replicas:
+        scaling = AutoscalingConfig(
+            min_replicas=limits.min_replicas,
+            max_replicas=limits.max_replicas,
+            initial_replicas=max(1, limits.min_replicas),
+            metrics_interval_s=2,
+            look_back_period_s=6,
+            upscale_delay_s=0,
+            downscale_delay_s=0,
+            policy=AutoscalingPolicy(policy_function=policy),
+        )
+        options = {"autoscaling_config": scaling}
+    return (
+        serve.deployment(EngineReplica)
+        .options(
+            name=f"engine-{model.id}",
+            max_ongoing_requests=4 * model.max_batch_size + HEAD_ROOM,
+            request_router_config=RequestRouterConfig(
+                request_router_class=PageHashRouter, request_routing_stats_period_s=2, request_routing_stats_timeout_s=5
+            ),
+            ray_actor_options={"num_cpus": limits.engine_cpus, "num_gpus": limits.engine_gpus},
+            health_check_period_s=max(1.0, limits.health_seconds / 3),
+            health_check_timeout_s=limits.health_seconds,
+            graceful_shutdown_timeout_s=config.drain.timeout + 10 if config.drain.timeout >= 0 else 3600,
+            **options,
+        )
+        .bind(data, model.id)
+    )
+
+
+def run(config: ServeConfig, address: str | None = None, *, replace: bool = False) -> None:
+    """Serve until SIGTERM or Ctrl-C: on the cluster at `address`, or on a new one on this machine.
+
+    replace: take the place of the server that runs on the cluster, replica by replica, and return when that is done.
+    """
+    check(config, address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray import serve
+
+    if address is None:
+        ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", configure_logging=False)
+    else:
+        ray.init(address=address, configure_logging=False)
+    if replace:
+        start(config, replace=True)
+        ray.shutdown()
+        return
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        start(config)
+        print(f"exl: serving at http://{config.server.host}:{config.server.port} on Ray", file=sys.stderr, flush=True)
+        ended.wait()
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def start(config: ServeConfig, *, replace: bool = False) -> None:
+    """Deploy on the cluster that this process is connected to, and wait until it serves. Raises ConfigError where it
+    is served already."""
+    from ray import serve
+
+    if not replace and APP in serve.status().applications:
+        raise ConfigError("this cluster serves exl already: stop it, replace it, or name another cluster")
+    serve.start(http_options={"host": config.server.host, "port": config.server.port}, proxy_location="HeadOnly")
+    serve.run(application(config), name=APP, route_prefix="/")

@@ -1,0 +1,66 @@
+"""How many engine replicas there should be. `wanted` is a pure function; `policy` is what Ray Serve calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["policy", "record", "wanted"]
+
+BATCH_SHARE, PAGE_SHARE = 0.75, 0.85
+"""How full batches and caches are to be."""
+PREFILL_RATE = 2000.0
+CALM_SHARE, CALM_SECONDS = 0.5, 600.0
+"""A replica is taken away when the load of all has been below this share for so long."""
+BUSY_PERIODS = 2
+"""Looks in which more replicas are wanted before there are more."""
+
+
+def record(status: Any, batch: int, pages: int, target_ttft: float) -> dict[str, float]:
+    """A replica's share of the load in the terms of `wanted`; `status` is its `EngineStatus`."""
+    rate = status.prefill_rate or PREFILL_RATE
+    return {
+        "exl_prompt_load": status.queued_prompt_tokens / rate / target_ttft,
+        "exl_batch_load": (status.decoding + status.prefilling + status.queued) / (BATCH_SHARE * batch),
+        "exl_page_load": status.pages_pinned / (PAGE_SHARE * max(1, pages)),
+    }
+
+
+def wanted(loads: Sequence[Mapping[str, float]]) -> float:
+    """Replicas that this load is enough for, not rounded: the largest of the sums over all replicas."""
+    names = ("exl_prompt_load", "exl_batch_load", "exl_page_load")
+    return max(sum(load.get(name, 0.0) for load in loads) for name in names)
+
+
+def policy(context: Any) -> tuple[int, dict[str, Any]]:
+    """(target number of replicas, state for the next call). Up when more are wanted in two calls, by as many as that;
+    down by one, when half of them would have been enough for ten minutes."""
+    by_metric: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
+    replicas = {replica for values in by_metric.values() for replica in values}
+    loads = [{name: values.get(replica, 0.0) for name, values in by_metric.items()} for replica in replicas]
+    state: dict[str, Any] = dict(context.policy_state or {})
+    now, current = float(context.current_time or 0.0), max(1, context.target_num_replicas)
+    load = wanted(loads) if loads else 0.0
+    if current < context.capacity_adjusted_min_replicas:
+        current = context.capacity_adjusted_min_replicas
+    # Requests that no replica has taken yet are in nobody's report.
+    if load == 0 and (context.total_queued_requests or 0) > 0:
+        load = current + 1.0
+    target = current
+    if load > current:
+        state["busy"] = state.get("busy", 0) + 1
+        state["calm_since"] = None
+        if state["busy"] >= BUSY_PERIODS:
+            target = math.ceil(load)
+            state["busy"] = 0
+    else:
+        state["busy"] = 0
+        if load > CALM_SHARE * current:
+            state["calm_since"] = None
+        elif state.get("calm_since") is None:
+            state["calm_since"] = now
+        elif now - state["calm_since"] >= CALM_SECONDS:
+            target, state["calm_since"] = current - 1, now
+    least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+    return max(least, min(most, target)), state

@@ -1,0 +1,286 @@
+"""An `EngineClient` over the handle of an engine deployment: many replicas look like one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from exl_serve.engine import wire
+from exl_serve.engine.client import EngineStatus, ModelCard, Sink
+from exl_serve.engine.events import EngineEvent, Failed
+from exl_serve.errors import ServeError
+from exl_serve.ray.replica import decode_events
+from exl_serve.ray.resume import DivergedError, Replay
+from exl_serve.request.internal import EngineRequest
+from exl_serve.request.labels import page_labels, salted
+
+__all__ = ["RayEngine"]
+
+log = logging.getLogger("ray.serve")
+
+DEATHS = 2
+"""A request on which so many replicas have died is not tried again: it may be what kills them."""
+LEASE_PERIOD, STATUS_PERIOD = 1.0, 2.0
+GONE = "the replica that ran this request has ended, and the request could not be finished on another: try again"
+
+
+def _called(method: Any, *given: Any, **named: Any) -> Any:
+    """A call of a handle's method, in a context of its own.
+
+    Calls in the context of an HTTP request share its id, by which Ray's router tells requests apart: of two that wait
+    at once it would forget one.
+    """
+    return contextvars.Context().run(lambda: method.remote(*given, **named))
+
+
+class _Call:
+    """One request, on whichever replica runs it."""
+
+    def __init__(self, engine: RayEngine, tag: int, request: EngineRequest, sink: Sink) -> None:
+        self._engine, self.tag, self._request, self._sink = engine, tag, request, sink
+        self._choices = [Replay() for _ in range(request.n)]
+        self._frame = msgspec.msgpack.encode(request)
+        self._labels = engine.labels(request)
+        self._dead: list[str] = []
+        self._stream: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._paused = self._cancelled = False
+        self.replica = ""
+
+    async def start(self) -> None:
+        """Returns once a replica has taken it. Raises ServeError."""
+        first = await self._open()
+        self._task = asyncio.create_task(self._run(first))
+
+    async def _open(self) -> Any:
+        """The stream of a replica that has taken the request. Raises ServeError, or an error of Ray."""
+        engine = self._engine
+        self._stream = stream = _called(
+            engine.handle.options(stream=True).generate,
+            self._frame,
+            ingress=engine.name,
+            tag=self.tag,
+            labels=self._labels,
+            tokens=len(self._request.prompt) // 4,
+            avoid=self._dead,
+        )
+        try:
+            head = await anext(stream)
+        except StopAsyncIteration:
+            raise ServeError.unavailable("engine_restarting", GONE) from None
+        if not head.startswith(b"{"):
+            message = wire.decode_to_worker(head)
+            assert isinstance(message, wire.Rejected)
+            raise message.error()
+        said = json.loads(head)
+        if said["digest"] != engine.card.digest:
+            raise ServeError.unavailable("engine_version", "the replicas serve different models or versions", None)
+        self.replica = said["replica"]
+        return stream
+
+    async def _run(self, stream: Any) -> None:
+        try:
+            while not await self._relay(stream) and not self._cancelled:
+                self._dead.append(self.replica)
+                if len(self._dead) >= DEATHS:
+                    self._fail("engine_error", 500, "two replicas ended while they ran this request")
+                    return
+                log.warning("replica %s has ended: request %s goes on elsewhere", self.replica, self._request.id)
+                for choice in self._choices:
+                    choice.again()
+                stream = await self._open()
+                if self._paused:
+                    self._tell("pause")
+        except DivergedError:
+            self._fail("engine_restarting", 503, "another replica gives another answer: nothing is joined; try again")
+        except ServeError as error:
+            self._fail(error.code, error.status, error.message)
+        except Exception:
+            log.exception("request %s could not be finished", self._request.id)
+            self._fail("engine_restarting", 503, GONE)
+        finally:
+            self._engine.calls.pop(self.tag, None)
+
+    async def _relay(self, stream: Any) -> bool:
+        """Hand on a stream's events; False if its replica ended before they did."""
+        try:
+            async for item in stream:
+                for event in decode_events(item):
+                    if isinstance(event, Failed) and event.code == "engine_restarting":
+                        return False
+                    self._take(event)
+        except DivergedError:
+            raise
+        except Exception as error:  # Ray has many for an actor that has died
+            log.info("the stream of request %s broke: %s", self._request.id, type(error).__name__)
+            return all(choice.ended for choice in self._choices)
+        return all(choice.ended for choice in self._choices)
+
+    def _take(self, event: EngineEvent) -> None:
+        new = self._choices[event.choice].feed(event)
+        if new is not None and not self._cancelled:
+            self._sink(new)
+
+    def _fail(self, code: str, status: int, message: str) -> None:
+        for number, choice in enumerate(self._choices):
+            if not choice.ended and not self._cancelled:
+                choice.ended = True
+                self._sink(Failed(number, status, "server_error", code, message))
+
+    def _tell(self, what: str) -> None:
+        if self.replica:
+            self._engine.tell(what, [self.tag], self.replica)
+
+    def cancel(self) -> None:
+        if self._cancelled:
+            return
+        self._cancelled = True
+        live = self._engine.calls.pop(self.tag, None) is not None
+        if live and not all(choice.ended for choice in self._choices):
+            self._tell("cancel")  # Ray loses some cancellations, most of all early ones
+            self._stream.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def pause(self) -> None:
+        self._paused = True
+        self._tell("pause")
+
+    def resume(self) -> None:
+        self._paused = False
+        self._tell("resume")
+
+
+class RayEngine:
+    """One model, on the replicas of its deployment. Use `connect`."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        #: of the engine deployment
+        self.handle = handle
+        #: of this ingress
+        self.name = name
+        self.calls: dict[int, _Call] = {}
+        self._tags = itertools.count(1)
+        self._card: ModelCard | None = None
+        self._status: EngineStatus | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    @classmethod
+    async def connect(cls, handle: Any, name: str) -> RayEngine:
+        """Waits for a replica that is ready."""
+        engine = cls(handle, name)
+        await engine._look()
+        engine._keep(asyncio.create_task(engine._lease()))
+        return engine
+
+    @property
+    def card(self) -> ModelCard:
+        if self._card is None:
+            raise RuntimeError("the engine is not connected: use RayEngine.connect")
+        return self._card
+
+    @property
+    def status(self) -> EngineStatus:
+        """Of one replica, a moment ago. Its clock is another machine's, so its rounds are never taken for hung."""
+        if self._status is None:
+            raise RuntimeError("the engine is not connected: use RayEngine.connect")
+        return self._status
+
+    async def submit(self, request: EngineRequest, sink: Sink) -> _Call:
+        if self._closed:
+            raise ServeError.unavailable("engine_restarting", GONE)
+        if request.media:
+            media = []
+            for one in request.media:
+                data = one.data or await asyncio.to_thread(Path(one.path).read_bytes)
+                media.append(msgspec.structs.replace(one, path="", data=data))
+            request = msgspec.structs.replace(request, media=tuple(media))
+        call = _Call(self, next(self._tags), request, sink)
+        self.calls[call.tag] = call
+        try:
+            await call.start()
+        except ServeError:
+            self.calls.pop(call.tag, None)
+            raise
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        except Exception as error:
+            self.calls.pop(call.tag, None)
+            log.warning("request %s was not taken: %s", request.id, type(error).__name__)
+            raise ServeError.unavailable("engine_restarting", GONE) from error
+        return call
+
+    async def control(self, name: str, /, **parameters: Any) -> dict[str, Any]:
+        if name == "requests":
+            return {"requests": [{"id": call._request.id, "key": call._request.key} for call in self.calls.values()]}
+        if name == "cancel":
+            found = [call for call in self.calls.values() if call._request.id.partition("/")[0] == parameters["id"]]
+            for call in found:
+                call._fail("cancelled", 409, "the request was cancelled")
+                call.cancel()
+            return {"cancelled": bool(found)}
+        raise ServeError(
+            501, "not_implemented", "unsupported", f"{name} is not offered on Ray: write it into the configuration"
+        )
+
+    async def close(self) -> None:
+        self._closed = True
+        for call in list(self.calls.values()):
+            call.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+
+    def labels(self, request: EngineRequest) -> list[tuple[int, bytes]]:
+        """Those of its prompt's pages."""
+        card = self.card
+        return page_labels(salted(card.namespace, request.cache_salt, request.adapter), request.prompt, card.page_size)
+
+    def tell(self, what: str, tags: list[int], replica: str) -> None:
+        """Send a message to one replica; nobody waits for it."""
+        self._keep(asyncio.create_task(self._told(what, tags, replica)))
+
+    async def _told(self, what: str, tags: list[int], replica: str) -> None:
+        try:
+            await _called(self.handle.tell, what, ingress=self.name, tags=tags, to=replica)
+        except Exception as error:  # the replica has ended, or will find out by the lease
+            log.info("replica %s was not told to %s: %s", replica, what, type(error).__name__)
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _lease(self) -> None:
+        """Tell the replicas what this ingress has there, once a second, also that it has nothing there any more."""
+        before: set[str] = set()
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(LEASE_PERIOD)
+            # All tags to each: one that a replica has just taken may not be known to run there.
+            here = {call.replica for call in self.calls.values() if call.replica}
+            for replica in before | here:
+                self.tell("live", list(self.calls), replica)
+            before = here
+            if time.monotonic() - looked >= STATUS_PERIOD:
+                looked = time.monotonic()
+                try:
+                    async with asyncio.timeout(5):
+                        await self._look()
+                except Exception as error:
+                    log.info("no replica tells its state: %s", type(error).__name__)
+
+    async def _look(self) -> None:
+        said = await _called(self.handle.describe)
+        if self._card is None:
+            self._card = wire.card_of(said["card"])
+        found = msgspec.json.decode(said["status"], type=EngineStatus)
+        self._status = msgspec.structs.replace(found, began=0.0, ended=0.0)

@@ -1,0 +1,158 @@
+"""Which replica a request goes to, by what its prompt costs there. Pure functions and data; imports nothing of Ray."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from exl_serve.request.labels import LABEL_BYTES
+
+__all__ = ["Index", "Load", "rank"]
+
+PREFILL_RATE = 2000.0
+"""Prompt tokens a second, of a replica that has not measured any."""
+ROW_SECONDS = 0.5
+"""Cost of one waiting request to those behind it, where nothing is known."""
+BUSY_WEIGHT = 0.02
+"""Seconds that a batch which is full costs a new request, because its steps take longer."""
+CLOSE = 0.1
+"""Replicas within this share of the best cost are as good."""
+MOST_LABELS = 1 << 18
+
+
+@dataclass(slots=True)
+class Load:
+    """State of one replica as a router knows it: numbers of its last report, and what was sent there since."""
+
+    running: int = 0
+    queued: int = 0
+    queued_tokens: int = 0
+    batch: int = 16
+    prefill_rate: float = 0.0
+    #: of the engine process: a new one has an empty cache
+    boot: bytes = b""
+    #: number of the last report
+    report: int = -1
+    sent: int = 0
+    #: prompt tokens of those that are not computed yet, as far as its speed tells, at `sent_at`
+    sent_tokens: float = 0.0
+    sent_at: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        """Prompt tokens a second."""
+        return self.prefill_rate or PREFILL_RATE
+
+    def advance(self, now: float) -> None:
+        """Take off what was computed since `sent_at`."""
+        self.sent_tokens = max(0.0, self.sent_tokens - self.speed * (now - self.sent_at))
+        self.sent_at = now
+
+
+def rank(
+    matched: Mapping[str, int], prompt_tokens: int, loads: Mapping[str, Load], first_label: bytes = b""
+) -> list[list[str]]:
+    """Replicas in ranks, best first: by the seconds until the first token.
+
+    matched: tokens of the prompt that a replica has in its cache. Replicas whose cost is within 10 % of the best one's
+    are ordered by a rendezvous hash of the first label, so prefixes that nobody holds spread alike from every router.
+    """
+    costs = {name: _cost(load, prompt_tokens - matched.get(name, 0)) for name, load in loads.items()}
+    if not costs:
+        return []
+    limit = min(costs.values()) * (1 + CLOSE) + 1e-6
+    near = [name for name in costs if costs[name] <= limit]
+    # A holder comes before those that would have to compute the prefix: otherwise it would be spread over all.
+    near.sort(key=lambda name: (-matched.get(name, 0), _hash(name, first_label)))
+    far = sorted(
+        (name for name in costs if costs[name] > limit), key=lambda name: (costs[name], _hash(name, first_label))
+    )
+    return [[name] for name in near] + [[name] for name in far]
+
+
+def _cost(load: Load, new_tokens: int) -> float:
+    jobs = load.running + load.queued + load.sent
+    over = max(0, jobs + 1 - load.batch)
+    waiting = (max(0, new_tokens) + load.queued_tokens + load.sent_tokens) / load.speed
+    return waiting + over * ROW_SECONDS + BUSY_WEIGHT * min(1.0, jobs / load.batch)
+
+
+def _hash(name: str, label: bytes) -> bytes:
+    return hashlib.blake2b(name.encode(), key=label[:64], digest_size=8).digest()
+
+
+@dataclass
+class Index:
+    """Which replica has which pages, as far as one router knows: from reports, and from what it has sent since."""
+
+    page_size: int = 256
+    clock: Callable[[], float] = time.monotonic
+    loads: dict[str, Load] = field(default_factory=dict)
+    #: by replica: label -> when it was sent there (infinity: reported)
+    _labels: dict[str, OrderedDict[bytes, float]] = field(default_factory=dict)
+
+    def keep(self, names: Sequence[str]) -> None:
+        """These are the replicas; whatever is known of others is forgotten."""
+        for gone in set(self.loads) - set(names):
+            del self.loads[gone], self._labels[gone]
+        for name in names:
+            self.loads.setdefault(name, Load())
+            self._labels.setdefault(name, OrderedDict())
+
+    def report(self, name: str, stats: Mapping[str, object]) -> None:
+        """Take a replica's report, if it is a new one and makes sense; a broken one changes nothing."""
+        load = self.loads.get(name)
+        number, boot, labels = stats.get("report"), stats.get("boot"), stats.get("labels", b"")
+        if load is None or not isinstance(number, int) or not isinstance(boot, bytes) or not isinstance(labels, bytes):
+            return
+        if number == load.report and boot == load.boot:
+            return
+        values = [stats.get(key) for key in ("running", "queued", "queued_tokens", "batch")]
+        rate = stats.get("prefill_rate")
+        if not all(isinstance(v, int) and v >= 0 for v in values) or not isinstance(rate, int | float) or rate < 0:
+            return
+        running, queued, queued_tokens, batch = (int(v) for v in values)  # type: ignore[call-overload]
+        now = self.clock()
+        kept = self._labels[name]
+        fresh = OrderedDict.fromkeys(
+            (labels[at : at + LABEL_BYTES] for at in range(0, len(labels), LABEL_BYTES)), float("inf")
+        )
+        if boot == load.boot:  # what was sent in the last seconds may not be in the report yet
+            fresh |= {label: when for label, when in kept.items() if when != float("inf") and now - when < 5}
+        self._labels[name] = fresh
+        self.loads[name] = Load(running, queued, queued_tokens, max(1, batch), float(rate), boot, number)
+
+    def matched(self, name: str, labels: Sequence[tuple[int, bytes]]) -> int:
+        """Tokens of the longest run of pages, from the first on, that a replica has."""
+        known = self._labels.get(name, OrderedDict[bytes, float]())
+        pages = 0
+        for page, label in labels:
+            if label not in known:
+                break
+            pages = page
+        return pages * self.page_size
+
+    def sent(self, name: str, labels: Sequence[tuple[int, bytes]], prompt_tokens: int) -> None:
+        """A request was sent to a replica."""
+        load = self.loads.get(name)
+        if load is None:
+            return
+        load.sent += 1
+        load.advance(self.clock())
+        load.sent_tokens += max(0, prompt_tokens - self.matched(name, labels))
+        kept, now = self._labels[name], self.clock()
+        for _, label in labels:
+            kept.setdefault(label, now)
+        while len(kept) > MOST_LABELS:
+            kept.popitem(last=False)
+
+    def order(self, labels: Sequence[tuple[int, bytes]], prompt_tokens: int) -> list[list[str]]:
+        """The replicas in ranks for a prompt."""
+        now = self.clock()
+        for load in self.loads.values():
+            load.advance(now)
+        matched = {name: self.matched(name, labels) for name in self.loads}
+        return rank(matched, prompt_tokens, self.loads, labels[0][1] if labels else b"")

@@ -1,0 +1,245 @@
+"""An engine replica: a Ray Serve deployment around one engine process. It does not import torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from exl_serve.config.model import ServeConfig
+from exl_serve.engine import wire
+from exl_serve.engine.__main__ import EngineStart
+from exl_serve.engine.client import RunningRequest
+from exl_serve.engine.events import EngineEvent, Failed, Finished, Tokens
+from exl_serve.engine.local import LocalEngine
+from exl_serve.errors import ServeError
+from exl_serve.ray.autoscale import record
+from exl_serve.request.internal import EngineRequest
+
+__all__ = ["EngineReplica", "decode_events", "encode_events"]
+
+log = logging.getLogger("ray.serve")
+
+ITEM_SECONDS, ITEM_TOKENS = 0.025, 16
+"""Ray's cost per streamed item is large: after the first tokens an item has what comes in so many seconds, or so many
+tokens."""
+LEASE_SECONDS = 10.0
+"""An ingress that is silent for so long has died: its requests are cancelled."""
+LABEL_SECONDS = 2.0
+
+_requests = msgspec.msgpack.Decoder(EngineRequest)
+
+
+def encode_events(events: list[EngineEvent]) -> bytes:
+    """An item of a stream: the engine's events, in order."""
+    return wire.encode(wire.Round([(0, event) for event in events]))
+
+
+def decode_events(data: bytes) -> list[EngineEvent]:
+    """Raises WireError."""
+    message = wire.decode_to_worker(data)
+    return [event for _, event in message.events] if isinstance(message, wire.Round) else []
+
+
+class EngineReplica:
+    """Owns an engine process. Ends itself when that process ends, so that Ray starts another replica."""
+
+    def __init__(self, config: bytes, model: str) -> None:
+        from ray import serve
+
+        self._config = msgspec.json.decode(config, type=ServeConfig)
+        self._model = next(one for one in self._config.model if one.id == model)
+        self._name = str(serve.get_replica_context().replica_id.unique_id)
+        self._folder = tempfile.TemporaryDirectory(prefix="exl-ray-")  # 0700
+        self._address = f"ipc://{self._folder.name}/engine"
+        start = EngineStart(
+            model=self._model,
+            folder=self._folder.name,
+            address=self._address,
+            parent=os.getpid(),
+            limits=self._config.server.limits,
+            qos=self._config.qos,
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "exl_serve.engine"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(start) + b"\n")
+        self._process.stdin.close()
+        self._wait_until_ready()
+        self._engine: LocalEngine | None = None
+        self._connecting = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
+        #: by (ingress, tag)
+        self._running: dict[tuple[str, int], RunningRequest] = {}
+        self._heard: dict[str, float] = {}
+        self._labels = b""
+        self._reports = self._taken = 0
+
+    def _wait_until_ready(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            said = json.loads(line)
+            if said["state"] == "ready":
+                return
+            if said["state"] == "failed":
+                raise RuntimeError(f"the model {self._model.id} could not be loaded: {said['reason']}")
+        raise RuntimeError(f"the engine of {self._model.id} ended while it loaded")
+
+    async def _connected(self) -> LocalEngine:
+        async with self._connecting:
+            if self._engine is None:
+                self._engine = await LocalEngine.connect(self._address)
+                self._watching = asyncio.create_task(self._watch())
+            return self._engine
+
+    async def _watch(self) -> None:
+        """End with the engine process; forget the requests of ingresses that have died; ask for the labels."""
+        asked = 0.0
+        while True:
+            await asyncio.sleep(0.25)
+            if self._process.poll() is not None and self._engine is not None:
+                log.error("the engine process of %s has ended with %s", self._model.id, self._process.returncode)
+                self._engine.fail("the engine of this replica has ended")
+                await asyncio.sleep(0.25)  # the streams tell it
+                os._exit(1)  # a replica that lives without its engine would be given requests
+            now = time.monotonic()
+            for ingress in [name for name, heard in self._heard.items() if now - heard > LEASE_SECONDS]:
+                self._keep(ingress, frozenset())
+                del self._heard[ingress]
+            if now - asked > LABEL_SECONDS and self._engine is not None:
+                asked = now
+                try:
+                    self._labels = (await self._engine.control("labels"))["labels"]
+                except ServeError as error:
+                    log.warning("the engine does not tell its pages: %s", error)
+
+    # ---- calls of the ingress ------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        frame: bytes,
+        *,
+        ingress: str,
+        tag: int,
+        labels: Any = None,
+        tokens: int = 0,
+        avoid: Any = None,
+        to: str | None = None,
+    ) -> AsyncIterator[bytes]:
+        """A request's events. The first item is JSON: this replica's name and its model's digest, or a refusal."""
+        engine = await self._connected()
+        queue: asyncio.Queue[EngineEvent] = asyncio.Queue()
+        self._heard[ingress] = time.monotonic()
+        request = _requests.decode(frame)
+        left = request.n
+        try:
+            running = await engine.submit(request, queue.put_nowait)
+        except ServeError as error:
+            yield wire.encode(wire.Rejected.of(tag, error))
+            return
+        self._running[ingress, tag] = running
+        self._taken += 1
+        try:
+            yield json.dumps({"replica": self._name, "digest": engine.card.digest}).encode()
+            begun = False
+            while left:
+                events = [await queue.get()]
+                end = time.monotonic() + (ITEM_SECONDS if begun else 0.0)
+                while sum(len(e.ids) for e in events if isinstance(e, Tokens)) < ITEM_TOKENS * request.n:
+                    if not queue.empty():
+                        events.append(queue.get_nowait())
+                        continue
+                    if isinstance(events[-1], Finished | Failed) or (rest := end - time.monotonic()) <= 0:
+                        break
+                    try:
+                        async with asyncio.timeout(rest):
+                            events.append(await queue.get())
+                    except TimeoutError:
+                        break
+                begun = begun or any(isinstance(event, Tokens) for event in events)
+                left -= sum(isinstance(event, Finished | Failed) for event in events)
+                yield encode_events(events)
+        finally:
+            if self._running.pop((ingress, tag), None) is not None and left:
+                running.cancel()
+
+    async def tell(self, what: str, *, ingress: str, tags: Any, to: str) -> None:
+        """cancel, pause or resume requests of an ingress; or `live`: these are all that it has here."""
+        self._heard[ingress] = time.monotonic()
+        if what == "live":
+            self._keep(ingress, frozenset(tags))
+            return
+        for tag in tags:
+            running = self._running.get((ingress, tag))
+            if running is not None:
+                {"cancel": running.cancel, "pause": running.pause, "resume": running.resume}[what]()
+
+    async def describe(self, *, to: str | None = None) -> dict[str, Any]:
+        """The model's card and the engine's state as JSON, and of this replica its name, the process id of its engine
+        and how many requests it has taken."""
+        engine = await self._connected()
+        return {
+            "card": wire.card_bytes(engine.card),
+            "status": msgspec.json.encode(engine.status),
+            "replica": self._name,
+            "pid": self._process.pid,
+            "taken": self._taken,
+        }
+
+    def _keep(self, ingress: str, tags: frozenset[int]) -> None:
+        for key in [key for key in self._running if key[0] == ingress and key[1] not in tags]:
+            self._running.pop(key).cancel()
+
+    # ---- calls of Ray Serve --------------------------------------------------------------------------------------
+
+    def check_health(self) -> None:
+        """Raises RuntimeError once the engine process has ended."""
+        if self._process.poll() is not None:
+            raise RuntimeError(f"the engine process of {self._model.id} has ended")
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """For `cost.Index.report`."""
+        if self._engine is None:
+            return {}
+        status, card = self._engine.status, self._engine.card
+        self._reports += 1
+        return {
+            "report": self._reports,
+            "boot": status.boot,
+            "running": status.decoding + status.prefilling,
+            "queued": status.queued,
+            "queued_tokens": status.queued_prompt_tokens,
+            "batch": card.max_batch_size,
+            "prefill_rate": status.prefill_rate,
+            "labels": self._labels,
+        }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For `autoscale.policy`."""
+        if self._engine is None:
+            return record_nothing()
+        card, status = self._engine.card, self._engine.status
+        return record(status, card.max_batch_size, card.cache_tokens // card.page_size, self._config.qos.target_ttft)
+
+    def __del__(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._folder.cleanup()
+
+
+def record_nothing() -> dict[str, float]:
+    return {"exl_prompt_load": 0.0, "exl_batch_load": 0.0, "exl_page_load": 0.0}

@@ -1,0 +1,47 @@
+"""Ray Serve's hook for choosing replicas, over `cost.Index`. The one module that knows Ray's alpha routing API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import RequestRouter
+
+from exl_serve.ray.cost import Index
+
+__all__ = ["PageHashRouter"]
+
+
+class PageHashRouter(RequestRouter):  # type: ignore[misc]
+    """Sends a request where its prompt costs least: to a replica that has its pages, unless that one is too busy.
+
+    Keyword arguments of a call that it reads: `labels` [(pages, label)] and `tokens` of the prompt; `to`, the name of
+    the replica that a message is for.
+    """
+
+    def initialize_state(self, page_size: int = 256, **_: Any) -> None:
+        self._index = Index(page_size)
+
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
+        """Ranks of replicas."""
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        index = self._index
+        index.keep(list(by_name))
+        for name, replica in by_name.items():
+            index.report(name, replica.routing_stats or {})
+        given: Any = {}
+        if pending_request is not None:
+            given = pending_request.kwargs
+            # Otherwise Serve asks again at once, without ever giving its event loop back.
+            pending_request.routing_context.should_backoff = True
+        if given.get("to") in by_name:
+            return [[by_name[given["to"]]]]
+        ranks = index.order(given.get("labels") or [], given.get("tokens") or 0)
+        avoided = given.get("avoid") or ()
+        kept = [[by_name[name]] for (name,) in ranks if name not in avoided]
+        return kept or [[by_name[name]] for (name,) in ranks]
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        """Count what was sent, until the replica reports it."""
+        given = pending_request.kwargs
+        if "labels" in given:
+            self._index.sent(replica_id.unique_id, given["labels"], given.get("tokens") or 0)

@@ -1,0 +1,328 @@
+"""The parts of the server on Ray that need no Ray: labels, routing, scaling, going on with a request elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, Tokens, Usage
+from exl_serve.ray.autoscale import CALM_SECONDS, policy, wanted
+from exl_serve.ray.cost import Index, Load, rank
+from exl_serve.ray.resume import DivergedError, Replay
+from exl_serve.request.labels import LABEL_BYTES, page_labels, salted
+from exl_serve.testing.local import EngineThread
+
+USAGE = Usage(prompt_tokens=3, completion_tokens=4)
+
+
+# ---- labels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("salt", [b"", b"of a key"])
+def test_labels_are_those_of_the_engine_s_page_table(fable: EngineThread, salt: bytes) -> None:
+    """A prompt's pages are found in the table under what an ingress computes without it."""
+    generator, card = fable.generator, fable.card
+    other = type(generator)(
+        model=generator.model,
+        cache=type(generator.cache)(generator.model, max_seq_len=2048),
+        tokenizer=generator.tokenizer,
+    )
+    ids = np.random.default_rng(3).integers(5, 200, 700).astype("<i4")
+    import torch
+
+    job = ExLlamaV2DynamicJob(
+        torch.from_numpy(ids.astype(np.int64))[None],
+        2,
+        gen_settings=ExLlamaV2Sampler.Settings.greedy(),
+        cache_salt=salt,
+    )
+    other.enqueue(job)
+    while other.num_remaining_jobs():
+        other.iterate()
+    held = {page.label[:LABEL_BYTES] for page in other.page_table.pages if page.label is not None}
+    labels = page_labels(salted(card.namespace, salt, None), ids.tobytes(), card.page_size)
+    assert [pages for pages, _ in labels] == [1, 2]
+    assert {label for _, label in labels} <= held
+
+
+def test_labels_of_long_prompts_are_a_sample() -> None:
+    ids = np.arange(256 * 300, dtype="<i4") % 1000
+    pages = [page for page, _ in page_labels(b"r" * 16, ids.tobytes(), 256)]
+    assert pages[:32] == list(range(1, 33))
+    assert pages[32:48] == list(range(34, 65, 2))
+    assert pages == sorted(pages)
+    assert len(pages) < 90
+    shorter = page_labels(b"r" * 16, ids[: 256 * 40].tobytes(), 256)
+    assert page_labels(b"r" * 16, ids.tobytes(), 256)[: len(shorter)] == shorter
+    with_image = ids.copy()
+    with_image[600] = -1
+    assert [page for page, _ in page_labels(b"r" * 16, with_image.tobytes(), 256)] == [1, 2]
+
+
+# ---- routing ---------------------------------------------------------------------------------------------------------
+
+loads = st.dictionaries(
+    st.sampled_from("abcdefgh"),
+    st.builds(
+        Load,
+        running=st.integers(0, 64),
+        queued=st.integers(0, 500),
+        queued_tokens=st.integers(0, 10**6),
+        batch=st.integers(1, 64),
+        prefill_rate=st.floats(0, 1e5),
+    ),
+)
+
+
+@given(
+    loads,
+    st.integers(0, 10**5),
+    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 10**5)),
+    st.binary(max_size=8),
+)
+def test_every_replica_has_its_rank(found: dict[str, Load], tokens: int, matched: dict[str, int], label: bytes) -> None:
+    ranks = rank(matched, tokens, found, label)
+    assert sorted(name for names in ranks for name in names) == sorted(found)
+    assert ranks == rank(matched, tokens, dict(reversed(found.items())), label)
+
+
+def test_a_holder_is_taken_until_it_is_too_busy() -> None:
+    idle = {name: Load(prefill_rate=1000.0) for name in "abc"}
+    assert rank({"b": 2048}, 2100, idle)[0] == ["b"]
+    busy = idle | {"b": Load(running=16, queued=20, prefill_rate=1000.0)}
+    assert rank({"b": 2048}, 2100, busy)[0] != ["b"]
+
+
+def report(number: int, labels: bytes = b"", boot: bytes = b"x", **changes: Any) -> dict[str, Any]:
+    values = {"running": 0, "queued": 0, "queued_tokens": 0, "batch": 8, "prefill_rate": 1000.0}
+    return values | {"report": number, "boot": boot, "labels": labels} | changes
+
+
+def test_an_index_knows_what_was_sent_and_what_is_reported() -> None:
+    now = [0.0]
+    index = Index(256, clock=lambda: now[0])
+    index.keep(["a", "b"])
+    labels = [(1, b"11111111"), (2, b"22222222")]
+    assert index.matched("a", labels) == 0
+    index.sent("a", labels, 600)
+    assert index.matched("a", labels) == 512
+    assert index.order(labels, 600)[0] == ["b"], "two prompts are computed sooner side by side"
+    now[0] = 1.0
+    assert index.order(labels, 600)[0] == ["a"]
+    index.report("a", report(1, b"11111111", boot=b""))
+    assert index.matched("a", labels) == 512, "sent a moment ago, so not in the report yet"
+    now[0] = 10.0
+    index.report("a", report(2, b"11111111", boot=b""))
+    assert index.matched("a", labels) == 256, "evicted since"
+    index.report("a", report(3, b"", boot=b"new"))
+    assert index.matched("a", labels) == 0, "a new process has an empty cache"
+    index.keep(["b"])
+    assert index.order(labels, 600) == [["b"]]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["report", "boot", "running", "queued", "queued_tokens", "batch", "prefill_rate", "labels"]),
+        st.none() | st.integers() | st.floats() | st.binary(max_size=30) | st.text(max_size=3),
+    )
+)
+def test_reports_that_lie_or_are_late_cost_only_time(stats: dict[str, Any]) -> None:
+    """R8: every replica can still be chosen."""
+    index = Index(256)
+    index.keep(["a", "b", "c"])
+    index.report("a", stats)
+    index.report("b", report(1) | stats)
+    index.report("gone", report(1))
+    found = index.order([(1, b"11111111")], 300)
+    assert sorted(name for names in found for name in names) == ["a", "b", "c"]
+
+
+def simulate(choose: Any, replicas: int, sessions: int, turns: int, pages: int, seed: int) -> tuple[float, float]:
+    """(share of the prompt pages found in the cache, largest replica's work over the mean) of multi-turn sessions with
+    shared system prompts. Each replica's cache has `pages` pages, the least recently used go first."""
+    rng = random.Random(seed)
+    caches: dict[str, dict[bytes, None]] = {f"r{i}": {} for i in range(replicas)}
+    work = dict.fromkeys(caches, 0.0)
+    open_sessions = [[rng.randrange(10), number, 0] for number in range(sessions)]
+    found = asked = 0
+    while open_sessions:
+        session = rng.choice(open_sessions)
+        system, number, turn = session
+        own = [f"s{system}p{i}" for i in range(8)] + [f"u{number}p{i}" for i in range(2 * turn)]
+        labels = [(i + 1, name.encode().ljust(8, b".")) for i, name in enumerate(own)]
+        name = choose(labels, 256 * len(labels) + 100, number)
+        cache = caches[name]
+        run = 0
+        while run < len(labels) and labels[run][1] in cache:
+            run += 1
+        if turn:
+            asked += len(labels)
+            found += run
+        work[name] += len(labels) - run + 2
+        for _, label in [
+            *labels,
+            (0, f"u{number}p{2 * turn}".encode().ljust(8, b".")),
+            (0, f"u{number}p{2 * turn + 1}".encode().ljust(8, b".")),
+        ]:
+            cache.pop(label, None)
+            cache[label] = None
+        while len(cache) > pages:
+            del cache[next(iter(cache))]
+        session[2] += 1
+        if session[2] == turns:
+            open_sessions.remove(session)
+    return found / asked, max(work.values()) / (sum(work.values()) / replicas)
+
+
+def test_a_simulated_cluster_finds_its_pages_and_shares_the_work() -> None:
+    """8 replicas, 200 sessions of 6 turns over 10 system prompts: nearly all pages of later turns are found, which
+    round robin does not give; and no replica has much more work than the others."""
+    index = Index(256)
+    names = [f"r{i}" for i in range(8)]
+    index.keep(names)
+    number = [0]
+
+    def routed(labels: Any, tokens: int, session: int) -> str:
+        number[0] += 1
+        if number[0] % 40 == 0:  # a report empties what was counted as sent
+            for name in names:
+                index.report(name, report(number[0], boot=b"", labels=b"".join(index._labels[name])))
+        chosen = index.order(labels, tokens)[0][0]
+        index.sent(chosen, labels, tokens)
+        return chosen
+
+    turn = [0]
+
+    def round_robin(labels: Any, tokens: int, session: int) -> str:
+        turn[0] += 1
+        return names[turn[0] % 8]
+
+    hits, imbalance = simulate(routed, 8, 200, 6, 4000, seed=1)
+    others, _ = simulate(round_robin, 8, 200, 6, 4000, seed=1)
+    assert hits > 0.9
+    assert hits > others + 0.1
+    assert imbalance < 1.4
+
+
+# ---- scaling ---------------------------------------------------------------------------------------------------------
+
+
+def context(loads: list[dict[str, float]], target: int, now: float, state: Any = None, queued: float = 0.0) -> Any:
+    names = {name for load in loads for name in load}
+    metrics = {name: {f"r{i}": load[name] for i, load in enumerate(loads)} for name in names}
+    return SimpleNamespace(
+        aggregated_metrics=metrics,
+        policy_state=state or {},
+        current_time=now,
+        target_num_replicas=target,
+        capacity_adjusted_min_replicas=1,
+        capacity_adjusted_max_replicas=5,
+        total_queued_requests=queued,
+    )
+
+
+def test_replicas_are_added_when_more_are_wanted_twice() -> None:
+    busy = [{"exl_prompt_load": 0.2, "exl_batch_load": 1.3, "exl_page_load": 0.4}] * 2
+    assert wanted(busy) == pytest.approx(2.6)
+    target, state = policy(context(busy, 2, 0.0))
+    assert target == 2
+    target, state = policy(context(busy, 2, 2.0, state))
+    assert target == 3
+    assert policy(context([{"exl_batch_load": 40.0}] * 2, 2, 0.0, {"busy": 1}))[0] == 5, "the most that is allowed"
+
+
+def test_one_replica_is_taken_away_after_ten_calm_minutes() -> None:
+    calm: list[dict[str, float]] = [{"exl_batch_load": 0.1}] * 3
+    target, state = policy(context(calm, 3, 0.0))
+    assert target == 3
+    target, state = policy(context(calm, 3, CALM_SECONDS - 1, state))
+    assert target == 3
+    target, state = policy(context(calm, 3, CALM_SECONDS, state))
+    assert target == 2
+    target, state = policy(context(calm[:2], 2, CALM_SECONDS + 1, state))
+    assert target == 2, "one at a time"
+    _, state = policy(context([{"exl_batch_load": 0.9}] * 2, 2, CALM_SECONDS + 2, state))
+    assert policy(context(calm[:2], 2, 3 * CALM_SECONDS, state))[0] == 2, "the ten minutes begin again"
+
+
+def test_requests_that_nobody_has_taken_want_a_replica() -> None:
+    _, state = policy(context([], 1, 0.0, queued=3.0))
+    assert policy(context([], 1, 2.0, state, queued=3.0))[0] == 2
+
+
+# ---- going on elsewhere ----------------------------------------------------------------------------------------------
+
+
+def cut(ids: list[int], texts: list[str], at: list[int], logprobs: bool = False) -> list[EngineEvent]:
+    """A run's events, its tokens in parts that end at `at`."""
+    bounds = [0, *sorted(set(at)), len(ids)]
+    parts: list[EngineEvent] = [Started(0, 3, 0), Progress(0, 3, 3)]
+    for begin, end in itertools.pairwise(bounds):
+        if end > begin:
+            parts.append(Tokens(0, tuple(ids[begin:end]), "".join(texts[begin:end])))
+    return [*parts, Finished(0, "stop_token", 2, USAGE)]
+
+
+@settings(max_examples=200)
+@given(st.data(), st.lists(st.tuples(st.integers(0, 9), st.text(max_size=3)), max_size=12))
+def test_what_was_sent_is_not_sent_again(data: st.DataObject, tokens: list[tuple[int, str]]) -> None:
+    ids, texts = [i for i, _ in tokens], [t for _, t in tokens]
+    places = st.lists(st.integers(0, len(ids)), max_size=4)
+    runs = [cut(ids, texts, data.draw(places)) for _ in range(3)]
+    replay = Replay()
+    got: list[EngineEvent] = []
+    for number, run in enumerate(runs):
+        if number:
+            replay.again()
+        end = len(run) if number == 2 else data.draw(st.integers(0, len(run) - 1))
+        got += [new for event in run[:end] if (new := replay.feed(event)) is not None]
+    told = [event for event in got if isinstance(event, Tokens)]
+    assert [i for event in told for i in event.ids] == ids
+    assert "".join(event.text for event in told) == "".join(texts)
+    assert sum(isinstance(event, Started) for event in got) == 1
+    assert [type(event) for event in got].count(Finished) == 1
+    assert replay.ended
+    assert replay.feed(runs[0][-1]) is None
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        [Tokens(0, (1, 9), "ab")],
+        [Tokens(0, (1, 2), "ax")],
+        [Tokens(0, (1,), "a"), Finished(0, "length", None, USAGE)],
+    ],
+)
+def test_another_answer_is_never_joined(second: list[EngineEvent]) -> None:
+    replay = Replay()
+    replay.feed(Started(0, 3, 0))
+    replay.feed(Tokens(0, (1, 2), "ab"))
+    replay.again()
+    with pytest.raises(DivergedError):
+        list(map(replay.feed, second))
+
+
+def test_a_failure_ends_it() -> None:
+    replay = Replay()
+    failed = Failed(0, 500, "server_error", "filter_dead_end", "no way out")
+    assert replay.feed(failed) is failed
+    assert replay.ended
+
+
+def test_the_server_imports_no_ray() -> None:
+    """And the parts of the ingress import no torch."""
+    code = (
+        "import sys, exl_serve.cli, exl_serve.api.app, exl_serve.ray.client, exl_serve.ray.ingress, exl_serve.ray.app\n"
+        "assert not {'torch', 'ray'} & set(sys.modules), sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
