@@ -16,7 +16,7 @@ from torch import Tensor
 
 from exl_core import ExLlamaV2
 from exl_core.execution import captured as graphs
-from exl_core.execution import inputs
+from exl_core.execution import inputs, select
 from exl_core.execution.batch import Step
 from exl_core.execution.fused import DecodePlan
 from exl_core.layers import Head, Module
@@ -115,7 +115,7 @@ def captured_on_cpu(patch: pytest.MonkeyPatch) -> None:
     """Every model on the CPU has captured steps, as those on a GPU have."""
     Stream.queue.clear()
     patch.setattr(Stream, "held", False)
-    patch.setattr(ExLlamaV2, "_graphs_possible", True)
+    patch.setattr(select, "may_fuse", lambda model: True)
     patch.setattr(graphs, "_refusal", lambda model: "a module is wrapped" if model.hooked else None)
     patch.setattr(graphs, "plan_of", Modules)
     patch.setattr(graphs, "counters", lambda device: nullcontext(torch.zeros(1)))

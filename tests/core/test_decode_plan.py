@@ -14,6 +14,7 @@ from random_models import loaded_on, write_random_model
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, PagedParams
 from exl_core.errors import InputError
 from exl_core.execution import fused as plans
+from exl_core.execution import select
 from exl_core.execution.fused import DecodePlan, joined_rows, plan_of
 from exl_core.execution.halves import why_apart
 from exl_core.execution.step import build_step
@@ -97,6 +98,8 @@ def test_a_planned_prompt_that_fails_has_stored_nothing(model: ExLlamaV2, monkey
     """The next try begins where this one did, and so do callers that ask the cache how far it is."""
     plan = plan_of(model)
     assert isinstance(plan, DecodePlan), plan
+    monkeypatch.setattr(select, "may_fuse", lambda model: True)
+    monkeypatch.setattr(model.decode, "takes", lambda model, step: True)
     monkeypatch.setattr(model.decode, "prompt_plan", lambda step: plan)
     ids = torch.randint(0, model.config.vocab_size, (1, 30), generator=torch.Generator().manual_seed(1))
     want = model.forward(ids, ExLlamaV2Cache(model, max_seq_len=64))

@@ -171,7 +171,7 @@ def test_a_prompt_that_does_not_fit_into_memory_ends_its_own_job(monkeypatch: py
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("exl_core.execution.forward.build_step", full)
+        patch.setattr("exl_core.execution.eager.build_step", full)
         made.enqueue(asking)
         results += [made.iterate() for _ in range(3)]
     results.append([r for part in drain(made).values() for r in part])

@@ -15,12 +15,14 @@ from exl_kernels.linear.cuda import INVARIANT_ROWS
 
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
-from .device import device_error, out_of_memory_as_error
+from .device import out_of_memory_as_error
 from .embeddings import ExLlamaV2MMEmbedding
 from .errors import UnsupportedError
 from .execution.attn_params import AttentionParams, PagedParams
 from .execution.captured import DecodeGraphs, NextStep
 from .execution.forward import forward_all, forward_chunk
+from .execution.forward_pass import ForwardPass
+from .execution.select import prepare_step
 from .loading.loadable import LoadableModel
 from .lora import ExLlamaV2Lora
 
@@ -100,21 +102,19 @@ class ExLlamaV2(LoadableModel):
 
         Raises ModelStateError, SequenceTooLongError, TokenIdError, InputError before anything is computed.
         """
-        return forward_all(
-            self,
-            self.decode.prompt_plan,
+        asked = ForwardPass(
             input_ids,
             cache,
             input_mask=input_mask,
+            position_offsets=position_offsets,
             preprocess_only=preprocess_only,
             last_id_only=last_id_only,
-            loras=loras,
             return_last_state=return_last_state,
-            position_offsets=position_offsets,
             abort_event=abort_event,
-            cpu_logits=cpu_logits,
-            indexed_embeddings=indexed_embeddings,
+            loras=loras,
+            embeddings=indexed_embeddings,
         )
+        return forward_all(self, asked, cpu_logits=cpu_logits)
 
     @torch.no_grad()
     def forward_chunk(
@@ -138,32 +138,25 @@ class ExLlamaV2(LoadableModel):
         nothing else if `abort_event` was set, in which case cache.current_seq_len has not moved.
 
         Contiguous AttentionParams carry the past length, and set cache.current_seq_len to it. In paged mode the
-        lengths are PagedParams', and current_seq_len means nothing. On a GPU a paged step of few tokens is one launch
-        of a captured graph (`exl_core.execution`; EXL_CUDA_GRAPHS=0 forbids it), to the same bits; its logits lie in
-        memory that the next such call overwrites.
+        lengths are PagedParams', and current_seq_len means nothing. `execution.select` decides how a pass runs. On a
+        GPU a paged step of few tokens is one launch of a captured graph (EXL_CUDA_GRAPHS=0 forbids it), bitwise
+        identical; its logits lie in memory that the next such call overwrites.
         """
-        plain = not (preprocess_only or last_id_only or loras or return_last_state or extract_state_indices)
-        plain = plain and input_mask is None and position_offsets is None and abort_event is None
-        if plain and isinstance(attn_params, PagedParams) and not indexed_embeddings:
-            logits = self._graph_step(input_ids, cache, attn_params)
-            if logits is not None:
-                return {"logits": logits}
-        return forward_chunk(
-            self,
-            self.decode.prompt_plan,
+        asked = ForwardPass(
             input_ids,
             cache,
-            input_mask=input_mask,
-            preprocess_only=preprocess_only,
-            last_id_only=last_id_only,
-            loras=loras,
-            return_last_state=return_last_state,
-            position_offsets=position_offsets,
-            abort_event=abort_event,
-            attn_params=attn_params,
-            extract_state_indices=extract_state_indices,
-            indexed_embeddings=indexed_embeddings,
+            attn_params,
+            input_mask,
+            position_offsets,
+            preprocess_only,
+            last_id_only,
+            return_last_state,
+            extract_state_indices,
+            abort_event,
+            loras,
+            indexed_embeddings,
         )
+        return forward_chunk(self, asked)
 
     def prepare_step(self, q_len: int, cache: ExLlamaV2CacheBase, attn_params: PagedParams) -> NextStep | None:
         """Prepare a paged step of `q_len` tokens a row whose ids are not known yet. None where `forward_chunk` would
@@ -174,26 +167,5 @@ class ExLlamaV2(LoadableModel):
         that `forward_chunk` would refuse. Or let a kernel write the ids into `inputs()`, then call `launch`. Use the
         result before any other pass of this model, or not at all.
         """
-        if not self._graphs_possible:
-            return None
         with out_of_memory_as_error("prepare a decode step"):
-            return self.decode.prepare(q_len, cache, attn_params)
-
-    @property
-    def _graphs_possible(self) -> bool:
-        return self.loaded and self.device is not None and self.device.type == "cuda"
-
-    def _graph_step(self, ids: Tensor, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> Tensor | None:
-        if not self._graphs_possible:
-            return None
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
-            return None
-        try:
-            logits = self.decode.step(ids, cache, params)
-        except RuntimeError as error:
-            if (typed := device_error("run a decode step", error)) is None:
-                raise
-            raise typed from error
-        if logits is not None and cache is not None:
-            cache.current_seq_len = self.decode.longest
-        return logits
+            return prepare_step(self, q_len, cache, attn_params)

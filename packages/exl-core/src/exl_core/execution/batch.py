@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from ..architectures.windows import LayerRope
     from ..contracts import Adapter, EmbeddedRows
 
-__all__ = ["Step"]
+__all__ = ["Sharding", "Step"]
+
+
+class Sharding(Protocol):
+    """Attention whose heads are on several devices."""
+
+    def attend(self, attention: Any, h: Tensor, step: Step) -> Tensor:
+        """Compute `attention.attend(h, step)`, a `layers.Attention`, whose file imports this one."""
+        ...
 
 
 @dataclass
@@ -44,7 +52,7 @@ class Step:
     loras: tuple[Adapter, ...] = ()  # the adapters of every row: linears take them
     embeddings: tuple[EmbeddedRows, ...] = ()  # rows that ids from EMBEDDING_INDEX on stand for
     alt: tuple[Tensor, Tensor] | None = None  # cos and sin of a second table, where the family has one
-    shards: tuple[Callable[[int], KVPages], ...] = ()  # instead of `pages` where heads are cut over devices
+    sharding: Sharding | None = None  # where attention heads are, if on several devices; used instead of `pages`
     elsewhere: dict[torch.device, Step] = field(default_factory=dict, repr=False)  # the same step on other devices
     # Of tokens in pictures that see themselves: their numbers int64 [n], their own places int32 [n].
     pictures: tuple[Tensor, Tensor] | None = None

@@ -198,6 +198,13 @@ class DecodeGraphs:
 
     # ------------------------------------------------------------------------------------------------------- the step
 
+    def takes(self, model: LanguageModel, *, step: bool) -> bool:
+        """Whether passes of this model may be captured or planned. With `step`, `reason` gets why not."""
+        why = self._refusal_of(model)
+        if step and why is not None:
+            self.reason = why
+        return why is None
+
     def step(self, ids: Tensor, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> Tensor | None:
         """Logits float32 [B, q, padded vocabulary] of a step over pages, or None: the caller takes the eager way.
 
@@ -237,7 +244,7 @@ class DecodeGraphs:
         model = self._model()
         if model is None or model.device is None or model.device.type != "cuda" or self._refusal_of(model):
             return None
-        if step.loras or step.embeddings or step.shards or step.key_mask is not None or step.abort_event is not None:
+        if step.loras or step.embeddings or step.sharding or step.key_mask is not None or step.abort_event is not None:
             return None
         plan = self._planned(model)
         return plan if isinstance(plan, DecodePlan) else None

@@ -60,8 +60,6 @@ def why_apart(module: Module) -> str | None:
     if isinstance(found, AttentionDescription):
         if found.with_mlp and not isinstance(module, ParallelDecoder):
             return f"{module.key} has attention and MLP side by side"
-        if found.split:
-            return f"{module.key} has its heads on several devices"
         return why_apart(module.mlp) if isinstance(module, ParallelDecoder) else None
     if found.experts:
         return f"{module.key} chooses among {found.experts} experts"

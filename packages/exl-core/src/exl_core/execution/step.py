@@ -16,6 +16,7 @@ from ..errors import InputError, SequenceTooLongError
 from ..rope import RopeTable
 from .attn_params import AttentionParams, PagedParams
 from .batch import Step
+from .sharded.heads import ShardedHeads
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
@@ -55,7 +56,9 @@ def build_step(
     else:
         layout = _contiguous_layout(config, cache, params, batch, q_len, device)
     rows, positions, block_table, page_size, pages = layout
-    shards = () if parallel is None else parallel.pages(cache, page_size, (batch, config.head_dim))
+    sharding = (
+        None if parallel is None else ShardedHeads(parallel, parallel.pages(cache, page_size, (batch, config.head_dim)))
+    )
     last = int(positions.max())
     if last >= config.max_seq_len:
         raise SequenceTooLongError(
@@ -100,7 +103,7 @@ def build_step(
         abort_event=abort_event,
         loras=loras,
         embeddings=embeddings,
-        shards=shards,
+        sharding=sharding,
         alt=None if rope_alt is None else rope_alt.upto(highest + 1, device),
         pictures=None if pictures is None else (pictures[0].to(device), pictures[1].to(device)),
     )

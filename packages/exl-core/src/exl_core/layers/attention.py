@@ -26,8 +26,6 @@ from .sublayer import SubLayer
 if TYPE_CHECKING:
     from exl_kernels.kv import KVPages
 
-    from ..execution.sharded.heads import HeadCut
-
 __all__ = ["Attention", "ParallelDecoder"]
 
 PICTURE_TOKENS = 64  # tokens of pictures in one call, each with a mask over all keys
@@ -79,7 +77,6 @@ class Attention(SubLayer[AttentionBlock]):
         self.interleaved = interleaved
         self.rope: LayerRope = rope
         self.clip = clip
-        self.cut: HeadCut | None = None  # where the heads are, if on several devices
 
     def describe(self) -> AttentionDescription:
         return AttentionDescription(
@@ -90,7 +87,6 @@ class Attention(SubLayer[AttentionBlock]):
             clipped=bool(self.clip),
             rotates=self.rope != "none",
             with_mlp=False,
-            split=self.cut is not None,
         )
 
     def submodules(self) -> Iterator[Linear]:
@@ -99,11 +95,6 @@ class Attention(SubLayer[AttentionBlock]):
     def _parts(self) -> Iterator[Norm | Linear]:
         yield from (norm for norm in (self.norm, self.post, self.q_norm, self.k_norm) if norm is not None)
         yield from (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
-
-    def unload(self) -> None:
-        super().unload()
-        if self.cut is not None:
-            self.cut.reset()
 
     @property
     def loaded(self) -> bool:
@@ -142,8 +133,8 @@ class Attention(SubLayer[AttentionBlock]):
 
     def attend(self, h: Tensor, step: Step) -> Tensor:
         """o_proj of the attention over a normalised hidden state h [T, hidden]: no norms around it, no residual."""
-        if self.cut is not None:
-            return self.cut.attend(self, h, step)
+        if step.sharding is not None:
+            return step.sharding.attend(self, h, step)
         mixed = self.mix(*self.project(h, step), step.pages(self.layer_idx), step)
         return self.o_proj.forward(mixed.view(h.shape[0], -1), step.loras)
 

@@ -25,8 +25,6 @@ class AttentionDescription:
     rotates: bool
     with_mlp: bool
     """The layer's MLP takes the same normed input, and is part of this module."""
-    split: bool
-    """Its heads are on several devices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from ...layers import (
     PlainMLP,
 )
 from .context import TensorParallel
-from .heads import HeadCut
 
 __all__ = ["cut_modules", "unshard_modules"]
 
@@ -39,8 +38,6 @@ def cut_modules(modules: Sequence[Module], context: TensorParallel) -> None:
 def unshard_modules(modules: Sequence[Module]) -> None:
     """Undo `cut_modules`, after an unload."""
     for module in _inner(modules):
-        if isinstance(module, Attention):
-            module.cut = None
         for linear in module.submodules():
             linear.cut = linear.place = None
 
@@ -53,7 +50,6 @@ def _inner(modules: Sequence[Module]) -> Iterator[Module]:
 
 
 def _cut_attention(attention: Attention, context: TensorParallel) -> None:
-    attention.cut = HeadCut(context)
     dim, groups = attention.head_dim, attention.num_attention_heads // attention.num_key_value_heads
     for linear, width in ((attention.q_proj, groups * dim), (attention.k_proj, dim), (attention.v_proj, dim)):
         linear.cut = (context, tuple((shard, begin * width, end * width) for shard, begin, end in context.heads))

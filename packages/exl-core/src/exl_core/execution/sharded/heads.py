@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,25 +14,28 @@ from .matrix import SplitMatrix, gathered
 from .transfer import send
 
 if TYPE_CHECKING:
+    from exl_kernels.kv import KVPages
+
     from ...layers.attention import Attention
     from ...layers.norm import Norm
     from ..batch import Step
     from .context import TensorParallel
 
-__all__ = ["HeadCut"]
+__all__ = ["ShardedHeads"]
+
+_norms: WeakKeyDictionary[TensorParallel, dict[int, list[tuple[Norm | None, Norm | None]]]] = WeakKeyDictionary()
+"""Of a cut model, by layer: norms of q and k for each device with heads, on it. A load makes a new TensorParallel."""
 
 
-class HeadCut:
-    """One layer's heads: each device projects, rotates, stores and reads those it has; o_proj sees all of them."""
+class ShardedHeads:
+    """The heads of every layer in one pass (`Step.sharding`): each device projects, rotates, stores and reads its own;
+    o_proj sees all of them."""
 
-    def __init__(self, context: TensorParallel) -> None:
+    def __init__(self, context: TensorParallel, pages: Sequence[Callable[[int], KVPages]]) -> None:
+        """pages: for every entry of `context.heads`, layer -> pages of those heads."""
         self.context = context
         self.heads = context.heads
-        self._norms: list[tuple[Norm | None, Norm | None]] | None = None
-
-    def reset(self) -> None:
-        """Forget what was taken from the weights: they were unloaded."""
-        self._norms = None
+        self._pages = pages
 
     def attend(self, attention: Attention, h: Tensor, step: Step) -> Tensor:
         """As `Attention.attend`: h [T, hidden] on the first device -> o_proj of the attention over it, there too."""
@@ -38,7 +43,7 @@ class HeadCut:
         dim, groups = a.head_dim, a.num_attention_heads // a.num_key_value_heads
         projected = self._projected(a, h, step)
         made = []
-        for (shard, begin, end), pages, (q, k, v) in zip(self.heads, step.shards, projected, strict=True):
+        for (shard, begin, end), pages, (q, k, v) in zip(self.heads, self._pages, projected, strict=True):
             there = context.step_on(step, shard)
             mixed = a.mix(q, k, v, pages(a.layer_idx), there).view(h.shape[0], -1)
             made.append((begin * groups * dim, end * groups * dim, mixed))
@@ -51,16 +56,18 @@ class HeadCut:
         matrices = [linear.matrix for linear in linears]
         if any(linear.adapted(step.loras) for linear in linears) or self._whole_rows(a):
             return self._from_home(a, h, step)
-        if self._norms is None:
+        by_layer = _norms.setdefault(self.context, {})
+        kept = by_layer.get(a.layer_idx)
+        if kept is None:
             with torch.inference_mode(False):  # kept for passes of every mode
-                self._norms = [
+                kept = by_layer[a.layer_idx] = [
                     (self._norm(a.q_norm, shard, begin, end, a), self._norm(a.k_norm, shard, begin, end, None))
                     for shard, begin, end in self.heads
                 ]
         inputs = self.context.spread(h)
         cut = [m.parts for m in matrices if isinstance(m, SplitMatrix)]
         found = []
-        for parts, norms in zip(zip(*cut, strict=True), self._norms, strict=True):
+        for parts, norms in zip(zip(*cut, strict=True), kept, strict=True):
             shard = parts[0].shard
             q, k, v = (part.matmul(inputs(shard)) for part in parts)
             found.append(a.rotated(q, k, v, self.context.step_on(step, shard), *norms))

@@ -1,0 +1,86 @@
+"""The eager executor: each module's own forward pass, one after the other, on one device or on several."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..device import out_of_memory_as_error
+from .forward_pass import ForwardPass, checked
+from .step import build_step
+
+if TYPE_CHECKING:
+    from ..language_model import LanguageModel
+    from .batch import Step
+    from .sharded import TensorParallel
+
+__all__ = ["EAGER", "Eager", "first_step"]
+
+
+class Eager:
+    """Module by module. A module decides for itself how it computes its part; nothing is joined across modules."""
+
+    def run(self, model: LanguageModel, asked: ForwardPass) -> dict[str, Any] | None:
+        asked = checked(model, asked)
+        with out_of_memory_as_error("run the model"):
+            return run_modules(model, asked, self.step(model, asked))
+
+    def step(self, model: LanguageModel, asked: ForwardPass) -> Step:
+        """The step that the modules read."""
+        return first_step(model, asked)
+
+
+EAGER = Eager()
+
+
+def first_step(model: LanguageModel, asked: ForwardPass, parallel: TensorParallel | None = None) -> Step:
+    """The step of a checked pass on the device of the first layer; the embedding may be on another."""
+    batch, q_len = asked.ids.shape
+    assert asked.params is not None, "checked"
+    return build_step(
+        model.config,
+        model.rope,
+        asked.cache,
+        asked.params,
+        batch,
+        q_len,
+        asked.abort_event,
+        model.placement.device(min(1, model.head_layer_idx)),
+        tuple(asked.loras or ()),
+        tuple(asked.embeddings or ()),
+        rope_alt=model.rope_alt,
+        parallel=parallel,
+        ids=asked.ids,
+    )
+
+
+def run_modules(model: LanguageModel, asked: ForwardPass, first: Step) -> dict[str, Any] | None:
+    """Every module in order, with the hidden state carried from device to device. None when aborted."""
+    (batch, q_len), place, step = asked.ids.shape, model.placement, first
+    result: dict[str, Any] = {}
+    extract = asked.extracted
+    wants_state = bool(asked.return_last_state or extract)
+    # A pass without logits ends before this module.
+    state_at = model.head_layer_idx - (asked.return_last_state != "normed")
+    x = asked.ids.reshape(-1).to(place.device(0))
+    for index, module in enumerate(model.modules):
+        if asked.abort_event is not None and asked.abort_event.is_set():
+            return None
+        if index in extract:
+            result.setdefault("states", {})[index] = x.view(batch, q_len, -1).clone()
+        if index == model.last_kv_layer_idx + 1 and asked.preprocess_only and not wants_state:
+            break
+        if index == state_at:
+            if asked.return_last_state:
+                result["last_state"] = x.view(batch, q_len, -1).clone()
+            if asked.preprocess_only:
+                break
+            if asked.last_id_only:
+                x = x.view(batch, q_len, -1)[:, -1].contiguous()
+        if place.crosses(index):
+            x, step = place.carry(x, index), place.step_on(first, place.device(index))
+        x = module.forward(x, step)
+    else:
+        result["logits"] = x.view(batch, -1, x.shape[-1])
+    if asked.cache is not None:
+        asked.cache.current_seq_len = asked.end()
+    return result

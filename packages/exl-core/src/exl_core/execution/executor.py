@@ -1,0 +1,32 @@
+"""The interface of executors and of the models that they run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from .captured import DecodeGraphs
+    from .forward_pass import ForwardPass
+
+__all__ = ["ExecutableModel", "Executor"]
+
+
+class ExecutableModel(LanguageModel, Protocol):
+    """A model with its captured steps."""
+
+    @property
+    def decode(self) -> DecodeGraphs: ...
+
+
+class Executor(Protocol):
+    """One way to run forward passes. It keeps no state of a model."""
+
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any] | None:
+        """Run a pass, store its keys and values, and move `cache.current_seq_len`.
+
+        Returns the keys of `ExLlamaV2.forward_chunk` that apply; None if the pass was aborted, in which case
+        current_seq_len has not moved. Raises as `forward_pass.checked`, before anything is computed, and DeviceError.
+        """
+        ...

@@ -1,0 +1,108 @@
+"""A forward pass as it is asked for: tokens, where they go, and the results that the caller wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Event
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from ..embeddings import ExLlamaV2MMEmbedding
+from ..errors import InputError, SequenceTooLongError, UnsupportedError
+from ..inputs import check_context, check_ids, check_indices, check_loras, contiguous_params, paged_params
+from ..lora import ExLlamaV2Lora
+from .attn_params import AttentionParams, PagedParams
+
+if TYPE_CHECKING:
+    from ..cache import ExLlamaV2CacheBase
+    from ..language_model import LanguageModel
+
+__all__ = ["ForwardPass", "checked"]
+
+
+@dataclass(slots=True)
+class ForwardPass:
+    """One chunk of tokens for a model. `ExLlamaV2.forward_chunk` describes the arguments.
+
+    Until `is_checked` the values are the caller's own and may be wrong. A captured step needs no checks beyond its own,
+    so the other executors check.
+    """
+
+    ids: Tensor
+    """[batch, q_len]; int64 on the CPU once checked."""
+    cache: ExLlamaV2CacheBase | None
+    params: AttentionParams | PagedParams | None = None
+    input_mask: Tensor | None = None
+    position_offsets: Tensor | None = None
+    preprocess_only: bool = False
+    last_id_only: bool = False
+    return_last_state: bool | Literal["normed"] = False
+    extract: Sequence[int] | None = None
+    """Numbers of modules whose input is a result."""
+    abort_event: Event | None = None
+    loras: Sequence[ExLlamaV2Lora] | None = None
+    embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None
+    is_checked: bool = False
+    extracted: frozenset[int] = frozenset()
+    """`extract` once checked."""
+
+    @property
+    def fusable(self) -> bool:
+        """Whether joined launches compute all that is asked for: no adapters, no embeddings, no mask, no state."""
+        if self.loras or self.embeddings or self.return_last_state or self.extract:
+            return False
+        return self.abort_event is None and self.input_mask is None
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a `fusable` pass may be a captured step: all logits of tokens in pages."""
+        plain = not (self.preprocess_only or self.last_id_only) and self.position_offsets is None
+        return plain and isinstance(self.params, PagedParams)
+
+    def end(self) -> int:
+        """Tokens of the longest sequence after the pass; of a checked pass."""
+        q_len, params = self.ids.shape[1], self.params
+        if isinstance(params, PagedParams):
+            return int((params.cache_seqlens + (q_len if params.q_lens is None else params.q_lens)).max())
+        return q_len + (0 if params is None or params.past_len is None else params.past_len)
+
+
+def checked(model: LanguageModel, asked: ForwardPass) -> ForwardPass:
+    """The same pass, its arguments checked and in their final form. Raises ModelStateError, InputError, TokenIdError,
+    UnsupportedError, SequenceTooLongError before anything is computed."""
+    if asked.is_checked:
+        return asked
+    ids, embeddings = check_ids(model, asked.ids, asked.embeddings)
+    loras = check_loras(model, asked.loras)
+    batch, q_len = ids.shape
+    mask, offsets, abort = asked.input_mask, asked.position_offsets, asked.abort_event
+    check_context(asked.cache, mask, offsets, abort, batch)
+    params: AttentionParams | PagedParams
+    if isinstance(asked.params, PagedParams):
+        params = paged_params(asked.params, mask, offsets)
+        if params.q_lens is not None and asked.last_id_only:
+            raise UnsupportedError("last_id_only and PagedParams.q_lens exclude each other: take the rows you need")
+    else:
+        params = contiguous_params(asked.params, asked.cache, batch, q_len, mask, offsets)
+        check_context(asked.cache, params.input_mask, params.position_offsets, abort, batch)
+        mask = params.input_mask
+    extract = check_indices(asked.extract, len(model.modules))
+    asked.ids, asked.params, asked.input_mask = ids, params, mask
+    asked.loras, asked.embeddings, asked.extracted = loras, embeddings, extract
+    check_results(model, asked)
+    asked.is_checked = True
+    return asked
+
+
+def check_results(model: LanguageModel, asked: ForwardPass) -> None:
+    """Check which results a pass is asked for. Raises SequenceTooLongError, InputError."""
+    limit, q_len = model.config.max_output_len, asked.ids.shape[1]
+    if limit is not None and q_len > limit and not (asked.preprocess_only or asked.last_id_only):
+        raise SequenceTooLongError(
+            f"seq_len exceeds max_output_len: {q_len} positions of logits, config.max_output_len is {limit}; use "
+            "last_id_only=True or preprocess_only=True, or raise it"
+        )
+    if asked.return_last_state not in (True, False, "normed"):
+        raise InputError(f'return_last_state is {asked.return_last_state!r}, must be True, False or "normed"')

@@ -1,0 +1,74 @@
+"""The fused executor: joined launches on one GPU, a decode step as one launch of a captured graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..device import device_error, out_of_memory_as_error
+from .attn_params import PagedParams
+from .eager import first_step, run_modules
+from .forward_pass import ForwardPass, checked
+
+if TYPE_CHECKING:
+    from .batch import Step
+    from .executor import ExecutableModel
+    from .fused import DecodePlan
+
+__all__ = ["FUSED", "Fused"]
+
+
+class Fused:
+    """A captured step where the pass is one (`captured.py`), else the joined launches of the model's plan (`fused.py`).
+
+    A model without a plan, or a pass that a plan does not cover, runs module by module.
+    """
+
+    def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any] | None:
+        if asked.capturable:
+            logits = _captured(model, asked)
+            if logits is not None:
+                return {"logits": logits}
+        asked = checked(model, asked)
+        with out_of_memory_as_error("run the model"):
+            step = first_step(model, asked)
+            plan = model.decode.prompt_plan(step)
+            if plan is None:
+                return run_modules(model, asked, step)
+            result = _planned(plan, asked, step)
+        if asked.cache is not None:  # only now: a pass that fails has stored nothing
+            asked.cache.current_seq_len = asked.end()
+        return result
+
+
+FUSED = Fused()
+
+
+def _captured(model: ExecutableModel, asked: ForwardPass) -> Tensor | None:
+    """Logits of the pass as a captured step; None where it is none, or where its arguments are wrong."""
+    ids, params = asked.ids, asked.params
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
+        return None
+    assert isinstance(params, PagedParams), "capturable"
+    try:
+        logits = model.decode.step(ids, asked.cache, params)
+    except RuntimeError as error:
+        if (typed := device_error("run a decode step", error)) is None:
+            raise
+        raise typed from error
+    if logits is not None and asked.cache is not None:
+        asked.cache.current_seq_len = model.decode.longest
+    return logits
+
+
+def _planned(plan: DecodePlan, asked: ForwardPass, step: Step) -> dict[str, Any]:
+    """The pass by joined launches."""
+    batch = asked.ids.shape[0]
+    flat = asked.ids.reshape(-1).to(step.slots.device)
+    if asked.preprocess_only:
+        plan.store(flat, step)
+        return {}
+    logits = plan.head(plan.hidden(flat, step, batch if asked.last_id_only else 0), step)
+    return {"logits": logits.view(batch, -1, logits.shape[-1])}

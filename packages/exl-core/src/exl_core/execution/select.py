@@ -1,0 +1,44 @@
+"""Select how a forward pass runs. No other code decides it.
+
+| executor | runs | selected for |
+|---|---|---|
+| `fused` | joined launches, captured in a CUDA graph when the step allows | one GPU; no adapters, masks or states |
+| `sharded` | heads and output features of every matrix on several devices | a model that `load_tp` cut |
+| `eager` | each layer's own forward pass, the oracle of the others | everything else |
+
+All give bitwise identical results.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .eager import EAGER
+from .executor import ExecutableModel, Executor
+from .fused_executor import FUSED
+from .sharded.executor import SHARDED
+
+if TYPE_CHECKING:
+    from ..cache import ExLlamaV2CacheBase
+    from .attn_params import PagedParams
+    from .captured import NextStep
+    from .forward_pass import ForwardPass
+
+__all__ = ["prepare_step", "select"]
+
+
+def select(model: ExecutableModel, asked: ForwardPass) -> Executor:
+    """The executor of a pass, whose arguments need not be checked yet."""
+    if asked.fusable and may_fuse(model) and model.decode.takes(model, step=asked.capturable):
+        return FUSED
+    return SHARDED if model.tp_context is not None else EAGER
+
+
+def prepare_step(model: ExecutableModel, q_len: int, cache: ExLlamaV2CacheBase, params: PagedParams) -> NextStep | None:
+    """A captured step of `q_len` tokens a row whose ids are not known yet; None where `select` would not have one."""
+    return model.decode.prepare(q_len, cache, params) if may_fuse(model) else None
+
+
+def may_fuse(model: ExecutableModel) -> bool:
+    """Whether the model is loaded on a GPU."""
+    return model.loaded and model.device is not None and model.device.type == "cuda"
