@@ -127,7 +127,7 @@ def writing_cost(active: int, vocab: int, steps: int, tokenizer: ScriptedTokeniz
 
     for _ in range(steps):
         start, before = time.perf_counter(), sum(map(sum, took.values()))
-        generator._round(timed)
+        generator._run_step(timed)
         took["round"].append(time.perf_counter() - start - sum(map(sum, took.values())) + before)
     middle = {name: sorted(times)[len(times) // 2] / active * 1e6 for name, times in took.items()}
     return {"bench": "writing results, us per token", "active": active} | {k: round(v, 2) for k, v in middle.items()}

@@ -155,7 +155,7 @@ def test_a_capture_leaves_the_logits_of_the_step_before(model: ExLlamaV2, monkey
         expected = logits.clone()
         assert model.prepare_step(1, cache, params(table(2, 4), [16, 4], 1)) is not None
         assert model.decode.count == 2
-        assert step.stands
+        assert step.is_current
         assert torch.equal(logits, expected)
 
 

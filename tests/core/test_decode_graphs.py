@@ -52,7 +52,7 @@ def test_a_capture_leaves_the_logits_of_the_step_before(model: ExLlamaV2) -> Non
     assert bool(expected.isfinite().all())
     assert model.prepare_step(1, cache, params([16, 4])) is not None
     assert model.decode.count == 2
-    assert step.stands
+    assert step.is_current
     assert torch.equal(logits, expected)
 
 

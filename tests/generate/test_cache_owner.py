@@ -47,7 +47,7 @@ def tokens(generator: ExLlamaV2DynamicGenerator, text: str, new: int = 12) -> li
 
 @pytest.mark.covers("generators.md: 41", "generators.md: 44")
 def test_taking_turns_is_safe() -> None:
-    """The scripted cache knows whose K/V is in a slot: a page believed in over another's turn is an error."""
+    """The scripted cache fails where K/V of another context is used: a page that another generator has overwritten."""
     model, cache = parts()
     first, second = on(model, cache), on(model, cache)
     long, other = "the quick fox and the lazy dog. " * 2, "some other words, that fill pages " * 2
@@ -208,7 +208,7 @@ def test_a_hook_of_a_stream_cannot_take_the_cache_from_under_it() -> None:
 
 
 def test_two_threads_never_have_jobs_in_one_cache() -> None:
-    """A caller that is refused tries again; every completion is right."""
+    """A thread that is refused tries again; every completion is right."""
     model, cache = parts()
     wrong: list[str] = []
     counts = [0, 0]

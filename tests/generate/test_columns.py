@@ -18,7 +18,7 @@ from exl_generate import (
     ExLlamaV2DynamicJob,
     ExLlamaV2Sampler,
     RequestError,
-    RoundColumns,
+    StepColumns,
 )
 from exl_generate.testing import check_pages, drain, streamed_text, streamed_tokens
 from exl_generate.testing.small import EOS, job, make, says, speculate
@@ -40,7 +40,7 @@ class Read:
         return self.extra[-1].end
 
 
-def split(columns: RoundColumns) -> dict[int, tuple[str, list[int], int]]:
+def split(columns: StepColumns) -> dict[int, tuple[str, list[int], int]]:
     """Each entry's text, ids and flags by serial number; checks the types and lengths of the columns."""
     assert columns.serials.dtype == np.uint32
     assert columns.counts.dtype == np.uint16

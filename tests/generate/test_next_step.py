@@ -121,7 +121,7 @@ class Captured:
         return logits
 
     @property
-    def stands(self) -> bool:
+    def is_current(self) -> bool:
         return self.number == self.model.steps
 
 

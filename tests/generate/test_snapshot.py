@@ -47,7 +47,7 @@ def test_the_life_of_two_jobs() -> None:
     assert (check(generator).queued_jobs, check(generator).queued_tokens) == (2, 98)
     generator.iterate()
     found = check(generator)
-    assert (found.rounds, found.prefilling_jobs, found.queued_jobs, found.queued_tokens) == (1, 1, 1, 49)
+    assert (found.steps, found.prefilling_jobs, found.queued_jobs, found.queued_tokens) == (1, 1, 1, 49)
     assert (found.prefilled_tokens, found.decoding_rows) == (32, 0)
     generator.iterate()
     found = check(generator)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         ExLlamaV2DynamicGenerator,
         ExLlamaV2DynamicJob,
         GeneratorSnapshot,
-        RoundColumns,
+        StepColumns,
     )
     from exl_generate.errors import CapacityError, JobStateError, NoCandidatesError, RequestError
     from exl_generate.sampling import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult, ExLlamaV2Sampler
@@ -41,7 +41,7 @@ __all__ = [
     "JobStateError",
     "NoCandidatesError",
     "RequestError",
-    "RoundColumns",
+    "StepColumns",
 ]
 __version__ = "0.1.0"
 
@@ -51,7 +51,7 @@ _HOME = {
     "ExLlamaV2DynamicGenerator": "dynamic",
     "ExLlamaV2DynamicJob": "dynamic",
     "GeneratorSnapshot": "dynamic",
-    "RoundColumns": "dynamic",
+    "StepColumns": "dynamic",
     "ExLlamaV2DynamicGeneratorAsync": "aio",
     "ExLlamaV2DynamicJobAsync": "aio",
     "ExLlamaV2MMEmbedding": "contracts",

@@ -1,15 +1,19 @@
-"""What generators need of the layers below, as protocols: exl_core's classes satisfy them, and so do test doubles."""
+"""Protocols of the layers below, as far as generators use them: exl_core's classes satisfy them, and so do test
+doubles."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from exl_core import ExLlamaV2MMEmbedding
 
-__all__ = ["Adapter", "Cache", "CacheView", "Config", "ExLlamaV2MMEmbedding", "Model", "Tokenizer"]
+if TYPE_CHECKING:
+    from exl_kernels.sampling import NextInputs
+
+__all__ = ["Adapter", "Cache", "CacheView", "Config", "ExLlamaV2MMEmbedding", "Model", "PreparedStep", "Tokenizer"]
 
 
 class Config(Protocol):
@@ -72,6 +76,23 @@ class Adapter(Protocol):
         """Raise `ModelStateError` unless the adapter was loaded for `model` as it is loaded now."""
 
 
+class PreparedStep(Protocol):
+    """A decode step whose ids are not known yet. Run it before anything else of its model, or not at all."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the logits returned last are still this step's: the model may reuse their memory in its next step."""
+
+    def inputs(self) -> NextInputs | None:
+        """Where the sampler writes the tokens, one a sequence; None if the step cannot run."""
+
+    def launch(self) -> torch.Tensor:
+        """Queue the step behind the work that fills in `inputs`; logits [B, q, Vp] in the model's memory."""
+
+    def run(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """Queue the step for int64 `ids` [B, q]; its logits, or None, with nothing queued, if it cannot run."""
+
+
 class Model(Protocol):
     """A loaded model. `exl_generate.testing.ModelBase` has the answers of a model on the CPU, for test doubles."""
 
@@ -97,9 +118,9 @@ class Model(Protocol):
         """Whether hooks of the caller look at hidden states: each prompt must then be a pass of its own."""
 
     def invariant_tokens(self, loras: Any = ()) -> int | None:
-        """Tokens of a pass up to which no bit depends on how many there are; None: however many."""
+        """Most tokens of a pass whose results are batch-invariant under these adapters; None means any number."""
 
-    def prepare_step(self, q_len: int, cache: Any, attn_params: Any) -> Any:
+    def prepare_step(self, q_len: int, cache: Any, attn_params: Any) -> PreparedStep | None:
         """A step of `q_len` tokens a row whose ids are not known yet (`ExLlamaV2.prepare_step`), or None."""
 
     def forward_chunk(

@@ -34,6 +34,6 @@ class NoCandidatesError(ExlError, RuntimeError):
 
 
 class UserCodeError(ExlError, RuntimeError):
-    """A hook or filter raised what is no `Exception` (SystemExit, CancelledError, ...); that stands in `__cause__`."""
+    """A hook or filter raised something that is no `Exception` (SystemExit, CancelledError, ...): see `__cause__`."""
 
     code: ClassVar[str] = "user_code"

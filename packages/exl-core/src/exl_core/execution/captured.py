@@ -96,8 +96,8 @@ class _Graph:
 class NextStep:
     """A captured step that waits for its ids. To be run before anything else of its model is, or not at all.
 
-    Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites: `stands` says
-    whether one has.
+    Its logits are float32 [B, q, padded vocabulary], in memory that the model's next step overwrites: `is_current` says
+    whether none has.
     """
 
     __slots__ = ("_cache", "_captured", "_inputs", "_limits", "_longest", "_number", "_offsets", "_owner", "_shape")
@@ -118,7 +118,7 @@ class NextStep:
         self._number = -1
 
     @property
-    def stands(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the logits returned last are still this step's: no captured step of the model has run since."""
         return self._number == self._owner.steps
 

@@ -21,7 +21,7 @@ from exl_kernels.kv import KVKind
 
 __all__ = ["measure", "run"]
 
-#: Positions of one sequence in a round, as the dynamic generator counts them by default.
+#: Positions of one sequence in a step, as the dynamic generator counts them by default.
 MAX_Q_SIZE = 8
 
 
@@ -62,10 +62,10 @@ def _cache_tokens(batch: int, length: int) -> int:
 
 
 def _check_batch(config: ExLlamaV2Config, batch: int, length: int, cache: KVKind) -> None:
-    """Refuse more sequences than one round or this machine's memory holds, before anything is loaded."""
+    """Refuse more sequences than one step or this machine's memory holds, before anything is loaded."""
     most = config.max_batch_size * config.max_input_len // MAX_Q_SIZE
     if batch > most:
-        raise CapacityError(f"--batch {batch}: a round of this model has at most {most} sequences")
+        raise CapacityError(f"--batch {batch}: a step of this model has at most {most} sequences")
     tokens = _cache_tokens(batch, length)
     found = plan(config, cache=cache, cache_tokens=tokens)
     if not found.fits:
@@ -76,11 +76,11 @@ def measure(loaded: Loaded, prompt_tokens: int, new_tokens: int, batch: int, cac
     """Tokens per second over prompts that share nothing; everything is run once before, so that nothing is built on
     the clock."""
     generator = loaded.generator(cache, _cache_tokens(batch, prompt_tokens + new_tokens), max_batch_size=batch)
-    for round_ in range(2):
+    for attempt in range(2):
         generator.reset_page_table()
         ids = torch.arange(batch * prompt_tokens).reshape(batch, prompt_tokens)
-        ids = (ids * 7919 + round_) % loaded.config.vocab_size
-        new = new_tokens if round_ else 2
+        ids = (ids * 7919 + attempt) % loaded.config.vocab_size
+        new = new_tokens if attempt else 2
         jobs = [ExLlamaV2DynamicJob(row[None], new, gen_settings=Settings.greedy()) for row in ids]
         generator.enqueue(jobs)
         start = time.perf_counter()

@@ -40,7 +40,7 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<end_o
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for."""
+    """The parsed arguments."""
 
     model: Path | None
     system: str | None
@@ -248,7 +248,7 @@ def run(options: Options, as_json: bool) -> None:
         if talk.unsaved and options.history is not None and not talk.keep(options.history):
             print(json.dumps(talk.whole(), indent=2, ensure_ascii=False), file=sys.stderr)
     if talk.unsaved:
-        raise RequestError(f"{options.history}: the conversation could not be written there; it stands above")
+        raise RequestError(f"{options.history}: the conversation could not be written there; it is printed above")
 
 
 def _check_template(loaded: Loaded, template: NamedTemplate | None, system: str | None) -> None:

@@ -62,7 +62,7 @@ _KNOWN = {
 
 
 def known_names() -> str:
-    """What --chat-template takes, for people."""
+    """Describe the values of --chat-template."""
     return f"which takes a file, a Jinja text, or one of {', '.join(_KNOWN)}"
 
 

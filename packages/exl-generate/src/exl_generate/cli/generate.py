@@ -28,7 +28,7 @@ DEFAULT_CFG_SCALE = 1.5
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for."""
+    """The parsed arguments."""
 
     model: Path | None
     settings: Settings
@@ -159,7 +159,7 @@ def _pages(tokens: int) -> int:
 
 
 def _filters(loaded: Loaded, schema: str | None, regex: str | None) -> list[ExLlamaV2GrammarFilter]:
-    """What the output has to obey."""
+    """Build the filters that the output must satisfy."""
     if schema is None and regex is None:
         return []
     from exl_filters.grammar import ExLlamaV2GrammarFilter

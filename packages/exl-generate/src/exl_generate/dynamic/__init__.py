@@ -1,6 +1,6 @@
 """The dynamic generator: jobs, scheduler, page table, batches, stop rules, results."""
 
-from exl_generate.dynamic.columns import COLUMN_FLAGS, RoundColumns
+from exl_generate.dynamic.columns import COLUMN_FLAGS, StepColumns
 from exl_generate.dynamic.generator import ExLlamaV2DynamicGenerator
 from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 from exl_generate.dynamic.pages import PAGED_PAGE_SIZE
@@ -12,5 +12,5 @@ __all__ = [
     "ExLlamaV2DynamicGenerator",
     "ExLlamaV2DynamicJob",
     "GeneratorSnapshot",
-    "RoundColumns",
+    "StepColumns",
 ]

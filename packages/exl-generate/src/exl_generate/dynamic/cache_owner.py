@@ -22,7 +22,7 @@ _owners: weakref.WeakKeyDictionary[object, weakref.ref[CacheOwner]] = weakref.We
 
 
 class CacheOwner(Protocol):
-    """The calls that a generator offers to other generators on its caches."""
+    """The part of a generator that other generators on its caches use."""
 
     def leave_caches(self) -> None:
         """Make room for another generator. Raises `JobStateError` while jobs of this one are queued or running."""

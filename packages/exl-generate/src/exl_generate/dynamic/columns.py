@@ -1,4 +1,4 @@
-"""A round's results as parallel arrays: what a server needs to pass on, without an object a job or a tensor a token."""
+"""The results of a step as parallel arrays, for servers: no object for each job, no tensor for each token."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from exl_generate.dynamic.output import Record, Released
 if TYPE_CHECKING:
     from exl_generate.dynamic.job import ExLlamaV2DynamicJob
 
-__all__ = ["COLUMN_FLAGS", "Extra", "JobEnd", "RoundColumns", "columns_of", "unreadable"]
+__all__ = ["COLUMN_FLAGS", "Extra", "JobEnd", "StepColumns", "columns_of", "unreadable"]
 
-#: The bits of `RoundColumns.flags`: "started": the job has left the queue; "first": its first token was sampled; "end":
+#: The bits of `StepColumns.flags`: "started": the job has left the queue; "first": its first token was sampled; "end":
 #: this is the last that is heard of it; "held": tokens are held back behind the text.
 COLUMN_FLAGS = {"started": STARTED, "first": FIRST, "end": END, "held": HELD}
 
@@ -38,7 +38,7 @@ class JobEnd:
 
 @dataclass(slots=True)
 class Extra:
-    """What the columns have no place for; each field is None or empty where there is nothing to say."""
+    """Results of a job that have no column. Fields without content are None or empty."""
 
     #: prompt tokens in the cache, and all of them
     progress: tuple[int, int] | None = None
@@ -54,7 +54,7 @@ class Extra:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundColumns:
+class StepColumns:
     """The results since the last call, one entry a job. `ids` holds the tokens of all entries, one after the other:
     `counts[i]` of them belong to entry i."""
 
@@ -68,7 +68,7 @@ class RoundColumns:
     texts: list[str]
     #: uint8 [n]: sums of `COLUMN_FLAGS`
     flags: NDArray[np.uint8]
-    #: serial number -> what else the job says; most jobs say nothing else in most rounds
+    #: serial number -> what else the job says; most jobs have no entry in most steps
     extra: dict[int, Extra]
 
     def __len__(self) -> int:
@@ -80,8 +80,8 @@ def unreadable(job: ExLlamaV2DynamicJob) -> str:
     return "return_hidden_state" if job.request.return_hidden_state else ""
 
 
-def columns_of(events: Events) -> RoundColumns:
-    """All events of a round. Several of one job make one entry."""
+def columns_of(events: Events) -> StepColumns:
+    """Write all events of a step; several events of one job make one entry."""
     serials = [event.job.serial_number or 0 for event in events]
     if len(set(serials)) < len(serials):
         groups: dict[int, Events] = {}
@@ -91,13 +91,13 @@ def columns_of(events: Events) -> RoundColumns:
     return _columns(serials, events, events)
 
 
-def _columns(serials: list[int], entries: Events, events: Events) -> RoundColumns:
+def _columns(serials: list[int], entries: Events, events: Events) -> StepColumns:
     records = [entry.released.records for entry in entries]
     extra: dict[int, Extra] = {}
     for event in events:
         if not event.plain or event.job.request.reports_more:
             _note(extra, event)
-    return RoundColumns(
+    return StepColumns(
         serials=np.array(serials, dtype=np.int64).astype(np.uint32),
         counts=np.array([len(own) for own in records], dtype=np.uint16),
         ids=np.array([record.token for own in records for record in own], dtype="<i4").tobytes(),
@@ -120,7 +120,7 @@ def _joined(events: Events) -> Event:
 
 
 def _note(extra: dict[int, Extra], event: Event) -> None:
-    """Write down what has no column."""
+    """Add the results that have no column."""
     note = extra.setdefault(event.job.serial_number or 0, Extra())
     if event.progress is not None:
         note.progress = event.progress
@@ -134,7 +134,7 @@ def _note(extra: dict[int, Extra], event: Event) -> None:
 
 
 def _report(note: Extra, job: ExLlamaV2DynamicJob, records: list[Record]) -> None:
-    """What was asked to be reported with these tokens."""
+    """Add the reports that were asked for with these tokens."""
     asked = job.request
     if asked.return_probs:
         note.probabilities += [record.probability for record in records]

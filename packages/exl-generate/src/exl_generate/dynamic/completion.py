@@ -1,4 +1,4 @@
-"""`generate()`: from prompts to jobs, and from the jobs' results back to completions."""
+"""Turn the prompts of `generate()` into jobs, and the results of those jobs into completions."""
 
 from __future__ import annotations
 
@@ -75,11 +75,13 @@ class Completions:
         self._last: dict[ExLlamaV2DynamicJob, dict[str, Any]] = {}
 
     def take(self, result: dict[str, Any]) -> None:
+        """Keep the last result of a job."""
         if result["eos"]:
             self._last[result["job"]] = result
 
     def answer(self, return_last_results: bool) -> Any:
-        """What `generate()` returns; raises the first job's error unless the caller gets to see the last results."""
+        """Return the value of `generate()`; raises the first job's error unless the caller gets to see the last
+        results."""
         if len(self._last) < len(self._jobs):
             raise JobStateError("the queue was cleared while these prompts were running")
         last = [self._last[job] for job in self._jobs]

@@ -1,4 +1,4 @@
-"""What all jobs of a generator share: model, tokenizer, pages, defaults, and the names of cached content."""
+"""The state that all jobs of a generator share: model, tokenizer, pages, defaults, names of cached content."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _cache: weakref.WeakKeyDictionary[Tokenizer, dict[bool, PieceTable]] = weakref.W
 
 
 class PieceTable:
-    """The bytes each id stands for. Without `special`, special ids stand for nothing."""
+    """The bytes of each id. Without `special`, special ids have none."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         self._pieces = pieces

@@ -85,7 +85,7 @@ class JobDrafts:
 
 
 class _Costs:
-    """What steps of one batch size cost, in seconds without guesses, and relative to that with guesses."""
+    """Cost of steps of one batch size, in seconds without guesses, and relative to that with guesses."""
 
     def __init__(self, planned: Sequence[int], ratios: dict[int, deque[float]]) -> None:
         self.planned = deque(planned)
@@ -144,7 +144,7 @@ class DraftLength:
 
     @property
     def next_is_plain(self) -> bool:
-        """Whether the next step will have no guesses, as far as can be known before its jobs are."""
+        """Whether the next step will have no guesses, so far as known before its jobs are chosen."""
         costs = self._last
         return self.most == 0 or (costs.planned[0] if costs is not None and costs.planned else self.current) == 0
 

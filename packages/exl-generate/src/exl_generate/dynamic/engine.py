@@ -1,4 +1,4 @@
-"""One round of the generator: schedule, run, sample, settle."""
+"""One step of the generator: start jobs, compute prompts, decode, sample, settle."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 
-class Turn:
-    """One job's part of a round: the windows its sequences evaluate, then the tokens it takes from their logits."""
+class JobStep:
+    """One job in one step: the windows that its sequences evaluate, then the tokens sampled from their logits."""
 
     __slots__ = ("_before", "events", "guesses", "job", "taken", "windows")
 
@@ -38,24 +38,23 @@ class Turn:
         self._before = job.drafts.accepted
 
     def begin(self) -> bool:
-        """After the forward pass. False if it failed for this job."""
+        """Count the draft tokens after the forward pass. False if the pass failed for this job."""
         for window in self.windows:
             if window.error is not None:
                 return self.fail(window.error)
         self.job.drafts.drafted += len(self.guesses)
         return True
 
-    def ask(self, at: int) -> Draw | None:
-        """What the sampler needs for position `at` of the windows; None if the job fails over it, in a filter for
-        example."""
+    def draw(self, at: int) -> Draw | None:
+        """The sampler's input for position `at` of the windows; None if the job fails, in a filter for example."""
         try:
             return self.job.draw(self.windows, at)
         except BaseException as error:
             self.fail(as_job_error(error))
             return None
 
-    def take(self, at: int, sample: Sample | Exception) -> bool:
-        """Accept a sample; True if the next position of the windows is worth something: the guess held."""
+    def accept(self, at: int, sample: Sample | Exception) -> bool:
+        """Accept a sample; True if the logits of the next position are valid: the draft token held."""
         if isinstance(sample, Exception):
             return self.fail(sample)
         guess = self.guesses[at] if at < len(self.guesses) else None
@@ -69,14 +68,14 @@ class Turn:
 
     @property
     def held(self) -> int:
-        """Guesses that held."""
+        """Draft tokens that held."""
         return self.job.drafts.accepted - self._before
 
     def settle(self) -> None:
-        """The round is over for this job."""
+        """End the step for this job: learn from its draft tokens and share its full pages."""
         if self.guesses:
             held = self.held
-            if held == len(self.guesses) or not self.job.is_finished:  # else guesses went unused, not wrong
+            if held == len(self.guesses) or not self.job.is_finished:  # otherwise draft tokens were unused, not wrong
                 self.job.drafts.acceptance.learn(len(self.guesses), held)
         if not self.job.has_failed:
             try:
@@ -85,14 +84,17 @@ class Turn:
                 self.fail(as_job_error(error))
 
     def fail(self, error: Exception) -> bool:
+        """End the job with an error; returns False."""
         self.events.append(self.job.fail(error))
         return False
 
 
 class Engine:
-    """Moves every running job one step on. `deliver` gets all events, those of a job together, jobs in the order they
-    started. `pool` runs filters while the model runs. A model on a GPU begins the next step before the host has made
-    text of the last (`next_step.py`)."""
+    """Run all jobs step by step.
+
+    `deliver` gets all events: those of a job together, jobs in the order they started. `pool` runs filters while the
+    model runs. On a GPU the next step is launched before the host has made text of the last tokens (`next_step.py`).
+    """
 
     def __init__(
         self,
@@ -110,20 +112,20 @@ class Engine:
         self._prompts = Prompts(scheduler, runner, drafter, max_chunk_size, deliver, self.counters)
         self._deliver = deliver
         self._pool = pool
-        #: the step that the last one prepared and launched
+        #: the next step, if the last one prepared it
         self._next: NextStep | None = None
-        #: whether no prompts are computed beside this round's step
+        #: whether this step computes no prompts
         self._alone = True
 
     def forget_next_step(self) -> None:
-        """The model is another: the step that was launched early is of no use."""
+        """Drop the prelaunched step: a module of the model was replaced."""
         self._next = None
 
     def step(self) -> None:
-        """Schedule, run, sample, settle. If something breaks in, what was reached is kept: what a job has said is
-        delivered, what has not been sampled is computed again, and finished jobs are taken out."""
+        """Run one step. After an interrupt the next call goes on: events of sampled tokens are delivered, logits that
+        were not sampled are computed again, and finished jobs are removed."""
         current, self._next = self._next, None
-        self.counters.rounds += 1
+        self.counters.steps += 1
         try:
             for job in self._scheduler.admit():
                 if not job.resumed:
@@ -131,37 +133,37 @@ class Engine:
                 self._deliver(job.start())
             self._alone = not self._drafter.most or all(job.pages.prefilled for job in self._scheduler.active)
             self._prompts.step()
-            self._decode(self._turns(), current)
+            self._decode(self._job_steps(), current)
         finally:
             self._scheduler.retire()
 
-    def _decode(self, turns: list[Turn], current: NextStep | None) -> None:
-        """One step of all these jobs; `current` is what the last step launched of it."""
-        if not turns:
+    def _decode(self, steps: list[JobStep], current: NextStep | None) -> None:
+        """Decode one step of all these jobs; `current` is the prelaunched part of it."""
+        if not steps:
             return
-        windows = [window for turn in turns for window in turn.windows]
+        windows = [window for step in steps for window in step.windows]
         began = self._drafter.length.clock()
         try:
             if current is not None:
-                windows = current.serve(windows, keep=not all(turn.job.reads_logits_once for turn in turns))
+                windows = current.serve(windows, keep=not all(step.job.reads_logits_once for step in steps))
             self._runner.decode(windows)
             if not self._runner.asynchronous:
-                self._measure(turns, began)
-            self._sample(turns, began)
+                self._measure(steps, began)
+            self._sample(steps, began)
         finally:
-            for turn in turns:
-                turn.settle()
-                self._count(turn)
-                self._deliver(turn.events)
+            for step in steps:
+                step.settle()
+                self._count(step)
+                self._deliver(step.events)
 
-    def _count(self, turn: Turn) -> None:
-        self.counters.generated_tokens += turn.taken
-        if turn.guesses:
-            self.counters.drafted_tokens += len(turn.guesses)
-            self.counters.accepted_draft_tokens += turn.held
+    def _count(self, step: JobStep) -> None:
+        self.counters.generated_tokens += step.taken
+        if step.guesses:
+            self.counters.drafted_tokens += len(step.guesses)
+            self.counters.accepted_draft_tokens += step.held
 
-    def _turns(self) -> list[Turn]:
-        """The jobs that are past their prompt, with what each evaluates in this round."""
+    def _job_steps(self) -> list[JobStep]:
+        """The jobs that are past their prompt, each with its draft tokens."""
         ready: list[ExLlamaV2DynamicJob] = []
         for job in list(self._scheduler.active):
             if job.is_finished or job.paused or not job.pages.prefilled:
@@ -172,13 +174,12 @@ class Engine:
             job.times.mark_decode()
             if self._prepared(job):
                 ready.append(job)
-        # A hook that looks along the rows of a step may see how many there are: that must not depend on a clock.
+        # A hook may see how many rows a step has: that must not depend on a clock.
         drafts = self._drafter.propose(ready, fixed=self._runner.hooked)
-        return [Turn(job, drafts.get(job, [])) for job in ready]
+        return [JobStep(job, drafts.get(job, [])) for job in ready]
 
     def _prepared(self, job: ExLlamaV2DynamicJob) -> bool:
-        """Bring the job's settings up to date and let its filters work while the model runs; False if the job fails
-        over it."""
+        """Refresh the job's settings and start its filters in the pool; False if the job fails."""
         try:
             job.refresh()
             if self._pool is not None:
@@ -188,56 +189,56 @@ class Engine:
             self._deliver([job.fail(as_job_error(error))])
             return False
 
-    def _measure(self, turns: list[Turn], began: float) -> None:
-        """Tell the drafter what the step cost: until its logits were there."""
+    def _measure(self, steps: list[JobStep], began: float) -> None:
+        """Report to the drafter how long the step took until its logits were ready."""
         if self._drafter.most and self._alone:
-            longest = max(len(turn.guesses) for turn in turns)
+            longest = max(len(step.guesses) for step in steps)
             took = self._drafter.seconds + self._drafter.length.clock() - began
-            self._drafter.length.record(len(turns), longest, took)
+            self._drafter.length.record(len(steps), longest, took)
 
-    def _sample(self, turns: list[Turn], began: float) -> None:
-        """Turn logits into accepted tokens, one position of all windows after the other, while the guesses hold."""
-        live = [turn for turn in turns if turn.begin()]
+    def _sample(self, steps: list[JobStep], began: float) -> None:
+        """Sample tokens from the logits, position by position over all windows, while the draft tokens hold."""
+        live = [step for step in steps if step.begin()]
         expected = self._prepare_next(live)
         at = 0
         while live:
-            asked = [(turn, draw) for turn in live if (draw := turn.ask(at)) is not None]
-            # The tokens go straight into the next step where they are those of just its jobs.
-            taken = self._next if expected and [turn for turn, _ in asked] == expected else None
-            launched = launch_batch([draw for _, draw in asked], None if taken is None else taken.inputs())
-            if taken is not None and launched.written:
-                taken.launch()
+            drawn = [(step, draw) for step in live if (draw := step.draw(at)) is not None]
+            # The sampler writes the tokens into the next step if that has exactly these jobs.
+            prelaunch = self._next if expected and [step for step, _ in drawn] == expected else None
+            launched = launch_batch([draw for _, draw in drawn], None if prelaunch is None else prelaunch.inputs())
+            if prelaunch is not None and launched.written:
+                prelaunch.launch()
             samples = launched.collect()
             if at == 0 and self._runner.asynchronous:
-                self._measure(turns, began)  # the sampler has waited for the logits
+                self._measure(steps, began)  # the sampler has waited for the logits
             if expected:
-                found = {turn: sample for (turn, _), sample in zip(asked, samples, strict=True)}
+                found = {step: sample for (step, _), sample in zip(drawn, samples, strict=True)}
                 self._settle_next(expected, found, launched.written)
                 expected = []
-            live = [turn for (turn, _), sample in zip(asked, samples, strict=True) if turn.take(at, sample)]
+            live = [step for (step, _), sample in zip(drawn, samples, strict=True) if step.accept(at, sample)]
             at += 1
 
-    def _prepare_next(self, turns: list[Turn]) -> list[Turn]:
-        """Prepare the next step of the jobs that are not known to finish in this one, while the GPU is busy; returns
-        their turns, none if there is no next step yet."""
+    def _prepare_next(self, steps: list[JobStep]) -> list[JobStep]:
+        """Prepare the next step of the jobs that are not known to finish in this one, while the GPU is busy. Returns
+        those jobs; an empty list if no next step could be prepared."""
         if not self._runner.asynchronous or not self._drafter.length.next_is_plain:
             return []
-        found = [turn for turn in turns if predictable(turn.job)]
+        found = [step for step in steps if predictable(step.job)]
         if found:
-            self._next = attempt(lambda: NextStep(self._runner, [turn.job.sequence for turn in found]))
+            self._next = attempt(lambda: NextStep(self._runner, [step.job.sequence for step in found]))
         return found if self._next else []
 
-    def _settle_next(self, expected: list[Turn], samples: dict[Turn, Sample | Exception], written: bool) -> None:
-        """Tell the next step its tokens. Unless it was launched on them already (`written`), launch it now if a job
-        needs it. A job that a stop token ends leaves its row unused."""
+    def _settle_next(self, expected: list[JobStep], samples: dict[JobStep, Sample | Exception], written: bool) -> None:
+        """Give the next step its tokens. Unless it was launched with them already (`written`), launch it now if any job
+        needs it. The row of a job that a stop token ends stays unused."""
         assert self._next is not None
-        drawn = [samples.get(turn) for turn in expected]
+        drawn = [samples.get(step) for step in expected]
         tokens = [sample.token if isinstance(sample, Sample) else 0 for sample in drawn]
-        self._next.know(tokens)
+        self._next.set_tokens(tokens)
         if not written:
             self._next.withdraw()
         if not self._next.launched and any(
-            isinstance(sample, Sample) and sample.token not in turn.job.request.stop_tokens
-            for turn, sample in zip(expected, drawn, strict=True)
+            isinstance(sample, Sample) and sample.token not in step.job.request.stop_tokens
+            for step, sample in zip(expected, drawn, strict=True)
         ):
             self._next.run(tokens)

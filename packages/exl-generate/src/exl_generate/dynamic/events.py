@@ -1,4 +1,4 @@
-"""What a job has to say, before it is written as a dict (`results.py`) or into columns (`columns.py`)."""
+"""Events of jobs, before `results.py` writes them as dicts or `columns.py` into arrays."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Ending:
 
 
 class Event:
-    """One thing that a job says: `stage` as in the result dicts; `released` text and tokens, maybe none."""
+    """One event of a job. `stage` as in the result dicts; `released`: text and tokens, perhaps none."""
 
     __slots__ = ("ending", "flags", "job", "progress", "released", "stage", "suppressed")
 
@@ -54,7 +54,7 @@ class Event:
 
     @property
     def plain(self) -> bool:
-        """Whether it says nothing but text, tokens and flags."""
+        """Whether the event has only text, tokens and flags."""
         return self.progress is None and self.ending is None and self.suppressed is None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exl_core import PagedParams
 from exl_generate.dynamic.cache_owner import owning
-from exl_generate.dynamic.columns import RoundColumns, columns_of, unreadable
+from exl_generate.dynamic.columns import StepColumns, columns_of, unreadable
 from exl_generate.dynamic.completion import Completions, build_jobs
 from exl_generate.dynamic.context import JobContext
 from exl_generate.dynamic.draft_model import ModelDrafter
@@ -40,31 +40,51 @@ __all__ = ["ExLlamaV2DynamicGenerator"]
 
 T = TypeVar("T")
 
-#: Longest wait, in seconds, for the end of an iteration whose jobs have all been discarded.
+#: Longest wait, in seconds, for the end of a step whose jobs have all been discarded.
 LAST_ITERATION = 120.0
 
 
 class ExLlamaV2DynamicGenerator:
-    """Runs any number of jobs over one model and one cache, whose length is shared by all of them.
+    """Run any number of jobs over one model and one cache, whose length all jobs share.
 
-    A job's tokens depend on model, prompt, settings and seed alone: not on other jobs, chunk sizes or what was
-    cached (on CUDA prompts of more than `model.invariant_tokens()` share passes that may change their last bits). A job
-    that fails ends with a result of its own (`eos_reason` "error", "filter_error" or "filter_dead_end", with
+    A job's tokens depend on model, prompt, settings and seed alone: not on other jobs, chunk sizes or cached content.
+    (On CUDA, prompts of more than `model.invariant_tokens()` tokens share passes that may change their last bits.) A
+    job that fails ends with its own last result (`eos_reason` "error", "filter_error" or "filter_dead_end", with
     `exception`) and disturbs no other. `enqueue`, `cancel`, `iterate` and `generate` may be called from any thread; one
     call works at a time.
 
-    The cache is this generator's while its jobs are queued or running: `enqueue` of another one on the same cache
-    raises `JobStateError` until they have ended. Taking turns is safe, but nothing stays cached over it. What a
-    `forward` of your own writes into the cache is not noticed; call `reset_page_table` behind it.
+    The generator owns its caches while its jobs are queued or running: until they have ended, `enqueue` of another
+    generator on the same cache raises `JobStateError`. Generators may take turns, but each change of owner drops the
+    cached prefixes. Call `reset_page_table` after a `forward` of your own that writes into the cache.
 
-    A Ctrl-C is raised when the round is over, and however many come, none loses or doubles a token: the next call goes
-    on. From the second one on they break into what may take long: into a filter or hook, which ends its job, and into a
-    pass of the model on a CPU, which is done again by the next call.
+    A Ctrl-C is raised at the end of the step. No token is lost or doubled, however many arrive: the next call goes on.
+    From the second one on they also interrupt a filter or hook, which ends its job, and a forward pass on the CPU,
+    which the next call repeats.
 
-    Parameters as in spec/generators.md 3.1; violations raise `RequestError`. `max_chunk_size` is the number of
-    prompt tokens computed per round for all jobs together. `filter_background_eval` lets filters whose masks take long
-    work in threads while the model runs. `max_sampling_threads` and `min_sampling_threads` are taken and checked, but
-    change nothing: a step's tokens are all sampled in one call. `page_size` is for tests and tuning.
+    Args:
+        model: a loaded model.
+        cache: a cache of the model with `batch_size` 1. Its `max_seq_len`, the tokens that all jobs share, is a
+            multiple of 256.
+        tokenizer: the model's tokenizer.
+        max_batch_size: most sequences in a step; None means `config.max_input_len // max_q_size`.
+        max_seq_len: most tokens of a sequence; None means the model's `config.max_seq_len`.
+        max_chunk_size: most prompt tokens computed in a step, for all jobs together; a multiple of 256. None means
+            `config.max_input_len`.
+        max_q_size: most positions of a sequence in a decode step: its last token and its draft tokens.
+        draft_model: a smaller model with the same vocabulary, for speculative decoding; needs `draft_cache`.
+        draft_cache: a cache of the draft model with the size of `cache`.
+        num_draft_tokens: most draft tokens of a sequence in a step, below `max_q_size`.
+        use_ngram_draft: draft from n-grams of the sequence itself; excludes `draft_model`.
+        max_ngram: longest n-gram, at least 2.
+        max_sampling_threads, min_sampling_threads: accepted for exllamav2's sake, without effect: one native call
+            samples all tokens of a step.
+        paged: False means one page for the whole cache and one sequence at a time.
+        filter_background_eval: let slow filters compute in threads while the model runs.
+        page_size: tokens of a page, for tests and tuning.
+
+    Raises:
+        RequestError: a parameter is out of its range, or parts do not belong together.
+        CapacityError: the cache's length is no multiple of the page size.
     """
 
     #: whether `iterate` raises the error of a job that failed instead of returning it in the job's last result
@@ -191,7 +211,7 @@ class ExLlamaV2DynamicGenerator:
 
     def num_remaining_jobs(self) -> int:
         """Jobs that are queued or running, and those that have ended but whose last result no `iterate()` has returned
-        yet (after a Ctrl-C in the last round, or `cancel`)."""
+        yet (after a Ctrl-C in the last step, or `cancel`)."""
         waiting = self.num_pending_jobs()
         active = set(self._scheduler.active)  # before the outbox: what ends meanwhile is found there
         ended = {event.job for event in tuple(self._outbox.events) if event.job.is_finished}
@@ -204,7 +224,7 @@ class ExLlamaV2DynamicGenerator:
 
     def num_pending_jobs(self) -> int:
         """Jobs that wait in the queue."""
-        # Counted, not gone through, where nothing is discarded: loops ask every round.
+        # Counted, not gone through, where nothing is discarded: loops ask every step.
         return len(self.pending_jobs) if self._discards else self._scheduler.num_pending
 
     def num_active_jobs(self) -> int:
@@ -212,8 +232,8 @@ class ExLlamaV2DynamicGenerator:
         return len(self.active_jobs)
 
     def snapshot(self) -> GeneratorSnapshot:
-        """What the generator is doing, in numbers. Takes no lock and goes through no pages: for health checks and
-        schedulers, from any thread, also while a round is running."""
+        """Return counts of jobs, pages and tokens. Takes no lock and looks at no page: for health checks and
+        schedulers, from any thread, also while a step runs."""
         return snapshot_of(self._scheduler, self._engine.counters)
 
     @property
@@ -227,18 +247,18 @@ class ExLlamaV2DynamicGenerator:
         return [job for job in self._scheduler.active if not job.discarded]
 
     def iterate(self) -> list[Result]:
-        """One round: start jobs, prefill, decode one step. Returns all results since the last call; [] if idle.
+        """Run one step: start jobs, prefill, decode. Returns all results since the last call; [] if idle.
 
-        Ctrl-C inside a round reaches the caller when the round is over, and its results come with the next call. Any
-        other failure ends the job that it is of. With `raises_job_errors` the error of such a job is raised, one
-        a call; the results of other jobs come with the next call.
+        `ExLlamaV2DynamicJob` documents the results. A Ctrl-C during the step is raised at its end, and the results come
+        with the next call. Any other failure ends the job that it belongs to. With `raises_job_errors` the error of
+        such a job is raised, one a call; the results of other jobs come with the next call.
         """
         self._by_columns = False
-        return self._round(dicts_of)
+        return self._run_step(dicts_of)
 
-    def iterate_columns(self) -> RoundColumns:
-        """One round, as `iterate`, with its results as parallel arrays: for servers, which pass on ids and text of many
-        jobs. Errors of jobs stand in `RoundColumns.extra`. `iterate` and this may take turns.
+    def iterate_columns(self) -> StepColumns:
+        """Run one step as `iterate`, and return the results as parallel arrays: for servers, which pass on ids and text
+        of many jobs. Errors of jobs are in `StepColumns.extra`. Calls of `iterate` and `iterate_columns` may alternate.
 
         Raises `RequestError` if a queued or running job has asked for hidden states, which columns do not hold; nothing
         has happened then. From the first call on, `enqueue` refuses such jobs.
@@ -253,10 +273,10 @@ class ExLlamaV2DynamicGenerator:
                     if not self._outbox.is_redirected(job):
                         _check_columns(job)
                 self._by_columns = True
-        return self._round(columns_of)
+        return self._run_step(columns_of)
 
-    def _round(self, write: Callable[[Events], T]) -> T:
-        """A round, and everything that has been said since the last one as `write` writes it."""
+    def _run_step(self, write: Callable[[Events], T]) -> T:
+        """Run one step and return all events since the last one, as `write` writes them."""
         taken: Events = []
         try:
             with defer_sigint() as section:
@@ -299,7 +319,7 @@ class ExLlamaV2DynamicGenerator:
         `return_last_results` the return value is (completions, last result dicts). None if `abort_event` was set.
         `kwargs` go to the jobs (`max_skips`, `return_probs`, ...). Other jobs in the queue run along and keep their
         results for `iterate()`. A job's own error is raised, once all prompts are done; with `return_last_results`
-        it stands in that prompt's result.
+        it is in that prompt's result.
         """
         check_abort_event(abort_event)
         jobs = build_jobs(
@@ -347,7 +367,7 @@ class ExLlamaV2DynamicGenerator:
         self._context.current_loras = list(adapters_of(loras) or ())
 
     def defrag_cache(self) -> None:
-        """Nothing to do: attention reads pages in any order at the same speed, and no result depends on it."""
+        """Do nothing: attention reads pages in any order at the same speed, and no result depends on the order."""
 
     def namespace_of(self, loras: Sequence[Adapter]) -> bytes:
         """Digest of everything but the tokens that decides the content of cached pages, 16 bytes: equal in every
@@ -371,7 +391,8 @@ class ExLlamaV2DynamicGenerator:
         return self._context.arrangements
 
     def leave_caches(self) -> None:
-        """As `Tenant`: another generator queues jobs on a cache of this one."""
+        """For `cache_owner`: another generator queues jobs on a cache of this one. Raises `JobStateError` if jobs are
+        in its way."""
         if not self._lock.acquire(timeout=0 if self.num_remaining_jobs() else LAST_ITERATION):
             raise JobStateError("another generator works in this cache just now, in another thread; wait for it")
         try:
@@ -389,7 +410,7 @@ class ExLlamaV2DynamicGenerator:
             self._lock.release()
 
     def forget_pages(self) -> None:
-        """As `Tenant`: another generator has written into a cache of this one, which had no jobs meanwhile."""
+        """For `cache_owner`: another generator has written into a cache of this one, which had no jobs meanwhile."""
         with self._lock:
             self.page_table.reset()
 
@@ -440,14 +461,14 @@ class ExLlamaV2DynamicGenerator:
         return ModelDrafter(runner, self.page_table, self.num_draft_tokens, vocab_size, budget)
 
     def _enqueue(self, jobs: list[ExLlamaV2DynamicJob], sink: Events | None = None) -> list[int]:
-        """Check and queue; does not wait for a round that is running in another thread."""
+        """Check and queue; does not wait for a step that runs in another thread."""
         with defer_sigint() as section, section.holding(self._submitting):
             for job in jobs:
                 self._check(job)
                 if self._by_columns and sink is None:
                     _check_columns(job)
             if len(set(jobs)) != len(jobs):
-                raise JobStateError("the same job stands in the list twice; a job is used once, so build a second one")
+                raise JobStateError("the list holds the same job twice; a job is used once, so build a second one")
             attached: list[ExLlamaV2DynamicJob] = []
             try:
                 for serial, job in enumerate(jobs, self.job_serial):
@@ -499,7 +520,7 @@ class ExLlamaV2DynamicGenerator:
             self._drop_discarded()
 
     def _drop_discarded(self) -> None:
-        """Take out what `discard` has marked, unless a round is under way, which does so at its end."""
+        """Take out what `discard` has marked, unless a step is running, which does so at its end."""
         while self._discards and not self._in_step:
             self._drop(self._discards[0])
             self._discards.popleft()
@@ -535,7 +556,7 @@ class ExLlamaV2DynamicGenerator:
                         self._step()
                         self._hand_over(sink, take)
                     section.deliver()
-                with section.holding(self._lock):  # a round of another thread may have ended the last of them
+                with section.holding(self._lock):  # a step of another thread may have ended the last of them
                     self._hand_over(sink, take)
                 return True
             finally:
@@ -560,7 +581,7 @@ def _check_columns(job: ExLlamaV2DynamicJob) -> None:
 
 
 def _reusable(name: str, value: Iterable[Any] | None) -> list[Any] | str | None:
-    """The value as a list that several jobs can read; a lone string stays one: the job refuses it by name."""
+    """Return the value as a list that several jobs can read. A lone string stays one: the job rejects it."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bytes) or not isinstance(value, Iterable):

@@ -15,7 +15,7 @@ __all__ = ["Limits", "check_drafting", "check_tokenizer"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Page size and count, and the most that one round or one sequence may hold, in tokens or sequences."""
+    """Page size and count, and the most that one step or one sequence may hold, in tokens or sequences."""
 
     page_size: int
     num_pages: int
@@ -35,8 +35,8 @@ class Limits:
         paged: bool,
         page_size: int,
     ) -> Limits:
-        """Defaults filled in and every rule of spec/generators.md 3.1 checked. Unpaged, one page spans the cache and
-        one sequence runs at a time."""
+        """Fill in defaults and check the constructor's parameters against model and cache. Unpaged, one page spans the
+        cache and one sequence runs at a time. Raises `RequestError` or `CapacityError`."""
         _check_parts(model, cache)
         config = model.config
         for name, value, least in (
@@ -127,7 +127,7 @@ def check_drafting(
     max_ngram: int,
     max_q_size: int,
 ) -> None:
-    """The rules of spec/generators.md 3.1 for speculative decoding."""
+    """Check the parameters of speculative decoding. Raises `RequestError`."""
     check_count("num_draft_tokens", num_draft_tokens, 0)
     check_count("max_ngram", max_ngram, 0)
     if (draft_model is None) != (draft_cache is None):
@@ -146,8 +146,9 @@ def check_drafting(
     if draft_model is None or draft_cache is None:
         return
     _check_parts(draft_model, draft_cache, "draft_")
-    for name in ("max_seq_len", "batch_size"):
-        wanted, found = getattr(cache, name), getattr(draft_cache, name)
+    sizes = {"max_seq_len": (cache.max_seq_len, draft_cache.max_seq_len)}
+    sizes["batch_size"] = (cache.batch_size, draft_cache.batch_size)
+    for name, (wanted, found) in sizes.items():
         if wanted != found:
             raise RequestError(f"draft_cache has {name} {found}, the cache {wanted}; they must be equal")
     main, draft = model.config, draft_model.config

@@ -1,4 +1,4 @@
-"""The next step, prepared while the current one runs and launched before the host has seen its tokens.
+"""Prelaunch the next decode step: prepare it while the current one runs, launch it before the host sees the tokens.
 
 Pages, positions and the captured graph are known beforehand; the tokens go from the sampler to the model without
 leaving the GPU. Where the step is no captured graph, or a row was not sampled on the GPU, the host passes the tokens on
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 def attempt(compute: Callable[[], T]) -> T | None:
-    """What it computes, or None if it fails, which is no failure yet: the next round computes the step itself, and
-    says what is wrong with it."""
+    """Return the result of `compute`, or None if it raises. That is no failure yet: the engine computes the step again,
+    and meets the error there."""
     try:
         return compute()
     except Exception:
@@ -39,8 +39,8 @@ def attempt(compute: Callable[[], T]) -> T | None:
 
 
 def predictable(job: ExLlamaV2DynamicJob) -> bool:
-    """Whether all of the job's next step but its token is known: one sequence without adapters, of which the model
-    is asked for logits alone, with a place for one token more. What changes tokens after they are drawn forbids it."""
+    """Whether the job's next step is known but for its token: one sequence without adapters, only logits wanted, room
+    for one more token, and no hook that may replace the token."""
     return (
         len(job.sequences) == 1
         and not job.sequence.loras
@@ -52,7 +52,7 @@ def predictable(job: ExLlamaV2DynamicJob) -> bool:
 
 
 class NextStep:
-    """One pass over the given sequences, each one token longer than now. Made while the pass before it runs."""
+    """A forward pass over the given sequences, each one token longer than now."""
 
     def __init__(self, runner: Runner, sequences: list[Sequence]) -> None:
         self._runner = runner
@@ -71,21 +71,22 @@ class NextStep:
 
     @property
     def launched(self) -> bool:
-        """Whether the step is on its way."""
+        """Whether the step is queued."""
         return self._logits is not None
 
     def inputs(self) -> NextInputs | None:
-        """What the sampler is to fill in for `launch`: a token a sequence. None where the step is no captured one."""
+        """The inputs that the sampler fills in for `launch`, one token a sequence. None if the step is not captured."""
         return None if self._captured is None else attempt(self._captured.inputs)
 
     def launch(self) -> None:
         """Queue the step behind the sampling of its tokens, which fills in `inputs`. A failure is no job's failure yet:
         the step is computed again, and that meets it."""
         self._logits, self._own_logits = None, False
-        self._logits = attempt(lambda: self._captured.launch().float())
+        if (captured := self._captured) is not None:
+            self._logits = attempt(lambda: captured.launch().float())
 
     def withdraw(self) -> None:
-        """The step was launched for other tokens."""
+        """Drop the launched step: it ran with other tokens."""
         self._logits = None
 
     def run(self, tokens: list[int]) -> None:
@@ -98,14 +99,14 @@ class NextStep:
         self._own_logits = logits is None
         return self._runner.run(ids, self._params) if logits is None else logits.float()
 
-    def know(self, tokens: list[int]) -> None:
-        """Remember the tokens that were sampled, one a sequence."""
+    def set_tokens(self, tokens: list[int]) -> None:
+        """Store the tokens that were sampled, one a sequence."""
         self._tokens = tokens
 
     def serve(self, windows: list[Window], keep: bool) -> list[Window]:
         """Give the windows whose prediction held their logits; return the others. `keep`: the logits may be read after
         the model has run again."""
-        if self._logits is None or not (self._own_logits or self._captured.stands):
+        if self._logits is None or not (self._own_logits or (self._captured is not None and self._captured.is_current)):
             return windows  # another user of the model has run it since
         rows = [self._row_of(window) for window in windows]
         logits = (self._logits.clone() if keep or None in rows else self._logits).unbind(0)
@@ -118,12 +119,12 @@ class NextStep:
         return left
 
     def _row_of(self, window: Window) -> int | None:
-        """The row that is just what the window asks for."""
+        """The row whose input is exactly that of the window; None if there is none."""
         sequence = window.sequence
         row = self._rows.get(id(sequence))
         if row is None or window.wants_state or sequence.loras:
             return None
-        if not self._tokens:  # an interrupt came between the sampler and us
+        if not self._tokens:  # an interrupt came before `set_tokens`
             return None
         position = self._positions[row]
         if window.ids != [self._tokens[row]] or sequence.kv_position != position or len(sequence) != position + 1:

@@ -1,4 +1,4 @@
-"""From accepted tokens to text that may be shown: what is held back, what is released, what is withdrawn.
+"""From accepted tokens to text that may be shown: hold back, release, withdraw.
 
 Text, ids, probabilities and logits of a token travel together in one record, so they are released, held and
 withdrawn together. A record leaves when all its characters are complete and none of them can still become part of a
@@ -138,7 +138,7 @@ class TextStream:
         return self._take(len(self._held), self._scan.length)
 
     def flush_held(self) -> Released:
-        """What is still held, without releasing it: it stays out of the full text."""
+        """Return what is still held, without adding it to the full text."""
         text, _ = decode_incremental(self._scan.pending, b"", final=True)
         return Released(self._text + text, list(self._held))
 

@@ -29,13 +29,13 @@ Ids = NDArray[np.int64]
 
 
 def page_hash(previous: bytes, ids: Ids) -> bytes:
-    """16-byte BLAKE2b over the previous page's digest and this page's ids as little-endian int64 (spec/generators.md
-    3.9)."""
+    """16-byte BLAKE2b over the previous page's digest and this page's ids as little-endian int64."""
     return hashlib.blake2b(previous + ids.astype("<i8").tobytes(), digest_size=16).digest()
 
 
 def namespace_digest(parts: Sequence[str]) -> bytes:
-    """Digest that stands before the first page: everything beside the tokens that decides what K/V they get."""
+    """Return the digest that precedes the first page, 16 bytes: of everything besides the tokens that decides their
+    K/V."""
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16, person=b"exl-namespace").digest()
 
 
@@ -86,6 +86,7 @@ class PageTable:
 
     @property
     def unreferenced(self) -> int:
+        """Pages that no sequence uses."""
         return len(self._waiting)
 
     def reset(self) -> None:
@@ -102,7 +103,7 @@ class PageTable:
 
     def held(self, labels: Sequence[bytes]) -> int:
         """How many of a sequence's pages are in use, from the first on: whoever holds a page holds those before it (if
-        one of them is a copy of its own, what is behind it is not counted). Asked of every waiting job in every round,
+        one of them is a copy of its own, what is behind it is not counted). Called for every waiting job in every step,
         so their ids are not compared."""
         for count, label in enumerate(labels):
             page = self._by_label.get(label)
@@ -111,7 +112,7 @@ class PageTable:
         return len(labels)
 
     def computed(self, labels: Sequence[bytes]) -> int:
-        """How many of these full pages stand in the cache, used or not, from the first on. Their ids are not compared.
+        """How many of these full pages are in the cache, used or not, from the first on. Their ids are not compared.
         May be called from any thread."""
         for count, label in enumerate(labels):
             page = self._by_label.get(label)
@@ -120,10 +121,12 @@ class PageTable:
         return len(labels)
 
     def reserve(self, count: int) -> None:
+        """Reserve free pages, to be taken later."""
         assert 0 <= count <= self.available, "reservation beyond the free pages"
         self.reserved += count
 
     def unreserve(self, count: int) -> None:
+        """Return reservations that are used up or not needed."""
         assert 0 <= count <= self.reserved, "more reservations returned than made"
         self.reserved -= count
 
@@ -164,7 +167,7 @@ class PageTable:
                 self._index(page)
 
     def fill(self, page: Page, start: int, ids: Ids) -> None:
-        """K/V of `ids` now stand at offsets start.. of the page (at or below `valid`)."""
+        """K/V of `ids` are now at offsets start.. of the page (at or below `valid`)."""
         assert start <= page.valid, "a gap of unwritten K/V inside a page"
         end = start + len(ids)
         if page.label is None:

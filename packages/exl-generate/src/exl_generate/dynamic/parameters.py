@@ -182,8 +182,8 @@ def embeddings_of(embeddings: object) -> tuple[Any, ...]:
 
 
 def keys_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> NDArray[np.int64] | None:
-    """Return the keys of ids in the page table: for rows of embeddings negative numbers made of their content, so that
-    equal images are found again. None if there are none.
+    """Return the name of each id in the page table, or None if no id is a row of an embedding. Such rows have negative
+    numbers made of their content, so that equal images are found again.
 
     Raises `RequestError` for an id that no embedding holds.
     """
@@ -217,7 +217,7 @@ def pictures_of(ids: NDArray[np.int64], embeddings: SequenceOf[Any]) -> Pictures
             )
     whole = tuple((run.start, run.end) for run in runs if run.embedding.sees_itself)
     if whole and whole[-1][1] == len(ids):
-        raise RequestError("input_ids ends in a row of an image whose rows see each other; let a token follow it")
+        raise RequestError("input_ids ends with a row of an image whose rows see each other; let a token follow it")
     return Pictures(tuple(marks_of(ids, embeddings)), whole)
 
 

@@ -1,10 +1,10 @@
-"""Prompts on their way into the cache: which parts are computed in a round, and which of them in one pass.
+"""Prefill: choose which parts of the prompts a step computes, and which of them share a forward pass.
 
-A pass over several prompts costs a GPU little more than one over a short prompt: every matrix is read, and beyond a few
-rows dequantized, once. What a job's tokens are does not depend on it where a row's bits do not depend on the other rows
-(`ExLlamaV2.invariant_tokens`): prompts of up to that many tokens go together up to that many, longer ones together.
-Where a hook of the caller's own looks at the model's states (`Intervention`) each goes by itself.
-A prompt waits for the pass before it where that computes a prefix they have in common.
+A pass over several prompts costs a GPU little more than a pass over one short prompt: every matrix is read, and beyond
+a few rows dequantized, once. Tokens must not depend on the choice. Passes of up to `ExLlamaV2.invariant_tokens` tokens
+are batch-invariant: short prompts share passes up to that length, longer prompts share passes among themselves. Where a
+hook of the caller (`Intervention`) sees the hidden states, each prompt has its own pass. A prompt waits for the pass
+before it if that computes a prefix which both have in common.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ WORTH_WAITING = 16
 
 
 class Prompts:
-    """Computes prompt tokens for jobs in the order they started, a fixed number a round in all, so that running streams
-    never wait longer than for as many."""
+    """Compute prompt tokens for jobs in the order they started. A step computes at most `max_chunk_size` tokens in all,
+    which bounds the time that running streams wait."""
 
     def __init__(
         self,
@@ -52,24 +52,24 @@ class Prompts:
         self.worth = max(2, min(WORTH_WAITING, scheduler.table.page_size // 8))
 
     def step(self) -> None:
-        """One round's share, at most one chunk of each sequence. If something breaks in, what was computed is kept and
-        the rest is computed by the next round."""
-        round_ = _Round(self)
+        """Compute one step's tokens, at most one chunk of each sequence. After an interrupt the computed part is kept
+        and the next step computes the rest."""
+        step = _PrefillStep(self)
         try:
             left = self._budget
             for job in self._scheduler.active:
                 if job.is_finished or job.pages.prefilled:
                     continue
-                left -= round_.take(job, left)
+                left -= step.take(job, left)
                 if left < min(self._budget, self._scheduler.table.page_size):
                     break
-            round_.compute()
+            step.compute()
         finally:
-            self._deliver(round_.events())
+            self._deliver(step.events())
 
 
-class _Round:
-    """What one round computes. Chunks wait until others that could go with them are known."""
+class _PrefillStep:
+    """The prefill of one step. Chunks are collected until the chunks that can share their pass are known."""
 
     def __init__(self, owner: Prompts) -> None:
         self._owner = owner
@@ -78,7 +78,7 @@ class _Round:
         #: chunks that wait, and the pages they write, by how their prompts begin
         self._heads: dict[bytes, dict[Chunk, set[int]]] = {}
         self._failed: dict[ExLlamaV2DynamicJob, Events] = {}
-        #: jobs in order, and whether they have something to say
+        #: jobs in order, and whether they have made progress
         self._moved: dict[ExLlamaV2DynamicJob, bool] = {}
 
     def take(self, job: ExLlamaV2DynamicJob, budget: int) -> int:
@@ -100,27 +100,27 @@ class _Round:
         return spent
 
     def compute(self) -> None:
-        """Compute all chunks that wait."""
+        """Compute all collected chunks."""
         for kind in list(self._waiting):
             self._compute(kind)
 
     def events(self) -> Events:
-        """What the jobs have to say, in their order."""
+        """The events of the jobs, in their order."""
         said: Events = []
         for job, moved in self._moved.items():
             said += self._failed.get(job, [job.progress()] if moved and not job.resumed else [])
         return said
 
     def _catch_up(self, job: ExLlamaV2DynamicJob, sequence: Sequence) -> None:
-        """Take over what is there. Chunks that wait are computed before if one of them computes what the sequence would
-        take over: enough of it, or a page that both share. Either way the prompts begin alike."""
+        """Skip prompt K/V that is in the cache already. Compute the collected chunks before if one of them computes a
+        page that both sequences share, or a prefix in common that is long enough."""
         alike = self._heads.get(self._head(sequence), {})
         head = None
         if alike:
             ours = sequence.pages_between(sequence.kv_position, sequence.prefill_end)
             if any(not ours.isdisjoint(pages) for pages in alike.values()):
                 self.compute()
-            elif self._worth_waiting(alike, sequence, sequence.standing()):
+            elif self._worth_waiting(alike, sequence, sequence.computed_end()):
                 head = sequence.head_elsewhere()
                 if self._worth_waiting(alike, sequence, head.end):
                     self.compute()
@@ -137,7 +137,7 @@ class _Round:
         return any(chunk.end >= end and sequence.begins_like(chunk.sequence, end) for chunk in alike)
 
     def _head(self, sequence: Sequence) -> bytes:
-        """What prompts that have to wait for each other have in common at least."""
+        """The first ids of the prompt, which all prompts that may wait for each other have in common."""
         return sequence.keys[: min(self._owner.worth, sequence.page_size)].tobytes()
 
     def _put(self, job: ExLlamaV2DynamicJob, chunk: Chunk) -> None:

@@ -47,7 +47,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What a caller asked for. `ExLlamaV2DynamicJob` documents each parameter; the fields hold the checked values."""
+    """The parameters of one completion. `ExLlamaV2DynamicJob` documents each parameter; the fields hold the checked
+    values."""
 
     #: the prompt or, for CFG, the positive and the negative prompt
     prompts: tuple[Prompt, ...]

@@ -1,4 +1,4 @@
-"""The result dicts of `iterate()`, exactly as spec/generators.md 3.14 lists their keys."""
+"""The result dicts of `iterate()`. `ExLlamaV2DynamicJob` documents their keys."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Sequence
 from exl_generate.interrupts import interruptible
 
 if TYPE_CHECKING:
-    from exl_generate.contracts import Cache, Model
+    from exl_generate.contracts import Cache, Model, PreparedStep
 
 __all__ = ["Chunk", "Runner", "Window"]
 
@@ -41,6 +41,7 @@ class Chunk:
 
     @property
     def ids(self) -> Ids:
+        """int64 [end - start], a view."""
         return self.sequence.ids[self.start : self.end]
 
 
@@ -72,8 +73,8 @@ class Window:
 
 
 class Runner:
-    """One model with its cache. Knows pages and ids, not jobs. A `draft` model sees no adapters, and id 0 where an
-    embedding stands."""
+    """Runs one model over the pages of its cache; knows no jobs. A `draft` model sees no adapters, and id 0 in place of
+    rows of embeddings."""
 
     def __init__(self, model: Model, cache: Cache, page_size: int, draft: bool = False) -> None:
         self._model = model
@@ -82,8 +83,8 @@ class Runner:
         self._draft = draft
         #: whether a pass is only queued when it returns: the model is on a GPU
         self.asynchronous = model.device is not None and model.device.type == "cuda"
-        # A pass on the CPU takes its time, and what it has written when it is left lies behind what is valid of the
-        # pages. One on a GPU is only queued, in part by recorded steps, which must not be left half recorded.
+        # A CPU pass may take long and may be interrupted: what it has written is beyond the valid part of the pages.
+        # A GPU pass is only queued; an interrupt could leave a step half captured.
         self._guard: Callable[[], AbstractContextManager[None]] = nullcontext if self.asynchronous else interruptible
 
     def copy_page_head(self, source: int, target: int, tokens: int) -> None:
@@ -92,7 +93,7 @@ class Runner:
         self._cache.copy_states(self._cache, source * size, tokens, target * size, tokens, 0, 1, 0, 1)
 
     def kind_of(self, chunk: Chunk) -> tuple[object, int]:
-        """Chunks of one kind may be computed in one pass, of at most so many tokens."""
+        """Return a key, and the most tokens of a pass: chunks of one key may be computed in one pass."""
         loras = chunk.sequence.loras
         if self.hooked or (chunk.sequence.embeddings and int(chunk.ids.max()) >= EMBEDDING_INDEX):
             return chunk, len(chunk)  # by itself
@@ -103,12 +104,12 @@ class Runner:
 
     @property
     def hooked(self) -> bool:
-        """Whether hooks of the caller's own look at the model's states: each prompt must then go by itself."""
+        """Whether hooks of the caller see hidden states: each prompt then needs a pass of its own."""
         return self._model.hooked
 
     def compute(self, chunks: SequenceOf[Chunk]) -> list[Exception | None]:
-        """Compute the K/V of these ids, which must follow what is there and have pages: in one pass, or if that fails
-        by halves. What went wrong with each."""
+        """Compute the K/V of these chunks in one pass, or, if that fails, by halves. Each chunk must follow the valid
+        K/V of its sequence and have its pages. Returns the error of each chunk, None for success."""
         error = _attempt(lambda: self._compute(chunks))
         if error is None or len(chunks) == 1:
             return [error] * len(chunks)
@@ -182,7 +183,7 @@ class Runner:
                 torch.from_numpy(ids), cache=self._cache, attn_params=params, preprocess_only=preprocess_only, **extra
             )
 
-    def prepare(self, sequences: list[Sequence], positions: list[int]) -> tuple[PagedParams, Any]:
+    def prepare(self, sequences: list[Sequence], positions: list[int]) -> tuple[PagedParams, PreparedStep | None]:
         """A pass over one token of each sequence at places `positions`, for sequences without adapters and embeddings
         there: its parameters and, where the model can do all of it but the tokens beforehand, `Model.prepare_step`'s
         step, else None."""
@@ -213,7 +214,7 @@ class Runner:
 
 
 def _attempt(run: Callable[[], object]) -> Exception | None:
-    """What `run` raised. Nothing of a failed pass stays alive by it: its memory may be what the next one needs."""
+    """Return what `run` raised, or None. Frees the frames of a failed pass: the next one may need their memory."""
     try:
         run()
         return None

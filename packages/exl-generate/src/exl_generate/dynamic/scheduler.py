@@ -1,4 +1,4 @@
-"""Which jobs run: first come first served, and smaller ones may overtake one that does not fit a few times."""
+"""Choose which jobs run: first come, first served. Smaller jobs may overtake one that does not fit, a few times."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler"]
 
-#: Queued jobs looked at per round, so that a round costs the same with ten or ten thousand of them waiting.
+#: Queued jobs looked at in a step, so that its cost does not grow with the queue.
 LOOKAHEAD = 64
 
 
 class Scheduler:
     """Owns the queue and the set of running jobs.
 
-    A job starts when every page it has asked to reserve is free or reserved for it. Usually that is all it can ever
-    need, so that it never waits for pages. One with `max_rq_tokens` reserves that much at a time; when that is used up
-    and others wait, it goes to the end of the queue, keeps all it has, and goes on from the prefix cache when its turn
-    comes. The queue always moves: when nothing runs, any job that was let in fits.
+    A job starts when there are free pages for all that it reserves: usually for `max_new_tokens`, so that it never
+    waits for pages again. A job with `max_rq_tokens` reserves for so many tokens at a time. When they are used up and
+    others wait, it goes to the end of the queue with its state and resumes from the prefix cache later. The queue
+    always moves: when nothing runs, any job that passed `check` fits.
     """
 
     def __init__(
@@ -50,15 +50,17 @@ class Scheduler:
 
     @property
     def pending(self) -> list[ExLlamaV2DynamicJob]:
+        """Waiting jobs in order; a copy."""
         with self._lock:
             return list(self._queue)
 
     @property
     def num_pending(self) -> int:
+        """Number of waiting jobs."""
         return len(self._queue)
 
     def check(self, job: ExLlamaV2DynamicJob) -> None:
-        """Refuse a job that could never run."""
+        """Raise `CapacityError` for a job that could never run."""
         if len(job.sequences) > self.max_batch_size:
             raise CapacityError(f"the job has {len(job.sequences)} sequences, the batch holds {self.max_batch_size}")
         longest = max(len(sequence) for sequence in job.sequences) + job.request.healing
@@ -75,7 +77,7 @@ class Scheduler:
             )
 
     def add(self, jobs: list[ExLlamaV2DynamicJob]) -> None:
-        """Queue jobs; may be called while a round is running in another thread."""
+        """Queue jobs; may be called while a step runs in another thread."""
         entries = {job: job.pages.uncached_tokens(self.table) for job in jobs}
         with self._lock:
             self._queue.update(entries)
@@ -132,14 +134,14 @@ class Scheduler:
         return job.pages.missing(self.table) <= self.table.available
 
     def extend(self, job: ExLlamaV2DynamicJob) -> bool:
-        """See that the job has pages for one more token; False if it has to wait for them: there are none, or others
-        wait and its share is used up."""
+        """Give the job pages for one more token. False if it must wait for them: none are free, or its share is used up
+        and others wait."""
         if job.pages.room >= 0:
             return True
         return not self._queue and job.pages.reserve_more(self.table)
 
     def requeue(self, job: ExLlamaV2DynamicJob) -> None:
-        """Back to the end of the queue with all it has; its pages stay in the prefix cache."""
+        """Put a running job at the end of the queue; its pages stay in the prefix cache."""
         job.give_way()
         self.active.remove(job)
         self.active_sequences -= len(job.sequences)

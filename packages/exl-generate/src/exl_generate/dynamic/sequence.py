@@ -20,13 +20,13 @@ __all__ = ["EMBEDDING_INDEX", "NO_PICTURES", "Head", "Pictures", "Sequence", "fu
 
 Ids = NDArray[np.int64]
 
-#: Ids from here on are rows of embeddings (spec/generators.md 3.18).
+#: Ids from here on are rows of embeddings.
 EMBEDDING_INDEX = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """What images in the prompt change besides their rows."""
+    """Effects of images in the prompt besides their rows."""
 
     #: (place, offset of positions from there on): behind images on three axes
     offsets: tuple[tuple[int, int], ...] = ()
@@ -44,7 +44,7 @@ NO_PICTURES = Pictures()
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What stands for the head of a sequence's page number `page` in another page, and where it ends."""
+    """Where the head of a sequence's page number `page` is found in another page (`found`), and where it ends."""
 
     page: int
     end: int
@@ -52,7 +52,7 @@ class Head:
 
 
 class Sequence:
-    """Ids and K/V of one sequence. `kv_position` is the number of leading ids whose K/V stand in the pages.
+    """Ids and K/V of one sequence. `kv_position` is the number of leading ids whose K/V are in the pages.
 
     The last id of the context is never prefilled: it is the first input of the generation step, so prefill is done when
     `kv_position` reaches `prefill_end`. Pages are told apart by `keys`: the ids, with rows of embeddings named by their
@@ -118,7 +118,7 @@ class Sequence:
 
     @property
     def keys(self) -> Ids:
-        """What stands for each id in the page table, as a view."""
+        """The name of each id in the page table, as a view."""
         return self._keys[: self._length]
 
     @property
@@ -128,9 +128,11 @@ class Sequence:
 
     @property
     def prefilled(self) -> bool:
+        """Whether K/V of all prompt ids but the last are in the pages."""
         return self.kv_position >= self.prefill_end
 
     def append(self, token: int) -> None:
+        """Append a generated id."""
         if self._length == len(self._buffer):
             more = np.zeros(max(256, self._length), dtype=np.int64)
             one = self._keys is self._buffer
@@ -197,6 +199,7 @@ class Sequence:
         return max(0, -(-(more - self.room) // self._pages.page_size))
 
     def reserve_more(self, count: int) -> None:
+        """Reserve more pages."""
         self._pages.reserve(count)
         self._reserved += count
 
@@ -236,8 +239,8 @@ class Sequence:
         self.cached_tokens += 0 if self._resumed else gained
         return gained
 
-    def standing(self) -> int:
-        """The place in the prompt up to which K/V stand in the pages held."""
+    def computed_end(self) -> int:
+        """The place in the prompt up to which the pages held contain K/V."""
         at, size = self.kv_position, self._pages.page_size
         while at < self.prefill_end:
             k, offset = divmod(at, size)
@@ -247,8 +250,8 @@ class Sequence:
         return at
 
     def head_elsewhere(self) -> Head:
-        """The page that continues what stands in the pages held: its head is what `skip_cached` would copy."""
-        at = self.standing()
+        """The page whose head `skip_cached` would copy behind the K/V in the pages held."""
+        at = self.computed_end()
         k, offset = divmod(at, self._pages.page_size)
         found = None if offset or at >= self.prefill_end else self._partial(k)
         return Head(k, at, None) if found is None else Head(k, at + found[1], found)
@@ -284,7 +287,7 @@ class Sequence:
             self._take_next()
 
     def commit(self, end: int) -> None:
-        """The K/V of ids kv_position..end now stand in the pages."""
+        """The K/V of ids kv_position..end are now in the pages."""
         size = self._pages.page_size
         at = self.kv_position
         if end - at == 1 and (offset := at % size) and (page := self.allocated_pages[at // size]).label is None:
@@ -355,7 +358,7 @@ class Sequence:
         self._reserved = 0
 
     def _valid(self, k: int) -> int:
-        """Ids of page `k` whose K/V stand, if it is held."""
+        """Ids of page `k` with valid K/V, if it is held."""
         return self.allocated_pages[k].valid if k < len(self.allocated_pages) else 0
 
     def _copy_partial(self, k: int, copy: Callable[[int, int, int], None], head: Head | None) -> bool:

@@ -1,4 +1,4 @@
-"""What a generator is doing: numbers that are counted as they change, so that reading them costs next to nothing."""
+"""Numbers about a generator, counted as they change, so that reading them is cheap."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Counters", "GeneratorSnapshot", "snapshot_of"]
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened since the generator was made. Written by the round that is running."""
+    """Totals since the generator was made. Only the running step writes them."""
 
-    rounds: int = 0
+    steps: int = 0
     prompt_tokens: int = 0
     found_tokens: int = 0
     prefilled_tokens: int = 0
@@ -26,14 +26,14 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorSnapshot:
-    """The state of a generator between two of its steps. Taken during a round, numbers may stem from before and after a
-    step of it. Those of the second part only grow."""
+    """The state of a generator. A snapshot taken during a step may mix numbers of before and after it. The totals, from
+    `steps` on, never decrease."""
 
     #: sequences in the next decode step
     decoding_rows: int
     #: running jobs whose prompt is not computed yet
     prefilling_jobs: int
-    #: running jobs that `pause` holds behind their prompt
+    #: running jobs that `pause` holds after their prompt
     paused_jobs: int
     queued_jobs: int
     #: prompt tokens of the queued jobs, without full pages that were computed when the job was queued
@@ -46,8 +46,8 @@ class GeneratorSnapshot:
     free_pages: int
     total_pages: int
 
-    #: rounds begun
-    rounds: int
+    #: steps begun
+    steps: int
     #: tokens of the prompts that have been started, the last one of each, which is never looked up, not counted
     prompt_tokens: int
     #: those of them that were found in the cache
@@ -56,7 +56,7 @@ class GeneratorSnapshot:
     prefilled_tokens: int
     #: tokens sampled, including those taken back because of banned strings
     generated_tokens: int
-    #: guesses evaluated
+    #: draft tokens evaluated
     drafted_tokens: int
     accepted_draft_tokens: int
 
@@ -85,7 +85,7 @@ def snapshot_of(scheduler: Scheduler, counters: Counters) -> GeneratorSnapshot:
         cached_pages=min(cached, unused),
         free_pages=max(0, unused - cached),
         total_pages=total,
-        rounds=counters.rounds,
+        steps=counters.steps,
         prompt_tokens=counters.prompt_tokens,
         found_tokens=counters.found_tokens,
         prefilled_tokens=counters.prefilled_tokens,

@@ -121,8 +121,8 @@ class NGramTrie:
         self._seen = len(ids)
 
     def predict(self, context: SequenceOf[int], shortest: int = 1, threshold: int = 1) -> int | None:
-        """What followed the longest known ending of `context` of at least `shortest` tokens, if it did `threshold`
-        times."""
+        """Return the id that followed the longest known ending of `context` of at least `shortest` tokens, if it did
+        `threshold` times."""
         for n in range(min(self._depth, len(context)), shortest - 1, -1):
             key = tuple(context[len(context) - n :])
             best = self._best.get(key)

@@ -35,7 +35,7 @@ class _Condition(threading.Condition):
 
 
 class _Future(Future[Any]):
-    """Whoever is broken into while waiting for it does not keep its thread from handing over the result."""
+    """An interrupted waiter does not keep the thread from handing over the result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sample a step: every job's next token from its row of logits, in one native call. The engine samples only here."""
+"""Sample one step: the next token of every job from its row of logits, in one native call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Draw", "LaunchedBatch", "launch_batch", "sample_batch"]
 
 @dataclass(slots=True)
 class Draw:
-    """What one job asks of the sampler: `logits` and `negative` float32 [Vp] on any device, the rest as in
+    """The sampler's input for one job: `logits` and `negative` float32 [Vp] on any device, the rest as in
     `RequestSampler.sample`."""
 
     sampler: RequestSampler

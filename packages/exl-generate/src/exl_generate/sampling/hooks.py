@@ -1,4 +1,4 @@
-"""Post-sampling hooks: callables that see each sampled token and may replace it (spec/generators.md 5.4)."""
+"""Post-sampling hooks: callables that see each sampled token and may replace it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["ExLlamaV2PostSamplingHook", "ExLlamaV2PostSamplingResult"]
 
 @dataclass
 class ExLlamaV2PostSamplingResult:
-    """What a hook sees. Of its changes, `sampled_token` and `feed_filters` (False = filters do not see the token)
-    count.
+    """The argument of a hook. The sampler reads back `sampled_token` and `feed_filters` (False = filters do not see the
+    token); other changes have no effect.
 
     `sampled_token` int64 [1, 1], `sampled_prob` float32 [1, 1], `logits` float32 [1, 1, Vp] as the model made them;
     `candidate_tokens` and `candidate_probs` [1, 1, K] only if top tokens were asked for.

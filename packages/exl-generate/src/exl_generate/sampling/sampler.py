@@ -4,7 +4,7 @@ The order of steps: 1 CFG mix - 2 penalties - 3 blocked tokens - 4 bias - 5 DRY 
 filter mask - 7 healing prefix - 8 ids beyond the vocabulary - 9 greedy switch - 10 softmax with temperature - 11 top-k
 - 12 top-p - 13 top-a - 14 min-p - 15 TFS - 16 typical - 17 mirostat - 18 late or dynamic temperature - 19 XTC - 20
 order - 21 report - 22 skewed draw - 23 mirostat update. All but the last run in one native call, which may hold the
-rows of many requests. Their definitions in float64 stand in `exl_generate.sampling.transforms`.
+rows of many requests. `exl_generate.sampling.transforms` defines them in float64.
 
 A token depends on (logits, settings, seed, position) only: not on the batch, the machine, or what was asked to be
 reported.
@@ -36,7 +36,7 @@ Logits = NDArray[np.float32] | torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What one step may choose from, beside the settings. All fields are optional."""
+    """Constraint on one token besides the settings. All fields are optional."""
 
     #: packed int32 words, 1 = allowed, bit i & 31 of word i >> 5; ids beyond the words are not allowed
     mask: NDArray[np.int32] | None = None
@@ -113,7 +113,7 @@ class RequestSampler:
         attempt: int = 0,
         top_n: int = 0,
     ) -> kernels.Row:
-        """What the kernels need to choose token `position` (0 = first of the request) from float32 `logits` [Vp],
+        """Return the kernels' input for token `position` (0 = first of the request) from float32 `logits` [Vp],
         which stay as they are.
 
         `context` holds all ids so far, prompt included; `negative` the logits of the negative prompt (CFG).
@@ -196,7 +196,7 @@ def _tensor(logits: Logits) -> torch.Tensor:
 
 
 def report(ids: Sequence[int], p: Sequence[float], top_n: int, width: int) -> tuple[Ids, NDArray[np.float32]]:
-    """The `top_n` first candidates; missing ones become the lowest unused ids with probability 0 (P-22)."""
+    """The `top_n` first candidates; missing ones become the lowest unused ids with probability 0."""
     tokens, probabilities = np.array(ids, dtype=np.int64), np.array(p, dtype=np.float32)
     missing = min(top_n, width) - len(tokens)
     if missing > 0:
@@ -207,6 +207,7 @@ def report(ids: Sequence[int], p: Sequence[float], top_n: int, width: int) -> tu
 
 
 def why_none(row: kernels.Row, failure: kernels.Failure) -> str:
+    """Explain why no token could be chosen."""
     if failure.not_finite:
         return "the logits hold NaN or infinity: the model's weights or its input are broken"
     parts = [

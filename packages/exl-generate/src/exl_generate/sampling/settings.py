@@ -31,7 +31,7 @@ class Settings:
     belongs to the request. Only `ExLlamaV2Sampler.sample`, which knows no request, keeps `mirostat_mu` here.
 
     `token_bias` has a value per id of the vocabulary, -inf bans; values of ids beyond it are ignored.
-    `dry_sequence_breakers` are ids or texts: a text stands for every id whose piece contains it, or, if it spans
+    `dry_sequence_breakers` are ids or texts: a text means every id whose piece contains it, or, if it spans
     pieces, for the last id of its encoding.
     """
 

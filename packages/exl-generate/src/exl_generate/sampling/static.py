@@ -121,12 +121,12 @@ class ExLlamaV2Sampler:
 
     @staticmethod
     def get_dry_default_sequence_breaker_tokens(tokenizer: Tokenizer) -> set[int]:
-        """Ids that end a repeat unless `Settings.dry_sequence_breakers` says otherwise (P-6)."""
+        """Ids that end a repeat unless `Settings.dry_sequence_breakers` says otherwise."""
         return Vocabulary.of(tokenizer).dry_breaker_ids
 
     @staticmethod
     def get_default_xtc_mask_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-        """Ids that XTC leaves alone unless `Settings.xtc_ignore_tokens` says otherwise (P-19)."""
+        """Ids that XTC leaves alone unless `Settings.xtc_ignore_tokens` says otherwise."""
         return frozenset(Vocabulary.of(tokenizer).xtc_ignored_ids)
 
     @staticmethod
@@ -159,13 +159,14 @@ def _taken(row: kernels.Row, outcome: kernels.Sampled | kernels.Failure) -> kern
 
 
 def _mirostat_state(settings: SamplerSettings, batch: int) -> list[float]:
-    """mu of each row, 2 tau where none is kept (P-15)."""
+    """mu of each row, 2 tau where none is kept."""
     kept = settings.mirostat_mu or []
     return [kept[b] if b < len(kept) and kept[b] else 2.0 * settings.mirostat_tau for b in range(batch)]
 
 
 def _filtered(filters: Sequence[Any], vocabulary: Vocabulary, width: int) -> tuple[Mask | None, frozenset[int]]:
-    """What all filters allow as packed words (None: no constraint), and the tokens any of them names as its end."""
+    """Return the tokens that all filters allow as packed words (None: no constraint), and the tokens that any of them
+    names as its end."""
     allowed: np.ndarray[Any, np.dtype[np.bool_]] | None = None
     ends: set[int] = set()
     for filter_ in filters:

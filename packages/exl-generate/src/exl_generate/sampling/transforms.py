@@ -1,4 +1,4 @@
-"""The sampler's transforms, one small function each, by the definitions of spec/generators.md 4.4.
+"""The definitions of the sampler's transforms in float64, one small function each.
 
 Logit transforms change a float32 row [Vp] in place. Candidate transforms take probabilities as a float64 vector in
 descending order that sums to 1. A *cut* returns which entries stay, as a boolean vector or as a count of leading
@@ -42,7 +42,7 @@ Keep = NDArray[np.bool_]
 
 
 def cfg_mix(positive: Logits, negative: Logits, scale: float) -> Logits:
-    """Classifier-free guidance: scale * logsoftmax(positive) + (1 - scale) * logsoftmax(negative) (P-1)."""
+    """Classifier-free guidance: scale * logsoftmax(positive) + (1 - scale) * logsoftmax(negative)."""
     mixed = scale * _log_softmax(positive) + (1.0 - scale) * _log_softmax(negative)
     return mixed.astype(np.float32)
 
@@ -63,7 +63,7 @@ def penalties(
     sustain: int = -1,
     decay: int = 0,
 ) -> None:
-    """Repetition, presence and frequency penalties over the newest `sustain` tokens, fading over `decay` more (P-4).
+    """Repetition, presence and frequency penalties over the newest `sustain` tokens, fading over `decay` more.
 
     The strength at distance d from the newest token is 1 up to `sustain`, then falls linearly to 0. Repetition and
     presence act once per token, at its most recent occurrence; frequency at each. Ids beyond the logits' width are
@@ -141,7 +141,7 @@ def dry(
 
 
 def softmax(logits: NDArray[np.floating], temperature: float = 1.0, smoothing: float = 0.0) -> Probabilities:
-    """exp((x - max) / T), or exp(-(x - max)^2 * s / T) with smoothing s > 0, normalised. -inf gives 0 (P-7, P-8)."""
+    """exp((x - max) / T), or exp(-(x - max)^2 * s / T) with smoothing s > 0, normalised. -inf gives 0."""
     x = logits.astype(np.float64)
     x -= x.max()
     if smoothing > 0:
@@ -151,7 +151,7 @@ def softmax(logits: NDArray[np.floating], temperature: float = 1.0, smoothing: f
 
 
 def top_k(logits: Logits, k: int) -> Ids:
-    """Ids of the k largest finite logits, largest first, ties by lower id. k = 0 keeps all (P-9)."""
+    """Ids of the k largest finite logits, largest first, ties by lower id. k = 0 keeps all."""
     if 0 < k < len(logits):
         border = np.partition(logits, len(logits) - k)[len(logits) - k]
         ids = np.flatnonzero((logits >= border) & (logits > -np.inf))
@@ -179,18 +179,18 @@ def top_p(p: Probabilities, threshold: float) -> int:
 
 
 def top_a(p: Probabilities, a: float) -> int:
-    """Number of tokens with p >= a * pmax^2 (P-11); at least one."""
+    """Number of tokens with p >= a * pmax^2; at least one."""
     return max(1, int(np.count_nonzero(p >= a * p[0] * p[0])))
 
 
 def min_p(p: Probabilities, threshold: float) -> int:
-    """Number of tokens with p >= threshold * pmax (P-12); at least one."""
+    """Number of tokens with p >= threshold * pmax; at least one."""
     return max(1, int(np.count_nonzero(p >= threshold * p[0])))
 
 
 def tail_free(p: Probabilities, z: float) -> int:
     """Tail-free sampling: keep one more than the leading terms of |second difference| whose running share is <= z
-    (P-13)."""
+    ."""
     kept = p[p >= 1e-8]
     if len(kept) < 3:
         return len(p)
@@ -216,23 +216,23 @@ def typical(p: Probabilities, mass: float) -> Keep:
 
 
 def mirostat_cut(p: Probabilities, mu: float) -> int:
-    """Number of tokens whose surprise -log2 p is at most mu bits (P-15); at least one."""
+    """Number of tokens whose surprise -log2 p is at most mu bits; at least one."""
     return max(1, int(np.count_nonzero(p >= 2.0**-mu)))
 
 
 def mirostat_update(mu: float, chosen: float, tau: float, eta: float) -> float:
-    """The next mu: mu + eta * (tau - surprise of the chosen token), in bits (P-15)."""
+    """The next mu: mu + eta * (tau - surprise of the chosen token), in bits."""
     return mu + eta * (tau + float(np.log2(chosen)))
 
 
 def late_temperature(p: Probabilities, temperature: float) -> Probabilities:
-    """p^(1/T), renormalised (P-16)."""
+    """p^(1/T), renormalised."""
     weights = np.power(p / p.max(), 1.0 / temperature)
     return np.asarray(weights / weights.sum())
 
 
 def dynamic_temperature(p: Probabilities, low: float, high: float, exponent: float) -> Probabilities:
-    """T = low + (high - low) * (H / Hmax)^exponent over the candidates of positive probability (P-17)."""
+    """T = low + (high - low) * (H / Hmax)^exponent over the candidates of positive probability."""
     positive = p[p > 0]
     h_max = float(np.log(len(positive))) or 1.0
     entropy = max(0.0, -float((positive * np.log(positive)).sum()))
@@ -241,7 +241,7 @@ def dynamic_temperature(p: Probabilities, low: float, high: float, exponent: flo
 
 
 def xtc(p: Probabilities, probability: float, threshold: float, ignored: Keep | None = None) -> Probabilities:
-    """Exclude top choices, in expectation (P-18): all tokens with p >= threshold but the least probable of them lose
+    """Exclude top choices, in expectation: all tokens with p >= threshold but the least probable of them lose
     `probability` of their mass, which the others share in proportion. `ignored` marks tokens that are never
     excluded."""
     choice = p >= threshold
@@ -260,13 +260,13 @@ def xtc(p: Probabilities, probability: float, threshold: float, ignored: Keep | 
 
 
 def skew(r: float, amount: float) -> float:
-    """Warp a uniform number: r^(exp(-amount)); positive amounts favour less likely tokens (P-20)."""
+    """Warp a uniform number: r^(exp(-amount)); positive amounts favour less likely tokens."""
     return float(r ** np.exp(-amount))
 
 
 def draw(p: Probabilities, r: float) -> int:
     """Index of the first entry whose running share exceeds r in [0, 1); an entry of probability 0 is never drawn
-    (P-21)."""
+    ."""
     running = np.cumsum(p)
     index = min(int(np.searchsorted(running, r * running[-1], side="right")), len(p) - 1)
     while p[index] == 0:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Mask", "Vocabulary"]
 
-#: packed int32 words: bit i & 31 of word i >> 5 stands for id i
+#: packed int32 words: bit i & 31 of word i >> 5 is id i
 Mask = NDArray[np.int32]
 
 _BREAKERS = frozenset('.,!?<>[](){}"\n\t')
@@ -78,7 +78,7 @@ class Vocabulary:
         return set(self._owner.extended_id_to_piece)
 
     def breaking(self, text: str) -> set[int]:
-        """Ids that a breaker given as text stands for: every id whose piece contains it; for a text that spans pieces,
+        """Ids that a breaker given as text means: every id whose piece contains it; for a text that spans pieces,
         the last id of its encoding."""
         if not text:
             raise RequestError("a DRY sequence breaker is an empty string; pass text or token ids")
@@ -97,6 +97,7 @@ class Vocabulary:
         return {i for i, piece in enumerate(pieces) if not wanted.isdisjoint(piece)}
 
     def pack(self, ids: Collection[int]) -> Mask:
+        """Return a mask with only the bits of `ids` set."""
         return pack_ids(ids, self.width)
 
     @property

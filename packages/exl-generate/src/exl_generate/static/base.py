@@ -142,7 +142,7 @@ class ExLlamaV2BaseGenerator:
         engine = self.engine()
         aborted = False
         last: dict[ExLlamaV2DynamicJob, dict[str, Any]] = {}
-        with defer_sigint() as section:  # a Ctrl-C is handed on between rounds, and nothing stays behind
+        with defer_sigint() as section:  # delivers a Ctrl-C between steps and leaves no job behind
             try:
                 engine.enqueue(jobs)
                 while engine.num_remaining_jobs():

@@ -1,4 +1,4 @@
-"""`ExLlamaV2StreamingGenerator`: one request, one token a call. Behaviour: spec/generators.md 2."""
+"""`ExLlamaV2StreamingGenerator`: one request, one token a call."""
 
 from __future__ import annotations
 
@@ -292,8 +292,8 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return _without_first(told), True
 
     def _next(self, ban_tokens: Iterable[int] | None) -> tuple[Result, tuple[list[Result], bool, bool]]:
-        """What one call says, and what is left of the results then, with whether the healed token is still to come or
-        to be left out. Nothing is handed out yet: an interrupt may come."""
+        """Return the result of one call and the state after it: the remaining results, whether the healed token is
+        still to come, and whether it was left out. The caller stores that state, so that an interrupt loses nothing."""
         if self._job is None:
             raise JobStateError("no stream has begun; call begin_stream_ex first")
         told, hidden = self._shown(self._look(0, ban_tokens), self._healed_hidden)
@@ -355,7 +355,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return told
 
     def _of_no_token(self) -> Result:
-        """What was asked for beside the tokens, of a result without one: its text is held, or was taken back."""
+        """The requested report of a result without tokens: its text is held, or was withdrawn."""
         job = self._job
         assert job is not None
         told: Result = {}

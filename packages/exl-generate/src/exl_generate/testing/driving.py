@@ -14,7 +14,7 @@ Results = dict[ExLlamaV2DynamicJob, list[dict[str, Any]]]
 
 
 def drain(generator: ExLlamaV2DynamicGenerator, limit: int = 10_000) -> Results:
-    """Iterate until the queue is empty; results by job, in order. Fails if that takes more than `limit` rounds."""
+    """Iterate until the queue is empty; results by job, in order. Fails if that takes more than `limit` steps."""
     results: Results = defaultdict(list)
     for _ in range(limit):
         for result in generator.iterate():
@@ -23,7 +23,7 @@ def drain(generator: ExLlamaV2DynamicGenerator, limit: int = 10_000) -> Results:
             for result in generator.iterate():
                 results[result["job"]].append(result)
             return results
-    raise AssertionError(f"{generator.num_remaining_jobs()} jobs are left after {limit} rounds")
+    raise AssertionError(f"{generator.num_remaining_jobs()} jobs are left after {limit} steps")
 
 
 def streamed_text(results: list[dict[str, Any]]) -> str:
@@ -37,7 +37,7 @@ def streamed_tokens(results: list[dict[str, Any]]) -> list[int]:
 
 
 def check_pages(generator: ExLlamaV2DynamicGenerator) -> None:
-    """The invariants of page accounting (spec/generators.md 3.8), from what the table and the jobs show."""
+    """The invariants of page accounting, from what the table and the jobs show."""
     table = generator.page_table
     users: dict[int, list[tuple[bytes, ...]]] = defaultdict(list)
     for job in generator.active_jobs:

@@ -1,4 +1,4 @@
-"""A model made of a hash function (spec/generators.md 7).
+"""A model made of a hash function.
 
 Next-token logits are a function of the whole token context. Each slot of the cache stores the token and a running hash
 of its prefix; every forward pass recomputes the chain over the block table and fails where K/V of another context would
@@ -128,7 +128,7 @@ class ModelBase:
 
 class ScriptedModel(ModelBase):
     """`script(context)` names the next token, or None where the hash decides. `faults` are raised by the forward passes
-    that see a context ending in that token. In a context a row of an embedding stands as 10000 + its value."""
+    that see a context ending in that token. In a context a row of an embedding is 10000 + its value."""
 
     def __init__(self, config: ScriptedConfig | None = None, script: Script | None = None, scale: float = 4.0) -> None:
         self.config = config or ScriptedConfig()

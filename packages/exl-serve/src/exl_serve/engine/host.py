@@ -32,7 +32,7 @@ from exl_serve.errors import ServeError
 from exl_serve.request.labels import joined_labels
 
 if TYPE_CHECKING:
-    from exl_generate import ExLlamaV2DynamicJob, RoundColumns
+    from exl_generate import ExLlamaV2DynamicJob, StepColumns
     from exl_generate.dynamic.columns import Extra
 
 __all__ = ["Host"]
@@ -466,7 +466,7 @@ class Host:
         self._status.round += 1
         self._status.began = began
         self._status.write()
-        columns: RoundColumns | None = None
+        columns: StepColumns | None = None
         try:
             columns = self._generator.iterate_columns()
         except Exception:
@@ -482,7 +482,7 @@ class Host:
         if tokens and took > 0:
             self._rates = Rates(self._rates.prefill, _average(self._rates.decode, tokens / took))
 
-    def _deliver(self, columns: RoundColumns) -> int:
+    def _deliver(self, columns: StepColumns) -> int:
         """Tell a round's results; returns how many tokens they have. Most entries are nothing but tokens: these lines
         run for every token of the engine."""
         running, extra, outgoing, uncharged = self._running, columns.extra, self._outgoing, self._uncharged
