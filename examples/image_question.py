@@ -1,4 +1,4 @@
-"""Questions about an image: it is encoded once, stands in the prompt by an alias, and comes from the prefix cache.
+"""Questions about an image: it is encoded once, is in the prompt by an alias, and comes from the prefix cache.
 
 python examples/image_question.py MODEL_FOLDER IMAGE QUESTION [QUESTION ...]
 

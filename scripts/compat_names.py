@@ -35,7 +35,7 @@ def modules() -> list[str]:
 
 
 def meaning(module: str, name: str) -> str:
-    """What a name is here."""
+    """Say in a few words how a name is provided."""
     from exllamav2._names import _StandIn
 
     value = getattr(importlib.import_module(module), name)

@@ -13,7 +13,7 @@ for package in packages/*/src; do
   PYTHONPATH="$PWD/$package${PYTHONPATH:+:$PYTHONPATH}"
 done
 export PYTHONPATH PYTHONUNBUFFERED=1
-# What lines and tables are of: the commit the carried module was packed at, where the checkout came without its history.
+# The commit that lines and tables name: the one the carried module was packed at, where the checkout came without its history.
 if [ -z "${EXL_COMMIT:-}" ] && [ -f .device/commit ]; then
   EXL_COMMIT=$(cat .device/commit)
   export EXL_COMMIT

@@ -20,7 +20,7 @@ from exl_kernels import _native
 
 
 class Kernels:
-    """What has been launched, and the file that says so."""
+    """The launches so far, and the file that records them."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ __device__ int touch(const int* p) { int v; asm volatile("ld.global.ca.s32 %0, [
 __global__ void producer(int* x, int value, int* arrived, int* sink) {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   int sum = 0;
-  for (int i = threadIdx.x; i < N; i += blockDim.x) sum += touch(x + i);  // every line into this multiprocessor's L1
+  for (int i = threadIdx.x; i < N; i += blockDim.x) sum += touch(x + i);  // every line into this SM's L1
   if (sum == 12345) *sink = sum;
   __syncthreads();
   if (threadIdx.x == 0) { __threadfence(); atomicAdd(arrived, 1); while (atomicAdd(arrived, 0) % gridDim.x != 0) {} }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that is proven on a GPU, once, in about three minutes on two GPUs: all tests marked `cuda`, memcheck, racecheck. A
-# table of what passed stands last. Racecheck keeps a GPU busy for most of that time: it has the second and what the others leave of
+# Every test on a GPU, once, in about three minutes on two GPUs: all tests marked `cuda`, memcheck, racecheck. A
+# table of what passed comes last. Racecheck keeps a GPU busy for most of that time: it has the second and what the others leave of
 # the first, which all else runs on. With one GPU all of it runs there.
 #
 # usage: scripts/gpu/prove_all.sh FOLDER [seconds, default 170: what has not ended by then is cut off, and the table says so]

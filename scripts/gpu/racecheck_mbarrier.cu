@@ -1,4 +1,4 @@
-// What racecheck makes of hand-overs through mbarriers, of the forms that our kernels use, and of races planted in them.
+// Reports of racecheck on hand-overs through mbarriers, of the forms that our kernels use, and of races planted in them.
 //
 // A warp's writes are ordered before the one lane's arrival by __syncwarp, and that arrival releases them to whoever waits. racecheck
 // takes an arrival for its own lane alone. So it is given kernels in which every lane arrives (EXL_EACH_LANE_ARRIVES), otherwise the same.

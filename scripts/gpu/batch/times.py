@@ -1,4 +1,4 @@
-"""Times of the batch kernel through the binding, laying out activations included, for several plans of a launch."""
+"""Times of the batch kernel through the binding, packing of activations included, for several plans of a launch."""
 
 import sys
 from functools import partial

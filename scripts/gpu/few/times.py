@@ -1,4 +1,4 @@
-"""Products of 3 to 8 rows: bits against the ring kernel's, times alone and of a layer in a row."""
+"""Matmuls of 3 to 8 rows: results against the ring kernel's, times alone and of a chained layer."""
 
 import argparse
 import itertools
@@ -168,16 +168,16 @@ def times(m: int, layers: list[Layer]) -> None:
         onward = _native.NextInput(layer.qkv, inputs[layer.qkv], True)
         layer.down.run_few_chained(None, x, m, inputs[layer.down], launch(), residual=x, next=onward, tuning=tuning)
 
-    def in_a_row(layer: Layer) -> None:
+    def chained(layer: Layer) -> None:
         for product in (qkv, o, gate, down):
             product(layer)
 
-    each("a layer's products, each laid out", whole)
+    each("a layer's matmuls, each packed", whole)
     for made in (qkv, o, gate, down):
         each(f"{made.__name__} prepared", made)
     for tuning in ((2, 8, 0), (2, 9, 5)):
         each(f"down prepared {tuning}", lambda layer, tuning=tuning: down(layer, tuning))
-    each("a layer's products in a row", in_a_row)
+    each("a layer's matmuls, chained", chained)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A filter that lets a model write one date that exists, as YYYY-MM-DD.
 
 It is a `StateFilter`: the state is the text so far, and four functions of it say what may follow. Copies, rewinding,
-masks, stop tokens and the checks at the door come from there.
+masks, stop tokens and the checks of arguments come from there.
 """
 
 from __future__ import annotations
