@@ -50,6 +50,14 @@ def cases(width: int, rng: np.random.Generator) -> dict[str, dict[str, Any]]:
         "temperature": {"temperature": 0.8},
         "top-p": {"temperature": 0.8, "top_p": 0.9},
         "min-p": {"min_p": 0.05, "late": (1.5, 1.5, 1.0)},
+        "chat": {
+            "min_p": 0.05,
+            "xtc": (0.5, 0.1),
+            "penalties": (1.05, 0.0, 0.0, 1024, 0),
+            "dry": (0.8, 1.75, 2, 20, 0, pack_ids([13], width)),
+        },
+        "typical": {"typical": 0.95},
+        "cfg": {"temperature": 0.8, "top_k": 50, "top_p": 0.8, "cfg_scale": 1.5},
         "all but top-k": everything,
         "all": {**everything, "top_k": 50},
     }
@@ -75,6 +83,7 @@ def rows_of(
             context=context,
             mask=mask if every else None,
             mirostat=2.0**-9 if every else 0.0,
+            negative=logits.flip(0) if plan.cfg_scale is not None else None,
         )
         for logits in torch.from_numpy(x)
     ]
@@ -129,15 +138,19 @@ def main() -> None:
 def on_gpu(width: int, counts: list[int], rng: np.random.Generator) -> None:
     from gpu_timing import environment, time_graph
 
-    for name, fields in cases(width, rng).items():
+    asked = [(kind, *case) for kind in ("model", "flat") for case in cases(width, rng).items()]
+    for kind, name, fields in asked:
         for count in counts:
-            rows = rows_of(name, fields, "model", width, count, rng)
-            there = [replace(row, logits=row.logits.cuda()) for row in rows]
+            rows = rows_of(name, fields, kind, width, count, rng)
+            there = [
+                replace(row, logits=row.logits.cuda(), negative=None if row.negative is None else row.negative.cuda())
+                for row in rows
+            ]
             for got, want in zip(sampling.sample(there), sampling.sample(rows), strict=True):
-                check(got, want, f"GPU, {name}")
+                check(got, want, f"GPU, {name}, {kind}")
             line = {
                 "bench": "sampling",
-                "logits": "model",
+                "logits": kind,
                 "settings": name,
                 "vocab": width,
                 "rows": count,

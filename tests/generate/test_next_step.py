@@ -391,12 +391,13 @@ def test_the_next_step_is_launched_between_sampling_and_collecting(monkeypatch: 
 
 def test_a_step_whose_row_is_left_to_the_cpu_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, leaves=True)
-    one, other = stage.add([3, 4, 5], 6), stage.add([6, 7], 6, PLAIN)
+    tail_free = Settings(temperature=1.0, top_k=0, top_p=0, tfs=0.9)
+    one, other = stage.add([3, 4, 5], 6), stage.add([6, 7], 6, tail_free)
     for _ in range(5):
         assert stage.round() == ["sample", "step", "collect", "run"]
     stage.finish()
     assert stage.tokens(one) == alone([3, 4, 5], 6)
-    assert stage.tokens(other) == alone([6, 7], 6, PLAIN)
+    assert stage.tokens(other) == alone([6, 7], 6, tail_free)
 
 
 def test_the_host_passes_the_tokens_on_where_a_job_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,9 @@ class Stream:
     def synchronize(self) -> None: ...
 
 
-def fill(_: _native.SamplingWorkspace, requests: list[Any], *__: Any) -> tuple[int, int]:
+def fill(_: _native.SamplingWorkspace, requests: list[Any], *__: Any) -> tuple[int, tuple[bool, bool, bool]]:
     """As the native function: the bytes that a call needs, whose number is that of its masks' words here."""
-    return sum(len(request[6]) for request in requests), 0
+    return sum(len(request[6]) for request in requests), (False, False, False)
 
 
 def launch(workspace: _native.SamplingWorkspace, count: int, *_: Any) -> None:
@@ -103,7 +103,7 @@ def test_a_call_without_memory_leaves_buffers_that_fit_each_other(
     assert len(sampling_cuda.launch(small).answers()) == 1
 
 
-@pytest.mark.parametrize("wrong", ["device_copy", "shaped", "maxima", "sums"])
+@pytest.mark.parametrize("wrong", ["device_copy", "shaped", "maxima", "sums", "wide"])
 def test_buffers_that_do_not_fit_each_other_are_refused(wrong: str) -> None:
     buffers = {
         "staging": torch.zeros(64, dtype=torch.uint8),
@@ -111,6 +111,7 @@ def test_buffers_that_do_not_fit_each_other_are_refused(wrong: str) -> None:
         "shaped": torch.zeros(2, 4096),
         "maxima": torch.zeros(2, 2048, dtype=torch.int32),
         "sums": torch.zeros(2, 2048, dtype=torch.int64),
+        "wide": torch.zeros(_native.SamplingWorkspace.wide_bytes(2), dtype=torch.uint8),
     }
     assert _native.SamplingWorkspace(**buffers).rows == 2
     with pytest.raises(ValueError, match=wrong):

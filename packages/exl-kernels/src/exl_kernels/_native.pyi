@@ -684,16 +684,21 @@ class SamplingWorkspace:
     Memory that calls of one GPU share: what rows are staged in, and what the kernels compute in.
     """
     def __new__(
-        cls, /, staging: Tensor, device_copy: Tensor, shaped: Tensor, maxima: Tensor, sums: Tensor
+        cls, /, staging: Tensor, device_copy: Tensor, shaped: Tensor, maxima: Tensor, sums: Tensor, wide: Tensor
     ) -> SamplingWorkspace:
         """
         `staging` uint8 in pinned memory, `device_copy` as much on the GPU; there too `shaped` float32 [N, pitch], `maxima` int32 and `sums`
-        int64 [N, 2048], for calls of up to N rows of up to `pitch` logits.
+        int64 [N, 2048], for calls of up to N rows of up to `pitch` logits; `wide` uint8 of `wide_bytes(N)`, all zero when it is made.
         """
     @property
     def rows(self, /) -> int:
         """
         Most rows of a call.
+        """
+    @staticmethod
+    def wide_bytes(rows: int) -> int:
+        """
+        Bytes of `wide` for `rows` rows.
         """
 
 @final
@@ -876,21 +881,21 @@ def cuda_sample_fill(
     ],
     constants: Sequence[tuple[Tensor | None, Tensor | None]],
     stream: int,
-) -> tuple[int, bool]:
+) -> tuple[int, tuple[bool, bool, bool]]:
     """
     Write the rows to the staging memory and queue its copy on `stream`. Returns the bytes that are needed (more than there are: nothing of use
-    was written, nothing is queued) and whether a row needs sums. `constants`: of each request.
+    was written, nothing is queued) and what `cuda_sample_launch` is to be told of the rows' needs. `constants`: of each request.
     """
 
 def cuda_sample_launch(
     workspace: SamplingWorkspace,
     count: int,
-    with_sums: bool,
+    needs: tuple[bool, bool, bool],
     launch: Launch,
     next: tuple[Tensor, int, tuple[Tensor, Tensor] | None] | None = None,
 ) -> None:
     """
-    Launch for `count` rows that were filled in and copied; the answers are in the workspace once the stream has passed. `next`: int64
+    Launch for `count` rows that were filled in and copied, with the needs that `cuda_sample_fill` told; the answers are in the workspace once the stream has passed. `next`: int64
     [count] on the GPU that gets the tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing), and
     what is copied to where before.
     """

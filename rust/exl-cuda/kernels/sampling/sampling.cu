@@ -1,13 +1,13 @@
 // From rows of logits to tokens, to the bits of exl-cpu's sampling (rust/exl-cpu/src/sampling says what and why): fixed-point weights,
 // integer sums, total orders. Three launches a batch: shape the logits and find block maxima; sum weights a block; choose, one block a
-// row. Rows whose candidates do not fit a block's table answer FALLBACK and are sampled on the CPU, to the same token.
+// row. Rows whose candidates do not fit a block's table are left to sample_wide, and with a tail-free cut, which needs all candidates in
+// order, to the CPU: they answer FALLBACK.
 //
 // Answers are written to pinned host memory in place: no copy to wait for. Each launch begins while the one before it ends, and waits
 // for it before it reads what it made; so whatever follows the last one follows all.
 // Products and sums are written as intrinsics wherever the compiler could fuse them: a fused one gives other bits.
 #include "common/abi.cuh"
-#include "sampling/sampling_math.cuh"
-#include "sampling/sampling_table.cuh"
+#include "sampling/sampling_wide.cuh"
 
 // What the step behind the sampling reads beside its tokens: in pinned host memory, and where it is to stand.
 struct Inputs {
@@ -20,10 +20,11 @@ ABI_SIZE(Inputs, 24); ABI_AT(Inputs, from, 0); ABI_AT(Inputs, to, 8); ABI_AT(Inp
 // Steps 2 to 8: the shaped logits and the largest key of each block of ids. The blocks beyond the last row bring the next step's inputs,
 // while the others work: a copy between this launch and the next would be waited for.
 extern "C" __global__ void __launch_bounds__(256)
-    sample_shape(const Row* rows, float* shaped, int* maxima, int pitch, int count, Inputs inputs) {
+    sample_shape(const Row* rows, float* shaped, int* maxima, int pitch, int count, Inputs inputs, WideControl* control) {
   __shared__ Row row;
   __shared__ float x[SEGMENT];
   pdl_trigger();
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *control = WideControl{};
   if ((int)blockIdx.y == count) {
     for (int i = blockIdx.x * 256 + threadIdx.x; i < inputs.words; i += gridDim.x * 256) inputs.to[i] = __ldcv(inputs.from + i);
     return;
@@ -108,14 +109,7 @@ DEVICE void late(const Row& row, const Table& table, int n, const Slope& slope, 
       alive += l >= -745.f;
     }
     sum = block_sum(sum);
-    alive = (int)block_sum((u64)alive);
-    const double expected = __ddiv_rn(__ull2double_rn(sum), __ull2double_rn(total));
-    double most = ln((double)max(alive, 1));
-    if (!(most > 0.0)) most = 1.0;
-    const double entropy = __dadd_rn(ln(__ddiv_rn(__ull2double_rn(total), 17592186044416.0)), expected);
-    const double part = fmin(fmax(__ddiv_rn(entropy, most), 0.0), 1.0);
-    const double t = __dadd_rn(row.low, __dmul_rn(__dsub_rn(row.high, row.low), power(part, row.exponent)));
-    scale = __double2float_rn(__ddiv_rn(1.0, fmax(t, 1e-4)));
+    scale = late_scale(row, sum, (int)block_sum((u64)alive), total);
   }
   const float highest = log_weight(slope, logit_at(table.place[0]));
   __syncthreads();
@@ -160,10 +154,13 @@ DEVICE u64 draw_target(double uniform, u64 total) {
 }
 
 // Where a row's results go: the answer in pinned host memory; the token, cut to ids below `limit`, also to the inputs of the next step.
+// Or, where its candidates do not fit the table, the memory of its passes.
 struct Results {
   Answer* answer;
   int64_t* next;
   int limit;
+  WideRow* wide;
+  WideControl* control;
 };
 
 DEVICE void report(const Table& table, int n, int top_n, Answer* answer) {
@@ -185,15 +182,19 @@ DEVICE void finish(const Results& to, int status, int token, u64 weight, u64 tot
   }
 }
 
+DEVICE void leave_to_passes(const Row& row, int peak, const Results& to) {
+  if (row.tfs > 0.0) return finish(to, FALLBACK, 0, 0, 0);
+  if (threadIdx.x == 0) begin_wide(row, to.wide, to.control, peak);
+}
+
 // A draw over all logits by ascending id.
-DEVICE void draw_all(const Row& row, const View& view, const Table& table, const Slope& slope, const Results& to) {
+DEVICE void draw_all(const Row& row, const View& view, const Table& table, const Slope& slope, int peak, const Results& to) {
   u64 sum = 0;
   for (int b = threadIdx.x; b < view.blocks; b += THREADS) sum += view.sums[b];
   const u64 total = block_sum(sum), target = draw_target(row.uniform, total);
   if (row.top_n) {
-    int n = row.top_n < view.blocks ? gather(view, table, border(view, row.top_n), nullptr, 0) : CAPACITY + 1;
-    if (n > CAPACITY) n = gather_by_bins(view, table, slope, row.top_n, 0);
-    if (n == 0) return finish(to, FALLBACK, 0, 0, 0);
+    const int n = gather_first(view, table, row.top_n);
+    if (n == 0) return leave_to_passes(row, peak, to);
     sort_pairs<false>(table.place, table.q, n);
     weigh_table(table, n, slope);
     report(table, n, row.top_n, to.answer);
@@ -238,8 +239,7 @@ enum Cut { NONE, TOP_P, TOP_A, MIN_P, TFS, MIROSTAT };
 DEVICE int first_candidates(const Row& row, const View& view, const Table& table, const Slope& slope, int peak, Cut* made) {
   *made = NONE;
   if (row.top_k) {
-    int n = row.top_k < view.blocks ? gather(view, table, border(view, row.top_k), nullptr, 0) : CAPACITY + 1;
-    if (n > CAPACITY) n = gather_by_bins(view, table, slope, row.top_k, 0);
+    const int n = gather_first(view, table, row.top_k);
     if (n == 0) return 0;
     sort_pairs<false>(table.place, table.q, n);
     const int kept = min(n, row.top_k);
@@ -254,17 +254,18 @@ DEVICE int first_candidates(const Row& row, const View& view, const Table& table
     const u64 target = share(row.top_p, total);
     int n = 0;
     bool reached = false;
-    for (int count = 16; count <= 256 && count < view.blocks && n <= CAPACITY && !reached; count *= 4) {
-      n = gather(view, table, border(view, count), nullptr, 0);
+    for (int count = 16; count <= 1024 && n <= CAPACITY && !reached; count *= 4) {
+      const int least = border(view, count);
+      // Candidates weigh no more than the blocks that they are in.
+      u64 most = 0;
+      for (int b = threadIdx.x; b < view.blocks; b += THREADS) most += view.maxima[b] >= least ? view.sums[b] : 0;
+      if (block_sum(most) < target) continue;
+      n = gather(view, table, least, nullptr, 0);
       if (n > CAPACITY) break;
       weigh_table(table, n, slope);
       reached = total_of(table, n) >= target;
     }
-    if (!reached) {
-      n = gather_by_bins(view, table, slope, 0, target);
-      if (n == 0) return 0;
-      weigh_table(table, n, slope);
-    }
+    if (!reached) return 0;
     sort_pairs<false>(table.place, table.q, n);
     return prefix(table, n, target);
   }
@@ -307,13 +308,13 @@ DEVICE int later_cuts(const Row& row, const Table& table, int n, Cut made) {
 // Steps 9 to 22, one block a row.
 extern "C" __global__ void __launch_bounds__(THREADS)
     sample_choose(const Row* rows, const float* shaped, const int* maxima, const u64* sums, Answer* answers, int pitch,
-                  int64_t* next, int limit) {
+                  int64_t* next, int limit, WideRow* wide, WideControl* control) {
   extern __shared__ u64 memory[];
   __shared__ Row row;
   load_row(&row, rows + blockIdx.x);
   pdl_wait();
   if (row.flags & SKIP) return;
-  const Results to{answers + blockIdx.x, next ? next + blockIdx.x : nullptr, limit};
+  const Results to{answers + blockIdx.x, next ? next + blockIdx.x : nullptr, limit, wide + blockIdx.x, control};
   const Table table{memory, memory + CAPACITY, memory + 2 * CAPACITY};
   __shared__ int high[MOST_BLOCKS];
   const View view{shaped + (size_t)blockIdx.x * pitch, high, sums + blockIdx.x * MOST_BLOCKS, row.size, (row.size + BLOCK - 1) / BLOCK};
@@ -326,11 +327,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (peak == BAD) return finish(to, NOT_FINITE, 0, 0, 0);
   if (peak <= NEG_INF) return finish(to, EMPTY, 0, 0, 0);
   if (row.flags & GREEDY) return greedy(row, view, peak, to);
+  if (row.flags & WIDE) return leave_to_passes(row, peak, to);
   const Slope slope = slope_of(row, peak);
-  if (row.flags & PLAIN) return draw_all(row, view, table, slope, to);
+  if (row.flags & PLAIN) return draw_all(row, view, table, slope, peak, to);
   Cut made;
   int n = first_candidates(row, view, table, slope, peak, &made);
-  if (n == 0) return finish(to, FALLBACK, 0, 0, 0);
+  if (n == 0) return leave_to_passes(row, peak, to);
   n = later_cuts(row, table, n, made);
   if (row.flags & (LATE_FIXED | LATE_DYNAMIC) && n > 1) late(row, table, n, slope, total_of(table, n));
   if (row.xtc_probability > 0.0) {

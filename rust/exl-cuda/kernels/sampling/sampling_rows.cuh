@@ -15,7 +15,7 @@ constexpr int NEG_INF = (int)0x807fffff;  // key of -inf
 constexpr int BAD = 0x7fffffff;           // key of NaN and +inf
 
 enum { OK = 0, EMPTY = 1, NOT_FINITE = 2, FALLBACK = 3 };
-enum { GREEDY = 1, SMOOTH = 2, DESCENDING = 4, SKIP = 8, SUMS = 16, LATE_FIXED = 32, LATE_DYNAMIC = 64, PLAIN = 128 };
+enum { GREEDY = 1, SMOOTH = 2, DESCENDING = 4, SKIP = 8, SUMS = 16, LATE_FIXED = 32, LATE_DYNAMIC = 64, PLAIN = 128, WIDE = 256 };
 
 // x := (x > 0 ? x / factor : x * factor) - minus; x := -minus where factor is 0
 struct Edit {
@@ -26,21 +26,24 @@ ABI_SIZE(Edit, 24); ABI_AT(Edit, factor, 0); ABI_AT(Edit, minus, 8); ABI_AT(Edit
 
 struct Row {
   const float* logits;
+  const float* positive;  // of a mix, and what it is mixed with: `width` logits each; null: no mix
+  const float* negative;
   const float* bias;
   const int* mask;           // null: all allowed
   const Edit* edits[2];      // before and after the bias, ids of a segment together
   const unsigned* starts[2]; // first edit of each segment, and the end
   const int* ignored;
-  double top_p, top_a, min_p, tfs, mirostat, xtc_probability, xtc_threshold, low, high, exponent, uniform;
+  double top_p, top_a, min_p, tfs, typical, mirostat, xtc_probability, xtc_threshold, low, high, exponent, uniform, mix;
   float scale, late_scale;
-  int size, bias_length, mask_words, ignored_words, top_k, top_n, flags, padding;
+  int size, bias_length, mask_words, ignored_words, top_k, top_n, flags, width;
 };
-ABI_SIZE(Row, 192); ABI_AT(Row, logits, 0); ABI_AT(Row, bias, 8); ABI_AT(Row, mask, 16); ABI_AT(Row, edits, 24);
-ABI_AT(Row, starts, 40); ABI_AT(Row, ignored, 56); ABI_AT(Row, top_p, 64); ABI_AT(Row, top_a, 72); ABI_AT(Row, min_p, 80);
-ABI_AT(Row, tfs, 88); ABI_AT(Row, mirostat, 96); ABI_AT(Row, xtc_probability, 104); ABI_AT(Row, xtc_threshold, 112);
-ABI_AT(Row, low, 120); ABI_AT(Row, high, 128); ABI_AT(Row, exponent, 136); ABI_AT(Row, uniform, 144); ABI_AT(Row, scale, 152);
-ABI_AT(Row, late_scale, 156); ABI_AT(Row, size, 160); ABI_AT(Row, bias_length, 164); ABI_AT(Row, mask_words, 168);
-ABI_AT(Row, ignored_words, 172); ABI_AT(Row, top_k, 176); ABI_AT(Row, top_n, 180); ABI_AT(Row, flags, 184); ABI_AT(Row, padding, 188);
+ABI_SIZE(Row, 224); ABI_AT(Row, logits, 0); ABI_AT(Row, positive, 8); ABI_AT(Row, negative, 16); ABI_AT(Row, bias, 24);
+ABI_AT(Row, mask, 32); ABI_AT(Row, edits, 40); ABI_AT(Row, starts, 56); ABI_AT(Row, ignored, 72); ABI_AT(Row, top_p, 80);
+ABI_AT(Row, top_a, 88); ABI_AT(Row, min_p, 96); ABI_AT(Row, tfs, 104); ABI_AT(Row, typical, 112); ABI_AT(Row, mirostat, 120);
+ABI_AT(Row, xtc_probability, 128); ABI_AT(Row, xtc_threshold, 136); ABI_AT(Row, low, 144); ABI_AT(Row, high, 152);
+ABI_AT(Row, exponent, 160); ABI_AT(Row, uniform, 168); ABI_AT(Row, mix, 176); ABI_AT(Row, scale, 184); ABI_AT(Row, late_scale, 188);
+ABI_AT(Row, size, 192); ABI_AT(Row, bias_length, 196); ABI_AT(Row, mask_words, 200); ABI_AT(Row, ignored_words, 204);
+ABI_AT(Row, top_k, 208); ABI_AT(Row, top_n, 212); ABI_AT(Row, flags, 216); ABI_AT(Row, width, 220);
 
 struct Answer {
   int token, status, top, padding;

@@ -110,6 +110,7 @@ DEVICE int gather(const View& view, const Table& table, int least_key, const Slo
   __syncthreads();
   const int lane = threadIdx.x % 32;
   for (int i = threadIdx.x / 32; i < found; i += THREADS / 32) {
+    if (*static_cast<volatile int*>(&count) > CAPACITY) break;  // more does not matter
     const int base = blocks[i] * BLOCK + lane;
     float v[BLOCK / 32];
 #pragma unroll
@@ -124,43 +125,11 @@ DEVICE int gather(const View& view, const Table& table, int least_key, const Slo
   return count;
 }
 
-// Falls along the descending order: 64 bins a unit of log-weight.
-DEVICE int bin_of(float l) {
-  const float place = __fmul_rn(-l, 64.f);
-  return place < CAPACITY - 1 ? (int)place : CAPACITY - 1;
-}
-
-// Lists a prefix of the descending order that holds `most` candidates or more, or a weight of `target` or more where `most` is 0, with
-// little beyond. Returns their number; 0 if the table cannot hold it. For rows whose block maxima say too little.
-DEVICE int gather_by_bins(const View& view, const Table& table, const Slope& slope, int most, u64 target) {
-  __shared__ int count;
-  __syncthreads();
-  for (int i = threadIdx.x; i < CAPACITY; i += THREADS) table.q[i] = 0, table.running[i] = 0;
-  if (threadIdx.x == 0) count = 0;
-  __syncthreads();
-  for (int id = threadIdx.x; id < view.size; id += THREADS) {
-    const float v = view.x[id];
-    if (key_of(v) <= NEG_INF) continue;
-    const float l = log_weight(slope, v);
-    const int bin = bin_of(l);
-    atomicAdd(&table.q[bin], 1ull);
-    if (!most) atomicAdd(&table.running[bin], fixed(weight(l)));
-  }
-  __syncthreads();
-  scan(table.q, table.q, CAPACITY);
-  scan(table.running, table.running, CAPACITY);
-  int last = CAPACITY;
-  for (int i = threadIdx.x; i < CAPACITY; i += THREADS)
-    if (most ? table.q[i] >= most : table.running[i] >= target) last = min(last, i);
-  last = min(block_min(last), CAPACITY - 1);
-  if (table.q[last] > CAPACITY) return 0;
-  __syncthreads();
-  for (int id = threadIdx.x; id < view.size; id += THREADS) {
-    const float v = view.x[id];
-    if (key_of(v) > NEG_INF && bin_of(log_weight(slope, v)) <= last) add(table, &count, v, id);
-  }
-  __syncthreads();
-  return count;
+// Lists the `most` first candidates and, of those as large as the last block that must be looked at, some more. Returns their number; 0 if
+// the table cannot hold them.
+DEVICE int gather_first(const View& view, const Table& table, int most) {
+  const int n = gather(view, table, border(view, most), nullptr, 0);
+  return n <= CAPACITY ? n : 0;
 }
 
 // Weights of the table's first n.

@@ -51,7 +51,7 @@ pub(crate) fn kernels_of(file: &str) -> Vec<String> {
         "embedding" => elementwise::embedding::kernels(),
         "elementwise" => elementwise::kernels(),
         "kv" => kv::kernels(),
-        "sampling" => sampling::kernels(),
+        "sampling" | "sampling_wide" => sampling::kernels(file),
         _ if file.starts_with("attention_") => attention::kernels(file),
         _ if file.starts_with("experts") => moe::kernels(file),
         _ => linear::kernels(file),

@@ -7,7 +7,7 @@ use std::collections::HashSet;
 
 use exl_cpu::sampling::{self as cpu, Chain, Late};
 use exl_cuda::ops::sampling::{
-    self, CAPACITY, Edit, MOST_TOP, Row, SEGMENT, Staging, Workspace, flag, status,
+    self, CAPACITY, Edit, MOST_TOP, Needs, Row, SEGMENT, Staging, Workspace, flag, status,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -33,12 +33,13 @@ pub struct SamplingWorkspace {
     shaped: Tensor,
     maxima: Tensor,
     sums: Tensor,
+    wide: Tensor,
 }
 
 #[pymethods]
 impl SamplingWorkspace {
     /// `staging` uint8 in pinned memory, `device_copy` as much on the GPU; there too `shaped` float32 [N, pitch], `maxima` int32 and `sums`
-    /// int64 [N, 2048], for calls of up to N rows of up to `pitch` logits.
+    /// int64 [N, 2048], for calls of up to N rows of up to `pitch` logits; `wide` uint8 of `wide_bytes(N)`, all zero when it is made.
     #[new]
     fn new(
         staging: Tensor,
@@ -46,6 +47,7 @@ impl SamplingWorkspace {
         shaped: Tensor,
         maxima: Tensor,
         sums: Tensor,
+        wide: Tensor,
     ) -> PyResult<Self> {
         expect(
             staging.slice::<u8>("staging")?.len() == device_copy.numel()
@@ -63,13 +65,24 @@ impl SamplingWorkspace {
                 && sums.shape == [rows, sampling::BLOCKS],
             "shaped must be [N, pitch], maxima and sums [N, 2048]",
         )?;
+        expect(
+            wide.dtype == DType::U8 && wide.numel() >= Self::wide_bytes(rows),
+            "wide must be uint8 of wide_bytes(N)",
+        )?;
         Ok(Self {
             staging,
             device_copy,
             shaped,
             maxima,
             sums,
+            wide,
         })
+    }
+
+    /// Bytes of `wide` for `rows` rows.
+    #[staticmethod]
+    fn wide_bytes(rows: usize) -> usize {
+        sampling::WIDE_CONTROL_BYTES + rows * sampling::WIDE_ROW_BYTES
     }
 
     /// Most rows of a call.
@@ -79,17 +92,29 @@ impl SamplingWorkspace {
     }
 }
 
-/// Whether the kernels have all stages of this row; the CPU samples the others.
-fn fits(request: &Request, chain: &Chain, size: usize) -> bool {
-    let all = chain.top_k == 0 || chain.top_k >= size;
+/// Whether the kernels have all stages of this row. A tail-free cut needs its candidates in order, so that they must fit the choosing
+/// block's table.
+fn fits(request: &Request, chain: &Chain, all: bool) -> bool {
+    request.top_n <= MOST_TOP
+        && (chain.greedy || chain.tfs == 0.0 || (!goes_wide(chain, all) && chain.typical == 0.0))
+}
+
+/// Whether the choosing block has no first cut that makes the candidates few.
+fn goes_wide(chain: &Chain, all: bool) -> bool {
     let by_weight = chain.top_p > 0.0 || chain.top_a > 0.0 || chain.min_p > 0.0;
     let mirostat_first = chain.mirostat > 0.0 && chain.tfs == 0.0;
-    request.negative.is_none()
-        && chain.typical == 0.0
-        && request.top_n <= MOST_TOP
-        && (chain.greedy
-            || (!all && chain.top_k <= CAPACITY)
-            || (all && (by_weight || mirostat_first || is_plain(chain))))
+    let few = if all {
+        by_weight || mirostat_first || is_plain(chain)
+    } else {
+        chain.top_k <= CAPACITY
+    };
+    chain.typical > 0.0 || !few
+}
+
+/// Whether the candidates of a row are few whatever its logits are.
+fn stays_few(request: &Request, row: &Row) -> bool {
+    // Equal logits can make the first `top_k`, or the candidates that are reported, too many to tell apart in the table.
+    row.flags & flag::GREEDY != 0 || (row.flags & flag::PLAIN != 0 && request.top_n == 0)
 }
 
 /// The draw is over all logits as they are, or at one late temperature.
@@ -114,7 +139,9 @@ fn flags(chain: &Chain, all: bool) -> i32 {
     set(chain.greedy, flag::GREEDY);
     set(chain.smooth, flag::SMOOTH);
     set(chain.descending, flag::DESCENDING);
-    set(all && !chain.greedy, flag::SUMS);
+    let wide = !chain.greedy && goes_wide(chain, all);
+    set(wide, flag::WIDE);
+    set(all && !chain.greedy && !wide, flag::SUMS);
     set(matches!(chain.late, Late::Fixed(_)), flag::LATE_FIXED);
     set(
         matches!(chain.late, Late::Dynamic { .. }),
@@ -207,6 +234,7 @@ fn row(
     constants: &Constants,
     edits: &Grouped,
     staging: &mut Staging,
+    shaped: usize,
 ) -> PyResult<Row> {
     let plan = request.plan.get();
     let chain = Chain {
@@ -214,13 +242,13 @@ fn row(
         ..plan.chain
     };
     let size = plan.size.min(request.logits.numel());
-    if size == 0 || !fits(request, &chain, size) {
+    let all = chain.top_k == 0 || chain.top_k >= size;
+    if size == 0 || !fits(request, &chain, all) {
         return Ok(Row {
             flags: flag::SKIP,
             ..Row::default()
         });
     }
-    let all = chain.top_k == 0 || chain.top_k >= size;
     let [before, after] = edits.push(staging);
     let words = allowed(request, size)?;
     let (low, high, exponent, late_scale) = match chain.late {
@@ -233,8 +261,16 @@ fn row(
         } => (low, high, exponent, 1.0),
     };
     let (bias, ignored) = constants;
+    let negative = request.negative.as_ref().map_or(0, |t| t.ptr);
     Ok(Row {
-        logits: request.logits.ptr,
+        // A mix is made where the shaped row will be.
+        logits: if negative == 0 {
+            request.logits.ptr
+        } else {
+            shaped
+        },
+        positive: request.logits.ptr,
+        negative,
         bias: bias.as_ref().map_or(0, |t| t.ptr),
         mask: words.as_ref().map_or(0, |words| staging.push(words)),
         edits: [before.0, after.0],
@@ -244,6 +280,7 @@ fn row(
         top_a: chain.top_a,
         min_p: chain.min_p,
         tfs: chain.tfs,
+        typical: chain.typical,
         mirostat: chain.mirostat,
         xtc_probability: chain.xtc_probability,
         xtc_threshold: chain.xtc_threshold,
@@ -251,6 +288,7 @@ fn row(
         high,
         exponent,
         uniform: request.uniform,
+        mix: plan.cfg_scale,
         scale: chain.scale,
         late_scale,
         size: size as i32,
@@ -260,12 +298,12 @@ fn row(
         top_k: if all { 0 } else { chain.top_k as i32 },
         top_n: request.top_n as i32,
         flags: flags(&chain, all),
-        padding: 0,
+        width: request.logits.numel() as i32,
     })
 }
 
 /// Write the rows to the staging memory and queue its copy on `stream`. Returns the bytes that are needed (more than there are: nothing of use
-/// was written, nothing is queued) and whether a row needs sums. `constants`: of each request.
+/// was written, nothing is queued) and what `cuda_sample_launch` is to be told of the rows' needs. `constants`: of each request.
 #[pyfunction]
 pub fn cuda_sample_fill(
     py: Python<'_>,
@@ -273,7 +311,7 @@ pub fn cuda_sample_fill(
     requests: Vec<Request>,
     constants: Vec<Constants>,
     stream: usize,
-) -> PyResult<(usize, bool)> {
+) -> PyResult<(usize, (bool, bool, bool))> {
     let SamplingWorkspace {
         staging,
         device_copy,
@@ -283,6 +321,7 @@ pub fn cuda_sample_fill(
     let mut all = vec![("device_copy", device_copy)];
     for (request, (bias, ignored)) in requests.iter().zip(&constants) {
         all.push(("logits", &request.logits));
+        all.extend(request.negative.as_ref().map(|t| ("negative", t)));
         all.extend(bias.as_ref().map(|t| ("bias", t)));
         all.extend(ignored.as_ref().map(|t| ("xtc_ignored", t)));
         check_row(request, shaped.shape[1])?;
@@ -295,13 +334,16 @@ pub fn cuda_sample_fill(
     // SAFETY: the caller synchronizes after every launch, so nothing reads or writes it now; torch owns it.
     let Some(mut memory) = (unsafe { Staging::new(base, device, bytes.len(), rows) }) else {
         let front = size_of::<sampling::Answer>() + size_of::<Row>();
-        return Ok((2 * rows * front + (1 << 16), false));
+        return Ok((2 * rows * front + (1 << 16), (false, false, false)));
     };
     let edits = prepared(py, &requests, |edits, size| Grouped::of(&edits, size))?;
-    let mut with_sums = false;
+    let mut needs = Needs::default();
     for (i, (request, constants)) in requests.iter().zip(&constants).enumerate() {
-        let row = row(request, constants, &edits[i], &mut memory)?;
-        with_sums |= row.flags & flag::SUMS != 0;
+        let at = shaped.ptr + i * shaped.shape[1] * size_of::<f32>();
+        let row = row(request, constants, &edits[i], &mut memory, at)?;
+        needs.sums |= row.flags & flag::SUMS != 0;
+        needs.wide |= row.flags & flag::SKIP == 0 && !stays_few(request, &row);
+        needs.mix |= row.negative != 0;
         memory.set_row(i, &row);
     }
     let (start, end) = (memory.rows_at(), memory.used());
@@ -310,19 +352,19 @@ pub fn cuda_sample_fill(
         py.detach(|| unsafe { sampling::send(to, base, device, start, end - start) })
             .map_err(|e| device_error(py, &e))?;
     }
-    Ok((end, with_sums))
+    Ok((end, (needs.sums, needs.wide, needs.mix)))
 }
 
-/// Launch for `count` rows that were filled in and copied; the answers are in the workspace once the stream has passed. `next`: int64
+/// Launch for `count` rows that were filled in and copied, with the needs that `cuda_sample_fill` told; the answers are in the workspace once the stream has passed. `next`: int64
 /// [count] on the GPU that gets the tokens, cut to ids below the number beside it (rows that are left to the CPU may write nothing), and
 /// what is copied to where before.
 #[pyfunction]
-#[pyo3(signature = (workspace, count, with_sums, launch, next=None))]
+#[pyo3(signature = (workspace, count, needs, launch, next=None))]
 pub fn cuda_sample_launch(
     py: Python<'_>,
     workspace: &SamplingWorkspace,
     count: usize,
-    with_sums: bool,
+    needs: (bool, bool, bool),
     launch: &Launch,
     next: Option<Following>,
 ) -> PyResult<()> {
@@ -332,8 +374,10 @@ pub fn cuda_sample_launch(
         shaped,
         maxima,
         sums,
+        wide,
     } = workspace;
     let mut all = vec![
+        ("wide", wide),
         ("device_copy", device_copy),
         ("shaped", shaped),
         ("maxima", maxima),
@@ -354,11 +398,14 @@ pub fn cuda_sample_launch(
         shaped: shaped.ptr,
         maxima: maxima.ptr,
         sums: sums.ptr,
+        wide: wide.ptr,
         pitch: shaped.shape[1],
     };
+    let (sums, wide, mix) = needs;
+    let needs = Needs { sums, wide, mix };
     let copy = device_copy.ptr;
     // SAFETY: sizes were checked above and when filling; the caller keeps the tensors until the stream has passed.
-    py.detach(|| unsafe { sampling::sample(to, host, copy, count, workspace, with_sums, next) })
+    py.detach(|| unsafe { sampling::sample(to, host, copy, count, workspace, needs, next) })
         .map_err(|e| device_error(py, &e))
 }
 
@@ -405,6 +452,12 @@ fn check_row(request: &Request, pitch: usize) -> PyResult<()> {
         logits.numel() <= pitch && logits.numel() <= cpu::MAX_WIDTH,
         "logits are wider than the workspace",
     )?;
+    if let Some(negative) = &request.negative {
+        expect(
+            negative.dtype == DType::F32 && negative.shape == logits.shape,
+            "negative must be float32, as wide as logits",
+        )?;
+    }
     if (0.0..1.0).contains(&request.uniform) {
         return Ok(());
     }

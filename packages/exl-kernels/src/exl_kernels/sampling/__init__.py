@@ -136,7 +136,7 @@ class Plan:
     @property
     def never_left_to_cpu(self) -> bool:
         """Whether a GPU samples every row of this plan that reports no candidates, whatever its logits are."""
-        return self.greedy and self.typical == 0.0 and self.cfg_scale is None
+        return self.greedy or self.tfs == 0.0
 
     @property
     def scale(self) -> float:
@@ -266,8 +266,8 @@ def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
     """Queue the sampling of one token a row. Rows may differ in width, settings and device.
 
     Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read
-    back; a row whose transforms the GPU has no code for (typical, CFG, more than 2,048 candidates or 64 to report) and
-    rows on the CPU are sampled by `collect` on the CPU, to the token the GPU would give. Logits must stay as they are
+    back. `collect` samples rows on the CPU, rows that report more than 64 candidates, and rows whose tail-free cut has
+    more than 2,048 candidates or follows a typical cut, on the CPU, to the token that the GPU would give. Logits must stay as they are
     until then, those of plans that are `never_left_to_cpu` until the stream has passed the launches.
 
     `into` gets the tokens if all rows are on one GPU (`Launched.written`): a step that is queued after this call, on

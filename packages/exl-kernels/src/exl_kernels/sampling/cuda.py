@@ -46,6 +46,7 @@ class _Place:
         self.grow(1 << 18)
         self.maxima = torch.empty(0, _BLOCKS, dtype=torch.int32, device=device)
         self.sums = torch.empty(0, _BLOCKS, dtype=torch.int64, device=device)
+        self.wide = torch.zeros(_native.SamplingWorkspace.wide_bytes(0), dtype=torch.uint8, device=device)
 
     @torch.inference_mode(False)
     def grow(self, size: int) -> None:
@@ -67,13 +68,16 @@ class _Place:
             shaped = torch.empty(rows, pitch, device=self.device)
             maxima = torch.empty(rows, _BLOCKS, dtype=torch.int32, device=self.device)
             sums = torch.empty(rows, _BLOCKS, dtype=torch.int64, device=self.device)
+            wide = torch.zeros(_native.SamplingWorkspace.wide_bytes(rows), dtype=torch.uint8, device=self.device)
         self._workspace = None
-        self.shaped, self.maxima, self.sums = shaped, maxima, sums  # all or none
+        self.shaped, self.maxima, self.sums, self.wide = shaped, maxima, sums, wide  # all or none
 
     def workspace(self) -> _native.SamplingWorkspace:
         """The buffers as the native functions take them: made anew when one of them has grown."""
         if self._workspace is None:
-            self._workspace = _native.SamplingWorkspace(self.staging, self.copy, self.shaped, self.maxima, self.sums)
+            self._workspace = _native.SamplingWorkspace(
+                self.staging, self.copy, self.shaped, self.maxima, self.sums, self.wide
+            )
         return self._workspace
 
     def launch(self, rows: Sequence[Row], into: NextInputs | None = None, beside: bool = False) -> None:
@@ -84,14 +88,14 @@ class _Place:
         constants = [_constants(row.plan, self.device) for row in rows]
         stream = stream_of(rows[0].logits)
         way = self._beside.cuda_stream if beside else stream
-        need, sums = _native.cuda_sample_fill(self.workspace(), requests, constants, way)
+        need, needs = _native.cuda_sample_fill(self.workspace(), requests, constants, way)
         while need > self.staging.numel():
             self.grow(2 * need)
-            need, sums = _native.cuda_sample_fill(self.workspace(), requests, constants, way)
+            need, needs = _native.cuda_sample_fill(self.workspace(), requests, constants, way)
         if beside:
             self._copied.record(self._beside)
             self.stream().wait_event(self._copied)
-        _native.cuda_sample_launch(self.workspace(), len(rows), sums, launch_of(stream), into)
+        _native.cuda_sample_launch(self.workspace(), len(rows), needs, launch_of(stream), into)
 
     def stream(self) -> torch.cuda.Stream:
         """Torch's current stream; its object is kept, since making one costs 4 to 8 us."""

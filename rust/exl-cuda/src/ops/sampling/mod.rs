@@ -40,6 +40,8 @@ pub mod flag {
     pub const LATE_DYNAMIC: i32 = 64;
     /// the draw is over all logits
     pub const PLAIN: i32 = 128;
+    /// passes over all logits, whatever they are
+    pub const WIDE: i32 = 256;
 }
 
 /// A change of one logit; as `exl_cpu::sampling::Edit`.
@@ -58,6 +60,8 @@ assert_layout!(Edit, sampling_rows::Edit, { factor, minus, id });
 #[repr(C)]
 pub struct Row {
     pub logits: usize,
+    pub positive: usize,
+    pub negative: usize,
     pub bias: usize,
     pub mask: usize,
     pub edits: [usize; 2],
@@ -67,6 +71,7 @@ pub struct Row {
     pub top_a: f64,
     pub min_p: f64,
     pub tfs: f64,
+    pub typical: f64,
     pub mirostat: f64,
     pub xtc_probability: f64,
     pub xtc_threshold: f64,
@@ -74,6 +79,7 @@ pub struct Row {
     pub high: f64,
     pub exponent: f64,
     pub uniform: f64,
+    pub mix: f64,
     pub scale: f32,
     pub late_scale: f32,
     pub size: i32,
@@ -83,10 +89,10 @@ pub struct Row {
     pub top_k: i32,
     pub top_n: i32,
     pub flags: i32,
-    pub padding: i32,
+    pub width: i32,
 }
 
-assert_layout!(Row, sampling_rows::Row, { logits, bias, mask, edits, starts, ignored, top_p, top_a, min_p, tfs, mirostat, xtc_probability, xtc_threshold, low, high, exponent, uniform, scale, late_scale, size, bias_length, mask_words, ignored_words, top_k, top_n, flags, padding });
+assert_layout!(Row, sampling_rows::Row, { logits, positive, negative, bias, mask, edits, starts, ignored, top_p, top_a, min_p, tfs, typical, mirostat, xtc_probability, xtc_threshold, low, high, exponent, uniform, mix, scale, late_scale, size, bias_length, mask_words, ignored_words, top_k, top_n, flags, width });
 
 /// What the kernels answer.
 #[derive(Clone, Copy, Debug)]
@@ -185,19 +191,68 @@ pub unsafe fn answer(base: usize, i: usize) -> Answer {
     unsafe { std::ptr::read_volatile((base + i * size_of::<Answer>()) as *const Answer) }
 }
 
-/// Buffers of a launch: device addresses. `shaped` f32 [rows, pitch], `maxima` i32 and `sums` u64 [rows, BLOCKS].
+/// What the blocks of a launch over many candidates share; `struct WideControl` of `kernels/sampling_wide.cuh`.
+#[allow(dead_code)] // the kernels' alone
+#[repr(C)]
+struct WideControl {
+    active: u32,
+    arrived: u32,
+    passed: u32,
+    padding: u32,
+}
+
+assert_layout!(WideControl, sampling_wide::WideControl, { active, arrived, passed, padding });
+
+/// A row of such a launch: its state, which the host never reads, and the sums of a pass; `struct WideRow` there.
+#[allow(dead_code)] // the kernels' alone
+#[repr(C)]
+struct WideRow {
+    state: [u64; 32],
+    list: [[u64; 2]; MOST_TOP],
+    sums: [u64; CAPACITY],
+    counts: [u32; CAPACITY],
+}
+
+assert_layout!(WideRow, sampling_wide::WideRow, { state, list, sums, counts });
+
+/// Bytes in front of [`Workspace::wide`].
+pub const WIDE_CONTROL_BYTES: usize = size_of::<WideControl>();
+/// Bytes of a row in [`Workspace::wide`].
+pub const WIDE_ROW_BYTES: usize = size_of::<WideRow>();
+
+/// Buffers of a launch: device addresses. `shaped` f32 [rows, pitch], `maxima` i32 and `sums` u64 [rows, BLOCKS], `wide`
+/// [`WIDE_CONTROL_BYTES`] and [`WIDE_ROW_BYTES`] a row, zero before the first launch over them.
 #[derive(Clone, Copy, Debug)]
 pub struct Workspace {
     pub shaped: usize,
     pub maxima: usize,
     pub sums: usize,
+    pub wide: usize,
     pub pitch: usize,
 }
 
-pub(super) fn kernels() -> Vec<String> {
-    ["sample_shape", "sample_sums", "sample_choose"]
-        .map(str::to_owned)
-        .to_vec()
+/// What rows of a batch need beside shaping and choosing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Needs {
+    /// a row has [`flag::SUMS`]
+    pub sums: bool,
+    /// a row's candidates may be too many for the choosing block's table
+    pub wide: bool,
+    /// a row is mixed from two
+    pub mix: bool,
+}
+
+pub(super) fn kernels(file: &str) -> Vec<String> {
+    let names: &[&str] = match file {
+        "sampling" => &["sample_shape", "sample_sums", "sample_choose"],
+        _ => &[
+            "sample_wide",
+            "sample_mix_maxima",
+            "sample_mix_sums",
+            "sample_mix",
+        ],
+    };
+    names.iter().map(|&name| name.to_owned()).collect()
 }
 
 /// Where sampled tokens go beside the answers: i64 a row, cut to ids below `limit`. Rows with [`flag::SKIP`] write nothing.
@@ -235,8 +290,7 @@ pub unsafe fn send(
     unsafe { copy_to_device(device, device_copy + start, host + start, bytes, to.stream) }
 }
 
-/// Samples `count` rows whose staging memory stands at `host` and, copied, at `device_copy`. `with_sums`: a row has [`flag::SUMS`].
-/// `next`: memory for tokens of as many rows.
+/// Samples `count` rows whose staging memory is at `host` and, copied, at `device_copy`. `next`: memory for tokens of as many rows.
 ///
 /// # Safety
 /// The workspace must be device memory of the stated sizes, no row wider than its pitch; it, the staging memory and everything the rows
@@ -247,7 +301,7 @@ pub unsafe fn sample(
     device_copy: usize,
     count: usize,
     workspace: Workspace,
-    with_sums: bool,
+    needs: Needs,
     next: Option<Next>,
 ) -> Result<(), CudaError> {
     if count == 0 {
@@ -258,29 +312,45 @@ pub unsafe fn sample(
         shaped,
         maxima,
         sums,
+        wide: control,
         pitch,
     } = workspace;
+    let passes = control + WIDE_CONTROL_BYTES;
     let (rows, answers) = (device_copy + count * size_of::<Answer>(), host);
     let width = super::index32("pitch", pitch)?;
-    let wide = |kernel, rows: usize, programmatic| Launch {
+    let segments = pitch.div_ceil(SEGMENT);
+    let each_segment = |kernel, rows: usize, programmatic| Launch {
         kernel,
-        grid: [pitch.div_ceil(SEGMENT) as u32, rows as u32, 1],
+        grid: [segments as u32, rows as u32, 1],
         block: 256,
         shared_bytes: 0,
         stream: to.stream,
         programmatic,
     };
+    if needs.mix {
+        let in_order = |kernel| Launch {
+            block: 512,
+            ..each_segment(kernel, count, false)
+        };
+        // SAFETY: the order is that of each kernel; validity is the caller's promise.
+        unsafe {
+            in_order("sample_mix_maxima").run(device, &mut kernel_arguments![rows, maxima])?;
+            in_order("sample_mix_sums").run(device, &mut kernel_arguments![rows, maxima, sums])?;
+            let mut arguments = kernel_arguments![rows, maxima, sums, shaped, width];
+            in_order("sample_mix").run(device, &mut arguments)?;
+        }
+    }
     let inputs = next.map_or_else(Inputs::default, |next| next.inputs);
     let number = super::index32("rows", count)?;
-    let mut arguments = kernel_arguments![rows, shaped, maxima, width, number, inputs];
+    let mut arguments = kernel_arguments![rows, shaped, maxima, width, number, inputs, control];
     // Not programmatic: what it reads, and the inputs it overwrites, are others' to end with.
-    let shape = wide("sample_shape", count + usize::from(inputs.words > 0), false);
-    // SAFETY: the order is that of the kernel; validity is the caller's promise.
+    let shape = each_segment("sample_shape", count + usize::from(inputs.words > 0), false);
+    // SAFETY: as above.
     unsafe { shape.run(device, &mut arguments)? };
-    if with_sums {
+    if needs.sums {
         let mut arguments = kernel_arguments![rows, shaped, maxima, sums, width];
         // SAFETY: as above.
-        unsafe { wide("sample_sums", count, to.programmatic).run(device, &mut arguments)? };
+        unsafe { each_segment("sample_sums", count, to.programmatic).run(device, &mut arguments)? };
     }
     let choose = Launch {
         kernel: "sample_choose",
@@ -293,7 +363,30 @@ pub unsafe fn sample(
     };
     let (ids, limit) = next.map_or((0, 1), |next| (next.ids, next.limit));
     let limit = super::index32("limit", limit)?;
-    let mut arguments = kernel_arguments![rows, shaped, maxima, sums, answers, width, ids, limit];
+    let mut arguments = kernel_arguments![
+        rows, shaped, maxima, sums, answers, width, ids, limit, passes, control
+    ];
     // SAFETY: as above.
-    unsafe { choose.run(device, &mut arguments) }
+    unsafe { choose.run(device, &mut arguments)? };
+    if !needs.wide {
+        return Ok(());
+    }
+    let wide = Launch {
+        kernel: "sample_wide",
+        // All blocks wait for one another, so they must all be resident: two an SM at most.
+        grid: [
+            (2 * segments * count).min(2 * device.info.caps.sms) as u32,
+            1,
+            1,
+        ],
+        block: 512,
+        shared_bytes: 0,
+        stream: to.stream,
+        programmatic: to.programmatic,
+    };
+    let mut arguments = kernel_arguments![
+        rows, shaped, passes, control, answers, width, number, ids, limit
+    ];
+    // SAFETY: as above.
+    unsafe { wide.run(device, &mut arguments) }
 }

@@ -1,0 +1,434 @@
+// The passes of rows whose candidates do not fit sample_choose's table (sampling_wide.cuh), and the mix of two rows of logits.
+#include "sampling/sampling_wide.cuh"
+
+// What sample_choose and sample_wide answer, and where the token goes besides.
+DEVICE void answer_token(Answer* answer, int64_t* next, int limit, unsigned token, u64 q, u64 total) {
+  if (next) *next = max(0, min((int)token, limit - 1));
+  answer->token = (int)token;
+  answer->weight = q;
+  answer->total = total;
+  answer->status = OK;
+}
+
+// What other blocks have written: past this SM's L1 cache.
+template <class T>
+DEVICE T fresh(const T* p) {
+  return __ldcg(p);
+}
+DEVICE void copy_state(Wide* to, const Wide* from) {
+  static_assert(sizeof(Wide) % 4 == 0, "copied by words");
+  for (int i = threadIdx.x; i < (int)sizeof(Wide) / 4; i += WIDE_THREADS)
+    reinterpret_cast<unsigned*>(to)[i] = fresh(reinterpret_cast<const unsigned*>(from) + i);
+}
+
+// All blocks meet; answers whether no row has a pass left, to all alike.
+DEVICE bool meet(WideControl* control, unsigned generation) {
+  __shared__ bool over;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    volatile unsigned* passed = &control->passed;
+    __threadfence();
+    if (atomicAdd(&control->arrived, 1) + 1 == generation * gridDim.x) {
+      const bool none = fresh(&control->active) == 0;
+      __threadfence();
+      *passed = 2 * generation + none;
+    }
+    while (*passed < 2 * generation) __nanosleep(20);
+    over = *passed & 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return over;
+}
+
+struct Histogram {
+  u64 sums[BINS];
+  unsigned counts[BINS];
+};
+
+DEVICE void add_to_bin(Histogram& h, bool wanted, unsigned bin, u64 q) {
+  // Equal logits share a bin: where all lanes do, they add once.
+  const unsigned lanes = __ballot_sync(~0u, wanted);
+  if (!lanes) return;
+  const unsigned first = __shfl_sync(~0u, bin, __ffs(lanes) - 1);
+  if (__all_sync(~0u, !wanted || bin == first)) {
+    const u64 sum = warp_sum_u64(wanted ? q : 0);
+    if (threadIdx.x % 32 == 0) {
+      atomicAdd(&h.sums[first], sum);
+      atomicAdd(&h.counts[first], (unsigned)__popc(lanes));
+    }
+  } else if (wanted) {
+    atomicAdd(&h.sums[bin], q);
+    atomicAdd(&h.counts[bin], 1u);
+  }
+}
+
+// Whether a candidate's words begin as the border's.
+DEVICE bool at_border(const Wide& s, const unsigned (&w)[WORDS]) {
+  bool same = true;
+#pragma unroll
+  for (int i = 0; i < WORDS; i++) same &= (w[i] & s.mask[i]) == s.prefix[i];
+  return same;
+}
+DEVICE bool up_to_border(const Wide& s, const unsigned (&w)[WORDS]) {
+#pragma unroll
+  for (int i = 0; i < WORDS; i++) {
+    const unsigned last = s.prefix[i] | ~s.mask[i];
+    if (w[i] != last) return w[i] < last;
+  }
+  return true;
+}
+
+DEVICE void clear_bins(Histogram& h) {
+  for (int i = threadIdx.x; i < BINS; i += WIDE_THREADS) h.sums[i] = 0, h.counts[i] = 0;
+}
+
+// Adds a segment to a digit's sums.
+DEVICE void select_pass(const Row& row, const Wide& s, const Slope& slope, const float* x, int base, Histogram& h) {
+  const Digit digit = digit_of(s.order, s.digit);
+#pragma unroll 1
+  for (int j = 0; j < WIDE_SEGMENT / WIDE_THREADS; j++) {
+    const int id = base + j * WIDE_THREADS + threadIdx.x;
+    bool wanted = id < row.size && key_of(x[id]) > NEG_INF;
+    unsigned bin = 0;
+    u64 q = 0;
+    if (wanted) {
+      const Candidate c = candidate(slope, x[id], id);
+      unsigned w[WORDS];
+      wanted = is_kept(s, c);
+      q = weight_of(row, s, c);
+      words_of(s, c, q, w);
+      wanted &= at_border(s, w);
+      bin = (w[digit.word] & ~s.mask[digit.word]) >> digit.shift;
+      if (s.goal == COUNT) q = 1;
+    }
+    add_to_bin(h, wanted, bin, q);
+  }
+}
+
+// Hands the block's sums over and clears them.
+DEVICE void merge_bins(Histogram& h, WideRow* memory) {
+  for (int i = threadIdx.x; i < BINS; i += WIDE_THREADS) {
+    if (!h.counts[i]) continue;
+    atomicAdd(&memory->counts[i], h.counts[i]);
+    if (h.sums[i]) atomicAdd(&memory->sums[i], h.sums[i]);
+    h.sums[i] = 0;
+    h.counts[i] = 0;
+  }
+}
+
+DEVICE u64 warp_min_u64(u64 v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v = min(v, __shfl_xor_sync(~0u, v, o));
+  return v;
+}
+DEVICE u64 warp_max_u64(u64 v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v = max(v, __shfl_xor_sync(~0u, v, o));
+  return v;
+}
+
+// Everything else that passes do with the ids from `base` to `end`.
+DEVICE void other_pass(const Row& row, const Wide& s, const Slope& slope, const float* x, int base, int end, WideRow* memory) {
+  Wide* to = &memory->state;
+  u64 total = 0, surprise = 0, first = ~0ull, last = 0;
+  unsigned seen = 0, alive = 0;
+#pragma unroll 1
+  for (int id = base + threadIdx.x; id < end; id += WIDE_THREADS) {
+    if (key_of(x[id]) <= NEG_INF) continue;
+    const Candidate c = candidate(slope, x[id], id);
+    if (!is_kept(s, c)) continue;
+    const u64 q = weight_of(row, s, c);
+    if (s.op == MEASURE) {
+      const float w = weight(c.l);
+      total += q;
+      surprise += fixed(w > 0.f ? __fmul_rn(w, -c.l) : 0.f);
+      first = min(first, c.place);
+      seen++;
+      alive += c.l >= -745.f;
+    } else if (s.op == EXCLUDE) {
+      const bool ignored = id / 32 < row.ignored_words && (row.ignored[id / 32] >> (id % 32) & 1);
+      if (q >= s.xtc_least && !ignored) seen++, total += q, last = max(last, c.place);
+    } else {
+      unsigned w[WORDS];
+      words_of(s, c, q, w);
+      if (s.op == LIST && up_to_border(s, w)) memory->list[atomicAdd(&to->listed, 1u)] = Listed{q, c.place};
+      if (s.op == FIND && at_border(s, w)) to->found = (unsigned)id;
+    }
+  }
+  if (s.op != MEASURE && s.op != EXCLUDE) return;
+  total = warp_sum_u64(total);
+  surprise = warp_sum_u64(surprise);
+  first = warp_min_u64(first);
+  last = warp_max_u64(last);
+  seen = (unsigned)warp_sum_u64(seen);
+  alive = (unsigned)warp_sum_u64(alive);
+  if (threadIdx.x % 32 != 0 || seen == 0) return;
+  if (s.op == MEASURE) {
+    atomicAdd(&to->total, total);
+    atomicAdd(&to->surprise, surprise);
+    atomicMin(&to->first, first);
+    atomicAdd(&to->seen, seen);
+    atomicAdd(&to->alive, alive);
+  } else {
+    atomicAdd(&to->excluded, total);
+    atomicMax(&to->last, last);
+    atomicAdd(&to->chosen, seen);
+  }
+}
+
+// running sums of the block's values, those of the threads before left out; and their total.
+DEVICE u64 scan_threads(u64 v, u64* total) {
+  __shared__ u64 parts[WIDE_THREADS / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  u64 sum = v;
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) {
+    const u64 other = __shfl_up_sync(~0u, sum, o);
+    if (lane >= o) sum += other;
+  }
+  __syncthreads();
+  if (lane == 31) parts[warp] = sum;
+  __syncthreads();
+  u64 before = 0, all = 0;
+  for (int w = 0; w < WIDE_THREADS / 32; w++) {
+    if (w < warp) before += parts[w];
+    all += parts[w];
+  }
+  *total = all;
+  return before + sum - v;
+}
+
+// The digit of the border, from all segments' sums; these are cleared. True once the border is known.
+DEVICE bool resolve_digit(Wide& s, WideRow* memory) {
+  constexpr int EACH = BINS / WIDE_THREADS;
+  __shared__ bool known;
+  u64 sums[EACH], sum = 0, total;
+  unsigned counts[EACH];
+  static_assert(EACH == 4, "read as vectors");
+  uint4* four = reinterpret_cast<uint4*>(memory->counts) + threadIdx.x;
+  ulonglong2* two = reinterpret_cast<ulonglong2*>(memory->sums) + 2 * threadIdx.x;
+  const uint4 n = fresh(four);
+  const ulonglong2 low = fresh(two), high = fresh(two + 1);
+  counts[0] = n.x, counts[1] = n.y, counts[2] = n.z, counts[3] = n.w;
+  sums[0] = low.x, sums[1] = low.y, sums[2] = high.x, sums[3] = high.y;
+  *four = make_uint4(0, 0, 0, 0);
+  two[0] = two[1] = make_ulonglong2(0, 0);
+  sum = sums[0] + sums[1] + sums[2] + sums[3];
+  u64 before = scan_threads(sum, &total);
+  if (threadIdx.x == 0) {
+    known = false;
+    if (s.digit == 0) {
+      if (s.goal == COUNT) s.target = (u64)s.part;
+      if (s.goal == SHARE) s.target = share(s.part, total);
+      if (s.goal == DRAW) {
+        s.all = total;
+        s.target = min(__double2ull_rz(__dmul_rn(s.part, __ull2double_rn(total))), total - 1) + 1;
+      }
+    }
+    if (s.goal == COUNT && s.digit == 0 && total <= s.target) {  // all are within it
+      for (int i = 0; i < WORDS; i++) s.prefix[i] = s.mask[i] = 0;
+      known = true;
+    }
+  }
+  __syncthreads();
+  if (known) return true;
+  const u64 target = s.target;
+  before += s.below;
+  const Digit digit = digit_of(s.order, s.digit);
+  __syncthreads();
+  if (before < target && before + sum >= target) {  // one thread's
+    int j = 0;
+#pragma unroll
+    for (int i = 0; i < EACH - 1; i++) {
+      if (j == i && before + sums[i] < target) before += sums[i], j++;
+    }
+    unsigned count = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (i == j) count = counts[i];
+    const unsigned bin = threadIdx.x * EACH + j;
+    s.below = before;
+    s.prefix[digit.word] |= bin << digit.shift;
+    s.mask[digit.word] = ~0u << digit.shift;
+    if (s.order == BY_AWAY && s.digit == 0) {
+      s.mask[1] = known_away(bin, &s.prefix[1]);
+      s.digit += s.mask[1] != 0;
+    }
+    s.digit++;
+    known = digit.last || (count == 1 && s.order != BY_ID);
+  }
+  __syncthreads();
+  return known;
+}
+
+// The list by (weight descending, place), into the answer.
+DEVICE void report_list(const WideRow* memory, Answer* answer) {
+  __shared__ Listed list[MOST_TOP];
+  const int n = min((int)fresh(&memory->state.listed), MOST_TOP), i = threadIdx.x;
+  if (i < n) list[i] = Listed{fresh(&memory->list[i].q), fresh(&memory->list[i].place)};
+  __syncthreads();
+  if (i < n) {
+    int at = 0;
+    for (int j = 0; j < n; j++) at += list[j].q > list[i].q || (list[j].q == list[i].q && list[j].place < list[i].place);
+    answer->top_ids[at] = (unsigned)list[i].place;
+    answer->top_weights[at] = list[i].q;
+  }
+  if (i == 0) answer->top = n;
+  __syncthreads();
+}
+
+// Behind a pass over all segments of a row, by the block that ended it: what the pass has found, and which one comes next.
+DEVICE void resolve(const Row& row, Wide& s, const Slope& slope, const float* x, WideRow* memory, WideControl* control, Answer* answer,
+                    int64_t* next, int limit) {
+  copy_state(&s, &memory->state);
+  __syncthreads();
+  bool more = false;
+  if (s.op == SELECT) {
+    more = !resolve_digit(s, memory);
+  } else if (s.op == LIST) {
+    report_list(memory, answer);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (!more) {
+      if (s.op == SELECT) take_border(s);
+      advance(row, slope, s);
+      if (s.op == DONE) {
+        const Candidate c = candidate(slope, x[s.found], s.found);
+        answer_token(answer, next, limit, s.found, weight_of(row, s, c), s.all);
+        atomicSub(&control->active, 1u);
+      }
+    }
+    s.arrived = 0;
+    memory->state = s;
+    __threadfence();
+  }
+}
+
+// Two blocks an SM, all of them resident: a block takes neighbouring segments, so that it hands its sums over once a row.
+extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 2)
+    sample_wide(const Row* rows, const float* shaped, WideRow* memory, WideControl* control, Answer* answers, int pitch, int count,
+                int64_t* next, int limit) {
+  __shared__ Histogram histogram;
+  __shared__ Row row;
+  __shared__ Wide state;
+  __shared__ bool ended;
+  clear_bins(histogram);
+  pdl_wait();
+  if (fresh(&control->active) == 0) return;  // nobody changes it before all blocks have met
+  const int segments = (pitch + WIDE_SEGMENT - 1) / WIDE_SEGMENT, items = count * segments;
+  const int each = (items + gridDim.x - 1) / gridDim.x, end = min(items, (int)(blockIdx.x + 1) * each);
+  for (unsigned generation = 1;; generation++) {
+    for (int item = blockIdx.x * each; item < end;) {
+      const int r = item / segments, stop = min(end, (r + 1) * segments), first = item - r * segments;
+      int base = first * WIDE_SEGMENT;
+      item = stop;
+      const int size = fresh(&rows[r].size), last = min(size, (stop - r * segments) * WIDE_SEGMENT);
+      if (base >= last || fresh(&memory[r].state.op) == DONE) continue;  // alike for the block: a row is ended by its last block
+      const int mine = (last + WIDE_SEGMENT - 1) / WIDE_SEGMENT - first;
+      __syncthreads();
+      copy_state(&state, &memory[r].state);
+      load_row(&row, rows + r);
+      const float* x = shaped + (size_t)r * pitch;
+      Slope slope = slope_of(row, 0);
+      slope.peak = state.peak;
+      if (state.op == SELECT) {
+        for (; base < last; base += WIDE_SEGMENT) select_pass(row, state, slope, x, base, histogram);
+        __syncthreads();
+        merge_bins(histogram, memory + r);
+      } else {
+        other_pass(row, state, slope, x, base, last, memory + r);
+      }
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0)
+        ended = atomicAdd(&memory[r].state.arrived, mine) + mine == (unsigned)((size + WIDE_SEGMENT - 1) / WIDE_SEGMENT);
+      __syncthreads();
+      if (ended) {
+        __threadfence();
+        resolve(row, state, slope, x, memory + r, control, answers + r, next ? next + r : nullptr, limit);
+      }
+    }
+    if (meet(control, generation)) return;
+  }
+}
+
+// ---- scale * logsoftmax(positive) + (1 - scale) * logsoftmax(negative), in three launches ----
+// Every logit of both rows takes part, padding too: a NaN or +inf in one of them makes the whole mix NaN.
+
+constexpr int MIX_THREADS = WIDE_THREADS;
+
+DEVICE const float* mixed_row(const Row& row, int which) { return which ? row.negative : row.positive; }
+
+// The largest key of each segment of both rows.
+extern "C" __global__ void __launch_bounds__(MIX_THREADS) sample_mix_maxima(const Row* rows, int* maxima) {
+  __shared__ Row row;
+  load_row(&row, rows + blockIdx.y);
+  const int base = blockIdx.x * SEGMENT;
+  if (!row.negative || base >= row.width) return;
+  for (int which = 0; which < 2; which++) {
+    const float* x = mixed_row(row, which);
+    int high = (int)0x80000000;
+    for (int i = base + threadIdx.x; i < min(base + SEGMENT, row.width); i += MIX_THREADS) {
+      const int bits = __float_as_int(x[i]);
+      const bool bad = bits == 0x7f800000 || (bits & 0x7fffffff) > 0x7f800000;
+      high = max(high, bad ? BAD : key_of(x[i]));
+    }
+    high = block_max<MIX_THREADS>(high);
+    if (threadIdx.x == 0) maxima[blockIdx.y * MOST_BLOCKS + 2 * blockIdx.x + which] = high;
+  }
+}
+
+DEVICE int mix_peak(const Row& row, const int* maxima, int which) {
+  int high = (int)0x80000000;
+  for (int i = threadIdx.x; i < (row.width + SEGMENT - 1) / SEGMENT; i += MIX_THREADS)
+    high = max(high, maxima[blockIdx.y * MOST_BLOCKS + 2 * i + which]);
+  return block_max<MIX_THREADS>(high);
+}
+
+// What each segment of both rows weighs.
+extern "C" __global__ void __launch_bounds__(MIX_THREADS) sample_mix_sums(const Row* rows, const int* maxima, u64* sums) {
+  __shared__ Row row;
+  load_row(&row, rows + blockIdx.y);
+  const int base = blockIdx.x * SEGMENT;
+  if (!row.negative || base >= row.width) return;
+  for (int which = 0; which < 2; which++) {
+    const float* x = mixed_row(row, which);
+    const Slope slope{from_key(mix_peak(row, maxima, which)), 1.f, 1.f, false};
+    u64 sum = 0, all;
+    for (int i = base + threadIdx.x; i < min(base + SEGMENT, row.width); i += MIX_THREADS) sum += weigh(slope, x[i]);
+    scan_threads(sum, &all);
+    if (threadIdx.x == 0) sums[blockIdx.y * MOST_BLOCKS + 2 * blockIdx.x + which] = all;
+  }
+}
+
+// ln of the sum of e^x; NaN where the mix is to be.
+DEVICE double log_sum(const Row& row, const int* maxima, const u64* sums, int which) {
+  const int peak = mix_peak(row, maxima, which);
+  u64 sum = 0, all;
+  for (int i = threadIdx.x; i < (row.width + SEGMENT - 1) / SEGMENT; i += MIX_THREADS) sum += sums[blockIdx.y * MOST_BLOCKS + 2 * i + which];
+  scan_threads(sum, &all);
+  if (peak == BAD || peak <= NEG_INF) return __longlong_as_double(0x7ff8000000000000ll);
+  return __dadd_rn((double)from_key(peak), ln(__ddiv_rn(__ull2double_rn(all), 17592186044416.0)));
+}
+
+// The mix of the ids of the vocabulary, where row.logits points.
+extern "C" __global__ void __launch_bounds__(MIX_THREADS)
+    sample_mix(const Row* rows, const int* maxima, const u64* sums, float* shaped, int pitch) {
+  __shared__ Row row;
+  load_row(&row, rows + blockIdx.y);
+  const int base = blockIdx.x * SEGMENT;
+  if (!row.negative || base >= row.size) return;
+  const double other = __dsub_rn(1.0, row.mix);
+  const double ours = __dmul_rn(row.mix, log_sum(row, maxima, sums, 0));
+  const double shift = __dadd_rn(ours, __dmul_rn(other, log_sum(row, maxima, sums, 1)));
+  const bool broken = shift != shift;
+  float* out = shaped + (size_t)blockIdx.y * pitch;
+  for (int i = base + threadIdx.x; i < min(base + SEGMENT, row.size); i += MIX_THREADS) {
+    const float a = row.positive[i];
+    const double sum = __dadd_rn(__dmul_rn(row.mix, (double)a), __dmul_rn(other, (double)row.negative[i]));
+    const float mixed = __double2float_rn(__dsub_rn(sum, shift));
+    out[i] = a == __int_as_float(0xff800000) && !broken ? a : mixed;
+  }
+}

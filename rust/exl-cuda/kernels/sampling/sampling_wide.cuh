@@ -1,0 +1,321 @@
+// Sampling of rows whose candidates do not fit sample_choose's table: a program of passes over all logits, a row.
+//
+// Nothing is sorted. A cut keeps a prefix of a total order, so it is known by its last candidate, which is found digit by digit (radix
+// selection): a pass adds up what the candidates of each value of a digit weigh, and the digit in which the wanted weight is reached is
+// the border's. Sums are integers, so their order does not matter.
+#pragma once
+#include "sampling/sampling_math.cuh"
+#include "sampling/sampling_table.cuh"
+
+constexpr int BINS = 2048;         // values of a digit
+constexpr int WIDE_THREADS = 512;  // of sample_wide
+constexpr int WIDE_SEGMENT = 1024; // ids that a block takes at a time
+
+// Orders of candidates, ascending. Each is read as five words of 32 bits: a coarse word of 11 bits, two of the value, key and id.
+enum Order { BY_PLACE, BY_AWAY, BY_WEIGHT, BY_ID };
+constexpr int WORDS = 5;
+enum Goal { COUNT, SHARE, DRAW };
+enum Op { DONE, MEASURE, SELECT, EXCLUDE, LIST, FIND };
+// What a row waits for, in the order of the transforms.
+enum Stage {
+  AT_TOP_K, AT_TOP_P, AT_TOP_A, TOP_A_MEASURED, AT_TYPICAL, TYPICAL_MEASURED, AT_MIROSTAT, MIROSTAT_MEASURED, AT_LATE, LATE_MEASURED,
+  AT_XTC, XTC_MEASURED, XTC_EXCLUDED, AT_REPORT, REPORT_SELECTED, REPORT_LISTED, AT_DRAW, DRAWN, FOUND
+};
+
+struct Listed {
+  u64 q, place;
+};
+
+struct Wide {
+  // what a pass adds up
+  u64 total, surprise, first, last, excluded;
+  unsigned seen, alive, chosen, arrived, listed, found;
+  // the pass
+  int op, stage, order, goal, digit;
+  double part;
+  u64 target, below;
+  unsigned prefix[WORDS], mask[WORDS];
+  // which candidates are kept: up to a place, of at least a weight, and within a distance of the entropy
+  unsigned border_bin, away_bin;
+  u64 border, least, away, away_place;
+  double expected;
+  bool typical;
+  // what the kept ones weigh
+  bool late_on, xtc_on;
+  float highest, late, peak;
+  u64 xtc_least, xtc_last, all;
+  double gain, loss;
+};
+
+// Memory of a row: its state, then for each value of a digit the weight and the number of its candidates, zero between passes.
+struct WideRow {
+  Wide state;
+  Listed list[MOST_TOP];
+  u64 sums[BINS];
+  unsigned counts[BINS];
+};
+ABI_SIZE(WideRow, 25856); ABI_AT(WideRow, state, 0); ABI_AT(WideRow, list, 256); ABI_AT(WideRow, sums, 1280); ABI_AT(WideRow, counts, 17664);
+
+// Of a launch: rows that are not done, and the barrier of all blocks.
+struct WideControl {
+  unsigned active, arrived, passed, padding;
+};
+ABI_SIZE(WideControl, 16); ABI_AT(WideControl, active, 0); ABI_AT(WideControl, arrived, 4); ABI_AT(WideControl, passed, 8);
+ABI_AT(WideControl, padding, 12);
+
+struct Candidate {
+  float l;
+  u64 place, q;
+};
+
+// The coarse words are coarse enough that a segment has few different ones, which cost an addition each in memory that all blocks share,
+// and fine enough that few candidates share one.
+DEVICE unsigned bin_of(float l) {  // 16 a unit of log-weight, the most likely first
+  const float place = __fmul_rn(-l, 16.f);
+  return place < BINS - 1 ? (unsigned)place : BINS - 1;
+}
+DEVICE unsigned bin_of_weight(u64 q) {  // 8 an octave, the largest weights first; rounding to float keeps the order
+  constexpr unsigned LOWEST = 127 << 3;
+  const unsigned bits = __float_as_uint(__ull2float_rn(q)) >> 20;
+  return BINS - 1 - min(max(bits, LOWEST) - LOWEST, (unsigned)BINS - 1);
+}
+DEVICE u64 away_of(const Wide& s, float l) { return (u64)__double_as_longlong(fabs(__dsub_rn(-(double)l, s.expected))); }
+DEVICE unsigned bin_of_away(u64 away) {
+  return (unsigned)fmin(__dmul_rn(__longlong_as_double((long long)away), 16.0), (double)(BINS - 1));
+}
+// What is known of the distances in a bin: within one other than the first and the last, sign and exponent. Answers the bits of the
+// upper word that are known, as a mask.
+DEVICE unsigned known_away(unsigned bin, unsigned* prefix) {
+  constexpr unsigned DIGIT = ~0u << 21;  // a whole digit; the exponent's last bit belongs to the next one
+  if (bin == 0 || bin == BINS - 1) return 0;
+  *prefix = (unsigned)__double2hiint((double)bin / 16.0) & DIGIT;
+  return DIGIT;
+}
+
+DEVICE bool is_kept(const Wide& s, const Candidate& c) {
+  const unsigned bin = bin_of(c.l);
+  if (bin > s.border_bin || (bin == s.border_bin && c.place > s.border) || c.q < s.least) return false;
+  if (!s.typical) return true;
+  const u64 away = away_of(s, c.l);
+  const unsigned far = bin_of_away(away);
+  if (far != s.away_bin) return far < s.away_bin;
+  return away != s.away ? away < s.away : c.place <= s.away_place;
+}
+
+// A candidate's weight at this stage; c.q is its first one.
+DEVICE u64 weight_of(const Row& row, const Wide& s, const Candidate& c) {
+  u64 q = s.late_on ? fixed(weight(__fmul_rn(__fsub_rn(c.l, s.highest), s.late))) : c.q;
+  if (!s.xtc_on) return q;
+  const unsigned id = (unsigned)c.place;
+  const bool ignored = id / 32 < (unsigned)row.ignored_words && (row.ignored[id / 32] >> (id % 32) & 1);
+  const bool out = q >= s.xtc_least && !ignored && c.place != s.xtc_last;
+  return __double2ull_rz(__dmul_rn(__ull2double_rn(q), out ? s.loss : s.gain));
+}
+
+DEVICE Candidate candidate(const Slope& slope, float x, unsigned id) {
+  const float l = log_weight(slope, x);
+  return Candidate{l, place_of(x, id), fixed(weight(l))};
+}
+
+DEVICE void words_of(const Wide& s, const Candidate& c, u64 q, unsigned (&w)[WORDS]) {
+  w[0] = w[1] = w[2] = w[3] = 0;
+  w[4] = (unsigned)c.place;
+  if (s.order == BY_ID) return;
+  w[3] = (unsigned)(c.place >> 32);
+  if (s.order == BY_PLACE) {
+    w[0] = bin_of(c.l);
+    return;
+  }
+  const u64 value = s.order == BY_AWAY ? away_of(s, c.l) : ~q;
+  w[0] = s.order == BY_AWAY ? bin_of_away(value) : bin_of_weight(q);
+  w[1] = (unsigned)(value >> 32);
+  w[2] = (unsigned)value;
+}
+
+// The word and the lowest bit of a digit, and whether it is the order's last. Digits have 11 bits, the lowest of a word 10, the two of an
+// id 10 and 9.
+struct Digit {
+  int word, shift;
+  bool last;
+};
+DEVICE Digit digit_of(int order, int number) {
+  if (order == BY_ID) return Digit{4, number ? 0 : 9, number == 1};
+  if (number == 0) return Digit{0, 0, false};
+  const int n = number - 1 + (order == BY_PLACE ? 6 : 0);
+  if (n >= 9) return Digit{4, n == 9 ? 9 : 0, n == 10};
+  return Digit{1 + n / 3, n % 3 == 0 ? 21 : n % 3 == 1 ? 10 : 0, false};
+}
+
+// ---- a row's program: one thread; each function ends where a pass is needed ----
+
+DEVICE void ask(Wide& s, int op, int stage) {
+  s.op = op;
+  s.stage = stage;
+  s.total = s.surprise = s.last = s.excluded = 0;
+  s.first = ~0ull;
+  s.seen = s.alive = s.chosen = s.listed = 0;
+}
+DEVICE void ask_for(Wide& s, Order order, Goal goal, double part, int stage) {
+  ask(s, SELECT, stage);
+  s.order = order;
+  s.goal = goal;
+  s.part = part;
+  s.digit = 0;
+  s.below = 0;
+  for (int i = 0; i < WORDS; i++) {
+    // Words that an order leaves out are known: they are zero.
+    const bool known = order == BY_ID ? i < 4 : order == BY_PLACE && (i == 1 || i == 2);
+    s.mask[i] = known ? ~0u : 0;
+    s.prefix[i] = 0;
+  }
+}
+// Keeps candidates of at least this weight; where none is left, the first.
+DEVICE void keep_least(Wide& s, const Slope& slope, double least, u64 first) {
+  const Candidate best = candidate(slope, logit_at(first), (unsigned)first);
+  const u64 wanted = __double2ull_rz(ceil(least));
+  if (wanted <= best.q) {
+    s.least = max(s.least, wanted);
+  } else {
+    s.border_bin = bin_of(best.l);
+    s.border = first;
+  }
+}
+DEVICE u64 last_of(unsigned prefix, unsigned mask) { return prefix | ~mask; }
+DEVICE u64 last_place(const Wide& s) { return last_of(s.prefix[3], s.mask[3]) << 32 | last_of(s.prefix[4], s.mask[4]); }
+DEVICE float late_scale(const Row& row, u64 surprise, int alive, u64 total) {
+  const double expected = __ddiv_rn(__ull2double_rn(surprise), __ull2double_rn(total));
+  double most = ln((double)max(alive, 1));
+  if (!(most > 0.0)) most = 1.0;
+  const double entropy = __dadd_rn(ln(__ddiv_rn(__ull2double_rn(total), 17592186044416.0)), expected);
+  const double part = fmin(fmax(__ddiv_rn(entropy, most), 0.0), 1.0);
+  const double t = __dadd_rn(row.low, __dmul_rn(__dsub_rn(row.high, row.low), power(part, row.exponent)));
+  return __double2float_rn(__ddiv_rn(1.0, fmax(t, 1e-4)));
+}
+
+// The cuts, up to the pass that the next of them needs.
+DEVICE void cut(const Row& row, const Slope& slope, Wide& s) {
+  for (;;) {
+    switch (s.stage) {
+      case AT_TOP_K:
+        if (row.top_k) return ask_for(s, BY_PLACE, COUNT, row.top_k, AT_TOP_P);
+        s.stage = AT_TOP_P;
+        break;
+      case AT_TOP_P:
+        if (row.top_p > 0.0) return ask_for(s, BY_PLACE, SHARE, row.top_p, AT_TOP_A);
+        s.stage = AT_TOP_A;
+        break;
+      case AT_TOP_A:
+        if (row.top_a > 0.0 || row.min_p > 0.0) return ask(s, MEASURE, TOP_A_MEASURED);
+        s.stage = AT_TYPICAL;
+        break;
+      case TOP_A_MEASURED: {
+        const double high = __ull2double_rn(candidate(slope, logit_at(s.first), 0).q);
+        if (row.top_a > 0.0)
+          keep_least(s, slope, __ddiv_rn(__dmul_rn(__dmul_rn(row.top_a, high), high), __ull2double_rn(s.total)), s.first);
+        if (row.min_p > 0.0) keep_least(s, slope, __dmul_rn(row.min_p, high), s.first);
+        s.stage = AT_TYPICAL;
+        break;
+      }
+      case AT_TYPICAL:
+        if (row.typical > 0.0) return ask(s, MEASURE, TYPICAL_MEASURED);
+        s.stage = AT_MIROSTAT;
+        break;
+      case TYPICAL_MEASURED:
+        s.expected = __ddiv_rn(__ull2double_rn(s.surprise), __ull2double_rn(s.total));
+        return ask_for(s, BY_AWAY, SHARE, row.typical, AT_MIROSTAT);
+      case AT_MIROSTAT:
+        if (row.mirostat > 0.0) return ask(s, MEASURE, MIROSTAT_MEASURED);
+        s.stage = AT_LATE;
+        break;
+      case MIROSTAT_MEASURED:
+        keep_least(s, slope, __dmul_rn(row.mirostat, __ull2double_rn(s.total)), s.first);
+        s.stage = AT_LATE;
+        break;
+      default: return;
+    }
+  }
+}
+
+// Late temperature and XTC, then the report and the draw.
+DEVICE void weigh_again(const Row& row, const Slope& slope, Wide& s) {
+  for (;;) {
+    switch (s.stage) {
+      case AT_LATE:
+        // A draw over all has its late temperature in the slope.
+        if (!(row.flags & PLAIN) && row.flags & (LATE_FIXED | LATE_DYNAMIC)) return ask(s, MEASURE, LATE_MEASURED);
+        s.stage = AT_XTC;
+        break;
+      case LATE_MEASURED:
+        s.late = row.flags & LATE_DYNAMIC ? late_scale(row, s.surprise, (int)s.alive, s.total) : row.late_scale;
+        s.highest = log_weight(slope, logit_at(s.first));
+        s.late_on = true;
+        s.stage = AT_XTC;
+        break;
+      case AT_XTC:
+        if (row.xtc_probability > 0.0) return ask(s, MEASURE, XTC_MEASURED);
+        s.stage = AT_REPORT;
+        break;
+      case XTC_MEASURED:
+        s.all = s.total;
+        s.xtc_least = __double2ull_rz(ceil(__dmul_rn(row.xtc_threshold, __ull2double_rn(s.total))));
+        return ask(s, EXCLUDE, XTC_EXCLUDED);
+      case XTC_EXCLUDED:
+        s.stage = AT_REPORT;
+        if (s.chosen >= 2) {
+          const u64 spared = weight_of(row, s, candidate(slope, logit_at(s.last), (unsigned)s.last));
+          const u64 excluded = s.excluded - spared;
+          const double rest = __ull2double_rn(s.all - excluded);
+          if (rest != 0.0) {
+            s.gain = __dadd_rn(1.0, __ddiv_rn(__dmul_rn(row.xtc_probability, __ull2double_rn(excluded)), rest));
+            s.loss = __dsub_rn(1.0, row.xtc_probability);
+            s.xtc_last = s.last;
+            s.xtc_on = true;
+          }
+        }
+        break;
+      case AT_REPORT:
+        if (row.top_n) return ask_for(s, BY_WEIGHT, COUNT, row.top_n, REPORT_SELECTED);
+        s.stage = AT_DRAW;
+        break;
+      case REPORT_SELECTED: return ask(s, LIST, REPORT_LISTED);
+      case REPORT_LISTED: s.stage = AT_DRAW; break;
+      case AT_DRAW: return ask_for(s, row.flags & DESCENDING ? BY_WEIGHT : BY_ID, DRAW, row.uniform, DRAWN);
+      case DRAWN:
+        if (s.mask[4] != ~0u) return ask(s, FIND, FOUND);
+        s.found = s.prefix[4];
+        s.stage = FOUND;
+        break;
+      default: s.op = DONE; return;
+    }
+  }
+}
+
+DEVICE void advance(const Row& row, const Slope& slope, Wide& s) {
+  if (s.stage < AT_LATE) cut(row, slope, s);
+  if (s.stage >= AT_LATE) weigh_again(row, slope, s);
+}
+
+// What a selection has found, for the stage behind it.
+DEVICE void take_border(Wide& s) {
+  if (s.order == BY_PLACE) {
+    s.border_bin = (unsigned)last_of(s.prefix[0], s.mask[0]);
+    s.border = last_place(s);
+  } else if (s.order == BY_AWAY) {
+    s.away_bin = (unsigned)last_of(s.prefix[0], s.mask[0]);
+    s.away = last_of(s.prefix[1], s.mask[1]) << 32 | last_of(s.prefix[2], s.mask[2]);
+    s.away_place = last_place(s);
+    s.typical = true;
+  }
+}
+
+// Begins a row's program; one thread. `memory` of the row and the launch is zero but for states.
+DEVICE void begin_wide(const Row& row, WideRow* memory, WideControl* control, int peak) {
+  Wide s{};
+  s.peak = from_key(peak);
+  s.border_bin = ~0u;
+  s.border = ~0ull;
+  s.stage = AT_TOP_K;
+  advance(row, slope_of(row, peak), s);
+  memory->state = s;
+  atomicAdd(&control->active, 1);
+}
