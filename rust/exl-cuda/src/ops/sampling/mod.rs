@@ -231,7 +231,7 @@ pub struct Workspace {
     pub pitch: usize,
 }
 
-/// What rows of a batch need beside shaping and choosing.
+/// The launches that the rows of a batch need beside shaping and choosing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Needs {
     /// a row has [`flag::SUMS`]
