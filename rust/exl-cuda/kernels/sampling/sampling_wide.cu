@@ -1,7 +1,7 @@
 // The passes of rows whose candidates do not fit sample_choose's table (sampling_wide.cuh), and the mix of two rows of logits.
 #include "sampling/sampling_wide.cuh"
 
-// What sample_choose and sample_wide answer, and where the token goes besides.
+// Writes a row's token into its answer and into the inputs of the next step.
 DEVICE void answer_token(Answer* answer, int64_t* next, int limit, unsigned token, u64 q, u64 total) {
   if (next) *next = max(0, min((int)token, limit - 1));
   answer->token = (int)token;
@@ -10,7 +10,7 @@ DEVICE void answer_token(Answer* answer, int64_t* next, int limit, unsigned toke
   answer->status = OK;
 }
 
-// What other blocks have written: past this SM's L1 cache.
+// Reads data that other blocks write, past this SM's L1 cache.
 template <class T>
 DEVICE T fresh(const T* p) {
   return __ldcg(p);
@@ -387,7 +387,7 @@ DEVICE int mix_peak(const Row& row, const int* maxima, int which) {
   return block_max<MIX_THREADS>(high);
 }
 
-// What each segment of both rows weighs.
+// The weight of each segment of both rows.
 extern "C" __global__ void __launch_bounds__(MIX_THREADS) sample_mix_sums(const Row* rows, const int* maxima, u64* sums) {
   __shared__ Row row;
   load_row(&row, rows + blockIdx.y);

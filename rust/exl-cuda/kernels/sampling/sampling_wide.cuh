@@ -16,7 +16,7 @@ enum Order { BY_PLACE, BY_AWAY, BY_WEIGHT, BY_ID };
 constexpr int WORDS = 5;
 enum Goal { COUNT, SHARE, DRAW };
 enum Op { DONE, MEASURE, SELECT, EXCLUDE, LIST, FIND };
-// What a row waits for, in the order of the transforms.
+// The transforms in their order: where a row's program is.
 enum Stage {
   AT_TOP_K, AT_TOP_P, AT_TOP_A, TOP_A_MEASURED, AT_TYPICAL, TYPICAL_MEASURED, AT_MIROSTAT, MIROSTAT_MEASURED, AT_LATE, LATE_MEASURED,
   AT_XTC, XTC_MEASURED, XTC_EXCLUDED, AT_REPORT, REPORT_SELECTED, REPORT_LISTED, AT_DRAW, DRAWN, FOUND
@@ -83,8 +83,8 @@ DEVICE u64 away_of(const Wide& s, float l) { return (u64)__double_as_longlong(fa
 DEVICE unsigned bin_of_away(u64 away) {
   return (unsigned)fmin(__dmul_rn(__longlong_as_double((long long)away), 16.0), (double)(BINS - 1));
 }
-// What is known of the distances in a bin: within one other than the first and the last, sign and exponent. Answers the bits of the
-// upper word that are known, as a mask.
+// All distances in a bin other than the first and the last share sign and exponent. Returns the bits of the upper word that are known so,
+// as a mask.
 DEVICE unsigned known_away(unsigned bin, unsigned* prefix) {
   constexpr unsigned DIGIT = ~0u << 21;  // a whole digit; the exponent's last bit belongs to the next one
   if (bin == 0 || bin == BINS - 1) return 0;
@@ -295,7 +295,7 @@ DEVICE void advance(const Row& row, const Slope& slope, Wide& s) {
   if (s.stage >= AT_LATE) weigh_again(row, slope, s);
 }
 
-// What a selection has found, for the stage behind it.
+// Keeps candidates up to the border that a selection has found.
 DEVICE void take_border(Wide& s) {
   if (s.order == BY_PLACE) {
     s.border_bin = (unsigned)last_of(s.prefix[0], s.mask[0]);
