@@ -110,6 +110,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         norm_epsilon=1e-5,
         use_bias=True,
     ),
+    "gpt2-style-7b": like_llama("GPT2LMHeadModel", **sizes(4096, 16384, 32, 32, 50257), n_inner=16384),
     "qwen3-30b-a3b": like_llama(
         "Qwen3MoeForCausalLM",
         **sizes(2048, 6144, 32, 4, 151936),

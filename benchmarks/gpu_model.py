@@ -17,7 +17,18 @@ from make_random_model import SHAPES, llama_config, write_tokenizer
 from torch import Tensor
 
 from exl_core import ExLlamaV2, ExLlamaV2Config
-from exl_core.layers import Attention, Embedding, Head, LayerNorm, Linear, Module, MoE, Norm, ParallelDecoder
+from exl_core.layers import (
+    Attention,
+    Embedding,
+    Head,
+    LayerNorm,
+    Linear,
+    Module,
+    MoE,
+    Norm,
+    ParallelDecoder,
+    PositionEmbedding,
+)
 from exl_core.layers.sublayer import SubLayer
 from exl_kernels import _native
 from exl_kernels.linear import QuantMatrix
@@ -149,6 +160,8 @@ def build_config(config_json: dict[str, Any], recipe_name: str, device: str = "c
         if isinstance(module, Embedding):
             rows = torch.randn(1024, config.hidden_size).to(place, torch.float16)
             module.weight = rows.repeat(-(-config.vocab_size // 1024), 1)[: config.vocab_size]
+        elif isinstance(module, PositionEmbedding):
+            module.weight = torch.zeros(module.positions, config.hidden_size, dtype=torch.float16, device=place)
         elif isinstance(module, Norm):
             _fill_norm(module, place)
         elif isinstance(module, Head):

@@ -93,15 +93,16 @@ def families(lines: list[Line]) -> list[str]:
     commits = {d["commit"] for d in [*decode.values(), *prompt.values()]}
     rows = [
         f"| {family}, {bpw} bpw, {layers(d)}, {batch} sequence{'s' if batch > 1 else ''}{source(d, commits)} | "
-        f"{d['p50_us']:,.0f} | {d['tok_s']:,.0f} | {d['pct_of_read_roof']:.0f} % |"
+        f"{d['p50_us']:,.0f} | {d['tok_s']:,.0f} | {d['pct_of_read_roof']:.0f} % | "
+        f"{number(d, 'share_of_llama', '.2f')} |"
         for (family, bpw, _, batch, _), d in sorted(decode.items(), key=lambda item: tuple(map(str_key, item[0])))
     ]
     rows += [
         f"| {family}, {layers(d)}, prompt of {tokens:,} tokens{source(d, commits)} | "
-        f"{tokens / d['prompt_tok_s'] * 1e6:,.0f} | {d['prompt_tok_s']:,.0f} | |"
+        f"{tokens / d['prompt_tok_s'] * 1e6:,.0f} | {d['prompt_tok_s']:,.0f} | | |"
         for (family, tokens), d in sorted(prompt.items())
     ]
-    return table("| other families | us | tok/s | of the bandwidth |", rows) if rows else []
+    return table("| other families | us | tok/s | of the bandwidth | of a Llama's share |", rows) if rows else []
 
 
 def layers(line: Line) -> str:

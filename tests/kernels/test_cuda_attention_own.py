@@ -80,6 +80,12 @@ def test_norms_of_q_and_k_give_the_bits_of_separate_operators(
             assert_same_step(step, norms=step.norms())
 
 
+@pytest.mark.parametrize("window", [100, 513, 2100, 4096])
+def test_windows_of_some_keys_and_of_all(window: int) -> None:
+    for lengths in ([1000, 513, 2100], [64, 100], [3]):
+        assert_same_step(own_step("fp16", lengths, heads=2, groups=4, dim=128, page_size=256), window=window)
+
+
 @pytest.mark.parametrize("tokens", [9, 64, 70])
 def test_norms_where_tokens_are_many(tokens: int) -> None:
     """Short sequences, of which `attention_long` takes whole splits."""
@@ -99,7 +105,11 @@ def test_norms_that_do_not_fit() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("groups", "dim", "rotated", "interleaved"),
-    [(4, 128, 128, False), (4, 128, 128, True), (7, 64, 64, False), (1, 64, 64, True), (12, 128, 0, False)],
+    [
+        *[(4, 128, 128, False), (4, 128, 128, True), (7, 64, 64, False), (1, 64, 64, True), (12, 128, 0, False)],
+        *[(16, 128, 64, True), (4, 128, 64, False), (4, 128, 32, True), (2, 64, 32, False), (2, 64, 4, False)],
+        *[(2, 128, 96, True), (2, 128, 96, False)],
+    ],
 )
 def test_own_keys_in_pages_of_whole_units(
     kind: Any, dtype: torch.dtype, groups: int, dim: int, rotated: int, interleaved: bool

@@ -360,7 +360,7 @@ WIDE: list[dict[str, Any]] = [
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["flat", "equal", "steps", "model"])
 def test_gpu_equals_cpu_for_any_number_of_candidates(kind: str) -> None:
-    """Flat logits, equal ones, a few values with many candidates each, and a model's: the GPU answers every row itself."""
+    """Flat logits, equal ones, few values of many candidates, and a model's: the GPU answers every row itself."""
     width, rng = (3000 if UNDER_A_TOOL else 60_000), np.random.default_rng(len(kind))
     rows = []
     for i, fields in enumerate(WIDE * (1 if UNDER_A_TOOL else 3)):

@@ -51,7 +51,7 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::matrix::{CudaLayout, CudaMatrix};
     #[pymodule_export]
-    use crate::cuda::moe::{CudaExperts, ExpertRouter};
+    use crate::cuda::moe::{CudaExperts, ExpertRouter, cuda_experts_kernel};
     #[pymodule_export]
     use crate::cuda::ring::{BatchWorkspace, CudaRing, NextInput, NormPrologue};
     #[pymodule_export]

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import _native
 from .errors import DeviceError
 
-__all__ = ["FEW_ROWS", "GEMV_ROWS", "PACKED_ROWS", "Card", "MatrixShape", "Selection", "known_cards"]
+__all__ = ["FEW_ROWS", "GEMV_ROWS", "PACKED_ROWS", "Card", "MatrixShape", "Selection", "experts_kernel", "known_cards"]
 
 GEMV_ROWS, FEW_ROWS, PACKED_ROWS = _native.cuda_row_limits()
 """Most rows that `gemv_ring` is chosen for where `gemm_few` fits, too; that `gemm_few` takes; that run on packed
@@ -160,6 +160,11 @@ class Card:
             softcap=softcap,
         )
         return name
+
+
+def experts_kernel(experts: int, chosen: int, rows: int) -> str:
+    """The kernels that quantized experts of `rows` rows share: "experts_few" or "experts_many"."""
+    return _native.cuda_experts_kernel(experts, chosen, rows)
 
 
 def known_cards() -> tuple[str, ...]:

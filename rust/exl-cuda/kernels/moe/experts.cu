@@ -29,6 +29,48 @@ DEVICE void largest_of(const float* values, int count, int lane, float& value, i
   warp_largest(value, index);
 }
 
+// One warp: as `choose` below, for at most 32 * EACH experts, whose probabilities stay in registers.
+template <int EACH>
+DEVICE void choose_held(const float* logits, int count, int chosen, bool normalize, int64_t* ids, float* weights, int lane) {
+  float v[EACH], highest = -INFINITY, sum = 0.f, total = 0.f, mine = 0.f;
+#pragma unroll
+  for (int j = 0; j < EACH; j++) {
+    v[j] = 32 * j + lane < count ? logits[32 * j + lane] : -INFINITY;
+    highest = fmaxf(highest, v[j]);
+  }
+#pragma unroll
+  for (int o = 16; o; o >>= 1) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, o));
+#pragma unroll
+  for (int j = 0; j < EACH; j++) {
+    if (32 * j + lane >= count) continue;
+    v[j] = expf(v[j] - highest);
+    sum += v[j];
+  }
+  sum = warp_sum(sum);
+#pragma unroll
+  for (int j = 0; j < EACH; j++)
+    if (32 * j + lane < count) v[j] = v[j] / sum;
+  for (int c = 0; c < chosen; c++) {
+    float p = -INFINITY;
+    int index = count;
+#pragma unroll
+    for (int j = 0; j < EACH; j++)
+      if (32 * j + lane < count && (v[j] > p || index == count)) {
+        p = v[j];
+        index = 32 * j + lane;
+      }
+    warp_largest(p, index);
+    total += p;
+    if (c % 32 == lane) mine = p;
+    if (lane == 0) ids[c] = index;
+    if (!normalize && lane == 0) weights[c] = p;
+#pragma unroll
+    for (int j = 0; j < EACH; j++)
+      if (32 * j + lane == index) v[j] = -INFINITY;
+  }
+  if (normalize && lane < chosen) weights[lane] = mine / total;
+}
+
 // One warp: softmax over all, the `chosen` likeliest, divided by their sum if `normalize`.
 DEVICE void choose(float* v, int count, int chosen, bool normalize, int64_t* ids, float* weights, int lane) {
   float highest;
@@ -119,7 +161,8 @@ DEVICE void route(const __half* h, const T* weight, const float* bias, double pr
   if (threadIdx.x >= 32) return;
   ids += (size_t)row * chosen;
   weights += (size_t)row * chosen;
-  if (jitter < 0.f) choose(values[0], experts, chosen, normalize != 0, ids, weights, lane);
+  if (jitter < 0.f && experts <= 128 && chosen <= 32) choose_held<4>(values[0], experts, chosen, normalize != 0, ids, weights, lane);
+  else if (jitter < 0.f) choose(values[0], experts, chosen, normalize != 0, ids, weights, lane);
   else choose_sparse(values[0], values[1], experts, chosen, jitter, ids, weights, lane);
 }
 

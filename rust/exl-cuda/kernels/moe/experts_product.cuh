@@ -212,7 +212,7 @@ DEVICE void fetch_item(const Expert& e, int first, int span) {
   }
 }
 
-// An expert has at most 8 rows in a launch of up to 8 rows (FEW), and mostly otherwise.
+// An expert has at most 8 rows in a launch of up to 8 rows, and mostly where there are many experts: FEW, which takes more of them by eights.
 template <int KIND, int ENTRY, bool FEW, bool DOWN>
 DEVICE void expert_product(const ExpertCall& call) {
   __shared__ Expert held;
@@ -226,8 +226,9 @@ DEVICE void expert_product(const ExpertCall& call) {
   __syncthreads();
   fetch_item<DOWN>(held, first, call.span);
   const ExpertBlock block{held, call.order + pairs, count};
-  for (int begin = 0; begin < count; begin += 16) {
-    const int some = min(count - begin, 16);
+  constexpr int AT_ONCE = FEW ? 8 : 16;
+  for (int begin = 0; begin < count; begin += AT_ONCE) {
+    const int some = min(count - begin, AT_ONCE);
     if (begin) __syncthreads();
     if (FEW || some <= 8) expert_rows<KIND, ENTRY, 1, 1, DOWN>(call, block, first, begin, some);
     else if constexpr (!FEW) expert_rows<KIND, ENTRY, 2, 2, DOWN>(call, block, first, begin, some);

@@ -280,3 +280,13 @@ impl CudaExperts {
             .map_err(|error| device_error(py, &error))
     }
 }
+
+/// The kernels of `rows` rows with `chosen` of `count` experts each.
+#[pyfunction]
+pub fn cuda_experts_kernel(count: usize, chosen: usize, rows: usize) -> &'static str {
+    if moe::by_eights(count, chosen, rows) {
+        "experts_few"
+    } else {
+        "experts_many"
+    }
+}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.linear.cuda import INVARIANT_ROWS
-from exl_kernels.selection import FEW_ROWS, Card, MatrixShape, Selection
+from exl_kernels.selection import Card, MatrixShape, Selection, experts_kernel
 
 from ..config import ExLlamaV2Config
 from ..errors import ModelStateError
@@ -224,7 +224,7 @@ class _Uses:
             self.add("router", "experts_route")
             known.add(half.router)
         if self._shapes.all(matrices) is not None and half.shares(self.count):
-            self.add("experts", "experts_few" if self.count <= FEW_ROWS else "experts_many")
+            self.add("experts", experts_kernel(len(half.experts), half.chosen, self.count))
             known.update(matrices)
             why_apart = ""
         reasons = [why_apart] if why_apart else []

@@ -267,8 +267,8 @@ def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
 
     Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read
     back. `collect` samples rows on the CPU, rows that report more than 64 candidates, and rows whose tail-free cut has
-    more than 2,048 candidates or follows a typical cut, on the CPU, to the token that the GPU would give. Logits must stay as they are
-    until then, those of plans that are `never_left_to_cpu` until the stream has passed the launches.
+    more than 2,048 candidates or follows a typical cut, on the CPU, to the token that the GPU would give. Logits must
+    stay as they are until then, those of plans that are `never_left_to_cpu` until the stream has passed the launches.
 
     `into` gets the tokens if all rows are on one GPU (`Launched.written`): a step that is queued after this call, on
     the same stream, reads them before the host has seen them. A row without a token (`Failure`) gives it any id.

@@ -202,6 +202,8 @@ fn is_single(caps: &Capabilities, op: &Attention, plan: &Plan) -> bool {
         .own
         .is_none_or(|own| own.cos == 0 || own.rotated == 0 || own.rotated == dim);
     let elements = (op.tokens * op.q_heads * dim).max(op.tokens * op.q_stride);
+    // A window as long as all keys hides none.
+    let whole = op.window == 0 || op.window >= plan.key_limit;
     plan.mode == Mode::Decode
         && op.element < FEW_ELEMENTS.len() as i32
         && i32::try_from(elements).is_ok()
@@ -211,7 +213,7 @@ fn is_single(caps: &Capabilities, op: &Attention, plan: &Plan) -> bool {
         && FEW_DIMS.contains(&dim)
         && group <= ROWS
         && plan.tile_rows == group
-        && op.window == 0
+        && whole
         && op.softcap == 0.0
         && op.key_mask == 0
         && op.pages.page_size.is_multiple_of(UNIT)

@@ -18,6 +18,8 @@ pub const MOST_PAIRS: usize = 1024;
 
 /// Rows up to which no expert has more than eight.
 const FEW_ROWS: usize = 8;
+/// Pairs an expert on average up to which hardly one has more than eight.
+const FEW_PAIRS: usize = 4;
 /// Rows of an expert that are multiplied at a time where there are more.
 const MANY_COLUMNS: usize = 16;
 /// Tasks of its warps that a block should have, and most row tiles of one.
@@ -135,6 +137,11 @@ impl Product {
 /// More than eight rows of an expert are multiplied with two row tiles at a time.
 fn least_span(few: bool) -> usize {
     if few { 1 } else { 2 }
+}
+
+/// Whether experts are multiplied by eight rows at a time: of `rows` rows with `chosen` of `count` experts each, hardly one has more.
+pub fn by_eights(count: usize, chosen: usize, rows: usize) -> bool {
+    rows <= FEW_ROWS || rows * chosen <= FEW_PAIRS * count
 }
 
 /// Addresses of one call; the device's memory, row-major and contiguous.
@@ -377,7 +384,8 @@ pub unsafe fn run(to: Target, experts: &Experts, op: &Call) -> Result<(), CudaEr
     };
     let blocks = (pairs * experts.inputs + 1) as u32;
     launch("experts_arrange", [blocks, 1, 1], 0, argument)?;
-    let (few, used) = (op.rows <= FEW_ROWS, experts.most_used(pairs));
+    let few = by_eights(experts.count(), op.chosen, op.rows);
+    let used = experts.most_used(pairs);
     for (number, product) in experts.products.iter().enumerate() {
         let rows = if few { "few" } else { "many" };
         let kernel = format!(
@@ -532,6 +540,13 @@ mod tests {
         let why = Experts::new(&all(&experts), &card("H100", RELEASE)).unwrap_err();
         assert_eq!(why, "expert 1 has other sizes than expert 0");
         assert!(Experts::new(&[], &card("H100", RELEASE)).is_err());
+    }
+
+    #[test]
+    fn rows_are_multiplied_by_eights_where_experts_are_many() {
+        let of = |count, chosen| [1, 8, 9, 64, 65].map(|rows| by_eights(count, chosen, rows));
+        assert_eq!(of(128, 8), [true, true, true, true, false]);
+        assert_eq!(of(8, 2), [true, true, true, false, false]);
     }
 
     #[test]
