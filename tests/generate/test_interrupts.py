@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of a round, and storms of them: no token is lost or doubled, pages add up, the caller gets its
+"""Ctrl-C at any line of a step, and storms of them: no token is lost or doubled, pages add up, the caller gets its
 exception."""
 
 from __future__ import annotations
@@ -436,7 +436,7 @@ def test_cancel_and_clear_are_done_when_they_are_left() -> None:
         assert generator.page_table.unreferenced == generator.max_pages
 
 
-def test_the_usual_loop_gets_what_was_said_in_an_interrupted_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_gets_the_results_of_an_interrupted_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = make()
     one = job("the quick", 3)
     generator.enqueue(one)
@@ -510,7 +510,7 @@ def test_a_second_one_leaves_a_filter_that_hangs_and_ends_its_job_alone() -> Non
     check_pages(generator)
 
 
-def test_a_handler_of_the_callers_own_is_called_behind_the_round() -> None:
+def test_a_handler_of_the_caller_is_called_after_the_step() -> None:
     seen: list[bool] = []
     generator = make()
     signal.signal(signal.SIGINT, lambda *_: seen.append(True))

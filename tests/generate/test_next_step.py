@@ -311,7 +311,7 @@ def test_generators_that_share_a_model_keep_their_logits(kind: type[OneBuffer]) 
     assert play_all(company=True) == play_all(company=False)
 
 
-def test_a_step_that_cannot_be_queued_is_computed_in_its_round() -> None:
+def test_a_step_that_cannot_be_queued_is_computed_later() -> None:
     model = ScriptedModel(ScriptedConfig(vocab_size=VOCAB, max_seq_len=96, max_input_len=32), lambda context: 6)
     generator = ExLlamaV2DynamicGenerator(model, ScriptedCache(model, max_seq_len=64), TOKENIZER, page_size=8)
     generator._engine._runner.asynchronous = True
