@@ -231,6 +231,21 @@ def test_headers(http: httpx.Client) -> None:
     assert http.get("/ui/../errors.py").status_code == 404
 
 
+def test_a_body_that_is_coded_is_refused(http: httpx.Client) -> None:
+    body = {"model": "fable", "prompt": "x", "max_tokens": 1}
+    answer = http.post("/v1/completions", json=body, headers={"content-encoding": "gzip"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert http.post("/v1/completions", json=body, headers={"content-encoding": "identity"}).status_code == 200
+
+
+@pytest.mark.parametrize("value", ["", "0", "-5", "1.5", "soon", "9" * 30])
+def test_a_deadline_that_is_none_is_refused(http: httpx.Client, value: str) -> None:
+    body = {"model": "fable", "prompt": "x", "max_tokens": 1}
+    answer = http.post("/v1/completions", json=body, headers={"x-exl-timeout-ms": value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-exl-timeout-ms")
+    assert http.post("/v1/completions", json=body, headers={"x-exl-timeout-ms": "60000"}).status_code == 200
+
+
 def test_workers_and_supervisor_import_no_torch() -> None:
     for module in ("exl_serve.api.__main__", "exl_serve.super.supervisor", "exl_serve.cli"):
         code = f"import sys, {module}; print(sorted({{'torch', 'exl_generate.dynamic', 'jinja2'}} & set(sys.modules)))"

@@ -87,6 +87,14 @@ class Call:
                 "unsupported_media_type",
                 f"content-type is {kind[:64]}; send application/json",
             )
+        coding = (self.header("content-encoding") or "identity").strip().lower()
+        if coding != "identity":
+            raise ServeError(
+                415,
+                "invalid_request_error",
+                "unsupported_media_type",
+                f"content-encoding is {coding[:64]}; send the body as it is",
+            )
         return read_json(await self.body(media=media), self.state.config.server.limits)
 
     def on_disconnect(self, act: Callable[[], None]) -> None:

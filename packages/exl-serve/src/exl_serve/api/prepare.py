@@ -119,10 +119,7 @@ def engine_request(
     negative = fields.get("negative_prompt")
     if (negative is None) != ("cfg_scale" not in fields):
         raise ServeError.invalid("negative_prompt and cfg_scale go together: give both or none", "cfg_scale")
-    timeout = fields.get("timeout")
-    header = call.header("x-exl-timeout-ms")
-    if timeout is None and header is not None and header.isdecimal():
-        timeout = int(header) / 1000
+    timeout = fields.get("timeout", _timeout_of(call.header("x-exl-timeout-ms")))
     priority = fields.get("priority", max(1, call.caller.best_priority))
     if priority < call.caller.best_priority:
         raise ServeError(
@@ -163,6 +160,18 @@ def seed_of(call: Call, fields: Mapping[str, Any]) -> int:
     seed = int(fields["seed"]) if "seed" in fields else draw_seed()
     call.headers["x-exl-seed"] = str(seed)
     return seed
+
+
+def _timeout_of(header: str | None) -> float | None:
+    """Seconds. Raises ServeError 400."""
+    if header is None:
+        return None
+    if not header.isascii() or not header.isdecimal() or not 1 <= len(header) <= 8 or int(header) == 0:
+        raise ServeError.invalid(
+            f"the header x-exl-timeout-ms is {header[:32]!r}; it must be a number of milliseconds from 1 to 99999999",
+            "x-exl-timeout-ms",
+        )
+    return int(header) / 1000
 
 
 def _salt(own: str, of_key: bytes) -> bytes:
