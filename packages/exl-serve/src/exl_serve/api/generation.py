@@ -131,6 +131,7 @@ async def serve(
             await _whole(call, generation, answer, extra)
     finally:
         call.stop_watching()
+        generation.mailbox.stop_timer()
         call.state.running.discard(generation)
         left = generation.is_cancelled() and not answer.finished
         if not answer.finished or answer.error is not None:

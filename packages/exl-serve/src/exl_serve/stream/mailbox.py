@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable
 
 from exl_serve.stream.events import AnswerEvent, Content, Reasoning, ToolArgs
@@ -24,6 +25,10 @@ class Mailbox:
         self._paused = False
         self.size = 0
         self.closed = False
+        #: when a waiting `take` gives up; the timer may be of an earlier one, and then waits on
+        self._deadline = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
 
     def put(self, event: AnswerEvent) -> None:
         last = self._events[-1] if self._events else None
@@ -44,19 +49,44 @@ class Mailbox:
         """Nobody reads any more: `take` returns at once."""
         self.closed = True
         self._arrived.set()
+        self.stop_timer()
+
+    def stop_timer(self) -> None:
+        """Nothing is taken any more: keep nothing alive."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     async def take(self, seconds: float | None = None) -> list[AnswerEvent]:
         """All events there are; none after so many seconds, or once closed."""
         if not self._events and not self.closed:
             self._arrived.clear()
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._arrived.wait()
-            except TimeoutError:
-                return []
+            if seconds is not None:
+                self._give_up_after(seconds)
+            await self._arrived.wait()
+            self._deadline = math.inf
         events, self._events = self._events, []
         self.size = 0
         return [] if self.closed else events
+
+    def _give_up_after(self, seconds: float) -> None:
+        """A timer for each `take` would be set and cancelled for every token: one that has come too early waits on."""
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.time() + seconds
+        if self._timer is None or self._timer_at > self._deadline:
+            self.stop_timer()
+            self._set_timer(loop)
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer_at = self._deadline
+        self._timer = loop.call_at(self._deadline, self._ring, loop)
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if loop.time() >= self._deadline:
+            self._arrived.set()
+        elif self._deadline < math.inf:
+            self._set_timer(loop)
 
     def written(self) -> None:
         """What was taken has been written: a paused request goes on once little waits."""

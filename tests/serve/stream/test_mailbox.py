@@ -1,0 +1,56 @@
+"""Waiting for events of one answer: a timer that serves many waits."""
+
+from __future__ import annotations
+
+import asyncio
+
+from exl_serve.stream.events import Content
+from exl_serve.stream.mailbox import Mailbox
+
+SOON, NEVER = 0.01, 1000.0
+
+
+def test_a_wait_gives_up() -> None:
+    async def run() -> None:
+        box = Mailbox()
+        assert await box.take(SOON) == []
+        assert await box.take(SOON) == []
+        box.put(Content(0, "a"))
+        assert [event.text for event in await box.take(SOON) if isinstance(event, Content)] == ["a"]
+        box.stop_timer()
+
+    asyncio.run(run())
+
+
+def test_an_earlier_wait_does_not_end_a_later_one() -> None:
+    async def run() -> None:
+        box = Mailbox()
+        for first, second in ((SOON, NEVER), (NEVER, SOON), (SOON, None)):
+            waiting = asyncio.create_task(box.take(first))
+            await asyncio.sleep(0)
+            box.put(Content(0, "a"))
+            assert await waiting
+            later = asyncio.create_task(box.take(second))
+            await asyncio.sleep(5 * SOON)
+            if second == SOON:
+                assert await later == []
+                continue
+            assert not later.done()
+            box.put(Content(0, "b"))
+            assert await later
+        box.stop_timer()
+
+    asyncio.run(run())
+
+
+def test_a_box_that_is_closed_keeps_no_timer() -> None:
+    async def run() -> None:
+        box = Mailbox()
+        waiting = asyncio.create_task(box.take(NEVER))
+        await asyncio.sleep(0)
+        box.close()
+        assert await waiting == []
+        assert await box.take(NEVER) == []
+        assert box._timer is None
+
+    asyncio.run(run())
