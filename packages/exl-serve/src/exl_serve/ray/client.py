@@ -169,6 +169,7 @@ class RayEngine:
         self.name = name
         self.calls: dict[int, _Call] = {}
         self._tags = itertools.count(1)
+        self._last = 0
         self._card: ModelCard | None = None
         self._status: EngineStatus | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -204,7 +205,8 @@ class RayEngine:
                 data = one.data or await asyncio.to_thread(Path(one.path).read_bytes)
                 media.append(msgspec.structs.replace(one, path="", data=data))
             request = msgspec.structs.replace(request, media=tuple(media))
-        call = _Call(self, next(self._tags), request, sink)
+        self._last = next(self._tags)
+        call = _Call(self, self._last, request, sink)
         self.calls[call.tag] = call
         try:
             await call.start()
@@ -245,13 +247,13 @@ class RayEngine:
         card = self.card
         return page_labels(salted(card.namespace, request.cache_salt, request.adapter), request.prompt, card.page_size)
 
-    def tell(self, what: str, tags: list[int], replica: str) -> None:
+    def tell(self, what: str, tags: list[int], replica: str, upto: int = 0) -> None:
         """Send a message to one replica; nobody waits for it."""
-        self._keep(asyncio.create_task(self._told(what, tags, replica)))
+        self._keep(asyncio.create_task(self._told(what, tags, replica, upto)))
 
-    async def _told(self, what: str, tags: list[int], replica: str) -> None:
+    async def _told(self, what: str, tags: list[int], replica: str, upto: int) -> None:
         try:
-            await _called(self.handle.tell, what, ingress=self.name, tags=tags, to=replica)
+            await _called(self.handle.tell, what, ingress=self.name, tags=tags, to=replica, upto=upto)
         except Exception as error:  # the replica has ended, or will find out by the lease
             log.info("replica %s was not told to %s: %s", replica, what, type(error).__name__)
 
@@ -268,7 +270,7 @@ class RayEngine:
             # All tags to each: one that a replica has just taken may not be known to run there.
             here = {call.replica for call in self.calls.values() if call.replica}
             for replica in before | here:
-                self.tell("live", list(self.calls), replica)
+                self.tell("live", list(self.calls), replica, self._last)
             before = here
             if time.monotonic() - looked >= STATUS_PERIOD:
                 looked = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -114,7 +115,7 @@ class EngineReplica:
                 os._exit(1)  # a replica that lives without its engine would be given requests
             now = time.monotonic()
             for ingress in [name for name, heard in self._heard.items() if now - heard > LEASE_SECONDS]:
-                self._keep(ingress, frozenset())
+                self._keep(ingress, frozenset(), math.inf)
                 del self._heard[ingress]
             if now - asked > LABEL_SECONDS and self._engine is not None:
                 asked = now
@@ -173,11 +174,14 @@ class EngineReplica:
             if self._running.pop((ingress, tag), None) is not None and left:
                 running.cancel()
 
-    async def tell(self, what: str, *, ingress: str, tags: Any, to: str) -> None:
-        """cancel, pause or resume requests of an ingress; or `live`: these are all that it has here."""
+    async def tell(self, what: str, *, ingress: str, tags: Any, to: str, upto: int = 0) -> None:
+        """cancel, pause or resume requests of an ingress; or `live`: of its tags up to `upto` these are all that it has.
+
+        A request that is newer than a `live` message may arrive before it.
+        """
         self._heard[ingress] = time.monotonic()
         if what == "live":
-            self._keep(ingress, frozenset(tags))
+            self._keep(ingress, frozenset(tags), upto)
             return
         for tag in tags:
             running = self._running.get((ingress, tag))
@@ -196,8 +200,9 @@ class EngineReplica:
             "taken": self._taken,
         }
 
-    def _keep(self, ingress: str, tags: frozenset[int]) -> None:
-        for key in [key for key in self._running if key[0] == ingress and key[1] not in tags]:
+    def _keep(self, ingress: str, tags: frozenset[int], upto: float) -> None:
+        gone = [key for key in self._running if key[0] == ingress and key[1] not in tags and key[1] <= upto]
+        for key in gone:
             self._running.pop(key).cancel()
 
     # ---- calls of Ray Serve --------------------------------------------------------------------------------------
