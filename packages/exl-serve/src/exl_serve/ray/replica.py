@@ -175,7 +175,7 @@ class EngineReplica:
                 running.cancel()
 
     async def tell(self, what: str, *, ingress: str, tags: Any, to: str, upto: int = 0) -> None:
-        """cancel, pause or resume requests of an ingress; or `live`: of its tags up to `upto` these are all that it has.
+        """Cancel, pause or resume requests of an ingress. `live`: of its tags up to `upto` it has these only.
 
         A request that is newer than a `live` message may arrive before it.
         """
