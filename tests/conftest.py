@@ -32,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Use every core for a run of all tests (`pytest` without files), a file per process; `-n 0` uses one process."""
-    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    # The processes of pytest-xdist come here too and must not start further ones.
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if everything and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses = "auto"
         config.option.dist = "loadfile"
