@@ -87,26 +87,17 @@ class Rotating:
         self.copies = [
             _native.CudaMatrix(layout, image if i == 0 else image.clone(), *shared, None, 1.0) for i in range(count)
         ]
-        self.rings = [_native.CudaRing([copy]) for copy in self.copies]
-        self.k, self.n, self.ring_rows = k, n, self.rings[0].rows(False, False)
-        self.batch: bool = self.rings[0].batch_fits()
+        self.groups = [_native.CudaLinearGroup([copy]) for copy in self.copies]
+        self.k, self.n = k, n
         torch.cuda.synchronize()
 
     def run(self, copy: int, x: Tensor, y: Tensor, programmatic: bool, tuning: Tuning | None = None) -> None:
-        made, stream = self.copies[copy % len(self.copies)], torch.cuda.current_stream().cuda_stream
-        launch = _native.Launch(stream, programmatic)
-        if x.shape[0] <= self.ring_rows:
-            self.rings[copy % len(self.copies)].run(x, y, launch, tuning=tuning)
-        elif self.batch:
-            ring = self.rings[copy % len(self.copies)]
-            scratch = torch.empty(ring.scratch_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
-            meeting = block_workspace(x.device, stream, ring.meeting_bytes(x.shape[0]))
-            workspace = _native.BatchWorkspace(scratch, torch.empty(x.shape[0], device="cuda"), meeting)
-            ring.run_batch(x, y, workspace, launch)
-        else:
-            prepared = torch.empty(made.prepared_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
-            multipliers = torch.empty(x.shape[0], device="cuda")
-            made.matmul(x, prepared, multipliers, y, launch)
+        group, rows = self.groups[copy % len(self.groups)], x.shape[0]
+        plan = group.plan_alone(rows) if tuning is None else group.plan_with("gemv_ring", rows, tuning=list(tuning))
+        stream = torch.cuda.current_stream().cuda_stream
+        scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device="cuda") if plan.scratch_bytes else None
+        exchange = block_workspace(x.device, stream, plan.exchange_bytes)
+        group.run(plan, x, y, _native.Launch(stream, programmatic), scratch=scratch, exchange=exchange)
 
     def error(self, x: Tensor) -> float:
         """Relative RMS against float64 over the bit-exact weights (whose own rounding the kernels leave out: 2e-4)."""

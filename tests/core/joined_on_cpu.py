@@ -12,11 +12,13 @@ from exl_core.execution import fused as plan
 from exl_core.execution import halves
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
+from exl_kernels.attention.cuda import ProductInput
 from exl_kernels.fused import rope_store
 from exl_kernels.kv import store_kv
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear.fused import Prepared
+from exl_kernels.linear.fused import Packed
 from exl_kernels.norm import rms_norm
+from exl_kernels.selection import FEW_ROWS, GEMV_ROWS, PACKED_ROWS
 
 __all__ = ["FusedDouble", "joined_on_cpu"]
 
@@ -24,9 +26,6 @@ __all__ = ["FusedDouble", "joined_on_cpu"]
 class FusedDouble:
     """`FusedLinear` as its documentation states it, out of CPU operators."""
 
-    joined_rows = 64
-    batch_rows = 64
-    takes_prepared = True
     calls = 0
 
     def __init__(
@@ -43,30 +42,46 @@ class FusedDouble:
         y = gated_activation(parts[0], parts[1], self.activation) if self.activation else torch.cat(parts, 1)
         return out.copy_(y if residual is None else residual + y)
 
-    def input_of(self, m: int) -> None:
-        return None
+    def kernel(self, rows: int) -> str | None:
+        """Of matrices that every kernel takes, on a card that has all."""
+        names = ((GEMV_ROWS, "gemv_ring"), (FEW_ROWS, "gemm_few"), (PACKED_ROWS, "gemm_batch"))
+        return next((name for limit, name in names if rows <= limit), None)
+
+    def takes_packed(self, rows: int) -> bool:
+        return self.kernel(rows) == "gemm_few"
+
+    def input_of(self, m: int) -> ProductInput | None:
+        """The plain input of few rows; attention packs none of more, here."""
+        if not self.takes_packed(m) or self.norm is not None or len(self.matrices) > 1:
+            return None
+        return ProductInput(self.matrices[0], FEW_ROWS, [], rows=m)  # type: ignore[arg-type]
+
+    def from_input(self, given: ProductInput, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        plain: Any = given.scratch[0]
+        return self(plain, out, residual)
 
     def then(self, following: FusedDouble, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
         between = torch.empty((x.shape[0], self.out_features), dtype=x.dtype)
         return following(self(x, between), out, residual)
 
-    def goes_on_to(self, following: FusedDouble) -> bool:
-        return self.activation is not None or len(self.matrices) == 1
+    def chains_to(self, following: FusedDouble, rows: int) -> bool:
+        whole = self.activation is not None or len(self.matrices) == 1
+        return whole and self.kernel(rows) == "gemm_few" and following.takes_packed(rows)
 
-    def room(self) -> list[Tensor]:
-        """Where a prepared input is left: the plain one, here."""
+    def scratch(self, rows: int) -> list[Tensor]:
+        """Where a packed input is left: the plain one, here."""
         return []
 
-    def in_a_row(
+    def chained(
         self,
-        x: Tensor | Prepared,
+        x: Tensor | Packed,
         out: Tensor | None = None,
         residual: Tensor | None = None,
         following: FusedDouble | None = None,
-    ) -> Prepared | None:
-        plain: Any = x.scratch[0] if isinstance(x, Prepared) else x
+    ) -> Packed | None:
+        plain: Any = x.scratch[0] if isinstance(x, Packed) else x
         y = self(plain, torch.empty(plain.shape[0], self.out_features) if out is None else out, residual)
-        return None if following is None else Prepared([y.clone()], len(y))  # type: ignore[arg-type]
+        return None if following is None else Packed([y.clone()], len(y))  # type: ignore[arg-type]
 
 
 def own_double(
@@ -110,4 +125,3 @@ def joined_on_cpu(patch: pytest.MonkeyPatch) -> None:
     for module in (plan, halves):
         patch.setattr(module, "FusedLinear", FusedDouble)
     patch.setattr(halves, "attend_own", own_double)
-    patch.setattr(halves, "_cuda", lambda linear: linear.quant)

@@ -21,8 +21,8 @@ from exl_core import (
     errors,
 )
 from exl_kernels.device import set_row_invariant
-from exl_kernels.linear.cuda import INVARIANT_ROWS
 from exl_kernels.safetensors_file import read_safetensors_header, read_tensor, write_safetensors
+from exl_kernels.selection import PACKED_ROWS
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -221,8 +221,8 @@ def test_on_a_gpu_bits_of_float_replacements_depend_on_the_rows(
     assert model.invariant_tokens(bring) is None
     monkeypatch.setattr(model, "device", torch.device("cuda", 0))
     assert (model.invariant_tokens(), model.invariant_tokens(add), model.invariant_tokens(bring)) == (
-        INVARIANT_ROWS,
-        INVARIANT_ROWS,
+        PACKED_ROWS,
+        PACKED_ROWS,
         0,
     )
     set_row_invariant(True)

@@ -15,9 +15,9 @@ from exl_kernels.attention import cuda as attention_cuda
 from exl_kernels.attention import paged_attention
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear.cuda import CudaQuantMatrix
+from exl_kernels.linear.cuda import CudaQuantMatrix, launch_matmul
 from exl_kernels.linear.fused import FusedLinear
-from exl_kernels.linear.workspace import block_workspace
+from exl_kernels.selection import FEW_ROWS
 
 pytestmark = pytest.mark.cuda
 
@@ -229,18 +229,13 @@ def product_of(k: int, kind: str) -> CudaQuantMatrix:
 
 
 def laid_out(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
-    """Columns, and scratch memory as the product's own layout launch leaves it for x [T, K]."""
-    ring, y, stream = matrix._ring, x.new_empty(x.shape[0], 64), torch.cuda.current_stream().cuda_stream
-    launch = _native.Launch(stream, False)
-    if x.shape[0] <= 8:
-        scratch = torch.zeros(ring.few_bytes(), dtype=torch.uint8, device="cuda")
-        ring.run_few(x, y, scratch, launch)
-        return 8, scratch
-    scratch = torch.zeros(ring.scratch_bytes(x.shape[0]), dtype=torch.uint8, device="cuda")
-    meeting = block_workspace(x.device, stream, ring.meeting_bytes(x.shape[0]))
-    workspace = _native.BatchWorkspace(scratch, torch.empty(x.shape[0], device="cuda"), meeting)
-    ring.run_batch(x, y, workspace, launch)
-    return next(n for n in (16, 32, 64) if x.shape[0] <= n), scratch
+    """Columns, and scratch memory as the matmul's own packing launch leaves it for x [T, K]."""
+    rows, group = x.shape[0], matrix._group
+    few = rows <= FEW_ROWS
+    plan = group.plan_with("gemm_few" if few else "gemm_batch", rows)
+    scratch = torch.zeros(plan.scratch_bytes, dtype=torch.uint8, device="cuda")
+    launch_matmul(group, plan, x, x.new_empty(rows, 64), scratch=scratch)
+    return 8 if few else next(n for n in (16, 32, 64) if rows <= n), scratch
 
 
 @pytest.mark.needs("bulk_copy", "wgmma")
@@ -289,7 +284,7 @@ def test_a_product_takes_what_was_laid_out_for_it_alone() -> None:
             (product, replace(given, columns=given.columns + 8), out),
             (product, given, x.new_empty(tokens - 1, 64)),
         ):
-            with pytest.raises(ShapeError, match="laid out for"):
+            with pytest.raises(ShapeError, match="packed for"):
                 who.from_input(what, to)
         with pytest.raises(ShapeError, match="expected contiguous"):
             product.from_input(given, out[:, :32])
@@ -299,20 +294,23 @@ def test_a_product_takes_what_was_laid_out_for_it_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -> None:
     made = product_of(4096, "exl2")
-    ring, stream = made._ring, torch.cuda.current_stream().cuda_stream
+    group, stream = made._group, torch.cuda.current_stream().cuda_stream
+    bf16 = dtype == torch.bfloat16
     for rows in (9, 16, 23, 32, 64):
         x = torch.randn(rows, 4096, device="cuda").to(dtype)
-        scratch = torch.zeros(ring.scratch_bytes(rows), dtype=torch.uint8, device="cuda")
-        meeting = torch.full((ring.meeting_bytes(rows),), 255, dtype=torch.uint8, device="cuda")
-        assert meeting.numel(), "K is shared"
+        most = group.plan_with("gemm_batch", rows, bfloat16=bf16, tuning=[0, 0, 4, 0, 0])
+        scratch = torch.zeros(most.scratch_bytes, dtype=torch.uint8, device="cuda")
+        exchange = torch.full((most.exchange_bytes,), 255, dtype=torch.uint8, device="cuda")
+        assert exchange.numel(), "K is shared"
         want = None
         for looks in [0, 1, 2, 3] * (1 if UNDER_A_TOOL else 8):
             y = torch.full((rows, 64), torch.nan, dtype=dtype, device="cuda")
-            room = _native.BatchWorkspace(scratch, torch.empty(rows, device="cuda"), meeting)
-            ring.run_batch(x, y, room, _native.Launch(stream, looks % 2 == 0), tuning=(0, 0, 4, 0, looks))
+            plan = group.plan_with("gemm_batch", rows, bfloat16=bf16, tuning=[0, 0, 4, 0, looks])
+            launch = _native.Launch(stream, looks % 2 == 0)
+            group.run(plan, x, y, launch, scratch=scratch, exchange=exchange)
             want = y if want is None else want
             assert torch.equal(y, want)
-        assert bool((meeting[1024:] == 255).all()), "left as it was found"
+        assert bool((exchange[1024:] == 255).all()), "left as it was found"
 
 
 def test_a_products_order_that_does_not_fit_is_refused() -> None:

@@ -207,8 +207,8 @@ def test_results_go_from_product_to_product(k: int, group: int) -> None:
     qkv = [exl2(n, 4, seed=5 + i, perm=perms[1], k=k, group=group) for i, n in enumerate((320, 64, 80))]
     products = [FusedLinear([o]), FusedLinear([gate, up], norm=norms[0], activation="gelu"), FusedLinear([down])]
     products.append(FusedLinear(qkv, norm=norms[1]))
-    assert all(product.takes_prepared for product in products[1:])
     for m in (3, 8) if UNDER_A_TOOL else range(3, 9):
+        assert all(product.takes_packed(m) for product in products[1:])
         attended, before = (
             torch.randn(m, k, generator=torch.Generator().manual_seed(m + i)).half().cuda() for i in (0, 9)
         )
@@ -218,18 +218,18 @@ def test_results_go_from_product_to_product(k: int, group: int) -> None:
         h = rms_norm(want_after, norms[1].weight, norms[1].eps, weight_offset=norms[1].offset)
         want_qkv = torch.cat([matrix.matmul(h) for matrix in qkv], 1)
         x, out = before.clone(), torch.full_like(want_qkv, float("nan"))
-        normed = products[0].in_a_row(attended, x, x, products[1])
+        normed = products[0].chained(attended, x, x, products[1])
         assert normed is not None
         assert torch.equal(x, want), m
-        gated = products[1].in_a_row(normed, following=products[2])
+        gated = products[1].chained(normed, following=products[2])
         assert gated is not None
-        normed = products[2].in_a_row(gated, x, x, products[3])
+        normed = products[2].chained(gated, x, x, products[3])
         assert normed is not None
         assert torch.equal(x, want_after), m
-        assert products[3].in_a_row(normed, out) is None
+        assert products[3].chained(normed, out) is None
         assert torch.equal(out, want_qkv), m
         logits = torch.full(out.shape, float("nan"), device="cuda")
-        products[3].in_a_row(normed, logits)
+        products[3].chained(normed, logits)
         assert torch.equal(logits.half(), want_qkv), m
         assert not torch.equal(logits, want_qkv.float()), m
 
@@ -276,7 +276,7 @@ def test_a_gate_inside_the_product_of_many_rows(kind: str, dtype: torch.dtype, n
         gate, up = gptq(n, True), gptq(n, True)
     norm = norm_of(dtype)
     fused = FusedLinear([gate, up], norm=norm, activation="silu", dtype=dtype)
-    assert fused.joined_rows == 64
+    assert fused.kernel(64) == "gemm_batch"
     for m in MANY_ROWS:
         x = activations(m, K, dtype)
         out = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
@@ -297,7 +297,7 @@ def test_many_gated_rows_are_left_in_the_order_of_the_next_product(n: int, order
     h = torch.randn(64, down.out_features, device="cuda").half()
     for m in MANY_ROWS:
         x = activations(m, K, torch.float16)
-        assert first._lays_out(m, second), m
+        assert first.chains_to(second, m), m
         assert second.input_of(m) is not None, m
         want = second(first(x, x.new_empty(m, n)), x.new_empty(m, down.out_features), h[:m])
         got = torch.full_like(want, float("nan"))
@@ -327,7 +327,7 @@ def test_products_of_all_forms_take_what_gated_ones_leave(kind: str, activation:
         h = torch.randn(64, down.out_features, device="cuda").half()
         for m in (9, 64) if UNDER_A_TOOL else (9, 16, 32, 33, 64):
             x = activations(m, K, torch.float16) * 8
-            assert first._lays_out(m, second), m
+            assert first.chains_to(second, m), m
             want = second(first(x, x.new_empty(m, n)), x.new_empty(m, down.out_features), h[:m])
             got = torch.full_like(want, float("nan"))
             assert same_bits(first.then(second, x, got, h[:m]), want), m

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_kernels.device import launch_of, programmatic_launch, set_programmatic_launch, set_row_invariant
+from exl_kernels.device import programmatic_launch, set_programmatic_launch, set_row_invariant
 from exl_kernels.errors import DTypeError, FormatError, ShapeError
 from exl_kernels.formats import exl2_dequantize, gptq_dequantize
 from exl_kernels.linear import QuantMatrix
-from exl_kernels.linear.cuda import CudaFloatMatrix, CudaQuantMatrix
+from exl_kernels.linear.cuda import CudaFloatMatrix, CudaQuantMatrix, launch_matmul
 
 pytestmark = pytest.mark.cuda
 
@@ -201,13 +201,17 @@ def test_a_row_does_not_depend_on_the_others(case: str, dtype: torch.dtype) -> N
 
 def ways(made: CudaQuantMatrix, x: Tensor) -> dict[str, Tensor]:
     """x @ W by each kernel that takes its rows, in float32."""
-    rows, stream = x.shape[0], torch.cuda.current_stream().cuda_stream
-    out = {name: torch.full((rows, made.out_features), float("nan"), device="cuda") for name in ("direct", "batch")}
-    made._direct(x, out["direct"], rows, launch_of(stream))
-    made._batched(x, out["batch"], rows, stream)
-    if rows <= made._ring_rows[x.dtype == torch.bfloat16]:
-        out["ring"] = made.matmul(x, out=torch.full_like(out["batch"], float("nan")))
+    rows, bf16 = x.shape[0], x.dtype == torch.bfloat16
+    names = ["gemm_tile", "gemm_batch", *(["gemv_ring"] if planned(made, rows, bf16) == "gemv_ring" else [])]
+    out = {name: torch.full((rows, made.out_features), float("nan"), device="cuda") for name in names}
+    for name, y in out.items():
+        launch_matmul(made._group, made._group.plan_with(name, rows, bfloat16=bf16), x, y)
     return out
+
+
+def planned(made: CudaQuantMatrix, rows: int, bf16: bool = False) -> str:
+    """The kernel that `matmul` launches."""
+    return made._group.plan_alone(rows, bfloat16=bf16).kernel
 
 
 @pytest.mark.needs("bulk_copy", "wgmma")
@@ -215,15 +219,15 @@ def ways(made: CudaQuantMatrix, x: Tensor) -> dict[str, Tensor]:
 def test_large_shapes_agree_bit_for_bit(case: str) -> None:
     """Several tiles a block: two of seven stages, three of an odd and of an even number of stages."""
     made, _, _ = matrix(case)
-    for m in (m for m in (1, 2, 5) if m <= made._ring_rows[False]):
+    for m in (m for m in (1, 2, 5) if planned(made, m) == "gemv_ring"):
         x = activations(m, made.in_features)
         found = ways(made, x)
         assert len(found) == 3, m
         for name, out in found.items():
-            assert torch.equal(out, found["direct"]), (m, name)
+            assert torch.equal(out, found["gemm_tile"]), (m, name)
         for _ in range(3 if UNDER_A_TOOL else 50):
-            again = made.matmul(x, out=torch.full_like(found["ring"], float("nan")))
-            assert torch.equal(again, found["direct"]), m
+            again = made.matmul(x, out=torch.full_like(found["gemv_ring"], float("nan")))
+            assert torch.equal(again, found["gemm_tile"]), m
 
 
 @pytest.mark.needs("bulk_copy", "wgmma")
@@ -234,7 +238,7 @@ def test_the_kernels_agree_bit_for_bit(case: str, dtype: torch.dtype) -> None:
     for m in (1, 9, 17, 64) if UNDER_A_TOOL else (1, 2, 5, 8, 9, 16, 17, 31, 32, 33, 50, 64):
         got = ways(made, activations(m, made.in_features, dtype, seed=m))
         for name, value in got.items():
-            assert torch.equal(value, got["direct"]), (name, m)
+            assert torch.equal(value, got["gemm_tile"]), (name, m)
 
 
 @pytest.mark.needs("wgmma")
@@ -246,7 +250,7 @@ def test_the_kernels_agree_on_gptq(bits: int, k: int, group: int, n: int, act_or
     for m in (1, 8, 12, 20, 64):
         got = ways(made, activations(m, k, seed=m))
         for name, value in got.items():
-            assert torch.equal(value, got["direct"]), (name, m)
+            assert torch.equal(value, got["gemm_tile"]), (name, m)
 
 
 @pytest.mark.needs("wgmma")
@@ -256,7 +260,7 @@ def test_large_shapes_by_every_way(case: str) -> None:
     for m in (1, 2, 12, 32, 64):
         got = ways(made, activations(m, made.in_features, seed=m))
         for name, value in got.items():
-            assert torch.equal(value, got["direct"]), (name, m)
+            assert torch.equal(value, got["gemm_tile"]), (name, m)
 
 
 @pytest.mark.needs("wgmma")
@@ -268,7 +272,7 @@ def test_so_many_columns_that_a_block_has_three_items_at_a_time(kind: str, group
     made = of_four_bits(kind, group, k, n)
     for m in (64,) if UNDER_A_TOOL else (33, 64):
         got = ways(made, activations(m, k, seed=m))
-        assert torch.equal(got["batch"], got["direct"]), m
+        assert torch.equal(got["gemm_batch"], got["gemm_tile"]), m
 
 
 @pytest.mark.needs("wgmma")
@@ -282,10 +286,10 @@ def test_so_many_columns_that_some_are_left_over(kind: str, group: int) -> None:
     for m in (33,) if UNDER_A_TOOL else (33, 64):
         x = activations(m, k, seed=m)
         got = ways(made, x)
-        assert torch.equal(got["batch"], got["direct"]), m
-        again = torch.full_like(got["batch"], float("nan"))
-        made._batched(x, again, m, torch.cuda.current_stream().cuda_stream)
-        assert torch.equal(again, got["direct"]), m
+        assert torch.equal(got["gemm_batch"], got["gemm_tile"]), m
+        again = torch.full_like(got["gemm_batch"], float("nan"))
+        launch_matmul(made._group, made._group.plan_with("gemm_batch", m), x, again)
+        assert torch.equal(again, got["gemm_tile"]), m
 
 
 def random_groups(rng: random.Random, most: int) -> list[tuple[int, int]]:

@@ -53,7 +53,7 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::moe::{CudaExperts, ExpertRouter, cuda_experts_kernel};
     #[pymodule_export]
-    use crate::cuda::ring::{BatchWorkspace, CudaRing, NextInput, NormPrologue};
+    use crate::cuda::ring::{CudaLinearGroup, MatmulPlan, NextInput, NormPrologue};
     #[pymodule_export]
     use crate::cuda::sampling::{
         SamplingWorkspace, cuda_sample_answers, cuda_sample_fill, cuda_sample_launch,

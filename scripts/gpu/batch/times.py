@@ -27,15 +27,13 @@ PLANS = (
 
 
 def launches(rot: Rotating, x: torch.Tensor, y: torch.Tensor, plan: tuple[int, int, int, int, int], count: int) -> None:
-    m = x.shape[0]
+    stream = torch.cuda.current_stream().cuda_stream
     for i in range(count):
-        ring = rot.rings[i % len(rot.rings)]
-        scratch = torch.empty(ring.scratch_bytes(m), dtype=torch.uint8, device="cuda")
-        multipliers = torch.empty(m, device="cuda")
-        stream = torch.cuda.current_stream().cuda_stream
-        meeting = block_workspace(x.device, stream, ring.meeting_bytes(m, plan))
-        workspace = _native.BatchWorkspace(scratch, multipliers, meeting)
-        ring.run_batch(x, y, workspace, _native.Launch(stream, True), tuning=plan)
+        group = rot.groups[i % len(rot.groups)]
+        made = group.plan_with("gemm_batch", x.shape[0], tuning=list(plan))
+        scratch = torch.empty(made.scratch_bytes, dtype=torch.uint8, device="cuda")
+        exchange = block_workspace(x.device, stream, made.exchange_bytes)
+        group.run(made, x, y, _native.Launch(stream, True), scratch=scratch, exchange=exchange)
 
 
 def main() -> None:

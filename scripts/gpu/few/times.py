@@ -1,4 +1,4 @@
-"""Matmuls of 3 to 8 rows: results against the ring kernel's, times alone and of a chained layer."""
+"""Matmuls of 3 to 8 rows: results against the ring kernel's, times alone and of a layer's chained matmuls."""
 
 import argparse
 import itertools
@@ -44,34 +44,43 @@ class Made:
 
 
 def few(
-    ring: _native.CudaRing,
+    group: _native.CudaLinearGroup,
     x: torch.Tensor,
     y: torch.Tensor,
     residual: torch.Tensor | None = None,
     norm: _native.NormPrologue | None = None,
     tuning: Tuning | None = None,
 ) -> None:
-    scratch = torch.empty(ring.few_bytes(tuning), dtype=torch.uint8, device="cuda")
-    ring.run_few(x, y, scratch, launch(), residual=residual, norm=norm, tuning=tuning)
+    plan = planned(group, x.shape[0], residual is not None, norm is not None, tuning)
+    scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device="cuda")
+    group.run(plan, x, y, launch(), scratch=scratch, residual=residual, norm=norm)
+
+
+def planned(
+    group: _native.CudaLinearGroup, m: int, residual: bool, norm: bool, tuning: Tuning | None
+) -> _native.MatmulPlan:
+    numbers = None if tuning is None else list(tuning)
+    return group.plan_with("gemm_few", m, residual=residual, norm=norm, tuning=numbers)
 
 
 def check(k: int, ns: list[int], plan: Plan, gate: str | None, rows: tuple[int, ...]) -> tuple[int, int]:
     perm = torch.randperm(k)
-    ring = _native.CudaRing([Made(k, n, plan, perm if len(ns) > 1 else None).copy() for n in ns], gate)
+    group = _native.CudaLinearGroup([Made(k, n, plan, perm if len(ns) > 1 else None).copy() for n in ns], gate)
     n = ns[0] if gate else sum(ns)
     right = wrong = 0
     for m in rows:
         x = torch.randn(m, k, device="cuda", dtype=torch.float16)
         residual = None if gate else torch.randn(m, n, device="cuda", dtype=torch.float16)
         want = torch.full((m, n), float("nan"), device="cuda", dtype=torch.float16)
+        one = group.plan_with("gemv_ring", 1, residual=residual is not None)
         for i in range(m):
             row = None if residual is None else residual[i : i + 1]
-            ring.run(x[i : i + 1], want[i : i + 1], launch(), residual=row)
+            group.run(one, x[i : i + 1], want[i : i + 1], launch(), residual=row)
         for cut in (1, 2, 4):
-            if ring.few_bytes((cut, 0, 0)) == 0:
+            if planned(group, m, residual is not None, False, (cut, 0, 0)).scratch_bytes == 0:
                 continue
             got = torch.full_like(want, float("nan"))
-            few(ring, x, got, residual, None, (cut, 0, 0))
+            few(group, x, got, residual, None, (cut, 0, 0))
             torch.cuda.synchronize()
             if torch.equal(want, got):
                 right += 1
@@ -100,8 +109,11 @@ def checks() -> None:
 
 class Layer:
     def __init__(self, qkv: list[Made], o: Made, gate: list[Made], down: Made) -> None:
-        self.qkv, self.o = _native.CudaRing([made.copy() for made in qkv]), _native.CudaRing([o.copy()])
-        self.gate, self.down = _native.CudaRing([made.copy() for made in gate], "silu"), _native.CudaRing([down.copy()])
+        self.qkv, self.o = _native.CudaLinearGroup([made.copy() for made in qkv]), _native.CudaLinearGroup([o.copy()])
+        self.gate, self.down = (
+            _native.CudaLinearGroup([made.copy() for made in gate], "silu"),
+            _native.CudaLinearGroup([down.copy()]),
+        )
 
 
 def layers_of(plan: Plan) -> list[Layer]:
@@ -137,47 +149,57 @@ def times(m: int, layers: list[Layer]) -> None:
     for name in ("qkv", "o", "gate", "down"):
         run(name, (0, 0, 0))
 
-    def room(ring: _native.CudaRing) -> torch.Tensor:
-        return torch.empty(ring.few_bytes(), dtype=torch.uint8, device="cuda")
+    def room(group: _native.CudaLinearGroup) -> torch.Tensor:
+        return torch.empty(planned(group, m, False, False, None).scratch_bytes, dtype=torch.uint8, device="cuda")
+
+    def chained(
+        group: _native.CudaLinearGroup,
+        x: torch.Tensor | None,
+        y: torch.Tensor | None,
+        scratch: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        norm: _native.NormPrologue | None = None,
+        onward: _native.NextInput | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        plan = planned(group, m, residual is not None, norm is not None, tuning)
+        group.run(plan, x, y, launch(), scratch=scratch, residual=residual, norm=norm, next=onward, chained=x is None)
 
     def whole(layer: Layer) -> None:
         few(layer.qkv, x, out[6144], None, norm)
         few(layer.o, x, out[4096], x, None)
         rooms = room(layer.gate), room(layer.down)
-        onward = _native.NextInput(layer.down, rooms[1])
-        layer.gate.run_few_chained(x, None, m, rooms[0], launch(), norm=norm, next=onward)
-        layer.down.run_few_chained(None, out[4096], m, rooms[1], launch(), residual=x)
+        chained(layer.gate, x, None, rooms[0], norm=norm, onward=_native.NextInput(layer.down, rooms[1]))
+        chained(layer.down, None, out[4096], rooms[1], residual=x)
 
     ordered = _native.NormPrologue(torch.rand(4096, device="cuda") + 0.5, 1e-5, 0.0)
-    inputs = {ring: room(ring).zero_() for layer in layers for ring in (layer.qkv, layer.o, layer.gate, layer.down)}
+    inputs = {group: room(group).zero_() for layer in layers for group in (layer.qkv, layer.o, layer.gate, layer.down)}
 
     def qkv(layer: Layer, tuning: Tuning | None = None) -> None:
-        layer.qkv.run_few_chained(None, out[6144], m, inputs[layer.qkv], launch(), norm=ordered, tuning=tuning)
+        chained(layer.qkv, None, out[6144], inputs[layer.qkv], norm=ordered, tuning=tuning)
 
     def o(layer: Layer, tuning: Tuning | None = None) -> None:
         onward = _native.NextInput(layer.gate, inputs[layer.gate], True)
-        layer.o.run_few_chained(None, x, m, inputs[layer.o], launch(), residual=x, next=onward, tuning=tuning)
+        chained(layer.o, None, x, inputs[layer.o], residual=x, onward=onward, tuning=tuning)
 
     def gate(layer: Layer, tuning: Tuning | None = None) -> None:
         onward = _native.NextInput(layer.down, inputs[layer.down])
-        layer.gate.run_few_chained(
-            None, None, m, inputs[layer.gate], launch(), norm=ordered, next=onward, tuning=tuning
-        )
+        chained(layer.gate, None, None, inputs[layer.gate], norm=ordered, onward=onward, tuning=tuning)
 
     def down(layer: Layer, tuning: Tuning | None = None) -> None:
         onward = _native.NextInput(layer.qkv, inputs[layer.qkv], True)
-        layer.down.run_few_chained(None, x, m, inputs[layer.down], launch(), residual=x, next=onward, tuning=tuning)
+        chained(layer.down, None, x, inputs[layer.down], residual=x, onward=onward, tuning=tuning)
 
-    def chained(layer: Layer) -> None:
+    def all_chained(layer: Layer) -> None:
         for product in (qkv, o, gate, down):
             product(layer)
 
     each("a layer's matmuls, each packed", whole)
     for made in (qkv, o, gate, down):
-        each(f"{made.__name__} prepared", made)
+        each(f"{made.__name__} packed", made)
     for tuning in ((2, 8, 0), (2, 9, 5)):
-        each(f"down prepared {tuning}", lambda layer, tuning=tuning: down(layer, tuning))
-    each("a layer's matmuls, chained", chained)
+        each(f"down packed {tuning}", lambda layer, tuning=tuning: down(layer, tuning))
+    each("a layer's matmuls chained", all_chained)
 
 
 if __name__ == "__main__":

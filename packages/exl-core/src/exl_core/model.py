@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exl_kernels.device import row_invariant
-from exl_kernels.linear.cuda import INVARIANT_ROWS
+from exl_kernels.selection import PACKED_ROWS
 
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
@@ -70,7 +70,7 @@ class ExLlamaV2(LoadableModel):
             self._quantized = (self.load_count, all(linear.is_quant() for linear in self.linears()))
         if not self._quantized[1] or any(lora.replacements for lora in loras):
             return 0
-        return None if row_invariant() else INVARIANT_ROWS
+        return None if row_invariant() else PACKED_ROWS
 
     @torch.no_grad()
     def forward(

@@ -15,18 +15,18 @@ __all__ = [
     "AttentionOptions",
     "AttentionTables",
     "AttentionWorkspace",
-    "BatchWorkspace",
     "BlockNorm",
     "CudaCard",
     "CudaExperts",
     "CudaLayout",
+    "CudaLinearGroup",
     "CudaMatrix",
     "CudaPages",
-    "CudaRing",
     "CudaShape",
     "ExpertRouter",
     "Launch",
     "MatmulInput",
+    "MatmulPlan",
     "Matrix",
     "MlpBlock",
     "NewKeys",
@@ -158,16 +158,6 @@ class AttentionWorkspace:
     def __new__(cls, /, partials: Tensor | None, tickets: Tensor | None) -> AttentionWorkspace:
         """
         `partials` float32; `tickets` int32, zero before and after the launch.
-        """
-
-@final
-class BatchWorkspace:
-    """
-    Memory of one call of `CudaRing.run_batch`.
-    """
-    def __new__(cls, /, scratch: Tensor, multipliers: Tensor, exchange: Tensor | None) -> BatchWorkspace:
-        """
-        `scratch` uint8 of `scratch_bytes`, `multipliers` float32 [m]; `exchange` uint8 of `meeting_bytes`, all ones before and after.
         """
 
 @final
@@ -303,6 +293,73 @@ class CudaLayout:
         """
 
 @final
+class CudaLinearGroup:
+    """
+    One to three quantized matrices on a GPU over one input, with the activation of a gate or without.
+    """
+    def __new__(cls, /, matrices: Sequence[CudaMatrix], gate: str | None = None) -> CudaLinearGroup: ...
+    def chains_to(self, /, plan: MatmulPlan, next: CudaLinearGroup, next_plan: MatmulPlan) -> bool:
+        """
+        Whether a call by `plan` can leave its results packed as the input of a call of `next` by `next_plan`.
+        """
+    def plan(
+        self,
+        /,
+        rows: int,
+        *,
+        bfloat16: bool = False,
+        norm: bool = False,
+        residual: bool = False,
+        aligned_input: bool = True,
+        aligned_output: bool = True,
+    ) -> MatmulPlan:
+        """
+        The plan of a call of `rows` rows of float16, or of `bfloat16`. `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is
+        aligned to 8 bytes and the residual to 4.
+        """
+    def plan_alone(self, /, rows: int, *, bfloat16: bool = False) -> MatmulPlan:
+        """
+        The plan of a call of the first matrix alone, as `QuantMatrix.matmul` launches it; x is aligned to 16 bytes.
+        """
+    def plan_with(
+        self,
+        /,
+        kernel: str,
+        rows: int,
+        *,
+        bfloat16: bool = False,
+        norm: bool = False,
+        residual: bool = False,
+        tuning: Sequence[int] | None = None,
+    ) -> MatmulPlan:
+        """
+        The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels. `tuning`: of gemv_ring (slots, window),
+        of gemm_few (cut, slots, window), of gemm_batch (slots, activations, cut, groups, looks); zeros leave a number as planned.
+        """
+    def run(
+        self,
+        /,
+        plan: MatmulPlan,
+        x: Tensor | None,
+        y: Tensor | None,
+        launch: Launch,
+        *,
+        scratch: Tensor | None = None,
+        exchange: Tensor | None = None,
+        residual: Tensor | None = None,
+        norm: NormPrologue | None = None,
+        next: NextInput | None = None,
+        chained: bool = False,
+    ) -> None:
+        """
+        y [m, N] = norm(x) @ W, gated, with `residual` added, as `plan` says; y is [2, m, N] where the plan has a separate gate.
+
+        `scratch` and `exchange`, uint8 and aligned to 128 bytes, are of the plan's sizes. Without x its rows are packed in `scratch`; `chained`:
+        the matmul before put them there as its `next`. `norm` then is weight and offset added up, in the order of the layout, padded to
+        whole units of 256. Without y results go to `next` alone.
+        """
+
+@final
 class CudaMatrix:
     """
     A matrix whose tensors are on a GPU.
@@ -326,14 +383,6 @@ class CudaMatrix:
         """
         W [in_features, out_features] float16 into `out`.
         """
-    def matmul(self, /, x: Tensor, prepared: Tensor, multipliers: Tensor, y: Tensor, launch: Launch) -> None:
-        """
-        y = (x @ W + bias) * prescale; `prepared` uint8 and `multipliers` [m] float32 are scratch.
-        """
-    def prepared_bytes(self, /, rows: int) -> int:
-        """
-        Bytes of scratch memory that `matmul` needs for `rows` rows.
-        """
 
 @final
 class CudaPages:
@@ -352,121 +401,6 @@ class CudaPages:
     ) -> CudaPages:
         """
         key, value: [P, page, H, row]; scales [P, page, H, row] where the kind has them.
-        """
-
-@final
-class CudaRing:
-    """
-    Several matrices over one input as one launch of the ring kernel: what `FusedLinear` calls.
-    """
-    def __new__(cls, /, matrices: Sequence[CudaMatrix], gate: str | None = None) -> CudaRing: ...
-    def batch_fits(self, /) -> bool:
-        """
-        Whether one launch of the batch kernel takes these matrices, 1 to 64 rows each call.
-        """
-    def batch_gates(self, /) -> bool:
-        """
-        Whether `run_batch` applies the activation of the first of two matrices itself.
-        """
-    def batch_input(self, /, rows: int) -> int | None:
-        """
-        For how many columns another launch lays out `rows` rows in the scratch memory of `run_batch`, or None.
-        """
-    def batch_norms(self, /) -> bool:
-        """
-        Whether `run_batch` can norm its input.
-        """
-    def few_bytes(self, /, tuning: tuple[int, int, int] | None = None) -> int:
-        """
-        Bytes of scratch memory that `run_few` needs.
-        """
-    def few_rows(self, /) -> int:
-        """
-        Most rows of `run_few` on this GPU; 0 where it cannot run.
-        """
-    def few_takes_prepared(self, /) -> bool:
-        """
-        Whether who makes the input of `run_few` can leave it prepared in its scratch memory, normed already or not.
-        """
-    def meeting_bytes(self, /, rows: int, tuning: tuple[int, int, int, int, int] | None = None) -> int:
-        """
-        Bytes in which blocks of `run_batch` meet, for `rows` rows; 0 where they do not.
-        """
-    def rows(self, /, norm: bool, bfloat16: bool) -> int:
-        """
-        Most rows of a call on this GPU, with a norm before it or not, of BF16 or F16; 0 where separate launches have to do.
-        """
-    def run(
-        self,
-        /,
-        x: Tensor,
-        y: Tensor,
-        launch: Launch,
-        *,
-        residual: Tensor | None = None,
-        norm: NormPrologue | None = None,
-        tuning: tuple[int, int] | None = None,
-    ) -> None:
-        """
-        y [m, N] = norm(x) @ W, gated, with `residual` added; `tuning` = (slots, window) is for benchmarks.
-        """
-    def run_batch(
-        self,
-        /,
-        x: Tensor | None,
-        y: Tensor | None,
-        workspace: BatchWorkspace,
-        launch: Launch,
-        *,
-        residual: Tensor | None = None,
-        norm: NormPrologue | None = None,
-        next: NextInput | None = None,
-        chained: bool = False,
-        tuning: tuple[int, int, int, int, int] | None = None,
-    ) -> None:
-        """
-        y [m, N], or [2, m, N] for a matrix that gates another where not `batch_gates`, whose activation is left to the caller. `residual` is
-        like y, even and of halves; `norm` where `batch_norms`; `tuning` = (slots, activations, cut, groups, looks) is for benchmarks and
-        tests. Without x its rows are in the workspace's scratch already, in the order of `batch_input`; `chained`: the matmul before put
-        them there as its `next`. Without y gated results go to `next`.
-        """
-    def run_few(
-        self,
-        /,
-        x: Tensor,
-        y: Tensor,
-        scratch: Tensor,
-        launch: Launch,
-        *,
-        residual: Tensor | None = None,
-        norm: NormPrologue | None = None,
-        tuning: tuple[int, int, int] | None = None,
-    ) -> None:
-        """
-        `run` in two launches, for 3 to 8 rows; `scratch` uint8, `tuning` = (cut, slots, window) is for benchmarks.
-        """
-    def run_few_chained(
-        self,
-        /,
-        x: Tensor | None,
-        y: Tensor | None,
-        rows: int,
-        scratch: Tensor,
-        launch: Launch,
-        *,
-        residual: Tensor | None = None,
-        norm: NormPrologue | None = None,
-        next: NextInput | None = None,
-        tuning: tuple[int, int, int] | None = None,
-    ) -> None:
-        """
-        A product of `rows` rows of float16 whose input, results or both go from launch to launch prepared: `x` None where it stands in
-        `scratch`, `y` None where only `next` wants the results. `norm` is as in `run_few` with an x; without one its weight is weight and
-        offset added up, [units * 256], in the order of the layout.
-        """
-    def scratch_bytes(self, /, rows: int) -> int:
-        """
-        Bytes of scratch memory that `run_batch` needs for `rows` rows.
         """
 
 @final
@@ -517,6 +451,57 @@ class MatmulInput:
     def __new__(cls, /, matrix: CudaMatrix, columns: int, scratch: Tensor) -> MatmulInput:
         """
         `scratch` uint8 of the matmul by `matrix`, laid out for `columns` rows.
+        """
+
+@final
+class MatmulPlan:
+    """
+    The kernel of a call of `CudaLinearGroup.run` and the memory that it needs.
+    """
+    @property
+    def exchange_bytes(self, /) -> int:
+        """
+        Bytes of the inter-block workspace, all ones before and after every launch; 0 for none.
+        """
+    @property
+    def hands_on(self, /) -> bool:
+        """
+        Whether results can be left packed as the input of the next matmul.
+        """
+    @property
+    def input_columns(self, /) -> int | None:
+        """
+        Columns of the layout of `gemm_batch` in which another launch can pack rows in the scratch memory, or None.
+        """
+    @property
+    def joined(self, /) -> bool:
+        """
+        Whether `run` takes all matrices with norm, gate and residual. Otherwise each matrix has a plan of its own.
+        """
+    @property
+    def kernel(self, /) -> str:
+        """
+        gemv_ring, gemm_few, gemm_batch, gemm_tile or gemm_large.
+        """
+    @property
+    def refused(self, /) -> list[tuple[str, str]]:
+        """
+        Faster kernels and why each does not take the call.
+        """
+    @property
+    def scratch_bytes(self, /) -> int:
+        """
+        Bytes of scratch memory, aligned to 128.
+        """
+    @property
+    def separate_gate(self, /) -> bool:
+        """
+        Whether y is [2, m, N], the results of gate and up, with the activation left to the caller.
+        """
+    @property
+    def takes_packed(self, /) -> bool:
+        """
+        Whether the matmul before can leave its results packed in the scratch memory, in the layout of `gemm_few`.
         """
 
 @final
@@ -603,11 +588,11 @@ class NewKeys:
 @final
 class NextInput:
     """
-    The input of the matmul that comes next, as a place for results.
+    The input of the next matmul, as a place for results.
     """
-    def __new__(cls, /, product: CudaRing, scratch: Tensor, normed: bool = False) -> NextInput:
+    def __new__(cls, /, group: CudaLinearGroup, scratch: Tensor, normed: bool = False) -> NextInput:
         """
-        `scratch` uint8 of that `product`; `normed`: it norms its input, so that results bring their sums of squares.
+        `scratch` uint8, of the plan of that `group`; `normed`: it norms its input, so that results bring their sums of squares.
         """
 
 @final

@@ -1,7 +1,7 @@
 """Which kernel a GPU runs for a call, asked without launching it and, for known cards, without having the card.
 
-The answers come from the launch plans and row limits that the launches themselves use. A GPU test compares the kernels
-that are launched with the answers (tests/kernels/test_cuda_selection.py).
+The answers come from the functions that plan the launches themselves (rust/exl-cuda, `ops::select`). A GPU test compares
+the kernels that are launched with the answers (tests/kernels/test_cuda_selection.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ __all__ = ["FEW_ROWS", "GEMV_ROWS", "PACKED_ROWS", "Card", "MatrixShape", "Selec
 
 GEMV_ROWS, FEW_ROWS, PACKED_ROWS = _native.cuda_row_limits()
 """Most rows that `gemv_ring` is chosen for where `gemm_few` fits, too; that `gemm_few` takes; that run on packed
-weights."""
+weights, where a row's result does not depend on the number of rows. More rows are cheaper by dequantizing once. (At 128
+rows both take the GPU as long, but two passes over the packed weights are twice the launches for the host.)"""
 
 _EXL2_PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 

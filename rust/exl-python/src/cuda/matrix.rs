@@ -4,8 +4,7 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::layout::{Codes, Layout};
-use exl_cuda::ops::linear::select;
-use exl_cuda::ops::linear::{self, Addresses, Half, Matrix, Product};
+use exl_cuda::ops::linear::{self, Addresses, Matrix};
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::GptqView;
 use half::f16;
@@ -164,34 +163,6 @@ pub struct CudaMatrix {
     _tensors: Vec<Tensor>,
 }
 
-impl CudaMatrix {
-    fn product(&self, x: &Tensor, y: &Tensor) -> PyResult<Product> {
-        let (k, n) = (self.matrix.in_features(), self.matrix.out_features());
-        let m = x.numel() / k;
-        expect(
-            x.numel() == m * k && y.numel() == m * n,
-            "x or y has the wrong size",
-        )?;
-        expect(
-            m <= select::MOST_PACKED_ROWS,
-            "too many rows for a matrix kernel",
-        )?;
-        expect(
-            x.cuda == Some(self.device) && y.cuda == Some(self.device),
-            "x and y must be on the matrix's GPU",
-        )?;
-        let x_type = kind(x, "x")?;
-        expect(x_type != Half::F32, "x must be float16 or bfloat16")?;
-        Ok(Product {
-            x: x.ptr,
-            x_type,
-            y: y.ptr,
-            y_type: kind(y, "y")?,
-            m,
-        })
-    }
-}
-
 #[pymethods]
 impl CudaMatrix {
     /// The tensors of `layout`, moved to one GPU, and a float32 bias there or None.
@@ -261,42 +232,6 @@ impl CudaMatrix {
         })
     }
 
-    /// Bytes of scratch memory that `matmul` needs for `rows` rows.
-    fn prepared_bytes(&self, rows: usize) -> usize {
-        self.matrix.prepared_bytes(rows)
-    }
-
-    /// y = (x @ W + bias) * prescale; `prepared` uint8 and `multipliers` [m] float32 are scratch.
-    fn matmul(
-        &self,
-        py: Python<'_>,
-        x: Tensor,
-        prepared: Tensor,
-        multipliers: Tensor,
-        y: Tensor,
-        launch: &Launch,
-    ) -> PyResult<()> {
-        let op = self.product(&x, &y)?;
-        let needed = Scratch {
-            bytes: self.matrix.prepared_bytes(op.m),
-            alignment: 16,
-            rows: op.m,
-        };
-        needed.check(&prepared, &multipliers)?;
-        let all = [
-            ("x", &x),
-            ("prepared", &prepared),
-            ("multipliers", &multipliers),
-            ("y", &y),
-        ];
-        let to = target(&all, launch)?;
-        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
-        py.detach(|| unsafe {
-            linear::matmul(to, &self.matrix, &op, prepared.ptr, multipliers.ptr)
-        })
-        .map_err(|error| device_error(py, &error))
-    }
-
     /// W [in_features, out_features] float16 into `out`.
     fn dequantize(&self, py: Python<'_>, out: Tensor, stream: usize) -> PyResult<()> {
         let size = self.matrix.in_features() * self.matrix.out_features();
@@ -309,7 +244,7 @@ impl CudaMatrix {
             "out must be on the matrix's GPU",
         )?;
         let to = target(&[("out", &out)], &Launch::in_order(stream))?;
-        // SAFETY: as in `matmul`.
+        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; the size was checked.
         py.detach(|| unsafe { linear::dequantize(to, &self.matrix, out.ptr) })
             .map_err(|error| device_error(py, &error))
     }

@@ -1,16 +1,17 @@
-//! Bindings of joined products: several quantized matrices on a GPU over one input, by the kernels of one to 64 rows.
+//! Bindings of quantized matmuls on a GPU: one to three matrices over one input, launched by the plan of `ops::select`.
 
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::ops::Target;
-use exl_cuda::ops::linear::select::Epilogue;
-use exl_cuda::ops::linear::{Half, Matrix, batch, few, ring};
+use exl_cuda::ops::linear::select::{self, Call, Epilogue, Kernel, Plan, Tuning};
+use exl_cuda::ops::linear::{self, Half, Matrix, batch, few, ring};
+use exl_cuda::{Capabilities, CudaError, Device};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::cuda::matrix::CudaMatrix;
-use crate::cuda::operands::{Scratch, kind};
+use crate::cuda::operands::kind;
 use crate::cuda::{expect, target};
 use crate::errors::device_error;
 use crate::operands::Launch;
@@ -48,55 +49,99 @@ impl NormPrologue {
     }
 }
 
-/// Memory of one call of `CudaRing.run_batch`.
-#[pyclass(frozen, module = "exl_kernels._native")]
-#[derive(Debug)]
-pub struct BatchWorkspace {
-    scratch: Tensor,
-    multipliers: Tensor,
-    exchange: Option<Tensor>,
-}
-
-#[pymethods]
-impl BatchWorkspace {
-    /// `scratch` uint8 of `scratch_bytes`, `multipliers` float32 [m]; `exchange` uint8 of `meeting_bytes`, all ones before and after.
-    #[new]
-    #[pyo3(signature = (scratch, multipliers, exchange))]
-    fn new(scratch: Tensor, multipliers: Tensor, exchange: Option<Tensor>) -> Self {
-        Self {
-            scratch,
-            multipliers,
-            exchange,
-        }
-    }
-}
-
-/// The input of the matmul that comes next, as a place for results.
+/// The input of the next matmul, as a place for results.
 #[pyclass(frozen, module = "exl_kernels._native")]
 #[derive(Debug)]
 pub struct NextInput {
-    product: Py<CudaRing>,
+    group: Py<CudaLinearGroup>,
     scratch: Tensor,
     normed: bool,
 }
 
 #[pymethods]
 impl NextInput {
-    /// `scratch` uint8 of that `product`; `normed`: it norms its input, so that results bring their sums of squares.
+    /// `scratch` uint8, of the plan of that `group`; `normed`: it norms its input, so that results bring their sums of squares.
     #[new]
-    #[pyo3(signature = (product, scratch, normed=false))]
-    fn new(product: Py<CudaRing>, scratch: Tensor, normed: bool) -> Self {
+    #[pyo3(signature = (group, scratch, normed=false))]
+    fn new(group: Py<CudaLinearGroup>, scratch: Tensor, normed: bool) -> Self {
         Self {
-            product,
+            group,
             scratch,
             normed,
         }
     }
 }
 
-/// Several matrices over one input as one launch of the ring kernel: what `FusedLinear` calls.
-#[pyclass(frozen, name = "CudaRing", module = "exl_kernels._native")]
-pub struct CudaRing {
+/// The kernel of a call of `CudaLinearGroup.run` and the memory that it needs.
+#[pyclass(frozen, module = "exl_kernels._native")]
+#[derive(Debug)]
+pub struct MatmulPlan {
+    plan: Plan,
+}
+
+#[pymethods]
+impl MatmulPlan {
+    /// gemv_ring, gemm_few, gemm_batch, gemm_tile or gemm_large.
+    #[getter]
+    fn kernel(&self) -> &'static str {
+        self.plan.kernel.name()
+    }
+
+    /// Whether `run` takes all matrices with norm, gate and residual. Otherwise each matrix has a plan of its own.
+    #[getter]
+    fn joined(&self) -> bool {
+        self.plan.joined
+    }
+
+    /// Bytes of scratch memory, aligned to 128.
+    #[getter]
+    fn scratch_bytes(&self) -> usize {
+        self.plan.scratch_bytes
+    }
+
+    /// Bytes of the inter-block workspace, all ones before and after every launch; 0 for none.
+    #[getter]
+    fn exchange_bytes(&self) -> usize {
+        self.plan.exchange_bytes
+    }
+
+    /// Whether y is [2, m, N], the results of gate and up, with the activation left to the caller.
+    #[getter]
+    fn separate_gate(&self) -> bool {
+        self.plan.separate_gate
+    }
+
+    /// Whether the matmul before can leave its results packed in the scratch memory, in the layout of `gemm_few`.
+    #[getter]
+    fn takes_packed(&self) -> bool {
+        self.plan.takes_packed
+    }
+
+    /// Columns of the kernel's layout in which a launch that is no matmul can pack rows in the scratch memory, or None.
+    #[getter]
+    fn input_columns(&self) -> Option<usize> {
+        self.plan.input_columns
+    }
+
+    /// Whether results can be left packed as the input of the next matmul.
+    #[getter]
+    fn hands_on(&self) -> bool {
+        self.plan.hands_on
+    }
+
+    /// Faster kernels and why each does not take the call.
+    #[getter]
+    fn refused(&self) -> Vec<(&'static str, String)> {
+        let refused = self.plan.refused.iter();
+        refused
+            .map(|(kernel, why)| (kernel.name(), why.to_string()))
+            .collect()
+    }
+}
+
+/// One to three quantized matrices on a GPU over one input, with the activation of a gate or without.
+#[pyclass(frozen, name = "CudaLinearGroup", module = "exl_kernels._native")]
+pub struct CudaLinearGroup {
     matrices: Vec<Py<CudaMatrix>>,
     /// Number of the activation of the first of two matrices, which gates the second.
     gate: Option<i32>,
@@ -105,14 +150,28 @@ pub struct CudaRing {
     out_features: usize,
 }
 
-impl CudaRing {
+impl CudaLinearGroup {
     fn parts(&self) -> Vec<&Matrix> {
         self.matrices.iter().map(|m| &m.get().matrix).collect()
+    }
+
+    fn caps(&self, py: Python<'_>) -> PyResult<Capabilities> {
+        let device = Device::get(self.device).map_err(|error| device_error(py, &error))?;
+        Ok(device.info.caps)
+    }
+
+    fn epilogue(&self, norm: bool, residual: bool, bf16: bool) -> Epilogue {
+        Epilogue {
+            gate: self.gate.is_some(),
+            norm,
+            residual,
+            bf16,
+        }
     }
 }
 
 #[pymethods]
-impl CudaRing {
+impl CudaLinearGroup {
     #[new]
     #[pyo3(signature = (matrices, gate=None))]
     fn new(matrices: Vec<Py<CudaMatrix>>, gate: Option<&str>) -> PyResult<Self> {
@@ -154,300 +213,292 @@ impl CudaRing {
         })
     }
 
-    /// Most rows of a call on this GPU, with a norm before it or not, of BF16 or F16; 0 where separate launches have to do.
-    fn rows(&self, py: Python<'_>, norm: bool, bfloat16: bool) -> PyResult<usize> {
-        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        let epilogue = Epilogue {
-            gate: self.gate.is_some(),
-            norm,
-            residual: false,
-            bf16: bfloat16,
-        };
-        Ok(ring::rows(&info.info.caps, &self.parts(), epilogue))
-    }
-
-    /// y [m, N] = norm(x) @ W, gated, with `residual` added; `tuning` = (slots, window) is for benchmarks.
-    #[pyo3(signature = (x, y, launch, *, residual=None, norm=None, tuning=None))]
-    fn run(
-        &self,
-        py: Python<'_>,
-        x: Tensor,
-        y: Tensor,
-        launch: &Launch,
-        residual: Option<Tensor>,
-        norm: Option<&NormPrologue>,
-        tuning: Option<(i32, i32)>,
-    ) -> PyResult<()> {
-        let (to, op) = self.checked(&x, &y, None, launch, residual.as_ref(), norm)?;
-        let tuning = tuning.map(|(slots, window)| ring::Tuning { slots, window });
-        let parts = self.parts();
-        // SAFETY: as in `CudaMatrix::matmul`.
-        py.detach(|| unsafe { ring::launch(to, &parts, &op, tuning) })
-            .map_err(|error| device_error(py, &error))
-    }
-
-    /// Whether one launch of the batch kernel takes these matrices, 1 to 64 rows each call.
-    fn batch_fits(&self, py: Python<'_>) -> PyResult<bool> {
-        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        Ok(batch::fits(&info.info.caps, &self.parts()))
-    }
-
-    /// Whether `run_batch` applies the activation of the first of two matrices itself.
-    fn batch_gates(&self) -> bool {
-        self.gate.is_some() && batch::gates(&self.parts())
-    }
-
-    /// Whether `run_batch` can norm its input.
-    fn batch_norms(&self, py: Python<'_>) -> PyResult<bool> {
-        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        Ok(batch::norms(&info.info.caps, &self.parts()))
-    }
-
-    /// Bytes of scratch memory that `run_batch` needs for `rows` rows.
-    fn scratch_bytes(&self, rows: usize) -> usize {
-        batch::scratch_bytes(&self.parts(), rows)
-    }
-
-    /// Bytes in which blocks of `run_batch` meet, for `rows` rows; 0 where they do not.
-    #[pyo3(signature = (rows, tuning=None))]
-    fn meeting_bytes(
+    /// The plan of a call of `rows` rows of float16, or of `bfloat16`. `aligned_input`: x is aligned to 16 bytes; `aligned_output`: y is
+    /// aligned to 8 bytes and the residual to 4.
+    #[pyo3(signature = (rows, *, bfloat16=false, norm=false, residual=false, aligned_input=true, aligned_output=true))]
+    #[allow(clippy::fn_params_excessive_bools)] // one keyword each
+    fn plan(
         &self,
         py: Python<'_>,
         rows: usize,
-        tuning: Option<BatchTuning>,
-    ) -> PyResult<usize> {
-        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        Ok(batch::meeting_bytes(
-            &info.info.caps,
-            &self.parts(),
+        bfloat16: bool,
+        norm: bool,
+        residual: bool,
+        aligned_input: bool,
+        aligned_output: bool,
+    ) -> PyResult<MatmulPlan> {
+        let call = Call {
             rows,
-            self.batch_gates(),
-            batch_tuning(tuning),
-        ))
+            epilogue: self.epilogue(norm, residual, bfloat16),
+            aligned_input,
+            aligned_output,
+        };
+        let plan = select::plan(&self.caps(py)?, &self.parts(), call);
+        Ok(MatmulPlan { plan })
     }
 
-    /// For how many columns another launch lays out `rows` rows in the scratch memory of `run_batch`, or None.
-    fn batch_input(&self, rows: usize) -> Option<usize> {
-        match self.gate {
-            None => batch::input(&self.parts(), rows),
-            Some(_) => None,
-        }
+    /// The plan of a call of the first matrix alone, as `QuantMatrix.matmul` launches it; x is aligned to 16 bytes.
+    #[pyo3(signature = (rows, *, bfloat16=false))]
+    fn plan_alone(&self, py: Python<'_>, rows: usize, bfloat16: bool) -> PyResult<MatmulPlan> {
+        let caps = self.caps(py)?;
+        let plan = select::plan_alone(&caps, &self.matrices[0].get().matrix, rows, bfloat16);
+        Ok(MatmulPlan { plan })
     }
 
-    /// y [m, N], or [2, m, N] for a matrix that gates another where not `batch_gates`, whose activation is left to the caller. `residual` is
-    /// like y, even and of halves; `norm` where `batch_norms`; `tuning` = (slots, activations, cut, groups, looks) is for benchmarks and
-    /// tests. Without x its rows are in the workspace's scratch already, in the order of `batch_input`; `chained`: the matmul before put
-    /// them there as its `next`. Without y gated results go to `next`.
-    #[pyo3(signature = (x, y, workspace, launch, *, residual=None, norm=None, next=None, chained=false, tuning=None))]
-    fn run_batch(
+    /// The plan of a call by the kernel of this name, for benchmarks and tests that compare kernels. `tuning`: of gemv_ring (slots, window),
+    /// of gemm_few (cut, slots, window), of gemm_batch (slots, activations, cut, groups, looks); zeros leave a number as planned.
+    #[pyo3(signature = (kernel, rows, *, bfloat16=false, norm=false, residual=false, tuning=None))]
+    fn plan_with(
         &self,
         py: Python<'_>,
+        kernel: &str,
+        rows: usize,
+        bfloat16: bool,
+        norm: bool,
+        residual: bool,
+        tuning: Option<Vec<usize>>,
+    ) -> PyResult<MatmulPlan> {
+        let kernel = Kernel::named(kernel)
+            .ok_or_else(|| PyValueError::new_err(format!("no kernel {kernel:?}")))?;
+        let call = Call::aligned(rows, self.epilogue(norm, residual, bfloat16));
+        let tuning = tuned(kernel, &tuning.unwrap_or_default())?;
+        let plan = select::plan_with(kernel, &self.caps(py)?, &self.parts(), call, tuning);
+        plan.map(|plan| MatmulPlan { plan })
+            .map_err(|error| device_error(py, &error))
+    }
+
+    /// Whether a call by `plan` can leave its results packed as the input of a call of `next` by `next_plan`.
+    fn chains_to(&self, plan: &MatmulPlan, next: &Self, next_plan: &MatmulPlan) -> bool {
+        self.out_features == next.in_features
+            && self.device == next.device
+            && plan.plan.chains_to(&next_plan.plan)
+    }
+
+    /// y [m, N] = norm(x) @ W, gated, with `residual` added, as `plan` says; y is [2, m, N] where the plan has a separate gate.
+    ///
+    /// `scratch` and `exchange`, uint8 and aligned to 128 bytes, are of the plan's sizes. Without x its rows are packed in `scratch`; `chained`:
+    /// the matmul before put them there as its `next`. `norm` then is weight and offset added up, in the order of the layout, padded to
+    /// whole units of 256. Without y results go to `next` alone.
+    #[pyo3(signature = (plan, x, y, launch, *, scratch=None, exchange=None, residual=None, norm=None, next=None, chained=false))]
+    fn run(
+        &self,
+        py: Python<'_>,
+        plan: &MatmulPlan,
         x: Option<Tensor>,
         y: Option<Tensor>,
-        workspace: &BatchWorkspace,
         launch: &Launch,
+        scratch: Option<Tensor>,
+        exchange: Option<Tensor>,
         residual: Option<Tensor>,
         norm: Option<&NormPrologue>,
         next: Option<&NextInput>,
         chained: bool,
-        tuning: Option<BatchTuning>,
     ) -> PyResult<()> {
-        let BatchWorkspace {
+        let call = Operands {
+            group: self,
+            plan: &plan.plan,
+            x,
+            y,
             scratch,
-            multipliers,
             exchange,
-        } = workspace;
-        let gated = self.batch_gates();
-        let m = self.batch_rows(x.as_ref(), y.as_ref(), next.is_some())?;
-        let x_type = x.as_ref().map_or(Ok(Half::F16), |x| kind(x, "x"))?;
-        expect(x_type != Half::F32, "x must be float16 or bfloat16")?;
-        let needed = Scratch {
-            bytes: self.scratch_bytes(m),
-            alignment: 128,
-            rows: m,
+            residual,
+            norm,
+            next,
+            chained,
         };
-        needed.check(scratch, multipliers)?;
-        let meets = self.meeting_bytes(py, m, tuning)?;
+        let to = call.check(launch)?;
+        let done = match plan.plan.kernel {
+            Kernel::GemvRing => py.detach(|| call.gemv_ring(to)),
+            Kernel::GemmFew => py.detach(|| call.gemm_few(to)),
+            Kernel::GemmBatch => py.detach(|| call.gemm_batch(to)),
+            Kernel::GemmTile => py.detach(|| call.gemm_tile(to)),
+            Kernel::GemmLarge => {
+                return Err(PyValueError::new_err(
+                    "gemm_large is dequantizing and cuBLAS",
+                ));
+            }
+        };
+        done.map_err(|error| device_error(py, &error))
+    }
+}
+
+/// The operands of `CudaLinearGroup.run`.
+struct Operands<'a> {
+    group: &'a CudaLinearGroup,
+    plan: &'a Plan,
+    x: Option<Tensor>,
+    y: Option<Tensor>,
+    scratch: Option<Tensor>,
+    exchange: Option<Tensor>,
+    residual: Option<Tensor>,
+    norm: Option<&'a NormPrologue>,
+    next: Option<&'a NextInput>,
+    chained: bool,
+}
+
+impl Operands<'_> {
+    /// Checks sizes, types and places against the plan.
+    fn check(&self, launch: &Launch) -> PyResult<Target> {
         expect(
-            exchange.as_ref().map_or(meets == 0, |t| holds(t, meets)),
-            "memory to meet in is too small",
+            self.plan.joined && self.plan.call.epilogue.gate == self.group.gate.is_some(),
+            "this plan is not one call of these matrices",
         )?;
-        let mut all = vec![("scratch", scratch), ("multipliers", multipliers)];
-        for (name, tensor) in [("x", &x), ("y", &y), ("exchange", exchange)] {
+        self.check_input()?;
+        self.check_results()?;
+        self.check_memory()?;
+        let mut all = Vec::with_capacity(7);
+        for (name, tensor) in [
+            ("x", &self.x),
+            ("y", &self.y),
+            ("scratch", &self.scratch),
+            ("exchange", &self.exchange),
+            ("residual", &self.residual),
+        ] {
             all.extend(tensor.as_ref().map(|tensor| (name, tensor)));
         }
-        if let Some(residual) = &residual {
-            let like_y = y
-                .as_ref()
-                .is_some_and(|y| residual.dtype == y.dtype && residual.numel() == y.numel());
-            expect(
-                self.gate.is_none() && like_y,
-                "residual must be like y, and a gated product takes none",
-            )?;
-            all.push(("residual", residual));
-        }
-        if let Some(norm) = norm {
-            self.check_norm(norm)?;
-            all.push(("norm", &norm.weight));
-        }
-        let next_parts = next.map(|next| next.product.get().parts());
-        if let (Some(next), Some(parts)) = (next, &next_parts) {
-            let enough = next.product.get().scratch_bytes(m);
-            expect(
-                parts.len() == 1 && holds(&next.scratch, enough),
-                "the next product has one matrix, and scratch memory enough",
-            )?;
-            all.push(("next", &next.scratch));
-        }
-        let next = next
-            .zip(next_parts.as_ref())
-            .map(|(next, parts)| batch::Next {
-                matrix: parts[0],
-                scratch: next.scratch.ptr,
-            });
+        all.extend(self.norm.map(|norm| ("norm", &norm.weight)));
+        all.extend(self.next.map(|next| ("next", &next.scratch)));
         let to = target(&all, launch)?;
-        expect(to.device == self.device, "operands on another GPU")?;
-        let address = |tensor: &Option<Tensor>| tensor.as_ref().map_or(0, |t| t.ptr);
-        let op = batch::Product {
-            x: address(&x),
-            turned: chained,
-            x_type,
-            y: address(&y),
-            y_type: y.as_ref().map_or(Ok(Half::F16), |y| kind(y, "y"))?,
-            m,
-            apart: self.gate.is_some() && !gated,
-            norm: norm.map(NormPrologue::argument),
-            residual: address(&residual),
-            gate: self.gate.filter(|_| gated),
+        expect(to.device == self.group.device, "operands on another GPU")?;
+        Ok(to)
+    }
+
+    fn check_input(&self) -> PyResult<()> {
+        let Call {
+            rows,
+            epilogue,
+            aligned_input,
+            ..
+        } = self.plan.call;
+        let features = self.group.in_features;
+        let Some(x) = &self.x else {
+            let packed = self.plan.takes_packed || self.plan.input_columns.is_some();
+            expect(packed, "this plan takes no packed input")?;
+            let padded = self.group.matrices[0]
+                .get()
+                .matrix
+                .rows()
+                .next_multiple_of(256);
+            return expect(
+                self.norm.is_none_or(|norm| norm.holds(padded)),
+                "norm weight must be float32, as many as the layout has rows",
+            );
         };
-        let room = batch::Room {
-            scratch: scratch.ptr,
-            multipliers: multipliers.ptr,
-            meeting: address(exchange),
+        let kind = if epilogue.bf16 {
+            DType::BF16
+        } else {
+            DType::F16
         };
-        let (parts, tuning) = (self.parts(), batch_tuning(tuning));
-        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
-        unsafe { batch::launch(to, &parts, &op, room, next, tuning) }
-            .map_err(|error| device_error(py, &error))
-    }
-
-    /// Most rows of `run_few` on this GPU; 0 where it cannot run.
-    fn few_rows(&self, py: Python<'_>) -> PyResult<usize> {
-        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        Ok(few::rows(
-            &info.info.caps,
-            &self.parts(),
-            self.gate.is_some(),
-        ))
-    }
-
-    /// Bytes of scratch memory that `run_few` needs.
-    #[pyo3(signature = (tuning=None))]
-    fn few_bytes(&self, py: Python<'_>, tuning: Option<(i32, i32, i32)>) -> PyResult<usize> {
-        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        let gated = self.gate.is_some();
-        Ok(few::scratch_bytes(
-            &info.info.caps,
-            &self.parts(),
-            gated,
-            few_tuning(tuning),
-        ))
-    }
-
-    /// Whether who makes the input of `run_few` can leave it prepared in its scratch memory, normed already or not.
-    fn few_takes_prepared(&self, py: Python<'_>) -> PyResult<bool> {
-        let info = exl_cuda::Device::get(self.device).map_err(|error| device_error(py, &error))?;
-        let gated = self.gate.is_some();
-        Ok(few::takes_prepared(&info.info.caps, &self.parts(), gated))
-    }
-
-    /// `run` in two launches, for 3 to 8 rows; `scratch` uint8, `tuning` = (cut, slots, window) is for benchmarks.
-    #[pyo3(signature = (x, y, scratch, launch, *, residual=None, norm=None, tuning=None))]
-    fn run_few(
-        &self,
-        py: Python<'_>,
-        x: Tensor,
-        y: Tensor,
-        scratch: Tensor,
-        launch: &Launch,
-        residual: Option<Tensor>,
-        norm: Option<&NormPrologue>,
-        tuning: Option<(i32, i32, i32)>,
-    ) -> PyResult<()> {
-        let (to, op) = self.checked(&x, &y, Some(&scratch), launch, residual.as_ref(), norm)?;
-        let (parts, tuning) = (self.parts(), few_tuning(tuning));
-        expect(scratch.dtype == DType::U8, "scratch must be uint8")?;
-        let room = (scratch.ptr, scratch.numel());
-        // SAFETY: as in `CudaMatrix::matmul`.
-        py.detach(|| unsafe { few::launch(to, &parts, &op, few::Input::Rows, room, None, tuning) })
-            .map_err(|error| device_error(py, &error))
-    }
-
-    /// A product of `rows` rows of float16 whose input, results or both go from launch to launch prepared: `x` None where it stands in
-    /// `scratch`, `y` None where only `next` wants the results. `norm` is as in `run_few` with an x; without one its weight is weight and
-    /// offset added up, [units * 256], in the order of the layout.
-    #[pyo3(signature = (x, y, rows, scratch, launch, *, residual=None, norm=None, next=None, tuning=None))]
-    fn run_few_chained(
-        &self,
-        py: Python<'_>,
-        x: Option<Tensor>,
-        y: Option<Tensor>,
-        rows: usize,
-        scratch: Tensor,
-        launch: &Launch,
-        residual: Option<Tensor>,
-        norm: Option<&NormPrologue>,
-        next: Option<&NextInput>,
-        tuning: Option<(i32, i32, i32)>,
-    ) -> PyResult<()> {
-        let mut all = vec![("scratch", &scratch)];
-        let (wide, narrow) = (rows * self.out_features, rows * self.in_features);
-        for (name, tensor, size) in [
-            ("x", &x, narrow),
-            ("y", &y, wide),
-            ("residual", &residual, wide),
-        ] {
-            let Some(tensor) = tensor else { continue };
-            let alone = name == "y" && residual.is_none() && next.is_none();
-            let fits = tensor.dtype == DType::F16 || (alone && tensor.dtype == DType::F32);
-            expect(
-                fits && tensor.numel() == size,
-                "x, y and residual must be float16 of the right size",
-            )?;
-            all.push((name, tensor));
-        }
         expect(
-            x.as_ref().is_none_or(|x| x.ptr.is_multiple_of(16)),
+            x.dtype == kind && x.numel() == rows * features,
+            "x must be [m, in_features] of the plan's rows and dtype",
+        )?;
+        expect(
+            !aligned_input || x.ptr.is_multiple_of(16),
             "x must be aligned to 16 bytes",
         )?;
         expect(
-            (y.is_some() || next.is_some()) && (residual.is_none() || self.gate.is_none()),
-            "results must go somewhere, and a gated product takes no residual",
+            self.norm.is_none_or(|norm| norm.holds(features)),
+            "norm weight must be float32 [in_features] and aligned to 16 bytes",
+        )
+    }
+
+    fn check_results(&self) -> PyResult<()> {
+        let width = self.group.out_features * if self.plan.separate_gate { 2 } else { 1 };
+        let size = self.plan.call.rows * width;
+        let fits = |tensor: &Tensor| tensor.numel() == size;
+        expect(
+            self.y.as_ref().is_none_or(fits),
+            "y must be [m, out_features] of the plan's rows",
         )?;
-        expect(scratch.dtype == DType::U8, "scratch must be uint8")?;
-        let parts = self.parts();
-        if let Some(norm) = norm {
-            if x.is_some() {
-                self.check_norm(norm)?;
-            } else {
-                let padded = parts[0].rows().next_multiple_of(256);
-                let fits = norm.weight.dtype == DType::F32
-                    && norm.weight.numel() == padded
-                    && norm.weight.ptr.is_multiple_of(16);
-                expect(
-                    fits,
-                    "norm weight must be float32, as many as the layout has rows",
-                )?;
-            }
-            all.push(("norm", &norm.weight));
+        expect(
+            self.y.is_some() || (self.next.is_some() && self.plan.hands_on),
+            "results must go somewhere",
+        )?;
+        let Some(residual) = &self.residual else {
+            return Ok(());
+        };
+        let like_y = residual.dtype == self.y.as_ref().map_or(DType::F16, |y| y.dtype);
+        expect(
+            self.group.gate.is_none() && like_y && fits(residual),
+            "residual must be like y, and a gated matmul takes none",
+        )
+    }
+
+    fn check_memory(&self) -> PyResult<()> {
+        let holds = |tensor: Option<&Tensor>, bytes: usize| match tensor {
+            Some(t) => t.dtype == DType::U8 && t.numel() >= bytes && t.ptr.is_multiple_of(128),
+            None => bytes == 0,
+        };
+        expect(
+            holds(self.scratch.as_ref(), self.plan.scratch_bytes)
+                && holds(self.exchange.as_ref(), self.plan.exchange_bytes),
+            "scratch or exchange memory is smaller than the plan says",
+        )?;
+        let Some(next) = self.next else { return Ok(()) };
+        expect(
+            self.plan.hands_on && next.scratch.dtype == DType::U8,
+            "this plan hands no results on, or not to uint8",
+        )?;
+        if self.plan.kernel != Kernel::GemmBatch {
+            return Ok(()); // `few::launch` checks the size
         }
-        if let Some(next) = next {
-            expect(next.scratch.dtype == DType::U8, "scratch must be uint8")?;
-            all.push(("next", &next.scratch));
+        let parts = next.group.get().parts();
+        let bytes = batch::scratch_bytes(&parts, self.plan.call.rows);
+        expect(
+            self.y.is_none() && parts.len() == 1 && holds(Some(&next.scratch), bytes),
+            "the next matmul has one matrix and enough scratch memory, and takes all results",
+        )
+    }
+
+    fn x(&self) -> (usize, Half) {
+        let kind = if self.plan.call.epilogue.bf16 {
+            Half::BF16
+        } else {
+            Half::F16
+        };
+        (address(self.x.as_ref()), kind)
+    }
+
+    fn y(&self) -> (usize, Half) {
+        let kind = self.y.as_ref().map(|y| kind(y, "y"));
+        (
+            address(self.y.as_ref()),
+            kind.and_then(Result::ok).unwrap_or(Half::F16),
+        )
+    }
+
+    fn scratch(&self) -> (usize, usize) {
+        let scratch = self.scratch.as_ref();
+        (address(scratch), scratch.map_or(0, Tensor::numel))
+    }
+
+    /// The operands of `gemv_ring` and `gemm_few`.
+    fn product(&self) -> ring::Product {
+        let ((x, x_type), (y, y_type)) = (self.x(), self.y());
+        ring::Product {
+            x,
+            x_type,
+            y,
+            y_type,
+            m: self.plan.call.rows,
+            residual: address(self.residual.as_ref()),
+            gate: self.group.gate,
+            norm: self
+                .norm
+                .filter(|_| self.x.is_some())
+                .map(NormPrologue::argument),
         }
-        let to = target(&all, launch)?;
-        expect(to.device == self.device, "operands on another GPU")?;
-        let input = match (&x, norm) {
+    }
+
+    fn gemv_ring(&self, to: Target) -> Result<(), CudaError> {
+        let tuning = self.plan.tuning.ring;
+        // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
+        unsafe { ring::launch(to, &self.group.parts(), &self.product(), tuning) }
+    }
+
+    fn gemm_few(&self, to: Target) -> Result<(), CudaError> {
+        let input = match (&self.x, self.norm) {
             (Some(_), _) => few::Input::Rows,
             (None, None) => few::Input::Prepared,
             (None, Some(norm)) => few::Input::Unnormed {
@@ -455,140 +506,119 @@ impl CudaRing {
                 eps: norm.eps,
             },
         };
-        let address = |tensor: &Option<Tensor>| tensor.as_ref().map_or(0, |t| t.ptr);
-        let op = ring::Product {
-            x: address(&x),
-            x_type: Half::F16,
-            y: address(&y),
-            y_type: y.as_ref().map_or(Ok(Half::F16), |y| kind(y, "y"))?,
-            m: rows,
-            residual: address(&residual),
-            gate: self.gate,
-            norm: norm.filter(|_| x.is_some()).map(NormPrologue::argument),
-        };
-        let next_parts = next.map(|next| next.product.get().parts());
-        let next = next
-            .zip(next_parts.as_ref())
-            .map(|(next, matrices)| few::Next {
-                matrices,
-                gated: next.product.get().gate.is_some(),
-                scratch: (next.scratch.ptr, next.scratch.numel()),
-                unnormed: next.normed,
-            });
-        let room = (scratch.ptr, scratch.numel());
-        // SAFETY: as in `CudaMatrix::matmul`.
-        unsafe { few::launch(to, &parts, &op, input, room, next, few_tuning(tuning)) }
-            .map_err(|error| device_error(py, &error))
-    }
-}
-
-/// Whether a tensor is aligned memory of at least so many bytes.
-fn holds(tensor: &Tensor, least: usize) -> bool {
-    tensor.dtype == DType::U8 && tensor.numel() >= least && tensor.ptr.is_multiple_of(128)
-}
-
-fn few_tuning(tuning: Option<(i32, i32, i32)>) -> few::Tuning {
-    let (cut, slots, window) = tuning.unwrap_or_default();
-    few::Tuning { cut, slots, window }
-}
-
-/// Slots, activations, cut, groups, looks.
-type BatchTuning = (usize, usize, usize, usize, usize);
-
-fn batch_tuning(tuning: Option<BatchTuning>) -> batch::Tuning {
-    tuning.map_or_else(
-        batch::Tuning::default,
-        |(slots, activations, cut, groups, looks)| batch::Tuning {
-            slots,
-            activations,
-            cut,
-            groups,
-            looks,
-            ..batch::Tuning::default()
-        },
-    )
-}
-
-impl CudaRing {
-    /// Rows of `run_batch`, of operands whose sizes are checked.
-    fn batch_rows(&self, x: Option<&Tensor>, y: Option<&Tensor>, goes_on: bool) -> PyResult<usize> {
-        let k = self.in_features;
-        let gated = self.batch_gates();
-        // With a gate that is left to the caller, y has both matrices' results.
-        let both: usize = self.parts().iter().map(|p| p.out_features()).sum();
-        let n = if gated { self.out_features } else { both };
-        expect(
-            y.is_some() != goes_on && (gated || !goes_on),
-            "results go to y or, gated, to what follows",
-        )?;
-        let m = match (x, y) {
-            (Some(x), _) => x.numel() / k,
-            (None, Some(y)) => y.numel() / n,
-            (None, None) => 0,
-        };
-        expect(
-            m > 0
-                && x.is_none_or(|x| x.numel() == m * k)
-                && y.is_none_or(|y| y.numel() == m * n)
-                && m <= batch::MOST_ROWS,
-            "x or y has the wrong size",
-        )?;
-        Ok(m)
+        let parts = self.next.map(|next| next.group.get().parts());
+        let next = self.next.zip(parts.as_ref());
+        let next = next.map(|(next, matrices)| few::Next {
+            matrices,
+            gated: next.group.get().gate.is_some(),
+            scratch: (next.scratch.ptr, next.scratch.numel()),
+            unnormed: next.normed,
+        });
+        let (matrices, tuning) = (self.group.parts(), self.plan.tuning.few);
+        // SAFETY: as in `gemv_ring`.
+        unsafe {
+            few::launch(
+                to,
+                &matrices,
+                &self.product(),
+                input,
+                self.scratch(),
+                next,
+                tuning,
+            )
+        }
     }
 
-    /// The operands of a product, checked.
-    fn checked(
-        &self,
-        x: &Tensor,
-        y: &Tensor,
-        scratch: Option<&Tensor>,
-        launch: &Launch,
-        residual: Option<&Tensor>,
-        norm: Option<&NormPrologue>,
-    ) -> PyResult<(Target, ring::Product)> {
-        let (k, n) = (self.in_features, self.out_features);
-        let m = x.numel() / k;
-        expect(
-            x.numel() == m * k && y.numel() == m * n,
-            "x or y has the wrong size",
-        )?;
-        expect(x.ptr.is_multiple_of(16), "x must be aligned to 16 bytes")?;
-        let x_type = kind(x, "x")?;
-        expect(x_type != Half::F32, "x must be float16 or bfloat16")?;
-        let mut all = vec![("x", x), ("y", y)];
-        all.extend(scratch.map(|scratch| ("scratch", scratch)));
-        if let Some(residual) = residual {
-            expect(
-                self.gate.is_none() && residual.dtype == y.dtype && residual.numel() == y.numel(),
-                "residual must be like y, and a gated product takes none",
-            )?;
-            all.push(("residual", residual));
-        }
-        if let Some(norm) = norm {
-            self.check_norm(norm)?;
-            all.push(("norm", &norm.weight));
-        }
-        let to = target(&all, launch)?;
-        expect(to.device == self.device, "operands on another GPU")?;
-        let op = ring::Product {
-            x: x.ptr,
+    fn gemm_batch(&self, to: Target) -> Result<(), CudaError> {
+        let ((x, x_type), (y, y_type)) = (self.x(), self.y());
+        let op = batch::Product {
+            x,
+            turned: self.chained,
             x_type,
-            y: y.ptr,
-            y_type: kind(y, "y")?,
-            m,
-            residual: residual.as_ref().map_or(0, |r| r.ptr),
-            gate: self.gate,
-            norm: norm.map(NormPrologue::argument),
+            y,
+            y_type,
+            m: self.plan.call.rows,
+            apart: self.plan.separate_gate,
+            norm: self.norm.map(NormPrologue::argument),
+            residual: address(self.residual.as_ref()),
+            gate: self.group.gate.filter(|_| !self.plan.separate_gate),
         };
-        Ok((to, op))
+        let scratch = address(self.scratch.as_ref());
+        let room = batch::Room {
+            scratch,
+            multipliers: scratch + self.plan.multipliers_at,
+            exchange: address(self.exchange.as_ref()),
+        };
+        let parts = self.next.map(|next| next.group.get().parts());
+        let next = self.next.zip(parts.as_ref());
+        let next = next.map(|(next, parts)| batch::Next {
+            matrix: parts[0],
+            scratch: next.scratch.ptr,
+        });
+        let (matrices, tuning) = (self.group.parts(), self.plan.tuning.batch);
+        // SAFETY: as in `gemv_ring`.
+        unsafe { batch::launch(to, &matrices, &op, room, next, tuning) }
     }
 
-    fn check_norm(&self, NormPrologue { weight, .. }: &NormPrologue) -> PyResult<()> {
-        expect(
-            weight.dtype == DType::F32
-                && weight.numel() == self.in_features
-                && weight.ptr.is_multiple_of(16),
-            "norm weight must be float32 [in_features] and aligned to 16 bytes",
-        )
+    fn gemm_tile(&self, to: Target) -> Result<(), CudaError> {
+        let ((x, x_type), (y, y_type)) = (self.x(), self.y());
+        let op = linear::Product {
+            x,
+            x_type,
+            y,
+            y_type,
+            m: self.plan.call.rows,
+        };
+        let scratch = address(self.scratch.as_ref());
+        let multipliers = scratch + self.plan.multipliers_at;
+        let matrix = &self.group.matrices[0].get().matrix;
+        // SAFETY: as in `gemv_ring`.
+        unsafe { linear::matmul(to, matrix, &op, scratch, multipliers) }
     }
+}
+
+impl NormPrologue {
+    /// Whether the weight is of so many features.
+    fn holds(&self, features: usize) -> bool {
+        self.weight.dtype == DType::F32
+            && self.weight.numel() == features
+            && self.weight.ptr.is_multiple_of(16)
+    }
+}
+
+fn address(tensor: Option<&Tensor>) -> usize {
+    tensor.map_or(0, |tensor| tensor.ptr)
+}
+
+fn tuned(kernel: Kernel, numbers: &[usize]) -> PyResult<Tuning> {
+    let mut tuning = Tuning::default();
+    match (kernel, numbers) {
+        (_, []) => {}
+        (Kernel::GemvRing, &[slots, window]) => {
+            let (slots, window) = (slots as i32, window as i32);
+            tuning.ring = Some(ring::Tuning { slots, window });
+        }
+        (Kernel::GemmFew, &[cut, slots, window]) => {
+            let (cut, slots, window) = (cut as i32, slots as i32, window as i32);
+            tuning.few = few::Tuning { cut, slots, window };
+        }
+        (Kernel::GemmBatch, &[slots, activations, cut, groups, looks]) => {
+            tuning.batch = batch::Tuning {
+                slots,
+                activations,
+                cut,
+                groups,
+                looks,
+                whole: false,
+            };
+        }
+        _ => {
+            return Err(PyValueError::new_err(format!(
+                "{} is not tuned by {} numbers",
+                kernel.name(),
+                numbers.len()
+            )));
+        }
+    }
+    Ok(tuning)
 }

@@ -166,12 +166,7 @@ pub fn cuda_select_fused(
 /// The kernel of one matrix by itself, as `QuantMatrix.matmul` runs it.
 #[pyfunction]
 pub fn cuda_select_alone(card: &CudaCard, shape: &CudaShape, rows: usize) -> Row {
-    row(select::select_alone(
-        &card.caps,
-        &[&shape.matrix],
-        rows,
-        false,
-    ))
+    row(select::select_alone(&card.caps, &shape.matrix, rows, false))
 }
 
 /// The kernel of attention of `batch` sequences of `tokens` new tokens over `keys` keys each, on pages of 256 tokens.

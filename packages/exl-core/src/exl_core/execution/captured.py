@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from exl_kernels.attention.cuda import counters
-from exl_kernels.linear.cuda import INVARIANT_ROWS
 from exl_kernels.linear.workspace import workspaces_in
 from exl_kernels.sampling import NextInputs
+from exl_kernels.selection import PACKED_ROWS
 
 from ..device import device_error
 from ..errors import DeviceError
@@ -183,7 +183,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, ...], dict[Bucket, _Graph]] = {}
         self._failed: dict[tuple[tuple[int, ...], Bucket], CaptureFailure] = {}
         self._logits: dict[int, Tensor] = {}
-        self._meeting: list[Tensor] = []
+        self._workspaces: list[Tensor] = []
         self._plan: DecodePlan | str | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -218,7 +218,7 @@ class DecodeGraphs:
     def prepare(self, q_len: int, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> NextStep | None:
         """All of a step of `q_len` tokens a row that can be done before its ids are known; None as for `step`."""
         batch = params.batch_size
-        if q_len > MAX_Q_LEN or batch * q_len > INVARIANT_ROWS or cache is None or params.q_lens is not None:
+        if q_len > MAX_Q_LEN or batch * q_len > PACKED_ROWS or cache is None or params.q_lens is not None:
             return None
         model = self._model()
         if model is None or not self._usable(model) or cache.batch_size != 1:
@@ -260,7 +260,7 @@ class DecodeGraphs:
         self._drop(list(self._graphs))
         self._failed.clear()
         self._logits.clear()
-        self._meeting.clear()
+        self._workspaces.clear()
         self._plan = None
         self._arrangement = self._modules = None
         self._refused = self.reason = None
@@ -305,7 +305,7 @@ class DecodeGraphs:
 
     def _bucket(self, batch: int, q_len: int, longest: int, page_size: int, places: int) -> Bucket:
         rows = batch if self._exact_batch else next(b for b in BATCHES if b >= batch)
-        if rows * q_len > INVARIANT_ROWS:
+        if rows * q_len > PACKED_ROWS:
             rows = batch
         pages = -(-longest // page_size)
         # Four buckets an octave: a launch is planned for all of its bucket's keys.
@@ -372,7 +372,7 @@ class DecodeGraphs:
             head.forward(x, step, out=out)
 
         graph, held = self._capture(body, logits)
-        return _Graph(graph, inputs, logits, (step.cos, step.sin, *(step.alt or ()), held, *self._meeting))
+        return _Graph(graph, inputs, logits, (step.cos, step.sin, *(step.alt or ()), held, *self._workspaces))
 
     def _capture(self, body: Callable[[Tensor], None], logits: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Records what `body` launches to fill `logits`, once it has run; with attention's counters."""
@@ -390,7 +390,7 @@ class DecodeGraphs:
         with passed(logits) as all_read:
             stream.wait_stream(current)
             try:
-                with torch.cuda.stream(stream), counters(device) as held, workspaces_in(self._meeting):
+                with torch.cuda.stream(stream), counters(device) as held, workspaces_in(self._workspaces):
                     body(scratch)  # every row is padding: it is stored nowhere
                     stream.synchronize()
                     all_read()

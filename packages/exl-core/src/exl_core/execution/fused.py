@@ -7,7 +7,7 @@ Of up to 64 rows a Llama layer is five launches: norm and q, k, v; rotation, sto
 norm, gate, up and activation; down and residual. Of three to eight rows products take their inputs from one another,
 laid out already, and the last norm is the head's; of more, and of BF16, the input of a product is normed and laid out
 by a launch of its own. Where the matrices do not allow that it is ten launches, and more to lay out. A prompt of more
-rows than have bits of their own (`INVARIANT_ROWS`) is multiplied by torch, residual sums included.
+rows than are batch-invariant (`PACKED_ROWS`) is multiplied by torch, residual sums included.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from exl_kernels.fused import embed
-from exl_kernels.linear.fused import FusedLinear, Prepared
+from exl_kernels.linear.fused import FusedLinear, Packed
 from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.selection import PACKED_ROWS
 
 from ..errors import InputError
 from ..layers import Attention, Embedding, Head, Module, Norm, RMSNorm
 from .batch import Step
-from .halves import AttentionHalf, Half, MlpHalf, ModuleHalf, half_of, in_a_row, is_changed, run_in_a_row, why_apart
+from .halves import AttentionHalf, Half, MlpHalf, ModuleHalf, chains, half_of, is_changed, run_chained, why_apart
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
@@ -66,8 +66,8 @@ class DecodePlan:
         """ids int64 [T] on the device; writes logits float32 [T, padded vocabulary]."""
         x, joined = self._begin(ids)
         layers = self._layers
-        if joined and layers is not None and all(in_a_row(*layer, x.shape[0]) for layer in layers):
-            self._run_in_a_row(layers, x, step, logits)
+        if joined and layers is not None and all(chains(*layer, x.shape[0]) for layer in layers):
+            self._run_chained(layers, x, step, logits)
         else:
             self._head.forward(self._hidden(x, joined, step), step, out=logits)
 
@@ -125,22 +125,22 @@ class DecodePlan:
         """The norm after each half."""
         return [*(half.input_norm for half in self._halves[1:]), self._last_norm]
 
-    def _run_in_a_row(self, layers: list[tuple[AttentionHalf, MlpHalf]], x: Tensor, step: Step, logits: Tensor) -> None:
-        head = self._normed_head(step, logits)
-        prepared: Prepared | None = None
+    def _run_chained(self, layers: list[tuple[AttentionHalf, MlpHalf]], x: Tensor, step: Step, logits: Tensor) -> None:
+        head = self._normed_head(step, logits, x.shape[0])
+        packed: Packed | None = None
         following = [*(attention.qkv for attention, _ in layers[1:]), head]
         for layer, product in zip(layers, following, strict=True):
-            prepared = run_in_a_row(*layer, x, prepared, product, step)
-        if head is None or prepared is None:
+            packed = run_chained(*layer, x, packed, product, step)
+        if head is None or packed is None:
             self._head.forward(self._norm.forward(x), step, out=logits)
         else:
-            head.in_a_row(prepared, logits)
+            head.chained(packed, logits)
             self._head.finish(logits)
 
-    def _normed_head(self, step: Step, logits: Tensor) -> FusedLinear | None:
-        """The last norm and the head as one product, where it is that of few rows."""
+    def _normed_head(self, step: Step, logits: Tensor, rows: int) -> FusedLinear | None:
+        """The last norm and the head as one matmul, where it takes its input packed."""
         head = self._joined_head
-        fits = head is not None and head.takes_prepared and head.out_features == logits.shape[-1]
+        fits = head is not None and head.takes_packed(rows) and head.out_features == logits.shape[-1]
         return head if fits and not step.loras else None
 
 

@@ -21,12 +21,12 @@ from exl_kernels.attention.cuda import HeadNorms, ProductInput, attend_own
 from exl_kernels.device import row_invariant
 from exl_kernels.fused import add_post_norm, add_rms_norm, rope_store
 from exl_kernels.kv import store_kv
-from exl_kernels.linear.cuda import INVARIANT_ROWS, CudaQuantMatrix
-from exl_kernels.linear.fused import Activation, FusedLinear, Prepared
+from exl_kernels.linear.cuda import CudaQuantMatrix
+from exl_kernels.linear.fused import Activation, FusedLinear, Packed
 from exl_kernels.linear.fused import Norm as InputNorm
 from exl_kernels.norm import rms_norm
 from exl_kernels.rope import apply_rope
-from exl_kernels.selection import FEW_ROWS, GEMV_ROWS
+from exl_kernels.selection import PACKED_ROWS
 
 from ..device import activation_dtype
 from ..layers import Attention, FeedForward, GatedMLP, Linear, Module, Norm, ParallelDecoder, PlainMLP, RMSNorm
@@ -39,16 +39,12 @@ __all__ = [
     "MlpHalf",
     "ModuleHalf",
     "ParallelHalf",
+    "chains",
     "half_of",
-    "in_a_row",
     "is_changed",
-    "run_in_a_row",
+    "run_chained",
     "why_apart",
 ]
-
-_PACKED_COLUMNS = FEW_ROWS
-"""Columns of the input that `gemm_few` takes: one for each row that it can have."""
-
 
 def why_apart(module: Module) -> str | None:
     """Why a module, loaded or not, is run as its own forward pass; None where its launches are joined."""
@@ -157,7 +153,7 @@ class _JoinedHalf(Half):
         """x += post(y @ W) of the last product; gives `following`(x), in h if that is there."""
         matrix = self.last.quant
         plain = self.post is None and not self.float_residual
-        if plain and isinstance(matrix, CudaQuantMatrix) and x.shape[0] > INVARIANT_ROWS:
+        if plain and isinstance(matrix, CudaQuantMatrix) and x.shape[0] > PACKED_ROWS:
             matrix.add_matmul(y, x)
             return None if following is None else rms_norm(x, following.loaded_weight, following.eps, out=h)
         y = matrix.matmul(y)
@@ -186,7 +182,7 @@ class AttentionHalf(_JoinedHalf):
         self.plain = self.plain and (not self._shapes or self.head_norms is not None)
 
     def join(self, rows: int) -> bool:
-        return all(rows <= product.joined_rows for product in (self.qkv, self.o))
+        return all(product.kernel(rows) is not None for product in (self.qkv, self.o))
 
     def run_joined(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
@@ -199,22 +195,14 @@ class AttentionHalf(_JoinedHalf):
         return x, self.left(x, out, following, h)
 
     def _attend_to(self, out: Tensor, residual: Tensor | None, qkv: Tensor, step: Step) -> None:
-        """o of the attention, residual added; its input laid out by the attention where that can be."""
+        """o of the attention, residual added; its input packed by the attention where that can be."""
         rows, o = qkv.shape[0], self.o
         given = o.input_of(rows) if step.q_len == 1 else None
         if given is not None:
             self.attend(qkv, step, given)
             o.from_input(given, out, residual=residual)
-        elif step.q_len == 1 and o.takes_prepared and GEMV_ROWS < rows <= FEW_ROWS:
-            o.in_a_row(self.attend_prepared(qkv, step), out, residual)
         else:
             o(self.attend(qkv, step).view(rows, -1), out, residual=residual)
-
-    def attend_prepared(self, qkv: Tensor, step: Step) -> Prepared:
-        """Attention of one token a row, as the input of o of few rows."""
-        attended = Prepared(self.o.room(), qkv.shape[0])
-        self.attend(qkv, step, ProductInput(_cuda(self.attention.o_proj), _PACKED_COLUMNS, attended.scratch))
-        return attended
 
     def attend(self, qkv: Tensor, step: Step, into: ProductInput | None = None) -> Tensor:
         """Attention of rows that hold q, k and v side by side: [T, heads, head_dim]."""
@@ -299,7 +287,7 @@ class MlpHalf(_JoinedHalf):
         self.down = _joined(mlp.down_proj)
 
     def join(self, rows: int) -> bool:
-        return rows <= self.up.joined_rows  # the last may not be
+        return self.up.kernel(rows) is not None  # the last may not be
 
     def run_joined(
         self, x: Tensor, h: Tensor | None, following: RMSNorm | None, step: Step
@@ -376,49 +364,48 @@ def half_of(module: Module, float_residual: bool = False) -> Half:
     return AttentionHalf(module, float_residual)
 
 
-def in_a_row(attention: AttentionHalf, mlp: MlpHalf, rows: int) -> bool:
-    """Whether the products of `rows` rows of a layer can have their inputs from one another."""
+def chains(attention: AttentionHalf, mlp: MlpHalf, rows: int) -> bool:
+    """Whether the matmuls of a layer can have their inputs, of `rows` rows, packed by one another."""
     return (
         attention.plain
         and mlp.plain
-        and GEMV_ROWS < rows <= FEW_ROWS
-        and all(product.takes_prepared for product in (attention.qkv, mlp.up, mlp.down))
-        and attention.o.goes_on_to(mlp.up)
+        and all(product.takes_packed(rows) for product in (attention.qkv, mlp.up, mlp.down))
+        and attention.o.chains_to(mlp.up, rows)
     )
 
 
-def run_in_a_row(
+def run_chained(
     attention: AttentionHalf,
     mlp: MlpHalf,
     x: Tensor,
-    prepared: Prepared | None,
+    packed: Packed | None,
     following: FusedLinear | None,
     step: Step,
-) -> Prepared | None:
-    """A layer: x [T, hidden] half, changed in place; what the product before has prepared of it; what of x is to be
-    prepared for the product that comes next."""
+) -> Packed | None:
+    """Run a layer on x [T, hidden] half, changed in place, or on `packed`, where the matmul before has packed it.
+    Returns x packed for `following`."""
     rows, first, o = x.shape[0], attention.qkv, attention.o
     qkv = x.new_empty(rows, first.out_features)
-    first.in_a_row(x if prepared is None else prepared, qkv)
-    attended: Tensor | Prepared
-    if step.q_len == 1 and o.takes_prepared:
-        attended = attention.attend_prepared(qkv, step)
-    else:
-        attended = attention.attend(qkv, step).view(rows, -1)
-    normed = o.in_a_row(attended, x, x, mlp.up)
+    first.chained(x if packed is None else packed, qkv)
+    given = o.input_of(rows) if step.q_len == 1 else None
+    mixed = attention.attend(qkv, step, given)
+    attended = mixed.view(rows, -1) if given is None else Packed(given.scratch, rows)
+    normed = o.chained(attended, x, x, mlp.up)
     assert normed is not None
-    gated = mlp.up.in_a_row(normed, following=mlp.down)
+    gated = mlp.up.chained(normed, following=mlp.down)
     assert gated is not None
-    return mlp.down.in_a_row(gated, x, x, following)
+    return mlp.down.chained(gated, x, x, following)
 
 
 def _in_blocks(product: FusedLinear, h: Tensor) -> Tensor | None:
-    """The product of the normed h on the packed weights, at most 64 rows at a time; None where that is not the way."""
+    """The matmul of the normed h by `gemm_batch`, PACKED_ROWS rows at a time; None where another kernel runs."""
     rows = h.shape[0]
-    if rows <= FEW_ROWS or not product.batch_rows or (rows > INVARIANT_ROWS and not row_invariant()):
+    if rows > PACKED_ROWS and not row_invariant():
+        return None
+    if product.kernel(min(rows, PACKED_ROWS)) != "gemm_batch":
         return None
     out = h.new_empty(rows, product.out_features)
-    for some, to in zip(torch.split(h, product.batch_rows), torch.split(out, product.batch_rows), strict=True):
+    for some, to in zip(torch.split(h, PACKED_ROWS), torch.split(out, PACKED_ROWS), strict=True):
         product(some, to)
     return out
 
@@ -496,12 +483,6 @@ def _attend_stored(a: Attention, q: Tensor, step: Step, rows: Tensor, positions:
         softcap=a.softcap,
         max_keys=step.max_keys,
     )
-
-
-def _cuda(linear: Linear) -> CudaQuantMatrix:
-    matrix = linear.quant
-    assert isinstance(matrix, CudaQuantMatrix)
-    return matrix
 
 
 def _padded(linear: Linear) -> bool:

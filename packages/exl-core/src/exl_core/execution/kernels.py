@@ -9,8 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from exl_kernels.linear.cuda import INVARIANT_ROWS
-from exl_kernels.selection import Card, MatrixShape, Selection, experts_kernel
+from exl_kernels.selection import PACKED_ROWS, Card, MatrixShape, Selection, experts_kernel
 
 from ..config import ExLlamaV2Config
 from ..errors import ModelStateError
@@ -26,7 +25,7 @@ ROWS = (1, 8, 32, 64, 512)
 """Rows of a step that are asked for by default: decoding alone and in batches, and a prompt."""
 
 
-_MANY_ROWS = f"more than {INVARIANT_ROWS} rows are cheaper by dequantizing once"
+_MANY_ROWS = f"more than {PACKED_ROWS} rows are cheaper by dequantizing once"
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,13 @@ def kernel_uses(
             uses.layer(joined)
         head = modules[-1]
         if isinstance(head, Head):
-            uses.head(head, in_a_row=not any(why for _, why in halves))
+            uses.head(head, chained=not any(why for _, why in halves))
         found += uses.rows()
     return found
 
 
 def _attention_kernel(card: Card, a: Attention, count: int, cache: str, keys: int) -> str:
-    batch, tokens = (count, 1) if count <= INVARIANT_ROWS else (1, count)
+    batch, tokens = (count, 1) if count <= PACKED_ROWS else (1, count)
     return card.attention(
         cache,
         a.head_dim,
@@ -202,16 +201,16 @@ class _Uses:
             if product.operation != "down" and (selected is None or not selected.joined)
             for reason in (["it is not quantized"] if selected is None else _reasons(selected)[-1:])
         ]
-        if apart or self.count > INVARIANT_ROWS:
+        if apart or self.count > PACKED_ROWS:
             self.alone([linear for half in halves for linear in half.submodules()], apart)
             return
         for product, selected in found:
             self._matmul(product.operation, selected)
 
-    def head(self, head: Head, *, in_a_row: bool) -> None:
+    def head(self, head: Head, *, chained: bool) -> None:
         """The head's matmul. Where inputs are handed from kernel to kernel the last norm is part of it."""
         fused = self._fused((head.linear,), norm=True)
-        if in_a_row and fused is not None and fused.joined and fused.kernel == "gemm_few":
+        if chained and fused is not None and fused.joined and fused.kernel == "gemm_few":
             self._matmul("head", fused)
         else:
             self._matmul("head", self._alone(head.linear))
@@ -239,7 +238,7 @@ class _Uses:
         if found is None:
             self.add(operation, "cuBLAS", ["the matrix is not quantized"])
         else:
-            reasons = [_MANY_ROWS] if self.count > INVARIANT_ROWS else [*why_apart, *_reasons(found)]
+            reasons = [_MANY_ROWS] if self.count > PACKED_ROWS else [*why_apart, *_reasons(found)]
             self.add(operation, found.kernel, reasons)
 
     def _alone(self, linear: Linear) -> Selection | None:

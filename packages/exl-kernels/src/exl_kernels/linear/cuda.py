@@ -1,11 +1,14 @@
 """Matrices on a GPU: what `QuantMatrix.from_exl2`, `from_gptq` and `from_float` return for a CUDA device.
 
 Quantized weights are repacked on the CPU into tensor-core tiles (rust/exl-cuda/src/layout) at the bits per weight of
-the file. A product multiplies half activations with exact integer codes, accumulates in float32 and applies zero and
-scale to a group's sum: the second half rounding of formats 2.4.5 (of each weight) is left out, which is worth 2e-4 of
-the result's RMS; `dequantize` has it. Sums have one order, so for up to INVARIANT_ROWS rows a row's result does not
-depend on the number of rows or its place among them (for any number of rows with `device.set_row_invariant`). BF16
-activations are carried as halves times a power of two of their row.
+the file. A matmul multiplies half activations with exact integer codes, accumulates in float32 and applies zero and
+scale to a group's sum: the second half rounding of the format's definition (of each weight) is left out; `dequantize`
+has it. Sums have one order, so up to PACKED_ROWS rows are batch-invariant: a row's result does not depend on the number
+of rows or its place among them (for any number of rows with `device.set_row_invariant`). BF16 activations are carried
+as halves times a power of two of their row.
+
+`_native.CudaLinearGroup.plan` and `plan_alone` pick the kernel (rust/exl-cuda, `ops::select`); this module allocates
+what the plan says and launches by it.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ from ..selection import PACKED_ROWS
 from .matrix import Compute, Format, QuantMatrix
 from .workspace import block_workspace
 
-__all__ = ["INVARIANT_ROWS", "CudaFloatMatrix", "CudaQuantMatrix", "exl2_matrix", "float_matrix", "gptq_matrix"]
-
-INVARIANT_ROWS = PACKED_ROWS
-"""Rows up to which a product runs on the packed weights: there a row's result does not depend on their number. Beyond,
-the matrix is dequantized and multiplied by torch. (At 128 rows both take the GPU as long, but two passes over the
-packed weights take the host twice the launches, and prompts that may share passes only with few are many passes.)"""
+__all__ = [
+    "CudaFloatMatrix",
+    "CudaQuantMatrix",
+    "exl2_matrix",
+    "float_matrix",
+    "gptq_matrix",
+    "launch_matmul",
+]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -42,8 +47,56 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+def launch_matmul(
+    group: _native.CudaLinearGroup,
+    plan: _native.MatmulPlan,
+    x: Tensor | None,
+    out: Tensor | None,
+    *,
+    scratch: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm: _native.NormPrologue | None = None,
+    next_input: _native.NextInput | None = None,
+    chained: bool = False,
+) -> None:
+    """Launch a matmul by its plan on torch's current stream, in memory of the plan's sizes.
+
+    Args:
+        group: the matrices.
+        plan: of `group`, for these rows and operands.
+        x: [m, K] float16 or bfloat16, contiguous; None where its rows are packed in `scratch` already.
+        out: [m, N], or [2, m, N] where the plan has a separate gate; None where results go to `next_input` alone.
+        scratch: uint8 of the plan's size, where x is None; else it is allocated here.
+        residual: like out, added to the result.
+        norm: RMS norm of the input.
+        next_input: where results also, or only, go as the packed input of the next matmul.
+        chained: the matmul before packed the input.
+
+    Raises ValueError and TypeError (an operand does not fit the plan), DeviceError (the launch fails).
+    """
+    place = scratch if x is None else x
+    assert place is not None
+    stream = stream_of(place)
+    if scratch is None and (size := plan.scratch_bytes):
+        scratch = torch.empty(size, dtype=torch.uint8, device=place.device)
+    exchange_bytes = plan.exchange_bytes
+    exchange = block_workspace(place.device, stream, exchange_bytes) if exchange_bytes else None
+    group.run(
+        plan,
+        x,
+        out,
+        launch_of(stream),
+        scratch=scratch,
+        exchange=exchange,
+        residual=residual,
+        norm=norm,
+        next=next_input,
+        chained=chained,
+    )
+
+
 class _CudaMatrix(QuantMatrix):
-    """What the matrices on a GPU share: checks of activations and outputs."""
+    """Checks of activations and outputs that all matrices on a GPU share."""
 
     __slots__ = ()
 
@@ -76,7 +129,7 @@ class _CudaMatrix(QuantMatrix):
 class CudaQuantMatrix(_CudaMatrix):
     """An EXL2 or GPTQ matrix on a GPU. Attributes as `QuantMatrix`; `compute` is kept for information only."""
 
-    __slots__ = ("_batch", "_bias", "_cuda", "_features", "_prescale", "_ring", "_ring_rows")
+    __slots__ = ("_bias", "_cuda", "_features", "_group", "_plans", "_prescale")
 
     def __init__(
         self,
@@ -97,9 +150,8 @@ class CudaQuantMatrix(_CudaMatrix):
         self._features = features
         self._cuda = _native.CudaMatrix(layout, image, units, maxima, features, row_of_feature, self._bias, prescale)
         self._prescale = prescale
-        self._ring = _native.CudaRing([self._cuda])
-        self._ring_rows: tuple[int, int] = (self._ring.rows(False, False), self._ring.rows(False, True))
-        self._batch: bool = self._ring.batch_fits()
+        self._group = _native.CudaLinearGroup([self._cuda])
+        self._plans: dict[tuple[int, torch.dtype], _native.MatmulPlan] = {}
         self.format: Format = format
         self.compute: Compute = compute
         self.name = name
@@ -115,8 +167,8 @@ class CudaQuantMatrix(_CudaMatrix):
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32). Returns it.
 
-        Up to INVARIANT_ROWS rows run on the packed weights, 64 at a time, and so do more where
-        `device.set_row_invariant` asks for it; else those dequantize the matrix once and multiply with torch. Raises
+        Up to PACKED_ROWS rows run on the packed weights. More dequantize the matrix once and multiply with torch, or
+        run on the packed weights, PACKED_ROWS at a time, where `device.set_row_invariant` asks for it. Raises
         ShapeError and DTypeError (wrong size, type or device).
         """
         out = self._output(x, out)
@@ -125,19 +177,19 @@ class CudaQuantMatrix(_CudaMatrix):
             return out
         x = aligned(x.contiguous())
         if rows <= PACKED_ROWS:
-            self._few(x, out, rows)
-        elif rows <= INVARIANT_ROWS or row_invariant():
+            self._on_packed_weights(x, out, rows)
+        elif row_invariant():
             parts = zip(self._blocks(x, self.in_features), self._blocks(out, self.out_features), strict=True)
             for some, to in parts:
-                self._few(some, to, some.shape[0])
+                self._on_packed_weights(some, to, some.shape[0])
         else:
-            self._large(x, out)
+            self._dequantized(x, out)
         return out
 
     def add_matmul(self, x: Tensor, to: Tensor) -> None:
-        """to [T, N] += x [T, K] @ W, both contiguous halves. As `to.add_(matmul(x))` to the bit where a row's result
-        does not depend on the number of rows; elsewhere the sum is rounded once."""
-        once = x.shape[0] > INVARIANT_ROWS and not row_invariant() and self._plain
+        """to [T, N] += x [T, K] @ W, both contiguous halves. Bitwise identical to `to.add_(matmul(x))` where rows are
+        batch-invariant; elsewhere the sum is rounded once. Raises ShapeError and DTypeError as `matmul`."""
+        once = x.shape[0] > PACKED_ROWS and not row_invariant() and self._plain
         if once and x.dtype == to.dtype == torch.float16:
             to.addmm_(x, self.dequantize())
         else:
@@ -151,37 +203,21 @@ class CudaQuantMatrix(_CudaMatrix):
     def _blocks(t: Tensor, width: int) -> tuple[Tensor, ...]:
         return torch.split(t.view(-1, width), PACKED_ROWS)
 
-    def _few(self, x: Tensor, out: Tensor, rows: int) -> None:
-        stream = stream_of(x)
-        launch = launch_of(stream)
-        if rows <= self._ring_rows[x.dtype == torch.bfloat16]:
-            self._ring.run(x, out, launch)
-        elif self._batch:
-            self._batched(x, out, rows, stream)
-        else:
-            self._direct(x, out, rows, launch)
+    def _on_packed_weights(self, x: Tensor, out: Tensor, rows: int) -> None:
+        """At most PACKED_ROWS rows of x, aligned to 16 bytes."""
+        plan = self._plans.get((rows, x.dtype))
+        if plan is None:
+            plan = self._group.plan_alone(rows, bfloat16=x.dtype == torch.bfloat16)
+            self._plans[rows, x.dtype] = plan
+        launch_matmul(self._group, plan, x, out)
 
     def in_layout(self, values: Tensor) -> Tensor:
-        """values [K] in the order of the layout's rows, zero where one pads, as many as whole units of 256 have."""
+        """values [K] in the order of the layout's rows, with zeros in padding rows, up to whole units of 256 rows."""
         features = self._features.long()
         ordered = torch.where(features >= 0, values[features.clamp(min=0)], torch.zeros((), device=values.device))
         return torch.nn.functional.pad(ordered, (0, -len(ordered) % 256)).contiguous()
 
-    def _batched(self, x: Tensor, out: Tensor, rows: int, stream: int) -> None:
-        """The product on the tensor cores of whole warpgroups (compute capability 9.0)."""
-        scratch = torch.empty(self._ring.scratch_bytes(rows), dtype=torch.uint8, device=x.device)
-        multipliers = torch.empty(rows, dtype=torch.float32, device=x.device)
-        meeting = block_workspace(x.device, stream, self._ring.meeting_bytes(rows))
-        workspace = _native.BatchWorkspace(scratch, multipliers, meeting)
-        self._ring.run_batch(x, out, workspace, launch_of(stream))
-
-    def _direct(self, x: Tensor, out: Tensor, rows: int, launch: _native.Launch) -> None:
-        """The product for any GPU."""
-        prepared = torch.empty(self._cuda.prepared_bytes(rows), dtype=torch.uint8, device=x.device)
-        multipliers = torch.empty(rows, dtype=torch.float32, device=x.device)
-        self._cuda.matmul(x, prepared, multipliers, out, launch)
-
-    def _large(self, x: Tensor, out: Tensor) -> None:
+    def _dequantized(self, x: Tensor, out: Tensor) -> None:
         x, weight = x.view(-1, self.in_features), self.dequantize()
         if self._plain and x.dtype == out.dtype == torch.float16:
             torch.mm(x, weight, out=out.view(-1, self.out_features))
@@ -200,7 +236,7 @@ class CudaQuantMatrix(_CudaMatrix):
         out.view(-1, self.out_features).copy_(product)
 
     def dequantize(self) -> Tensor:
-        """W [K, N] float16 in file order on the GPU, bit-exact to formats 2.4 and 3.2."""
+        """W [K, N] float16 in file order on the GPU, bitwise identical to the format's definition."""
         out = torch.empty((self.in_features, self.out_features), dtype=torch.float16, device=self.device)
         self._cuda.dequantize(out, stream_of(out))
         return out

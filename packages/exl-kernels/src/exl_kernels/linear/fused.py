@@ -1,9 +1,9 @@
-"""Products with what stands around them in a layer: norm before, gate activation or residual after, several matrices.
+"""Quantized linear layers with a fused norm prologue and activation or residual epilogue.
 
-The door for code that captures a decode step: it reads nothing back, takes scratch memory from torch's allocator only
-and launches on torch's current stream, so a call can be captured in a CUDA graph. Results are those of the separate
-operators to the bit (`norm.rms_norm`, `QuantMatrix.matmul`, `cuda_ops.gated_activation`, `torch.add`), whichever
-kernels do the work.
+An entry point for code that captures a decode step: it reads nothing back, takes scratch memory from torch's allocator
+only and launches on torch's current stream, so a call can be captured in a CUDA graph. Results are bitwise identical to
+the separate operators (`norm.rms_norm`, `QuantMatrix.matmul`, `cuda_ops.gated_activation`, `torch.add`), whichever
+kernels run. `_native.CudaLinearGroup.plan` picks them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from torch import Tensor
 
 from .. import _native
 from ..attention.cuda import ProductInput
-from ..cuda_ops import gated_activation, launch_on, rms_norm, stream_of
-from ..device import launch_of
+from ..cuda_ops import gated_activation, rms_norm
 from ..errors import DTypeError, ShapeError, UnsupportedError
-from ..selection import GEMV_ROWS, PACKED_ROWS
-from .cuda import CudaQuantMatrix
+from ..selection import FEW_ROWS, PACKED_ROWS
+from .cuda import CudaQuantMatrix, launch_matmul
 from .matrix import QuantMatrix
-from .workspace import block_workspace
 
-__all__ = ["FusedLinear", "Norm", "Prepared"]
+__all__ = ["FusedLinear", "Norm", "Packed"]
 
 Activation = Literal["silu", "gelu", "quickgelu"]
 
@@ -41,17 +39,17 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """The input of a product of few rows as another has left it: in the product's own order, normed or yet to be."""
+class Packed:
+    """The input of a matmul in its kernel's layout, as the matmul before has left it, normed or not."""
 
     scratch: Tensor
-    """uint8, aligned to 128 bytes: the matmul's scratch memory, which begins with its input
+    """uint8, aligned to 128 bytes: the scratch memory of the matmul that takes it, which begins with its input
     (`kernels/linear/rows.cuh`)."""
     rows: int
 
 
 class FusedLinear:
-    """One to three matrices over one input as one product.
+    """One to three matrices over one input as one matmul.
 
     ==============================================  ==========================  ===================================
     built as                                        out                         out =
@@ -80,7 +78,7 @@ class FusedLinear:
         is no half) and UnsupportedError (an activation without a pair of matrices).
         """
         if not 1 <= len(matrices) <= 3:
-            raise ShapeError(f"{len(matrices)} matrices: one product takes 1 to 3")
+            raise ShapeError(f"{len(matrices)} matrices: one matmul takes 1 to 3")
         first = matrices[0]
         for matrix in matrices:
             if matrix.device != first.device or matrix.device.type != "cuda":
@@ -109,196 +107,185 @@ class FusedLinear:
         self.in_features = first.in_features
         self.out_features = first.out_features if activation else sum(m.out_features for m in matrices)
         self.device = first.device
-        self._ring = self._one_launch()
-        self._ring_rows: int = 0
-        self._few_rows: int = 0
-        self._few_bytes: int = 0
-        self._takes_prepared: bool = False
-        if self._ring is not None:
-            self._ring_rows = self._ring.rows(norm is not None, dtype == torch.bfloat16)
-            self._few_rows, self._few_bytes = self._ring.few_rows(), self._ring.few_bytes()
-            self._takes_prepared = dtype == torch.float16 and self._ring.few_takes_prepared()
-        self._batch_rows: int = 0
-        if self._ring is not None and self._ring.batch_fits() and (norm is None or self._ring.batch_norms()):
-            self._batch_rows = PACKED_ROWS
-        self._even = all(matrix.out_features % 2 == 0 for matrix in matrices)
+        self._group = self._native_group()
+        self._plans: dict[int, _native.MatmulPlan | None] = {}
         self._norm: _native.NormPrologue | None = None
-        self._prepared_norm: _native.NormPrologue | None = None
+        self._packed_norm: _native.NormPrologue | None = None
         if norm is not None:
             weight = norm.weight.float().contiguous()
             self._norm = _native.NormPrologue(weight, norm.eps, norm.offset)
-            if self._takes_prepared:
+            if self.takes_packed(FEW_ROWS):
                 assert isinstance(first, CudaQuantMatrix)
                 ordered = first.in_layout(weight + norm.offset)
-                self._prepared_norm = _native.NormPrologue(ordered, norm.eps, 0.0)
+                self._packed_norm = _native.NormPrologue(ordered, norm.eps, 0.0)
 
-    @property
-    def joined_rows(self) -> int:
-        """Rows up to which a call is one launch or two; 0 where these matrices always take several."""
-        return max(self._ring_rows, self._few_rows, self._batch_rows if self._even else 0)
-
-    @property
-    def batch_rows(self) -> int:
-        """Rows up to which a call can be the product of many rows behind a launch that lays out its input; 0: never."""
-        return self._batch_rows
-
-    @property
-    def takes_prepared(self) -> bool:
-        """Whether a call of more than GEMV_ROWS and at most `joined_rows` rows can have its input from another product,
-        without a launch that norms it and lays it out: float16, all matrices in one order that does not pad K."""
-        return self._takes_prepared and self._few_rows > 0
-
-    def room(self) -> Tensor:
-        """Scratch memory for `Prepared`."""
-        return torch.empty(self._few_bytes, dtype=torch.uint8, device=self.device)
-
-    def _one_launch(self) -> _native.CudaRing | None:
-        """The ring kernel over all matrices, where they are quantized; matrices it cannot join report zero rows."""
+    def _native_group(self) -> _native.CudaLinearGroup | None:
+        """None where a matrix is not quantized."""
         quantized = [matrix._cuda for matrix in self.matrices if isinstance(matrix, CudaQuantMatrix)]
         if len(quantized) < len(self.matrices):
             return None
-        return _native.CudaRing(quantized, self.activation)
+        return _native.CudaLinearGroup(quantized, self.activation)
+
+    def _plan(
+        self, rows: int, residual: bool = False, aligned_input: bool = True, aligned_output: bool = True
+    ) -> _native.MatmulPlan | None:
+        """None where separate operators do the work."""
+        key = rows << 3 | residual << 2 | aligned_input << 1 | aligned_output
+        if key not in self._plans:
+            plan = None
+            if self._group is not None:
+                plan = self._group.plan(
+                    rows,
+                    bfloat16=self.dtype == torch.bfloat16,
+                    norm=self.norm is not None,
+                    residual=residual,
+                    aligned_input=aligned_input,
+                    aligned_output=aligned_output,
+                )
+            self._plans[key] = plan if plan is not None and plan.joined else None
+        return self._plans[key]
+
+    def kernel(self, rows: int) -> str | None:
+        """The kernel that a call of `rows` aligned rows launches for all matrices, as `selection.Selection` names it;
+        None where the call is separate operators."""
+        plan = self._plan(rows)
+        return None if plan is None else plan.kernel
+
+    def takes_packed(self, rows: int) -> bool:
+        """Whether a call of `rows` rows can have its input packed by the matmul before (`chained`)."""
+        plan = self._plan(rows)
+        return plan is not None and plan.takes_packed
+
+    def chains_to(self, following: FusedLinear, rows: int) -> bool:
+        """Whether `chained` calls of `rows` rows can leave their results packed as the input of `following`."""
+        return self._chains_to(self._plan(rows), following, following._plan(rows))
+
+    def _chains_to(
+        self, plan: _native.MatmulPlan | None, following: FusedLinear, next_plan: _native.MatmulPlan | None
+    ) -> bool:
+        if plan is None or next_plan is None or self._group is None or following._group is None:
+            return False
+        return self._group.chains_to(plan, following._group, next_plan)
+
+    def scratch(self, rows: int) -> Tensor:
+        """Scratch memory of a call of `rows` rows, for `Packed`: uint8. Raises UnsupportedError where `kernel` is
+        None."""
+        plan = self._plan(rows)
+        if plan is None:
+            raise UnsupportedError(f"{rows} rows of {self.matrices[0].name or 'these matrices'} are no single matmul")
+        return torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=self.device)
 
     def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [m, K] to `out` [m, N], both contiguous; `residual` like out is added and may be out itself. Returns out.
+        """Multiply x [m, K] to `out` [m, N], both contiguous and of this `dtype`; m at most `max_rows`. Returns out.
 
-        Raises ShapeError and DTypeError (an operand does not fit).
+        residual: like out, added to the result; may be out itself. None with an activation. Raises ShapeError,
+        DTypeError and UnsupportedError (an operand does not fit).
         """
         m = self._check(x, out, residual)
-        if self._ring is not None and 0 < m <= max(self._ring_rows, self._few_rows) and x.data_ptr() % 16 == 0:
-            if GEMV_ROWS < m <= self._few_rows or m > self._ring_rows:
-                scratch = torch.empty(self._few_bytes, dtype=torch.uint8, device=x.device)
-                self._ring.run_few(x, out, scratch, launch_on(x), residual=residual, norm=self._norm)
-            else:
-                self._ring.run(x, out, launch_on(x), residual=residual, norm=self._norm)
-        elif 0 < m <= self._batch_rows and self._batch_takes(x, out, residual):
-            self._batched(x, out, residual)
-        elif m:
-            if self.norm is not None:
-                x = rms_norm(x, self.norm.weight, self.norm.eps, weight_offset=self.norm.offset)
-            self._separate(x, out, residual)
+        if not m:
+            return out
+        aligned_input = x.data_ptr() % 16 == 0
+        plan = self._plan(m, residual is not None, aligned_input, residual is None or _stores_pairs(out, residual))
+        if plan is not None:
+            self._launch(plan, x, out, residual)
+            return out
+        if self.norm is not None:
+            x = rms_norm(x, self.norm.weight, self.norm.eps, weight_offset=self.norm.offset)
+        self._separate(x, out, residual)
         return out
 
-    def _batch_takes(self, x: Tensor, out: Tensor, residual: Tensor | None) -> bool:
-        """Whether the operands lie as the batch kernel wants them."""
-        return (x.data_ptr() % 16 == 0 or self.norm is None) and self._stores_in(out, residual)
-
-    def _stores_in(self, out: Tensor, residual: Tensor | None) -> bool:
-        """Whether the batch kernel can add a residual that lies so: it stores in pairs then."""
-        return residual is None or (self._even and out.data_ptr() % 8 == 0 and residual.data_ptr() % 4 == 0)
+    def _launch(self, plan: _native.MatmulPlan, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
+        assert self._group is not None
+        if not plan.separate_gate:
+            launch_matmul(self._group, plan, x, out, residual=residual, norm=self._norm)
+            return
+        assert self.activation is not None
+        gate, up = both = out.new_empty((2, *out.shape))
+        launch_matmul(self._group, plan, x, both, norm=self._norm)
+        gated_activation(gate, up, self.activation, out=out)
 
     def input_of(self, m: int) -> ProductInput | None:
-        """Where another launch may lay out m rows of float16 for `from_input`; None where it may not."""
-        matrix, columns = self.matrices[0], self._columns_of_input(m)
-        if columns is None:
+        """Where another launch may pack m rows of float16 for `from_input`; None where it may not."""
+        matrix, plan = self.matrices[0], self._plan(m)
+        if plan is None or plan.input_columns is None:
             return None
         assert isinstance(matrix, CudaQuantMatrix)
-        return ProductInput(matrix, columns, self._scratch(m), rows=m)
-
-    def _columns_of_input(self, m: int) -> int | None:
-        """Columns of a `ProductInput` of m rows; None where there is none."""
-        if not (
-            self._ring is not None
-            and len(self.matrices) == 1
-            and self.norm is None
-            and self.dtype == torch.float16
-            and max(self._ring_rows, self._few_rows) < m <= self._batch_rows
-            and self._even
-        ):
-            return None
-        return self._ring.batch_input(m)
+        return ProductInput(matrix, plan.input_columns, self.scratch(m), rows=m)
 
     def from_input(self, given: ProductInput, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The product of what has been laid out in `given`, of this product's own `input_of` the rows of out, as
-        `__call__`. Raises ShapeError (it is another's, or of another number of rows) and as `__call__`."""
+        """Multiply the rows that are packed in `given`, of this matmul's `input_of` the rows of out, as `__call__`.
+
+        Raises ShapeError (`given` is of another matmul, or of another number of rows) and as `__call__`.
+        """
         m = out.shape[0]
+        plan = self._plan(m)
         known = given.matrix is self.matrices[0] and given.rows == m
-        if not known or given.columns != self._columns_of_input(m):
+        if not known or plan is None or given.columns != plan.input_columns:
             raise ShapeError(
-                f"the input is laid out for {given.rows} rows ({given.columns} columns) of "
+                f"the input is packed for {given.rows} rows ({given.columns} columns) of "
                 f"{given.matrix.name or 'a matrix'}: expected what input_of({m}) of "
-                f"{self.matrices[0].name or 'this product'} gives"
+                f"{self.matrices[0].name or 'this matmul'} gives"
             )
         self._check_operand("out", out, (m, self.out_features))
         if residual is not None:
             self._check_operand("residual", residual, (m, self.out_features))
-        self._run_batch(m, None, given.scratch, out, residual)
+        assert self._group is not None
+        launch_matmul(self._group, plan, None, out, scratch=given.scratch, residual=residual)
         return out
 
     def then(self, following: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`following(self(x), out, residual)` without the result between, where that can be: the same bits."""
+        """`following(self(x), out, residual)`, bitwise, without storing the result between where the two can chain."""
         m = x.shape[0]
-        alike = self.dtype == torch.float16 and following.norm is None and x.data_ptr() % 16 == 0
-        few = (
-            alike
-            and following.takes_prepared
-            and self.goes_on_to(following)
-            and GEMV_ROWS < m <= min(self._few_rows, following._few_rows)
-        )
-        given = None
-        if alike and not few and self._lays_out(m, following) and following._stores_in(out, residual):
-            given = following.input_of(m)
-        if not few and given is None:
-            between = torch.empty((m, self.out_features), dtype=self.dtype, device=self.device)
-            return following(self(x, between), out, residual)
-        self._check_operand("x", x, (m, self.in_features))
-        following._check_operand("out", out, (m, following.out_features))
-        if residual is not None:
-            following._check_operand("residual", residual, (m, following.out_features))
-        if given is not None:
-            assert following._ring is not None
-            given_on = _native.NextInput(following._ring, given.scratch)
-            self._run_batch(m, x, self._scratch(m), None, next_input=given_on)
-            following._run_batch(m, None, given.scratch, out, residual, chained=True)
-            return out
-        between_ = self.in_a_row(x, following=following)
-        assert between_ is not None
-        following.in_a_row(between_, out, residual)
-        return out
+        if following.norm is None and m <= self.max_rows:
+            aligned = residual is None or _stores_pairs(out, residual)
+            plan = self._plan(m, aligned_input=x.data_ptr() % 16 == 0)
+            if self._chains_to(plan, following, following._plan(m, residual is not None, True, aligned)):
+                self._check_operand("x", x, (m, self.in_features))
+                following._check_operand("out", out, (m, following.out_features))
+                if residual is not None:
+                    following._check_operand("residual", residual, (m, following.out_features))
+                packed = self.chained(x, following=following)
+                assert packed is not None
+                following.chained(packed, out, residual)
+                return out
+        between = torch.empty((m, self.out_features), dtype=self.dtype, device=self.device)
+        return following(self(x, between), out, residual)
 
-    def _lays_out(self, m: int, following: FusedLinear) -> bool:
-        """Whether a product of m rows can leave its gated results as the input of another's `from_input`."""
-        return (
-            self._ring is not None
-            and max(self._ring_rows, self._few_rows) < m <= min(self._batch_rows, self.max_rows)
-            and self._ring.batch_gates()
-            and self._even
-            and following.in_features == self.out_features
-            and following.device == self.device
-        )
-
-    def goes_on_to(self, following: FusedLinear) -> bool:
-        """Whether `in_a_row` of these matrices can lay out the input of `following`'s."""
-        whole = self.activation is not None or len(self.matrices) == 1
-        return whole and self._few_rows > 0 and self.out_features == following.in_features
-
-    def in_a_row(
+    def chained(
         self,
-        x: Tensor | Prepared,
+        x: Tensor | Packed,
         out: Tensor | None = None,
         residual: Tensor | None = None,
         following: FusedLinear | None = None,
-    ) -> Prepared | None:
-        """`self(x, out, residual)` of more than GEMV_ROWS and at most `joined_rows` rows. Results also, or only, go on
-        to `following`: what is returned is the input of its `in_a_row`. The same bits.
+    ) -> Packed | None:
+        """`self(x, out, residual)`, whose results also, or only, are packed as the input of `following`. Returns that
+        input.
 
-        x and out [m, ..] float16 (out float32, too, where there is neither residual nor following), or what the product
-        before returned; the caller sees to it that sizes fit, and that a product `takes_prepared` what it gets so. A
-        norm of `following` is its own and applied there.
+        x [m, K] float16 and aligned to 16 bytes, or what the call before returned; out and residual [m, N] float16
+        (out float32, too, where there is neither residual nor following). The caller sees to it that sizes fit, that
+        `chains_to` holds for `following` and `takes_packed` where x is packed. A norm of `following` is applied there.
         """
-        assert self._ring is not None
-        rows = x.rows if isinstance(x, Prepared) else x.shape[0]
-        scratch = x.scratch if isinstance(x, Prepared) else self.room()
-        norm = self._prepared_norm if isinstance(x, Prepared) else self._norm
-        assert (norm is None) == (self.norm is None)
-        onward, to = None, None
+        packed = isinstance(x, Packed)
+        rows = x.rows if isinstance(x, Packed) else x.shape[0]
+        plan = self._plan(rows)
+        assert plan is not None
+        assert self._group is not None
+        onward, next_input = None, None
         if following is not None:
-            assert following._ring is not None
-            onward = Prepared(following.room(), rows)
-            to = _native.NextInput(following._ring, onward.scratch, following.norm is not None)
-        given = None if isinstance(x, Prepared) else x
-        launch = launch_on(scratch)
-        self._ring.run_few_chained(given, out, rows, scratch, launch, residual=residual, norm=norm, next=to)
+            assert following._group is not None
+            onward = Packed(following.scratch(rows), rows)
+            next_input = _native.NextInput(following._group, onward.scratch, following.norm is not None)
+        launch_matmul(
+            self._group,
+            plan,
+            None if isinstance(x, Packed) else x,
+            out,
+            scratch=x.scratch if isinstance(x, Packed) else None,
+            residual=residual,
+            norm=self._packed_norm if packed else self._norm,
+            next_input=next_input,
+            chained=packed,
+        )
         return onward
 
     def _check(self, x: Tensor, out: Tensor, residual: Tensor | None) -> int:
@@ -306,7 +293,7 @@ class FusedLinear:
         if m < 0 or m > self.max_rows or x.shape[1] != self.in_features:
             raise ShapeError(f"x is {tuple(x.shape)}: expected [up to {self.max_rows}, {self.in_features}]")
         if residual is not None and self.activation:
-            raise UnsupportedError("a residual on a gated product: add it in the product that follows")
+            raise UnsupportedError("a residual on a gated matmul: add it in the matmul that follows")
         for name, t, width in (("x", x, self.in_features), ("out", out, self.out_features)):
             self._check_operand(name, t, (m, width))
         if residual is not None:
@@ -319,43 +306,8 @@ class FusedLinear:
         if t.dtype != self.dtype or t.device != self.device:
             raise DTypeError(f"{name} is {t.dtype} on {t.device}: expected {self.dtype} on {self.device}")
 
-    def _batched(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
-        """The product as one launch behind one that lays out its input."""
-        m = x.shape[0]
-        assert self._ring is not None
-        apart = self.activation is not None and not self._ring.batch_gates()
-        to = out.new_empty((2, *out.shape)) if apart else out
-        self._run_batch(m, x, self._scratch(m), to, residual)
-        if apart and self.activation is not None:
-            gated_activation(to[0], to[1], self.activation, out=out)
-
-    def _scratch(self, m: int) -> Tensor:
-        assert self._ring is not None
-        return torch.empty(self._ring.scratch_bytes(m), dtype=torch.uint8, device=self.device)
-
-    def _run_batch(
-        self,
-        m: int,
-        x: Tensor | None,
-        scratch: Tensor,
-        out: Tensor | None,
-        residual: Tensor | None = None,
-        next_input: _native.NextInput | None = None,
-        chained: bool = False,
-    ) -> None:
-        """x None where its rows are in scratch already, in this product's order; `chained`: the product before put them
-        there. out None where the results go to `next_input`."""
-        assert self._ring is not None
-        stream = stream_of(scratch)
-        multipliers = torch.empty(m, dtype=torch.float32, device=self.device)
-        meeting = block_workspace(self.device, stream, self._ring.meeting_bytes(m))
-        workspace, launch = _native.BatchWorkspace(scratch, multipliers, meeting), launch_of(stream)
-        self._ring.run_batch(
-            x, out, workspace, launch, residual=residual, norm=self._norm, next=next_input, chained=chained
-        )
-
     def _separate(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
-        """The product as separate launches; x is already normed."""
+        """The matmul as separate operators; x is already normed."""
         if len(self.matrices) == 1 and residual is None:
             self.matrices[0].matmul(x, out=out)
             return
@@ -371,3 +323,8 @@ class FusedLinear:
             else:
                 torch.add(residual[:, columns], part, out=out[:, columns])
             first += part.shape[1]
+
+
+def _stores_pairs(out: Tensor, residual: Tensor) -> bool:
+    """Whether results can be stored in pairs: out is aligned to 8 bytes, the residual to 4."""
+    return out.data_ptr() % 8 == 0 and residual.data_ptr() % 4 == 0

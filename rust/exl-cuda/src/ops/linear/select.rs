@@ -1,7 +1,8 @@
-//! The one table that picks the kernel of a quantized matmul: rows, matrices, card and epilogue decide.
+//! The one table that picks the kernel of a quantized matmul: rows, matrices, card, epilogue and alignment decide.
 //!
 //! All kernels give bitwise identical results up to [`MOST_PACKED_ROWS`] rows, so the choice is about speed alone. Each kernel's module says
-//! what it cannot take, as a [`Refusal`]; the order in which kernels are tried is here.
+//! what it cannot take, as a [`Refusal`]; the order in which kernels are tried is here. Launches and reports ask the same functions:
+//! [`plan`] for matrices over one input with an epilogue, [`plan_alone`] for one matrix.
 
 use super::{Matrix, batch, few, ring};
 use crate::capabilities::{Capabilities, Feature};
@@ -58,23 +59,62 @@ impl Kernel {
         }
     }
 
+    /// The kernel of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kernel| kernel.name() == name)
+    }
+
     /// Why it cannot take this call; `Ok` when it can.
-    fn takes(
-        self,
-        caps: &Capabilities,
-        matrices: &[&Matrix],
-        rows: usize,
-        epilogue: Epilogue,
-    ) -> Result<(), Refusal> {
+    fn takes(self, caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Result<(), Refusal> {
+        let Call { rows, epilogue, .. } = call;
         check_rows(rows, self.most_rows())?;
         match self {
-            Self::GemvRing => ring::takes(caps, matrices, rows, epilogue),
-            Self::GemmFew => few::takes(caps, matrices, epilogue.gate),
-            Self::GemmBatch => batch::takes(caps, matrices, epilogue),
-            Self::GemmTile | Self::GemmLarge if matrices.len() > 1 || epilogue.is_some() => Err(
-                Refusal::Matrices("one matrix a launch, without an epilogue"),
-            ),
-            Self::GemmTile | Self::GemmLarge => Ok(()),
+            Self::GemvRing => ring::takes(caps, matrices, rows, epilogue)?,
+            Self::GemmFew => few::takes(caps, matrices, epilogue.gate)?,
+            Self::GemmBatch => batch::takes(caps, matrices, epilogue)?,
+            Self::GemmTile | Self::GemmLarge if matrices.len() > 1 || epilogue.is_some() => {
+                return Err(Refusal::Matrices(
+                    "one matrix a launch, without an epilogue",
+                ));
+            }
+            Self::GemmTile | Self::GemmLarge => {}
+        }
+        let (reads_lines, stores_pairs) = match self {
+            Self::GemvRing | Self::GemmFew => (true, false),
+            Self::GemmBatch => (epilogue.norm, epilogue.residual),
+            Self::GemmTile | Self::GemmLarge => (false, false),
+        };
+        if reads_lines && !call.aligned_input {
+            return Err(Refusal::Operands("inputs aligned to 16 bytes"));
+        }
+        if stores_pairs && !call.aligned_output {
+            return Err(Refusal::Operands(
+                "results aligned to 8 bytes and residuals to 4",
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// A call of a quantized matmul, as far as it decides which kernel runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Call {
+    pub rows: usize,
+    pub epilogue: Epilogue,
+    /// The input is aligned to 16 bytes.
+    pub aligned_input: bool,
+    /// Results are aligned to 8 bytes, and a residual to 4.
+    pub aligned_output: bool,
+}
+
+impl Call {
+    /// A call whose operands are aligned, as torch allocates them.
+    pub const fn aligned(rows: usize, epilogue: Epilogue) -> Self {
+        Self {
+            rows,
+            epilogue,
+            aligned_input: true,
+            aligned_output: true,
         }
     }
 }
@@ -111,6 +151,8 @@ pub enum Refusal {
     SharedMemory(usize),
     #[error("it takes {0}")]
     Matrices(&'static str),
+    #[error("it takes {0}")]
+    Operands(&'static str),
 }
 
 impl Refusal {
@@ -157,65 +199,242 @@ pub(super) fn check_alike(matrices: &[&Matrix], gate: bool) -> Result<(), Refusa
     }
 }
 
-/// The kernel of a call, and why those that would be faster do not take it.
+/// Launch parameters that benchmarks and tests try instead of the planned ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tuning {
+    pub ring: Option<ring::Tuning>,
+    pub few: few::Tuning,
+    pub batch: batch::Tuning,
+}
+
+/// A launch plan: the kernel of a call, the memory that it needs, and how it can be chained.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    pub call: Call,
+    pub kernel: Kernel,
+    /// One call of the kernel takes all matrices with the epilogue. Otherwise each matrix has a plan of its own ([`plan_alone`], `kernel` is
+    /// the first one's), and norm, gate and residual are launches of their own.
+    pub joined: bool,
+    /// Bytes of scratch memory of the call, aligned to 128; it begins with the packed input.
+    pub scratch_bytes: usize,
+    /// Where the multipliers of rows begin in the scratch memory of [`Kernel::GemmBatch`] and [`Kernel::GemmTile`], FP32.
+    pub multipliers_at: usize,
+    /// Bytes of the inter-block workspace, all ones before and after every launch; 0 for none.
+    pub exchange_bytes: usize,
+    /// The kernel stores the results of a gate's two matrices one after the other; the activation is a launch of its own.
+    pub separate_gate: bool,
+    /// The matmul before can leave its results packed as the input of this one, in [`Kernel::GemmFew`]'s layout.
+    pub takes_packed: bool,
+    /// Columns of the kernel's layout in which a launch that is no matmul can leave F16 rows packed as the input.
+    pub input_columns: Option<usize>,
+    /// Results can be left packed as the input of the next matmul.
+    pub hands_on: bool,
+    /// Why faster kernels do not take the call. Kernels for fewer rows are left out, unless the rows are too many for packed weights altogether.
+    pub refused: Vec<(Kernel, Refusal)>,
+    pub tuning: Tuning,
+}
+
+impl Plan {
+    fn new(
+        caps: &Capabilities,
+        matrices: &[&Matrix],
+        call: Call,
+        (kernel, joined): (Kernel, bool),
+        refused: Vec<(Kernel, Refusal)>,
+        tuning: Tuning,
+    ) -> Self {
+        let mut plan = Self {
+            call,
+            kernel,
+            joined,
+            scratch_bytes: 0,
+            multipliers_at: 0,
+            exchange_bytes: 0,
+            separate_gate: false,
+            takes_packed: false,
+            input_columns: None,
+            hands_on: false,
+            refused,
+            tuning,
+        };
+        if joined {
+            plan.add_memory(caps, matrices);
+            plan.add_chaining(caps, matrices);
+        }
+        plan
+    }
+
+    fn add_memory(&mut self, caps: &Capabilities, matrices: &[&Matrix]) {
+        let (rows, gate) = (self.call.rows, self.call.epilogue.gate);
+        match self.kernel {
+            Kernel::GemvRing | Kernel::GemmLarge => {}
+            Kernel::GemmFew => {
+                self.scratch_bytes = few::scratch_bytes(caps, matrices, gate, self.tuning.few);
+            }
+            Kernel::GemmBatch => {
+                let gates = gate && batch::gates(matrices);
+                self.separate_gate = gate && !gates;
+                self.exchange_bytes =
+                    batch::exchange_bytes(caps, matrices, rows, gates, self.tuning.batch);
+                self.add_multipliers(batch::scratch_bytes(matrices, rows));
+            }
+            Kernel::GemmTile => self.add_multipliers(matrices[0].prepared_bytes(rows)),
+        }
+    }
+
+    fn add_multipliers(&mut self, packed_bytes: usize) {
+        self.multipliers_at = packed_bytes;
+        self.scratch_bytes = packed_bytes + 4 * self.call.rows;
+    }
+
+    fn add_chaining(&mut self, caps: &Capabilities, matrices: &[&Matrix]) {
+        let Call { rows, epilogue, .. } = self.call;
+        let Epilogue {
+            gate, norm, bf16, ..
+        } = epilogue;
+        if bf16 || !self.call.aligned_input {
+            return;
+        }
+        match self.kernel {
+            Kernel::GemmFew if rows > MOST_GEMV_ROWS => {
+                self.takes_packed = few::takes_prepared(caps, matrices, gate);
+                self.hands_on = gate || matrices.len() == 1;
+                let bare = self.takes_packed && matrices.len() == 1 && !norm;
+                self.input_columns = bare.then_some(few::MOST_ROWS);
+            }
+            Kernel::GemmBatch if batch::stores_pairs(matrices) => {
+                self.hands_on = gate && !self.separate_gate;
+                if matrices.len() == 1 && !norm {
+                    self.input_columns = batch::input(matrices, rows);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether this matmul can leave its results packed as the input of `next`, whose input has as many features.
+    pub fn chains_to(&self, next: &Self) -> bool {
+        let takes = match self.kernel {
+            Kernel::GemmFew => next.takes_packed,
+            Kernel::GemmBatch => next.input_columns.is_some(),
+            _ => false,
+        };
+        self.hands_on && self.kernel == next.kernel && self.call.rows == next.call.rows && takes
+    }
+}
+
+/// The plan of a call of `matrices` over one input, on a card of these capabilities.
+pub fn plan(caps: &Capabilities, matrices: &[&Matrix], call: Call) -> Plan {
+    let (kernel, refused) = first_of(&joined_order(call.rows), caps, matrices, call);
+    if let Some(kernel) = kernel {
+        return Plan::new(
+            caps,
+            matrices,
+            call,
+            (kernel, true),
+            refused,
+            Tuning::default(),
+        );
+    }
+    let alone = plan_alone(caps, matrices[0], call.rows, call.epilogue.bf16);
+    Plan::new(
+        caps,
+        matrices,
+        call,
+        (alone.kernel, false),
+        refused,
+        Tuning::default(),
+    )
+}
+
+/// The plan of one matrix without an epilogue and without scratch memory that outlives the call: [`Kernel::GemmFew`], whose input another
+/// kernel packs as a rule, is not asked. Inputs are copied where they are not aligned.
+pub fn plan_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: bool) -> Plan {
+    let order = [Kernel::GemvRing, Kernel::GemmBatch, Kernel::GemmTile];
+    let call = Call::aligned(
+        rows,
+        Epilogue {
+            bf16,
+            ..Epilogue::default()
+        },
+    );
+    let (kernel, refused) = first_of(&order, caps, &[matrix], call);
+    let kernel = kernel.unwrap_or(Kernel::GemmLarge);
+    Plan::new(
+        caps,
+        &[matrix],
+        call,
+        (kernel, true),
+        refused,
+        Tuning::default(),
+    )
+}
+
+/// The plan of a call by `kernel`, for benchmarks and tests that compare kernels; an error where it does not take the call.
+pub fn plan_with(
+    kernel: Kernel,
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    call: Call,
+    tuning: Tuning,
+) -> Result<Plan, CudaError> {
+    kernel
+        .takes(caps, matrices, call)
+        .map_err(|why| why.for_kernel(kernel))?;
+    Ok(Plan::new(
+        caps,
+        matrices,
+        call,
+        (kernel, true),
+        Vec::new(),
+        tuning,
+    ))
+}
+
+/// The kernel of a call, and why those that would be faster do not take it, as reports show it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selection {
     pub kernel: Kernel,
-    /// Whether one launch takes all matrices with the epilogue. Otherwise the kernel is that of the first matrix alone, and norm, gate and
-    /// residual are launches of their own.
+    /// As of [`Plan`], and true for one matrix without an epilogue.
     pub joined: bool,
-    /// Kernels for fewer rows are left out, unless the rows are too many for packed weights altogether.
     pub refused: Vec<(Kernel, Refusal)>,
 }
 
-/// The kernel for `rows` rows of `matrices` over one input with this epilogue, on a card of these capabilities.
+/// What [`plan`] launches for aligned operands.
 pub fn select(
     caps: &Capabilities,
     matrices: &[&Matrix],
     rows: usize,
     epilogue: Epilogue,
 ) -> Selection {
-    let (kernel, mut refused) = first_of(&joined_order(rows), caps, matrices, rows, epilogue);
-    if let Some(kernel) = kernel {
-        return Selection {
-            kernel,
-            joined: true,
-            refused,
-        };
-    }
-    let joined = matrices.len() == 1 && !epilogue.is_some();
-    let alone = select_alone(caps, matrices, rows, epilogue.bf16);
-    if joined {
-        let known = refused.len();
-        let new =
-            |(kernel, _): &(Kernel, Refusal)| refused[..known].iter().all(|(k, _)| k != kernel);
-        let more: Vec<_> = alone.refused.into_iter().filter(new).collect();
-        refused.extend(more);
+    let Plan {
+        kernel,
+        joined,
+        mut refused,
+        ..
+    } = plan(caps, matrices, Call::aligned(rows, epilogue));
+    let bare = matrices.len() == 1 && !epilogue.is_some();
+    if bare && !joined {
+        for (kernel, why) in plan_alone(caps, matrices[0], rows, epilogue.bf16).refused {
+            if refused.iter().all(|(known, _)| *known != kernel) {
+                refused.push((kernel, why));
+            }
+        }
     }
     Selection {
-        kernel: alone.kernel,
-        joined,
+        kernel,
+        joined: joined || bare,
         refused,
     }
 }
 
-/// The kernel for the first of `matrices` without an epilogue and without scratch memory that outlives the call: [`Kernel::GemmFew`], whose
-/// input another kernel packs as a rule, is not asked.
-pub fn select_alone(
-    caps: &Capabilities,
-    matrices: &[&Matrix],
-    rows: usize,
-    bf16: bool,
-) -> Selection {
-    let order = [Kernel::GemvRing, Kernel::GemmBatch, Kernel::GemmTile];
-    let epilogue = Epilogue {
-        bf16,
-        ..Epilogue::default()
-    };
-    let first = &matrices[..matrices.len().min(1)];
-    let (kernel, refused) = first_of(&order, caps, first, rows, epilogue);
+/// What [`plan_alone`] launches.
+pub fn select_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: bool) -> Selection {
+    let Plan {
+        kernel, refused, ..
+    } = plan_alone(caps, matrix, rows, bf16);
     Selection {
-        kernel: kernel.unwrap_or(Kernel::GemmLarge),
+        kernel,
         joined: true,
         refused,
     }
@@ -226,12 +445,11 @@ fn first_of(
     order: &[Kernel],
     caps: &Capabilities,
     matrices: &[&Matrix],
-    rows: usize,
-    epilogue: Epilogue,
+    call: Call,
 ) -> (Option<Kernel>, Vec<(Kernel, Refusal)>) {
     let mut refused = Vec::new();
     for &kernel in order {
-        match kernel.takes(caps, matrices, rows, epilogue) {
+        match kernel.takes(caps, matrices, call) {
             Ok(()) => return (Some(kernel), refused),
             Err(Refusal::Rows { rows, limit }) if rows > limit && limit < MOST_PACKED_ROWS => {}
             Err(why) => refused.push((kernel, why)),
@@ -352,7 +570,7 @@ mod tests {
             for epilogue in [PLAIN, NORM, RESIDUAL, Epilogue { bf16: true, ..NORM }] {
                 assert_eq!(kernel(rows, epilogue), expected, "{rows} {epilogue:?}");
             }
-            let alone = select_alone(&hopper, &[&made], rows, false).kernel;
+            let alone = select_alone(&hopper, &made, rows, false).kernel;
             let few = expected == Kernel::GemmFew;
             assert_eq!(alone, if few { Kernel::GemvRing } else { expected });
         }
@@ -408,7 +626,7 @@ mod tests {
             prop_assert!(rows <= found.kernel.most_rows());
             let taken = if found.joined { &all[..] } else { &all[..1] };
             let asked = if found.joined { epilogue } else { Epilogue { bf16, ..PLAIN } };
-            prop_assert_eq!(found.kernel.takes(&caps, taken, rows, asked), Ok(()));
+            prop_assert_eq!(found.kernel.takes(&caps, taken, Call::aligned(rows, asked)), Ok(()));
             let shared = match found.kernel {
                 Kernel::GemvRing => ring::shared_bytes(&caps, taken, rows, asked),
                 Kernel::GemmFew => few::shared_bytes(&caps, taken, asked.gate),

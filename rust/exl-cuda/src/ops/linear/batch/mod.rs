@@ -50,8 +50,8 @@ pub struct Room {
     pub scratch: usize,
     /// `[m]` FP32.
     pub multipliers: usize,
-    /// Of [`meeting_bytes`], aligned to 128 bytes: all ones before and after; of one launch at a time.
-    pub meeting: usize,
+    /// Of [`exchange_bytes`], aligned to 128 bytes: all ones before and after; of one launch at a time.
+    pub exchange: usize,
 }
 
 /// Where gated results in F16 go, laid out and `turned`, as the input of the product that comes next, for which [`input`] knows the columns.
@@ -69,8 +69,8 @@ pub fn scratch_bytes(matrices: &[&Matrix], m: usize) -> usize {
     units * unit_bytes(variant(m).0)
 }
 
-/// Bytes in which blocks that share K meet, for `m` rows.
-pub fn meeting_bytes(
+/// Bytes of the workspace of blocks that share K, for `m` rows.
+pub fn exchange_bytes(
     caps: &Capabilities,
     matrices: &[&Matrix],
     m: usize,
@@ -137,7 +137,7 @@ pub(super) fn takes(
             "norms of rows that fit the shared memory of a block",
         ));
     }
-    if epilogue.residual && !matrices.iter().all(|matrix| even(matrix)) {
+    if epilogue.residual && !stores_pairs(matrices) {
         return Err(Refusal::Matrices("residuals of even output sizes"));
     }
     Ok(())
@@ -176,6 +176,11 @@ fn alike(matrices: &[&Matrix]) -> Result<(), Refusal> {
     }
 }
 
+/// Whether results of all matrices can be stored in pairs.
+pub(super) fn stores_pairs(matrices: &[&Matrix]) -> bool {
+    matrices.iter().all(|matrix| even(matrix))
+}
+
 fn even(matrix: &Matrix) -> bool {
     matrix.argument.out_features % 2 == 0
 }
@@ -201,7 +206,7 @@ fn check(
         ),
         (
             op.residual == 0
-                || matrices.iter().all(|matrix| even(matrix))
+                || stores_pairs(matrices)
                     && op.y.is_multiple_of(8)
                     && op.residual.is_multiple_of(4)
                     && op.y_type != Half::F32,
@@ -221,7 +226,7 @@ fn check(
         (
             next.is_none_or(|next| {
                 op.gate.is_some()
-                    && matrices.iter().all(|matrix| even(matrix))
+                    && stores_pairs(matrices)
                     && input(&[next.matrix], op.m).is_some()
                     && next.matrix.in_features() == matrices[0].out_features()
                     && op.x_type == Half::F16
@@ -267,7 +272,7 @@ fn set_operands(
     };
     // Two results are stored at once, of four bytes each at most.
     let pairs = op.y.is_multiple_of(8) && task.y_stride % 2 == 0;
-    task.paired = i32::from(pairs && matrices.iter().all(|matrix| even(matrix)));
+    task.paired = i32::from(pairs && stores_pairs(matrices));
     Ok(())
 }
 
@@ -304,7 +309,7 @@ pub unsafe fn launch(
     let Room {
         scratch,
         multipliers,
-        meeting,
+        exchange,
     } = room;
     check(&device.info.caps, matrices, op, next.as_ref())?;
     if op.x != 0 {
@@ -315,7 +320,7 @@ pub unsafe fn launch(
     (task.arrivals, task.sums) = if shares.sums() == 0 {
         (0, 0)
     } else {
-        (meeting, meeting + COUNTERS * 4)
+        (exchange, exchange + COUNTERS * 4)
     };
     if let Some(next) = next {
         (task.into, task.into_rows) = (next.scratch, next.matrix.argument.row_of_feature);

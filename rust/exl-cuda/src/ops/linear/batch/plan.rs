@@ -86,7 +86,7 @@ pub struct Task {
 assert_layout!(Task, batch_task::BatchTask, { x, multipliers, sums, arrivals, y, count, items, m, y_kind, y_stride, paired, groups, scaled, slots, resident, stage_stride, unit_room, ring_at, x_at, barriers_at, numbered_at, sums_at, cut, looks, gate, left, residual, into, into_rows, parts as part });
 
 /// Choices for benchmarks; zero leaves one to the plan.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tuning {
     pub slots: usize,
     /// 1: activations travel with the weights; 2: they stay in shared memory.

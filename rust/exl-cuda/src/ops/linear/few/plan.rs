@@ -33,7 +33,7 @@ const STATIC_BYTES: usize = 512;
 const LEAST_SHARED: usize = 116 * 1024;
 
 /// Parts of K (1, 2 or 4), slots and window of the ring, for benchmarks that try others than the planned ones; zero leaves one as planned.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tuning {
     pub cut: i32,
     pub slots: i32,

@@ -43,7 +43,7 @@ pub struct Product {
 }
 
 /// Depth and window of the ring, for benchmarks that try others than the planned ones.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
     pub slots: i32,
     pub window: i32,
