@@ -14,10 +14,11 @@ from exl_kernels.activation import gated_activation
 from exl_kernels.errors import DTypeError, ShapeError, UnsupportedError
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix, CudaQuantMatrix
-from exl_kernels.moe.cuda import MOST_PAIRS, ExpertRouter, GroupedExperts, why_apart
+from exl_kernels.moe.cuda import ExpertRouter, GroupedExperts, why_apart
 from exl_kernels.reference import experts as reference
 
 pytestmark = pytest.mark.cuda
+MOST_PAIRS = 1024  # rows of a launch times the experts of each
 
 Expert = tuple[CudaQuantMatrix, CudaQuantMatrix, CudaQuantMatrix]
 
@@ -254,6 +255,7 @@ def test_equally_likely_experts_are_taken_in_order() -> None:
 def test_what_cannot_share_launches() -> None:
     experts = experts_of("exl2-128", 3, 256, 192)
     assert why_apart(experts, "silu") is None
+    assert "1025 experts a row" in str(why_apart(experts, "silu", MOST_PAIRS + 1))
     assert "activation gelu_erf" in str(why_apart(experts, "gelu_erf"))
     other = experts_of("gptq-32", 1, 256, 192)
     assert "expert 3 is stored in another format" in str(why_apart([*experts, *other], "silu"))

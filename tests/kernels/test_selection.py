@@ -100,6 +100,20 @@ def test_a_gate_needs_a_pair() -> None:
     assert not card.fused_matmul([exl2(512), exl2(256)], 1, gate=True).joined
 
 
+@pytest.mark.parametrize("name", known_cards())
+def test_experts_share_launches_up_to_some_work_an_expert(name: str) -> None:
+    card = Card.named(name)
+    experts = [(exl2(256), exl2(256), exl2(K, k=256))] * 16
+    found = {rows: card.experts(experts, rows, 4) for rows in (1, 8, 9, 64, 512, 1 << 20)}
+    assert [one.kernel for one in found.values()] == [
+        "experts_few", "experts_few", "experts_many", "experts_many", "experts_many", "experts_apart",
+    ]  # fmt: skip
+    assert [one.joined for one in found.values()] == [True] * 5 + [False]
+    mixed = card.experts([*experts, (gptq(256), gptq(256), gptq(K, k=256))], 1, 4)
+    assert (mixed.kernel, mixed.joined) == ("experts_apart", False)
+    assert "expert 16 is stored in another format" in mixed.refused[0][1]
+
+
 def test_attention_by_card_cache_and_shape() -> None:
     def kernel(card: str, kind: str = "fp16", dim: int = 128, batch: int = 1, tokens: int = 1, **options: float) -> str:
         found = Card.named(card)

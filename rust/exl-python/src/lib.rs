@@ -51,7 +51,7 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::matrix::{CudaLayout, CudaMatrix};
     #[pymodule_export]
-    use crate::cuda::moe::{CudaExperts, ExpertRouter, cuda_experts_kernel};
+    use crate::cuda::moe::{CudaExperts, ExpertRouter};
     #[pymodule_export]
     use crate::cuda::ring::{CudaLinearGroup, MatmulPlan, NextInput, NormPrologue};
     #[pymodule_export]
@@ -61,7 +61,7 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::select::{
         CudaCard, CudaShape, cuda_cards, cuda_row_limits, cuda_select_alone, cuda_select_attention,
-        cuda_select_fused,
+        cuda_select_experts, cuda_select_fused,
     };
     #[pymodule_export]
     use crate::cuda::{

@@ -1,7 +1,7 @@
 """Which kernel a GPU runs for a call, asked without launching it and, for known cards, without having the card.
 
-The answers come from the functions that plan the launches themselves (rust/exl-cuda, `ops::select`). A GPU test compares
-the kernels that are launched with the answers (tests/kernels/test_cuda_selection.py).
+The answers come from the functions that plan the launches themselves (rust/exl-cuda, `select` of each family). A GPU
+test compares the kernels that are launched with the answers (tests/kernels/test_cuda_selection.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from . import _native
 from .errors import DeviceError
 
-__all__ = ["FEW_ROWS", "GEMV_ROWS", "PACKED_ROWS", "Card", "MatrixShape", "Selection", "experts_kernel", "known_cards"]
+__all__ = ["FEW_ROWS", "GEMV_ROWS", "PACKED_ROWS", "Card", "MatrixShape", "Selection", "known_cards"]
 
 GEMV_ROWS, FEW_ROWS, PACKED_ROWS = _native.cuda_row_limits()
 """Most rows that `gemv_ring` is chosen for where `gemm_few` fits, too; that `gemm_few` takes; that run on packed
@@ -27,7 +27,7 @@ _EXL2_PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The kernel of a matmul."""
+    """The kernel of a matmul, or of a layer's experts."""
 
     kernel: str
     """gemv_ring, gemm_few, gemm_batch, gemm_tile or gemm_large (dequantize, then cuBLAS)."""
@@ -133,6 +133,16 @@ class Card:
         """The kernel of `linear.QuantMatrix.matmul` for `rows` float16 rows."""
         return _selection(_native.cuda_select_alone(self._native, matrix._native, rows))
 
+    def experts(
+        self, experts: Sequence[tuple[MatrixShape, MatrixShape, MatrixShape]], rows: int, chosen: int
+    ) -> Selection:
+        """How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each: experts_few or
+        experts_many in shared launches (`moe.GroupedExperts`), or experts_apart, one after the other."""
+        shapes = [[matrix._native for matrix in parts] for parts in experts]
+        kernel, why = _native.cuda_select_experts(self._native, shapes, rows, chosen)
+        apart = kernel == "experts_apart"
+        return Selection(kernel, not apart, () if why is None else (("shared launches", why),))
+
     def attention(
         self,
         kind: str,
@@ -161,11 +171,6 @@ class Card:
             softcap=softcap,
         )
         return name
-
-
-def experts_kernel(experts: int, chosen: int, rows: int) -> str:
-    """The kernels that quantized experts of `rows` rows share: "experts_few" or "experts_many"."""
-    return _native.cuda_experts_kernel(experts, chosen, rows)
 
 
 def known_cards() -> tuple[str, ...]:

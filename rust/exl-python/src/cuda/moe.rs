@@ -182,6 +182,17 @@ impl CudaExperts {
         PyBytes::new(py, self.experts.table())
     }
 
+    /// Most rows of a call times the experts of each.
+    #[getter]
+    fn most_pairs(&self) -> usize {
+        moe::MOST_PAIRS
+    }
+
+    /// Whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other.
+    fn shares(&self, rows: usize, chosen: usize) -> bool {
+        self.experts.kernel(rows, chosen) != moe::select::Kernel::Apart
+    }
+
     /// Bytes of scratch memory of a call.
     fn scratch_bytes(&self, rows: usize, chosen: usize) -> usize {
         self.experts.scratch_bytes(rows, chosen)
@@ -278,15 +289,5 @@ impl CudaExperts {
         // SAFETY: as in `ExpertRouter::route`; ids are those of experts by the caller's contract, and others are passed over.
         py.detach(|| unsafe { moe::run(to, &self.experts, &op) })
             .map_err(|error| device_error(py, &error))
-    }
-}
-
-/// The kernels of `rows` rows with `chosen` of `count` experts each.
-#[pyfunction]
-pub fn cuda_experts_kernel(count: usize, chosen: usize, rows: usize) -> &'static str {
-    if moe::by_eights(count, chosen, rows) {
-        "experts_few"
-    } else {
-        "experts_many"
     }
 }

@@ -4,7 +4,7 @@
 #![allow(clippy::needless_pass_by_value)]
 
 use exl_cuda::ops::Target;
-use exl_cuda::ops::linear::select::{self, Call, Epilogue, Kernel, Plan, Tuning};
+use exl_cuda::ops::linear::select::{self, Call, Epilogue, Kernel, Plan, Planned, Tuning};
 use exl_cuda::ops::linear::{self, Half, Matrix, batch, few, ring};
 use exl_cuda::{Capabilities, CudaError, Device};
 use pyo3::exceptions::PyValueError;
@@ -340,8 +340,10 @@ impl Operands<'_> {
     /// Checks sizes, types and places against the plan.
     fn check(&self, launch: &Launch) -> PyResult<Target> {
         expect(
-            self.plan.joined && self.plan.call.epilogue.gate == self.group.gate.is_some(),
-            "this plan is not one call of these matrices",
+            self.plan.joined
+                && self.plan.call.epilogue.gate == self.group.gate.is_some()
+                && self.plan.call.epilogue.norm == self.norm.is_some(),
+            "the plan is of other matrices, or of a call without or with a norm",
         )?;
         self.check_input()?;
         self.check_results()?;
@@ -473,6 +475,14 @@ impl Operands<'_> {
         (address(scratch), scratch.map_or(0, Tensor::numel))
     }
 
+    /// Tuning that the kernel cannot take.
+    fn unplanned(&self) -> CudaError {
+        CudaError::Argument {
+            what: format!("{:?}", self.plan.tuning),
+            limit: "what the card has room for".to_owned(),
+        }
+    }
+
     /// The operands of `gemv_ring` and `gemm_few`.
     fn product(&self) -> ring::Product {
         let ((x, x_type), (y, y_type)) = (self.x(), self.y());
@@ -492,9 +502,11 @@ impl Operands<'_> {
     }
 
     fn gemv_ring(&self, to: Target) -> Result<(), CudaError> {
-        let tuning = self.plan.tuning.ring;
+        let Planned::Ring(plan) = &self.plan.planned else {
+            return Err(self.unplanned());
+        };
         // SAFETY: torch owns the memory and keeps freed blocks for work queued on their stream; sizes were checked.
-        unsafe { ring::launch(to, &self.group.parts(), &self.product(), tuning) }
+        unsafe { ring::launch(to, &self.group.parts(), &self.product(), plan) }
     }
 
     fn gemm_few(&self, to: Target) -> Result<(), CudaError> {
@@ -514,17 +526,19 @@ impl Operands<'_> {
             scratch: (next.scratch.ptr, next.scratch.numel()),
             unnormed: next.normed,
         });
-        let (matrices, tuning) = (self.group.parts(), self.plan.tuning.few);
+        let Planned::Few(plan) = &self.plan.planned else {
+            return Err(self.unplanned());
+        };
         // SAFETY: as in `gemv_ring`.
         unsafe {
             few::launch(
                 to,
-                &matrices,
+                &self.group.parts(),
                 &self.product(),
                 input,
                 self.scratch(),
                 next,
-                tuning,
+                plan,
             )
         }
     }

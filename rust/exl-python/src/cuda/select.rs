@@ -8,6 +8,7 @@ use exl_cuda::ops::attention::{self, Attention};
 use exl_cuda::ops::kv::{KINDS, Pages};
 use exl_cuda::ops::linear::select::{self, Epilogue, Kernel};
 use exl_cuda::ops::linear::{Addresses, Matrix};
+use exl_cuda::ops::moe;
 use exl_cuda::{CARDS, Capabilities, Card, Device, Feature};
 use exl_format::exl2::Exl2View;
 use exl_format::gptq::GptqView;
@@ -167,6 +168,24 @@ pub fn cuda_select_fused(
 #[pyfunction]
 pub fn cuda_select_alone(card: &CudaCard, shape: &CudaShape, rows: usize) -> Row {
     row(select::select_alone(&card.caps, &shape.matrix, rows, false))
+}
+
+/// How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, and why not in launches that they share.
+#[pyfunction]
+pub fn cuda_select_experts(
+    card: &CudaCard,
+    experts: Vec<[PyRef<'_, CudaShape>; 3]>,
+    rows: usize,
+    chosen: usize,
+) -> (&'static str, Option<String>) {
+    let all: Vec<[&Matrix; 3]> = experts
+        .iter()
+        .map(|parts| parts.each_ref().map(|shape| &shape.matrix))
+        .collect();
+    match moe::Experts::new(&all, &card.caps) {
+        Ok(made) => (made.kernel(rows, chosen).name(), None),
+        Err(why) => (moe::select::Kernel::Apart.name(), Some(why)),
+    }
 }
 
 /// The kernel of attention of `batch` sequences of `tokens` new tokens over `keys` keys each, on pages of 256 tokens.

@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from exl_kernels.selection import PACKED_ROWS, Card, MatrixShape, Selection, experts_kernel
+from exl_kernels.selection import PACKED_ROWS, Card, MatrixShape, Selection
 
 from ..config import ExLlamaV2Config
 from ..errors import ModelStateError
@@ -217,15 +217,20 @@ class _Uses:
 
     def experts(self, half: MoE, why_apart: str) -> None:
         """The router, the experts' matmuls, in one entry where they share launches, and those of a shared expert."""
-        matrices = [linear for expert in half.experts for linear in expert]
         known: set[Linear] = set()
         if self._shapes.of(half.router) is None:
             self.add("router", "experts_route")
             known.add(half.router)
-        if self._shapes.all(matrices) is not None and half.shares(self.count):
-            self.add("experts", experts_kernel(len(half.experts), half.chosen, self.count))
-            known.update(matrices)
-            why_apart = ""
+        shapes = [self._shapes.all(expert) for expert in half.experts]
+        quantized = [(gate, up, down) for gate, up, down in (parts for parts in shapes if parts is not None)]
+        if len(quantized) == len(shapes):
+            found = self._card.experts(quantized, self.count, half.chosen)
+            if found.joined:
+                self.add("experts", found.kernel)
+                known.update(linear for expert in half.experts for linear in expert)
+                why_apart = ""
+            elif found.refused:
+                why_apart = _reasons(found)[0]
         reasons = [why_apart] if why_apart else []
         self.alone((linear for linear in half.submodules() if linear not in known), reasons)
 

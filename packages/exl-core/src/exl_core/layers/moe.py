@@ -13,7 +13,7 @@ from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.cuda import CudaFloatMatrix
-from exl_kernels.moe.cuda import MOST_PAIRS, ExpertRouter, GroupedExperts, why_apart
+from exl_kernels.moe.cuda import ExpertRouter, GroupedExperts, why_apart
 
 from ..architectures.base import Activation
 from ..execution.sharded.matrix import SplitMatrix
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from ..contracts import Adapter
 
 __all__ = ["Expert", "MoE", "sparse_mixture"]
-
-SHARED_ROWS, SHARED_WORK = 64, 3_000_000_000
-"""Rows an expert on average, or those times its weights, up to which experts that share launches are faster than one
-after the other: 94 rows of Mixtral's 176 million weights and more than 256 of Qwen3-30B-A3B's 5 million on an H100."""
 
 
 def sparse_mixture(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
@@ -127,10 +123,10 @@ class MoE(FeedForward):
         experts = [expert.matrices() for expert in self.experts]
         if isinstance(router, CudaFloatMatrix) and router.in_features % 8 == 0:
             self._router = ExpertRouter(router, self.chosen, self.normalize, self.jitter)
-        if self.chosen > MOST_PAIRS or any(parts is None for parts in experts):
+        if any(parts is None for parts in experts):
             return
         whole = [parts for parts in experts if parts is not None]
-        if why_apart(whole, self.activation) is None and whole[0][0].device == router.device:
+        if why_apart(whole, self.activation, self.chosen) is None and whole[0][0].device == router.device:
             self._grouped = GroupedExperts(whole, self.activation)
             self.capturable = True
 
@@ -178,14 +174,9 @@ class MoE(FeedForward):
         weights, indices = probabilities.topk(self.chosen, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, indices
 
-    def shares(self, rows: int) -> bool:
-        """Whether quantized experts of `rows` rows on a GPU share launches: where that is faster."""
-        weights = sum(linear.in_features * linear.out_features for linear in self.experts[0])
-        return rows * self.chosen <= len(self.experts) * max(SHARED_ROWS, SHARED_WORK // weights)
-
     def _grouped_for(self, h: Tensor, loras: Sequence[Adapter]) -> GroupedExperts | None:
         """The experts of `h` in shared launches; None where they run one after the other."""
-        if self._grouped is None or h.dtype != torch.float16 or not self.shares(h.shape[0]):
+        if self._grouped is None or h.dtype != torch.float16 or not self._grouped.shares(h.shape[0], self.chosen):
             return None
         if loras and any(linear.adapted(loras) for expert in self.experts for linear in expert):
             return None

@@ -20,10 +20,7 @@ from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..linear.cuda import CudaFloatMatrix, CudaQuantMatrix
 from ..linear.matrix import QuantMatrix
 
-__all__ = ["MOST_PAIRS", "ExpertRouter", "GroupedExperts", "why_apart"]
-
-MOST_PAIRS = 1024
-"""Most rows of a launch times the experts of each; a call of more rows is several."""
+__all__ = ["ExpertRouter", "GroupedExperts", "why_apart"]
 
 Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 """gate, up and down."""
@@ -31,8 +28,8 @@ Expert = tuple[QuantMatrix, QuantMatrix, QuantMatrix]
 _KINDS = ("silu", "gelu", "quickgelu")
 
 
-def why_apart(experts: Sequence[Expert], activation: ActivationKind) -> str | None:
-    """Why `GroupedExperts` does not take these experts; None where it does."""
+def why_apart(experts: Sequence[Expert], activation: ActivationKind, chosen: int = 1) -> str | None:
+    """Why `GroupedExperts` does not take these experts, `chosen` of them a row; None where it does."""
     for number, parts in enumerate(experts):
         for matrix in parts:
             if not isinstance(matrix, CudaQuantMatrix):
@@ -42,10 +39,10 @@ def why_apart(experts: Sequence[Expert], activation: ActivationKind) -> str | No
     if activation not in _KINDS:
         return f"activation {activation}"
     try:
-        _native_experts(experts, activation)
+        most = _native_experts(experts, activation).most_pairs
     except ValueError as error:
         return str(error)
-    return None
+    return None if chosen <= most else f"{chosen} experts a row, more than {most}"
 
 
 def _native_experts(experts: Sequence[Expert], activation: str) -> _native.CudaExperts:
@@ -106,8 +103,13 @@ class GroupedExperts:
         self.hidden = experts[0][0].in_features
         self._native = _native_experts(experts, activation)
         self._table = torch.frombuffer(bytearray(self._native.table()), dtype=torch.uint8).to(self.device)
+        self._most_pairs = self._native.most_pairs
         # The table must be in place before a kernel that starts early reads it (programmatic dependent launch).
         torch.cuda.current_stream(self.device).synchronize()
+
+    def shares(self, rows: int, chosen: int) -> bool:
+        """Whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other."""
+        return self._native.shares(rows, chosen)
 
     def __call__(
         self,
@@ -124,7 +126,7 @@ class GroupedExperts:
         rounded to a half; then the residual is added.
 
         h, shared, residual and out: [T, hidden] float16, contiguous; out may be residual. weights float32 and ids int64
-        [T, chosen], chosen at most MOST_PAIRS, a row's ids different and those of experts (of others it is undefined).
+        [T, chosen], chosen at most 1,024, a row's ids different and those of experts (of others it is undefined).
         shared_weights: float32 [T] or [T, 1]; None for ones. Raises ShapeError, DTypeError.
         """
         if h.dim() != 2 or h.shape[1] != self.hidden or weights.shape != ids.shape or ids.shape[:1] != h.shape[:1]:
@@ -133,8 +135,8 @@ class GroupedExperts:
                 f"[rows, {self.hidden}] and twice [rows, chosen]"
             )
         rows, chosen = ids.shape
-        if not 1 <= chosen <= MOST_PAIRS:
-            raise ShapeError(f"{chosen} experts a row: expected 1 to {MOST_PAIRS}")
+        if not 1 <= chosen <= self._most_pairs:
+            raise ShapeError(f"{chosen} experts a row: expected 1 to {self._most_pairs}")
         out = torch.empty_like(h) if out is None else out
         for name, operand in (("h", h), ("shared", shared), ("residual", residual), ("out", out)):
             if operand is None:
@@ -145,7 +147,7 @@ class GroupedExperts:
                 )
             if operand.shape != h.shape:
                 raise ShapeError(f"{name} is {tuple(operand.shape)}: expected {tuple(h.shape)}, as h")
-        each = MOST_PAIRS // chosen
+        each = self._most_pairs // chosen
         for begin in range(0, rows, each):
             some = slice(begin, min(rows, begin + each))
             scratch = torch.empty(

@@ -207,8 +207,17 @@ pub struct Tuning {
     pub batch: batch::Tuning,
 }
 
+/// A launch whose addresses are missing, kept so that calls need not plan it again.
+#[derive(Clone, Debug)]
+pub enum Planned {
+    Ring(Box<ring::Plan>),
+    Few(Box<few::Plan>),
+    /// Kernels that plan each launch by its operands.
+    Each,
+}
+
 /// A launch plan: the kernel of a call, the memory that it needs, and how it can be chained.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Plan {
     pub call: Call,
     pub kernel: Kernel,
@@ -232,6 +241,7 @@ pub struct Plan {
     /// Why faster kernels do not take the call. Kernels for fewer rows are left out, unless the rows are too many for packed weights altogether.
     pub refused: Vec<(Kernel, Refusal)>,
     pub tuning: Tuning,
+    pub planned: Planned,
 }
 
 impl Plan {
@@ -256,12 +266,29 @@ impl Plan {
             hands_on: false,
             refused,
             tuning,
+            planned: Planned::Each,
         };
         if joined {
+            plan.add_launch(caps, matrices);
             plan.add_memory(caps, matrices);
             plan.add_chaining(caps, matrices);
         }
         plan
+    }
+
+    fn add_launch(&mut self, caps: &Capabilities, matrices: &[&Matrix]) {
+        let (Call { rows, epilogue, .. }, tuning) = (self.call, self.tuning);
+        match self.kernel {
+            Kernel::GemvRing => {
+                let plan = ring::planned(caps, matrices, rows, epilogue, tuning.ring);
+                self.planned = plan.map_or(Planned::Each, |plan| Planned::Ring(Box::new(plan)));
+            }
+            Kernel::GemmFew => {
+                let plan = few::planned(caps, matrices, rows, epilogue.gate, tuning.few);
+                self.planned = plan.map_or(Planned::Each, |plan| Planned::Few(Box::new(plan)));
+            }
+            Kernel::GemmBatch | Kernel::GemmTile | Kernel::GemmLarge => {}
+        }
     }
 
     fn add_memory(&mut self, caps: &Capabilities, matrices: &[&Matrix]) {

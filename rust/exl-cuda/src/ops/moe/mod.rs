@@ -3,6 +3,8 @@
 //! Which experts are chosen is known on the device alone, so that a step of them can be captured: every launch has the grid of the worst
 //! case, and a block reads from tables what it has to do. A pair is a row with one of its choices.
 
+pub mod select;
+
 use super::linear::{Matrix, MatrixArgument};
 use super::{Target, index32};
 use crate::abi::assert_layout;
@@ -11,15 +13,12 @@ use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::layout::TILE;
+use select::{FEW_ROWS, Kernel, by_eights};
 
 /// Most experts of a layer, and most pairs of a call: what one block can sort.
 pub const MOST_EXPERTS: usize = 1024;
 pub const MOST_PAIRS: usize = 1024;
 
-/// Rows up to which no expert has more than eight.
-const FEW_ROWS: usize = 8;
-/// Pairs an expert on average up to which hardly one has more than eight.
-const FEW_PAIRS: usize = 4;
 /// Rows of an expert that are multiplied at a time where there are more.
 const MANY_COLUMNS: usize = 16;
 /// Tasks of its warps that a block should have, and most row tiles of one.
@@ -83,6 +82,8 @@ pub struct Experts {
     kind: &'static str,
     entry_rows: usize,
     hidden: usize,
+    /// Weights of an expert.
+    weights: usize,
     /// Copies of a row: gate and up have one, or one each where their rows of K are not in one order.
     inputs: usize,
     /// Halves from pair to pair.
@@ -137,11 +138,6 @@ impl Product {
 /// More than eight rows of an expert are multiplied with two row tiles at a time.
 fn least_span(few: bool) -> usize {
     if few { 1 } else { 2 }
-}
-
-/// Whether experts are multiplied by eight rows at a time: of `rows` rows with `chosen` of `count` experts each, hardly one has more.
-pub fn by_eights(count: usize, chosen: usize, rows: usize) -> bool {
-    rows <= FEW_ROWS || rows * chosen <= FEW_PAIRS * count
 }
 
 /// Addresses of one call; the device's memory, row-major and contiguous.
@@ -251,6 +247,7 @@ impl Experts {
             kind: down.kind,
             entry_rows: down.entry_rows,
             hidden,
+            weights: 3 * hidden * width,
             inputs: if alike { 1 } else { 2 },
             x_stride: rows(&[0, 1]),
             inner_stride: rows(&[2]),
@@ -261,6 +258,11 @@ impl Experts {
 
     pub fn count(&self) -> usize {
         self.entries.len()
+    }
+
+    /// How a call of `rows` rows with `chosen` experts each runs.
+    pub fn kernel(&self, rows: usize, chosen: usize) -> Kernel {
+        select::select(rows, chosen, self.count(), self.weights)
     }
 
     pub fn hidden(&self) -> usize {

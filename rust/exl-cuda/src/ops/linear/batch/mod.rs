@@ -86,7 +86,7 @@ pub fn exchange_bytes(
     }
 }
 
-/// Whether the first of these matrices, which [`fits`] takes, can gate the second within a launch.
+/// Whether the first of these matrices, which [`takes`] agrees to, can gate the second within a launch.
 pub fn gates(matrices: &[&Matrix]) -> bool {
     matrices.len() == 2
         && matrices[0].out_features() == matrices[1].out_features()
@@ -105,12 +105,7 @@ pub fn norms(caps: &Capabilities, matrices: &[&Matrix]) -> bool {
     matrices.iter().all(|matrix| lays_out(caps, matrix, true))
 }
 
-/// Whether these matrices can share a launch on this GPU: the kernels are there, the input's order and the form are the same.
-pub fn fits(caps: &Capabilities, matrices: &[&Matrix]) -> bool {
-    shares_launch(caps, matrices).is_ok()
-}
-
-/// As [`fits`], for every number of rows.
+/// Whether these matrices can share launches of every number of rows: the kernels are there, the input's order and the form are the same.
 fn shares_launch(caps: &Capabilities, matrices: &[&Matrix]) -> Result<(), Refusal> {
     alike(matrices)?;
     let planned =

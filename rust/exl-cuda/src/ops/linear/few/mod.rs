@@ -5,15 +5,15 @@ mod plan;
 mod task;
 
 use super::ring::Product;
-use super::select::{Kernel, Refusal};
+use super::select::Refusal;
 use super::{Half, Matrix};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::Target;
-pub use plan::Tuning;
-use plan::{Plan, SQUARES_BYTES, THREADS, plan};
+pub use plan::{Plan, Tuning};
+use plan::{SQUARES_BYTES, THREADS, plan};
 
 /// Most rows of the kernel.
 pub const MOST_ROWS: usize = 8;
@@ -45,17 +45,20 @@ pub struct Next<'a> {
     pub unnormed: bool,
 }
 
-/// How many activation rows a product of these matrices takes on this GPU; 0 when it cannot run there.
-pub fn rows(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> usize {
-    match takes(caps, matrices, gated) {
-        Ok(()) => MOST_ROWS,
-        Err(_) => 0,
-    }
-}
-
 /// Whether launches of up to [`MOST_ROWS`] rows take these matrices.
 pub(super) fn takes(caps: &Capabilities, matrices: &[&Matrix], gated: bool) -> Result<(), Refusal> {
     plan(caps, matrices, MOST_ROWS, gated, Tuning::default()).map(|_| ())
+}
+
+/// The launches of `rows` rows, their addresses missing.
+pub(super) fn planned(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    rows: usize,
+    gated: bool,
+    tuning: Tuning,
+) -> Result<Plan, Refusal> {
+    plan(caps, matrices, rows, gated, tuning)
 }
 
 /// Bytes of shared memory of a block, where [`takes`] agrees.
@@ -216,7 +219,7 @@ impl Plan {
     }
 }
 
-/// The product of up to [`rows`] rows: one launch where its input is prepared, else two. Results stand beside each other in the order of
+/// The matmul as planned for these matrices and rows: one launch where its input is prepared, else two. Results are side by side in the order of
 /// `matrices`; `op.y` may be 0 where only `next` wants them. Same bits as `ring`.
 ///
 /// # Safety
@@ -229,12 +232,10 @@ pub unsafe fn launch(
     input: Input,
     scratch: (usize, usize),
     next: Option<Next>,
-    tuning: Tuning,
+    planned: &Plan,
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
-    let gated = op.gate.is_some();
-    let planned = plan(&device.info.caps, matrices, op.m, gated, tuning);
-    let mut plan = planned.map_err(|why| why.for_kernel(Kernel::GemmFew))?;
+    let mut plan = planned.clone();
     check_scratch(scratch, plan.scratch_bytes())?;
     let prepared = !matches!(input, Input::Rows);
     let halves = op.x_type == Half::F16 && (op.y == 0 || op.y_type == Half::F16);

@@ -41,7 +41,8 @@ pub struct Tuning {
 }
 
 /// A planned launch, its addresses missing.
-pub(super) struct Plan {
+#[derive(Clone, Debug)]
+pub struct Plan {
     pub(super) task: Task,
     pub(super) rows: Preparation,
     pub(super) shared: usize,

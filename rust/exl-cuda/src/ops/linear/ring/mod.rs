@@ -2,14 +2,15 @@
 
 mod plan;
 
-use super::select::{Epilogue, Kernel, Refusal};
+use super::select::{Epilogue, Refusal};
 use super::{Half, Matrix};
 use crate::capabilities::Capabilities;
 use crate::device::Device;
 use crate::kernel_arguments;
 use crate::launch::{CudaError, Launch};
 use crate::ops::Target;
-use plan::{Plan, THREADS, plan};
+pub use plan::Plan;
+use plan::{THREADS, plan};
 
 /// Most rows of the ring kernel.
 pub const MOST_ROWS: usize = 8;
@@ -59,6 +60,17 @@ pub(super) fn takes(
     plan(caps, matrices, rows, epilogue, None).map(|_| ())
 }
 
+/// The launch of `rows` rows, its addresses missing.
+pub(super) fn planned(
+    caps: &Capabilities,
+    matrices: &[&Matrix],
+    rows: usize,
+    epilogue: Epilogue,
+    tuning: Option<Tuning>,
+) -> Result<Plan, Refusal> {
+    plan(caps, matrices, rows, epilogue, tuning)
+}
+
 /// Bytes of shared memory of a block, where [`takes`] agrees.
 #[cfg(test)]
 pub(super) fn shared_bytes(
@@ -73,6 +85,7 @@ pub(super) fn shared_bytes(
 }
 
 /// How many activation rows one launch for these matrices takes on this GPU; 0 when it cannot run there.
+#[cfg(test)]
 pub fn rows(caps: &Capabilities, matrices: &[&Matrix], epilogue: Epilogue) -> usize {
     (1..=MOST_ROWS)
         .rev()
@@ -80,7 +93,7 @@ pub fn rows(caps: &Capabilities, matrices: &[&Matrix], epilogue: Epilogue) -> us
         .unwrap_or(0)
 }
 
-/// The product in one launch, for up to [`rows`] rows. Results stand beside each other in the order of `matrices`.
+/// The matmul in one launch, as planned for these matrices, rows and epilogue. Results are side by side in the order of `matrices`.
 ///
 /// # Safety
 /// The addresses must be device memory of the stated sizes, valid until the stream has passed this launch.
@@ -88,22 +101,15 @@ pub unsafe fn launch(
     to: Target,
     matrices: &[&Matrix],
     op: &Product,
-    tuning: Option<Tuning>,
+    plan: &Plan,
 ) -> Result<(), CudaError> {
     let device = Device::get(to.device)?;
-    let epilogue = Epilogue {
-        gate: op.gate.is_some(),
-        norm: op.norm.is_some(),
-        residual: op.residual != 0,
-        bf16: op.x_type == Half::BF16,
-    };
-    let gated = epilogue.gate;
+    let gated = op.gate.is_some();
     let Plan {
         mut task,
         shared,
         deal,
-    } = plan(&device.info.caps, matrices, op.m, epilogue, tuning)
-        .map_err(|why| why.for_kernel(Kernel::GemvRing))?;
+    } = plan.clone();
     (task.x, task.x_kind) = (op.x, op.x_type as i32);
     (task.y, task.y_kind) = (op.y, op.y_type as i32);
     task.residual = op.residual;

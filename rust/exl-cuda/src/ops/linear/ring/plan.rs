@@ -81,7 +81,8 @@ pub(super) struct Task {
 assert_layout!(Task, ring_task::Task, { barriers_at, stage_stride, slots, window, count, tiles, longer, gate, results_at, multipliers_at, x_stride, gates_at, flags, m, columns, x_kind, y_kind, y_stride, eps, offset, x, y, residual, norm, parts as part, stage_begin });
 
 /// Where a launch's data are in shared memory.
-pub(super) struct Plan {
+#[derive(Clone, Debug)]
+pub struct Plan {
     pub(super) task: Task,
     pub(super) shared: usize,
     pub(super) deal: Deal,
