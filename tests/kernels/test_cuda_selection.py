@@ -8,6 +8,7 @@ import torch
 from exl_kernels import _native
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.fused import FusedLinear, Norm
+from exl_kernels.moe import GroupedExperts
 from exl_kernels.selection import Card, MatrixShape
 
 pytestmark = pytest.mark.cuda
@@ -16,30 +17,38 @@ K = 1024
 FAMILIES = {"gemv_ring": "ring_", "gemm_few": "few_", "gemm_batch": "batch_", "gemm_tile": "matmul_"}
 
 
-def matrix(n: int, seed: int) -> tuple[QuantMatrix, MatrixShape]:
+def matrix(n: int, seed: int, k: int = K) -> tuple[QuantMatrix, MatrixShape]:
     generator = torch.Generator().manual_seed(seed)
-    groups = K // 128
+    groups = k // 128
     tensors = {
         "q_weight": torch.randint(-(2**31), 2**31, (16 * groups, n), generator=generator).to(torch.int32),
         "q_scale": torch.zeros(groups, n // 8, dtype=torch.int32),
         "q_scale_max": torch.full((groups,), 0.01).half(),
         "q_groups": torch.tensor([[4, 16 * g] for g in range(groups)], dtype=torch.int16).flatten(),
-        "q_invperm": torch.arange(K, dtype=torch.int32),
+        "q_invperm": torch.arange(k, dtype=torch.int32),
     }
     return QuantMatrix.from_exl2(tensors, device="cuda"), MatrixShape.from_exl2(tensors)
 
 
 def launched() -> set[str]:
     """Families of matmul kernels that have run since the last call."""
-    now: dict[str, int] = _native.cuda_launches()
-    new = {name for name, count in now.items() if count > launched.before.get(name, 0)}  # type: ignore[attr-defined]
-    launched.before = now  # type: ignore[attr-defined]
+    new = names()
     return {kernel for kernel, start in FAMILIES.items() if any(name.startswith(start) for name in new)}
+
+
+def names() -> set[str]:
+    """Kernels that have run since the last call of this or of `launched`."""
+    now: dict[str, int] = _native.cuda_launches()
+    new = {name for name, count in now.items() if count > names.before.get(name, 0)}  # type: ignore[attr-defined]
+    names.before = now  # type: ignore[attr-defined]
+    return new
+
+
+names.before = {}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 33, 64])
 def test_what_is_selected_is_launched(rows: int) -> None:
-    launched.before = _native.cuda_launches()  # type: ignore[attr-defined]
     card = Card.device(torch.cuda.current_device())
     made = [matrix(n, seed) for seed, n in enumerate((512, 512))]
     quantized, shapes = [m for m, _ in made], [shape for _, shape in made]
@@ -56,3 +65,31 @@ def test_what_is_selected_is_launched(rows: int) -> None:
         assert launched() == {expected.kernel}, (gate, norm, residual, expected)
     quantized[0].matmul(x)
     assert launched() == {card.matmul(shapes[0], rows).kernel}
+
+
+@pytest.mark.parametrize("rows", [3, 8, 9, 64])
+@pytest.mark.parametrize("n", [512, 8448])
+def test_chained_matmuls_launch_the_kernels_of_their_plans(rows: int, n: int) -> None:
+    gate, up, down = matrix(n, 1)[0], matrix(n, 2)[0], matrix(256, 3, n)[0]
+    first, second = FusedLinear([gate, up], activation="silu"), FusedLinear([down])
+    x = torch.randn(rows, K, device="cuda").half()
+    launched()
+    first.then(second, x, x.new_empty(rows, 256))
+    expected = {kernel for kernel in (first.kernel(rows), second.kernel(rows)) if kernel is not None}
+    assert launched() >= expected
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 64])
+def test_experts_are_launched_as_selected(rows: int) -> None:
+    made = [(matrix(256, i), matrix(256, i + 1), matrix(K, i + 2, 256)) for i in range(4)]
+    grouped = GroupedExperts([(gate[0], up[0], down[0]) for gate, up, down in made], "silu")
+    card = Card.device(torch.cuda.current_device())
+    expected = card.experts([(gate[1], up[1], down[1]) for gate, up, down in made], rows, 2)
+    assert expected.joined
+    assert grouped.shares(rows, 2)
+    h = torch.randn(rows, K, device="cuda").half()
+    ids = torch.tensor([[0, 3]], device="cuda").expand(rows, 2).contiguous()
+    names()
+    grouped(h, torch.full((rows, 2), 0.5, device="cuda"), ids)
+    ways = {name.rpartition("_")[2] for name in names() if name.startswith(("experts_gate_up", "experts_down"))}
+    assert ways == {expected.kernel.removeprefix("experts_")}

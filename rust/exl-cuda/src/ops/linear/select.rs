@@ -218,6 +218,8 @@ pub enum Planned {
 
 /// A launch plan: the kernel of a call, the memory that it needs, and how it can be chained.
 #[derive(Clone, Debug)]
+// Independent properties of a launch, not states of one thing.
+#[allow(clippy::struct_excessive_bools)]
 pub struct Plan {
     pub call: Call,
     pub kernel: Kernel,
@@ -630,6 +632,139 @@ mod tests {
         let last = apart.refused.last().map(|(kernel, _)| *kernel);
         assert_eq!(last, Some(Kernel::GemmBatch));
         assert!(select(&hopper, &[&made, &other], 8, NORM).joined);
+    }
+
+    /// Of the matmul of this name in [`layer`].
+    fn planned(caps: &Capabilities, name: &str, rows: usize) -> Plan {
+        let found = layer().into_iter().find(|(known, ..)| *known == name);
+        let (_, matrices, epilogue) = found.expect("a matmul of the layer");
+        let all: Vec<&Matrix> = matrices.iter().collect();
+        plan(caps, &all, Call::aligned(rows, epilogue))
+    }
+
+    #[test]
+    fn matmuls_chain_where_one_kernel_packs_what_the_other_takes() {
+        for name in CARDS.map(|card| card.name) {
+            let caps = card(name, RELEASE);
+            for rows in [1, 2, 3, 8, 9, 32, 64, 65, 512] {
+                let of = |matmul| planned(&caps, matmul, rows);
+                let (qkv, o, gate_up, down) = (of("qkv"), of("o"), of("gate_up"), of("down"));
+                let both = |a: &Plan, b: &Plan, kernel| {
+                    [a, b]
+                        .iter()
+                        .all(|plan| plan.joined && plan.kernel == kernel)
+                };
+                let few = rows > MOST_GEMV_ROWS;
+                let expected = few && both(&o, &gate_up, Kernel::GemmFew);
+                assert_eq!(o.chains_to(&gate_up), expected, "{name} {rows}");
+                let expected = (few && both(&gate_up, &down, Kernel::GemmFew))
+                    || both(&gate_up, &down, Kernel::GemmBatch);
+                assert_eq!(gate_up.chains_to(&down), expected, "{name} {rows}");
+                assert!(!qkv.chains_to(&o), "several matrices without a gate");
+                let columns = o.input_columns;
+                let packs = match o.kernel {
+                    Kernel::GemmFew => few,
+                    kernel => kernel == Kernel::GemmBatch,
+                };
+                assert_eq!(columns.is_some(), o.joined && packs, "{name} {rows}");
+                assert!(columns.is_none_or(|columns| (rows..=MOST_PACKED_ROWS).contains(&columns)));
+            }
+        }
+    }
+
+    #[test]
+    fn rows_in_bf16_and_inputs_that_are_not_aligned_do_not_chain() {
+        let (hopper, made) = (card("H100", &["90a"]), sized(16, 2064, 4096));
+        for rows in [4, 32] {
+            let aligned = Call::aligned(rows, PLAIN);
+            let bf16 = Epilogue {
+                bf16: true,
+                ..PLAIN
+            };
+            for call in [
+                Call {
+                    aligned_input: false,
+                    ..aligned
+                },
+                Call::aligned(rows, bf16),
+            ] {
+                let plan = plan(&hopper, &[&made], call);
+                assert!(!plan.takes_packed && !plan.hands_on && plan.input_columns.is_none());
+            }
+            assert!(plan(&hopper, &[&made], aligned).input_columns.is_some());
+        }
+    }
+
+    #[test]
+    fn operands_that_are_not_aligned_are_left_to_kernels_that_take_them() {
+        let (hopper, made) = (card("H100", &["90a"]), matrix(16, 2064));
+        let kernel = |call| {
+            let plan = plan(&hopper, &[&made], call);
+            plan.joined.then_some(plan.kernel)
+        };
+        for rows in [1, 4, 32] {
+            let of = |epilogue| Call {
+                aligned_input: false,
+                ..Call::aligned(rows, epilogue)
+            };
+            assert_eq!(kernel(of(PLAIN)), Some(Kernel::GemmBatch));
+            assert_eq!(kernel(of(NORM)), None);
+        }
+        let of = |rows| Call {
+            aligned_output: false,
+            ..Call::aligned(rows, RESIDUAL)
+        };
+        let kernels = [1, 4, 32].map(|rows| kernel(of(rows)));
+        assert_eq!(
+            kernels,
+            [Some(Kernel::GemvRing), Some(Kernel::GemmFew), None]
+        );
+        let plain = |rows| Call {
+            aligned_output: false,
+            ..Call::aligned(rows, PLAIN)
+        };
+        assert_eq!(kernel(plain(32)), Some(Kernel::GemmBatch));
+    }
+
+    #[test]
+    fn a_plan_has_memory_for_its_kernel() {
+        let (hopper, made) = (card("H100", &["90a"]), matrix(16, 2064));
+        for (kernel, rows) in [
+            (Kernel::GemmBatch, 9),
+            (Kernel::GemmTile, 9),
+            (Kernel::GemmBatch, 64),
+        ] {
+            let call = Call::aligned(rows, PLAIN);
+            let plan =
+                plan_with(kernel, &hopper, &[&made], call, Tuning::default()).expect("taken");
+            assert_eq!(plan.scratch_bytes, plan.multipliers_at + 4 * rows);
+            assert!(
+                plan.multipliers_at >= 2 * rows * made.in_features()
+                    && plan.multipliers_at % 128 == 0
+            );
+        }
+        let few = plan(&hopper, &[&made], Call::aligned(8, PLAIN));
+        assert!(few.scratch_bytes >= 16 * made.in_features() && few.exchange_bytes == 0);
+        assert_eq!(
+            plan(&hopper, &[&made], Call::aligned(1, PLAIN)).scratch_bytes,
+            0
+        );
+        let pair = [&made, &made];
+        let gated = plan(&hopper, &pair, Call::aligned(32, GATE));
+        assert!(
+            gated.separate_gate && gated.exchange_bytes > 0,
+            "small matrices share K"
+        );
+        assert!(
+            plan_with(
+                Kernel::GemmTile,
+                &hopper,
+                &pair,
+                Call::aligned(1, GATE),
+                Tuning::default()
+            )
+            .is_err()
+        );
     }
 
     proptest! {
