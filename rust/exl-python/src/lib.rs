@@ -49,11 +49,11 @@ mod _native {
         StepStage, cuda_add_post_norm, cuda_add_rms_norm, cuda_embed, cuda_rope_store,
     };
     #[pymodule_export]
+    use crate::cuda::linear::{CudaLinearGroup, MatmulPlan, NextInput, NormPrologue};
+    #[pymodule_export]
     use crate::cuda::matrix::{CudaLayout, CudaMatrix};
     #[pymodule_export]
     use crate::cuda::moe::{CudaExperts, ExpertRouter};
-    #[pymodule_export]
-    use crate::cuda::ring::{CudaLinearGroup, MatmulPlan, NextInput, NormPrologue};
     #[pymodule_export]
     use crate::cuda::sampling::{
         SamplingWorkspace, cuda_sample_answers, cuda_sample_fill, cuda_sample_launch,

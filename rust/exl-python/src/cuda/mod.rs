@@ -5,10 +5,10 @@
 
 pub mod attention;
 pub mod fused;
+pub mod linear;
 pub mod matrix;
 pub mod moe;
 pub mod operands;
-pub mod ring;
 pub mod sampling;
 pub mod select;
 

@@ -46,6 +46,7 @@ __all__ = [
     "why_apart",
 ]
 
+
 def why_apart(module: Module) -> str | None:
     """Why a module, loaded or not, is run as its own forward pass; None where its launches are joined."""
     found = module.describe()
