@@ -11,7 +11,6 @@ use half::f16;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::cuda::operands::{Scratch, kind};
 use crate::cuda::{expect, target};
 use crate::errors::{device_error, format_error, unsupported_error};
 use crate::matrix_parts::{Exl2Parts, GptqParts, zeros};

@@ -444,7 +444,7 @@ fn plan_cut(
 
 #[cfg(test)]
 mod tests {
-    use super::super::rows;
+    use super::super::takes;
     use super::*;
     use crate::capabilities::tests::{RELEASE, card, hopper};
     use crate::ops::linear::tests::matrix;
@@ -558,10 +558,10 @@ mod tests {
                 }
             }
         }
-        assert_eq!(rows(&hopper(), &[&matrix(16, 2064)], false), 8);
+        assert_eq!(takes(&hopper(), &[&matrix(16, 2064)], false), Ok(()));
         let down = plan(&hopper(), &[&matrix(56, 2064)], 8, false, Tuning::default());
         assert_eq!(down.map(|p| (p.task.cut, p.task.window)), Ok((2, 4)));
         let ampere = card("3090", RELEASE);
-        assert_eq!(rows(&ampere, &[&matrix(16, 2064)], false), 0);
+        assert!(takes(&ampere, &[&matrix(16, 2064)], false).is_err());
     }
 }
