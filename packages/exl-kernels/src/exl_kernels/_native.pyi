@@ -66,6 +66,7 @@ __all__ = [
     "cuda_sample_launch",
     "cuda_select_alone",
     "cuda_select_attention",
+    "cuda_select_experts",
     "cuda_select_fused",
     "exl2_check",
     "exl2_dequantize",
@@ -202,6 +203,11 @@ class CudaExperts:
         """
         (gate, up, down) of each expert, all on one GPU. ValueError says what cannot be launched together.
         """
+    @property
+    def most_pairs(self, /) -> int:
+        """
+        Most rows of a call times the experts of each.
+        """
     def run(
         self,
         /,
@@ -226,6 +232,10 @@ class CudaExperts:
     def scratch_bytes(self, /, rows: int, chosen: int) -> int:
         """
         Bytes of scratch memory of a call.
+        """
+    def shares(self, /, rows: int, chosen: int) -> bool:
+        """
+        Whether a call of `rows` rows with `chosen` experts each is faster than one expert after the other.
         """
     def table(self, /) -> bytes:
         """
@@ -471,7 +481,7 @@ class MatmulPlan:
     @property
     def input_columns(self, /) -> int | None:
         """
-        Columns of the layout of `gemm_batch` in which another launch can pack rows in the scratch memory, or None.
+        Columns of the kernel's layout in which a launch that is no matmul can pack rows in the scratch memory, or None.
         """
     @property
     def joined(self, /) -> bool:
@@ -911,6 +921,13 @@ def cuda_select_attention(
 ) -> str:
     """
     The kernel of attention of `batch` sequences of `tokens` new tokens over `keys` keys each, on pages of 256 tokens.
+    """
+
+def cuda_select_experts(
+    card: CudaCard, experts: Sequence[Sequence[CudaShape]], rows: int, chosen: int
+) -> tuple[str, str | None]:
+    """
+    How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each, and why not in launches that they share.
     """
 
 def cuda_select_fused(
