@@ -390,7 +390,7 @@ def run_chained(
     first.chained(x if packed is None else packed, qkv)
     given = o.input_of(rows) if step.q_len == 1 else None
     mixed = attention.attend(qkv, step, given)
-    attended = mixed.view(rows, -1) if given is None else Packed(given.scratch, rows)
+    attended: Tensor | Packed = mixed.view(rows, -1) if given is None else Packed(given.scratch, rows)
     normed = o.chained(attended, x, x, mlp.up)
     assert normed is not None
     gated = mlp.up.chained(normed, following=mlp.down)
