@@ -49,7 +49,6 @@ __all__ = [
     "cuda_build",
     "cuda_cards",
     "cuda_embed",
-    "cuda_experts_kernel",
     "cuda_kv_transfer",
     "cuda_launches",
     "cuda_layer_norm",
@@ -784,11 +783,6 @@ def cuda_cards() -> list[str]:
 def cuda_embed(table: Tensor, ids: Tensor, out: Tensor, factor: float, launch: Launch) -> None:
     """
     out [T, width] float16 = table[ids] * factor.
-    """
-
-def cuda_experts_kernel(count: int, chosen: int, rows: int) -> str:
-    """
-    The kernels of `rows` rows with `chosen` of `count` experts each.
     """
 
 def cuda_kv_transfer(pages: CudaPages, k: Tensor, v: Tensor, slots: Tensor, load: bool, launch: Launch) -> None:
