@@ -19,9 +19,18 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "head_dim
 
 
 def adapter(folder: Path, rank: int = 6) -> Path:
-    folder.mkdir(parents=True)
+    """Projections and a head of its own."""
     generator = torch.Generator().manual_seed(3)
-    tensors = {"base_model.model.lm_head.weight": (torch.randn(512, 256, generator=generator) * 0.3).half()}
+    head = {"base_model.model.lm_head.weight": (torch.randn(512, 256, generator=generator) * 0.3).half()}
+    return projections(folder, rank, head, generator)
+
+
+def projections(
+    folder: Path, rank: int, others: dict[str, torch.Tensor] | None = None, generator: torch.Generator | None = None
+) -> Path:
+    folder.mkdir(parents=True)
+    generator = generator or torch.Generator().manual_seed(rank)
+    tensors = dict(others or {})
     for layer in range(2):
         for block, name, inputs, outputs in (
             ("self_attn", "q_proj", 256, 256),
@@ -88,3 +97,46 @@ def test_an_adapter_over_two_gpus(lab: Any, tmp_path: Path, monkeypatch: pytest.
         lora = ExLlamaV2Lora.from_directory(model, adapted)
         found.append(model.forward(ids, ExLlamaV2Cache(model, batch_size=2), loras=[lora]).cpu())
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["exl2", "gptq"])
+def test_rows_with_adapters_of_their_own(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """By kernels, captured: bitwise the step of each row alone, eager and captured; the CPU's logits."""
+    folder = lab.write(kind=kind, **SIZES)
+    folders = [projections(tmp_path / str(rank), rank) for rank in (6, 40)]
+    sets = [(0,), (), (1, 0), (0, 1), (1,), (0,), (), (1,)]
+    ids = lab.ids(8, 1, vocab=512)
+    params = PagedParams(8, torch.arange(8, dtype=torch.int32)[:, None], torch.zeros(8, dtype=torch.int32), 0)
+
+    def steps(model: ExLlamaV2) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logits of all rows together, and of each alone."""
+        loras = [ExLlamaV2Lora.from_directory(model, one) for one in folders]
+        rows = [[loras[i] for i in found] for found in sets]
+        cache = ExLlamaV2Cache(model, max_seq_len=2048)
+        together = model.forward_chunk(ids, cache, attn_params=params, row_loras=rows)["logits"].cpu().clone()
+        assert model.device.type == "cpu" or model.decode.reason == expected_reason, model.decode.reason
+        single = []
+        for row, adapters in enumerate(rows):
+            alone = PagedParams(1, params.block_index[row : row + 1], params.cache_seqlens[row : row + 1], 0)
+            out = model.forward_chunk(ids[row : row + 1], cache, attn_params=alone, loras=adapters)
+            single.append(out["logits"][0].cpu().clone())
+        for lora in loras:
+            lora.unload()
+        return together, single
+
+    expected_reason: str | None = None
+    reference, _ = steps(lab.load(folder))
+    monkeypatch.setenv("EXL_DEVICE", "cuda:0")
+    model = ExLlamaV2(ExLlamaV2Config(folder))
+    model.load()
+    together, single = steps(model)
+    for row in range(8):
+        assert torch.equal(single[row], together[row]), (row, sets[row])
+    scale = float(reference[..., :512].abs().max())
+    assert float((together - reference)[..., :512].abs().max()) < 0.02 * scale
+    monkeypatch.setenv("EXL_CUDA_GRAPHS", "0")
+    expected_reason = "EXL_CUDA_GRAPHS=0 asks for eager launches"
+    eager_model = ExLlamaV2(ExLlamaV2Config(folder))
+    eager_model.load()
+    eager, _ = steps(eager_model)
+    assert torch.equal(eager, together)

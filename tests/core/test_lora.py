@@ -544,3 +544,51 @@ def test_wrong_arguments(lab: Any, bench: Bench, ids: Tensor, tmp_path: Path) ->
     other.load()
     with pytest.raises(errors.ModelStateError, match="loaded anew"):
         other.forward(ids, ExLlamaV2Cache_Q4(other), loras=[own])
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_rows_with_adapters_of_their_own(bench: Bench, lab: Any, q_len: int) -> None:
+    """A row's logits are bitwise those of a pass in which all rows have its adapters."""
+    folders = [
+        bench.adapter(seed, r=rank, target_modules=names) for seed, rank, names in ((1, 4, ALL), (2, 9, ATTENTION))
+    ]
+    a, b = (ExLlamaV2Lora.from_directory(bench.model, folder) for folder in folders)
+    assert a.mixable
+    sets: list[list[ExLlamaV2Lora]] = [[a], [], [b, a], [a, b], [b], [a]]
+    count = len(sets)
+    ids = lab.ids(count, q_len)
+
+    def step(**adapters: Any) -> Tensor:
+        cache = ExLlamaV2Cache(bench.model, max_seq_len=256 * count)
+        table = torch.arange(count, dtype=torch.int32)[:, None]
+        params = PagedParams(count, table, torch.zeros(count, dtype=torch.int32), 0)
+        return bench.model.forward_chunk(ids, cache, attn_params=params, **adapters)["logits"].clone()
+
+    mixed = step(row_loras=sets)
+    for row, adapters in enumerate(sets):
+        assert torch.equal(mixed[row], step(loras=adapters)[row])
+    assert torch.equal(step(row_loras=[[b]] * count), step(loras=[b]))
+    assert torch.equal(step(row_loras=[[]] * count), step())
+    assert len({tuple(row.flatten().tolist()) for row in step(row_loras=sets)}) == count
+
+
+def test_row_adapters_are_checked(bench: Bench, lab: Any) -> None:
+    folder = bench.adapter(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    whole = ExLlamaV2Lora.from_directory(bench.model, folder)
+    plain = ExLlamaV2Lora.from_directory(bench.model, bench.adapter(r=4, target_modules=ALL))
+    assert not whole.mixable
+    ids = lab.ids(2, 1)
+
+    def step(**adapters: Any) -> None:
+        bench.model.forward_chunk(ids, ExLlamaV2Cache(bench.model, batch_size=2), **adapters)
+
+    step(row_loras=[[whole], [whole]])
+    for wrong, message in (([[whole], [plain]], "whole matrices"), ([[whole], []], "whole matrices")):
+        with pytest.raises(errors.UnsupportedError, match=message):
+            step(row_loras=wrong)
+    for more in ({"row_loras": [[plain]]}, {"row_loras": [[plain], []], "loras": [plain]}, {"row_loras": [["x"], []]}):
+        with pytest.raises(errors.InputError, match="loras"):
+            step(**more)
+    plain.unload()
+    with pytest.raises(errors.ModelStateError, match="unloaded"):
+        step(row_loras=[[plain], []])

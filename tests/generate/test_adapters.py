@@ -43,15 +43,20 @@ def test_each_job_runs_under_its_own_adapters() -> None:
     assert len(set(outputs)) == len(SETS), "the order of adapters counts"
 
 
-def test_jobs_with_the_same_adapters_share_a_pass() -> None:
+@pytest.mark.parametrize("mixable", [True, False])
+def test_jobs_share_a_pass(mixable: bool) -> None:
+    """All, where rows may have adapters of their own; else those with the same."""
     generator = make(cache_tokens=1024)
-    jobs = [job("abc", 6, loras=[(A, B)[i % 2]]) for i in range(6)]
+    adapters = ScriptedLora(1), ScriptedLora(2)
+    for adapter in adapters:
+        adapter.mixable = mixable
+    jobs = [job("abc", 6, loras=[adapters[i % 2]]) for i in range(6)]
     generator.enqueue(jobs)
     generator.iterate()
     model: Any = generator.model
     model.calls.clear()
     generator.iterate()
-    assert [(batch, q) for batch, q, _ in model.calls] == [(3, 1), (3, 1)]
+    assert [(batch, q) for batch, q, _ in model.calls] == ([(6, 1)] if mixable else [(3, 1), (3, 1)])
 
 
 @pytest.mark.covers("generators.md: 26", "generators.md: 58")

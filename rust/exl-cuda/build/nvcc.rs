@@ -98,6 +98,10 @@ impl Nvcc {
             for _ in 0..missing.len().min(jobs.unwrap_or(1)) {
                 scope.spawn(|| {
                     while let Some(image) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        // Another checkout may have compiled it since.
+                        if copied(cache, &image.path) {
+                            continue;
+                        }
                         // Kept at once: an interrupted build goes on where it was.
                         match self.compile(image) {
                             Ok(()) => keep(cache, &image.path),

@@ -51,6 +51,8 @@ mod _native {
     #[pymodule_export]
     use crate::cuda::linear::{CudaLinearGroup, MatmulPlan, NextInput, NormPrologue};
     #[pymodule_export]
+    use crate::cuda::lora::cuda_lora_add;
+    #[pymodule_export]
     use crate::cuda::matrix::{CudaLayout, CudaMatrix};
     #[pymodule_export]
     use crate::cuda::moe::{CudaExperts, ExpertRouter};

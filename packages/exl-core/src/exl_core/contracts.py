@@ -12,9 +12,17 @@ from exl_kernels.kv import KVPages
 from exl_kernels.linear import QuantMatrix
 
 if TYPE_CHECKING:
-    from .lora.pairs import EmbeddingPair, LoraPair
+    from .lora.pairs import EmbeddingPair
 
 __all__ = ["Adapter", "EmbeddedRows", "PagedCache"]
+
+
+class AdapterPair(Protocol):
+    """What an adapter adds to one matrix."""
+
+    def add_to(self, x: Tensor, y: Tensor) -> None:
+        """Adds to the matrix's results y [T, out] of x [T, in]."""
+        ...
 
 
 class Adapter(Protocol):
@@ -26,7 +34,7 @@ class Adapter(Protocol):
         ...
 
     @property
-    def pairs(self) -> Mapping[str, LoraPair]: ...
+    def pairs(self) -> Mapping[str, AdapterPair]: ...
     @property
     def replacements(self) -> Mapping[str, QuantMatrix]: ...
     @property

@@ -25,6 +25,7 @@ __all__ = [
     "check_indices",
     "check_length",
     "check_loras",
+    "check_row_loras",
     "chunk_size",
     "contiguous_params",
     "paged_params",
@@ -67,6 +68,36 @@ def check_loras(model: LanguageModel, loras: Sequence[ExLlamaV2Lora] | None) -> 
     for lora in loras:
         lora.check_usable(model)
     return tuple(loras)
+
+
+def check_row_loras(
+    model: LanguageModel,
+    loras: Sequence[ExLlamaV2Lora] | None,
+    row_loras: Sequence[Sequence[ExLlamaV2Lora]] | None,
+    batch: int,
+) -> tuple[tuple[ExLlamaV2Lora, ...], ...]:
+    """The adapters of each of `batch` sequences; () where none has any.
+
+    Raises InputError for other objects, ModelStateError for adapters of another model, UnsupportedError for adapters
+    that only all rows of a pass can have, where rows differ.
+    """
+    if row_loras is None:
+        adapters = check_loras(model, loras)
+        return (adapters,) * batch if adapters else ()
+    if loras:
+        raise InputError("loras and row_loras exclude each other: give the adapters of every row in row_loras")
+    if not isinstance(row_loras, (list, tuple)) or len(row_loras) != batch:
+        raise InputError(f"row_loras must be a list with the adapters of each of the {batch} sequences")
+    checked = {id(adapters): check_loras(model, adapters) for adapters in row_loras}
+    sets = tuple(checked[id(adapters)] for adapters in row_loras)
+    if len(set(sets)) > 1:
+        whole = next((lora for adapters in sets for lora in adapters if not lora.mixable), None)
+        if whole is not None:
+            raise UnsupportedError(
+                f"the adapter {whole.lora_path} brings whole matrices, or tensors for the embedding or experts: only "
+                "all rows of a pass can have it"
+            )
+    return sets if any(sets) else ()
 
 
 def check_context(cache: object, input_mask: object, position_offsets: object, abort_event: object, batch: int) -> None:

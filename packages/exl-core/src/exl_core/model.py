@@ -23,6 +23,7 @@ from .execution.captured import DecodeGraphs, NextStep
 from .execution.forward import forward_all, forward_chunk
 from .execution.forward_pass import ForwardPass
 from .execution.select import prepare_step
+from .inputs import check_row_loras
 from .loading.loadable import LoadableModel
 from .lora import ExLlamaV2Lora
 
@@ -56,7 +57,8 @@ class ExLlamaV2(LoadableModel):
         self.decode.clear()  # captured steps read the weights where they were
 
     def update_loras(self) -> None:
-        """Nothing to do: adapters are looked up by every forward pass. Kept for callers of the original."""
+        """Drop the captured steps with adapters, whose tensors they hold. Called when an adapter is unloaded."""
+        self.decode.forget_adapters()
 
     def invariant_tokens(self, loras: Sequence[ExLlamaV2Lora] = ()) -> int | None:
         """Tokens of a pass up to which no bit of it depends on how many there are; None: however many there are.
@@ -132,6 +134,7 @@ class ExLlamaV2(LoadableModel):
         extract_state_indices: Sequence[int] | None = None,
         *,
         indexed_embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None,
+        row_loras: Sequence[Sequence[ExLlamaV2Lora]] | None = None,
     ) -> dict[str, Any]:
         """Run one chunk, contiguous or paged. Returns a dict with the keys that apply: "logits" as in `forward`,
         "last_state" [batch, q_len, hidden], "states" {index: input of model.modules[index]}; "aborted": True and
@@ -141,6 +144,9 @@ class ExLlamaV2(LoadableModel):
         lengths are PagedParams', and current_seq_len means nothing. `execution.select` decides how a pass runs. On a
         GPU a paged step of few tokens is one launch of a captured graph (EXL_CUDA_GRAPHS=0 forbids it), bitwise
         identical; its logits lie in memory that the next such call overwrites.
+
+        row_loras: instead of `loras`, the adapters of each sequence of the batch. Where they differ, all must be
+        `mixable`; each row's result is bitwise that of a pass with its adapters alone.
         """
         asked = ForwardPass(
             input_ids,
@@ -155,12 +161,20 @@ class ExLlamaV2(LoadableModel):
             abort_event,
             loras,
             indexed_embeddings,
+            row_loras,
         )
         return forward_chunk(self, asked)
 
-    def prepare_step(self, q_len: int, cache: ExLlamaV2CacheBase, attn_params: PagedParams) -> NextStep | None:
+    def prepare_step(
+        self,
+        q_len: int,
+        cache: ExLlamaV2CacheBase,
+        attn_params: PagedParams,
+        *,
+        row_loras: Sequence[Sequence[ExLlamaV2Lora]] | None = None,
+    ) -> NextStep | None:
         """Prepare a paged step of `q_len` tokens a row whose ids are not known yet. None where `forward_chunk` would
-        not launch a captured graph.
+        not launch a captured graph. row_loras: as for `forward_chunk`.
 
         `run` of the result takes int64 ids [batch, q_len] on the CPU, or integers on the model's GPU that the current
         stream has still to compute: it queues the step and returns its logits as `forward_chunk` does, or None for ids
@@ -168,4 +182,5 @@ class ExLlamaV2(LoadableModel):
         result before any other pass of this model, or not at all.
         """
         with out_of_memory_as_error("prepare a decode step"):
-            return prepare_step(self, q_len, cache, attn_params)
+            adapters = check_row_loras(self, None, row_loras, attn_params.batch_size)
+            return prepare_step(self, q_len, cache, attn_params, adapters)

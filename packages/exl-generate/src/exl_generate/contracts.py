@@ -67,6 +67,8 @@ class Adapter(Protocol):
     """A LoRA adapter, as far as generators look into it."""
 
     lora_scaling: float
+    mixable: bool
+    """Whether rows of one pass may have it while others do not."""
 
     @property
     def content_digest(self) -> bytes:
@@ -120,8 +122,9 @@ class Model(Protocol):
     def invariant_tokens(self, loras: Any = ()) -> int | None:
         """Most tokens of a pass whose results are batch-invariant under these adapters; None means any number."""
 
-    def prepare_step(self, q_len: int, cache: Any, attn_params: Any) -> PreparedStep | None:
-        """A step of `q_len` tokens a row whose ids are not known yet (`ExLlamaV2.prepare_step`), or None."""
+    def prepare_step(self, q_len: int, cache: Any, attn_params: Any, *, row_loras: Any = None) -> PreparedStep | None:
+        """A step of `q_len` tokens a row whose ids are not known yet (`ExLlamaV2.prepare_step`), or None.
+        `row_loras`: the adapters of each row."""
 
     def forward_chunk(
         self,
@@ -133,8 +136,10 @@ class Model(Protocol):
         loras: Any = None,
         indexed_embeddings: Any = None,
         return_last_state: bool = False,
+        row_loras: Any = None,
     ) -> dict[str, Any]:
-        """One pass over int64 [B, q] ids with `PagedParams`; "logits" float [B, q, Vp] unless `preprocess_only`,
+        """One pass over int64 [B, q] ids with `PagedParams`, all with the adapters `loras`, or each row with those that
+        `row_loras` has for it; "logits" float [B, q, Vp] unless `preprocess_only`,
         "last_state" [B, q, hidden] if asked for."""
 
 

@@ -799,6 +799,9 @@ def cuda_launches() -> dict[str, int]:
 def cuda_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float, launch: Launch
 ) -> None: ...
+def cuda_lora_add(
+    x: Tensor, y: Tensor, table: Tensor, slots: Tensor | None, middle: Tensor, launch: Launch
+) -> None: ...
 def cuda_paged_attention(
     q: Tensor,
     q_stride: int,

@@ -6,6 +6,7 @@
 pub mod attention;
 pub mod fused;
 pub mod linear;
+pub mod lora;
 pub mod matrix;
 pub mod moe;
 pub mod operands;

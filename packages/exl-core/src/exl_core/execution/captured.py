@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,9 @@ from exl_kernels.selection import PACKED_ROWS
 
 from ..device import device_error
 from ..errors import DeviceError
-from ..layers import Head, Intervention, Module
+from ..layers import Head, Intervention, Module, MoE
+from ..lora.pairs import KERNEL_ROWS, LoraPair
+from ..lora.rows import RowAdapters
 from .attn_params import PagedParams
 from .batch import Step
 from .fused import DecodePlan, plan_of
@@ -33,6 +35,7 @@ from .step import build_step
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
+    from ..contracts import Adapter
     from ..language_model import LanguageModel
 
 __all__ = ["GRAPHS_VARIABLE", "CaptureFailure", "DecodeGraphs", "NextStep"]
@@ -41,6 +44,8 @@ GRAPHS_VARIABLE = "EXL_CUDA_GRAPHS"  # "0": always launch operator by operator
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_Q_LEN = 8
+MAX_SETS = 32  # most combinations of adapters that rows of captured steps can have at a time
+PLACE_PARTS = 4  # numbers of `_place`; the version of the adapters follows where there are any
 MAX_GRAPHS = 64
 """Most captured steps of one cache; beyond, the oldest is forgotten (a few megabytes of GPU memory each)."""
 
@@ -82,7 +87,18 @@ class _Graph:
     inputs: StepInputs
     logits: Tensor  # float32 [tokens, padded vocabulary]
     kept: tuple[Tensor, ...]  # rope tables, counters of attention, memory in which products' blocks meet
+    adapters: RowAdapters | None = None
+    slots: list[int] = field(default_factory=list)  # that the adapters' tensor holds once the stream is here
     views: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def send_slots(self, slots: list[int]) -> None:
+        """Queue the copy of the adapters of the first rows; the others are padding. Nothing where they are there."""
+        if self.adapters is None or slots == self.slots:
+            return
+        padded = slots + [-1] * (len(self.adapters.slots) - len(slots))
+        # torch keeps pinned memory until the stream has passed its copies.
+        self.adapters.slots.copy_(torch.tensor(padded, dtype=torch.int32).pin_memory(), non_blocking=True)
+        self.slots = slots
 
     def logits_of(self, batch: int, q_len: int) -> Tensor:
         """[batch, q_len, columns], a view made once: making it costs the host 3 us a step."""
@@ -100,7 +116,9 @@ class NextStep:
     whether none has.
     """
 
-    __slots__ = ("_cache", "_captured", "_inputs", "_limits", "_longest", "_number", "_offsets", "_owner", "_shape")
+    __slots__ = (
+        *("_cache", "_captured", "_inputs", "_limits", "_longest", "_number", "_offsets", "_owner", "_shape", "_slots"),
+    )
 
     def __init__(
         self,
@@ -112,7 +130,9 @@ class NextStep:
         limits: tuple[int, int, int],
         offsets: Tensor | None,
         longest: int,
+        slots: list[int],
     ) -> None:
+        self._slots = slots
         self._owner, self._cache, self._captured, self._shape, self._inputs = owner, cache, captured, shape, inputs
         self._limits, self._offsets, self._longest = limits, offsets, longest
         self._number = -1
@@ -152,6 +172,7 @@ class NextStep:
         """Queues the step whose inputs have been copied and whose ids have been filled in; returns its logits."""
         self._owner.steps += 1
         try:
+            self._captured.send_slots(self._slots)
             self._captured.graph.replay()
         except RuntimeError as error:
             raise _typed(error) from error
@@ -189,6 +210,8 @@ class DecodeGraphs:
         self._stream: torch.cuda.Stream | None = None
         self._refused: str | None = None
         self._exact_batch = False
+        self._sets: dict[tuple[Adapter, ...], int] = {}  # adapters that rows of captured steps may have -> their slot
+        self._versions = 0  # of these
         self._arrangement: list[Module] | None = None  # that `_refused` is about
         self._modules: list[Module] | None = None  # that all this is of, without hooks
         self.longest = 0  # tokens of the longest sequence after the last captured step
@@ -205,18 +228,31 @@ class DecodeGraphs:
             self.reason = why
         return why is None
 
-    def step(self, ids: Tensor, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> Tensor | None:
+    def step(
+        self,
+        ids: Tensor,
+        cache: ExLlamaV2CacheBase | None,
+        params: PagedParams,
+        adapters: Sequence[tuple[Adapter, ...]] = (),
+    ) -> Tensor | None:
         """Logits float32 [B, q, padded vocabulary] of a step over pages, or None: the caller takes the eager way.
 
         The logits lie in memory that the next call overwrites. None for whatever is not covered or not right: the eager
         way has the checks that say what is wrong.
         """
         batch, q_len = ids.shape
-        prepared = None if params.batch_size != batch else self.prepare(q_len, cache, params)
+        prepared = None if params.batch_size != batch else self.prepare(q_len, cache, params, adapters)
         return None if prepared is None else prepared.run(ids)
 
-    def prepare(self, q_len: int, cache: ExLlamaV2CacheBase | None, params: PagedParams) -> NextStep | None:
-        """All of a step of `q_len` tokens a row that can be done before its ids are known; None as for `step`."""
+    def prepare(
+        self,
+        q_len: int,
+        cache: ExLlamaV2CacheBase | None,
+        params: PagedParams,
+        adapters: Sequence[tuple[Adapter, ...]] = (),
+    ) -> NextStep | None:
+        """All of a step of `q_len` tokens a row that can be done before its ids are known; None as for `step`.
+        adapters: of each row, () where no row has any."""
         batch = params.batch_size
         if q_len > MAX_Q_LEN or batch * q_len > PACKED_ROWS or cache is None or params.q_lens is not None:
             return None
@@ -233,11 +269,38 @@ class DecodeGraphs:
         longest = max(past.tolist(), default=0) + q_len  # a tensor's own maximum costs the host four times as much
         if longest > min(table.shape[1] * size, model.config.max_seq_len):
             return None
-        captured = self._captured(model, cache, self._bucket(batch, q_len, longest, size, places))
+        if adapters and batch * q_len > KERNEL_ROWS:
+            self.reason = f"adapters are added by kernels to at most {KERNEL_ROWS} rows"
+            return None
+        slots = self._slots_of(model, adapters) if adapters else []
+        if slots is None:
+            return None
+        captured = self._captured(model, cache, self._bucket(batch, q_len, longest, size, places), bool(adapters))
         if captured is None:
             return None
         limits = (model.config.vocab_size, model.config.max_seq_len, places)
-        return NextStep(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest)
+        of_tokens = [slot for slot in slots for _ in range(q_len)]
+        return NextStep(self, cache, captured, (batch, q_len), (past, table), limits, offsets, longest, of_tokens)
+
+    def forget_adapters(self) -> None:
+        """Drop the captured steps with adapters, which hold the adapters' tensors."""
+        self._sets.clear()
+        self._drop([key for key in self._graphs if len(key) > PLACE_PARTS])
+
+    def _slots_of(self, model: LanguageModel, adapters: Sequence[tuple[Adapter, ...]]) -> list[int] | None:
+        """The slot of each row's adapters, -1 for none. None where captured steps cannot have them; `reason` says why.
+        Adapters not met before end the captured steps with others: their tables have no place for more."""
+        new = list(dict.fromkeys(found for found in adapters if found and found not in self._sets))
+        if new:
+            self.reason = _not_captured(model, new)
+            if self.reason is not None:
+                return None
+            if len(self._sets) + len(new) > MAX_SETS:
+                self._sets = {found: 0 for found in dict.fromkeys(adapters) if found}
+                new = []
+            self._sets = {found: slot for slot, found in enumerate([*self._sets, *new])}
+            self._versions += 1
+        return [self._sets[found] if found else -1 for found in adapters]
 
     def prompt_plan(self, step: Step) -> DecodePlan | None:
         """The plan for a pass that is no captured step; None where the modules' own passes are the way."""
@@ -258,6 +321,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Forget every captured step and give its memory back."""
         self._drop(list(self._graphs))
+        self._sets.clear()
         self._failed.clear()
         self._logits.clear()
         self._workspaces.clear()
@@ -312,14 +376,18 @@ class DecodeGraphs:
         grain = 1 << max(0, (pages - 1).bit_length() - 3)
         return Bucket(rows, q_len, min(-(-pages // grain) * grain, places), page_size)
 
-    def _captured(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket) -> _Graph | None:
-        key = _place(cache, bucket.page_size)
+    def _captured(
+        self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool
+    ) -> _Graph | None:
+        place = _place(cache, bucket.page_size)
+        key = (*place, self._versions) if adapted else place
         held = self._graphs.get(key)
         if held is not None and bucket in held:
             return held[bucket]
         if held is None:
             known = any(k[0] == key[0] for k in self._graphs)
-            self._drop([k for k in self._graphs if k[:2] == key[:2]])  # the cache's tensors moved
+            current = (place, (*place, self._versions))  # others: the cache's tensors moved, other adapters
+            self._drop([k for k in self._graphs if k[:2] == key[:2] and k not in current])
             self._graphs[key] = {}
             if not known:
                 weakref.finalize(cache, _forget, weakref.ref(self), key[0])
@@ -330,7 +398,7 @@ class DecodeGraphs:
             return None
         try:
             with torch.inference_mode(False), torch.no_grad():
-                made = self._record(model, cache, bucket)
+                made = self._record(model, cache, bucket, adapted)
         except _NotCapturableError as error:
             self._refused = self.reason = f"the step could not be captured: {error}"
             return None
@@ -351,7 +419,7 @@ class DecodeGraphs:
             del held[next(iter(held))]
         return made
 
-    def _record(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket) -> _Graph:
+    def _record(self, model: LanguageModel, cache: ExLlamaV2CacheBase, bucket: Bucket, adapted: bool) -> _Graph:
         device = model.device
         assert device is not None
         inputs = StepInputs(bucket, device)
@@ -360,7 +428,13 @@ class DecodeGraphs:
         assert isinstance(head, Head)
         logits = self._logits_of(bucket.tokens, model.config.padded_vocab_size, device)
 
-        plan = self._planned(model)
+        plan: DecodePlan | str | None = None if adapted else self._planned(model)
+        rows: RowAdapters | None = None
+        if adapted:
+            rows = RowAdapters(
+                list(self._sets), torch.full((bucket.tokens,), -1, dtype=torch.int32, device=device), bucket.q_len
+            )
+            step = replace(step, loras=(rows,))
 
         def body(out: Tensor) -> None:
             if isinstance(plan, DecodePlan):
@@ -372,7 +446,8 @@ class DecodeGraphs:
             head.forward(x, step, out=out)
 
         graph, held = self._capture(body, logits)
-        return _Graph(graph, inputs, logits, (step.cos, step.sin, *(step.alt or ()), held, *self._workspaces))
+        kept = (step.cos, step.sin, *(step.alt or ()), held, *self._workspaces)
+        return _Graph(graph, inputs, logits, kept, rows, [-1] * bucket.tokens)
 
     def _capture(self, body: Callable[[Tensor], None], logits: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Records what `body` launches to fill `logits`, once it has run; with attention's counters."""
@@ -501,6 +576,20 @@ def _static_step(
         rope_positions=inputs.rope_positions,
         _tokens={},
     )
+
+
+def _not_captured(model: LanguageModel, sets: Sequence[tuple[Adapter, ...]]) -> str | None:
+    """Why rows of captured steps cannot have these adapters."""
+    # The head and routers give float32, which the kernels of adapters do not add to.
+    keys = {linear.key for m in model.modules if not isinstance(m, Head | MoE) for linear in m.submodules()}
+    for adapter in (adapter for adapters in sets for adapter in adapters):
+        if adapter.replacements or adapter.embedding is not None or adapter.embedding_pair is not None:
+            return "an adapter brings whole matrices or changes the embedding"
+        if not keys.issuperset(adapter.touched):
+            return "an adapter changes the head or a layer of experts"
+        if any(pair.entry is None for pair in adapter.pairs.values() if isinstance(pair, LoraPair)):
+            return "an adapter has values or a shape that its kernels do not take"
+    return None
 
 
 def _at_rest(value: object) -> bool:

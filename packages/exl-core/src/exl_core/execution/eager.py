@@ -45,7 +45,7 @@ def first_step(model: LanguageModel, asked: ForwardPass, parallel: TensorParalle
         q_len,
         asked.abort_event,
         model.placement.device(min(1, model.head_layer_idx)),
-        tuple(asked.loras or ()),
+        asked.adapters,
         tuple(asked.embeddings or ()),
         rope_alt=model.rope_alt,
         parallel=parallel,

@@ -45,7 +45,7 @@ def forward_all(model: ExecutableModel, asked: ForwardPass, *, cpu_logits: bool)
             last_id_only=asked.last_id_only,
             return_last_state=asked.return_last_state if end == q_len else False,
             abort_event=asked.abort_event,
-            loras=adapters,
+            adapters=adapters,
             embeddings=embeddings,
             is_checked=True,
         )

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from ..embeddings import ExLlamaV2MMEmbedding
 from ..errors import InputError, SequenceTooLongError, UnsupportedError
-from ..inputs import check_context, check_ids, check_indices, check_loras, contiguous_params, paged_params
+from ..inputs import check_context, check_ids, check_indices, check_row_loras, contiguous_params, paged_params
 from ..lora import ExLlamaV2Lora
+from ..lora.rows import of_all_rows
 from .attn_params import AttentionParams, PagedParams
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
+    from ..contracts import Adapter
     from ..language_model import LanguageModel
 
 __all__ = ["ForwardPass", "checked"]
@@ -44,14 +46,20 @@ class ForwardPass:
     abort_event: Event | None = None
     loras: Sequence[ExLlamaV2Lora] | None = None
     embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None
+    row_loras: Sequence[Sequence[ExLlamaV2Lora]] | None = None
     is_checked: bool = False
+    adapters: tuple[Adapter, ...] = ()
+    """`loras` or `row_loras` once checked."""
     extracted: frozenset[int] = frozenset()
     """`extract` once checked."""
 
     @property
     def fusable(self) -> bool:
-        """Whether joined launches compute all that is asked for: no adapters, no embeddings, no mask, no state."""
-        if self.loras or self.embeddings or self.return_last_state or self.extract:
+        """Whether joined launches or captured ones compute all that is asked for: no embeddings, no mask, no state, and
+        adapters in captured steps alone."""
+        if (self.loras or self.row_loras or self.adapters) and not self.capturable:
+            return False
+        if self.embeddings or self.return_last_state or self.extract:
             return False
         return self.abort_event is None and self.input_mask is None
 
@@ -75,8 +83,10 @@ def checked(model: LanguageModel, asked: ForwardPass) -> ForwardPass:
     if asked.is_checked:
         return asked
     ids, embeddings = check_ids(model, asked.ids, asked.embeddings)
-    loras = check_loras(model, asked.loras)
     batch, q_len = ids.shape
+    sets = check_row_loras(model, asked.loras, asked.row_loras, batch)
+    if len(set(sets)) > 1 and isinstance(asked.params, PagedParams) and asked.params.q_lens is not None:
+        raise UnsupportedError("row_loras and PagedParams.q_lens exclude each other: one pass for each adapter")
     mask, offsets, abort = asked.input_mask, asked.position_offsets, asked.abort_event
     check_context(asked.cache, mask, offsets, abort, batch)
     params: AttentionParams | PagedParams
@@ -90,7 +100,7 @@ def checked(model: LanguageModel, asked: ForwardPass) -> ForwardPass:
         mask = params.input_mask
     extract = check_indices(asked.extract, len(model.modules))
     asked.ids, asked.params, asked.input_mask = ids, params, mask
-    asked.loras, asked.embeddings, asked.extracted = loras, embeddings, extract
+    asked.adapters, asked.embeddings, asked.extracted = of_all_rows(sets, q_len, model.device), embeddings, extract
     check_results(model, asked)
     asked.is_checked = True
     return asked

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..device import device_error, out_of_memory_as_error
+from ..inputs import check_row_loras
 from .attn_params import PagedParams
 from .eager import first_step, run_modules
 from .forward_pass import ForwardPass, checked
@@ -52,8 +53,9 @@ def _captured(model: ExecutableModel, asked: ForwardPass) -> Tensor | None:
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
         return None
     assert isinstance(params, PagedParams), "capturable"
+    adapters = check_row_loras(model, asked.loras, asked.row_loras, ids.shape[0])
     try:
-        logits = model.decode.step(ids, asked.cache, params)
+        logits = model.decode.step(ids, asked.cache, params, adapters)
     except RuntimeError as error:
         if (typed := device_error("run a decode step", error)) is None:
             raise

@@ -2,7 +2,7 @@
 
 | executor | runs | selected for |
 |---|---|---|
-| `fused` | joined launches, captured in a CUDA graph when the step allows | one GPU; no adapters, masks or states |
+| `fused` | joined launches, captured in a CUDA graph when the step allows | one GPU; no masks or states; adapters in captured steps |
 | `sharded` | heads and output features of every matrix on several devices | a model that `load_tp` cut |
 | `eager` | each layer's own forward pass, the oracle of the others | everything else |
 
@@ -11,6 +11,7 @@ All give bitwise identical results.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .eager import EAGER
@@ -20,6 +21,7 @@ from .sharded.executor import SHARDED
 
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
+    from ..contracts import Adapter
     from .attn_params import PagedParams
     from .captured import NextStep
     from .forward_pass import ForwardPass
@@ -34,9 +36,15 @@ def select(model: ExecutableModel, asked: ForwardPass) -> Executor:
     return SHARDED if model.tp_context is not None else EAGER
 
 
-def prepare_step(model: ExecutableModel, q_len: int, cache: ExLlamaV2CacheBase, params: PagedParams) -> NextStep | None:
+def prepare_step(
+    model: ExecutableModel,
+    q_len: int,
+    cache: ExLlamaV2CacheBase,
+    params: PagedParams,
+    adapters: Sequence[tuple[Adapter, ...]] = (),
+) -> NextStep | None:
     """A captured step of `q_len` tokens a row whose ids are not known yet; None where `select` would not have one."""
-    return model.decode.prepare(q_len, cache, params) if may_fuse(model) else None
+    return model.decode.prepare(q_len, cache, params, adapters) if may_fuse(model) else None
 
 
 def may_fuse(model: ExecutableModel) -> bool:

@@ -21,8 +21,8 @@ from .sharded.heads import ShardedHeads
 if TYPE_CHECKING:
     from ..cache import ExLlamaV2CacheBase
     from ..config import ExLlamaV2Config
+    from ..contracts import Adapter
     from ..embeddings import ExLlamaV2MMEmbedding
-    from ..lora import ExLlamaV2Lora
     from .sharded import TensorParallel
 
 __all__ = ["build_step"]
@@ -39,7 +39,7 @@ def build_step(
     q_len: int,
     abort_event: Event | None,
     device: torch.device,
-    loras: tuple[ExLlamaV2Lora, ...] = (),
+    loras: tuple[Adapter, ...] = (),
     embeddings: tuple[ExLlamaV2MMEmbedding, ...] = (),
     rope_alt: RopeTable | None = None,
     parallel: TensorParallel | None = None,

@@ -131,7 +131,7 @@ class Linear:
         for lora in loras:
             pair = lora.pairs.get(self.key)
             if pair is not None:
-                y += pair.forward(x)
+                pair.add_to(x, y)
         return y
 
     @property

@@ -15,6 +15,7 @@ from torch import Tensor
 from exl_kernels.linear import QuantMatrix
 
 from ..errors import AdapterError, ModelStateError
+from ..layers.moe import MoE
 from ..loading.linears import take_rows
 from .config import AdapterConfig
 from .files import AdapterTensors, find_tensor_file
@@ -45,7 +46,8 @@ class ExLlamaV2Lora:
 
     Attributes: lora_r, lora_alpha (of adapter_config.json), lora_scaling (the effective factor of modules without
     patterns), target_modules, bias_ignored (a bias of zeros was left out), embed_tokens and lm_head (replacements or
-    None), tensors (key of a matrix -> its pair), content_digest (16 bytes that stand for its tensors,
+    None), tensors (key of a matrix -> its pair), mixable (rows of one pass may have it while others do not: it brings
+    neither whole matrices nor anything for the embedding or for experts), content_digest (16 bytes for its tensors,
     settings and scale, equal in every process).
 
     Raises AdapterError (a ValueError) for a bad or foreign adapter, UnsupportedError for methods without code here
@@ -85,6 +87,7 @@ class ExLlamaV2Lora:
         self.embedding: Tensor | None = None  # [vocabulary, hidden], in place of the model's
         self.embedding_pair: EmbeddingPair | None = None
         self.touched: frozenset[str] = frozenset()
+        self.mixable = False
         self.content_digest = b""
         self.loaded = False
         self._load(AdapterTensors(Path(lora_path)))
@@ -165,6 +168,8 @@ class ExLlamaV2Lora:
         for module, parts in modules.items():
             self._load_module(tensors, index, module, parts)
         self.touched = frozenset({*self.pairs, *self.replacements})
+        whole = bool(self.replacements) or self.embedding is not None or self.embedding_pair is not None
+        self.mixable = not whole and self.touched.isdisjoint(_expert_keys(self.model))
         self.content_digest = tensors.digest(f"{self._config.settings()} {self._factor!r}")
         self.loaded = True
 
@@ -274,6 +279,12 @@ class ExLlamaV2Lora:
         """Rows that a table may have: those of the model's vocabulary, or of its (padded) table in the file."""
         most = embedding.vocab_size if embedding.weight is None else embedding.weight.shape[0]
         return rows if embedding.vocab_size <= rows <= most else embedding.vocab_size
+
+
+def _expert_keys(model: LanguageModel) -> set[str]:
+    """Matrices that see some rows of a pass only."""
+    mixtures = (module for module in model.modules if isinstance(module, MoE))
+    return {linear.key for module in mixtures for expert in module.experts for linear in expert}
 
 
 def _outputs(slices: list[Slice]) -> int:

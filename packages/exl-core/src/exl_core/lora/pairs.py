@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from exl_kernels.linear import QuantMatrix
+from exl_kernels.linear.lora import LoraEntry, LoraTable
 
 from ..device import activation_dtype
 
 __all__ = ["EmbeddingPair", "LoraPair"]
 
+KERNEL_ROWS = 64  # most rows of a pass on a GPU whose adapters are added by the kernels of `exl_kernels.linear.lora`
 BLOCK_ROWS = 64  # rows of one product on a GPU, where a library picks its kernel, hence its order of sums, by shape
 
 
@@ -24,14 +26,30 @@ class LoraPair:
         self.a = QuantMatrix.from_float(a, device=device, name=f"{name}.lora_A")
         self.b = QuantMatrix.from_float(b, bias, prescale=scaling, device=device, name=f"{name}.lora_B")
         self.rank = a.shape[0]
+        self.entry = LoraEntry.of(a, b, bias, scaling, device) if device.type == "cuda" else None
+        """The same for the kernels that add adapters row by row; None on a CPU, and for what they do not take."""
+        self._table = None if self.entry is None else LoraTable([self.entry])
 
     @property
     def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
+        return self.a.nbytes + self.b.nbytes + (0 if self.entry is None else self.entry.nbytes)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], of x's type."""
         return _in_blocks(self.b, _in_blocks(self.a, x))
+
+    def add_to(self, x: Tensor, y: Tensor) -> None:
+        """y [T, out] += what this makes of x [T, in]."""
+        if self._table is not None and self.fits_kernels(x, y):
+            self._table.add(x, y)
+        else:
+            y += self.forward(x)
+
+    @staticmethod
+    def fits_kernels(x: Tensor, y: Tensor) -> bool:
+        """Whether a pass over x that ends in y adds adapters by the kernels; else by torch's matmuls."""
+        halves = x.dtype == y.dtype == torch.float16
+        return halves and x.shape[0] <= KERNEL_ROWS and x.is_contiguous() and y.is_contiguous()
 
 
 class EmbeddingPair:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from exl_generate.dynamic.runner import Runner, Window
+from exl_generate.dynamic.runner import Runner, Window, mixable
 from exl_generate.dynamic.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -39,11 +39,12 @@ def attempt(compute: Callable[[], T]) -> T | None:
 
 
 def predictable(job: ExLlamaV2DynamicJob) -> bool:
-    """Whether the job's next step is known but for its token: one sequence without adapters, only logits wanted, room
-    for one more token, and no hook that may replace the token."""
+    """Whether all of the job's next step but its token is known: one sequence, whose adapters other rows may lack, of
+    which the model is asked for logits alone, with a place for one token more. What changes tokens after they are drawn
+    forbids it."""
     return (
         len(job.sequences) == 1
-        and not job.sequence.loras
+        and mixable(job.sequence)
         and not job.request.return_hidden_state
         and not job.settings.post_sampling_hooks
         and job.remaining_tokens > 1
@@ -97,7 +98,7 @@ class NextStep:
     def _run(self, ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor | None = None if self._captured is None else self._captured.run(ids)
         self._own_logits = logits is None
-        return self._runner.run(ids, self._params) if logits is None else logits.float()
+        return self._runner.run(ids, self._sequences, self._params) if logits is None else logits.float()
 
     def set_tokens(self, tokens: list[int]) -> None:
         """Store the tokens that were sampled, one a sequence."""
@@ -122,7 +123,7 @@ class NextStep:
         """The row whose input is exactly that of the window; None if there is none."""
         sequence = window.sequence
         row = self._rows.get(id(sequence))
-        if row is None or window.wants_state or sequence.loras:
+        if row is None or window.wants_state:
             return None
         if not self._tokens:  # an interrupt came before `set_tokens`
             return None

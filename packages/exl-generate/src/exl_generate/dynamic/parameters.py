@@ -153,7 +153,7 @@ def adapters_of(loras: object) -> tuple[Any, ...] | None:
         return None
     found = tuple(loras) if isinstance(loras, list | tuple) else (loras,)
     for lora in found:
-        if not all(hasattr(lora, name) for name in ("lora_scaling", "content_digest", "check_usable")):
+        if not all(hasattr(lora, name) for name in ("lora_scaling", "mixable", "content_digest", "check_usable")):
             raise RequestError(
                 f"loras holds a {type(lora).__name__}; pass adapters: ExLlamaV2Lora.from_directory(model, folder)"
             )

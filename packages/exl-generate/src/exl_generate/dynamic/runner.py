@@ -69,7 +69,13 @@ class Window:
     def kind(self) -> tuple[Any, ...]:
         """Windows of one kind go through the model together."""
         indexed = self.sequence.embeddings and max(self.ids) >= EMBEDDING_INDEX
-        return len(self.ids), self.sequence.loras, self.sequence.embeddings if indexed else (), self.wants_state
+        loras = () if mixable(self.sequence) else self.sequence.loras
+        return len(self.ids), loras, self.sequence.embeddings if indexed else (), self.wants_state
+
+
+def mixable(sequence: Sequence) -> bool:
+    """Whether the sequence can be in a pass with others that have other adapters, or none."""
+    return all(lora.mixable for lora in sequence.loras)
 
 
 class Runner:
@@ -163,8 +169,8 @@ class Runner:
         wants_state: bool = False,
         lengths: list[int] | None = None,
     ) -> dict[str, Any]:
-        """One pass over int64 `ids` [B, q], row b at places positions[b].. of sequences[b], which have the same
-        adapters. With `lengths`, ids are [1, sum of them], one sequence after the other."""
+        """One pass over int64 `ids` [B, q], row b at places positions[b].. of sequences[b]. With `lengths`, ids are
+        [1, sum of them], one sequence after the other, and all have the same adapters."""
         params = self._params(sequences, positions, ids.shape[1])
         if lengths is not None:
             params.q_lens = torch.tensor(lengths, dtype=torch.int32)
@@ -172,8 +178,7 @@ class Runner:
         if self._draft:
             ids = np.where(ids < EMBEDDING_INDEX, ids, 0)
         else:
-            if sequences[0].loras:
-                extra["loras"] = list(sequences[0].loras)
+            extra |= _adapters_of(sequences)
             if embeddings:
                 extra["indexed_embeddings"] = list(embeddings)
             if wants_state:
@@ -184,16 +189,19 @@ class Runner:
             )
 
     def prepare(self, sequences: list[Sequence], positions: list[int]) -> tuple[PagedParams, PreparedStep | None]:
-        """A pass over one token of each sequence at places `positions`, for sequences without adapters and embeddings
-        there: its parameters and, where the model can do all of it but the tokens beforehand, `Model.prepare_step`'s
-        step, else None."""
+        """A pass over one token of each sequence at places `positions`, for sequences without embeddings there and with
+        mixable adapters: its parameters and, where the model can do all of it but the tokens beforehand, the step of
+        `Model.prepare_step`, else None."""
         params = self._params(sequences, positions, 1)
-        return params, self._model.prepare_step(1, self._cache, params)
+        adapters = [list(sequence.loras) for sequence in sequences]
+        extra = {"row_loras": adapters} if any(adapters) and not self._draft else {}
+        return params, self._model.prepare_step(1, self._cache, params, **extra)
 
-    def run(self, ids: torch.Tensor, params: PagedParams) -> torch.Tensor:
+    def run(self, ids: torch.Tensor, sequences: list[Sequence], params: PagedParams) -> torch.Tensor:
         """The pass of `prepare` over int64 `ids` [B, 1]: logits float32 [B, 1, Vp] in memory of their own."""
+        extra = {} if self._draft else _adapters_of(sequences)
         with torch.inference_mode():
-            found = self._model.forward_chunk(ids, cache=self._cache, attn_params=params)
+            found = self._model.forward_chunk(ids, cache=self._cache, attn_params=params, **extra)
         return torch.as_tensor(found["logits"]).float().clone()  # what forward_chunk gives may be the model's own
 
     def _params(self, sequences: list[Sequence], positions: list[int], q_len: int) -> PagedParams:
@@ -232,3 +240,11 @@ def _offsets(sequences: list[Sequence], places: list[int]) -> torch.Tensor | Non
         return None
     pairs = zip(sequences, places, strict=True)
     return torch.tensor([sequence.pictures.offset_at(place) for sequence, place in pairs], dtype=torch.int32)
+
+
+def _adapters_of(sequences: list[Sequence]) -> dict[str, Any]:
+    """The arguments of a pass that name the adapters of its rows."""
+    first = sequences[0].loras
+    if all(sequence.loras == first for sequence in sequences):
+        return {"loras": list(first)} if first else {}
+    return {"row_loras": [list(sequence.loras) for sequence in sequences]}

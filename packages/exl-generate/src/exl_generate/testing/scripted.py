@@ -76,6 +76,8 @@ class ScriptedCache:
 class ScriptedLora:
     """An adapter: changes every hash, and so all K/V and logits computed under it."""
 
+    mixable = True
+
     def __init__(self, seed: int, lora_scaling: float = 1.0) -> None:
         self.seed = seed
         self.lora_scaling = lora_scaling
@@ -121,7 +123,7 @@ class ModelBase:
         """None: tokens of a pass never depend on each other."""
         return None
 
-    def prepare_step(self, q_len: int, cache: Any, attn_params: Any) -> Any:
+    def prepare_step(self, q_len: int, cache: Any, attn_params: Any, *, row_loras: Any = None) -> Any:
         """None: a step is computed when its ids are known."""
         return None
 
@@ -154,10 +156,10 @@ class ScriptedModel(ModelBase):
         loras: Sequence[ScriptedLora] | None = None,
         indexed_embeddings: Sequence[ScriptedEmbedding] | None = None,
         return_last_state: bool = False,
+        row_loras: Sequence[Sequence[ScriptedLora]] | None = None,
     ) -> dict[str, torch.Tensor]:
         """As `ExLlamaV2.forward_chunk` in paged mode: store K/V, check provenance, return logits float32 [B, q, Vp]."""
         ids = self._values(input_ids.numpy(), indexed_embeddings or ())
-        adapters = tuple(loras or ())
         batch, q_len = ids.shape
         self.calls.append((batch, q_len, preprocess_only))
         table, past = attn_params.block_index.numpy(), attn_params.cache_seqlens.numpy()
@@ -170,7 +172,8 @@ class ScriptedModel(ModelBase):
         state = np.zeros((ids.size, self.config.hidden_size), dtype=np.float32)
         out = np.empty((ids.size, -(-self.config.vocab_size // 32) * 32), dtype=np.float32)
         at = 0
-        for mine, row in zip(slots, rows, strict=True):
+        of_rows = [tuple(loras or ())] * len(rows) if row_loras is None else [tuple(found) for found in row_loras]
+        for mine, row, adapters in zip(slots, rows, of_rows, strict=True):
             chain = self._store(cache, mine, row, adapters)
             state[at : at + len(row)] = (chain[len(chain) - len(row) :, None] % np.uint64(1009)).astype(np.float32)
             for i in range(len(row)):

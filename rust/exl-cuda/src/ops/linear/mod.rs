@@ -2,6 +2,7 @@
 
 pub mod batch;
 pub mod few;
+pub mod lora;
 pub mod ring;
 pub mod select;
 
@@ -144,6 +145,7 @@ pub(super) fn kernels(file: &str) -> Vec<String> {
             .chain(["prepare_rows_f16", "prepare_rows_bf16"].map(str::to_owned))
             .collect(),
         "few_gptq" => few_kernels("gptq"),
+        "lora" => lora::kernels(),
         "linear" => kinds()
             .map(|(kind, entry)| format!("dequantize_{kind}_{entry}"))
             .chain(

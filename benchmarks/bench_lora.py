@@ -1,0 +1,88 @@
+"""Decode steps with adapters beside plain ones, on a GPU: JSON lines.
+
+    python benchmarks/bench_lora.py [--shape tinyllama] [--rank 16]
+
+`same`: all rows have one adapter; `mixed`: four adapters and none in turn. `share_of_plain` is the speed beside steps
+without adapters of the same run. Random weights; adapters of every projection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from make_random_model import SHAPES, Shape, make_model
+
+from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams
+from exl_kernels.safetensors_file import write_safetensors
+
+STEPS, PAST = 48, 128
+
+
+def make_adapter(folder: Path, shape: Shape, rank: int, seed: int) -> Path:
+    """An adapter of every projection, of random values."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(shape.layers):
+        for part, (inputs, outputs) in shape.linears().items():
+            key = f"base_model.model.model.layers.{layer}.{part}"
+            tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, inputs, generator=generator) * 0.01).half()
+            tensors[f"{key}.lora_B.weight"] = (torch.randn(outputs, rank, generator=generator) * 0.01).half()
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    return folder
+
+
+def seconds(model: ExLlamaV2, batch: int, rows: list[list[ExLlamaV2Lora]]) -> float:
+    """Of a step of one token a sequence."""
+    cache = ExLlamaV2Cache(model, max_seq_len=batch * 256)
+    table = torch.arange(batch, dtype=torch.int32)[:, None]
+    params = PagedParams(batch, table, torch.full((batch,), PAST, dtype=torch.int32), PAST)
+    ids = torch.arange(batch)[:, None]
+    for count in (5, STEPS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            model.forward_chunk(ids, cache, attn_params=params, row_loras=rows)
+        torch.cuda.synchronize()
+        taken = (time.perf_counter() - start) / count
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama")
+    parser.add_argument("--rank", type=int, default=16)
+    args = parser.parse_args()
+    shape = SHAPES[args.shape]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model", shape, 4.0)
+        model = ExLlamaV2(ExLlamaV2Config(folder / "model"))
+        model.load()
+        adapters = [
+            ExLlamaV2Lora.from_directory(model, make_adapter(folder / str(seed), shape, args.rank, seed))
+            for seed in range(4)
+        ]
+    for batch in (1, 8, 32):
+        plain: float | None = None
+        sets: list[list[ExLlamaV2Lora]] = [[], *([one] for one in adapters)]
+        for case, rows in (
+            ("plain", [[]] * batch),
+            ("same", [[adapters[0]]] * batch),
+            ("mixed", [sets[row % 5] for row in range(batch)]),
+        ):
+            taken = seconds(model, batch, rows)
+            plain = plain or taken
+            line = {"bench": "lora", "gpu": torch.cuda.get_device_name(), "shape": args.shape, "rank": args.rank}
+            line |= {"case": case, "batch": batch, "us": round(taken * 1e6, 1), "tps": round(batch / taken, 1)}
+            print(json.dumps(line | {"share_of_plain": round(plain / taken, 3), "eager": model.decode.reason}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Adapters of a batch whose rows have different ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exl_kernels.linear.lora import LoraTable
+
+from .pairs import LoraPair
+
+if TYPE_CHECKING:
+    from exl_kernels.linear import QuantMatrix
+
+    from ..contracts import Adapter, AdapterPair
+    from .pairs import EmbeddingPair
+
+__all__ = ["RowAdapters", "of_all_rows"]
+
+
+class RowAdapters:
+    """The adapters of every row of a pass, in the place of one adapter in `Step.loras`.
+
+    A row of slot i has the adapters of `sets[i]`, in their order; a negative slot means none. They may change
+    matrices through pairs alone: no whole matrices, no embeddings, no experts. A row's result is bitwise that of
+    a pass whose rows all have its adapters.
+    """
+
+    replacements: Mapping[str, QuantMatrix] = {}
+    embedding: Tensor | None = None
+    embedding_pair: EmbeddingPair | None = None
+
+    def __init__(self, sets: Sequence[tuple[Adapter, ...]], slots: Tensor, q_len: int) -> None:
+        """slots: int32 [T] on the device of the pass, `q_len` tokens a sequence. Its values may change later, as those
+        of a captured step's inputs do."""
+        self.sets = tuple(sets)
+        self.slots = slots
+        self._ends = slots if q_len == 1 else slots[q_len - 1 :: q_len]
+        keys = {key: None for adapters in self.sets for adapter in adapters for key in adapter.pairs}
+        self.pairs: dict[str, _RowPairs] = {key: _RowPairs(self, key) for key in keys}
+        self.touched = frozenset(keys)
+
+    def slots_of(self, x: Tensor) -> Tensor:
+        """Of the rows of x: of all tokens, or of the last of each sequence, where a head takes those alone."""
+        found = self.slots if x.shape[0] == self.slots.shape[0] else self._ends
+        return found.to(x.device)
+
+
+class _RowPairs:
+    """What a batch's adapters add to one matrix."""
+
+    def __init__(self, rows: RowAdapters, key: str) -> None:
+        self._rows = rows
+        # The n-th adapters of all sets, then the next ones: each set's add up in its order.
+        chains = [[a.pairs[key] for a in adapters if key in a.pairs] for adapters in rows.sets]
+        depth = max(map(len, chains))
+        self._levels = [[chain[n] if n < len(chain) else None for chain in chains] for n in range(depth)]
+        self._tables: list[LoraTable | None] = [_table(level) for level in self._levels]
+
+    def add_to(self, x: Tensor, y: Tensor) -> None:
+        """Adds to y [T, out] what the adapters of each row make of x [T, in]."""
+        slots = self._rows.slots_of(x)
+        for level, table in zip(self._levels, self._tables, strict=True):
+            if table is not None and LoraPair.fits_kernels(x, y):
+                table.add(x, y, slots)
+                continue
+            for slot, pair in enumerate(level):
+                rows = (slots == slot).nonzero().squeeze(1)
+                if pair is not None and len(rows):
+                    part = y[rows]
+                    pair.add_to(x[rows], part)
+                    y[rows] = part
+
+
+def _table(level: Sequence[AdapterPair | None]) -> LoraTable | None:
+    """None where the kernels do not add one of the pairs."""
+    entries = [pair.entry if isinstance(pair, LoraPair) else None for pair in level]
+    if any(pair is not None and entry is None for pair, entry in zip(level, entries, strict=True)):
+        return None
+    return LoraTable(entries)
+
+
+def of_all_rows(sets: Sequence[tuple[Adapter, ...]], q_len: int, device: torch.device | None) -> tuple[Adapter, ...]:
+    """Adapters for all rows of a pass that are, for each of its sequences, those of `sets`."""
+    different = list(dict.fromkeys(sets))
+    if len(different) <= 1:
+        return different[0] if different else ()
+    numbers = {adapters: slot for slot, adapters in enumerate(filter(None, different))}
+    slots = torch.tensor([numbers.get(adapters, -1) for adapters in sets], dtype=torch.int32)
+    return (RowAdapters(list(numbers), slots.repeat_interleave(q_len).to(device), q_len),)

@@ -1,0 +1,100 @@
+"""Low-rank adapters on a GPU: y += (x A) B, with an adapter of its own, or none, for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl_kernels import _native
+from exl_kernels.cuda_ops import check_operand, launch_on
+from exl_kernels.errors import DTypeError, ShapeError
+
+__all__ = ["LoraEntry", "LoraTable"]
+
+
+@dataclass(frozen=True, eq=False)
+class LoraEntry:
+    """The adapter of one matrix on a GPU: x -> ((x @ A.T) * scale) @ B + bias."""
+
+    a: Tensor
+    """float16 [rank, in]."""
+    b: Tensor
+    """float16 [rank, out]."""
+    scale: Tensor
+    """float32 [rank]."""
+    bias: Tensor | None = None
+    """float32 [out], already scaled."""
+
+    @staticmethod
+    def of(a: Tensor, b: Tensor, bias: Tensor | None, scaling: float, device: torch.device) -> LoraEntry | None:
+        """From A [rank, in] and B [out, rank] as files hold them. None where the kernels do not take them: a value that
+        half precision does not hold, inputs that are no multiple of 8, an odd number of outputs."""
+        half_a, half_b = (t.to(device).half() for t in (a, b))
+        if a.shape[1] % 8 or b.shape[0] % 2 or not (half_a.isfinite().all() and half_b.isfinite().all()):
+            return None
+        return LoraEntry(
+            half_a.contiguous(),
+            half_b.t().contiguous(),
+            torch.full((a.shape[0],), scaling, dtype=torch.float32, device=device),
+            None if bias is None else (bias.to(device).float() * scaling).contiguous(),
+        )
+
+    @property
+    def rank(self) -> int:
+        """Columns between the two matrices."""
+        return self.a.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in (self.a, self.b, self.scale, self.bias) if t is not None)
+
+
+class LoraTable:
+    """The adapters that rows of a pass may have for one matrix: entry i for rows of slot i, None: nothing is added.
+
+    A row's result depends on that row and its entry alone.
+    """
+
+    def __init__(self, entries: Sequence[LoraEntry | None]) -> None:
+        present = [entry for entry in entries if entry is not None]
+        if not present:
+            raise ShapeError("a table of adapters needs an entry")
+        self._entries = present  # the table holds their addresses
+        first = present[0]
+        self.in_features, self.out_features = first.a.shape[1], first.b.shape[1]
+        self.most_rank = max(entry.rank for entry in present)
+        if any((e.a.shape[1], e.b.shape[1]) != (self.in_features, self.out_features) for e in present):
+            raise ShapeError("the adapters of a table are for one matrix: their inputs and outputs must be alike")
+        rows = [
+            (0, 0, 0, 0, 0)
+            if e is None
+            else (*(t.data_ptr() for t in (e.a, e.b, e.scale)), 0 if e.bias is None else e.bias.data_ptr(), e.rank)
+            for e in entries
+        ]
+        self._table = torch.tensor(rows, dtype=torch.int64, device=first.a.device)
+
+    def add(self, x: Tensor, y: Tensor, slots: Tensor | None = None) -> None:
+        """Adds to y, float16 [T, out], what the adapters make of x, float16 [T, in].
+
+        slots: int32 [T], smaller than the number of entries, negative for a row without an adapter; they are not
+        checked, since that would read them back. None: every row has entry 0.
+
+        Raises:
+            DTypeError, ShapeError: an operand does not fit.
+            DeviceError: the launch failed, or CUDA cannot be used.
+        """
+        for name, t, width in (("x", x, self.in_features), ("y", y, self.out_features)):
+            check_operand(name, t, self._table)
+            if t.dtype != torch.float16:
+                raise DTypeError(f"{name} has dtype {t.dtype}: expected float16")
+            if t.dim() != 2 or t.shape[1] != width or t.shape[0] != x.shape[0]:
+                raise ShapeError(f"{name} is {tuple(t.shape)}: expected [T, {width}], with one T for x and y")
+        if slots is not None and (slots.dtype != torch.int32 or tuple(slots.shape) != (x.shape[0],)):
+            raise ShapeError(f"slots is {tuple(slots.shape)} {slots.dtype}: expected int32 [{x.shape[0]}]")
+        if x.shape[0]:
+            middle = torch.empty((x.shape[0], self.most_rank), dtype=torch.float32, device=x.device)
+            _native.cuda_lora_add(x, y, self._table, slots, middle, launch_on(x))
