@@ -111,13 +111,11 @@ impl Device {
             .functions
             .get(name)
             .ok_or_else(|| CudaError::NoKernel(name.to_owned()))?;
-        let handle = match function.handle.get() {
-            Some(&handle) => handle,
-            None => {
-                let found =
-                    with_relaxed_capture(self.driver, || self.resolve(name, function.file))?;
-                *function.handle.get_or_init(|| found)
-            }
+        let handle = if let Some(&handle) = function.handle.get() {
+            handle
+        } else {
+            let found = with_relaxed_capture(self.driver, || self.resolve(name, function.file))?;
+            *function.handle.get_or_init(|| found)
         };
         // Up to 48 KB need no permission; beyond, the limit only ever grows.
         if shared > 48 * 1024 {

@@ -18,7 +18,7 @@ __all__ = ["Adapter", "EmbeddedRows", "PagedCache"]
 
 
 class AdapterPair(Protocol):
-    """What an adapter adds to one matrix."""
+    """The factors and scale that an adapter adds to one matrix."""
 
     def add_to(self, x: Tensor, y: Tensor) -> None:
         """Adds to the matrix's results y [T, out] of x [T, in]."""

@@ -52,6 +52,7 @@ __all__ = [
     "cuda_kv_transfer",
     "cuda_launches",
     "cuda_layer_norm",
+    "cuda_lora_add",
     "cuda_paged_attention",
     "cuda_probe",
     "cuda_probe_empty",
@@ -198,14 +199,14 @@ class CudaExperts:
     """
     The quantized gated MLPs of a layer, of which every row takes some.
     """
+
+    most_pairs: Final[int]
+    """
+    Most rows of a call times the experts of each.
+    """
     def __new__(cls, /, matrices: Sequence[Sequence[CudaMatrix]], activation: str) -> CudaExperts:
         """
         (gate, up, down) of each expert, all on one GPU. ValueError says what cannot be launched together.
-        """
-    @property
-    def most_pairs(self, /) -> int:
-        """
-        Most rows of a call times the experts of each.
         """
     def run(
         self,
@@ -799,9 +800,13 @@ def cuda_launches() -> dict[str, int]:
 def cuda_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float, launch: Launch
 ) -> None: ...
-def cuda_lora_add(
-    x: Tensor, y: Tensor, table: Tensor, slots: Tensor | None, middle: Tensor, launch: Launch
-) -> None: ...
+def cuda_lora_add(x: Tensor, y: Tensor, table: Tensor, slots: Tensor | None, middle: Tensor, launch: Launch) -> None:
+    """
+    y [T, out] += (x [T, in] A) B of the entry that each row's slot names, all float16. table: int64 [entries, 5], addresses of A
+    [rank, in] and B [rank, out] float16, scale [rank] and bias [out] (or 0) float32, and the rank. slots: int32 [T], negative for none;
+    None: entry 0 for all rows. middle: float32 [T, largest rank], overwritten.
+    """
+
 def cuda_paged_attention(
     q: Tensor,
     q_stride: int,

@@ -183,8 +183,8 @@ impl CudaExperts {
     }
 
     /// Most rows of a call times the experts of each.
-    #[getter]
-    fn most_pairs(&self) -> usize {
+    #[classattr]
+    fn most_pairs() -> usize {
         moe::MOST_PAIRS
     }
 

@@ -2,7 +2,7 @@
 
 | executor | runs | selected for |
 |---|---|---|
-| `fused` | joined launches, captured in a CUDA graph when the step allows | one GPU; no masks or states; adapters in captured steps |
+| `fused` | joined launches, in a CUDA graph if possible | one GPU, no masks or states; adapters in captured steps |
 | `sharded` | heads and output features of every matrix on several devices | a model that `load_tp` cut |
 | `eager` | each layer's own forward pass, the oracle of the others | everything else |
 

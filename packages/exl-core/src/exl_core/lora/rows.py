@@ -50,7 +50,7 @@ class RowAdapters:
 
 
 class _RowPairs:
-    """What a batch's adapters add to one matrix."""
+    """The factors and scales that the adapters of a batch add to one matrix."""
 
     def __init__(self, rows: RowAdapters, key: str) -> None:
         self._rows = rows

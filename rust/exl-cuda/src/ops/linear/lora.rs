@@ -59,7 +59,7 @@ pub unsafe fn add(to: Target, op: &Lora) -> Result<(), CudaError> {
     if op.rows == 0 || op.most_rank == 0 {
         return Ok(());
     }
-    if op.in_features % 8 != 0 || op.out_features % 2 != 0 {
+    if !op.in_features.is_multiple_of(8) || !op.out_features.is_multiple_of(2) {
         return Err(CudaError::Argument {
             what: format!(
                 "a matrix of {} inputs and {} outputs",

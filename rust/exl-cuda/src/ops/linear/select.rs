@@ -119,7 +119,7 @@ impl Call {
     }
 }
 
-/// What a launch does besides multiplying, as far as it decides which kernel fits.
+/// The parts of a launch besides multiplying that decide which kernel fits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 // Independent properties of a call, not states of one thing.
 #[allow(clippy::struct_excessive_bools)]
@@ -429,7 +429,7 @@ pub struct Selection {
     pub refused: Vec<(Kernel, Refusal)>,
 }
 
-/// What [`plan`] launches for aligned operands.
+/// The kernel that [`plan`] launches for aligned operands.
 pub fn select(
     caps: &Capabilities,
     matrices: &[&Matrix],
@@ -457,7 +457,7 @@ pub fn select(
     }
 }
 
-/// What [`plan_alone`] launches.
+/// The kernel that [`plan_alone`] launches.
 pub fn select_alone(caps: &Capabilities, matrix: &Matrix, rows: usize, bf16: bool) -> Selection {
     let Plan {
         kernel, refused, ..
@@ -740,7 +740,7 @@ mod tests {
             assert_eq!(plan.scratch_bytes, plan.multipliers_at + 4 * rows);
             assert!(
                 plan.multipliers_at >= 2 * rows * made.in_features()
-                    && plan.multipliers_at % 128 == 0
+                    && plan.multipliers_at.is_multiple_of(128)
             );
         }
         let few = plan(&hopper, &[&made], Call::aligned(8, PLAIN));
@@ -768,7 +768,7 @@ mod tests {
     }
 
     proptest! {
-        /// What `select` takes, the kernel's own plan takes within the card's shared memory; what the kernel refuses, `select` does not take.
+        /// A kernel that `select` takes has a plan within the card's shared memory; what the kernel refuses, `select` does not take.
         #[test]
         fn a_selected_launch_fits_its_card(
             known in proptest::sample::select(CARDS.to_vec()),
