@@ -327,11 +327,11 @@ def test_a_second_start_is_refused(cluster: Cluster) -> None:
 def test_a_cluster_that_others_reach_needs_a_token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """R9."""
     made = config(cluster.port)
-    for address in ("10.0.0.5:6379", "ray://head.example:10001"):
+    for address in ("10.0.0.5:6379", "ray://head.example:10001", "auto", "127.0.0.1:6379"):
         with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"):
             app.check(made, address, {"RAY_AUTH_MODE": "disabled"})
         app.check(made, address, {"RAY_AUTH_MODE": "token"})
-    app.check(made, "127.0.0.1:6379", {})
+    app.check(made, None, {})
     monkeypatch.setattr(ray, "__version__", "2.41.0")
     with pytest.raises(ConfigError, match=r"2\.41\.0 is not supported"):
         app.check(made, None)
@@ -345,10 +345,11 @@ def test_a_node_with_other_versions_is_refused() -> None:
 
 
 def replace(made: ServeConfig) -> None:
-    """As `exl serve ray --replace`, in a process of its own."""
+    """As `exl serve ray --replace` after its check of the token, in another process."""
     program = (
-        "import sys, msgspec\nfrom exl_serve.config.model import ServeConfig\nfrom exl_serve.ray import app\n"
-        "app.run(msgspec.json.decode(sys.argv[1], type=ServeConfig), 'auto', replace=True)"
+        "import sys, msgspec, ray\nfrom exl_serve.config.model import ServeConfig\nfrom exl_serve.ray import app\n"
+        "ray.init(address='auto', configure_logging=False)\n"
+        "app.start(msgspec.json.decode(sys.argv[1], type=ServeConfig), replace=True)"
     )
     data = msgspec.json.encode(made).decode()
     subprocess.run([sys.executable, "-c", program, data], check=True)

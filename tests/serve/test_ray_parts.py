@@ -9,13 +9,17 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exl_serve.config.load import ConfigError
+from exl_serve.config.model import ModelConfig, ServeConfig, ServerConfig
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, Tokens, Usage
+from exl_serve.ray import app
 from exl_serve.ray.autoscale import CALM_SECONDS, policy, wanted
 from exl_serve.ray.cost import Index, Load, rank
 from exl_serve.ray.resume import DivergedError, Replay
@@ -317,6 +321,79 @@ def test_a_failure_ends_it() -> None:
     failed = Failed(0, 500, "server_error", "filter_dead_end", "no way out")
     assert replay.feed(failed) is failed
     assert replay.ended
+
+
+# ---- starting --------------------------------------------------------------------------------------------------------
+
+
+class FakeRay:
+    """The calls of Ray that starting makes, on a cluster that may serve already."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, serving: bool) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        status = SimpleNamespace(applications={"exl": "RUNNING"} if serving else {})
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError("the application failed")
+
+        serve = SimpleNamespace(
+            status=lambda: status,
+            start=self.note("serve.start"),
+            run=fail,
+            delete=self.note("serve.delete"),
+            shutdown=self.note("serve.shutdown"),
+        )
+        ray = SimpleNamespace(__version__="2.60.0", serve=serve, init=self.note("init"), shutdown=self.note("shutdown"))
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        monkeypatch.setattr(app, "application", lambda config: None)
+        monkeypatch.setattr(app.signal, "signal", lambda *_: None)
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+
+    def note(self, name: str) -> Any:
+        return lambda *given, **named: self.calls.append((name, named.get("address", given[0] if given else None)))
+
+
+CONFIG = ServeConfig(model=(ModelConfig(id="m", path="m"),))
+
+
+def test_a_refused_start_leaves_the_server_of_the_cluster_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(monkeypatch, serving=True)
+    with pytest.raises(ConfigError, match="serves exl already"):
+        app.run(CONFIG, "10.0.0.5:6379")
+    assert ray.calls == [("init", "10.0.0.5:6379"), ("shutdown", None)]
+
+
+def test_a_failed_start_removes_its_application_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(monkeypatch, serving=False)
+    with pytest.raises(RuntimeError, match="failed"):
+        app.run(CONFIG, "10.0.0.5:6379")
+    assert ray.calls[1:] == [("serve.start", None), ("serve.delete", "exl"), ("shutdown", None)]
+
+
+def test_without_an_address_a_new_cluster_is_started_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(monkeypatch, serving=False)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
+    with pytest.raises(RuntimeError, match="failed"):
+        app.run(CONFIG)
+    assert ray.calls[0] == ("init", "local")
+    assert ray.calls[-2:] == [("serve.shutdown", None), ("shutdown", None)]
+
+
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1:6379", "ray://head.example:10001"])
+def test_an_address_needs_a_token(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    FakeRay(monkeypatch, serving=False)
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"):
+        app.check(CONFIG, address, {})
+    app.check(CONFIG, address, {"RAY_AUTH_MODE": "token"})
+    app.check(CONFIG, None, {})
+
+
+@pytest.mark.parametrize("name", ["uds", "tls_cert", "tls_key"])
+def test_options_that_ray_would_ignore_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    FakeRay(monkeypatch, serving=False)
+    made = msgspec.structs.replace(CONFIG, server=msgspec.convert({name: "file"}, ServerConfig))
+    with pytest.raises(ConfigError, match=f"server.{name} has no effect on Ray"):
+        app.check(made, None, {})
 
 
 def test_the_server_imports_no_ray() -> None:

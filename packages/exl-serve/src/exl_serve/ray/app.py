@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import os
 import signal
 import sys
@@ -45,6 +43,23 @@ def check_versions(expected: Mapping[str, str]) -> None:
 
 def check(config: ServeConfig, address: str | None, environment: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError for what cannot be served on Ray, or must not be."""
+    if not config.model:
+        raise ConfigError("no model is configured", "model")
+    for name in ("uds", "tls_cert", "tls_key"):
+        if getattr(config.server, name) is not None:
+            raise ConfigError(
+                f"server.{name} has no effect on Ray, whose proxy listens on server.host and server.port without TLS: "
+                "remove it, and put a proxy that ends TLS in front where clients are on other machines",
+                f"server.{name}",
+            )
+    limits = config.ray
+    if not 0 <= limits.min_replicas <= limits.max_replicas or limits.max_replicas < 1:
+        raise ConfigError("min_replicas must not be above max_replicas", "ray.min_replicas")
+    if address is not None and environment.get("RAY_AUTH_MODE") != "token":
+        raise ConfigError(
+            f"--address {address} names a cluster that others may reach: whoever reaches a cluster without token "
+            "authentication runs programs on it; set RAY_AUTH_MODE=token on all nodes"
+        )
     try:
         import ray
     except ImportError:
@@ -54,25 +69,6 @@ def check(config: ServeConfig, address: str | None, environment: Mapping[str, st
         raise ConfigError(
             f"ray {ray.__version__} is not supported: at least {OLDEST[0]}.{OLDEST[1]}, before {NEWEST[0]}.{NEWEST[1]}"
         )
-    if not config.model:
-        raise ConfigError("no model is configured", "model")
-    limits = config.ray
-    if not 0 <= limits.min_replicas <= limits.max_replicas or limits.max_replicas < 1:
-        raise ConfigError("min_replicas must not be above max_replicas", "ray.min_replicas")
-    if address is not None and not _loopback(address) and environment.get("RAY_AUTH_MODE") != "token":
-        raise ConfigError(
-            f"the cluster at {address} is not on this machine alone: whoever reaches a cluster without token "
-            "authentication runs programs on it; set RAY_AUTH_MODE=token on all nodes"
-        )
-
-
-def _loopback(address: str) -> bool:
-    host = address.removeprefix("ray://").rpartition(":")[0].strip("[]") or address
-    if host in ("auto", "local", "localhost"):
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def application(config: ServeConfig) -> Any:
@@ -149,29 +145,38 @@ def run(config: ServeConfig, address: str | None = None, *, replace: bool = Fals
     """Serve until SIGTERM or Ctrl-C: on the cluster at `address`, or on a new one on this machine.
 
     replace: take the place of the server that runs on the cluster, replica by replica, and return when that is done.
+    Raises ConfigError where the cluster serves already, and leaves that server alone.
     """
     check(config, address)
+    if replace and address is None:
+        raise ConfigError("--replace needs --address: a new cluster serves nothing that could be replaced")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     from ray import serve
 
     if address is None:
-        ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", configure_logging=False)
+        # Without an address Ray would join the cluster that RAY_ADDRESS names.
+        ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", configure_logging=False)
     else:
         ray.init(address=address, configure_logging=False)
-    if replace:
-        start(config, replace=True)
-        ray.shutdown()
-        return
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+    if not replace:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ended.set())
     try:
-        start(config)
-        print(f"exl: serving at http://{config.server.host}:{config.server.port} on Ray", file=sys.stderr, flush=True)
-        ended.wait()
+        start(config, replace=replace)
+        if replace:
+            return
+        try:
+            print(
+                f"exl: serving at http://{config.server.host}:{config.server.port} on Ray", file=sys.stderr, flush=True
+            )
+            ended.wait()
+        finally:
+            serve.delete(APP)
     finally:
-        serve.shutdown()
+        if address is None:
+            serve.shutdown()
         ray.shutdown()
 
 
@@ -183,4 +188,9 @@ def start(config: ServeConfig, *, replace: bool = False) -> None:
     if not replace and APP in serve.status().applications:
         raise ConfigError("this cluster serves exl already: stop it, replace it, or name another cluster")
     serve.start(http_options={"host": config.server.host, "port": config.server.port}, proxy_location="HeadOnly")
-    serve.run(application(config), name=APP, route_prefix="/")
+    try:
+        serve.run(application(config), name=APP, route_prefix="/")
+    except BaseException:
+        if not replace:  # a failed application would refuse the next start
+            serve.delete(APP)
+        raise
