@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import http.client
+import json
 import os
 import re
 import subprocess
 import sys
+import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,10 +27,14 @@ from exl_core.tokenizer import TextTokenizer
 from exl_core.tokenizer.conversation import conversation_ids
 from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_serve.config.model import Media, ModelConfig, ServeConfig
-from exl_serve.media.reader import MediaReader
+from exl_serve.engine.vision import Vision
+from exl_serve.errors import ServeError
+from exl_serve.media.reader import ACTIVE, WAITING, MediaReader
+from exl_serve.request.internal import MediaRef
 from exl_serve.request.messages import ImagePart
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.server import LiveServer
+from exl_serve.testing.waiting import HANG_SECONDS
 
 pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image")
@@ -291,6 +300,86 @@ def test_a_model_of_text_says_that_it_takes_none(client: openai.OpenAI, live: Li
     assert caught.value.code == "unsupported_modality"
     known = {one["id"]: one["exl"]["modalities"] for one in httpx.get(f"{live.url}/v1/models").json()["data"]}
     assert known == {"eye": ["text", "image"], "parts": ["text", "image"], "scripted": ["text"]}
+
+
+def test_more_requests_than_may_wait_for_a_decoder_are_refused() -> None:
+    image = ImagePart(url(SMALL), "high", "x")
+
+    async def decode(reader: MediaReader) -> ServeError | None:
+        try:
+            async with reader.decoded([image], MEDIA):
+                return None
+        except ServeError as error:
+            return error
+
+    async def all_at_once() -> list[ServeError | None]:
+        reader = MediaReader()
+        try:
+            found = await asyncio.gather(*(decode(reader) for _ in range(ACTIVE + WAITING + 3)))
+            assert await decode(reader) is None, "there is room again"
+            return found
+        finally:
+            await reader.close()
+
+    refused = [error for error in asyncio.run(all_at_once()) if error is not None]
+    assert [(error.status, error.code) for error in refused] == [(429, "queue_full")] * 3
+    assert all(error.retry_after for error in refused)
+
+
+class NeverDecoded(MediaReader):
+    """Decodes for ever. Tells when that was begun and ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    @asynccontextmanager
+    async def decoded(self, images: Any, limits: Media) -> AsyncIterator[Any]:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+            yield ()
+        finally:
+            self.ended.set()
+
+
+def test_decoding_ends_at_the_deadline_and_when_the_client_leaves(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert live.state is not None
+    body = {"model": "eye", "messages": user(part(SMALL)), "timeout": 0.2}
+    address = f"{live.url}/v1/chat/completions"
+    monkeypatch.setattr(live.state, "media", NeverDecoded())
+    answer = httpx.post(address, json=body, timeout=HANG_SECONDS)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (408, "deadline_exceeded")
+    reader = NeverDecoded()
+    monkeypatch.setattr(live.state, "media", reader)
+    sent = json.dumps(body | {"timeout": 600})
+    client = http.client.HTTPConnection(live.url.removeprefix("http://"))
+    client.request("POST", "/v1/chat/completions", sent, {"content-type": "application/json"})
+    assert reader.begun.wait(HANG_SECONDS)
+    client.close()
+    assert reader.ended.wait(HANG_SECONDS)
+
+
+def test_encoded_images_are_not_shared_over_cache_salts() -> None:
+    """Nobody learns from the time of an answer that another tenant has sent an image."""
+    encoded: list[Any] = []
+
+    class Tower:
+        def get_image_embeddings(self, model: Any, tokenizer: Any, image: Any) -> Any:
+            encoded.append(SimpleNamespace(get_size_in_bytes=lambda: 12))
+            return encoded[-1]
+
+    model: Any = SimpleNamespace(placement=SimpleNamespace(device=lambda at: SimpleNamespace(type="cpu")))
+    tower: Any = Tower()
+    vision = Vision(tower, model, None)  # type: ignore[arg-type]
+    image = MediaRef(width=2, height=2, digest=b"same", data=bytes(12))
+    mine, again = vision.embed([image, image], b"one")
+    assert mine is again
+    assert vision.embed([image], b"other")[0] is not mine
+    assert vision.embed([image], b"one")[0] is mine
+    assert len(encoded) == 2
 
 
 def test_no_file_is_left(client: openai.OpenAI, live: LiveServer) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,8 +25,11 @@ from exl_serve.stream.mailbox import Mailbox
 
 __all__ = ["Generation", "answer_id", "serve"]
 
+T = TypeVar("T")
+
 STALLED_SECONDS = 30.0
 """A client that reads nothing for so long while its request is paused is given up."""
+TOO_LATE = "the request's deadline has passed while its images were decoded: allow more time, or send smaller images"
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -47,22 +51,42 @@ class Generation:
         self._running: list[RunningRequest] = []
         self.mailbox = Mailbox(self._pause, self._resume)
         self._cancelled = False
+        #: ends a preparation that is under way
+        self._interrupt: Callable[[], None] | None = None
         self.first_token: float | None = None
         #: tokens so far, of all completions
         self.generated = 0
         #: the engine has begun with it
         self.started = False
 
+    async def prepare(self, steps: Awaitable[T]) -> T | None:
+        """The result of `steps`, which come before `submit`; None if the request is cancelled meanwhile. Raises
+        ServeError 408 at the request's deadline."""
+        loop = asyncio.get_running_loop()
+        deadline = self._requests[0].deadline
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - time.time()) as limit:
+                self._interrupt = lambda: None if limit.expired() else limit.reschedule(loop.time())
+                if self._cancelled:
+                    self._interrupt()
+                return await steps
+        except TimeoutError:
+            if self._cancelled:
+                return None
+            raise ServeError(408, "timeout", "deadline_exceeded", TOO_LATE) from None
+        finally:
+            self._interrupt = None
+
     async def submit(self, media: tuple[MediaRef, ...] = ()) -> None:
         """Queue all requests, with their images. Raises ServeError if one is refused: the others are cancelled."""
         base = 0
         try:
             for request in self._requests:
+                if self._cancelled:
+                    break
                 request = msgspec.structs.replace(request, media=media) if media else request
                 self._running.append(await self._engine.submit(request, self._sink(base)))
                 base += request.n
-                if self._cancelled:
-                    break
         except BaseException:
             self.cancel()
             raise
@@ -81,6 +105,8 @@ class Generation:
     def cancel(self) -> None:
         self._cancelled = True
         self.mailbox.close()
+        if self._interrupt is not None:
+            self._interrupt()
         for running in self._running:
             running.cancel()
 
@@ -121,8 +147,9 @@ async def serve(
     began = time.monotonic()
     try:
         if images:
-            async with call.state.media.decoded(images, call.state.config.media) as decoded:
-                await generation.submit(decoded)
+            async with AsyncExitStack() as files:
+                decoding = files.enter_async_context(call.state.media.decoded(images, call.state.config.media))
+                await generation.submit(await generation.prepare(decoding) or ())
         else:
             await generation.submit()
         if stream:

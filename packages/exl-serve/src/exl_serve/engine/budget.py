@@ -52,6 +52,10 @@ class ThinkingBudget(ExLlamaV2Filter):
             self._over = True
         self._tail = self._tail[-self._longest :] if self._longest else b""
 
+    def clone(self, c: Any = None) -> Any:
+        """The table of the tokens' bytes is shared: it has an entry for each token and never changes."""
+        return self._clone_sharing(c)
+
     def next(self) -> Allowed:
         if self._over or not self._thinking or self._count < self._limit:
             return None, set()

@@ -311,7 +311,7 @@ class Host:
         made: tuple[Sequence[Any], Sequence[Any]] | Exception
         try:
             filters = compile_constraints(request.constraints, generator.model, generator.tokenizer)
-            made = filters, vision.embed(request.media) if vision is not None else ()
+            made = filters, vision.embed(request.media, request.cache_salt) if vision is not None else ()
         except Exception as error:
             made = error
         found = made  # not `error`, which Python forgets

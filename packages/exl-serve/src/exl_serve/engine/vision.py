@@ -29,28 +29,30 @@ class Vision:
     def __init__(self, tower: ExLlamaV2VisionTower, model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> None:
         self._tower, self._model, self._tokenizer = tower, model, tokenizer
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, ExLlamaV2MMEmbedding] = OrderedDict()
+        #: by cache salt and digest: a faster answer would tell that another tenant has sent the image
+        self._kept: OrderedDict[tuple[bytes, bytes], ExLlamaV2MMEmbedding] = OrderedDict()
         self._bytes = 0
         #: a stream other than the engine thread's, whose steps then go on while an image is encoded
         self._stream = torch.cuda.Stream() if model.placement.device(0).type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def embed(self, images: Sequence[MediaRef]) -> list[ExLlamaV2MMEmbedding]:
-        """The images' rows on the CPU, in order; equal images share an object.
+    def embed(self, images: Sequence[MediaRef], salt: bytes = b"") -> list[ExLlamaV2MMEmbedding]:
+        """The images' rows on the CPU, in order; equal images of requests with equal cache salts share an object.
 
         Takes up to seconds: not for the engine's thread. Raises ServeError 400, or the library's InputError.
         """
-        return [self._one(image) for image in images]
+        return [self._one(image, salt) for image in images]
 
-    def _one(self, image: MediaRef) -> ExLlamaV2MMEmbedding:
+    def _one(self, image: MediaRef, salt: bytes) -> ExLlamaV2MMEmbedding:
+        key = salt, image.digest
         with self._lock:
-            found = self._kept.get(image.digest)
+            found = self._kept.get(key)
             if found is not None:
-                self._kept.move_to_end(image.digest)
+                self._kept.move_to_end(key)
                 return found
             on_stream = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
             with on_stream, torch.inference_mode():
                 made = self._tower.get_image_embeddings(self._model, self._tokenizer, _opened(image))
-            self._kept[image.digest] = made
+            self._kept[key] = made
             self._bytes += made.get_size_in_bytes()
             while self._bytes > CACHED_BYTES and len(self._kept) > 1:
                 self._bytes -= self._kept.popitem(last=False)[1].get_size_in_bytes()

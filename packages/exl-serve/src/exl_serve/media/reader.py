@@ -25,6 +25,9 @@ PROCESSES = 2
 """Started when they are needed."""
 SECONDS = 20.0
 """That one image may take."""
+ACTIVE, WAITING = 4, 32
+"""Requests of one API worker whose images are decoded at a time, and requests that may wait for that."""
+RETRY_SECONDS = 2.0
 
 
 class MediaReader:
@@ -34,12 +37,15 @@ class MediaReader:
         self._parent = folder
         self._folder: str | None = None
         self._idle: asyncio.LifoQueue[_Decoder] | None = None
+        self._active = asyncio.Semaphore(ACTIVE)
+        self._open = 0
 
     @asynccontextmanager
     async def decoded(self, images: Sequence[ImagePart], limits: Media) -> AsyncIterator[tuple[MediaRef, ...]]:
         """The images as files, which are deleted at the end of the context.
 
-        Raises ServeError 400 `image_invalid` or `image_too_large` with the place of the image, 501 without Pillow.
+        Raises ServeError 400 `image_invalid` or `image_too_large` with the place of the image, 429 where too many
+        requests wait for a decoder, 501 without Pillow.
         """
         if len(images) > limits.max_images:
             raise ServeError.invalid(
@@ -47,27 +53,45 @@ class MediaReader:
                 "messages",
                 "image_too_large",
             )
+        if self._open >= ACTIVE + WAITING:
+            raise ServeError(
+                429,
+                "rate_limit_error",
+                "queue_full",
+                f"{self._open} requests wait for their images to be decoded, the most that may: try again later",
+                retry_after=RETRY_SECONDS,
+            )
         paths: list[str] = []
         try:
-            found: list[MediaRef] = []
-            pixels = 0
-            for image in images:
-                paths.append(os.path.join(self._place(), secrets.token_hex(8)))
-                made = await self._decode(image, paths[-1], limits)
-                pixels += made.width * made.height
-                if pixels > limits.max_request_pixels:
-                    raise ServeError.invalid(
-                        f"the images of this request have more than {limits.max_request_pixels} pixels: send fewer or "
-                        "smaller ones",
-                        image.param,
-                        "image_too_large",
-                    )
-                found.append(made)
-            yield tuple(found)
+            self._open += 1
+            try:
+                async with self._active:
+                    found = await self._decode_all(images, limits, paths)
+            finally:
+                self._open -= 1
+            yield found
         finally:
             for path in paths:
                 if os.path.exists(path):
                     os.unlink(path)
+
+    async def _decode_all(self, images: Sequence[ImagePart], limits: Media, paths: list[str]) -> tuple[MediaRef, ...]:
+        """The images as files, whose paths are added to `paths` before they are written."""
+        found: list[MediaRef] = []
+        pixels = 0
+        for image in images:
+            paths.append(os.path.join(self._place(), secrets.token_hex(8)))
+            made = await self._decode(image, paths[-1], limits)
+            pixels += made.width * made.height
+            if pixels > limits.max_request_pixels:
+                raise ServeError.invalid(
+                    f"the images of this request have more than {limits.max_request_pixels} pixels: send fewer or "
+                    "smaller ones",
+                    image.param,
+                    "image_too_large",
+                )
+            found.append(made)
+        return tuple(found)
 
     async def close(self) -> None:
         """End the processes and delete the folder."""
