@@ -37,13 +37,15 @@ class Application:
             [_Handle(one, handles[one.id], name) for one in made.model], accept_any=made.server.accept_any_model
         )
         keys = Authenticator(made.auth, workers=made.ray.ingress_replicas)
-        self._app = create_app(AppState(made, models, NoMeter(), keys, admit=keys.admit))
+        self._state = AppState(made, models, NoMeter(), keys, admit=keys.admit)
+        self._app = create_app(self._state)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             while (message := await receive())["type"] == "lifespan.startup":
                 await send({"type": "lifespan.startup.complete"})
             assert message["type"] == "lifespan.shutdown"
+            await self._state.media.close()
             await send({"type": "lifespan.shutdown.complete"})
             return
         await self._app(scope, receive, send)
