@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +20,19 @@ from hypothesis import strategies as st
 from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exl_serve.config.load import ConfigError
 from exl_serve.config.model import ModelConfig, ServeConfig, ServerConfig
+from exl_serve.engine import wire
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Progress, Started, Tokens, Usage
+from exl_serve.errors import ServeError
 from exl_serve.ray import app
 from exl_serve.ray.autoscale import CALM_SECONDS, policy, wanted
+from exl_serve.ray.client import RayEngine
 from exl_serve.ray.cost import Index, Load, rank
+from exl_serve.ray.replica import BATCHES, EngineReplica, decode_events
 from exl_serve.ray.resume import DivergedError, Replay
+from exl_serve.request.internal import EngineRequest, MediaRef, Sampling
 from exl_serve.request.labels import LABEL_BYTES, page_labels, salted
 from exl_serve.testing.local import EngineThread
+from exl_serve.testing.waiting import HANG_SECONDS
 
 USAGE = Usage(prompt_tokens=3, completion_tokens=4)
 
@@ -264,6 +272,17 @@ def test_requests_that_nobody_has_taken_want_a_replica() -> None:
     assert policy(context([], 1, 2.0, state, queued=3.0))[0] == 2
 
 
+def test_a_model_without_replicas_gets_one_for_a_request_alone() -> None:
+    def asleep(queued: float, state: Any = None) -> Any:
+        made = context([], 0, 0.0, state, queued=queued)
+        made.capacity_adjusted_min_replicas = 0
+        return made
+
+    target, state = policy(asleep(0.0))
+    assert target == 0
+    assert policy(asleep(1.0, state))[0] == 1
+
+
 # ---- going on elsewhere ----------------------------------------------------------------------------------------------
 
 
@@ -321,6 +340,165 @@ def test_a_failure_ends_it() -> None:
     failed = Failed(0, 500, "server_error", "filter_dead_end", "no way out")
     assert replay.feed(failed) is failed
     assert replay.ended
+
+
+# ---- a replica -------------------------------------------------------------------------------------------------------
+
+
+class FakeEngine:
+    """Takes every request, and generates nothing until it is told."""
+
+    card = SimpleNamespace(digest="d")
+
+    def __init__(self) -> None:
+        self.requests: list[EngineRequest] = []
+        self.sinks: list[Any] = []
+        self.images: list[bytes] = []
+        self.cancelled = 0
+
+    async def submit(self, request: EngineRequest, sink: Any) -> Any:
+        self.requests.append(request)
+        self.sinks.append(sink)
+        self.images += [Path(image.path).read_bytes() for image in request.media]
+        return SimpleNamespace(cancel=self.cancel, pause=lambda: None, resume=lambda: None)
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+def replica_of(engine: Any, folder: Path) -> EngineReplica:
+    """A replica whose engine process is there already."""
+    made = EngineReplica.__new__(EngineReplica)
+    made._model, made._name, made._engine = ModelConfig(id="m", path="m", max_batch_size=1), "here", engine
+    made._connecting, made._running, made._heard = asyncio.Lock(), {}, {}
+    made._open = made._taken = 0
+    made._folder = SimpleNamespace(name=str(folder), cleanup=lambda: None)  # type: ignore[assignment]
+    made._process = SimpleNamespace(poll=lambda: 0)  # type: ignore[assignment]
+    return made
+
+
+def frame(*media: MediaRef) -> bytes:
+    request = EngineRequest(id="r", prompt=b"", sampling=Sampling(), seeds=(1,), max_tokens=1, media=media)
+    return msgspec.msgpack.encode(request)
+
+
+@pytest.mark.parametrize("by", ["cancel", "live"])
+def test_a_cancelled_request_ends_its_stream(tmp_path: Path, by: str) -> None:
+    async def steps() -> None:
+        engine = FakeEngine()
+        replica = replica_of(engine, tmp_path)
+        stream = replica.generate(frame(), ingress="i", tag=1)
+        await anext(stream)
+        tags = [1] if by == "cancel" else []
+        await replica.tell(by, ingress="i", tags=tags, to="another", upto=5)
+        assert not engine.cancelled, "the message is for another replica"
+        await replica.tell(by, ingress="i", tags=tags, to="here", upto=5)
+        assert engine.cancelled
+        async with asyncio.timeout(HANG_SECONDS):
+            assert [item async for item in stream] == []
+        assert replica._open == 0
+
+    asyncio.run(steps())
+
+
+def test_a_full_replica_refuses_and_takes_requests_again(tmp_path: Path) -> None:
+    async def steps() -> None:
+        engine = FakeEngine()
+        replica = replica_of(engine, tmp_path)
+        streams = [replica.generate(frame(), ingress="i", tag=tag) for tag in range(BATCHES)]
+        for stream in streams:
+            await anext(stream)
+        (refusal,) = [item async for item in replica.generate(frame(), ingress="i", tag=9)]
+        message = wire.decode_to_worker(refusal)
+        assert isinstance(message, wire.Rejected)
+        assert (message.status, message.code, message.retry_after) == (429, "queue_full", 1.0)
+        engine.sinks[0](Finished(0, "length", None, USAGE))
+        assert [len(decode_events(item)) async for item in streams[0]] == [1]
+        assert (await anext(replica.generate(frame(), ingress="i", tag=9))).startswith(b"{")
+
+    asyncio.run(steps())
+
+
+def test_images_reach_an_engine_as_files_and_none_is_left(tmp_path: Path) -> None:
+    async def steps() -> None:
+        engine = FakeEngine()
+        large = MediaRef(width=2048, height=4096, digest=b"d", data=bytes(3 * 2048 * 4096))
+        assert len(large.data) > wire.MAX_MESSAGE
+        await anext(replica_of(engine, tmp_path).generate(frame(large), ingress="i", tag=1))
+        assert engine.images == [large.data]
+        assert len(wire.encode(wire.Submit(1, engine.requests[0]))) < 1000
+        assert list(tmp_path.iterdir()) == []
+
+    asyncio.run(steps())
+
+
+def test_a_request_that_is_too_large_leaves_nothing_behind(fable: EngineThread) -> None:
+    async def steps() -> None:
+        engine = await fable.connect()
+        try:
+            large = msgspec.msgpack.decode(frame(), type=EngineRequest)
+            large = msgspec.structs.replace(large, prompt=bytes(wire.MAX_MESSAGE))
+            with pytest.raises(ServeError, match="a message of") as caught:
+                await engine.submit(large, lambda event: None)
+            assert caught.value.status == 413
+            assert not engine._answers
+            assert not engine._waiting
+        finally:
+            await engine.close()
+
+    asyncio.run(steps())
+
+
+class FakeHandle:
+    """A deployment with one replica that generates nothing. Notes the messages that it is sent."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, list[int]]] = []
+        self.generate = self.tell = self.describe = self
+        self.stopped = 0
+
+    def options(self, **_: Any) -> FakeHandle:
+        return self
+
+    def remote(self, *given: Any, **named: Any) -> Any:
+        if given and isinstance(given[0], str):
+            self.told.append((given[0], named["tags"]))
+            return asyncio.sleep(0)
+        return FakeStream(self)
+
+
+class FakeStream:
+    def __init__(self, handle: FakeHandle) -> None:
+        self._handle, self._first = handle, True
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if not self._first:
+            await asyncio.Event().wait()
+        self._first = False
+        return b'{"replica": "here", "digest": "d"}'
+
+    def cancel(self) -> None:
+        self._handle.stopped += 1
+
+
+def test_an_operator_s_cancel_reaches_the_replica_and_the_client() -> None:
+    async def steps() -> None:
+        handle = FakeHandle()
+        engine = RayEngine(handle, "i")
+        engine._card = SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256)  # type: ignore[assignment]
+        events: list[EngineEvent] = []
+        await engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), events.append)
+        assert await engine.control("cancel", id="r") == {"cancelled": True}
+        await asyncio.sleep(0)
+        assert handle.told == [("cancel", [1])]
+        assert handle.stopped == 1
+        assert [event.code for event in events if isinstance(event, Failed)] == ["cancelled"]
+        await engine.close()
+
+    asyncio.run(steps())
 
 
 # ---- starting --------------------------------------------------------------------------------------------------------

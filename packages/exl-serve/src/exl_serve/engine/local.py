@@ -107,8 +107,8 @@ class LocalEngine:
         tag = next(self._tags)
         taken = self._answers[tag] = self._loop.create_future()
         self._waiting[tag] = (sink, request.n)
-        self._send(wire.Submit(tag, request))
         try:
+            self._send(wire.Submit(tag, request))
             running: _Running = await taken
         except asyncio.CancelledError:
             self._waiting.pop(tag, None)
@@ -123,8 +123,8 @@ class LocalEngine:
         self._check_open()
         tag = next(self._tags)
         answered = self._answers[tag] = self._loop.create_future()
-        self._send(wire.Call(tag, name, parameters))
         try:
+            self._send(wire.Call(tag, name, parameters))
             found: dict[str, Any] = await answered
         finally:
             self._answers.pop(tag, None)

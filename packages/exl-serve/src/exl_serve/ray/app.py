@@ -21,7 +21,7 @@ OLDEST, NEWEST = (2, 57), (2, 70)
 """Versions of Ray: from the first one to before the second one."""
 APP = "exl"
 HEAD_ROOM = 64
-"""Calls to a replica beside requests: messages about them."""
+"""Calls to a replica beyond the requests that it takes: messages about them."""
 
 _current: dict[str, Any] = {}
 
@@ -106,7 +106,7 @@ def _engine(config: ServeConfig, model: ModelConfig, data: bytes) -> Any:
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
     from exl_serve.ray.autoscale import policy
-    from exl_serve.ray.replica import EngineReplica
+    from exl_serve.ray.replica import BATCHES, EngineReplica
     from exl_serve.ray.router import PageHashRouter
 
     limits = config.ray
@@ -127,7 +127,7 @@ def _engine(config: ServeConfig, model: ModelConfig, data: bytes) -> Any:
         serve.deployment(EngineReplica)
         .options(
             name=f"engine-{model.id}",
-            max_ongoing_requests=4 * model.max_batch_size + HEAD_ROOM,
+            max_ongoing_requests=BATCHES * model.max_batch_size + HEAD_ROOM,
             request_router_config=RequestRouterConfig(
                 request_router_class=PageHashRouter, request_routing_stats_period_s=2, request_routing_stats_timeout_s=5
             ),

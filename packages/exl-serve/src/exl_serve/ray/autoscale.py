@@ -42,6 +42,9 @@ def policy(context: Any) -> tuple[int, dict[str, Any]]:
     state: dict[str, Any] = dict(context.policy_state or {})
     now, current = float(context.current_time or 0.0), max(1, context.target_num_replicas)
     load = wanted(loads) if loads else 0.0
+    idle = load == 0 and not context.total_queued_requests
+    if context.target_num_replicas == 0 and context.capacity_adjusted_min_replicas == 0 and idle:
+        return 0, state
     if current < context.capacity_adjusted_min_replicas:
         current = context.capacity_adjusted_min_replicas
     # Requests that no replica has taken yet are in nobody's report.

@@ -131,7 +131,7 @@ class _Call:
 
     def _fail(self, code: str, status: int, message: str) -> None:
         for number, choice in enumerate(self._choices):
-            if not choice.ended and not self._cancelled:
+            if not choice.ended:
                 choice.ended = True
                 self._sink(Failed(number, status, "server_error", code, message))
 
@@ -228,8 +228,8 @@ class RayEngine:
         if name == "cancel":
             found = [call for call in self.calls.values() if call._request.id.partition("/")[0] == parameters["id"]]
             for call in found:
+                call.cancel()  # first: a request whose completions have all ended is not cancelled on its replica
                 call._fail("cancelled", 409, "the request was cancelled")
-                call.cancel()
             return {"cancelled": bool(found)}
         raise ServeError(
             501, "not_implemented", "unsupported", f"{name} is not offered on Ray: write it into the configuration"

@@ -7,11 +7,13 @@ import json
 import logging
 import math
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,12 +21,12 @@ import msgspec
 from exl_serve.config.model import ServeConfig
 from exl_serve.engine import wire
 from exl_serve.engine.__main__ import EngineStart
-from exl_serve.engine.client import RunningRequest
+from exl_serve.engine.client import RunningRequest, Sink
 from exl_serve.engine.events import EngineEvent, Failed, Finished, Tokens
 from exl_serve.engine.local import LocalEngine
 from exl_serve.errors import ServeError
 from exl_serve.ray.autoscale import record
-from exl_serve.request.internal import EngineRequest
+from exl_serve.request.internal import EngineRequest, MediaRef
 
 __all__ = ["EngineReplica", "decode_events", "encode_events"]
 
@@ -36,6 +38,8 @@ tokens."""
 LEASE_SECONDS = 10.0
 """An ingress that is silent for so long has died: its requests are cancelled."""
 LABEL_SECONDS = 2.0
+BATCHES = 4
+"""A replica takes so many batches of requests at a time. Ray allows more calls, which are left to messages."""
 
 _requests = msgspec.msgpack.Decoder(EngineRequest)
 
@@ -49,6 +53,18 @@ def decode_events(data: bytes) -> list[EngineEvent]:
     """Raises WireError."""
     message = wire.decode_to_worker(data)
     return [event for _, event in message.events] if isinstance(message, wire.Round) else []
+
+
+class _Taken:
+    """A request that the engine runs, and the queue of its events; None ends the queue of a cancelled request."""
+
+    def __init__(self, running: RunningRequest, events: asyncio.Queue[EngineEvent | None]) -> None:
+        self._running, self._events = running, events
+        self.pause, self.resume = running.pause, running.resume
+
+    def cancel(self) -> None:
+        self._running.cancel()
+        self._events.put_nowait(None)  # the engine sends no more events: the stream would wait for ever
 
 
 class EngineReplica:
@@ -81,7 +97,9 @@ class EngineReplica:
         self._connecting = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         #: by (ingress, tag)
-        self._running: dict[tuple[str, int], RunningRequest] = {}
+        self._running: dict[tuple[str, int], _Taken] = {}
+        #: requests that run or are being submitted
+        self._open = 0
         self._heard: dict[str, float] = {}
         self._labels = b""
         self._reports = self._taken = 0
@@ -139,46 +157,64 @@ class EngineReplica:
     ) -> AsyncIterator[bytes]:
         """A request's events. The first item is JSON: this replica's name and its model's digest, or a refusal."""
         engine = await self._connected()
-        queue: asyncio.Queue[EngineEvent] = asyncio.Queue()
         self._heard[ingress] = time.monotonic()
         request = _requests.decode(frame)
-        left = request.n
-        try:
-            running = await engine.submit(request, queue.put_nowait)
-        except ServeError as error:
+        most = BATCHES * self._model.max_batch_size
+        if self._open >= most:
+            message = f"{most} requests are open on this replica, the most that may: try again later"
+            error = ServeError(429, "rate_limit_error", "queue_full", message, retry_after=1.0)
             yield wire.encode(wire.Rejected.of(tag, error))
             return
-        self._running[ingress, tag] = running
-        self._taken += 1
+        queue: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
+        left = request.n
+        self._open += 1
         try:
+            try:
+                running = await self._submitted(engine, request, queue.put_nowait)
+            except ServeError as error:
+                yield wire.encode(wire.Rejected.of(tag, error))
+                return
+            self._running[ingress, tag] = _Taken(running, queue)
+            self._taken += 1
             yield json.dumps({"replica": self._name, "digest": engine.card.digest}).encode()
             begun = False
             while left:
-                events = [await queue.get()]
-                end = time.monotonic() + (ITEM_SECONDS if begun else 0.0)
-                while sum(len(e.ids) for e in events if isinstance(e, Tokens)) < ITEM_TOKENS * request.n:
-                    if not queue.empty():
-                        events.append(queue.get_nowait())
-                        continue
-                    if isinstance(events[-1], Finished | Failed) or (rest := end - time.monotonic()) <= 0:
-                        break
-                    try:
-                        async with asyncio.timeout(rest):
-                            events.append(await queue.get())
-                    except TimeoutError:
-                        break
+                events, cancelled = await _next_events(queue, ITEM_SECONDS if begun else 0.0, ITEM_TOKENS * request.n)
                 begun = begun or any(isinstance(event, Tokens) for event in events)
                 left -= sum(isinstance(event, Finished | Failed) for event in events)
-                yield encode_events(events)
+                if events:
+                    yield encode_events(events)
+                if cancelled:
+                    return
         finally:
-            if self._running.pop((ingress, tag), None) is not None and left:
-                running.cancel()
+            self._open -= 1
+            taken = self._running.pop((ingress, tag), None)
+            if taken is not None and left:
+                taken.cancel()
+
+    async def _submitted(self, engine: LocalEngine, request: EngineRequest, take: Sink) -> RunningRequest:
+        """Submit the request. Its images become files until the engine has taken it, as one message cannot hold them.
+        Raises ServeError."""
+        paths: list[Path] = []
+        media: list[MediaRef] = []
+        try:
+            for image in request.media:
+                paths.append(Path(self._folder.name, secrets.token_hex(8)))
+                await asyncio.to_thread(paths[-1].write_bytes, image.data)
+                media.append(msgspec.structs.replace(image, path=str(paths[-1]), data=b""))
+            return await engine.submit(msgspec.structs.replace(request, media=tuple(media)), take)
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
 
     async def tell(self, what: str, *, ingress: str, tags: Any, to: str, upto: int = 0) -> None:
         """Cancel, pause or resume requests of an ingress. `live`: of its tags up to `upto` it has these only.
 
-        A request that is newer than a `live` message may arrive before it.
+        A request that is newer than a `live` message may arrive before it. Messages to a replica that has ended reach
+        another one, which ignores them.
         """
+        if to != self._name:
+            return
         self._heard[ingress] = time.monotonic()
         if what == "live":
             self._keep(ingress, frozenset(tags), upto)
@@ -244,6 +280,35 @@ class EngineReplica:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._folder.cleanup()
+
+
+async def _next_events(
+    queue: asyncio.Queue[EngineEvent | None], seconds: float, tokens: int
+) -> tuple[list[EngineEvent], bool]:
+    """(events of the next item, whether the request was cancelled): those of so many seconds after the first event, or
+    of so many tokens; all events to the end of a completion at most."""
+    events: list[EngineEvent] = []
+    end = math.inf
+    while True:
+        try:
+            if not queue.empty():
+                event = queue.get_nowait()
+            elif not events:
+                event = await queue.get()
+            elif isinstance(events[-1], Finished | Failed) or (rest := end - time.monotonic()) <= 0:
+                return events, False
+            else:
+                async with asyncio.timeout(rest):
+                    event = await queue.get()
+        except TimeoutError:
+            return events, False
+        if event is None:
+            return events, True
+        if not events:
+            end = time.monotonic() + seconds
+        events.append(event)
+        if sum(len(one.ids) for one in events if isinstance(one, Tokens)) >= tokens:
+            return events, False
 
 
 def record_nothing() -> dict[str, float]:
