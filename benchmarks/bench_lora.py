@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from gpu_timing import environment
 from make_random_model import SHAPES, Shape, make_model
 
 from exl_core import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, PagedParams
@@ -79,8 +80,8 @@ def main() -> None:
         ):
             taken = seconds(model, batch, rows)
             plain = plain or taken
-            line = {"bench": "lora", "gpu": torch.cuda.get_device_name(), "shape": args.shape, "rank": args.rank}
-            line |= {"case": case, "batch": batch, "us": round(taken * 1e6, 1), "tps": round(batch / taken, 1)}
+            line = {"bench": "lora", **environment(), "shape": args.shape, "bpw": "4.0", "rank": args.rank}
+            line |= {"case": case, "batch": batch, "us": round(taken * 1e6, 1), "tok_s": round(batch / taken, 1)}
             print(json.dumps(line | {"share_of_plain": round(plain / taken, 3), "eager": model.decode.reason}))
 
 

@@ -104,11 +104,11 @@ def test_many_rows_go_64_at_a_time_when_bits_must_not_depend_on_their_number(
             self.name, self.device = "standin", torch.device("cpu")
             self.in_features, self.out_features = weight.shape
 
-        def _few(self, x: torch.Tensor, out: torch.Tensor, rows: int) -> None:
+        def _on_packed_weights(self, x: torch.Tensor, out: torch.Tensor, rows: int) -> None:
             taken.append(rows)
             out.copy_(x.view(rows, -1) @ weight)
 
-        def _large(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        def _dequantized(self, x: torch.Tensor, out: torch.Tensor) -> None:
             taken.append(-1)
             out.copy_(x @ weight)
 
