@@ -58,7 +58,11 @@ def test_simple_generation_equals_the_dynamic_generators() -> None:
     assert base.sequence_ids.shape == (1, 21)
 
 
-@pytest.mark.parametrize("junk", [5.5, "x", b"x", [object()], {"a": 1}, object(), torch.zeros(2)], ids=repr)
+@pytest.mark.parametrize(
+    "junk",
+    [5.5, "x", b"x", [object()], {"a": 1}, object(), torch.zeros(2)],
+    ids=["float", "text", "bytes", "list", "dict", "object", "tensor"],  # the same in every process
+)
 def test_what_is_of_another_type_is_refused_by_its_name(junk: Any) -> None:
     """By the static generators, as by the dynamic one: no TypeError out of the middle of something."""
     base, prompt = ExLlamaV2BaseGenerator(*parts()), TOKENIZER.encode("the cat")
