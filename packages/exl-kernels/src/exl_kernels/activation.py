@@ -55,8 +55,8 @@ def activation(x: Tensor, kind: ActivationKind, *, out: Tensor | None = None) ->
 def gated_activation(gate: Tensor, up: Tensor, kind: ActivationKind, *, out: Tensor | None = None) -> Tensor:
     """activation(gate) * up, elementwise.
 
-    gate, up: float32 of one shape, on the CPU. out: like gate, may be gate or up itself. Returns out. Errors as
-    `activation`.
+    gate, up: of one shape, float32, on a GPU also float16 or bfloat16. out: like gate, may be gate or up itself.
+    Returns out. Errors as `activation`.
     """
     if gate.is_cuda and kind in _BY_TORCH:
         return _like(gate, _BY_TORCH[kind](gate.float()) * up.float(), out)

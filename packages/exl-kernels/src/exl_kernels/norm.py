@@ -21,9 +21,9 @@ _WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0, out: Tensor | None = None) -> Tensor:
     """x * (weight + weight_offset) / sqrt(mean(x^2) + eps) over the last dimension.
 
-    x: float32 [..., D] on the CPU, or [..., H, D] with a weight [H, D] (one norm a head). weight: [D] or [H, D],
-    float32 (fastest), float16 or bfloat16; weight_offset is added in float32 (Gemma: 1). out: like x, may be x
-    itself. Returns out. Raises ShapeError, DTypeError, UnsupportedError (not on the CPU).
+    x: [..., D], or [..., H, D] with a weight [H, D] (one norm a head); float32, on a GPU also float16 or bfloat16.
+    weight: [D] or [H, D], float32 (fastest), float16 or bfloat16; weight_offset is added in float32 (Gemma: 1). out:
+    like x, may be x itself. Returns out. Raises ShapeError, DTypeError, UnsupportedError (neither CPU nor CUDA).
     """
     if x.is_cuda:
         return cuda_ops.rms_norm(x, weight, eps, weight_offset=weight_offset, out=out)

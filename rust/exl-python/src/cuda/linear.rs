@@ -1,4 +1,4 @@
-//! Bindings of quantized matmuls on a GPU: one to three matrices over one input, launched by the plan of `ops::select`.
+//! Bindings of quantized matmuls on a GPU: one to three matrices over one input, launched by the plan of `ops::linear::select`.
 
 // PyO3 hands extracted arguments over by value.
 #![allow(clippy::needless_pass_by_value)]

@@ -1,8 +1,8 @@
 """Captured decode steps of one model: which there are, when one applies, what to do when it does not.
 
-A captured step is recorded once with static inputs and replayed as one launch: the plan's launches where a plan covers
-the model, else the modules' own forward pass; to the bits of the eager pass either way. Grids and workspaces depend
-on the bucket only, lengths and tables are read on the device.
+A captured step is recorded once with static inputs and replayed as one launch. It holds the plan's launches
+(`fused.py`) where a plan covers the model and no row has an adapter, else the modules' own forward pass, bitwise identical to the
+eager pass. Grids and workspaces depend on the bucket only, lengths and tables are read on the device.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class DecodeGraphs:
     """The captured steps of one model, made as buckets are met. As the model: one thread at a time, on one stream.
 
     `reason` says why the last paged step of few tokens was launched eagerly, None when it was not; `plan_reason` why
-    steps are captured as the modules' own passes rather than by the plan (`plan.py`), None when they are not.
+    steps are captured as the modules' own passes rather than by the plan (`fused.py`), None when they are not.
 
     A capture that fails, for want of memory say, leaves the others alone: its bucket runs eagerly and is tried again,
     after 64 of its steps, then 128 and so on; `failures` has those buckets. A model that cannot be captured at all is
@@ -235,7 +235,7 @@ class DecodeGraphs:
         params: PagedParams,
         adapters: Sequence[tuple[Adapter, ...]] = (),
     ) -> Tensor | None:
-        """Logits float32 [B, q, padded vocabulary] of a step over pages, or None: the caller takes the eager way.
+        """Logits float32 [B, q, padded vocabulary] of a step over pages, or None: the caller runs it without a graph.
 
         The logits lie in memory that the next call overwrites. None for whatever is not covered or not right: the eager
         way has the checks that say what is wrong.

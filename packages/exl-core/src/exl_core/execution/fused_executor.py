@@ -24,7 +24,7 @@ __all__ = ["FUSED", "Fused"]
 class Fused:
     """A captured step where the pass is one (`captured.py`), else the joined launches of the model's plan (`fused.py`).
 
-    A model without a plan, or a pass that a plan does not cover, runs module by module.
+    A model without a plan, a pass that a plan does not cover, and a captured step with adapters run module by module.
     """
 
     def run(self, model: ExecutableModel, asked: ForwardPass) -> dict[str, Any] | None:

@@ -7,8 +7,8 @@ has it. Sums have one order, so up to PACKED_ROWS rows are batch-invariant: a ro
 of rows or its place among them (for any number of rows with `device.set_row_invariant`). BF16 activations are carried
 as halves times a power of two of their row.
 
-`_native.CudaLinearGroup.plan` and `plan_alone` pick the kernel (rust/exl-cuda, `ops::select`); this module allocates
-what the plan says and launches by it.
+`_native.CudaLinearGroup.plan` and `plan_alone` pick the kernel (rust/exl-cuda, `ops::linear::select`); this module
+allocates what the plan says and launches by it.
 """
 
 from __future__ import annotations
