@@ -16,7 +16,6 @@ from typing import Any
 import maturin
 from maturin import (
     build_sdist,
-    build_wheel,
     get_requires_for_build_editable,
     get_requires_for_build_sdist,
     get_requires_for_build_wheel,
@@ -44,6 +43,15 @@ def build_editable(
     """Build for the architectures asked for now or earlier. A build that fails leaves the earlier choice."""
     with kept_choice(Path(__file__).resolve().parents[3] / "rust" / ".cuda-archs"):
         return maturin.build_editable(wheel_directory, config_settings, metadata_directory)
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: Mapping[str, Any] | None = None, metadata_directory: str | None = None
+) -> str:
+    """Build for the architectures asked for now, else for the GPUs present: a choice kept for editable builds does not
+    decide what a wheel holds."""
+    os.environ.setdefault(VARIABLE, "auto")
+    return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 @contextmanager

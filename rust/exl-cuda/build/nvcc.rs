@@ -112,16 +112,17 @@ impl Nvcc {
             }
         });
         let failures = failures.into_inner().expect("no panic while held");
-        // A host without a usable C++ compiler has no kernels; a kernel that does not compile is our mistake and stops the build.
+        // A host without a usable C++ compiler has no kernels. Anything else stops the build: a kernel that does not compile, or a
+        // compiler that ran out of memory or disk, must not leave a module for the CPU that no later build replaces.
         match failures.first() {
             None => Ok(()),
-            Some(why) if why.contains("error:") && !why.contains("nvcc fatal") => {
-                panic!("{}", failures.join("\n"))
-            }
-            Some(why) => Err(format!(
+            Some(why) if why.contains("nvcc fatal") => Err(format!(
                 "nvcc cannot compile here: {}",
-                why.lines().next().unwrap_or_default()
+                why.lines()
+                    .rfind(|line| !line.trim().is_empty())
+                    .unwrap_or_default()
             )),
+            Some(_) => panic!("{}", failures.join("\n")),
         }
     }
 

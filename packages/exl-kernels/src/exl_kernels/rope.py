@@ -16,7 +16,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interl
     """Rotates the first R dimensions of every head of x, in place; the other D - R stay.
 
     x: [T, H, D], contiguous, float32, on a GPU also float16 or bfloat16. cos, sin: float32 [S, R/2], R <= D even.
-    positions: int64 [T], rows of the tables. NeoX pairs (i, i + R/2), or neighbours (2i, 2i + 1) if `interleaved` (GPT-J). Returns x.
+    positions: int64 [T], rows of the tables. NeoX pairs (i, i + R/2), or neighbours (2i, 2i + 1) if `interleaved`
+    (GPT-J). Returns x.
     Raises ShapeError (also for a position outside the tables), DTypeError, UnsupportedError.
     """
     if x.is_cuda:

@@ -1,8 +1,8 @@
 """Captured decode steps of one model: which there are, when one applies, what to do when it does not.
 
 A captured step is recorded once with static inputs and replayed as one launch. It holds the plan's launches
-(`fused.py`) where a plan covers the model and no row has an adapter, else the modules' own forward pass, bitwise identical to the
-eager pass. Grids and workspaces depend on the bucket only, lengths and tables are read on the device.
+(`fused.py`) where a plan covers the model and no row has an adapter, else the modules' own forward pass, bitwise
+identical to the eager pass. Grids and workspaces depend on the bucket only, lengths and tables are read on the device.
 """
 
 from __future__ import annotations

@@ -165,6 +165,7 @@ class _Decoder:
         if process is None or process.returncode is not None:
             process = self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",
                 "-m",
                 "exl_serve.media.worker",
                 stdin=asyncio.subprocess.PIPE,

@@ -87,7 +87,7 @@ class EngineReplica:
             qos=self._config.qos,
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "exl_serve.engine"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", "-m", "exl_serve.engine"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(start) + b"\n")

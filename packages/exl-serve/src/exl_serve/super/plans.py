@@ -19,7 +19,9 @@ __all__ = ["plans"]
 def plans(models: Sequence[ModelConfig]) -> list[dict[str, Any]]:
     """What `exl_serve.engine.plan` says of each. Raises ConfigError for a model that cannot be used."""
     data = b"".join(msgspec.json.encode(model) + b"\n" for model in models)
-    done = subprocess.run([sys.executable, "-m", "exl_serve.engine.plan"], input=data, capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "exl_serve.engine.plan"], input=data, capture_output=True, check=False
+    )
     found = [json.loads(line) for line in done.stdout.splitlines()]
     for plan in found:
         if "problem" in plan:

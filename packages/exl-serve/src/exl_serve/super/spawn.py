@@ -40,7 +40,7 @@ class Child:
         self.name = name
         #: a session of its own, so that Ctrl-C reaches the supervisor alone
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if read_output else None,
             stderr=None if inherit_log else subprocess.PIPE,
