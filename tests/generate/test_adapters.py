@@ -59,6 +59,23 @@ def test_jobs_share_a_pass(mixable: bool) -> None:
     assert [(batch, q) for batch, q, _ in model.calls] == ([(6, 1)] if mixable else [(3, 1), (3, 1)])
 
 
+@pytest.mark.parametrize(("alike", "passes"), [(None, [(6, 1)]), (6, [(6, 1)]), (5, [(3, 1), (3, 1)])])
+def test_jobs_with_other_adapters_share_no_pass_that_depends_on_its_size(
+    alike: int | None, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = make(cache_tokens=1024)
+    adapters = ScriptedLora(1), ScriptedLora(2)
+    for adapter in adapters:
+        adapter.mixable = True
+    generator.enqueue([job("abc", 6, loras=[adapters[i % 2]]) for i in range(6)])
+    generator.iterate()
+    model: Any = generator.model
+    monkeypatch.setattr(model, "invariant_tokens", lambda loras: alike)
+    model.calls.clear()
+    generator.iterate()
+    assert [(batch, q) for batch, q, _ in model.calls] == passes
+
+
 @pytest.mark.covers("generators.md: 26", "generators.md: 58")
 def test_a_change_of_adapters_never_finds_the_pages_of_others() -> None:
     """Regression of exllamav2's set_loras and of vllm#30931: pages made under one adapter, used under another."""

@@ -387,6 +387,27 @@ def test_gpu_equals_cpu_for_any_number_of_candidates(kind: str) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("typical", [0.0, 0.99])
+def test_gpu_keeps_no_candidate_that_an_earlier_cut_took(equal: bool, typical: float) -> None:
+    """Top-p after top-k ends at top-k's last candidate, which has neighbours of nearly the same logit."""
+    x = torch.full((4000,), -20.0)
+    x[1], x[2] = -1.0, -1.01
+    if equal:
+        x[1:3001] = -1.0
+    x[0] = 0.0
+    plan = Plan(size=4000, top_k=2, top_p=0.99, typical=typical)
+    rows = [Row(plan, x, uniform=uniform, top_n=5) for uniform in (0.0, 0.3, 0.72, 0.74, 0.9, 1 - 2**-53)]
+    for got, want in zip(sampling.sample([on_gpu(row) for row in rows]), sampling.sample(rows), strict=True):
+        assert same(got, want), (got, want)
+
+
+def test_a_late_temperature_next_to_zero_takes_the_likeliest() -> None:
+    row = Row(Plan(size=5, late=(1e-39, 1e-39, 1.0)), torch.tensor([0.0, 3.0, 1.0, 2.9, -1.0]), uniform=0.9)
+    assert sampling.sample([row]) == [Sampled(1, 1.0)]
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("width", [1, 40, 2049, 33_000])
 def test_gpu_mixes_pairs_of_prompts(width: int) -> None:
     """CFG, with excluded ids and broken logits in either row; beside rows without a pair."""

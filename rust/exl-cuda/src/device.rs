@@ -148,8 +148,9 @@ impl Device {
         // SAFETY: a loaded module and a zero-terminated name.
         let code = unsafe { (functions.module_function)(&raw mut handle, module, symbol.as_ptr()) };
         check(self.driver, code, "cuModuleGetFunction", name)?;
-        // Kernels of a step that run at the same time on an SM must agree on how much of its memory is shared.
-        if ["ring_", "few_", "attention_"]
+        // Kernels of a step that run at the same time on an SM must agree on how much of its memory is shared; two blocks of `sample_wide`
+        // must fit beside each other.
+        if ["ring_", "few_", "attention_", "sample_wide"]
             .iter()
             .any(|start| name.starts_with(start))
         {

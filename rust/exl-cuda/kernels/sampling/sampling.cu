@@ -313,6 +313,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ Row row;
   load_row(&row, rows + blockIdx.x);
   pdl_wait();
+  // A call that failed between this kernel and the passes has left a program that nobody is to go on with.
+  if (threadIdx.x == 0) wide[blockIdx.x].state.op = DONE;
   if (row.flags & SKIP) return;
   const Results to{answers + blockIdx.x, next ? next + blockIdx.x : nullptr, limit, wide + blockIdx.x, control};
   const Table table{memory, memory + CAPACITY, memory + 2 * CAPACITY};

@@ -298,8 +298,15 @@ DEVICE void advance(const Row& row, const Slope& slope, Wide& s) {
 // Keeps candidates up to the border that a selection has found.
 DEVICE void take_border(Wide& s) {
   if (s.order == BY_PLACE) {
-    s.border_bin = (unsigned)last_of(s.prefix[0], s.mask[0]);
-    s.border = last_place(s);
+    // A selection that has ended early knows the first digits of its border alone: that of an earlier cut may be nearer.
+    const unsigned bin = (unsigned)last_of(s.prefix[0], s.mask[0]);
+    const u64 place = last_place(s);
+    if (bin < s.border_bin) {
+      s.border_bin = bin;
+      s.border = place;
+    } else if (bin == s.border_bin) {
+      s.border = min(s.border, place);
+    }
   } else if (s.order == BY_AWAY) {
     s.away_bin = (unsigned)last_of(s.prefix[0], s.mask[0]);
     s.away = last_of(s.prefix[1], s.mask[1]) << 32 | last_of(s.prefix[2], s.mask[2]);

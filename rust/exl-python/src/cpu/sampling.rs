@@ -61,7 +61,7 @@ impl SamplingPlan {
         let late = match late {
             None => Late::None,
             // Only one temperature: p^(1/T)
-            Some((low, high, _)) if low == high => Late::Fixed((1.0 / low) as f32),
+            Some((low, high, _)) if low == high => Late::Fixed(((1.0 / low) as f32).min(3e38)),
             Some((low, high, exponent)) => Late::Dynamic {
                 low,
                 high,

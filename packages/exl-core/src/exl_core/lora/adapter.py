@@ -282,9 +282,11 @@ class ExLlamaV2Lora:
 
 
 def _expert_keys(model: LanguageModel) -> set[str]:
-    """Matrices that see some rows of a pass only."""
-    mixtures = (module for module in model.modules if isinstance(module, MoE))
-    return {linear.key for module in mixtures for expert in module.experts for linear in expert}
+    """Matrices that see some rows of a pass only, and routers: an adapter there makes every row choose its experts by
+    another kernel."""
+    mixtures = [module for module in model.modules if isinstance(module, MoE)]
+    experts = {linear.key for module in mixtures for expert in module.experts for linear in expert}
+    return experts | {module.router.key for module in mixtures}
 
 
 def _outputs(slices: list[Slice]) -> int:

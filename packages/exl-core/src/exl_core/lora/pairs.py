@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from exl_kernels.device import row_invariant
 from exl_kernels.linear import QuantMatrix
 from exl_kernels.linear.lora import LoraEntry, LoraTable
 
@@ -12,7 +13,7 @@ from ..device import activation_dtype
 
 __all__ = ["EmbeddingPair", "LoraPair"]
 
-KERNEL_ROWS = 64  # most rows of a pass on a GPU whose adapters are added by the kernels of `exl_kernels.linear.lora`
+KERNEL_ROWS = 64  # most rows of a pass on a GPU whose adapters are always added by `exl_kernels.linear.lora`
 BLOCK_ROWS = 64  # rows of one product on a GPU, where a library picks its kernel, hence its order of sums, by shape
 
 
@@ -47,9 +48,14 @@ class LoraPair:
 
     @staticmethod
     def fits_kernels(x: Tensor, y: Tensor) -> bool:
-        """Whether a pass over x that ends in y adds adapters by the kernels; else by torch's matmuls."""
+        """Whether a pass over x that ends in y adds adapters by the kernels; else by torch's matmuls.
+
+        With `exl_kernels.device.set_row_invariant` passes of any length do: the arithmetic of a row must not depend on
+        how many others there are.
+        """
         halves = x.dtype == y.dtype == torch.float16
-        return halves and x.shape[0] <= KERNEL_ROWS and x.is_contiguous() and y.is_contiguous()
+        few = x.shape[0] <= KERNEL_ROWS or row_invariant()
+        return halves and few and x.is_contiguous() and y.is_contiguous()
 
 
 class EmbeddingPair:

@@ -136,11 +136,23 @@ class Runner:
         groups: dict[tuple[Any, ...], list[Window]] = defaultdict(list)
         for window in windows:
             groups[window.kind].append(window)
-        keep = self.asynchronous or len(groups) > 1
-        for group in groups.values():
+        passes = [part for group in groups.values() for part in self._passes(group)]
+        keep = self.asynchronous or len(passes) > 1
+        for group in passes:
             if _attempt(partial(self._evaluate, group, keep)) is not None:
                 for window in group:
                     window.error = _attempt(partial(self._evaluate, [window], True))
+
+    def _passes(self, group: list[Window]) -> list[list[Window]]:
+        """The passes of windows of one kind. Those with different adapters share one only as far as its results do not
+        depend on the number of its tokens: nobody's tokens change with the adapters of others."""
+        by_adapters: dict[tuple[Any, ...], list[Window]] = defaultdict(list)
+        for window in group:
+            by_adapters[tuple(window.sequence.loras)].append(window)
+        alike = self._model.invariant_tokens(())
+        if len(by_adapters) == 1 or alike is None or sum(len(window.ids) for window in group) <= alike:
+            return [group]
+        return list(by_adapters.values())
 
     def _evaluate(self, group: list[Window], keep: bool) -> None:
         """`keep`: the model may run again before these logits are read, and overwrite them."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from exl_kernels import _native
 from exl_kernels.cuda_ops import check_operand, launch_on
 from exl_kernels.errors import DTypeError, ShapeError
+from exl_kernels.linear.cuda import aligned
 
 __all__ = ["LoraEntry", "LoraTable"]
 
@@ -96,5 +97,6 @@ class LoraTable:
         if slots is not None and (slots.dtype != torch.int32 or tuple(slots.shape) != (x.shape[0],)):
             raise ShapeError(f"slots is {tuple(slots.shape)} {slots.dtype}: expected int32 [{x.shape[0]}]")
         if x.shape[0]:
+            x = aligned(x)  # the kernels read 16 bytes at a time
             middle = torch.empty((x.shape[0], self.most_rank), dtype=torch.float32, device=x.device)
             _native.cuda_lora_add(x, y, self._table, slots, middle, launch_on(x))

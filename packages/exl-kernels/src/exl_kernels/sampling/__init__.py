@@ -227,7 +227,7 @@ class Launched:
         self.written = False
         devices: dict[torch.device, list[int]] = {}
         for i, row in enumerate(rows):
-            if row.logits.is_cuda:
+            if row.logits.is_cuda and (row.negative is None or row.negative.device == row.logits.device):
                 devices.setdefault(row.logits.device, []).append(i)
         for indices in devices.values():
             writes = into is not None and len(indices) == len(rows)
