@@ -187,9 +187,10 @@ def start(config: ServeConfig, *, replace: bool = False) -> None:
 
     if not replace and APP in serve.status().applications:
         raise ConfigError("this cluster serves exl already: stop it, replace it, or name another cluster")
+    made = application(config)
     serve.start(http_options={"host": config.server.host, "port": config.server.port}, proxy_location="HeadOnly")
     try:
-        serve.run(application(config), name=APP, route_prefix="/")
+        serve.run(made, name=APP, route_prefix="/")
     except BaseException:
         if not replace:  # a failed application would refuse the next start
             serve.delete(APP)
