@@ -3,7 +3,7 @@
 UV ?= uv
 CARGO_DIR := rust
 
-.PHONY: help sync format lint types layers lock docs test test-full test-rust test-install test-cuda cuda-archs wheels bench ci
+.PHONY: help sync format lint types layers lock docs test test-full test-rust test-install test-ray test-cuda cuda-archs wheels bench ci
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,6 +51,9 @@ test-rust:  ## the Rust crates' own tests
 
 test-install:  ## every package alone, in an environment that holds only it
 	$(UV) run --no-sync pytest -m install tests/install
+
+test-ray:  ## the server on Ray, on loopback, in an environment that gets Ray (6 minutes, nothing else on two cores)
+	$(UV) run --no-sync pytest -m install tests/install/ray_on_loopback.py
 
 test-cuda:  ## on a machine with an NVIDIA GPU
 	$(UV) run --no-sync pytest -m cuda

@@ -1,4 +1,4 @@
-"""The server on Ray, on loopback: three engine replicas for each of two models on 2 cores. Run by test_ray.py."""
+"""The server on Ray, on loopback: three engine replicas for each of two models. Run by ray_on_loopback.py."""
 
 from __future__ import annotations
 

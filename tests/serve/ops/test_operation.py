@@ -76,7 +76,7 @@ class Server:
         raise AssertionError(self.log)
 
     def complete(self, model: str) -> httpx.Response:
-        body = {"model": model, "prompt": "Once", "max_tokens": 3}
+        body = {"model": model, "prompt": "Once", "max_tokens": 3, "min_tokens": 3, "ignore_eos": True}
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=180)
 
     def ready(self) -> str:
