@@ -28,7 +28,8 @@ _child: subprocess.Popen[bytes] | None = None
 
 def traveller(factory: Any, vocabulary: Any, sample: Any) -> bytes | None:
     """Something another process makes the filter from; None when nothing of it can be pickled."""
-    for way in ((factory, vocabulary), sample):
+    # The class before the sample: importing its module may register the name that the sample is pickled by.
+    for way in ((factory, vocabulary), [type(sample), sample], [None, sample]):
         try:
             packed = pickle.dumps(way)
             if b"__main__" not in packed:
@@ -100,7 +101,7 @@ def serve() -> None:
             return
         try:
             way = pickle.loads(packed)
-            f = way[0](way[1]) if isinstance(way, tuple) else way
+            f = way[0](way[1]) if isinstance(way, tuple) else way[1]
         except Exception as error:
             _write(answers, ("cannot be made", str(error)))
             continue
