@@ -1,4 +1,4 @@
-//! Checked launches, one folder a subject. A door takes addresses and sizes and never reads device memory.
+//! Checked launches, one folder a subject. An entry point takes addresses and sizes and never reads device memory.
 
 pub mod attention;
 pub mod elementwise;

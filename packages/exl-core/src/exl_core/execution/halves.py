@@ -77,7 +77,7 @@ class Half(ABC):
     """That of the input, if the half before may compute it."""
 
     def join(self, rows: int) -> bool:
-        """Whether the products of `rows` rows can be joined with what stands around them."""
+        """Whether the matmuls of `rows` rows can run with their prologue and epilogue."""
         return True
 
     @abstractmethod

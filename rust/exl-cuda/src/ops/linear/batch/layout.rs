@@ -17,7 +17,7 @@ const LAYOUT_BLOCKS: usize = 128;
 
 /// Blocks with nothing to do in a launch that lays out, for each multiprocessor that the product before leaves alone, where these are few. With
 /// five as good, with seven worse than with three: blocks with something to do would have no room beside the product. With twenty and more
-/// multiprocessors alone they gain little or cost something (docs/design/gemm-batch.md, "Placeholder blocks").
+/// SMs alone they gain little or cost something (docs/design/gemm-batch.md, "Placeholder blocks").
 const IDLE_BLOCKS: usize = 4;
 const FEW_ALONE: usize = 8;
 
