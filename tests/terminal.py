@@ -15,6 +15,9 @@ from types import TracebackType
 LAUNCHER = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 CTRL_C = b"\x03"
 PATIENCE = 120  # seconds without a sign of life, which only a hang takes
+# CPython's input() prints its prompt before it waits for keys, and misses a signal that arrives in between. A person
+# then presses Ctrl-C again, and so does `Terminal.end`, after this many seconds of silence.
+AGAIN = 20
 
 
 class Terminal:
@@ -57,14 +60,24 @@ class Terminal:
         head, _, self.shown = self.shown.partition(text)
         return head + text
 
-    def end(self) -> tuple[int, str]:
-        """Wait for the end of the program; its exit code, and what was shown after the last `until`."""
-        while self._read():
-            pass
+    def end(self, keys: bytes = b"") -> tuple[int, str]:
+        """Press `keys` and wait for the program's end; its exit code, and what it showed after the last `until`."""
+        self.type(keys)
+        pressed_again = False
+        while True:
+            if keys and not pressed_again and not self._ready(AGAIN):
+                self.type(keys)
+                pressed_again = True
+            if not self._read():
+                break
         return self._process.wait(), self.shown
 
+    def _ready(self, seconds: float) -> bool:
+        """Whether the program shows something or ends within `seconds`."""
+        return bool(select.select([self._master], [], [], seconds)[0])
+
     def _read(self) -> bool:
-        if not select.select([self._master], [], [], PATIENCE)[0]:
+        if not self._ready(PATIENCE):
             raise AssertionError(f"nothing came for {PATIENCE} s: {self.shown}")
         try:
             data = os.read(self._master, 65536)

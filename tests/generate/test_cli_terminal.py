@@ -23,8 +23,7 @@ def test_ctrl_c_after_an_answer_ends_the_chat_quietly(chat_model: str) -> None:
         terminal.type(b"hello\n")
         terminal.until('"time_generate"')
         terminal.until("> ")
-        terminal.type(CTRL_C)
-        code, shown = terminal.end()
+        code, shown = terminal.end(CTRL_C)
     assert code == 0
     assert "Traceback" not in shown
     assert "KeyboardInterrupt" not in shown
@@ -54,8 +53,7 @@ def test_ctrl_c_ends_the_example_quietly(answered: bool) -> None:
         if answered:
             terminal.type(b"Thank you!\n")
             shown += terminal.until("\n")
-        terminal.type(CTRL_C)
-        code, rest = terminal.end()
+        code, rest = terminal.end(CTRL_C)
     assert code == 130
     assert "Traceback" not in shown + rest
     assert "KeyboardInterrupt" not in shown + rest
