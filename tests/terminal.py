@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import termios
+from collections.abc import Mapping
 from types import TracebackType
 
 # The program's own process makes the terminal its controlling one before the program begins.
@@ -21,9 +22,9 @@ AGAIN = 20
 
 
 class Terminal:
-    """Runs `command` until the block ends; typed text is not echoed."""
+    """Runs `command` until the block ends; typed text is not echoed. The terminal is dumb, unless `env` says else."""
 
-    def __init__(self, *command: str) -> None:
+    def __init__(self, *command: str, env: Mapping[str, str] | None = None) -> None:
         self._master, slave = pty.openpty()
         modes = termios.tcgetattr(slave)
         modes[3] &= ~termios.ECHO
@@ -33,7 +34,7 @@ class Terminal:
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env=os.environ | {"TERM": "dumb"},
+            env=os.environ | {"TERM": "dumb"} | dict(env or {}),
             start_new_session=True,
         )
         os.close(slave)

@@ -273,6 +273,53 @@ def bench(
         command.run(model, prompt_tokens, new_tokens, batch or [1], cache, json_)
 
 
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="Folder with config.json and float .safetensors files.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="New or empty folder to write to.")],
+    format_: Annotated[Literal["exl2", "gptq"], typer.Option("--format", help="Format of the quantized matrices.")] = (
+        "exl2"
+    ),
+    bits: Annotated[
+        float, typer.Option(help="Average bits per weight in the layers; GPTQ: 2, 3, 4 or 8 bits for all.")
+    ] = 4.0,
+    head_bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Bits of the output head: 2, 3, 4, 5, 6, 8, or 16 for a float head. Default: 6, GPTQ: 16.",
+            show_default=False,
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(help="GPTQ: rows of a group, -1 for one group. Default: 128.", show_default=False),
+    ] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Skip the search for each group's best scale.")] = False,
+    reorder: Annotated[bool, typer.Option("--reorder/--no-reorder", help="Sort input features by importance.")] = True,
+    json_: Json = False,
+) -> None:
+    """Quantize a float model folder to EXL2 or GPTQ by rounding, without calibration data.
+
+    Ctrl-C and errors remove what was written."""
+    from exl_generate.cli import convert as command
+
+    command.run(
+        command.Options(
+            source=source,
+            target=target,
+            format=format_,
+            bits=bits,
+            head_bits=head_bits,
+            group_size=group_size,
+            fast=fast,
+            reorder=reorder,
+        ),
+        json_,
+    )
+
+
 def _version(value: bool) -> None:
     if value:
         from exl_generate import __version__

@@ -1,4 +1,4 @@
-"""A bar on standard error while a model loads."""
+"""Progress on standard error: a bar while a model loads, a bar with the time left while a model is converted."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["loading_bar"]
+__all__ = ["conversion_progress", "loading_bar"]
 
 
 @contextmanager
 def loading_bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Gives a callback for `ExLlamaV2.load` that draws with rich, and takes the bar away at the end; None where
-    standard error is no terminal."""
+    """Yield a callback (index, total) for `ExLlamaV2.load` that draws a bar, which is removed at the end.
+
+    Yields None if standard error is not a terminal.
+    """
     if not sys.stderr.isatty():
         yield None
         return
@@ -23,3 +25,25 @@ def loading_bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(name)
         yield lambda index, total: bar.update(task, completed=index, total=total)
+
+
+@contextmanager
+def conversion_progress(name: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Yield a callback (done, total, matrix) for `quantize_model`: a bar with the time left on a terminal, which is
+    removed at the end, and one line a matrix elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda done, total, key: print(f"{done}/{total} {key}", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("converting to {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[matrix]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=None, matrix="")
+        yield lambda done, total, key: bar.update(task, completed=done, total=total, matrix=key)
