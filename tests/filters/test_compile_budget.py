@@ -58,7 +58,7 @@ def choices(count):
     return {"type": "object", "allOf": sides}
 
 
-# What takes minutes, gigabytes or the whole stack without a budget (measured; docs/filters.md).
+# What takes minutes, gigabytes or the whole stack without a budget (measured; docs/reference/filter-guarantees.md).
 ENDLESS = {
     "allOf of 40 patterns": {"json_schema": joined(40)},
     "Lark & of 40 patterns": {"lark": "start: X\nX: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(2, 42)) + "\n"},

@@ -43,9 +43,9 @@ def test_no_case_is_worse_than_the_baseline(groups, backend):
 def test_the_baseline_holds_what_the_documentation_says(backend):
     found = suite.counts(suite.read_baseline(backend))
     assert found["w"] == 0
-    text = (Path(__file__).parents[2] / "docs" / "filters.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "filter-guarantees.md").read_text(encoding="utf-8")
     row = f"| {backend} | {found['tests']} | {found['a']} | {found['r']} | {found['x']} | {found['l']} | 0 |"
-    assert row in text, f"docs/filters.md must hold {row}"
+    assert row in text, f"docs/reference/filter-guarantees.md must hold {row}"
 
 
 def test_a_step_back_is_noticed():
