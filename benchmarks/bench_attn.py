@@ -6,7 +6,7 @@ Random keys and values in shuffled pages of 256 tokens, 32 query and 8 key heads
 otherwise. Layers rotate over at least 768 MB, launches are nodes of one graph. Bytes are those of the keys, values and
 scales that a layer must read. A case whose result is wrong against float64 prints no speed and makes the script fail.
 `own`: the token's rotation and the storing of its key and value are in the time.
-`prefill` lines: tokens of one chunk at the end of the context, TFLOP/s of the two products over what the mask leaves.
+`prefill` lines: tokens of one chunk at the end of the context, TFLOP/s of the two matmuls over what the mask leaves.
 JSON lines.
 """
 
@@ -35,7 +35,7 @@ ROTATE = 768 << 20
 
 @dataclass(frozen=True)
 class Shape:
-    """What one case runs."""
+    """The shape of one case."""
 
     kind: KVKind
     context: int

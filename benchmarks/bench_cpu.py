@@ -2,7 +2,7 @@
 
     python benchmarks/bench_cpu.py [--quick] [--bits 4.0 4.5] [--threads N] [--peer PYTHON SCRIPT WORKDIR]
 
-Lines: "roof" (read bandwidth of all threads), "pool" (cost of an empty job), "matrix" (one product by shape, width,
+Lines: "roof" (read bandwidth of all threads), "pool" (cost of an empty job), "matrix" (one matmul by shape, width,
 mode and rows: GB/s of weight memory and its share of the roof), "model" (a random TinyLlama-1.1B-shaped model through
 exl_core: load, decode, prefill, eight sequences at once, peak memory), "modes" (exact over int8). Threads are pinned to
 one core each. Roofs are measured beside each case, because on shared machines they drift.

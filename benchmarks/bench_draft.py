@@ -1,4 +1,4 @@
-"""What speculation costs and gains, in turns on one machine: one JSON line a way of drafting.
+"""Measure what speculation costs and gains: one JSON line for each way of drafting, all on one machine.
 
     python benchmarks/bench_draft.py [--model FOLDER --draft FOLDER] [--new 400] [--rounds 7] [--sample]
 

@@ -1,4 +1,4 @@
-"""What filters cost: tables, masks, combination, application; beside llguidance and xgrammar in the same run.
+"""Measure what filters cost: tables, masks, combination, application; llguidance and xgrammar in the same run.
 
     uv run python benchmarks/bench_filters.py [--size 128000] [--rounds 10]
 

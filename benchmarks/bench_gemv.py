@@ -1,4 +1,4 @@
-"""Quantized products alone, at the shapes of an 8B Llama: time, bandwidth, share of the read roof, beside cuBLAS FP16.
+"""Measure quantized matmuls at the shapes of an 8B Llama: time, bandwidth, share of the read roof; cuBLAS FP16 beside.
 
     python benchmarks/bench_gemv.py [--quick | --tune]
 

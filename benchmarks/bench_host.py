@@ -106,7 +106,7 @@ def step_cost(
 
 
 def writing_cost(active: int, vocab: int, steps: int, tokenizer: ScriptedTokenizer) -> dict[str, Any]:
-    """What writing a round's results costs per token, as dicts and as columns, beside the round that makes them."""
+    """Measure the cost per token of writing an iteration's results, as dicts and as columns."""
     model = FreeModel(vocab)
     cache = ScriptedCache(model, max_seq_len=active * 1024)  # type: ignore[arg-type]
     generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer, max_batch_size=active)

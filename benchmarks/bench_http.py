@@ -213,7 +213,7 @@ def host_work(streams: int, new: int) -> Iterator[tuple[int, Any]]:
 
 
 class Heard:
-    """What the clients of `host_cost` have been told, by tag."""
+    """Collect the events that the clients of `host_cost` received, by tag."""
 
     def __init__(self) -> None:
         self.tags: dict[int, list[Any]] = {}

@@ -3,7 +3,7 @@
     python benchmarks/bench_prefill.py [--case SHAPE:BITS:CACHE:TOKENS ...] [--strict]
 
 Random weights of true shapes (gpu_model.py). The check of bench_step runs first; a failed one prints no speed. JSON
-lines of spec performance 7.3.
+lines.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def main() -> None:
         {
             **common,
             "bench": "roof",
-            "what": "host, rms_norm through its door",
+            "what": "host, rms_norm through its entry point",
             "us": host_microseconds(lambda: cuda_ops.rms_norm(x, w, 1e-6, out=out)),
         }
     )

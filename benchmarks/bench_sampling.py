@@ -100,7 +100,7 @@ def median_us(work: Callable[[], object], seconds: float = 0.5) -> float:
 
 
 def host_us(rows: list[Row]) -> float:
-    """What the calling thread spends until everything is launched."""
+    """Return the microseconds that the calling thread spends until everything is launched."""
     taken = []
     for _ in range(60):
         torch.cuda.synchronize()

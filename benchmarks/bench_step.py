@@ -3,8 +3,7 @@
     python benchmarks/bench_step.py [--case SHAPE:BITS:CACHE:CONTEXT:BATCH ...] [--generator] [--profile] [--plain]
 
 Random weights of true shapes (gpu_model.py), keys and values random. First a small model is checked: captured steps
-against eager ones to the bit, against the CPU within bounds; a failed check prints no speed. JSON lines of spec
-performance 7.3.
+must equal eager ones bitwise and the CPU's within bounds; a failed check prints no speed. JSON lines.
 """
 
 from __future__ import annotations
@@ -72,8 +71,9 @@ def fill_cache(cache: ExLlamaV2CacheBase) -> None:
 
 # ----------------------------------------------------------------------------------------------------- correctness
 def check(worst: list[float] | None = None) -> bool:
-    """Captured steps equal eager ones to the bit, alone and in a batch; both are near the CPU's. Divergences from the
-    CPU are added to `worst`."""
+    """Check that captured steps equal eager ones bitwise, alone and in a batch, and that both are near the CPU's.
+
+    Divergences from the CPU are added to `worst`."""
     return all([_check("tiny", worst), _check("tiny-qwen3", worst)])
 
 
@@ -314,7 +314,7 @@ def profile(model: ExLlamaV2, kind: str, context: int, batch: int) -> str:
     for e in sorted(events, key=lambda e: e.time_range.start):
         name = e.name.split("(")[0][:60]
         spans.setdefault(name, []).append(e.time_range.elapsed_us())
-        # What the step grew by: from end to end, which counts overlap once.
+        # The growth of the step from end to end, which counts overlap once.
         grown[name] = grown.get(name, 0.0) + (max(0.0, e.time_range.end - previous) if previous else 0.0)
         previous = max(previous, e.time_range.end)
     lines = [f"{'kernel':60} {'a step':>7} {'mean us':>8} {'end to end, us a step':>22}"]

@@ -24,7 +24,7 @@ class Bar:
     h100: tuple[float, float] | None = None  # must and aim there
 
     def keys(self, gpu: str, tok_s: float, share: float | None = None) -> dict[str, object]:
-        """What a line says of a speed measured on a GPU of that name; `share` of the roof, 0 to 1."""
+        """Return the fields of a line for a speed measured on a GPU of that name; `share` of the roof, 0 to 1."""
         if "H100" in gpu and self.h100 is not None and share is not None:
             must, aim = self.h100
             return {"must_share": must, "aim_share": aim, "must_met": share >= must}

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: graph timing, the read roof, the line to print."""
+"""Graph timing, the read roof and the line to print, shared by the GPU benchmarks."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def make_model(folder: Path, shape: Shape, bits: float, head_bits: float = 6, se
 
 
 def llama_config(shape: Shape, positions: int, *, rope_theta: float) -> dict[str, Any]:
-    """What config.json says of a model of this shape."""
+    """Return the content of config.json for a model of this shape."""
     return {
         "architectures": ["Qwen3ForCausalLM" if shape.head_norms else "LlamaForCausalLM"],
         "bos_token_id": 1,

@@ -174,7 +174,7 @@ def request(world: World, random_: random.Random, number: int) -> ExLlamaV2Dynam
 
 @dataclass(frozen=True)
 class Mark:
-    """Where the process stands: processor and wall seconds, memory in use, Python objects, tokens computed."""
+    """The state of the process: processor and wall seconds, memory in use, Python objects, tokens computed."""
 
     cpu: float
     wall: float

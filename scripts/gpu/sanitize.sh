@@ -45,8 +45,8 @@ esac
 case $tool in racecheck | synccheck) export EXL_CUDA_PDL=0 EXL_SUBSET_WITHOUT=set_programmatic_launch,programmatic] ;; esac
 remaining
 if [ "$tool" = racecheck ]; then
-  # Not as time allows, begun when hardly any is left: a case of these has 400 to 1,200 million products, a minute to three beside others.
-  [ ${#paths[@]} -gt 0 ] || EXL_SUBSET_WITHOUT+=,test_large_shapes,test_a_following_product_that_would,test_products_of_all_sizes_meet
+  # Left out: a case of these has 400 to 1,200 million multiplications and takes minutes under the tool.
+  [ ${#paths[@]} -gt 0 ] || EXL_SUBSET_WITHOUT+=,test_large_shapes,test_a_following_matmul_that_would,test_matmuls_of_all_sizes_share
   export EXL_SUBSET_FUNCTIONS=0 # for each kernel a case, for each function one as time allows: cases take 10 to 100 times memcheck's time
   options+=(--racecheck-report analysis --racecheck-num-workers "${RACECHECK_WORKERS:-2}")
   timeout -k 3 "$limit" scripts/gpu/racecheck_probe.sh > "$log/probe.txt" 2>&1 &

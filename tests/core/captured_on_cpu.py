@@ -26,7 +26,7 @@ __all__ = ["Stream", "captured_on_cpu"]
 
 
 class Stream:
-    """What has been queued, in order; `held`: until somebody waits."""
+    """Queued work, in order; `held`: nothing runs until somebody waits."""
 
     queue: ClassVar[list[Callable[[], object]]] = []
     held: ClassVar[bool] = False

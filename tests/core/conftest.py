@@ -158,7 +158,7 @@ def is_router(module: Any, linear: Linear) -> bool:
 
 
 def dequantized_twin(model: ExLlamaV2, folder: Path) -> Path:
-    """The model's files with every quantized matrix as the float one it stands for."""
+    """The model's files with every quantized matrix dequantized to float."""
     linears = [q for m in model.modules for q in m.submodules() if q.is_quant() and not q.spec.unit_rows]
     return rewrite(model, folder, {q.key: dequantized_tensors(q) for q in linears})
 
@@ -197,7 +197,7 @@ def linear_of(model: ExLlamaV2, key: str) -> Linear:
 
 
 class Lab:
-    """What tests reach these helpers through."""
+    """The helpers of this file, as one object for tests."""
 
     config = CONFIG
     random_tensors = staticmethod(random_tensors)

@@ -340,7 +340,7 @@ def test_left_padded_batch(pair: tuple[Any, Any], ids: Tensor) -> None:
 
 
 @pytest.mark.covers("core.md: better-4.5", "core.md: better-6.5.4-5")
-def test_pages_and_batches_give_the_same_bits(pair: tuple[Any, Any], ids: Tensor) -> None:
+def test_pages_and_batches_are_bitwise_identical(pair: tuple[Any, Any], ids: Tensor) -> None:
     """Two sequences of different lengths over scattered pages, in odd chunks and then together, against one piece."""
     _, ours = pair
     size, page_numbers = 16, [[5, 0, 3], [1, 4, 2]]
@@ -389,7 +389,7 @@ def test_fused_blocks_equal_the_steps(pair: tuple[Any, Any], ids: Tensor) -> Non
 
 
 @pytest.mark.covers("core.md: loading")
-def test_layers_over_two_devices_give_the_same_bits(
+def test_layers_over_two_devices_are_bitwise_identical(
     pair: tuple[Any, Any], ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = pair[1]
@@ -413,7 +413,7 @@ def cut_over_devices(whole: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> ExLla
 
 
 @pytest.mark.covers("core.md: better-3.6.3", "core.md: better-10.4", "core.md: tensor-parallel")
-def test_matrices_over_three_devices_give_the_same_bits(
+def test_matrices_over_three_devices_are_bitwise_identical(
     pair: tuple[Any, Any], ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = pair[1]

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.covers("core.md: architectures")
 
 @dataclass
 class Twin:
-    """A decoder of spec core.md 1.3 over tensors in Llama's names, with what these families add."""
+    """A plain decoder over tensors in Llama's names, with the additions of these families."""
 
     tensors: dict[str, Tensor]
     layer_norm: bool = False

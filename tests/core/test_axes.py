@@ -20,7 +20,7 @@ pytestmark = pytest.mark.covers("core.md: multimodal-other", "generators.md: 57-
 
 @dataclass(eq=False)
 class Picture:
-    """What `axes` asks of an embedding."""
+    """The part of an embedding that `axes` reads."""
 
     first_index: int
     grid: tuple[int, int, int]
@@ -63,7 +63,7 @@ def prompts(draw: Any) -> tuple[NDArray[np.int64], list[Picture]]:
 
 
 def oracle(ids: NDArray[np.int64], pictures: list[Picture]) -> list[tuple[int, int, int]]:
-    """spec core.md 5.5, token by token."""
+    """Compute the three position axes token by token."""
     found: list[tuple[int, int, int]] = []
     base = 0
     for token in ids.tolist():

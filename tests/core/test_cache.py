@@ -20,7 +20,7 @@ from exl_core import (
 )
 
 CLASSES = [ExLlamaV2Cache, ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8]
-# Bytes of one key and of one value element with their share of the scales (spec formats.md 5.1)
+# Bytes of one key and of one value element with their share of the scales
 ELEMENT_BYTES = {"fp16": (2, 2), "fp8": (1, 1), "q4": (0.5625, 0.5625), "q6": (1.0625, 0.5625), "q8": (1.0625, 1.0625)}
 
 

@@ -93,7 +93,7 @@ def test_what_was_read_wrongly_once(case: str, what: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "what", "key"), REFUSED)
-def test_what_no_family_member_says_is_refused_by_name(case: str, what: str, key: str) -> None:
+def test_an_unsupported_value_is_rejected_with_its_key(case: str, what: str, key: str) -> None:
     verdict, why = Judge(case)(changed(case, what))
     assert verdict == "refused"
     assert key in why

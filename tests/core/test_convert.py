@@ -1,4 +1,4 @@
-"""The quantizer for every architecture at its door: the command, routers and towers left alone, refusals."""
+"""The quantizer for every architecture through its command: routers and towers stay float, errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_the_command_cannot_do_is_said_in_a_line(
 
 
 def test_the_layout_of_llama_names_is_the_one_by_names(lab: Any, tmp_path: Path) -> None:
-    """What exl_kernels finds alone and what the architecture's tables say give the same files."""
+    """The matrices that exl_kernels finds alone and those of the architecture's tables give the same files."""
     source = lab.write(attention_bias=True)
     quantize_model(source, tmp_path / "tables", bits=5, fast=True)
     quantize_folder(source, tmp_path / "names", bits=5, fast=True)

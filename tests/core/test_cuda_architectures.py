@@ -93,7 +93,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_chunks_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the GPU is compared with, alone: the same in one piece and in chunks, and sure of something."""
+    """The CPU reference alone: equal in one piece and in chunks, and not uniform."""
     model = loaded_on("cpu", folder, monkeypatch)
     ids = torch.randint(0, 96, (2, 45), generator=torch.Generator().manual_seed(1))
     whole = model.forward(ids)
@@ -137,7 +137,7 @@ def test_logits_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.cuda
 def test_captured_steps_are_the_eager_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, whichever halves of a layer are joined; experts of float matrices are not captured."""
+    """Bitwise, whichever halves of a layer are joined; experts of float matrices are not captured."""
     model = loaded_on("cuda:0", folder, monkeypatch)
     ids = torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(2))
     tables = torch.tensor([[4], [0], [2]], dtype=torch.int32)

@@ -1,6 +1,6 @@
 """A driver too old or broken, no card, a card without kernels in this build: typed errors that say what to do.
 
-A library of the driver's name stands in for the driver, in a process of its own.
+A library of the driver's name replaces the driver, in a separate process.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ def lines_of(library: Path, **numbers: int) -> list[str]:
         ({"MAJOR": 6}, ["Stand-in 9000 is sm_61", "kernels are for sm_", "rebuild with EXL_CUDA_ARCHS=61"]),
     ],
 )
-def test_what_is_wrong_is_said_at_every_door(standin: Path, numbers: dict[str, int], says: list[str]) -> None:
-    status, door, load = lines_of(standin / "whole", **numbers)
+def test_every_entry_point_says_what_is_wrong(standin: Path, numbers: dict[str, int], says: list[str]) -> None:
+    status, kernel, load = lines_of(standin / "whole", **numbers)
     assert status.startswith("status False")
-    assert door.startswith("DeviceError")
+    assert kernel.startswith("DeviceError")
     assert load.startswith("DeviceError")
-    for line in (status, door, load):
+    for line in (status, kernel, load):
         for words in says:
             assert words in line
 

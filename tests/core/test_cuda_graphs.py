@@ -1,4 +1,4 @@
-"""Captured decode steps: same bits as eager ones in every bucket, padding, growth and a moved cache; needs a GPU."""
+"""Captured decode steps are bitwise identical to eager ones: buckets, padding, growth, a moved cache; needs a GPU."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_queued_step_outlives_its_graph(model: ExLlamaV2, monkeypatch: pytest.
 def test_what_is_captured_serves_again_when_a_hook_is_taken_out(
     model: ExLlamaV2, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the hooked model computes meanwhile, eagerly, has memory of its own."""
+    """The hooked model's eager passes use separate memory."""
     captured(model, monkeypatch)
     cache, ids = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE), torch.full((batch, 1), 7)
     at = params(table(batch, 4), [15 + row for row in range(batch)], 1)
@@ -242,7 +242,7 @@ def test_dependent_launch_changes_nothing(model: ExLlamaV2, monkeypatch: pytest.
         assert torch.equal(a, b)
 
 
-def test_a_thousand_replays_give_the_same_bits(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_replays_are_bitwise_identical(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(model, monkeypatch)
     cache = ExLlamaV2Cache(model, max_seq_len=PAGES * PAGE)
     ids, at = torch.full((4, 1), 7), params(table(4, 4), [5, 9, 33, 60], 1)

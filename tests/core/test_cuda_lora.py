@@ -82,7 +82,7 @@ def test_logits_and_rows(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_adapter_over_two_gpus(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its matrices lie where the model's do: the logits of one GPU, to the bit."""
+    """Its matrices are on the devices of the model's: the logits are bitwise those of one GPU."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU here: this test runs on a machine with two")
     folder, adapted = lab.write(kind="exl2", num_hidden_layers=2, **SIZES), adapter(tmp_path / "adapter")

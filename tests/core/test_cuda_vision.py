@@ -115,7 +115,7 @@ def steps_over_pages(model: ExLlamaV2) -> Tensor:
 
 
 def test_steps_over_pages_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the GPU is compared with: to the bits of whole passes."""
+    """The CPU reference: chunks are bitwise identical to whole passes."""
     model = loaded_on("cpu", folder, monkeypatch)
     images = pictures(model)
     found = steps_over_pages(model)

@@ -1,4 +1,4 @@
-"""What the host does about captured steps, without a GPU: who may read what while the next step is made."""
+"""The host's handling of captured steps, without a GPU: who may read what while the next step is made."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[bool, ...]]] = {
 def test_every_description_is_run_as_the_modules_run_it(
     family: str, joined: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps, prompts, and what is stored, to the bit; each half as it should be."""
+    """Steps, prompts and stored keys are bitwise identical, each half as it should be."""
     more, apart = FAMILIES[family]
     joined_on_cpu(monkeypatch)
     monkeypatch.setenv("EXL_DECODE_JOINED_ROWS", joined)
@@ -193,7 +193,7 @@ def test_every_description_is_run_as_the_modules_run_it(
 
 
 def assert_same(model: ExLlamaV2, plan: DecodePlan, batch: int, q_len: int) -> None:
-    """What the plan gives of a pass after 20 tokens, against the modules."""
+    """Compare the plan's results of a pass after 20 tokens with the modules'."""
     table = torch.arange(batch * 4, dtype=torch.int32).flip(0).view(batch, 4)
     generator = torch.Generator().manual_seed(batch)
     ids = torch.randint(0, model.config.vocab_size, (batch, 20 + q_len), generator=generator)

@@ -1,4 +1,4 @@
-"""Several devices: a model split over logical CPUs gives the same bits; maps, splits, refusals (spec core.md 9, 10)."""
+"""Several devices: a model split over logical CPUs is bitwise identical to a whole one; maps, splits, errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ids(lab: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("names", ["cpu:0,cpu:1", "cpu:2,cpu,cpu:1"])
-def test_split_models_give_the_same_bits(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor, names: str) -> None:
+def test_split_models_are_bitwise_identical(lab: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor, names: str) -> None:
     whole = build(lab)
     whole.load()
     expected = whole.forward(ids, ExLlamaV2Cache(whole, batch_size=2))

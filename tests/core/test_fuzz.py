@@ -31,7 +31,7 @@ WORDS = [
 
 
 class Targets:
-    """What reads each kind of file, all of them in a folder that holds whatever else is needed."""
+    """The readers of each kind of file, in a folder that holds every other file that they need."""
 
     def __init__(self, folder: Path, lab: Any) -> None:
         self.folder, self.config = folder, lab.config

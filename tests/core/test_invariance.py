@@ -1,4 +1,4 @@
-"""The same tokens, always: logits are equal to the bit however a sequence is cut, batched, placed and threaded."""
+"""Logits are bitwise identical however a sequence is cut, batched, placed and threaded."""
 
 from __future__ import annotations
 

@@ -388,7 +388,7 @@ def test_file_written_to_while_it_is_read(lab: Any) -> None:
 
 @pytest.mark.covers("core.md: safetensors")
 def test_links_to_weight_files(lab: Any, tmp_path: Path) -> None:
-    """As download caches lay models out: the folder holds links to files with other names."""
+    """As in download caches, the folder holds links to files with other names."""
     folder = lab.write(shards=3)
     for i, file in enumerate(sorted(folder.iterdir())):
         (tmp_path / f"blob{i}").write_bytes(file.read_bytes())

@@ -209,7 +209,7 @@ def test_of_two_replacements_the_first_counts(bench: Bench, ids: Tensor) -> None
 def test_on_a_gpu_bits_of_float_replacements_depend_on_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the model tells generators: a quantized model's rows are alike up to a number, under such adapters none."""
+    """The model tells generators up to how many rows a quantized model is batch-invariant; with such adapters, none."""
     model = ExLlamaV2(ExLlamaV2Config(str(QUANTIZED)))
     model.load()
     shape = (model.config.intermediate_size, model.config.hidden_size)
@@ -232,7 +232,7 @@ def test_on_a_gpu_bits_of_float_replacements_depend_on_the_rows(
         set_row_invariant(False)
 
 
-# ----------------------------------------------------------------------------------------------------------- same bits
+# ------------------------------------------------------------------------------------------------- bitwise identical
 
 
 @pytest.mark.parametrize("kind", ["float", "exl2", "gptq"])
@@ -480,7 +480,7 @@ REFUSED: dict[str, tuple[dict[str, Tensor], dict[str, Any], type[Exception], str
 
 @pytest.mark.covers("core.md: better-14.4")
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_by_name(bench: Bench, tmp_path: Path, case: str) -> None:
+def test_the_error_names_the_tensor(bench: Bench, tmp_path: Path, case: str) -> None:
     tensors, config, error, named = REFUSED[case]
     with pytest.raises(error, match=named):
         ExLlamaV2Lora.from_directory(bench.model, save(tmp_path, tensors, **config))

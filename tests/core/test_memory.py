@@ -1,4 +1,4 @@
-"""What is dropped is gone at once, not when the garbage collector runs: caches, weights, adapters' tensors."""
+"""Dropped caches, weights and adapters are freed at once, not when the garbage collector runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""model_init: every flag reaches the config, folders are checked, splits are obeyed (spec core.md 2.7)."""
+"""model_init: every flag reaches the config, folders are checked, splits are obeyed."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_caches_are_exactly_as_planned(lab: Any, cls: type[ExLlamaV2CacheBase], 
 
 
 def test_what_is_left_free_unless_said_otherwise(lab: Any) -> None:
-    """192 MiB of the first device, 64 MiB of each other one (spec core.md 9.2)."""
+    """192 MiB of the first device, 64 MiB of each other one."""
     config = ExLlamaV2Config(lab.write(**MIDDLE))
     found = plan(config, on=capped(1.0, 1.0, 1.0))
     assert [d.reserve for d in found.devices] == [192 << 20, 64 << 20, 64 << 20]

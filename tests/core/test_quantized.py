@@ -19,7 +19,7 @@ KINDS = ("exl2", "gptq", "gptq-act-order")
 
 
 def dequantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The float model that a quantized one stands for, by exl_kernels.formats alone."""
+    """The dequantized model, by exl_kernels.formats alone."""
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         key, _, part = name.rpartition(".")
@@ -51,7 +51,7 @@ def twins(request: pytest.FixtureRequest, lab: Any, tmp_path_factory: pytest.Tem
     )
 
 
-def test_weights_to_the_bit(twins: tuple[ExLlamaV2, ExLlamaV2, dict[str, torch.Tensor]]) -> None:
+def test_weights_are_bitwise_identical(twins: tuple[ExLlamaV2, ExLlamaV2, dict[str, torch.Tensor]]) -> None:
     quantized, _, plain = twins
     checked = 0
     for key, module in quantized.modules_dict.items():

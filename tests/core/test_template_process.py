@@ -1,4 +1,4 @@
-"""The process that renders chat templates: whatever breaks in, forks or stands in sys.path, the answer is its own."""
+"""The process that renders chat templates answers correctly under interrupts, forks and odd sys.path entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrices cut over logical CPUs: the bits of one device, for every format, share and cache (spec core.md 10)."""
+"""Matrices cut over logical CPUs: bitwise the results of one device, for every format, share and cache."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_one_device_is_an_ordinary_load(lab: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_planned_bytes_and_refusal(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the plan says of each device is what lies there; what does not fit is refused before anything is read."""
+    """The plan states what each device holds; a model that does not fit is rejected before any weight is read."""
     sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "vocab_size": 2000}
     folder = lab.write(kind="exl2", **sizes)
     monkeypatch.setenv("EXL_DEVICE", "cpu:0=0.5,cpu:1=0.3")

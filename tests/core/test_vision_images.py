@@ -1,4 +1,4 @@
-"""Images of any kind at the towers' door: modes, rotation, limits, and files that are damaged or mean harm."""
+"""Images of any kind as input of the towers: modes, rotation, limits, damaged and malicious files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def png(width: int, height: int, data: bytes = b"") -> bytes:
 
 @pytest.mark.parametrize("mode", ["L", "1", "P", "CMYK", "YCbCr", "HSV", "LAB", "RGBA", "LA", "PA", "RGBX"])
 def test_modes(mode: str) -> None:
-    """What PIL's own conversion makes of them; without transparency in it white shows nowhere."""
+    """The result of PIL's conversion; images without transparency show no white."""
     image = noise().convert("L").convert(mode) if mode in ("LA", "PA") else noise().convert(mode)
     found = as_rgb(image)
     assert found.mode == "RGB"

@@ -61,7 +61,7 @@ def again(saved: Path, to: Path, names: Callable[[str], str] = str, **parts: Jso
 
 
 def bare(key: str) -> str:
-    """Below which part of the model a tensor stands, by whatever name: text, tower or projector."""
+    """Return which part of the model a tensor belongs to, under any naming: text, tower or projector."""
     for prefix in ("language_model.model.", "model.language_model.", "model."):
         if key.startswith(prefix) and not key.startswith(("model.visual", "model.vision", "model.multi")):
             return "text." + key.removeprefix(prefix)
@@ -138,7 +138,7 @@ def test_the_language_parts_vocabulary_counts(saved: tuple[str, Path], tmp_path:
 
 @pytest.mark.parametrize("rows", [70, 101])
 def test_more_or_fewer_rows_than_the_vocabulary(saved: tuple[str, Path], tmp_path: Path, rows: int) -> None:
-    """Refused by name, as transformers refuses both."""
+    """Both are rejected with an error that names them, as in transformers."""
     _, folder = saved
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["vocab_size"] = rows

@@ -173,7 +173,7 @@ FILTERS = {
     "logged": composed(LoggedFilter),
 }
 
-DOORS = {
+METHODS = {
     "next": lambda f: f.next(),
     "fill_bitmask": lambda f: f.fill_bitmask(bits.empty(4)),
     "prepare_logit_mask": lambda f: overrides(f, "prepare_logit_mask") and f.prepare_logit_mask(),

@@ -170,7 +170,7 @@ def write_baseline(backend: str, found: dict[str, str], accept_worse: bool = Fal
     back += [name for name, letters in found.items() if name not in before and "w" in letters]
     if back and not accept_worse:
         raise SystemExit(
-            f"not written: {len(back)} groups are worse than in {file.name}, such as {back[:5]}; mend that, or say "
+            f"not written: {len(back)} groups are worse than in {file.name}, such as {back[:5]}; fix that, or say "
             "--accept-worse"
         )
     head = f"# {backend}; suite of {PINNED.split()[0]}; letters: see json_schema_suite.py"

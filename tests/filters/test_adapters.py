@@ -34,7 +34,7 @@ def select():
 
 
 def scores(seed, step):
-    """What a scripted model would say at a step, given the ids it has generated."""
+    """Return the token that a scripted model generates at a step, given the ids so far."""
     return np.random.default_rng([seed, step]).standard_normal(WIDTH).astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""What waits for a filter's background waits neither for itself nor for ever, whatever kind of method it is."""
+"""Methods that wait for a filter's background work wait neither for themselves nor for ever."""
 
 import functools
 import threading
@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from background_cases import DOORS, Plugin, V, Watch, composed, plugin
+from background_cases import METHODS, Plugin, V, Watch, composed, plugin
 
 from exl_filters import (
     ExLlamaV2Filter,
@@ -69,17 +69,17 @@ def test_a_computation_does_not_wait_for_itself(kind):
 
 
 class OwnThreads(ExLlamaV2Filter):
-    """What no filter may do: its computation asks it from threads of its own."""
+    """A forbidden filter: its computation calls it from threads of its own."""
 
     native = True
     started = threading.Semaphore(0)
 
-    def __init__(self, door="is_complete"):
+    def __init__(self, method="is_complete"):
         super().__init__(None, V)
-        self.door = door
+        self.method = method
 
     def clone(self, c=None):
-        return type(self)(self.door)
+        return type(self)(self.method)
 
     def begin(self, prefix_str=""): ...
 
@@ -94,14 +94,14 @@ class OwnThreads(ExLlamaV2Filter):
     def next(self):
         self.started.release()
         with ThreadPoolExecutor(2) as own:
-            list(own.map(lambda _: DOORS[self.door](self), range(2)))
+            list(own.map(lambda _: METHODS[self.method](self), range(2)))
         return {0}, set()
 
 
-@pytest.mark.parametrize("door", ["is_complete", "feed", "begin"])
-def test_a_computation_that_asks_from_threads_of_its_own_ends_with_an_error(door, pool, monkeypatch):
+@pytest.mark.parametrize("method", ["is_complete", "feed", "begin"])
+def test_a_computation_that_asks_from_threads_of_its_own_ends_with_an_error(method, pool, monkeypatch):
     monkeypatch.setattr(background, "LONGEST_WAIT", 0.2)
-    f = OwnThreads(door)
+    f = OwnThreads(method)
     f.background_next(pool)
     assert f.started.acquire(timeout=250)  # what has not begun is not waited for
     with ThreadPoolExecutor(1) as caller, pytest.raises(FilterBusy, match="only from its own thread"):
@@ -145,18 +145,18 @@ def test_a_feed_that_cannot_wait_any_longer_changes_nothing(pool, monkeypatch):
     assert f.get_next() == ([1], set())
 
 
-@pytest.mark.parametrize("door", ["get_next", "next", "feed", "clone", "begin", "background_drop", "is_complete"])
-def test_work_that_has_not_begun_is_not_waited_for(door):
+@pytest.mark.parametrize("method", ["get_next", "next", "feed", "clone", "begin", "background_drop", "is_complete"])
+def test_work_that_has_not_begun_is_not_waited_for(method):
     """The only thread of the pool is the one that asks: waiting for it would last for ever."""
     f = plugin(Watch())
     with ThreadPoolExecutor(1) as pool:
 
         def work():
             f.background_next(pool)
-            DOORS[door](f)
+            METHODS[method](f)
             return f.get_next()
 
-        assert in_time(pool, work) == ([1 if door == "feed" else 0], set())
+        assert in_time(pool, work) == ([1 if method == "feed" else 0], set())
 
 
 def test_a_class_with_a_background_of_its_own_is_left_to_itself(pool):

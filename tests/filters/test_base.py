@@ -174,7 +174,7 @@ def test_default_validate_counts_without_moving():
 
 
 @pytest.mark.covers("filters.md: CAP-3")
-def test_tokens_and_prefixes_at_the_door():
+def test_tokens_and_prefixes_are_checked():
     class Tensor:
         def item(self):
             return 7

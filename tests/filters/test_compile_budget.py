@@ -58,7 +58,7 @@ def choices(count):
     return {"type": "object", "allOf": sides}
 
 
-# What takes minutes, gigabytes or the whole stack without a budget (measured; docs/reference/filter-guarantees.md).
+# Specifications that take minutes, gigabytes or the whole stack without a budget (docs/reference/filter-guarantees.md).
 ENDLESS = {
     "allOf of 40 patterns": {"json_schema": joined(40)},
     "Lark & of 40 patterns": {"lark": "start: X\nX: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(2, 42)) + "\n"},
@@ -148,7 +148,7 @@ def test_what_looks_nasty_is_compiled_or_refused_in_time(name):
             assert not f.ended()
 
 
-def test_limits_at_the_door():
+def test_limits_are_checked():
     nested: object = {"type": "null"}
     for _ in range(500):
         nested = {"type": "array", "items": nested}

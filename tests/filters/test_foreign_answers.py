@@ -1,4 +1,4 @@
-"""What foreign filters answer: ids and masks in their containers are read, anything else is refused by name."""
+"""Answers of foreign filters: ids and masks in any container are read, anything else is rejected with its type."""
 
 import numpy as np
 import pytest
@@ -117,7 +117,7 @@ def test_a_mask_of_the_width_of_the_logits():
     ],
     ids=repr,
 )
-def test_anything_else_is_refused_by_name(allowed, named):
+def test_anything_else_is_rejected_with_its_type(allowed, named):
     with pytest.raises(FilterFailed, match=r"Answers\.next\(\) allowed.*accepted is|258 ids") as caught:
         stack(Answers(allowed)).next_mask()
     assert named in str(caught.value)

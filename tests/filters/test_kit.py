@@ -1,4 +1,4 @@
-"""The law kit tested: every broken filter of the zoo is caught by its law, good filters pass, each door tells so."""
+"""The law kit: each broken filter of the zoo fails its law and good filters pass, through every entry point."""
 
 import json
 import subprocess

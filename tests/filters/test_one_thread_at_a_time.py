@@ -1,28 +1,28 @@
 """Two threads never reach one filter: every method waits for what runs in the background."""
 
 import pytest
-from background_cases import DOORS, FILTERS, C, Plugin, V, Watch
+from background_cases import FILTERS, METHODS, C, Plugin, V, Watch
 
 from exl_filters import FilterStack
 
 
 @pytest.mark.covers("filters.md: CAP-8")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", FILTERS)
-def test_no_method_meets_what_runs_in_the_background(name, door, pool):
+def test_no_method_meets_what_runs_in_the_background(name, method, pool):
     watch = Watch()
     f = FILTERS[name](watch)
     f.background_next(pool)
     assert watch.entered.wait(250)
-    DOORS[door](f)
+    METHODS[method](f)
     f.background_drop()
     assert watch.overlaps == []
     assert watch.inside == []
 
 
 @pytest.mark.covers("filters.md: CAP-8")
-@pytest.mark.parametrize("door", ["next", "feed", "is_complete", "clone"])
-def test_a_filter_asked_beside_its_stack_waits_for_the_stack(door, pool):
+@pytest.mark.parametrize("method", ["next", "feed", "is_complete", "clone"])
+def test_a_filter_asked_beside_its_stack_waits_for_the_stack(method, pool):
     made = []
 
     class Cloned(Plugin):
@@ -41,7 +41,7 @@ def test_a_filter_asked_beside_its_stack_waits_for_the_stack(door, pool):
         assert held is f
         assert stack.prefetch(pool)
         assert f.watch.entered.wait(250)
-        DOORS[door](held)
+        METHODS[method](held)
         assert f.watch.overlaps == []
 
 
@@ -93,7 +93,7 @@ def test_many_things_at_once_on_one_grammar_filter(pool):
 
     f = ExLlamaV2GrammarFilter(None, V, regex="[abc]{3000}")
     f.attach(C)
-    ways = [DOORS[name] for name in ("next", "fill_bitmask", "is_complete", "validate", "forced", "clone", "feed")]
+    ways = [METHODS[name] for name in ("next", "fill_bitmask", "is_complete", "validate", "forced", "clone", "feed")]
     for turn in range(700):
         if f.background_result is None:
             f.background_next(pool)

@@ -223,7 +223,7 @@ def test_emoji_is_reached_over_split_tokens():
 
 
 @pytest.mark.parametrize("bad", [[], "yes", [1], [None]])
-def test_options_are_checked_at_the_door(bad):
+def test_options_are_checked_by_the_constructor(bad):
     with pytest.raises(FilterCompileError):
         ExLlamaV2SelectFilter(None, PLAIN, bad)
     if bad != "yes":

@@ -135,8 +135,8 @@ def test_plain_lists_and_strangers():
     [
         (["a", 5], {}, "token 1 is 5"),
         (["a", "\ud800"], {}, "token 1 .* surrogate"),
-        (["a"], {"eos_token_id": "</s>"}, "'</s>' stands among"),
-        (["a"], {"special_ids": [None]}, "None stands among"),
+        (["a"], {"eos_token_id": "</s>"}, "'</s>' is among"),
+        (["a"], {"special_ids": [None]}, "None is among"),
         (["a"], {"stop_ids": [0.0]}, "numbers of tokens"),
     ],
 )

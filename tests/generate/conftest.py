@@ -1,4 +1,4 @@
-"""What the tests of the `exl` command share."""
+"""Helpers shared by the tests of the `exl` command."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_an_interrupt_ends_the_text_not_the_accounting() -> None:
 
 
 def test_further_interrupts_do_not_spoil_the_end() -> None:
-    """What libraries clean up when the interpreter ends is not broken into: no traceback behind the statistics."""
+    """Ctrl-C does not interrupt the clean-up of libraries at exit: no traceback after the statistics."""
     command = [sys.executable, "-m", "exl_generate", "generate", "Once upon a time", "-n", "1000", "--ban", "zzzz"]
     command += ["-m", BUNDLED]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

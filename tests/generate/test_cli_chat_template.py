@@ -21,7 +21,7 @@ TALK = [
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found wrong in time is found before the weights are read."""
+    """A template that is known to be wrong is rejected before the weights are read."""
 
     def load(*_: object, **__: object) -> None:
         raise AssertionError("the weights were read")

@@ -1,4 +1,4 @@
-"""What goes in and out of the `exl` command: pipes, full disks, cut output, numbers, the model that nobody named."""
+"""Input and output of the `exl` command: pipes, full disks, cut output, numbers, the default model."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ MODEL = Path(__file__).parents[1] / "golden" / "data" / "pylib-4m-exl2-4.5"
 
 
 class Terminal(io.StringIO):
-    """What calls itself a terminal and keeps what is drawn."""
+    """A stream that claims to be a terminal and records what is drawn."""
 
     def isatty(self) -> bool:
         return True

@@ -68,7 +68,7 @@ def test_the_ends_of_a_range_are_in_it(exl, name: str) -> None:  # type: ignore[
 
 
 def test_every_number_with_a_limit_has_a_range() -> None:
-    """What `Settings` refuses below some value, the options refuse with that value; shares end at 1."""
+    """Options reject values below the minimum of `Settings` and name that minimum; shares end at 1."""
     for name, (_, kind, _) in FIELDS.items():
         if kind in (int, float):
             try:

@@ -187,7 +187,7 @@ def test_an_error_and_a_cancelled_job() -> None:
     assert bad.has_failed
 
 
-def test_the_exception_stands_in_extra() -> None:
+def test_the_exception_is_in_extra() -> None:
     generator = make()
     bad = job("abq", 9)
     broken = RuntimeError("broken")
@@ -215,7 +215,7 @@ def test_hidden_states_cannot_be_read_by_columns() -> None:
     assert len(drain(generator)) == 1
 
 
-def test_both_doors_by_turns_lose_nothing() -> None:
+def test_dicts_and_columns_in_turn_lose_nothing() -> None:
     generator = make()
     one = job("hello", 10)
     generator.enqueue(one)

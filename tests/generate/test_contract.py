@@ -1,4 +1,4 @@
-"""What the checklist asks of signatures, of page order, and of filters that work in threads."""
+"""Signatures, page order, and filters that work in threads."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_parameters_their_order_and_defaults(function: Any, wanted: list[tuple[s
 
 @pytest.mark.covers("generators.md: 48")
 def test_the_order_of_pages_in_memory_changes_nothing() -> None:
-    """Why defrag_cache has nothing to do: logits to the bit over pages laid out at random."""
+    """Logits are bitwise identical over pages in random order, so defrag_cache has nothing to do."""
     model = ExLlamaV2(ExLlamaV2Config(str(draft_model_dir())))
     model.load()
     tokenizer = ExLlamaV2Tokenizer(model.config)

@@ -129,7 +129,7 @@ def test_generators_that_share_a_model_take_turns() -> None:
 
 
 def test_sixty_four_at_once_say_what_each_says_alone() -> None:
-    """Logits to the bit, at any place of any batch."""
+    """Logits are bitwise identical at any row of any batch."""
     jobs = [job(at, 4 + at % 13, return_logits=True) for at in range(64)]
     made = generator(max_batch_size=64, tokens=64 * 64)
     made.enqueue(jobs)
@@ -187,7 +187,7 @@ def test_a_prompt_that_does_not_fit_into_memory_ends_its_own_job(monkeypatch: py
 
 
 def fill_holes() -> list[torch.Tensor]:
-    """What takes all memory that torch's allocator may still give out."""
+    """Take all memory that torch's allocator may still give out."""
     held: list[torch.Tensor] = []
     for size in (1 << n for n in range(24, 8, -1)):
         with contextlib.suppress(torch.OutOfMemoryError):

@@ -121,7 +121,7 @@ def test_reviews_cost_a_fixed_share_of_the_time() -> None:
     assert 0 < reviewed < 0.03 * seconds
 
 
-def test_a_clock_that_stands_still_leaves_the_length_as_asked_for() -> None:
+def test_a_stopped_clock_leaves_the_length_as_asked_for() -> None:
     taken, _, _ = simulate(lambda *_: 0.0, lambda _: 0.5, 200)
     assert taken[20:].count(MOST) > 170
 

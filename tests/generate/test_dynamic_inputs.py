@@ -1,4 +1,4 @@
-"""What `generate()` and `Settings` are handed by mistake is refused by name, and the generator goes on working."""
+"""`generate()` and `Settings` reject wrong arguments by name, and the generator continues to work."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def meant(generator: Any, one: ExLlamaV2DynamicJob, new: int) -> list[int]:
 
 
 @pytest.mark.covers("generators.md: 57")
-def test_rows_stand_where_the_alias_stood() -> None:
+def test_rows_replace_the_alias() -> None:
     generator = make(cache_tokens=1024)
     one, other = picture(), picture(7, 8, 9)
     jobs = [
@@ -78,7 +78,7 @@ def test_guesses_with_embeddings_change_nothing(how: str) -> None:
         assert tokens_of(results[job]) == meant(generator, job, 25)
 
 
-def test_a_prompt_that_ends_in_a_row_is_not_healed() -> None:
+def test_a_prompt_that_ends_in_an_embedding_is_not_healed() -> None:
     one = picture()
     generator = make()
     job = ask(f"see {one.text_alias}", 4, one, token_healing=True)

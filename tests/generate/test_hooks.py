@@ -40,7 +40,7 @@ def job(made: ExLlamaV2DynamicGenerator, new: int = 8) -> ExLlamaV2DynamicJob:
 
 
 def said(made: ExLlamaV2DynamicGenerator) -> tuple[list[int], int]:
-    """What is said, and how many of its tokens were found in the cache."""
+    """Return the text, and how many of its prompt's tokens were found in the cache."""
     one = job(made)
     made.enqueue(one)
     results = drain(made)[one]
@@ -89,7 +89,7 @@ def test_jobs_that_wait_begin_as_the_model_is_then(model: ExLlamaV2) -> None:
 
 @pytest.mark.parametrize("at", [3, 4, 6])
 def test_a_job_that_has_begun_takes_no_page_of_before(model: ExLlamaV2, at: int) -> None:
-    """What it says is the same whether or not another job left pages of the same ids, computed without the hook."""
+    """The text is the same whether or not another job left pages of the same ids, computed without the hook."""
     inner = model.modules[3]
     hook = Intervention(inner, post_forward=lambda state, step: state.roll(1, -1))
     spoken = []
@@ -254,7 +254,7 @@ def test_what_a_job_goes_on_with_does_not_depend_on_what_is_left_of_it(model: Ex
 
 
 def test_pages_of_a_job_whose_model_has_changed_begin_no_other_prompt() -> None:
-    """One that reads like a page which got its name behind the change: what stands there is of another context."""
+    """A prompt equal to a page's that got its name after the change: the page's keys are of another context."""
     made: Any = small.make(max_batch_size=2)
     one = small.job("abcdefghijklmnop", 40)
     made.enqueue(one)

@@ -89,7 +89,7 @@ def jobs() -> list[ExLlamaV2DynamicJob]:
 
 
 def play(generator: ExLlamaV2DynamicGenerator, number: int) -> tuple[list[Any], int, int]:
-    """What every job said, how often the caller was interrupted, and the lines that ran."""
+    """Return the text of every job, how often the caller was interrupted, and the lines that ran."""
     asked, interrupts = jobs(), 0
     results: dict[ExLlamaV2DynamicJob, list[dict[str, Any]]] = defaultdict(list)
     generator.enqueue(asked)
@@ -192,7 +192,7 @@ Said = dict[str, Any]
 
 
 def heard(results: list[dict[str, Any]]) -> Said:
-    """What a job said, without how its prompt came along: a pass that was broken off is made again unannounced."""
+    """Return a job's output without its prompt's progress: an interrupted pass is repeated without a result."""
     streamed = [r for r in results if r["stage"] == "streaming"]
     return {
         "tokens": streamed_tokens(results),

@@ -86,7 +86,7 @@ def test_an_adapter_may_have_a_number_of_its_own() -> None:
 
 
 def hooked_model(pooled: list[list[int]]) -> ExLlamaV2:
-    """A model with a hook that adds what stands in front of its pass to everything in it."""
+    """A model with a hook that adds the content before its pass to everything in the pass."""
     model = ExLlamaV2(ExLlamaV2Config(str(draft_model_dir())))
     model.load()
 

@@ -161,7 +161,7 @@ class OnDevice:
 
 
 class Device:
-    """Stands in for `exl_kernels.sampling.launch` of rows on a GPU, which leaves to the CPU what it may if `leaves`."""
+    """Replace `exl_kernels.sampling.launch` of rows on a GPU; leave to the CPU whatever is allowed if `leaves`."""
 
     def __init__(self, events: list[str], leaves: bool = False) -> None:
         self.events, self.leaves = events, leaves
@@ -236,7 +236,7 @@ CONFIG = ScriptedConfig(vocab_size=VOCAB, max_seq_len=96, max_input_len=32)
 def play(
     asks: list[Ask], early: bool, kind: type[ScriptedModel] = Overwriting
 ) -> tuple[list[list[Any]], ScriptedModel]:
-    """What every job said, round by round, and the model that was asked."""
+    """Return the output of every job, iteration by iteration, and the model that was called."""
     model = kind(CONFIG)
     cache = ScriptedCache(model, max_seq_len=160)
     generator = ExLlamaV2DynamicGenerator(model, cache, TOKENIZER, page_size=8, max_chunk_size=16, max_batch_size=4)
@@ -273,7 +273,7 @@ def test_nobody_can_tell_that_tokens_stayed_on_the_device(asks: list[Ask], leave
         assert play(asks, early=True, kind=Preparing)[0] == expected
 
 
-def test_steps_are_foreseen_and_computed_once() -> None:
+def test_steps_are_prelaunched_and_computed_once() -> None:
     """Two plain jobs: not one pass more than without, and the last step is not followed by another."""
     asks = [Ask((3, 4, 5), 12, 0, "plain", (), 0, -1), Ask((6, 7), 12, 1, "plain", (), 0, -1)]
     (said, early), (expected, plain) = play(asks, early=True), play(asks, early=False)
@@ -367,7 +367,7 @@ PLAIN = Settings(temperature=1.0, top_k=0, top_p=0)
 
 
 def alone(prompt: list[int], new: int, style: Any = None) -> list[int]:
-    """What a job says whose steps are computed when they are due."""
+    """Return the output of a job whose steps are computed when they are due."""
     model = OneBuffer(CONFIG)
     generator = ExLlamaV2DynamicGenerator(model, ScriptedCache(model, max_seq_len=160), TOKENIZER, page_size=8)
     job = ExLlamaV2DynamicJob(torch.tensor([prompt]), new, gen_settings=style or Settings.greedy(), seed=1)

@@ -1,4 +1,4 @@
-"""`pause` and `unpause`: a job stands still without losing anything, and the others go on."""
+"""`pause` and `unpause`: a paused job loses nothing, and the others continue."""
 
 from __future__ import annotations
 

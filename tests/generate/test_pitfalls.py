@@ -1,4 +1,4 @@
-"""What users of such engines have suffered from (spec pitfalls.md 3), as far as it concerns generation."""
+"""Known problems of similar engines that concern generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What jobs report beside their text, against the model's own definition: probabilities, candidates, logits, times."""
+"""A job's probabilities, candidates, logits and times, compared with the model's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What model, cache and generators show of themselves in a prompt, a log or a traceback: one short line each."""
+"""The repr of model, cache and generators is one short line."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ def test_skew_and_eta_change_the_draw() -> None:
     assert tokens(mirostat=True, mirostat_tau=3.0) != tokens(mirostat=True, mirostat_tau=3.0, mirostat_eta=0.9)
 
 
-# ---- golden cases of spec/generators.md 7 ----
+# ---- golden cases ----
 
 
 def p(*values: float) -> np.ndarray:

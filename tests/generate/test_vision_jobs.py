@@ -95,7 +95,7 @@ def test_in_any_company(pair: Pair, chunk: int, how: str) -> None:
 
 @pytest.mark.covers("generators.md: 57")
 def test_guesses_are_never_rows_of_pictures(pair: Pair) -> None:
-    """What stood before a picture is said again, by the prompt or by the model: the guess must not be the picture."""
+    """The text before a picture is repeated, by the prompt or the model: the n-gram guess must not be the picture."""
     one = see(pair, 60, 24, seed=1)
     alias = one.text_alias
     texts = [f"qrs{alias}{letter * 3}{'qrs'[: 1 + i % 3]}" for i, letter in enumerate("abcdefgh")]
@@ -154,7 +154,7 @@ def test_the_same_rows_in_another_shape_are_another_picture(pair: Pair) -> None:
 
 
 def test_rewinding_behind_an_image(pair: Pair) -> None:
-    """What is taken back is generated anew at its own position: logits are those of the context as it stands."""
+    """Rewound tokens are generated again at their own positions: logits are those of the current context."""
     one = see(pair, 37, 41)
     prompt = f"abc{one.text_alias}d"
     ids = pair.tokenizer.encode(prompt, embeddings=[one])

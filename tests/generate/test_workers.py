@@ -163,7 +163,7 @@ def test_no_more_threads_than_are_needed() -> None:
 
 
 def test_what_is_over_is_not_counted_when_others_hear_of_it() -> None:
-    """Whoever gives the next work then finds a thread for it."""
+    """The next work to be submitted then finds a thread."""
     with pool_of(8) as pool:
         for work in (time.sleep, "no function"):
             begin, counts = threading.Event(), deque[int]()

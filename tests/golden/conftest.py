@@ -1,4 +1,4 @@
-"""What the reference made, for the tests of models on a CPU and on a GPU."""
+"""Files and outputs of the reference, for the tests of models on a CPU and on a GPU."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_left_padded_batch_gives_each_row_what_it_gets_alone(
         assert kl_divergence(alone, both[row : row + 1]) < 1e-4
 
 
-def test_decode_step_has_the_same_bits_alone_and_in_a_batch(
+def test_a_decode_step_is_bitwise_identical_alone_and_in_a_batch(
     models: dict[str, ExLlamaV2], golden: dict[str, Tensor]
 ) -> None:
     model, ids = models["exl2-3.5"], golden["input_ids"]
@@ -159,8 +159,8 @@ CHUNKED = 1e-4
 
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_in_pieces(name: str, models: dict[str, ExLlamaV2], texts: dict[str, Any]) -> None:
-    """More than 64 rows go through cuBLAS, whose sums know the number of rows: within a bound, and in strict mode (for
-    quantized models) to the bit."""
+    """More than 64 rows go through cuBLAS, whose sums depend on the number of rows: results are within a bound, and in
+    strict mode (for quantized models) bitwise identical."""
     model = models[name]
     text = texts["greedy_96_tokens"][GREEDY_KEY[name]]
     ids = ExLlamaV2Tokenizer(model.config).encode(text * 6, add_bos=True)[:, :400]

@@ -1,4 +1,4 @@
-"""EXL2 files written by exllamav2's own converter, dequantized, against its own weights: equal to the bit."""
+"""EXL2 files of exllamav2's converter dequantize to exactly its own weights."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Models that other programs wrote and ran: weights to the bit, logits, greedy text and cache modes against theirs."""
+"""Models that other programs wrote and ran: exact weights; logits, greedy text and cache modes against theirs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def models() -> dict[tuple[str, str], ExLlamaV2]:
 
 
 @pytest.mark.parametrize("name", MODELS[1:])
-def test_exl2_weights_to_the_bit(
+def test_exl2_weights_are_bitwise_identical(
     name: str, models: dict[tuple[str, str], ExLlamaV2], golden: dict[str, Tensor]
 ) -> None:
     prefix = f"{name}.weight."

@@ -1,4 +1,4 @@
-"""What the documentation of other libraries does with OpenAI's API, against a server: `python client_pages.py URL`.
+"""Run the examples of other libraries' documentation against a server: `python client_pages.py URL`.
 
 Run in an environment that holds these libraries and nothing of this project. The model is small and mostly answers that
 it does not know; what counts is that every call is made, streamed and read.

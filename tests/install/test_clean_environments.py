@@ -20,7 +20,7 @@ TESTS = {
     "exl-compat": "compat",
     "exl-serve": "serve",
 }
-# What each package's tests use beyond the package: declared here, since it is not the package's own need.
+# Dependencies of each package's tests that the package itself does not need.
 TEST_NEEDS = {
     "exl-kernels": ["safetensors"],
     "exl-core": ["safetensors", "transformers>=5", "jinja2", "peft>=0.17", "sentencepiece>=0.2.1", "pillow>=11"],

@@ -29,7 +29,7 @@ def test_alone_it_brings_numpy_and_nothing_of_torch(wheel: Path, tmp_path: Path)
     python = clean.environment(tmp_path / "env")
     clean.install(python, wheel, "exl-filters")
     assert set(clean.installed(python)) == {"exl-filters", "numpy"}
-    # What a server calls works there, and an extra that is not there is named.
+    # The functions that a server calls work there, and an error names a missing extra.
     source = (
         "import sys, exl_filters as f\n"
         "v = f.Vocabulary(['yes', 'no', None], eos_token_id=2, special_ids=[2])\n"

@@ -87,7 +87,7 @@ def test_key_mask_is_added_and_infinity_takes_a_key_out(each_isa: str, kind: Any
     got = case.run(rows, positions, key_mask=mask)
     assert_close(got, expected)
     assert not got[3].any()  # sees padding only
-    # What the padding holds does not matter, even if it is not a number.
+    # The padding's content does not matter, even if it is NaN.
     for b in range(2):
         for t in case.pages.tensors():
             t[case.block_table[b, :2].long()] = torch.nan if t.dtype == torch.float16 else 0xFF
@@ -115,7 +115,9 @@ def test_large_logits_do_not_overflow(each_isa: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [0, 100])
-def test_same_bits_in_any_chunking_batch_placement_and_thread_count(each_isa: str, kind: Any, window: int) -> None:
+def test_bitwise_identical_in_any_chunking_batch_placement_and_thread_count(
+    each_isa: str, kind: Any, window: int
+) -> None:
     """The promise of the generator: a token's result depends on its own sequence only."""
     n = 700  # beyond one split
     options: dict[str, Any] = {"window": window}

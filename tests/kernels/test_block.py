@@ -1,4 +1,4 @@
-"""Fused sub-layers: equal to the bit to the kernels called one by one, and refusing what does not fit."""
+"""Fused sub-layers: bitwise identical to the kernels called one by one; wrong shapes are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without a usable GPU: imports work, the reason is a sentence, and doors refuse with typed errors."""
+"""Without a usable GPU: imports work, the reason is a sentence, and entry points raise typed errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_require_cuda_says_why() -> None:
             require_cuda(f"cuda:{len(status.devices)}")
 
 
-def test_cuda_doors_refuse_cpu_tensors() -> None:
+def test_cuda_operators_reject_cpu_tensors() -> None:
     x = torch.ones(2, 8)
     with pytest.raises(DTypeError, match="cpu"):
         cuda_ops.rms_norm(x, x[0], 1e-6)

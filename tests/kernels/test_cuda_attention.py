@@ -143,7 +143,7 @@ def test_key_mask_is_added_and_infinity_takes_a_key_out(kind: Any, tokens: int) 
     got = case.run(rows, positions, key_mask=mask.cuda())
     assert_close(got[pick], expected)
     assert not case.run([1], [20], key_mask=mask.cuda()).any()  # sees padding only
-    # What the padding holds does not matter, even if it is not a number.
+    # The padding's content does not matter, even if it is NaN.
     slots = torch.arange(40)
     for b in range(2):
         pages = case.block_table[b].long()[slots // 16]
@@ -165,7 +165,7 @@ def test_rows_that_see_only_finitely_masked_keys_stay_finite(tokens: int) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dim", "groups"), [(64, 1), (128, 4), (256, 3)])
-def test_a_token_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(kind: Any, dim: int, groups: int) -> None:
+def test_a_token_is_bitwise_identical_alone_in_a_batch_and_in_any_chunk(kind: Any, dim: int, groups: int) -> None:
     lengths = [600, 420]
     case = make_cuda_case(kind, lengths, dim=dim, groups=groups)
     rows = [0] * lengths[0] + [1] * lengths[1]
@@ -190,7 +190,7 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(kind: Any, 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 20.0}])
-def test_prefill_and_decode_kernels_give_the_same_bits(kind: Any, options: dict[str, Any]) -> None:
+def test_prefill_and_decode_kernels_are_bitwise_identical(kind: Any, options: dict[str, Any]) -> None:
     case = make_cuda_case(kind, [900], dim=128, groups=4, heads=2)
     native, pages = _native.cuda_attention_plan, case.pages.native_cuda()
     columns = case.block_table.shape[1]
@@ -220,7 +220,7 @@ def test_a_bound_on_keys_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_any_number_of_blocks_that_share_a_row_gives_the_same_bits(kind: Any, dim: int) -> None:
+def test_any_number_of_blocks_that_share_a_row_is_bitwise_identical(kind: Any, dim: int) -> None:
     """Batches of 1 to 64: shares of a unit, of splits, and whole rows; lengths on and beside their borders."""
     lengths = [3000, 513, 2048, 513, *[1] * 5] if UNDER_A_TOOL else [3000, 2049, 2048, 513, 512, 511, 65, 64, 1]
     case = make_cuda_case(kind, lengths, dim=dim, groups=4, heads=8, queries=50)
@@ -236,7 +236,7 @@ def test_any_number_of_blocks_that_share_a_row_gives_the_same_bits(kind: Any, di
                 1
             ]
         )
-    assert len(modes) > 1  # of 2 and 9 sequences alone 17 and 4 on 132 multiprocessors, by the plan's own test
+    assert len(modes) > 1  # of 2 and 9 sequences alone 17 and 4 on 132 SMs, by the plan's own test
     for b, n in ((0, 3000), (3, 513)):
         assert_close(alone[b][None], case.oracle([b], [n - 1]))
 
@@ -263,7 +263,7 @@ def test_tokens_one_a_sequence_have_the_bits_of_tokens_many(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("groups", "dim"), [(2, 128), (4, 64)])
-def test_a_batchs_clusters_give_the_same_bits(kind: Any, groups: int, dim: int) -> None:
+def test_a_batchs_clusters_are_bitwise_identical(kind: Any, groups: int, dim: int) -> None:
     lengths = [513, 512, 511, 65, 64, 1, 300] + ([1] * 9 if UNDER_A_TOOL else [257 + 5 * i for i in range(57)])
     case = make_cuda_case(kind, lengths, dim=dim, groups=groups, heads=4, page_size=256)
     alone = [case.run([b], [n - 1], max_keys=n)[0] for b, n in enumerate(lengths)]

@@ -1,4 +1,4 @@
-"""Rotation, storing and attention of one token a sequence in one launch: bits of the separate doors; needs a GPU."""
+"""Rotation, storing and attention of one token a sequence in one launch equal separate launches; needs a GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_same_step(step: OwnStep, **options: Any) -> None:
         (2, 4, 128, 0, False),
     ],
 )
-def test_own_keys_in_the_same_launch_give_the_bits_of_separate_doors(
+def test_own_keys_in_the_same_launch_equal_separate_launches(
     kind: Any, heads: int, groups: int, dim: int, rotated: int, interleaved: bool
 ) -> None:
     lengths = [1, 64, 65, 150, 0, *([513] if UNDER_A_TOOL else [1000, 513, 2100])]
@@ -228,7 +228,7 @@ def product_of(k: int, kind: str) -> CudaQuantMatrix:
     return made
 
 
-def laid_out(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
+def packed(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
     """Columns, and scratch memory as the matmul's own packing launch leaves it for x [T, K]."""
     rows, group = x.shape[0], matrix._group
     few = rows <= FEW_ROWS
@@ -243,7 +243,7 @@ def laid_out(matrix: CudaQuantMatrix, x: Tensor) -> tuple[int, Tensor]:
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(2, 4, 128), (1, 5, 128), (4, 7, 64), (1, 16, 128), (2, 4, 96)])
 @pytest.mark.parametrize("matrix", ["exl2", "gptq"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 20.0}], ids=["few", "decode"])
-def test_results_in_a_products_order(
+def test_results_packed_for_the_next_matmul(
     kind: Any, heads: int, groups: int, dim: int, matrix: str, options: dict[str, float]
 ) -> None:
     made = product_of(heads * groups * dim, matrix)
@@ -251,7 +251,7 @@ def test_results_in_a_products_order(
     for tokens in (3, 9, 64) if UNDER_A_TOOL else (1, 3, 8, 9, 16, 23, 64):
         step = own_step(kind, (cycle * 8)[:tokens], heads=heads, groups=groups, dim=dim, page_size=64)
         want = step.apart(**options)
-        columns, reference = laid_out(made, want.view(tokens, -1))
+        columns, reference = packed(made, want.view(tokens, -1))
         count = made.in_features // 32 * 64 * columns  # of rows that are there
         for early in (False, True):
             scratch = torch.full((reference.numel() + 1300,), 0xA5, dtype=torch.uint8, device="cuda")
@@ -264,7 +264,7 @@ def test_results_in_a_products_order(
 
 
 @pytest.mark.needs("wgmma")
-def test_a_product_takes_what_was_laid_out_for_it_alone() -> None:
+def test_a_matmul_takes_only_inputs_packed_for_it() -> None:
     product, other = (FusedLinear([product_of(1024, kind)]) for kind in ("exl2", "gptq"))
     for tokens in (9, 64) if UNDER_A_TOOL else (9, 16, 23, 64):
         step = own_step("fp16", [5 + at for at in range(tokens)], dim=128, groups=4, page_size=64)
@@ -313,7 +313,7 @@ def test_blocks_that_share_k_need_not_wait_for_one_another(dtype: torch.dtype) -
         assert bool((exchange[1024:] == 255).all()), "left as it was found"
 
 
-def test_a_products_order_that_does_not_fit_is_refused() -> None:
+def test_packing_that_does_not_fit_is_rejected() -> None:
     step, made = own_step("fp16", [5] * 9, dim=128, groups=4), product_of(1024, "exl2")
     scratch = torch.zeros(1 << 16, dtype=torch.uint8, device="cuda")
     good = attention_cuda.ProductInput(made, 16, scratch)

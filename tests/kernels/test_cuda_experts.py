@@ -1,4 +1,4 @@
-"""Experts that share launches against one expert after the other, to the bit, and against float64; needs a GPU."""
+"""Experts that share launches: bitwise those of one expert after the other, near float64; needs a GPU."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_against_float64(activation: Any) -> None:
     h, (weights, ids) = rows_of(6, 256), chosen_of(6, 5, 2)
     whole = [tuple(matrix.dequantize().double().cpu() for matrix in parts) for parts in experts]
     expected = reference.expert_sum(h.double().cpu(), weights.double().cpu(), ids.cpu(), whole, activation)  # type: ignore[arg-type]
-    assert rms(together(h, weights, ids), expected) < 2e-3  # halves between the products
+    assert rms(together(h, weights, ids), expected) < 2e-3  # half precision between the matmuls
 
 
 @pytest.mark.parametrize("rows", [1, 5, 20, 64])

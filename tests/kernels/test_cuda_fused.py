@@ -1,4 +1,4 @@
-"""Joined launches against the doors they join, to the bit, and against FP64 twins; needs a GPU."""
+"""Joined launches: bitwise the operators that they join, and near FP64 twins; needs a GPU."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def qkv(kind: str) -> list[QuantMatrix]:
     return [gptq(n, kind == "gptq act-order", 32 if kind == "gptq groups of 32" else 128) for n in (512, 128, 160)]
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def bitwise_equal(a: Tensor, b: Tensor) -> bool:
     """Of halves of either kind; -0 is not 0."""
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
@@ -142,7 +142,7 @@ def test_residual_in_place_and_captured(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_random_products_with_what_stands_around_them(seed: int) -> None:
+def test_random_matmuls_with_prologues_and_epilogues(seed: int) -> None:
     """Matrices of any widths and sizes, in one order or their own, with or without a norm, gate and residual."""
     rng = random.Random(seed)
     dtype, count, gated = rng.choice(DTYPES), rng.randint(1, 3), rng.random() < 0.4
@@ -198,7 +198,7 @@ def test_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.needs("bulk_copy", "clusters")
 @pytest.mark.parametrize(("k", "group"), [(256, 128), (K, 128), (1152, 128), (2304, 128), (4096, 128), (1152, 32)])
-def test_results_go_from_product_to_product(k: int, group: int) -> None:
+def test_results_go_from_matmul_to_matmul(k: int, group: int) -> None:
     """A layer's products, each with its input from the one before and its own norm: the separate operators' bits."""
     perms = [torch.randperm(k, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     norms = [Norm(torch.rand(k, device="cuda").half() + 0.5, eps, offset) for eps, offset in ((1e-5, 0.0), (1e-3, 1.0))]
@@ -267,7 +267,7 @@ def test_one_row_of_gated_tiles_that_follow_each_other(dtype: torch.dtype, norme
 @pytest.mark.parametrize("kind", ["exl2", "gptq act-order"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [8200, 16640])
-def test_a_gate_inside_the_product_of_many_rows(kind: str, dtype: torch.dtype, n: int) -> None:
+def test_a_gate_inside_the_matmul_of_many_rows(kind: str, dtype: torch.dtype, n: int) -> None:
     """Odd numbers of tiles, and more than all blocks have at once (n = 16640: 260 pairs of items)."""
     perm = torch.randperm(K, generator=torch.Generator().manual_seed(5))
     if kind == "exl2":
@@ -288,7 +288,7 @@ def test_a_gate_inside_the_product_of_many_rows(kind: str, dtype: torch.dtype, n
 @pytest.mark.needs("wgmma")
 @pytest.mark.parametrize("n", [8320, 8448])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_many_gated_rows_are_left_in_the_order_of_the_next_product(n: int, ordered: bool) -> None:
+def test_many_gated_rows_are_packed_for_the_next_matmul(n: int, ordered: bool) -> None:
     """Half a unit of K at the end, and none; rows past the last are zero where biases would make them something."""
     perm = torch.randperm(K, generator=torch.Generator().manual_seed(5))
     gate, up = exl2(n, 5, 4, seed=1, perm=perm, bias=True), exl2(n, 5, 4, seed=2, perm=perm, bias=True)
@@ -301,9 +301,9 @@ def test_many_gated_rows_are_left_in_the_order_of_the_next_product(n: int, order
         assert second.input_of(m) is not None, m
         want = second(first(x, x.new_empty(m, n)), x.new_empty(m, down.out_features), h[:m])
         got = torch.full_like(want, float("nan"))
-        assert same_bits(first.then(second, x, got, h[:m]), want), m
+        assert bitwise_equal(first.then(second, x, got, h[:m]), want), m
         off = torch.full((want.numel() + 1,), float("nan"), dtype=want.dtype, device="cuda")[1:].view_as(want)
-        assert same_bits(first.then(second, x, off, h[:m]), want), m
+        assert bitwise_equal(first.then(second, x, off, h[:m]), want), m
 
 
 FORMS = ["exl2", "exl2 groups of 32", "gptq", "gptq act-order", "gptq groups of 32"]
@@ -311,7 +311,7 @@ FORMS = ["exl2", "exl2 groups of 32", "gptq", "gptq act-order", "gptq groups of 
 
 @pytest.mark.needs("wgmma")
 @pytest.mark.parametrize(("kind", "activation"), [*((kind, "silu") for kind in FORMS), ("gptq", "gelu")])
-def test_products_of_all_forms_take_what_gated_ones_leave(kind: str, activation: str) -> None:
+def test_matmuls_of_all_forms_read_gated_results(kind: str, activation: str) -> None:
     """Of few features and of so many that a block has three items of 64 at a time; gates far from zero, too."""
     group, n, perm = 32 if "32" in kind else 128, 8320, torch.randperm(K, generator=torch.Generator().manual_seed(5))
     if kind.startswith("exl2"):
@@ -330,14 +330,14 @@ def test_products_of_all_forms_take_what_gated_ones_leave(kind: str, activation:
             assert first.chains_to(second, m), m
             want = second(first(x, x.new_empty(m, n)), x.new_empty(m, down.out_features), h[:m])
             got = torch.full_like(want, float("nan"))
-            assert same_bits(first.then(second, x, got, h[:m]), want), m
+            assert bitwise_equal(first.then(second, x, got, h[:m]), want), m
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("programmatic", [True, False])
-def test_a_norm_behind_a_product_that_leaves_few_multiprocessors_alone(dtype: torch.dtype, programmatic: bool) -> None:
-    """Where launches overlap, the one that norms and lays out begins with blocks that do nothing."""
-    k, times = 2048, 10  # 128 blocks, which leave four of an H200's multiprocessors alone
+def test_a_norm_after_a_matmul_that_leaves_few_sms_free(dtype: torch.dtype, programmatic: bool) -> None:
+    """Where launches overlap, the one that norms and packs begins with placeholder blocks."""
+    k, times = 2048, 10  # 128 blocks, which leave four of an H200's SMs free
     perm = torch.randperm(k, generator=torch.Generator().manual_seed(5))
     norm = Norm((torch.rand(k, device="cuda") + 0.5).to(dtype), 1e-5)
     before = FusedLinear([exl2(k, 5, 4, seed=1)], dtype=dtype)
@@ -369,7 +369,7 @@ def test_a_norm_behind_a_product_that_leaves_few_multiprocessors_alone(dtype: to
         set_programmatic_launch(enabled)
 
 
-def test_products_of_all_sizes_meet_in_the_same_memory() -> None:
+def test_matmuls_of_all_sizes_share_the_workspace() -> None:
     """Each leaves it as the next wants it, whichever shares of items and blocks the two have."""
     perm = torch.randperm(K, generator=torch.Generator().manual_seed(5))
     sizes = (1, 160, 27, 400) if UNDER_A_TOOL else (1, 224, 64, 400, 160, 27, 112)
@@ -390,7 +390,7 @@ def test_products_of_all_sizes_meet_in_the_same_memory() -> None:
 @pytest.mark.parametrize("sizes", [(64 * 300, 64 * 100 + 24), (64 * 401 + 8,)])
 def test_left_over_items_of_several_matrices(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """More items than all blocks have at a time: those left over may be of two matrices, the last one not whole, with a
-    bias and a residual. A row alone has the same bits, and so have all rows when it is done once more."""
+    bias and a residual. A row alone is bitwise identical, and so is a second run of all rows."""
     k = 2048
     perm = torch.randperm(k, generator=torch.Generator().manual_seed(8))
     matrices = [exl2(n, 5, 4, seed=i, perm=perm, bias=True, k=k) for i, n in enumerate(sizes)]
@@ -401,18 +401,18 @@ def test_left_over_items_of_several_matrices(sizes: tuple[int, ...], dtype: torc
         assert torch.equal(got, fused(x, torch.empty_like(h), h)), m
         for i in (0, m - 1):
             alone = fused(x[i : i + 1].clone(), torch.empty_like(h[:1]), h[i : i + 1].clone())
-            assert same_bits(alone, got[i : i + 1]), (m, i)
+            assert bitwise_equal(alone, got[i : i + 1]), (m, i)
 
 
-def test_a_following_product_that_would_leave_items_over() -> None:
-    """Gated results that stand with rows innermost, for a product of more items than all blocks have at a time."""
+def test_a_following_matmul_that_would_leave_items_over() -> None:
+    """Gated results with rows innermost, for a matmul of more items than all blocks hold at a time."""
     gate, up = (exl2(8448, 4, seed=i) for i in (1, 2))
     down = exl2(64 * 400 + 24, 4, seed=3, k=8448)
     first, second = FusedLinear([gate, up], activation="silu"), FusedLinear([down])
     for m in (33, 64):
         x = activations(m, K, torch.float16)
         want = second(first(x, x.new_empty(m, 8448)), x.new_empty(m, down.out_features))
-        assert same_bits(first.then(second, x, torch.full_like(want, float("nan"))), want), m
+        assert bitwise_equal(first.then(second, x, torch.full_like(want, float("nan"))), want), m
 
 
 def test_bad_operands() -> None:

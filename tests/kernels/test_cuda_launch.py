@@ -43,7 +43,7 @@ def test_status_matches_torch() -> None:
     properties = torch.cuda.get_device_properties(0)
     device = status.devices[0]
     assert device.name == properties.name
-    assert device.multiprocessors == properties.multi_processor_count
+    assert device.sm_count == properties.multi_processor_count
     assert device.compute_capability == (properties.major, properties.minor)
     assert require_cuda("cuda").index == torch.cuda.current_device()
 

@@ -147,7 +147,7 @@ def test_exl2_dequantize_is_bit_exact(case: str) -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in LARGE])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_exl2_products(case: str, dtype: torch.dtype) -> None:
+def test_exl2_matmuls(case: str, dtype: torch.dtype) -> None:
     made, tensors, groups = matrix(case)
     exact, rounded = unrounded(tensors, groups), exl2_dequantize(tensors).double()
     for m in (1, 2, 3, 8, 9, 16, 24, 33, 64):
@@ -304,7 +304,7 @@ def random_groups(rng: random.Random, most: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_random_exl2_products(seed: int) -> None:
+def test_random_exl2_matmuls(seed: int) -> None:
     rng = random.Random(seed)
     groups, n = random_groups(rng, rng.choice((256, 1024, 3072))), 32 * rng.randint(1, 24)
     tensors, dtype = exl2_tensors(groups, n, seed), rng.choice((torch.float16, torch.bfloat16))
@@ -327,7 +327,7 @@ def test_random_exl2_products(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_random_gptq_products(seed: int) -> None:
+def test_random_gptq_matmuls(seed: int) -> None:
     rng = random.Random(seed)
     bits, group = rng.choice((2, 3, 4, 4, 4, 8)), rng.choice((32, 64, 128, 128, 256))
     k, n, act_order = group * rng.randint(1, max(1, 2048 // group)), 32 * rng.randint(1, 24), rng.random() < 0.5
@@ -407,7 +407,7 @@ def test_many_rows_take_the_dequantized_way() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_many_rows_to_the_same_bits_when_asked(dtype: torch.dtype) -> None:
+def test_many_rows_are_bitwise_identical_when_asked(dtype: torch.dtype) -> None:
     made, _, _ = matrix("two-widths")
     x = activations(200, made.in_features, dtype)
     set_row_invariant(True)
@@ -471,7 +471,7 @@ def test_results_may_lie_at_any_element(rows: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 4, 5])
-def test_a_shallow_ring_ends_with_the_same_bits_every_time(rows: int) -> None:
+def test_a_shallow_ring_is_bitwise_identical_every_time(rows: int) -> None:
     """Rows of 14,336 leave room for few stages, and seven stages a tile change hands between the warps: a warp that is
     ahead of a late copy must not take one stage for another (an H200 hung here within minutes of serving)."""
     made, _, _ = matrix("long")
@@ -507,7 +507,7 @@ def test_float_matrices() -> None:
         assert torch.equal(made.dequantize().cpu(), weight.to(dtype).t().half())
 
 
-def test_precise_products_of_a_row_do_not_depend_on_the_others() -> None:
+def test_precise_matmuls_of_a_row_do_not_depend_on_the_others() -> None:
     made = QuantMatrix.from_float(torch.randn(60, 2048, dtype=torch.float16) * 0.05, device="cuda")
     assert isinstance(made, CudaFloatMatrix)
     x = torch.randn(700, 2048, dtype=torch.float16, device="cuda")

@@ -1,4 +1,4 @@
-"""Elementary CUDA operators against FP64 twins, through the public doors; needs a GPU."""
+"""Elementary CUDA operators against FP64 twins, through the public API; needs a GPU."""
 
 from __future__ import annotations
 

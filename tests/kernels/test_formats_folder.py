@@ -218,7 +218,7 @@ def test_allocation_keeps_the_budget(layers: int, hidden: int, inner: int, bits:
     used = sum(formats.exl2_total_bits(plans[m.key], m.in_features, m.out_features) for s in slots for m in s.matrices)
     assert used <= bits * weights
     assert plans == allocate(slots, bits)
-    # What is left over buys no slot a better option (one wide slot alone can leave more than a bit per weight).
+    # The rest buys no slot a better option (one wide slot alone can leave more than a bit per weight).
     left = int(bits * weights) - used
     for slot in slots:
         points = [_point(slot, i) for i in range(len(slot.options))]

@@ -1,4 +1,4 @@
-"""EXL2 and GPTQ matrices: the native code and its numpy twin agree to the bit, and broken matrices are refused."""
+"""EXL2 and GPTQ matrices: native code and numpy twin are bitwise identical, and broken matrices are rejected."""
 
 from typing import Any
 
@@ -20,14 +20,14 @@ def to_torch(arrays: Arrays) -> dict[str, torch.Tensor]:
     return {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in arrays.items()}
 
 
-def same_bits(found: torch.Tensor, expected: np.ndarray[Any, Any]) -> bool:
+def bitwise_equal(found: torch.Tensor, expected: np.ndarray[Any, Any]) -> bool:
     return found.shape == expected.shape and found.numpy().tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: Arrays) -> None:
     assert found.keys() == expected.keys()
     for key, tensor in found.items():
-        assert same_bits(tensor, expected[key]), key
+        assert bitwise_equal(tensor, expected[key]), key
 
 
 # Halves over the whole range that keeps 8-bit weights finite, subnormals and zero included.
@@ -67,7 +67,7 @@ def test_exl2_pack_and_dequantize_equal_the_twin(matrix: tuple[Arrays, list[tupl
     )
     assert_same(packed, tensors)
     assert formats.exl2_check(packed) == groups
-    assert same_bits(formats.exl2_dequantize(packed), twin.exl2_dequantize(tensors))
+    assert bitwise_equal(formats.exl2_dequantize(packed), twin.exl2_dequantize(tensors))
 
 
 plans = st.sampled_from(
@@ -189,14 +189,14 @@ def test_gptq_dequantize_equals_the_twin(
         "scales": halves.view(np.float16),
     }
     found = formats.gptq_dequantize(to_torch(arrays), bits=bits, zeros=zeros, group_size=group_size)
-    assert same_bits(found, twin.gptq_dequantize(arrays, bits, zeros == "v2", size))
+    assert bitwise_equal(found, twin.gptq_dequantize(arrays, bits, zeros == "v2", size))
     # An index that is all zero means none; any other is honoured row by row.
     arrays["g_idx"] = np.zeros(rows, np.int32)
     again = formats.gptq_dequantize(to_torch(arrays), bits=bits, zeros=zeros, group_size=group_size)
     assert torch.equal(found.view(torch.int16), again.view(torch.int16))
     arrays["g_idx"] = rng.integers(0, groups, rows).astype(np.int32)
     found = formats.gptq_dequantize(to_torch(arrays), bits=bits, zeros=zeros, group_size=group_size)
-    assert same_bits(found, twin.gptq_dequantize(arrays, bits, zeros == "v2", size))
+    assert bitwise_equal(found, twin.gptq_dequantize(arrays, bits, zeros == "v2", size))
 
 
 @fast
@@ -274,13 +274,13 @@ BROKEN_EXL2 = {
 
 
 @pytest.mark.parametrize("case", BROKEN_EXL2)
-def test_broken_exl2_matrices_are_refused_by_name(case: str) -> None:
+def test_the_error_names_a_broken_exl2_matrix(case: str) -> None:
     change, text = BROKEN_EXL2[case]
     tensors = good_exl2()
     change(tensors)
-    for door in (formats.exl2_check, formats.exl2_dequantize):
+    for reader in (formats.exl2_check, formats.exl2_dequantize):
         with pytest.raises(FormatError, match=text) as caught:
-            door(tensors, name="model.layers.3.mlp.up_proj")
+            reader(tensors, name="model.layers.3.mlp.up_proj")
         assert str(caught.value).startswith("model.layers.3.mlp.up_proj: ")
 
 
@@ -306,7 +306,7 @@ def test_random_damage_is_read_or_refused(data: st.DataObject) -> None:
         return
     assert sum(rows for _, rows in groups) == 128
     expected = twin.exl2_dequantize({key: tensor.numpy() for key, tensor in tensors.items()})
-    assert same_bits(formats.exl2_dequantize(tensors), expected)
+    assert bitwise_equal(formats.exl2_dequantize(tensors), expected)
     assert np.isfinite(expected).all()
 
 
@@ -325,7 +325,7 @@ BROKEN_GPTQ = {
 
 
 @pytest.mark.parametrize("case", BROKEN_GPTQ)
-def test_broken_gptq_matrices_are_refused_by_name(case: str) -> None:
+def test_the_error_names_a_broken_gptq_matrix(case: str) -> None:
     change, options, text = BROKEN_GPTQ[case]
     tensors = formats.gptq_quantize(torch.randn(64, 128), group_size=32, perm=torch.randperm(128))
     change(tensors)

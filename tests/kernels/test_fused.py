@@ -1,4 +1,4 @@
-"""Joined operators on the CPU are the composition of the doors they join."""
+"""Joined operators on the CPU equal the composition of the operators that they join."""
 
 from __future__ import annotations
 

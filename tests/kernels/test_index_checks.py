@@ -1,4 +1,4 @@
-"""The checks of slots, rows, positions and page numbers that GPU doors make on request; here on CPU tensors."""
+"""The checks of slots, rows, positions and page numbers that GPU operators make on request; here on CPU tensors."""
 
 from __future__ import annotations
 

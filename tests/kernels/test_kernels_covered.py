@@ -49,7 +49,7 @@ def test_chosen_cases_have_every_kernel(tmp_path: Path) -> None:
 
 
 def test_a_case_that_ended_in_its_setup_has_no_other_ones_outcome(tmp_path: Path) -> None:
-    """What its fixture launched was none of the test's before it."""
+    """Launches of a fixture count for its test, not for the test before."""
     (tmp_path / "test_it.py").write_text(
         """
 import pytest
@@ -167,6 +167,6 @@ def test_a_kernel_that_was_never_launched_fails_its_part_by_name(missed: str | N
         assert f"{1 if part == missed else 2} of 2 kernels launched" in rows[row]
 
 
-def test_nothing_is_proven_when_no_part_ran(tmp_path: Path) -> None:
+def test_a_run_without_parts_fails(tmp_path: Path) -> None:
     assert prove(tmp_path, "kernel", 10).returncode == 1
     assert (tmp_path / "out" / "parts" / "kernel").read_text().endswith("did not run\n")

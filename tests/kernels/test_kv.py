@@ -1,4 +1,4 @@
-"""Cache codecs and pages: the vectors of spec formats 8.5 and 8.6, twins to the bit, and what a store may touch."""
+"""Cache codecs and pages: known vectors, bitwise equality with the twins, and what a store may touch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def halves(text: str) -> Tensor:
     return torch.tensor([v - 65536 if v >= 32768 else v for v in values], dtype=torch.int16).view(torch.float16)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def bitwise_equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
@@ -140,7 +140,7 @@ def test_fp8_is_nearest_for_every_half(each_isa: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "dim"), [(1, 1), (2, 64), (3, 80), (4, 128), (1, 33), (2, 256), (1, 100)])
-def test_store_and_load_equal_the_twin_to_the_bit(each_isa: str, kind: Any, heads: int, dim: int) -> None:
+def test_store_and_load_are_bitwise_equal_to_the_twin(each_isa: str, kind: Any, heads: int, dim: int) -> None:
     tokens = 12
     k, v = values_for(1, tokens, heads, dim), values_for(2, tokens, heads, dim)
     pages = KVPages.allocate(kind, 3, 5, heads, dim)
@@ -155,18 +155,18 @@ def test_store_and_load_equal_the_twin_to_the_bit(each_isa: str, kind: Any, head
         half = twin.round_to_half(x)
         stored = data.view(15, heads, -1)[slots]
         if kind == "fp16":
-            assert same_bits(stored, half)
+            assert bitwise_equal(stored, half)
             decoded = half
         elif kind == "fp8":
-            assert same_bits(stored, twin.fp8_encode(half))
+            assert bitwise_equal(stored, twin.fp8_encode(half))
             decoded = twin.fp8_decode(stored)
         else:
             assert scales is not None
             codes, expected = twin.hadamard_encode(twin.pad_to_block(half), bits)
-            assert same_bits(stored, codes)
-            assert same_bits(scales.view(15, heads, -1)[slots], expected)
+            assert bitwise_equal(stored, codes)
+            assert bitwise_equal(scales.view(15, heads, -1)[slots], expected)
             decoded = twin.hadamard_decode(codes, expected, bits)[..., :dim]
-        assert same_bits(got, decoded.float())
+        assert bitwise_equal(got, decoded.float())
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("fp16", 0.0005), ("fp8", 0.08), ("q8", 0.01), ("q6", 0.12), ("q4", 0.12)])
@@ -205,14 +205,14 @@ def test_a_store_touches_its_own_slots_only(
     kept = torch.tensor([s for s in range(total) if s not in written], dtype=torch.int64)
     for now, then in zip(pages.tensors(), before, strict=True):
         flat_now, flat_then = now.view(total, -1), then.view(total, -1)
-        assert same_bits(flat_now[kept], flat_then[kept])
+        assert bitwise_equal(flat_now[kept], flat_then[kept])
     # A token's code depends on the token alone: the same token stored by itself gives the same bytes.
     alone = KVPages.allocate(kind, 1, 1, heads, dim)
     for t, slot in enumerate(wanted.tolist()):
         if slot >= 0:
             store_kv(alone, x[t : t + 1], x[t : t + 1], torch.tensor([0]))
             for now, single in zip(pages.tensors(), alone.tensors(), strict=True):
-                assert same_bits(now.view(total, -1)[slot], single.view(-1))
+                assert bitwise_equal(now.view(total, -1)[slot], single.view(-1))
 
 
 def test_values_beyond_half_saturate_and_never_become_infinite() -> None:
@@ -257,7 +257,7 @@ def test_threads_make_no_difference(restore_threads: None, kind: Any) -> None:
         store_kv(pages, x, x.neg(), torch.arange(500))
         stored.append([*pages.tensors(), *load_kv(pages, torch.arange(500))])
     for other in stored[1:]:
-        assert all(same_bits(a, b) for a, b in zip(other, stored[0], strict=True))
+        assert all(bitwise_equal(a, b) for a, b in zip(other, stored[0], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ EXACT_TOLERANCE = 2e-6
 # The twin's fused multiply-add rounds twice, so its results may be a last bit apart.
 INT8_TWIN_TOLERANCE = 1e-6
 HALF_ROUNDING = 2.0**-11
-# What int8 activations may cost on normal noise: a step of max / 127 in 32 values.
+# Error bound of int8 activations on normal noise: a step of max / 127 in 32 values.
 INT8_TOLERANCE = 0.015
 
 
@@ -83,7 +83,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def bitwise_equal(a: Tensor, b: Tensor) -> bool:
     whole = torch.int16 if a.dtype == torch.float16 else torch.int32
     return torch.equal(a.contiguous().view(whole), b.contiguous().view(whole))
 
@@ -121,12 +121,12 @@ class TestExl2:
         x = normal(rows, weight.shape[0], seed=seed + 1)
         threads.set_isa(isa)
         exact = QuantMatrix.from_exl2(tensors, prescale=prescale, compute="exact")
-        assert same_bits(exact.dequantize(), weight)
+        assert bitwise_equal(exact.dequantize(), weight)
         oracle = linear_reference.product(x, weight, bias, prescale)
         assert distance(exact.matmul(x), oracle) < EXACT_TOLERANCE
 
         int8 = QuantMatrix.from_exl2(tensors, prescale=prescale, compute="int8")
-        assert same_bits(int8.dequantize(), weight)
+        assert bitwise_equal(int8.dequantize(), weight)
         twin = linear_reference.product_int8(x, linear_reference.exl2_blocks(tensors), n, bias, prescale)
         assert distance(int8.matmul(x), twin) < INT8_TWIN_TOLERANCE
 
@@ -215,7 +215,7 @@ class TestGptq:
         threads.set_isa(isa)
         options: dict[str, Any] = {"bits": bits, "zeros": zeros, "group_size": group_size, "prescale": 0.5}
         exact = QuantMatrix.from_gptq(tensors, compute="exact", **options)
-        assert same_bits(exact.dequantize(), weight)
+        assert bitwise_equal(exact.dequantize(), weight)
         assert distance(exact.matmul(x), linear_reference.product(x, weight, tensors["bias"], 0.5)) < EXACT_TOLERANCE
         int8 = QuantMatrix.from_gptq(tensors, compute="int8", **options)
         blocks = linear_reference.gptq_blocks(tensors, bits, v2, group_of.numpy())
@@ -227,7 +227,7 @@ class TestGptq:
         tensors = random_gptq(4, 64, 32, None, 2, 0)
         tensors["scales"] = tensors["scales"].to(dtype)
         weight = formats.gptq_dequantize({**without_bias(tensors), "scales": tensors["scales"].half()}, bits=4)
-        assert same_bits(QuantMatrix.from_gptq(tensors).dequantize(), weight)
+        assert bitwise_equal(QuantMatrix.from_gptq(tensors).dequantize(), weight)
 
 
 class TestFloat:
@@ -273,8 +273,8 @@ class TestBitwiseLaws:
         x = normal(200, 416, seed=9)
         alone = torch.cat([matrix.matmul(row[None]) for row in x])
         for rows in (2, 3, 5, 8, 13, 64, 65, 129, 200):
-            assert same_bits(matrix.matmul(x[:rows]), alone[:rows]), f"{rows} rows"
-            assert same_bits(matrix.matmul(x[-rows:]), alone[-rows:]), f"last {rows} rows"
+            assert bitwise_equal(matrix.matmul(x[:rows]), alone[:rows]), f"{rows} rows"
+            assert bitwise_equal(matrix.matmul(x[-rows:]), alone[-rows:]), f"last {rows} rows"
 
     def test_thread_count_changes_nothing(self, kind: str) -> None:
         matrix = every_kind()[kind]
@@ -283,7 +283,7 @@ class TestBitwiseLaws:
             for n in (1, 2, 3, 7):
                 threads.set_num_threads(n)
                 results.append(matrix.matmul(x))
-            assert all(same_bits(r, results[0]) for r in results)
+            assert all(bitwise_equal(r, results[0]) for r in results)
 
     def test_instruction_set_changes_nothing(self, kind: str) -> None:
         matrix = every_kind()[kind]
@@ -292,7 +292,7 @@ class TestBitwiseLaws:
             for isa in ISAS:
                 threads.set_isa(isa)
                 results.append(matrix.matmul(x))
-            assert all(same_bits(r, results[0]) for r in results)
+            assert all(bitwise_equal(r, results[0]) for r in results)
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
     def test_bad_activations_stay_in_their_row(self, kind: str, bad: float) -> None:
@@ -302,23 +302,23 @@ class TestBitwiseLaws:
         x[2, 100] = bad
         y = matrix.matmul(x)
         assert not torch.isfinite(y[2]).any()
-        assert same_bits(y[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+        assert bitwise_equal(y[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
 
     def test_zeros_give_the_bias(self, kind: str) -> None:
         matrix = every_kind()[kind]
         y = matrix.matmul(torch.zeros(3, 416))
         assert torch.isfinite(y).all()
-        assert same_bits(y[0], y[2])
+        assert bitwise_equal(y[0], y[2])
 
     def test_any_layout_of_the_input(self, kind: str) -> None:
         matrix = every_kind()[kind]
         x = normal(3, 2, 416)
         y = matrix.matmul(x)
         assert y.shape == (3, 2, matrix.out_features)
-        assert same_bits(matrix.matmul(x.transpose(0, 1)), y.transpose(0, 1).contiguous())
+        assert bitwise_equal(matrix.matmul(x.transpose(0, 1)), y.transpose(0, 1).contiguous())
         out = torch.full((3, 2, matrix.out_features), 7.0)
         assert matrix.matmul(x, out) is out
-        assert same_bits(out, y)
+        assert bitwise_equal(out, y)
         assert matrix.matmul(x[0, 0]).shape == (matrix.out_features,)
         assert matrix.matmul(torch.empty(0, 416)).shape == (0, matrix.out_features)
 

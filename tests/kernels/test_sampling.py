@@ -1,4 +1,4 @@
-"""The native sampler against its plain twin, to the bit: tokens, probabilities, reports, shaped logits."""
+"""The native sampler is bitwise identical to its plain twin: tokens, probabilities, reports, shaped logits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def same(a: Sampled | Failure, b: Sampled | Failure) -> bool:
 
 @settings(max_examples=500, deadline=None)
 @given(st.integers(0, 2**63 - 1), st.sampled_from([1, 5, 40, 64, 100, 333, 2000, 5000]))
-def test_native_equals_twin_to_the_bit(seed: int, width: int) -> None:
+def test_native_is_bitwise_equal_to_the_twin(seed: int, width: int) -> None:
     rng = np.random.default_rng(seed)
     row = random_row(rng, random_plan(rng, width), width)
     np.testing.assert_array_equal(sampling.shaped(row), twin.shaped(row))
@@ -214,7 +214,7 @@ def test_odd_logits_anywhere_are_seen_alike(seed: int, width: int) -> None:
 @pytest.mark.parametrize("which", ["logits", "negative"])
 @pytest.mark.parametrize("greedy", [True, False])
 def test_a_masked_odd_logit_of_a_pair_is_seen(odd: float, which: str, greedy: bool) -> None:
-    """The sums of logsoftmax go over it (P-1): a token sampled beside it would be sampled from nothing."""
+    """The sums of logsoftmax go over NaN: a token sampled beside it would be sampled from nothing."""
     mask = pack_ids([1, 2, 3], 64)
     row = Row(Plan(size=60, cfg_scale=1.5, greedy=greedy), torch.randn(64), negative=torch.randn(64), mask=mask)
     assert isinstance(sampling.sample([row])[0], Sampled)

@@ -1,5 +1,5 @@
 """Every pair of generation features together on the bundled draft model: the output is the job's own, whatever else
-runs, in what chunks, and with what guesses (spec generators.md, pitfalls.md 4)."""
+runs, in what chunks, and with what guesses."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_pair(pair: tuple[str, str], case: Case, cancel_at: int, share: int | No
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[None]:
-    """Products of many rows on the GPU to the bits of those of one: what makes chunks and cache hits invisible."""
+    """Matmuls of many rows on the GPU bitwise identical to those of one, so that chunks and cache hits do not show."""
     set_row_invariant(True)
     yield
     set_row_invariant(False)

@@ -186,7 +186,7 @@ shapes = st.sampled_from([2, 4, 8, 16, 32]).flatmap(
 
 
 class Complaints(logging.Handler):
-    """What the drafter had to give up: a draft model whose cache holds other K/V than it should says so here alone."""
+    """Guesses that the drafter gave up; wrong keys and values in a draft model's cache show nowhere else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def play(generator: ExLlamaV2DynamicGenerator, requests: list[Ask]) -> list[list
 
 
 def said(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """All that a job's results say about its output, to the bit."""
+    """Return all that a job's results say about its output, for bitwise comparison."""
     last = results[-1]
     said: dict[str, Any] = {
         "tokens": streamed_tokens(results),

@@ -73,7 +73,7 @@ WITH_TOOLS = [name for name, form in FORMATS.items() if form.call is not None an
 
 
 def run(family: OutputFamily, text: str, cuts: list[int], settings: ChannelSettings = AUTO) -> dict[str, Any]:
-    """What the machine makes of a text in pieces; a special token is a piece of its own."""
+    """Return the machine's reading of a text in pieces; a special token is a piece of its own."""
     special = family._special
     machine = family.machine(0, settings, "request")
     events = machine.feed(Started(0, 1, 0))
@@ -287,7 +287,7 @@ def test_tools_may_be_left_alone(tooled: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("form", WITH_TOOLS)
 def test_the_grammar_takes_calls_and_nothing_else(form: str, fable: EngineThread) -> None:
-    """What the grammar accepts is a call by the schema, as the machine reads it."""
+    """Every text that the grammar accepts reads as a call by the schema."""
     family = OutputFamily(FORMATS[form], {}, lambda i: b"")
     (constraint,) = family.constraints(ChannelSettings(tools=TOOLS, tool_choice="required"), None)
     tokenizer = fable.generator.tokenizer

@@ -78,7 +78,7 @@ def idle(thread: EngineThread) -> bool:
 
 
 def library(thread: EngineThread, asked: EngineRequest, choice: int = 0) -> str:
-    """What the library writes for the same request."""
+    """Return the library's output for the same request."""
     ids = torch.from_numpy(np.frombuffer(asked.prompt, "<i4").astype(np.int64))[None]
     job = ExLlamaV2DynamicJob(
         ids,
@@ -329,7 +329,7 @@ def test_a_client_that_leaves_takes_its_requests_along(scripted: EngineThread) -
     assert idle(scripted)
 
 
-def test_a_paused_request_stands_still_and_goes_on(scripted: EngineThread) -> None:
+def test_a_paused_request_waits_and_continues(scripted: EngineThread) -> None:
     async def work(engine: LocalEngine) -> tuple[str, str]:
         plain, sink = Sink(), Sink()
         await engine.submit(request(scripted, max_tokens=200), plain)
@@ -524,7 +524,7 @@ def entry(key: str, now: float = 0.0, priority: int = 1, prompt: int = 10, **fie
     other=st.integers(1, 400),
 )
 def test_two_busy_keys_are_served_alike(lengths: list[int], batch: int, other: int) -> None:
-    """Whatever the sizes of their requests, the cost served to each differs by at most 2 x (batch x longest job)."""
+    """For any sizes of requests, the costs served to the keys differ by at most 2 x (batch x longest job)."""
     queue = Admission(10_000)
     for length in lengths:
         queue.add(entry("a", prompt=length), 0.0, Rates())

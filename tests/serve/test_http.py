@@ -151,7 +151,7 @@ def test_bodies_are_read_as_they_are(data: Any) -> None:
         max_size=4,
     )
 )
-def test_fields_are_taken_or_refused_by_name(body: dict[str, Any]) -> None:
+def test_fields_are_accepted_or_the_error_names_them(body: dict[str, Any]) -> None:
     refused: ServeError | None = None
     found, unknown = {}, []
     try:

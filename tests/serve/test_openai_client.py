@@ -1,4 +1,4 @@
-"""What OpenAI's own client gets from the server, over HTTP."""
+"""OpenAI's own client against the server, over HTTP."""
 
 from __future__ import annotations
 

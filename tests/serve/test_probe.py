@@ -90,7 +90,7 @@ def test_an_engine_that_fails_or_writes_something_else(
     assert http.get("/health/generate?max_age=0").status_code == 200
 
 
-def test_an_engine_that_stands_still(http: httpx.Client, fable: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_engine(http: httpx.Client, fable: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     iterate = fable.generator.iterate_columns
 

@@ -103,7 +103,7 @@ def replayed(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def of_a_stream(client: openai.OpenAI, **asked: Any) -> dict[str, Any]:
-    """By the bytes: `event` is the type, and [DONE] stands at the end."""
+    """Check the bytes: `event` is the type, and [DONE] comes last."""
     body = {key: value for key, value in asked.items() if key != "extra_body"} | asked.get("extra_body", {})
     answer = httpx.post(f"{client.base_url}responses", json=body | {"stream": True}, timeout=180)
     assert answer.status_code == 200, answer.text
@@ -358,7 +358,7 @@ def test_unknown_fields_are_listed(server: LiveServer) -> None:
 # ---- events without a server ---------------------------------------------------------------------------------------
 
 
-class Door:
+class FakeText:
     def piece(self, token: int) -> bytes:
         return b"<%d>" % token
 
@@ -393,7 +393,7 @@ def test_any_events_in_any_portions(parts: list[list[Any]], end: str, cuts: list
         events.append(Error(0, 500, "server_error", "engine_error", "it broke"))
     else:
         events.append(Finish(0, end, None, usage, reasoning_tokens=3))  # type: ignore[arg-type]
-    streamed, whole = (Responses({"id": "resp_x", "model": "m"}, Door(), logprobs=logprobs) for _ in range(2))  # type: ignore[arg-type]
+    streamed, whole = (Responses({"id": "resp_x", "model": "m"}, FakeText(), logprobs=logprobs) for _ in range(2))  # type: ignore[arg-type]
     told, at = [], 0
     for cut in [*cuts, len(events)]:
         told += streamed.chunks(events[at : at + cut])

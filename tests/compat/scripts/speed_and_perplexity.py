@@ -171,7 +171,7 @@ def test_perplexity(model, tokenizer, args):
 
 
 def check_modules(model):
-    """What such tools look for among the modules."""
+    """Count the modules that such tools look for."""
     kinds = (ExLlamaV2Attention, ExLlamaV2MLP, ExLlamaV2MoEMLP, ExLlamaV2ParallelDecoder)
     layers = model.config.num_hidden_layers
     assert [sum(isinstance(m, kind) for m in model.modules) for kind in kinds] == [layers, layers, 0, 0]

@@ -1,4 +1,4 @@
-"""What every client of an engine has to do, in this process and over a socket of another one."""
+"""The duties of every engine client, in this process and over a socket of another one."""
 
 from __future__ import annotations
 

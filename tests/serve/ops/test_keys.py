@@ -57,73 +57,73 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def door(tmp_path: Path, clock: Clock) -> Authenticator:
+def authenticate(tmp_path: Path, clock: Clock) -> Authenticator:
     return Authenticator(Auth(key_file=str(entries(tmp_path / "keys.toml"))), clock=clock, wall=clock)
 
 
-def refused(door: Authenticator, given: dict[str, Any], needed: str = "infer") -> ServeError:
+def refused(authenticate: Authenticator, given: dict[str, Any], needed: str = "infer") -> ServeError:
     with pytest.raises(ServeError) as caught:
-        door(given, needed)
+        authenticate(given, needed)
     return caught.value
 
 
-def test_each_header_may_hold_the_key(door: Authenticator) -> None:
+def test_each_header_may_hold_the_key(authenticate: Authenticator) -> None:
     for name in ("authorization", "x-api-key", "api-key", "x-admin-key"):
-        assert door(scope(KEY, name), "infer").name == "one"
-    assert door(scope(OTHER), "infer").models == frozenset({"m"})
-    assert door(scope(), "open").scopes == frozenset()
+        assert authenticate(scope(KEY, name), "infer").name == "one"
+    assert authenticate(scope(OTHER), "infer").models == frozenset({"m"})
+    assert authenticate(scope(), "open").scopes == frozenset()
 
 
-def test_wrong_keys_and_scopes_are_refused(door: Authenticator) -> None:
-    assert refused(door, scope()).status == 401
-    assert refused(door, scope(KEY + "x")).status == 401
-    error = refused(door, scope(ADMIN))
+def test_wrong_keys_and_scopes_are_refused(authenticate: Authenticator) -> None:
+    assert refused(authenticate, scope()).status == 401
+    assert refused(authenticate, scope(KEY + "x")).status == 401
+    error = refused(authenticate, scope(ADMIN))
     assert (error.status, error.code) == (403, "insufficient_scope")
     assert ADMIN not in error.message
-    assert door(scope(ADMIN), "metrics").name == "boss"
+    assert authenticate(scope(ADMIN), "metrics").name == "boss"
 
 
-def test_an_expired_key_is_not_known(door: Authenticator, clock: Clock) -> None:
+def test_an_expired_key_is_not_known(authenticate: Authenticator, clock: Clock) -> None:
     clock.now = 1.9e9
-    assert refused(door, scope(OTHER)).status == 401
+    assert refused(authenticate, scope(OTHER)).status == 401
 
 
-def test_failures_of_an_address_are_limited_and_forgotten(door: Authenticator, clock: Clock) -> None:
+def test_failures_of_an_address_are_limited_and_forgotten(authenticate: Authenticator, clock: Clock) -> None:
     for _ in range(20):
-        assert refused(door, scope("x" * 20)).status == 401
-    error = refused(door, scope(KEY))
+        assert refused(authenticate, scope("x" * 20)).status == 401
+    error = refused(authenticate, scope(KEY))
     assert error.status == 429
     assert error.retry_after is not None
     assert 0 < error.retry_after <= 60
-    assert door(scope(KEY, address="10.0.0.2"), "infer").name == "one"
+    assert authenticate(scope(KEY, address="10.0.0.2"), "infer").name == "one"
     clock.now += 61
-    assert door(scope(KEY), "infer").name == "one"
+    assert authenticate(scope(KEY), "infer").name == "one"
 
 
-def test_the_limits_of_a_key(door: Authenticator, clock: Clock) -> None:
-    caller = door(scope(KEY), "infer")
-    ticket = door.admit(caller)
+def test_the_limits_of_a_key(authenticate: Authenticator, clock: Clock) -> None:
+    caller = authenticate(scope(KEY), "infer")
+    ticket = authenticate.admit(caller)
     assert ticket is not None
     assert ticket.headers["x-ratelimit-remaining-requests"] == "1"
     clock.now += 1
-    assert door.admit(caller) is not None
+    assert authenticate.admit(caller) is not None
     with pytest.raises(ServeError) as caught:
-        door.admit(caller)
+        authenticate.admit(caller)
     assert (caught.value.status, caught.value.code, caught.value.retry_after) == (429, "rate_limit_exceeded", 59.0)
     clock.now += 59.5
     ticket.spend(100)
     with pytest.raises(ServeError, match="100 tokens"):
-        door.admit(caller)
+        authenticate.admit(caller)
     clock.now += 60.5
-    assert door.admit(caller) is not None
-    boss = door(scope(ADMIN), "admin")
-    first = door.admit(boss)
+    assert authenticate.admit(caller) is not None
+    boss = authenticate(scope(ADMIN), "admin")
+    first = authenticate.admit(boss)
     assert first is not None
     with pytest.raises(ServeError, match="1 requests of this key are open"):
-        door.admit(boss)
+        authenticate.admit(boss)
     first.release()
     first.release()
-    assert door.admit(boss) is not None
+    assert authenticate.admit(boss) is not None
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 50)), max_size=40), st.integers(1, 500))

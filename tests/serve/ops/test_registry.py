@@ -166,7 +166,7 @@ def test_a_removed_model_is_forgotten_once_it_is_unloaded() -> None:
 
 
 class Models(RuleBasedStateMachine):
-    """Whatever happens: no more memory than there is, no model twice, no busy model is ended by another's load."""
+    """In any order: no more memory than there is, no model twice, no busy model is ended by another's load."""
 
     def __init__(self) -> None:
         super().__init__()

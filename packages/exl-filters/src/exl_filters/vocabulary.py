@@ -66,7 +66,7 @@ class Vocabulary:
         given: set[Any] = special | stops
         for i in given:
             if isinstance(i, bool) or not isinstance(i, int | np.integer):
-                raise FilterUsageError(f"{i!r:.80} stands among the special and stop ids; these are numbers of tokens")
+                raise FilterUsageError(f"{i!r:.80} is among the special and stop ids; these are numbers of tokens")
         outside = [i for i in special | stops if not 0 <= i < self.size]
         if outside:
             raise FilterUsageError(f"ids {outside[:5]} are outside the vocabulary of {self.size} tokens")

@@ -30,7 +30,7 @@ class CudaDevice:
     index: int
     name: str
     compute_capability: tuple[int, int]
-    multiprocessors: int
+    sm_count: int
     shared_bytes_per_block: int
     memory_bytes: int
     reason: str | None

@@ -453,7 +453,7 @@ mod tests {
     use super::*;
     use crate::capabilities::tests::hopper;
 
-    /// The batches of `test_any_number_of_blocks_that_share_a_row_gives_the_same_bits` in tests/kernels/test_cuda_attention.py share keys
+    /// The batches of `test_any_number_of_blocks_that_share_a_row_is_bitwise_identical` in tests/kernels/test_cuda_attention.py share keys
     /// in several ways, and so do the first two alone, which are those it has under a tool.
     #[test]
     fn batches_of_nine_sequences_are_shared_by_so_many_blocks() {

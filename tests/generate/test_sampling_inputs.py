@@ -1,4 +1,4 @@
-"""What comes in at the sampler's doors: settings that mean nothing, token sets as text, sampling without a request."""
+"""Arguments of the sampler: meaningless settings, token sets as text, sampling without a request."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ COUNTS = [
 @pytest.mark.covers("generators.md: 63")
 @pytest.mark.parametrize("name", NUMBERS + COUNTS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1", True, 1j, [1.0]], ids=str)
-def test_numbers_that_are_none_are_refused_by_name(name: str, value: Any) -> None:
+def test_the_error_names_a_setting_that_is_no_number(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"Settings.{name} is .*; it must be"):
         sampler(**{name: value})
 
@@ -101,7 +101,7 @@ def test_settings_of_the_wrong_form_are_refused(fields: dict[str, Any], text: st
         RequestSampler(Settings(**{**NEUTRAL, **fields}).clone(), Vocabulary.of(TOKENIZER))
 
 
-def test_attributes_that_are_no_settings_are_refused_by_name() -> None:
+def test_the_error_names_an_attribute_that_is_no_setting() -> None:
     class Own(Settings):
         pass
 

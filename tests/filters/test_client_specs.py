@@ -1,4 +1,4 @@
-"""What comes from a client: types, broken texts, stop ids, healing prefixes, amounts; the command line's exit codes."""
+"""Specifications from a client: types, broken texts, stop ids, healing prefixes, amounts; exit codes."""
 
 import json
 import os
