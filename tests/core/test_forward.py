@@ -481,6 +481,21 @@ def test_bad_masks_and_offsets(model: ExLlamaV2, ids: torch.Tensor, arguments: d
         model.forward(ids, cache_for(model), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"input_mask": torch.zeros(2, 29)}, "covers 29 keys, 30"),
+        ({"return_last_state": "last"}, "return_last_state"),
+    ],
+)
+def test_errors_come_before_the_first_chunk_is_stored(lab: Any, ids: torch.Tensor, arguments: Any, named: str) -> None:
+    model = lab.load(lab.write(), max_input_len=8, max_batch_size=2)
+    cache = cache_for(model)
+    with pytest.raises(errors.InputError, match=named):
+        model.forward(ids, cache, **arguments)
+    assert cache.current_seq_len == 0
+
+
 @pytest.mark.covers("core.md: better-7.4")
 def test_the_state_behind_the_final_norm(lab: Any) -> None:
     """return_last_state="normed": what the head reads, with logits, without them and with the last ones alone."""

@@ -23,15 +23,18 @@ __all__ = [
     "check_context",
     "check_ids",
     "check_indices",
+    "check_last_state",
     "check_length",
     "check_loras",
     "check_row_loras",
+    "checked_key_mask",
     "chunk_size",
     "contiguous_params",
     "paged_params",
 ]
 
 Embeddings = tuple[ExLlamaV2MMEmbedding, ...]
+MASKED = -1e30  # finite, so that a row that sees only masked keys stays free of NaN
 
 
 def check_ids(
@@ -116,6 +119,30 @@ def check_context(cache: object, input_mask: object, position_offsets: object, a
             )
     if abort_event is not None and not callable(getattr(abort_event, "is_set", None)):
         raise InputError(f"abort_event is a {type(abort_event).__name__}, expected a threading.Event or None")
+
+
+def checked_key_mask(mask: Tensor, batch: int, total: int) -> Tensor:
+    """Return `input_mask` as float32 [batch, total]: one value for each of the first `total` keys.
+
+    Raises InputError for a wrong shape, for NaN and for fewer than `total` keys.
+    """
+    if mask.dim() != 2 or mask.shape[0] not in (1, batch):
+        raise InputError(f"input_mask has shape {list(mask.shape)}, expected [batch = {batch}, total length]")
+    mask = mask.to(torch.float32).clamp(min=MASKED).expand(batch, -1)
+    if torch.isnan(mask).any():
+        raise InputError("input_mask holds NaN; use 0 to attend to a key and -inf to ignore it")
+    if mask.shape[1] < total:
+        raise InputError(
+            f"input_mask covers {mask.shape[1]} keys, {total} are attended to: give one value for every stored and new "
+            "token (0 to attend, -inf to ignore)"
+        )
+    return mask[:, :total].contiguous()
+
+
+def check_last_state(return_last_state: object) -> None:
+    """Raise InputError for a value that `return_last_state` does not have."""
+    if return_last_state not in (True, False, "normed"):
+        raise InputError(f'return_last_state is {return_last_state!r}, must be True, False or "normed"')
 
 
 def check_indices(indices: Sequence[int] | None, count: int) -> frozenset[int]:

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from ..axes import chunk_end
-from ..inputs import check_context, check_ids, check_length, check_loras, chunk_size
+from ..inputs import (
+    check_context,
+    check_ids,
+    check_last_state,
+    check_length,
+    check_loras,
+    checked_key_mask,
+    chunk_size,
+)
 from .attn_params import AttentionParams
 from .forward_pass import ForwardPass, check_results
 from .select import select
@@ -28,6 +36,10 @@ def forward_all(model: ExecutableModel, asked: ForwardPass, *, cpu_logits: bool)
     check_context(cache, mask, offsets, asked.abort_event, batch)
     past = 0 if cache is None else cache.current_seq_len
     check_length(model.config, cache, batch, past, q_len)
+    # Before the first chunk is stored: an error in a later chunk would leave the cache longer.
+    check_last_state(asked.return_last_state)
+    if mask is not None:
+        checked_key_mask(mask, batch, past + q_len)
     logits: list[Tensor] = []
     state: Tensor | None = None
     begin = 0

@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from ..embeddings import ExLlamaV2MMEmbedding
-from ..errors import InputError, SequenceTooLongError, UnsupportedError
-from ..inputs import check_context, check_ids, check_indices, check_row_loras, contiguous_params, paged_params
+from ..errors import SequenceTooLongError, UnsupportedError
+from ..inputs import (
+    check_context,
+    check_ids,
+    check_indices,
+    check_last_state,
+    check_row_loras,
+    contiguous_params,
+    paged_params,
+)
 from ..lora import ExLlamaV2Lora
 from ..lora.rows import of_all_rows
 from .attn_params import AttentionParams, PagedParams
@@ -114,5 +122,4 @@ def check_results(model: LanguageModel, asked: ForwardPass) -> None:
             f"seq_len exceeds max_output_len: {q_len} positions of logits, config.max_output_len is {limit}; use "
             "last_id_only=True or preprocess_only=True, or raise it"
         )
-    if asked.return_last_state not in (True, False, "normed"):
-        raise InputError(f'return_last_state is {asked.return_last_state!r}, must be True, False or "normed"')
+    check_last_state(asked.return_last_state)

@@ -13,6 +13,7 @@ from exl_kernels.kv import KVPages
 
 from ..axes import gather_axes, positions_on_axes, runs_of
 from ..errors import InputError, SequenceTooLongError
+from ..inputs import checked_key_mask
 from ..rope import RopeTable
 from .attn_params import AttentionParams, PagedParams
 from .batch import Step
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from .sharded import TensorParallel
 
 __all__ = ["build_step"]
-
-MASKED = -1e30  # finite, so that a row that sees only masked keys stays free of NaN
 
 
 def build_step(
@@ -86,7 +85,8 @@ def build_step(
         rope_positions = torch.arange(batch * q_len)
     else:
         cos, sin = rope.upto(highest + 1, device)
-    key_mask = _key_mask(params, batch, last + 1)
+    mask = None if isinstance(params, PagedParams) else params.input_mask
+    key_mask = None if mask is None else checked_key_mask(mask, batch, last + 1)
     return Step(
         batch_size=batch,
         q_len=q_len,
@@ -295,21 +295,3 @@ def _pictures(
         return positions, None
     numbers = torch.cat(tokens)
     return visible, (numbers, positions.reshape(-1)[numbers].to(torch.int32))
-
-
-def _key_mask(params: AttentionParams | PagedParams, batch: int, total: int) -> Tensor | None:
-    """input_mask as float32 [batch, total], cut to the keys there are."""
-    if isinstance(params, PagedParams) or params.input_mask is None:
-        return None
-    mask = params.input_mask
-    if mask.dim() != 2 or mask.shape[0] not in (1, batch):
-        raise InputError(f"input_mask has shape {list(mask.shape)}, expected [batch = {batch}, total length]")
-    mask = mask.to(torch.float32).clamp(min=MASKED).expand(batch, -1)
-    if torch.isnan(mask).any():
-        raise InputError("input_mask holds NaN; use 0 to attend to a key and -inf to ignore it")
-    if mask.shape[1] < total:
-        raise InputError(
-            f"input_mask covers {mask.shape[1]} keys, {total} are attended to: give one value for every stored and new "
-            "token (0 to attend, -inf to ignore)"
-        )
-    return mask[:, :total].contiguous()
