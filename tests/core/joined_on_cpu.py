@@ -12,7 +12,7 @@ from exl_core.execution import fused as plan
 from exl_core.execution import halves
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
-from exl_kernels.attention.cuda import ProductInput
+from exl_kernels.attention.cuda import MatmulInput
 from exl_kernels.fused import rope_store
 from exl_kernels.kv import store_kv
 from exl_kernels.linear import QuantMatrix
@@ -50,13 +50,13 @@ class FusedDouble:
     def takes_packed(self, rows: int) -> bool:
         return self.kernel(rows) == "gemm_few"
 
-    def input_of(self, m: int) -> ProductInput | None:
+    def input_of(self, m: int) -> MatmulInput | None:
         """The plain input of few rows; attention packs none of more, here."""
         if not self.takes_packed(m) or self.norm is not None or len(self.matrices) > 1:
             return None
-        return ProductInput(self.matrices[0], FEW_ROWS, [], rows=m)  # type: ignore[arg-type]
+        return MatmulInput(self.matrices[0], FEW_ROWS, [], rows=m)  # type: ignore[arg-type]
 
-    def from_input(self, given: ProductInput, out: Tensor, residual: Tensor | None = None) -> Tensor:
+    def from_input(self, given: MatmulInput, out: Tensor, residual: Tensor | None = None) -> Tensor:
         plain: Any = given.scratch[0]
         return self(plain, out, residual)
 

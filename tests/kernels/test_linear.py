@@ -122,12 +122,12 @@ class TestExl2:
         threads.set_isa(isa)
         exact = QuantMatrix.from_exl2(tensors, prescale=prescale, compute="exact")
         assert bitwise_equal(exact.dequantize(), weight)
-        oracle = linear_reference.product(x, weight, bias, prescale)
+        oracle = linear_reference.matmul(x, weight, bias, prescale)
         assert distance(exact.matmul(x), oracle) < EXACT_TOLERANCE
 
         int8 = QuantMatrix.from_exl2(tensors, prescale=prescale, compute="int8")
         assert bitwise_equal(int8.dequantize(), weight)
-        twin = linear_reference.product_int8(x, linear_reference.exl2_blocks(tensors), n, bias, prescale)
+        twin = linear_reference.matmul_int8(x, linear_reference.exl2_blocks(tensors), n, bias, prescale)
         assert distance(int8.matmul(x), twin) < INT8_TWIN_TOLERANCE
 
     def test_int8_error_is_that_of_the_activations(self) -> None:
@@ -154,7 +154,7 @@ class TestExl2:
             for isa in ISAS:
                 threads.set_isa(isa)
                 # Equal activations are exact in int8; what is left is that its weights are not rounded to half.
-                assert distance(matrix.matmul(x), linear_reference.product(x, weight)) < HALF_ROUNDING
+                assert distance(matrix.matmul(x), linear_reference.matmul(x, weight)) < HALF_ROUNDING
 
     def test_facts(self) -> None:
         matrix = QuantMatrix.from_exl2(random_exl2(64, [(4, 128), (4, 128)]), name="layer.q_proj")
@@ -216,10 +216,10 @@ class TestGptq:
         options: dict[str, Any] = {"bits": bits, "zeros": zeros, "group_size": group_size, "prescale": 0.5}
         exact = QuantMatrix.from_gptq(tensors, compute="exact", **options)
         assert bitwise_equal(exact.dequantize(), weight)
-        assert distance(exact.matmul(x), linear_reference.product(x, weight, tensors["bias"], 0.5)) < EXACT_TOLERANCE
+        assert distance(exact.matmul(x), linear_reference.matmul(x, weight, tensors["bias"], 0.5)) < EXACT_TOLERANCE
         int8 = QuantMatrix.from_gptq(tensors, compute="int8", **options)
         blocks = linear_reference.gptq_blocks(tensors, bits, v2, group_of.numpy())
-        twin = linear_reference.product_int8(x, blocks, n, tensors["bias"], 0.5)
+        twin = linear_reference.matmul_int8(x, blocks, n, tensors["bias"], 0.5)
         assert distance(int8.matmul(x), twin) < INT8_TWIN_TOLERANCE
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -248,7 +248,7 @@ class TestFloat:
         bias = normal(n, seed=3).to(dtype) if with_bias else None
         threads.set_isa(isa)
         matrix = QuantMatrix.from_float(weight, bias, prescale=2.0, compute=compute)
-        assert distance(matrix.matmul(x), linear_reference.product(x, weight.T, bias, 2.0)) < EXACT_TOLERANCE
+        assert distance(matrix.matmul(x), linear_reference.matmul(x, weight.T, bias, 2.0)) < EXACT_TOLERANCE
         assert torch.equal(matrix.dequantize(), weight.T.half())
         assert matrix.bits_per_weight == 8 * dtype.itemsize
 

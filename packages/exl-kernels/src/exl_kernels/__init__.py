@@ -1,17 +1,17 @@
-"""Operators of quantized language models on torch tensors, on the CPU and on NVIDIA GPUs, and the files they come in.
+"""Operators of quantized language models on torch tensors, on the CPU and on NVIDIA GPUs, and their file formats.
 
-Nothing here knows of a model. A tensor's device decides where an operator runs; what a process sets for all of them is
-in `threads` and `device`.
+The package knows no models. A tensor's device decides where an operator runs. `threads` and `device` have the settings
+of the process.
 
 | module | what it has |
 |---|---|
 | `linear` | `QuantMatrix`: matmuls with EXL2, GPTQ and float matrices at the bits per weight of their files |
 | `moe` | routing of rows to experts and the grouped matmuls of the experts, on a GPU |
 | `kv`, `attention` | keys and values in pages (FP16, FP8, Q8, Q6, Q4), attention that reads them as they are stored |
-| `norm`, `rope`, `activation` | what stands between the products of a layer |
+| `norm`, `rope`, `activation` | the elementwise operators between the matmuls of a layer |
 | `sampling` | from rows of logits to tokens, all transforms in one call |
 | `block`, `fused`, `linear.fused`, `staging` | parts of a layer or a step in one launch, bitwise identical |
-| `formats`, `safetensors_file`, `quantize` | matrices to the bit as files have them; a float folder to EXL2 or GPTQ |
+| `formats`, `safetensors_file`, `quantize` | matrices exactly as files hold them; a float folder to EXL2 or GPTQ |
 | `device`, `threads` | which GPU is here and why one is not used; the CPU kernels' threads |
 | `errors` | one base class, `ExlError`; messages name the value, the limit and the remedy |
 | `reference` | plain-torch twins of the operators: the tests' oracle, and an explanation |

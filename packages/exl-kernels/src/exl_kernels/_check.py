@@ -1,4 +1,4 @@
-"""Argument checks shared by the operator doors: typed errors naming the argument, its value and what was expected."""
+"""Argument checks of the operators' entry points: typed errors with the argument, its value and the expected one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["require_cpu", "require_dtype", "require_out", "require_shape"]
 
 
 def require_cpu(what: str, *tensors: Tensor | None) -> None:
-    """Refuses tensors that are not in CPU memory."""
+    """Raise UnsupportedError for a tensor that is not in CPU memory."""
     for tensor in tensors:
         if tensor is not None and tensor.device.type != "cpu":
             raise UnsupportedError(
@@ -20,20 +20,20 @@ def require_cpu(what: str, *tensors: Tensor | None) -> None:
 
 
 def require_dtype(what: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
-    """Refuses a tensor whose element type is not one of `dtypes`."""
+    """Raise DTypeError unless the element type of `tensor` is one of `dtypes`."""
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise DTypeError(f"{what}: dtype {str(tensor.dtype).removeprefix('torch.')}, expected {wanted}")
 
 
 def require_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuses a tensor that does not have exactly `shape`."""
+    """Raise ShapeError unless `tensor` has exactly `shape`."""
     if tuple(tensor.shape) != shape:
         raise ShapeError(f"{what}: shape {tuple(tensor.shape)}, expected {shape}")
 
 
 def require_out(what: str, out: Tensor | None, like: Tensor) -> Tensor:
-    """The output tensor: `out` after checks, or a new one like `like`."""
+    """Return the output tensor: `out` after checks, or a new tensor like `like`. Raises ShapeError."""
     if out is None:
         return torch.empty(like.shape, dtype=like.dtype, device=like.device)
     if out.shape != like.shape or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():

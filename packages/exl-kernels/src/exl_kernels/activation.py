@@ -18,7 +18,7 @@ ActivationKind = Literal["silu", "gelu", "quickgelu", "gelu_erf", "relu2", "sigm
 _KINDS = get_args(ActivationKind)
 
 
-# On a GPU these are torch's operators: rare, and there an element's result does not depend on its place either.
+# On a GPU these kinds are torch's operators: they are rare, and torch computes each element independently, too.
 _BY_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_erf": torch.nn.functional.gelu,
     "relu2": lambda x: torch.nn.functional.relu(x).square(),
@@ -32,11 +32,21 @@ def _like(x: Tensor, result: Tensor, out: Tensor | None) -> Tensor:
 
 
 def activation(x: Tensor, kind: ActivationKind, *, out: Tensor | None = None) -> Tensor:
-    """silu(x), gelu(x) in its tanh form, quickgelu(x) = x * sigmoid(1.702 x), gelu_erf(x) in the exact form (error
-    below 1e-7 |x|), relu2(x) = max(x, 0)^2, sigmoid(x) or tanh(x).
+    """Apply an activation function elementwise. An element's result does not depend on its place in the tensor.
 
-    x: float32, any shape, on the CPU; on a GPU also float16 or bfloat16. out: like x, may be x itself. Returns out. An
-    element's result does not depend on its place. Raises DTypeError, ShapeError, UnsupportedError.
+    Args:
+        x: float32, any shape; on a GPU also float16 or bfloat16.
+        kind: "silu", "gelu" (tanh form), "quickgelu" (x * sigmoid(1.702 x)), "gelu_erf" (exact form, error below
+            1e-7 |x|), "relu2" (max(x, 0)^2), "sigmoid" or "tanh".
+        out: like x, may be x itself.
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        DTypeError: an element type is not supported.
+        ShapeError: out does not fit x.
+        UnsupportedError: the kind is unknown, or x is neither on the CPU nor on a CUDA device.
     """
     if x.is_cuda and kind in _BY_TORCH:
         return _like(x, _BY_TORCH[kind](x.float()), out)
@@ -53,10 +63,21 @@ def activation(x: Tensor, kind: ActivationKind, *, out: Tensor | None = None) ->
 
 
 def gated_activation(gate: Tensor, up: Tensor, kind: ActivationKind, *, out: Tensor | None = None) -> Tensor:
-    """activation(gate) * up, elementwise.
+    """Compute activation(gate) * up, elementwise.
 
-    gate, up: of one shape, float32, on a GPU also float16 or bfloat16. out: like gate, may be gate or up itself.
-    Returns out. Errors as `activation`.
+    Args:
+        gate: float32, on a GPU also float16 or bfloat16.
+        up: like gate.
+        kind: as for `activation`.
+        out: like gate, may be gate or up itself.
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        DTypeError: an element type is not supported.
+        ShapeError: shapes differ.
+        UnsupportedError: the kind is unknown, or gate is neither on the CPU nor on a CUDA device.
     """
     if gate.is_cuda and kind in _BY_TORCH:
         return _like(gate, _BY_TORCH[kind](gate.float()) * up.float(), out)

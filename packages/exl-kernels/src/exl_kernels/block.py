@@ -1,8 +1,8 @@
-"""Whole sub-layers of a decoder in one call, on the CPU: the same kernels in the same order, hence the same bits.
+"""Whole sub-layers of a decoder in one call on the CPU: the same kernels in the same order, bitwise identical.
 
-What a block computes is the composition of the doors beside it (`norm`, `linear`, `rope`, `kv`, `attention` and so on);
-calling those one by one is its twin. It saves the trips through Python, which for one token cost as much as the small
-kernels themselves.
+A block computes the composition of the operators in `norm`, `linear`, `rope`, `kv` and `attention`; calling those one
+by one is its twin. A block saves the calls through Python, which for one token cost as much as the small kernels
+themselves.
 """
 
 from __future__ import annotations
@@ -21,11 +21,23 @@ __all__ = ["AttentionBlock", "BlockNorm", "MlpBlock", "Tokens"]
 
 
 class Tokens:
-    """Where the tokens of one step lie and what they see: made once, used by every layer.
+    """Places and visible keys of the tokens of one step; made once, used by every layer.
 
-    rows, positions int32 [T]; slots, rope_positions int64 [T]; block_table int32 [B, max_pages]; cos, sin float32
-    [S, R/2]; key_mask float32 [B, width] or None: as `paged_attention`, `store_kv` and `apply_rope` take them. The
-    tensors must be contiguous and stay unchanged while this object is used. Raises ShapeError, DTypeError.
+    The tensors must be contiguous and stay unchanged while this object is used.
+
+    Args:
+        rows: int32 [T], row of each token in the block table.
+        positions: int32 [T], as for `paged_attention`.
+        slots: int64 [T], as for `store_kv`.
+        block_table: int32 [B, max_pages], page numbers.
+        rope_positions: int64 [T], rows of cos and sin.
+        cos: float32 [S, R/2].
+        sin: float32 [S, R/2].
+        key_mask: float32 [B, width] or None, as for `paged_attention`.
+        interleaved: RoPE pairs of neighbouring dimensions.
+
+    Raises:
+        ShapeError, DTypeError: an operand does not fit.
     """
 
     __slots__ = ("_native", "count")
@@ -64,7 +76,14 @@ class Tokens:
 class BlockNorm:
     """A norm inside a block: RMS norm, or layer norm with or without bias.
 
-    weight, bias: float32 on the CPU, [D], or [H, D] for one norm a head. Raises ShapeError, DTypeError.
+    Args:
+        weight: float32 on the CPU, [D], or [H, D] for one norm a head.
+        eps: added to the mean square or variance.
+        bias: like the weight, or None.
+        layer: layer norm instead of RMS norm.
+
+    Raises:
+        ShapeError, DTypeError: an operand does not fit.
     """
 
     __slots__ = ("_native",)
@@ -80,11 +99,24 @@ class BlockNorm:
 
 
 class AttentionBlock:
-    """x += post(o(attention(rope(q_norm(q(h))), rope(k_norm(k(h))), v(h)))) with h = norm(x), given such norms.
+    """x += post(o(attention(rope(q_norm(q(h))), rope(k_norm(k(h))), v(h)))) with h = norm(x); each norm is optional.
 
-    Keys and values go into the pages. Norms of q and k are those of a head, or as wide as all heads. head_dim divides
-    the outputs of q and of k; matrices carry no padding columns. clip > 0: q, k and v are clamped to +- clip. Raises
-    ShapeError when sizes do not fit.
+    Keys and values are stored in the pages.
+
+    Args:
+        norm: norm of the input, or None.
+        projections: q, k, v and o, without padding columns.
+        head_dim: elements of a head; divides the outputs of q and of k.
+        scale: factor of the attention logits.
+        window: sliding window in tokens; 0 is off.
+        softcap: limit of the attention logits; 0 is off.
+        clip: q, k and v are clamped to +- clip if clip > 0.
+        q_norm: norm per head, or over all heads.
+        k_norm: norm per head, or over all heads.
+        post: norm of the result, or None.
+
+    Raises:
+        ShapeError: sizes do not fit.
     """
 
     __slots__ = ("_native", "hidden_size")
@@ -109,16 +141,24 @@ class AttentionBlock:
         self._native = _native.AttentionBlock(norms, matrices, head_dim, scale, window, softcap, clip)
 
     def forward(self, x: Tensor, tokens: Tokens, pages: KVPages) -> Tensor:
-        """x float32 [T, hidden], contiguous, changed in place and returned. Errors as the kernels inside."""
+        """Run the block on x float32 [T, hidden], contiguous, in place, and return x. Errors as the operators."""
         _check_x("AttentionBlock", x, self.hidden_size)
         self._native.forward(x, tokens._native, pages.native())
         return x
 
 
 class MlpBlock:
-    """x += post(down(activation(gate(h)) * up(h))) with h = norm(x); without a gate, of activation(up(h)).
+    """x += post(down(activation(gate(h)) * up(h))) with h = norm(x); without a gate, down(activation(up(h))).
 
-    Either norm may be absent. Errors as `AttentionBlock`.
+    Args:
+        norm: norm of the input, or None.
+        gate: gate projection, or None.
+        projections: up and down.
+        activation: kind of activation.
+        post: norm of the result, or None.
+
+    Raises:
+        ShapeError: sizes do not fit.
     """
 
     __slots__ = ("_native", "hidden_size")
@@ -132,14 +172,13 @@ class MlpBlock:
         *,
         post: BlockNorm | None = None,
     ) -> None:
-        """projections: up and down."""
         self.hidden_size = projections[0].in_features
         norms = [_maybe_native(n) for n in (norm, post)]
         matrices = [m._native for m in projections]
         self._native = _native.MlpBlock(norms, None if gate is None else gate._native, matrices, activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x float32 [T, hidden], contiguous, changed in place and returned."""
+        """Run the block on x float32 [T, hidden], contiguous, in place, and return x."""
         _check_x("MlpBlock", x, self.hidden_size)
         self._native.forward(x)
         return x

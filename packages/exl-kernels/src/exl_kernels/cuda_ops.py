@@ -1,7 +1,7 @@
-"""The CUDA side of the elementary operators; `norm`, `rope` and `activation` come here when `x.is_cuda`.
+"""CUDA implementations of the elementary operators; `norm`, `rope` and `activation` call them when `x.is_cuda`.
 
 Every function launches on torch's current stream of the tensors' GPU and returns at once; inside `torch.cuda.graph` the
-launch is captured. Arithmetic is FP32, results are rounded once to the dtype of the activations.
+launch is captured. Arithmetic is FP32, and results are rounded once to the dtype of the activations.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def stream_of(x: Tensor) -> int:
-    """The current stream of the GPU that holds `x`, as the driver's handle."""
-    # As torch.compile's launchers ask: building a Stream object for it costs the host 4 to 8 us.
+    """Return the driver's handle of the current stream of the GPU that holds `x`."""
+    # torch.compile's launchers do the same: building a Stream object is slow on the host.
     return int(torch._C._cuda_getCurrentRawStream(x.get_device()))
 
 
 def launch_on(x: Tensor) -> _native.Launch:
-    """How kernels are queued on the current stream of the GPU that holds `x`."""
+    """Return the launch settings of the current stream of the GPU that holds `x`."""
     return launch_of(torch._C._cuda_getCurrentRawStream(x.get_device()))
 
 
 def check_operand(name: str, t: Tensor, like: Tensor | None = None) -> None:
-    """Refuses a tensor that is not contiguous floating-point GPU memory, or not on the GPU of `like`."""
+    """Raise DTypeError or ShapeError unless a tensor is contiguous, floating-point, and on a GPU (that of `like`)."""
     if not t.is_cuda:
         raise DTypeError(f"{name} is on {t.device}: expected a CUDA tensor")
     if like is not None and t.device != like.device:
@@ -53,7 +53,7 @@ def _output(out: Tensor | None, like: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0, out: Tensor | None = None) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over the last dimension.
+    """Compute x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over the last dimension.
 
     Args:
         x: [.., D], float16, bfloat16 or float32, on a GPU.
@@ -74,9 +74,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension; shapes and errors as `rms_norm`.
+    """Compute (x - mean) / sqrt(var + eps) * weight + bias over the last dimension; errors as for `rms_norm`.
 
-    bias: shape of the weight, or None; brought to the weight's dtype if it has another.
+    `bias` has the shape of the weight or is None. Weight and bias of different dtypes are converted to float32.
     """
     _check_norm(x, weight)
     if bias is not None:
@@ -101,12 +101,13 @@ def _check_norm(x: Tensor, weight: Tensor) -> None:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotates the first R dimensions of each head of x [T, H, D] in place and returns x.
+    """Rotate the first R dimensions of each head of x [T, H, D] in place and return x.
 
     Args:
         x: [T, H, D], float16, bfloat16 or float32, on a GPU.
-        cos, sin: [S, R/2] float32; R <= D.
-        positions: [T] int64. A position outside 0..S-1 leaves its token unchanged: finding it would take a read-back.
+        cos: [S, R/2] float32; R <= D.
+        sin: like cos.
+        positions: [T] int64. A position outside 0..S-1 leaves its token unchanged: detecting it would take a read-back.
         interleaved: pairs are (2i, 2i + 1) rather than (i, i + R/2).
     """
     check_operand("x", x)
@@ -128,7 +129,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interl
 
 
 def gated_activation(gate: Tensor, up: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
-    """f(gate) * up, elementwise; `kind` is "silu", "gelu" (tanh form) or "quickgelu". `out` may be gate or up."""
+    """Compute f(gate) * up elementwise; `kind` is "silu", "gelu" (tanh form) or "quickgelu". out may be gate or up."""
     _check_kind(kind)
     check_operand("gate", gate)
     check_operand("up", up, gate)
@@ -140,7 +141,7 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str, *, out: Tensor | None 
 
 
 def activation(x: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
-    """f(x), elementwise; `kind` is "silu", "gelu" (tanh approximation) or "quickgelu". `out` may be x."""
+    """Compute f(x), elementwise; `kind` is "silu", "gelu" (tanh approximation) or "quickgelu". `out` may be x."""
     _check_kind(kind)
     check_operand("x", x)
     out = _output(out, x)
@@ -154,7 +155,7 @@ def _check_kind(kind: str) -> None:
 
 
 def warm_up(device: torch.device | str | int = "cuda") -> torch.device:
-    """Loads every kernel onto a GPU now rather than at the first launch (which may be inside a captured region)."""
+    """Load every kernel onto a GPU now rather than at its first launch, which may be inside a captured region."""
     place = require_cuda(device)
     x = torch.ones(1, 8, device=place)
     rms_norm(x, x[0], 1e-6)

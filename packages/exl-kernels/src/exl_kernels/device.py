@@ -1,4 +1,4 @@
-"""What GPU is here and, when CUDA cannot be used, why not. Nothing is initialised before the first question."""
+"""The GPUs of this machine and, when CUDA cannot be used, the reason. Nothing is initialised before the first call."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class CudaDevice:
     name: str
     compute_capability: tuple[int, int]
     sm_count: int
+    """Number of SMs."""
     shared_bytes_per_block: int
     memory_bytes: int
     reason: str | None
     """Why this build's kernels do not run on it; None when they do."""
     code: str | None = None
-    """The architecture of this build whose code it runs, e.g. "89", or "80+ptx" (the driver compiles at first use)."""
+    """Architecture of this build that the GPU runs, e.g. "89", or "80+ptx" (compiled by the driver at first use)."""
     own_arch: str = ""
     """The architecture that a build for this card compiles."""
 
@@ -64,7 +65,7 @@ class CudaStatus:
 
 
 def cuda_status() -> CudaStatus:
-    """Return what this build and this machine offer. Opens the driver at the first call; never raises."""
+    """Return what this build and this machine offer. The first call opens the driver. Never raises."""
     archs, *origin, toolkit, note = _native.cuda_build()
     version, rows, reason = _native.cuda_probe()
     if reason is None and torch.version.cuda is None:
@@ -81,10 +82,13 @@ def cuda_status() -> CudaStatus:
 
 
 def require_cuda(device: torch.device | str | int) -> torch.device:
-    """`device` with its index filled in, once it is certain that kernels run there.
+    """Check that kernels run on a device and return the device with its index.
+
+    Args:
+        device: a CUDA device; without an index, torch's current one.
 
     Raises:
-        DeviceError: it is no CUDA device, or CUDA cannot be used; the text says what is missing.
+        DeviceError: the device is no CUDA device, or CUDA cannot be used; the message says what is missing.
     """
     asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if asked.type != "cuda":
@@ -105,7 +109,7 @@ _programmatic = os.environ.get("EXL_CUDA_PDL", "1") != "0"
 
 
 def programmatic_launch() -> bool:
-    """Whether launches ask for programmatic dependent launch (a kernel begins while its predecessor drains)."""
+    """Return whether kernels use programmatic dependent launch: a kernel begins while its predecessor drains."""
     return _programmatic
 
 
@@ -113,7 +117,11 @@ _launches: tuple[dict[int, _native.Launch], dict[int, _native.Launch]] = ({}, {}
 
 
 def launch_of(stream: int) -> _native.Launch:
-    """How kernels are queued on `stream`, the driver's handle, by the current setting; made once a stream."""
+    """Return the launch settings of a stream under the current `programmatic_launch`; cached per stream.
+
+    Args:
+        stream: the driver's handle of a CUDA stream.
+    """
     programmatic = _programmatic  # read once: another thread may change it
     known = _launches[programmatic]
     found = known.get(stream)
@@ -123,7 +131,7 @@ def launch_of(stream: int) -> _native.Launch:
 
 
 def set_programmatic_launch(enabled: bool) -> None:
-    """Turns programmatic dependent launch on (the default) or off, as EXL_CUDA_PDL=0 does. Results do not change."""
+    """Turn programmatic dependent launch on (the default) or off, as EXL_CUDA_PDL=0 does. Results do not change."""
     global _programmatic
     _programmatic = bool(enabled)
 
@@ -132,16 +140,16 @@ _row_invariant = os.environ.get("EXL_ROW_INVARIANT", "0") == "1"
 
 
 def row_invariant() -> bool:
-    """Whether products of more than 64 rows on a GPU keep a row's bits independent of the number of rows."""
+    """Return whether quantized matmuls of more than 64 rows on a GPU are batch-invariant."""
     return _row_invariant
 
 
 def set_row_invariant(enabled: bool) -> None:
-    """Turns that on, or off (the default), as EXL_ROW_INVARIANT=1 does. Of quantized matrices only.
+    """Make quantized matmuls of more than 64 rows on a GPU batch-invariant, or not (the default).
 
-    Off, many rows are multiplied by cuBLAS, whose sums depend on their number: fast. On, they go 64 at a time through
-    the kernels of few rows: a prompt's bits then depend neither on how it is cut into chunks nor on what is cached.
-    docs/performance.md says what it costs.
+    `EXL_ROW_INVARIANT=1` does the same. Off: cuBLAS multiplies many rows fast, with sums that depend on the number of
+    rows. On: the kernels for few rows take 64 rows at a time, so a prompt's logits depend neither on its chunks nor on
+    cached pages. docs/performance.md has the cost. Float matrices are not affected.
     """
     global _row_invariant
     _row_invariant = bool(enabled)

@@ -1,4 +1,4 @@
-"""Errors to act on: one base class, a stable code each, messages that name the value, the limit and the remedy."""
+"""The project's exceptions: one base class, a stable code per class, messages with value, limit and remedy."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["DTypeError", "DeviceError", "ExlError", "FormatError", "ShapeError",
 
 
 class ExlError(Exception):
-    """Base of every error this project raises on purpose. `code` is stable; the text is for people."""
+    """Base class of the errors that this project raises on purpose. `code` is stable; the text is for people."""
 
     code: ClassVar[str] = "error"
 
 
 class FormatError(ExlError, ValueError):
-    """A file or a set of tensors is not what its format says: names the file or matrix and what is wrong with it."""
+    """A file or a set of tensors violates its format. The message names the file or matrix and the violation."""
 
     code = "format"
 
@@ -26,18 +26,18 @@ class ShapeError(ExlError, ValueError):
 
 
 class DTypeError(ExlError, TypeError):
-    """A tensor has the wrong element type or lives on the wrong device."""
+    """A tensor has the wrong element type or is on the wrong device."""
 
     code = "dtype"
 
 
 class UnsupportedError(ExlError, NotImplementedError):
-    """Valid input that this version has no code for; says what to use instead."""
+    """The input is valid, but this version does not support it. The message says what to use instead."""
 
     code = "unsupported"
 
 
 class DeviceError(ExlError, RuntimeError):
-    """A device is missing, out of memory or lost; says what to do."""
+    """A device is missing, out of memory or lost. The message says what to do."""
 
     code = "device"

@@ -1,8 +1,7 @@
-"""EXL2 and GPTQ matrices as their files hold them: read, dequantized to the bit, and written by round to nearest.
+"""EXL2 and GPTQ matrices as their files hold them: read, dequantized exactly, and written by round to nearest.
 
-Formulas and layouts are those of the format specification (formats.md; the section stands at each function). Matrices
-stand as W [K, N] = [in_features, out_features], y = x @ W; float weights come as [N, K], torch's `Linear`. Everything
-here runs on CPU tensors. `exl_kernels.reference.formats` holds the same functions in plain numpy, as the tests' oracle.
+Matrices are W [K, N] = [in_features, out_features], y = x @ W; float weights are [N, K], as in torch's `Linear`. All
+tensors are on the CPU. `exl_kernels.reference.formats` has the same functions in plain numpy, as the tests' oracle.
 """
 
 from __future__ import annotations
@@ -82,18 +81,23 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def exl2_check(tensors: Mapping[str, Tensor], *, name: str = "") -> list[tuple[int, int]]:
-    """Check a matrix completely (2.1, 2.2) and return (bits, rows) of each group in file order.
+    """Check a matrix completely and return (bits, rows) of each group in file order.
 
-    tensors: q_weight int32 [R, N], q_scale int32 [G, N / 8], q_scale_max float16 [G], q_groups int16 [2 G],
-    q_invperm int32 [K]; others are ignored. Raises FormatError, naming `name` and what is wrong.
+    Args:
+        tensors: q_weight int32 [R, N], q_scale int32 [G, N / 8], q_scale_max float16 [G], q_groups int16 [2 G],
+            q_invperm int32 [K]; other tensors are ignored.
+        name: name of the matrix in messages.
+
+    Raises:
+        FormatError: the tensors violate the format; the message names the matrix and the violation.
     """
     return _native.exl2_check(name, _exl2_parts(tensors, name))
 
 
 def exl2_dequantize(tensors: Mapping[str, Tensor], *, name: str = "") -> Tensor:
-    """W [K, N] float16, rows in file order of the input features, exact to the bit (2.4, 2.5).
+    """Return W [K, N] float16, rows in file order of the input features, exactly as the format defines it.
 
-    N as stored, padding included. Arguments and errors as `exl2_check`.
+    N is the stored size, padding included. Arguments and errors as for `exl2_check`.
     """
     exl2_check(tensors, name=name)  # before allocating: a broken file may claim any size
     parts = _exl2_parts(tensors, name)
@@ -103,17 +107,32 @@ def exl2_dequantize(tensors: Mapping[str, Tensor], *, name: str = "") -> Tensor:
 
 
 def exl2_groups(plan: str, in_features: int) -> list[tuple[int, int]]:
-    """(bits, rows) of each group that a plan such as "0.1:5b_32g/0.9:4b_32g" gives (6.5). Raises FormatError."""
+    """Return (bits, rows) of each group of a plan such as "0.1:5b_32g/0.9:4b_32g".
+
+    Args:
+        plan: parts `share:bits b_group_size g`, joined by "/".
+        in_features: rows of the matrix.
+
+    Raises:
+        FormatError: the plan is malformed.
+    """
     return _native.exl2_groups("plan", plan, in_features)
 
 
 def exl2_total_bits(plan: str, in_features: int, out_features: int) -> int:
-    """Bits the five tensors of a matrix take in a file, columns padded to 32 (6.5). Raises FormatError."""
+    """Return the bits that the five tensors of a matrix take in a file, with columns padded to a multiple of 32.
+
+    Raises:
+        FormatError: the plan is malformed.
+    """
     return _native.exl2_total_bits("plan", plan, in_features, out_features)
 
 
 def importance_order(weight: Tensor) -> Tensor:
-    """Input features of `weight` [out, in] by falling L2 norm, int64 [in]: which rows get wide codes without data."""
+    """Return the input features of `weight` [out, in] by falling L2 norm, int64 [in].
+
+    The order decides which rows get wide codes when there is no calibration data.
+    """
     norms = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)
     return torch.argsort(norms, descending=True, stable=True)
 
@@ -127,13 +146,23 @@ def exl2_quantize(
     fast: bool = False,
     name: str = "",
 ) -> dict[str, Tensor]:
-    """Quantize by round to nearest (6.8 step 3, no error compensation); columns are padded to a multiple of 32.
+    """Quantize by round to nearest, without error compensation. Columns are padded to a multiple of 32.
 
-    weight: float32, float16 or bfloat16 [out, in], in a multiple of 32. plan: a width in bits, used with
-    `group_size`, or a mixed plan such as "0.1:5b_32g/0.9:4b_32g". perm: int64 [in]; packed row k takes input feature
-    perm[k], most important first (see `importance_order`); the default keeps the order. fast: skip the search for each
-    group's best scale. Returns q_weight, q_scale, q_scale_max, q_groups, q_invperm; the same bits at any thread count.
-    Raises FormatError (plan, NaN or infinity in the weight, in_features), ShapeError, DTypeError.
+    Args:
+        weight: float32, float16 or bfloat16 [out, in], `in` a multiple of 32.
+        plan: a width in bits, used with `group_size`, or a mixed plan such as "0.1:5b_32g/0.9:4b_32g".
+        group_size: rows of a group.
+        perm: int64 [in]. Packed row k takes input feature perm[k], most important first (see `importance_order`); None
+            keeps the order.
+        fast: skip the search for each group's best scale.
+        name: name of the matrix in messages.
+
+    Returns:
+        q_weight, q_scale, q_scale_max, q_groups, q_invperm; bitwise identical at any thread count.
+
+    Raises:
+        FormatError: the plan or in_features is invalid, or the weight has NaN or infinity.
+        ShapeError, DTypeError: an operand does not fit.
     """
     weight = _float_weight(weight, name)
     text = plan if isinstance(plan, str) else f"1:{plan}b_{group_size}g"
@@ -153,10 +182,19 @@ def exl2_pack(
     perm: Tensor | None = None,
     name: str = "",
 ) -> dict[str, Tensor]:
-    """Pack codes uint8 [K, N] (packed rows) and stored scale codes uint8 [G, N] (0..15) into file tensors (2.3, 2.4).
+    """Pack codes into file tensors.
 
-    groups: (bits, rows) in any order of widths; the reference reads only falling widths. q_scale_max: float16 [G].
-    perm as in `exl2_quantize`. N a multiple of 8. Raises FormatError, ShapeError, DTypeError.
+    Args:
+        codes: uint8 [K, N], in packed row order, N a multiple of 8.
+        scale_codes: uint8 [G, N] (0..15), the stored scale codes.
+        q_scale_max: float16 [G].
+        groups: (bits, rows) of each group in any order of widths; exllamav2 reads only falling widths.
+        perm: as for `exl2_quantize`.
+        name: name of the matrix in messages.
+
+    Raises:
+        FormatError: the groups are invalid.
+        ShapeError, DTypeError: an operand does not fit.
     """
     for what, tensor, dtype, dims in (
         ("codes", codes, torch.uint8, 2),
@@ -206,7 +244,7 @@ def gptq_check(
     group_size: int | None = None,
     name: str = "",
 ) -> tuple[int, int]:
-    """Check a matrix completely and return (in_features, out_features). Arguments and errors as `gptq_dequantize`."""
+    """Check a matrix completely and return (in_features, out_features). Errors as for `gptq_dequantize`."""
     parts = _gptq_parts(tensors, bits, name)
     return _native.gptq_check(name, parts, bits, _is_v2(zeros), _group_size(group_size))
 
@@ -219,12 +257,18 @@ def gptq_dequantize(
     group_size: int | None = None,
     name: str = "",
 ) -> Tensor:
-    """W [K, N] float16, exact to the bit (3.2 to 3.4).
+    """Return W [K, N] float16, exactly as the format defines it.
 
-    tensors: qweight int32 [K bits / 32, N], qzeros int32 [G, N bits / 32], scales [G, N] (float16; float32 and bfloat16
-    are rounded), optional g_idx int32 [K], honoured row by row; all zeros means none. bits: 2, 3, 4 or 8. zeros:
-    "classic" stores the zero point minus one, "v2" the zero point. group_size: None or -1 takes the smallest power of
-    two that gives the file's number of groups. Raises FormatError.
+    Args:
+        tensors: qweight int32 [K bits / 32, N], qzeros int32 [G, N bits / 32], scales [G, N] (float16; float32 and
+            bfloat16 are rounded), optional g_idx int32 [K] with the group of each row. A g_idx of zeros counts as none.
+        bits: 2, 3, 4 or 8.
+        zeros: "classic" stores the zero point minus one, "v2" the zero point.
+        group_size: rows of a group. None or -1 takes the smallest power of two that gives the file's number of groups.
+        name: name of the matrix in messages.
+
+    Raises:
+        FormatError: the tensors violate the format, or an option is invalid.
     """
     out = torch.empty(
         gptq_check(tensors, bits=bits, zeros=zeros, group_size=group_size, name=name), dtype=torch.float16
@@ -244,11 +288,20 @@ def gptq_quantize(
     perm: Tensor | None = None,
     name: str = "",
 ) -> dict[str, Tensor]:
-    """Quantize by round to nearest; returns qweight, qzeros, scales, g_idx.
+    """Quantize by round to nearest; return qweight, qzeros, scales, g_idx.
 
-    weight: float32, float16 or bfloat16 [out, in], both multiples of 32. group_size: rows a group, -1 for one group.
-    perm: int64 [in]; with it (act-order) rows perm[0:group_size] make group 0 and so on. symmetric: zero point fixed in
-    the middle. Raises FormatError (settings, NaN or infinity in the weight), ShapeError, DTypeError.
+    Args:
+        weight: float32, float16 or bfloat16 [out, in], both multiples of 32.
+        bits: 2, 3, 4 or 8.
+        group_size: rows of a group, -1 for one group.
+        symmetric: fix the zero point in the middle.
+        zeros: "classic" or "v2".
+        perm: int64 [in]; with it (act-order) rows perm[0:group_size] make group 0 and so on.
+        name: name of the matrix in messages.
+
+    Raises:
+        FormatError: a setting is invalid, or the weight has NaN or infinity.
+        ShapeError, DTypeError: an operand does not fit.
     """
     weight = _float_weight(weight, name)
     out_features, in_features = weight.shape
@@ -298,7 +351,7 @@ def _group_size(group_size: int | None) -> int | None:
 
 
 def _file_tensor(tensors: Mapping[str, Tensor], key: str, dtype: torch.dtype, dims: int, name: str) -> Tensor:
-    """A tensor that came from a file; what is wrong with it is the file's fault."""
+    """Return a tensor of a file. Raises FormatError, since a violation is a fault of the file."""
     tensor = tensors.get(key)
     if tensor is None:
         raise FormatError(f"{name or 'matrix'}: tensor {key} is missing; found {', '.join(sorted(tensors)) or 'none'}")

@@ -1,6 +1,6 @@
-"""Launches that join what stands between two matrix products of a layer: fewer hand-overs, the same bits.
+"""Launches that join the elementwise operators between two matmuls of a layer, with bitwise identical results.
 
-Each is, to the bit, the composition of the doors beside it (`norm`, `rope`, `kv`), which is also what runs on the CPU.
+Each is bitwise identical to the composition of the operators in `norm`, `rope` and `kv`, which also run on the CPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,18 @@ __all__ = ["add_post_norm", "add_rms_norm", "embed", "rope_store"]
 
 
 def embed(table: Tensor, ids: Tensor, *, factor: float = 1.0) -> Tensor:
-    """Rows of `table` [rows, D] (any float type) at `ids` int64 [T] times `factor`, in float32; an id outside reads
-    the nearest row. Gives float32 [T, D], on a GPU rounded to float16. Raises DTypeError, ShapeError.
+    """Gather rows of an embedding table, multiplied by `factor` in float32.
+
+    Args:
+        table: [rows, D], any float type.
+        ids: int64 [T]; an id outside the table reads the nearest row.
+        factor: scale of the embeddings.
+
+    Returns:
+        float32 [T, D], rounded to float16 on a GPU.
+
+    Raises:
+        DTypeError, ShapeError: an operand does not fit.
     """
     if not table.is_cuda:
         rows = table[ids.clamp(0, table.shape[0] - 1)].float()
@@ -41,9 +51,18 @@ def embed(table: Tensor, ids: Tensor, *, factor: float = 1.0) -> Tensor:
 def add_rms_norm(
     x: Tensor, y: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0, out: Tensor | None = None
 ) -> Tensor:
-    """x += y, rounded to its type; returns `rms_norm(x, weight, eps, weight_offset=weight_offset)`, in `out` if given.
+    """Add y to x in place, rounded to its type, and return `rms_norm` of x.
 
-    x, y, out: [..., D] of one float type, contiguous; weight: float32 [D]. Errors as `rms_norm`.
+    Args:
+        x: [..., D], contiguous; changed in place.
+        y: like x.
+        weight: float32 [D].
+        eps: added to the mean square.
+        weight_offset: added to the weight.
+        out: like x, or None for a new tensor.
+
+    Raises:
+        DTypeError, ShapeError, UnsupportedError: as `rms_norm`.
     """
     require_shape("add_rms_norm: y", y, tuple(x.shape))
     if not x.is_cuda:
@@ -63,10 +82,17 @@ def add_rms_norm(
 def add_post_norm(
     x: Tensor, y: Tensor, post: Norm | None, norm: Norm | None, *, out: Tensor | None = None
 ) -> Tensor | None:
-    """x += post(y), in the type of x; returns norm(x) in the type of y, in `out` if given. Without `norm` None.
+    """Add post(y) to x in place, in the type of x, and return norm(x) in the type of y, or None without `norm`.
 
-    x [T, D] float16 or float32; y and out [T, D] float16, on the CPU float32; contiguous. Raises DTypeError and
-    ShapeError.
+    Args:
+        x: [T, D] float16 or float32, contiguous; changed in place.
+        y: [T, D] float16, on the CPU float32, contiguous.
+        post: norm of y, or None.
+        norm: norm of the sum, or None.
+        out: like y, or None for a new tensor.
+
+    Raises:
+        DTypeError, ShapeError: an operand does not fit.
     """
     require_shape("add_post_norm: y", y, tuple(x.shape))
     if not x.is_cuda:
@@ -104,11 +130,11 @@ def rope_store(
     *,
     interleaved: bool = False,
 ) -> None:
-    """`apply_rope` on q [T, Hq, D] and k [T, H, D], in place, then `store_kv` of k and v [T, H, D]; arguments as there.
+    """Rotate q [T, Hq, D] and k [T, H, D] in place (`apply_rope`), then store k and v [T, H, D] (`store_kv`).
 
-    On a GPU positions, slots, cos and sin are read before the launches right before this one have ended (as with
-    `early` of `attend_own`): they must have been written before those began, such as by a copy that the host has waited
-    for, or before the launch of the captured graph that this is part of.
+    On a GPU the kernel reads positions, slots, cos and sin before the preceding launches have ended, as with `early` of
+    `attend_own`. They must have been written before those launches began: by a copy that the host has waited for, or
+    before the launch of the captured graph that contains this call.
     """
     if not q.is_cuda:
         apply_rope(q, cos, sin, positions, interleaved=interleaved)

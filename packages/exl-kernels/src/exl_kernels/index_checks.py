@@ -1,6 +1,6 @@
-"""What the GPU passes over in silence, looked at on request: slots, rows, positions and page numbers out of range.
+"""Optional checks for mistakes that the GPU ignores: slots, rows, positions and page numbers out of range.
 
-Looking takes a read-back, which a decode step cannot afford; `EXL_CUDA_CHECKS=1` turns it on, to find a mistake.
+A check takes a read-back, which a decode step cannot afford; `EXL_CUDA_CHECKS=1` turns the checks on for debugging.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ CHECKS_VARIABLE = "EXL_CUDA_CHECKS"
 
 
 def checks_enabled() -> bool:
-    """Whether the environment asks for the checks and they are possible: not while a graph is being captured."""
+    """Return whether the environment asks for the checks and no graph is being captured."""
     asked = os.environ.get(CHECKS_VARIABLE, "0").strip() not in ("", "0")
     return asked and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def check_slots(what: str, key: Tensor, slots: Tensor) -> None:
-    """Refuse slots [T] that are neither -1 nor a token's place in pages whose keys are [pages, page_size, ..]."""
+    """Raise ShapeError for slots [T] that are neither -1 nor in pages whose keys are [pages, page_size, ..]."""
     limit = key.shape[0] * key.shape[1]
     found = slots.cpu()
     wrong = (found < -1) | (found >= limit)
@@ -36,7 +36,7 @@ def check_slots(what: str, key: Tensor, slots: Tensor) -> None:
 
 
 def check_tables(what: str, key: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, window: int) -> None:
-    """Refuses rows outside the block table, positions beyond it, and numbers of needed pages that do not exist."""
+    """Raise ShapeError for rows outside the block table, positions beyond it, and needed pages that do not exist."""
     num_pages, page_size = key.shape[:2]
     table, row, position = block_table.cpu().long(), rows.cpu().long(), positions.cpu().long()
     batch, width = table.shape

@@ -8,9 +8,9 @@
 | q6 | 8 bit, Hadamard | 4 bit, Hadamard | D' and D' / 2, + scales |
 | q4 | 4 bit, Hadamard | same | D' / 2 + scales |
 
-Scales are float16, one for 32 elements (D' / 16 bytes). Blocks of 64 belong to one head of one token: storing a token
-never touches another. Values are rounded to half first; finite values beyond +-65504 saturate, NaN and infinities are
-kept.
+Scales are float16, one for 32 elements (D' / 16 bytes). A block of 64 belongs to one head of one token, so storing a
+token never changes another. Values are first rounded to half; finite values beyond +-65504 saturate, NaN and infinities
+are kept.
 """
 
 from __future__ import annotations
@@ -35,10 +35,22 @@ _BITS: dict[str, tuple[int, int]] = {"fp16": (16, 16), "fp8": (8, 8), "q8": (8, 
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
-    """Keys and values of one layer: `key` and `value` [P, page, H, stored], scales [P, page, H, D'/32] float16 or None.
+    """Keys and values of one layer, in pages.
 
-    The tensors belong to whoever made them; this object only says how to read them. The page size is the second
-    dimension, so a contiguous cache [batch, seq, H, stored] is `batch` pages of `seq` tokens.
+    The tensors belong to their creator; this object only says how to read them. The page size is the second dimension,
+    so a contiguous cache [batch, seq, H, stored] is `batch` pages of `seq` tokens.
+
+    Attributes:
+        kind: storage format: "fp16", "fp8", "q8", "q6" or "q4".
+        head_dim: elements D of a head.
+        key: [P, page, H, stored].
+        value: [P, page, H, stored].
+        key_scales: [P, page, H, D'/32] float16, or None for kinds without scales.
+        value_scales: like key_scales.
+
+    Raises:
+        UnsupportedError: the kind is unknown.
+        ShapeError, DTypeError: a tensor does not fit.
     """
 
     kind: KVKind
@@ -80,7 +92,7 @@ class KVPages:
 
     @staticmethod
     def stored_widths(kind: KVKind, head_dim: int) -> tuple[int, int, int]:
-        """Elements stored for one head of one token: (of key, of value, of each scales tensor; 0 = no scales)."""
+        """Return the elements stored for a head of a token: of key, of value, of each scales tensor (or 0)."""
         if kind in ("fp16", "fp8"):
             return head_dim, head_dim, 0
         padded = -(-head_dim // _twin.BLOCK) * _twin.BLOCK
@@ -98,7 +110,20 @@ class KVPages:
         head_dim: int,
         device: torch.device | str = "cpu",
     ) -> KVPages:
-        """Zeroed pages on `device`. Raises UnsupportedError for an unknown kind, ShapeError for a size below 1."""
+        """Allocate zeroed pages on a device.
+
+        Args:
+            kind: storage format.
+            num_pages: number of pages.
+            page_size: tokens of a page.
+            heads: key/value heads.
+            head_dim: elements of a head.
+            device: where the pages are.
+
+        Raises:
+            UnsupportedError: the kind is unknown.
+            ShapeError: a size is below 1.
+        """
         if kind not in _BITS:
             raise UnsupportedError(f"KVPages: unknown kind {kind!r}, expected one of {', '.join(_BITS)}")
         if min(num_pages, page_size, heads, head_dim) < 1:
@@ -133,7 +158,7 @@ class KVPages:
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are."""
+        """The device of the pages."""
         return self.key.device
 
     @property
@@ -152,30 +177,34 @@ class KVPages:
         return sum(t.nbytes for t in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """The storage: key, value, then scales if the kind has them."""
+        """Return the storage: key, value, then scales if the kind has them."""
         return [t for t in (self.key, self.value, self.key_scales, self.value_scales) if t is not None]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles hold the tensors; the native view is made anew.
+        # Copies and pickles hold the tensors; the native view is made again.
         parts = (self.key, self.value, self.key_scales, self.value_scales)
         return KVPages, (self.kind, self.head_dim, *parts)
 
     def native(self) -> _native.Pages:
-        """The CPU kernels' view of pages in CPU memory. Not for use outside exl_kernels."""
+        """Return the CPU kernels' view of pages in CPU memory. Not for use outside exl_kernels."""
         if not self._view:
             parts = (self.key, self.value, self.key_scales, self.value_scales)
             self._view.append(_native.Pages(self.kind, self.head_dim, *parts))
         return self._view[0]
 
     def native_cuda(self) -> _native.CudaPages:
-        """The CUDA kernels' view of pages on a GPU. Not for use outside exl_kernels."""
+        """Return the CUDA kernels' view of pages on a GPU. Not for use outside exl_kernels."""
         if not self._cuda_view:
             parts = (self.key, self.value, self.key_scales, self.value_scales)
             self._cuda_view.append(_native.CudaPages(self.kind, self.head_dim, *parts))
         return self._cuda_view[0]
 
     def repaged(self, page_size: int) -> KVPages:
-        """The same memory as pages of another size: [1, seq, ...] as [seq / page_size, page_size, ...] and back."""
+        """View the same memory as pages of another size: [1, seq, ...] as [seq / page_size, page_size, ...] and back.
+
+        Raises:
+            ShapeError: page_size does not divide the number of tokens.
+        """
         tokens = self.num_pages * self.page_size
         if page_size < 1 or tokens % page_size:
             raise ShapeError(f"KVPages: {tokens} tokens cannot be seen as pages of {page_size}")
@@ -195,11 +224,18 @@ class KVPages:
 
 
 def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Encodes k and v into the pages, one token each.
+    """Encode k and v into the pages, one token each.
 
-    k, v: float32 [T, H, D] on the CPU; float16, bfloat16 or float32 on the GPU that has the pages. slots: int64 [T],
-    slot = page * page_size + offset, -1 = skip this token; no slot twice. Raises ShapeError (on the CPU also for a slot
-    out of range), DTypeError, UnsupportedError.
+    Args:
+        pages: pages of the layer.
+        k: [T, H, D], float32 on the CPU; float16, bfloat16 or float32 on the GPU of the pages.
+        v: like k.
+        slots: int64 [T], slot = page * page_size + offset; -1 skips the token. Slots are distinct.
+
+    Raises:
+        ShapeError: shapes do not fit, or, on the CPU, a slot is out of range.
+        DTypeError: an element type or device does not fit.
+        UnsupportedError: the pages are neither on the CPU nor on a CUDA device.
     """
     if pages.device.type == "cuda":
         _check_slots("store_kv", slots)
@@ -222,11 +258,19 @@ def _check_store(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
 
 
 def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the tokens in `slots`, decoded with the codec's own roundings.
+    """Decode keys and values of tokens, with the codec's own roundings.
 
-    slots: int64 [T]; -1 gives zeros. Returns k, v: float32 [T, H, D], on the pages' device.
+    Args:
+        pages: pages of the layer.
+        slots: int64 [T]; -1 gives zeros.
 
-    Raises ShapeError (also for a slot out of range), DTypeError, UnsupportedError.
+    Returns:
+        k and v, float32 [T, H, D], on the pages' device.
+
+    Raises:
+        ShapeError: shapes do not fit, or, on the CPU, a slot is out of range.
+        DTypeError: slots are not int64 or on another device.
+        UnsupportedError: the pages are neither on the CPU nor on a CUDA device.
     """
     _check_slots("load_kv", slots)
     if pages.device.type == "cuda":

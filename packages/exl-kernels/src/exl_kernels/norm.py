@@ -1,7 +1,8 @@
 """RMSNorm and LayerNorm over the last dimension, also per head. Arithmetic is float32.
 
-The native functions refuse what they cannot take as it is; only then does Python look closer, to convert (strides, half
-weights) or to say what is wrong. So the common call costs one crossing. The other operators do the same.
+The native functions reject operands that they cannot take directly. Only then does Python convert the operands
+(strides, half weights) or say what is wrong with them, so the common call crosses into native code once. The other
+operators do the same.
 """
 
 from __future__ import annotations
@@ -19,11 +20,22 @@ _WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0, out: Tensor | None = None) -> Tensor:
-    """x * (weight + weight_offset) / sqrt(mean(x^2) + eps) over the last dimension.
+    """Compute x * (weight + weight_offset) / sqrt(mean(x^2) + eps) over the last dimension.
 
-    x: [..., D], or [..., H, D] with a weight [H, D] (one norm a head); float32, on a GPU also float16 or bfloat16.
-    weight: [D] or [H, D], float32 (fastest), float16 or bfloat16; weight_offset is added in float32 (Gemma: 1). out:
-    like x, may be x itself. Returns out. Raises ShapeError, DTypeError, UnsupportedError (neither CPU nor CUDA).
+    Args:
+        x: [..., D], or [..., H, D] with a weight [H, D]; float32, on a GPU also float16 or bfloat16.
+        weight: [D], or [H, D] for one norm a head; float32 (fastest), float16 or bfloat16.
+        eps: added to the mean square.
+        weight_offset: added to the weight in float32 (1 for Gemma).
+        out: like x, may be x itself.
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        ShapeError: the weight or out does not fit x.
+        DTypeError: an element type is not supported.
+        UnsupportedError: x is neither on the CPU nor on a CUDA device.
     """
     if x.is_cuda:
         return cuda_ops.rms_norm(x, weight, eps, weight_offset=weight_offset, out=out)
@@ -38,9 +50,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None) -> Tensor:
-    """(x - mean) * weight / sqrt(mean((x - mean)^2) + eps) + bias over the last dimension.
+    """Compute (x - mean) * weight / sqrt(mean((x - mean)^2) + eps) + bias over the last dimension.
 
-    Shapes, dtypes and errors as `rms_norm`; bias has the weight's shape or is None.
+    Args:
+        x: as for `rms_norm`.
+        weight: as for `rms_norm`.
+        bias: like the weight, or None.
+        eps: added to the variance.
+        out: like x, may be x itself.
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        ShapeError: the weight, bias or out does not fit x.
+        DTypeError: an element type is not supported.
+        UnsupportedError: x is neither on the CPU nor on a CUDA device.
     """
     if x.is_cuda:
         return cuda_ops.layer_norm(x, weight, bias, eps, out=out)

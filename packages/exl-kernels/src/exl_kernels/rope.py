@@ -13,12 +13,24 @@ __all__ = ["apply_rope"]
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotates the first R dimensions of every head of x, in place; the other D - R stay.
+    """Rotate the first R dimensions of every head of x in place; the other D - R dimensions stay.
 
-    x: [T, H, D], contiguous, float32, on a GPU also float16 or bfloat16. cos, sin: float32 [S, R/2], R <= D even.
-    positions: int64 [T], rows of the tables. NeoX pairs (i, i + R/2), or neighbours (2i, 2i + 1) if `interleaved`
-    (GPT-J). Returns x.
-    Raises ShapeError (also for a position outside the tables), DTypeError, UnsupportedError.
+    The pairs are (i, i + R/2) (NeoX), or (2i, 2i + 1) (GPT-J) if `interleaved`.
+
+    Args:
+        x: [T, H, D], contiguous, float32, on a GPU also float16 or bfloat16.
+        cos: float32 [S, R/2], R even and at most D.
+        sin: like cos.
+        positions: int64 [T], rows of the tables.
+        interleaved: rotate neighbouring dimensions.
+
+    Returns:
+        x.
+
+    Raises:
+        ShapeError: shapes do not fit, or, on the CPU, a position is outside the tables.
+        DTypeError: an element type is not supported.
+        UnsupportedError: x is neither on the CPU nor on a CUDA device.
     """
     if x.is_cuda:
         return cuda_ops.apply_rope(x, cos, sin, positions, interleaved=interleaved)

@@ -1,6 +1,6 @@
-"""Safetensors containers: headers checked before anything is read, positional reads into torch memory, a small writer.
+"""Safetensors containers: headers checked before any data is read, positional reads into torch memory, a small writer.
 
-Nothing here maps files into memory, so the memory a process holds is the tensors it asked for.
+No file is mapped into memory, so a process holds only the tensors that it asked for.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TensorEntry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Raises FormatError for an element type that torch does not have."""
+        """The torch dtype. Raises FormatError for an element type that torch does not have."""
         if self.dtype not in _DTYPES:
             raise FormatError(
                 f"{self.path}: tensor {self.name!r}: dtype {self.dtype} cannot be read; "
@@ -71,7 +71,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A checked header: every entry lies within the file, has the size its shape asks for, overlaps no other."""
+    """A checked header: every entry lies within the file, has the size of its shape, and overlaps no other entry."""
 
     path: Path
     entries: dict[str, TensorEntry]
@@ -79,11 +79,12 @@ class SafetensorsHeader:
 
 
 def read_safetensors_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
-    """Read and check the header of one file; the data is not touched.
+    """Read and check the header of one file without reading the data.
 
-    Raises FormatError, naming file and tensor, for anything that is not a well-formed file: unreadable or truncated,
-    header too long or no JSON, names given twice, unknown element types, sizes that overflow or disagree with the
-    offsets, offsets beyond the file or overlapping.
+    Raises:
+        FormatError: the file is malformed: unreadable or truncated; header too long or no JSON; duplicate names;
+            unknown element types; sizes that overflow or disagree with the offsets; offsets beyond the file or
+            overlapping. The message names file and tensor.
     """
     path = Path(path)
     rows, metadata = _native.safetensors_header(path)
@@ -95,9 +96,10 @@ def read_safetensors_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
 
 
 def read_safetensors_folder(folder: str | os.PathLike[str]) -> dict[str, TensorEntry]:
-    """Entries of every `*.safetensors` file of a folder, files in name order; no index file is needed.
+    """Return the entries of every `*.safetensors` file of a folder, files in name order. No index file is needed.
 
-    Raises FormatError for a broken header, for a name that two files hold, and for a folder without such files.
+    Raises:
+        FormatError: a header is broken, two files hold one name, or the folder has no such files.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
@@ -114,9 +116,18 @@ def read_safetensors_folder(folder: str | os.PathLike[str]) -> dict[str, TensorE
 
 
 def read_into(path: str | os.PathLike[str], offset: int, tensor: Tensor, *, name: str = "") -> None:
-    """Fill `tensor` (contiguous, CPU, any dtype and shape) with the file's bytes at `offset`, without a copy between.
+    """Fill a tensor with the bytes of a file from `offset` on, without an intermediate copy. The GIL is released.
 
-    The GIL is released. `name` goes into errors. Raises FormatError if the file cannot be read or ends early.
+    Args:
+        path: the file.
+        offset: first byte, counted from the start of the file.
+        tensor: contiguous, on the CPU, any dtype and shape.
+        name: name of the tensor for error messages.
+
+    Raises:
+        FormatError: the file cannot be read or ends early.
+        DTypeError: the tensor is not contiguous CPU memory.
+        ShapeError: the offset is negative or too large.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise DTypeError(f"read_into: the tensor for {name or 'data'} must be contiguous and in CPU memory")
@@ -127,7 +138,7 @@ def read_into(path: str | os.PathLike[str], offset: int, tensor: Tensor, *, name
 
 
 def read_tensor(entry: TensorEntry) -> Tensor:
-    """A new CPU tensor with the entry's data. Raises FormatError."""
+    """Read an entry into a new CPU tensor. Raises FormatError."""
     tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
     read_into(entry.path, entry.offset, tensor, name=entry.name)
     return tensor
@@ -136,9 +147,15 @@ def read_tensor(entry: TensorEntry) -> Tensor:
 def write_safetensors(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write CPU tensors to one file, wide element types first so that each is aligned; appears whole or not at all.
+    """Write CPU tensors to one file, wide element types first for alignment. The file appears complete or not at all.
 
-    Raises DTypeError for an element type the format lacks.
+    Args:
+        path: the file, replaced if it exists.
+        tensors: CPU tensors by name.
+        metadata: texts of the header's `__metadata__`.
+
+    Raises:
+        DTypeError: the format lacks an element type, or a tensor is not on the CPU.
     """
     path = Path(path)
     for name, tensor in tensors.items():

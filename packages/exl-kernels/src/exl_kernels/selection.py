@@ -1,7 +1,7 @@
-"""Which kernel a GPU runs for a call, asked without launching it and, for known cards, without having the card.
+"""Query which kernel a GPU would run for a call, without launching it; for known cards also without having the card.
 
-The answers come from the functions that plan the launches themselves (rust/exl-cuda, `select` of each family). A GPU
-test compares the kernels that are launched with the answers (tests/kernels/test_cuda_selection.py).
+The answers come from the functions that plan the launches (rust/exl-cuda, `select` of each family). A GPU test compares
+the launched kernels with the answers (tests/kernels/test_cuda_selection.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .errors import DeviceError
 __all__ = ["FEW_ROWS", "GEMV_ROWS", "PACKED_ROWS", "Card", "MatrixShape", "Selection", "known_cards"]
 
 GEMV_ROWS, FEW_ROWS, PACKED_ROWS = _native.cuda_row_limits()
-"""Most rows that `gemv_ring` is chosen for where `gemm_few` fits, too; that `gemm_few` takes; that run on packed
-weights, where a row's result does not depend on the number of rows. More rows are cheaper by dequantizing once. (At 128
-rows both take the GPU as long, but two passes over the packed weights are twice the launches for the host.)"""
+"""Row limits: `gemv_ring` is chosen up to the first where `gemm_few` fits, too; `gemm_few` takes up to the second; the
+packed weights up to the third. Up to there a row's result does not depend on the number of rows. More rows are cheaper
+by dequantizing once."""
 
 _EXL2_PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 
@@ -32,27 +32,31 @@ class Selection:
     kernel: str
     """gemv_ring, gemm_few, gemm_batch, gemm_tile or gemm_large (dequantize, then cuBLAS)."""
     joined: bool
-    """Whether one launch takes all matrices with norm, gate and residual. If not, the kernel is that of the first
-    matrix by itself."""
+    """Whether one launch takes all matrices with norm, gate and residual. Otherwise `kernel` is that of the first
+    matrix alone."""
     refused: tuple[tuple[str, str], ...]
-    """Faster kernels and why each does not take the call."""
+    """Faster kernels and the reason why each does not take the call."""
 
 
 class MatrixShape:
-    """A quantized matrix as far as it decides which kernel multiplies by it: format, group size, bit widths, order of
-    inputs. Packed weights are not read, so `q_weight` and `qweight` may be uninitialized tensors of the right shape."""
+    """The properties of a quantized matrix that decide its kernel: format, group size, bit widths, order of inputs.
+
+    Packed weights are not read, so `q_weight` and `qweight` may be uninitialized tensors of the right shape.
+    """
 
     __slots__ = ("_native",)
 
     def __init__(self, native: _native.CudaShape) -> None:
-        """Not for callers: use `from_exl2` or `from_gptq`."""
+        """Internal constructor; use `from_exl2` or `from_gptq`."""
         self._native = native
 
     @classmethod
     def from_exl2(cls, tensors: Mapping[str, Tensor], *, name: str = "") -> MatrixShape:
-        """From q_weight, q_scale, q_scale_max, q_groups and q_invperm, as `QuantMatrix.from_exl2` takes them.
+        """Take the shape from q_weight, q_scale, q_scale_max, q_groups and q_invperm, as `QuantMatrix.from_exl2`.
 
-        Raises FormatError (tensors that do not fit the format) and UnsupportedError (a matrix too large for a GPU).
+        Raises:
+            FormatError: the tensors do not fit the format.
+            UnsupportedError: the matrix is too large for a GPU.
         """
         q_weight, q_scale, q_scale_max, q_groups, q_invperm = (tensors[key] for key in _EXL2_PARTS)
         return cls(_native.CudaShape.from_exl2(name, (q_weight, q_scale, q_scale_max, q_groups, q_invperm)))
@@ -67,8 +71,12 @@ class MatrixShape:
         group_size: int | None = None,
         name: str = "",
     ) -> MatrixShape:
-        """From qweight, qzeros, scales (float16) and g_idx (or None), with the options of `QuantMatrix.from_gptq`.
-        Raises as `from_exl2`."""
+        """Take the shape from qweight, qzeros, scales (float16) and g_idx (or None), as `QuantMatrix.from_gptq`.
+
+        Raises:
+            FormatError: the tensors do not fit the format.
+            UnsupportedError: the matrix is too large for a GPU.
+        """
         if group_size is not None and group_size < 1:
             group_size = None
         parts = (tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"))
@@ -76,28 +84,34 @@ class MatrixShape:
 
 
 class Card:
-    """A GPU as far as it decides which kernels run.
+    """The properties of a GPU that decide which kernels run.
 
-    What counts is the code that the card runs: a module built for `80+ptx` runs no Hopper kernel on an H100.
+    The code that the card runs counts: a module built for `80+ptx` runs no Hopper kernel on an H100.
     """
 
     __slots__ = ("_native", "name")
 
     def __init__(self, native: _native.CudaCard, name: str) -> None:
-        """Not for callers: use `device` or `named`."""
+        """Internal constructor; use `device` or `named`."""
         self._native = native
         self.name = name
 
     @classmethod
     def device(cls, index: int = 0) -> Card:
-        """GPU `index` of this machine, in torch's numbering, with the code this module holds for it. Raises
-        DeviceError."""
+        """Return GPU `index` of this machine, in torch's numbering, with the code that this module holds for it.
+
+        Raises:
+            DeviceError: there is no such GPU.
+        """
         return cls(_native.CudaCard.device(index), f"cuda:{index}")
 
     @classmethod
     def named(cls, name: str) -> Card:
-        """A card of `known_cards`, with the code of a build for it. Case, spaces and "RTX" do not matter. Raises
-        DeviceError for any other name."""
+        """Return a card of `known_cards`, with the code of a build for it. Case, spaces and "RTX" do not matter.
+
+        Raises:
+            DeviceError: the name is not known.
+        """
         found = _native.CudaCard.named(name)
         if found is None:
             raise DeviceError(f"card {name!r} is not known; known cards: {', '.join(known_cards())}")
@@ -110,7 +124,7 @@ class Card:
 
     @property
     def features(self) -> frozenset[str]:
-        """Those of "bulk_copy", "clusters" and "wgmma" that this code may use."""
+        """Those of "bulk_copy", "clusters" and "wgmma" that the card's code may use."""
         return frozenset(self._native.features)
 
     def fused_matmul(
@@ -122,22 +136,32 @@ class Card:
         norm: bool = False,
         residual: bool = False,
     ) -> Selection:
-        """The kernel of `linear.fused.FusedLinear` over one to three matrices: `rows` float16 rows of input, with an
-        RMS norm of them, a gate of two matrices, or a residual that is added."""
+        """Return the kernel of `linear.fused.FusedLinear` over one to three matrices.
+
+        Args:
+            matrices: the matrices of the launch.
+            rows: number of float16 rows.
+            gate: the two matrices are gate and up.
+            norm: an RMS norm of the input is fused.
+            residual: a residual is added.
+        """
         shapes = [matrix._native for matrix in matrices]
         return _selection(
             _native.cuda_select_fused(self._native, shapes, rows, gate=gate, norm=norm, residual=residual)
         )
 
     def matmul(self, matrix: MatrixShape, rows: int) -> Selection:
-        """The kernel of `linear.QuantMatrix.matmul` for `rows` float16 rows."""
+        """Return the kernel of `linear.QuantMatrix.matmul` for `rows` float16 rows."""
         return _selection(_native.cuda_select_alone(self._native, matrix._native, rows))
 
     def experts(
         self, experts: Sequence[tuple[MatrixShape, MatrixShape, MatrixShape]], rows: int, chosen: int
     ) -> Selection:
-        """How the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each: experts_few or
-        experts_many in shared launches (`moe.GroupedExperts`), or experts_apart, one after the other."""
+        """Return how the experts (gate, up, down) of a layer run for `rows` rows with `chosen` experts each.
+
+        The answer is experts_few or experts_many in shared launches (`moe.GroupedExperts`), or experts_apart, one after
+        the other.
+        """
         shapes = [[matrix._native for matrix in parts] for parts in experts]
         kernel, why = _native.cuda_select_experts(self._native, shapes, rows, chosen)
         apart = kernel == "experts_apart"
@@ -156,8 +180,19 @@ class Card:
         window: int = 0,
         softcap: float = 0.0,
     ) -> str:
-        """The kernel of paged attention of `batch` sequences with `tokens` new tokens each, over `keys` keys of a cache
-        of `kind` ("fp16", "fp8", "q8", "q6", "q4")."""
+        """Return the kernel of paged attention.
+
+        Args:
+            kind: "fp16", "fp8", "q8", "q6" or "q4".
+            head_dim: elements of a head.
+            q_heads: query heads.
+            kv_heads: key/value heads.
+            batch: number of sequences.
+            tokens: new tokens of each sequence.
+            keys: keys in the cache.
+            window: sliding window in tokens; 0 is off.
+            softcap: limit of the logits; 0 is off.
+        """
         name: str = _native.cuda_select_attention(
             self._native,
             kind,
@@ -174,7 +209,7 @@ class Card:
 
 
 def known_cards() -> tuple[str, ...]:
-    """Names of the cards that `Card.named` knows."""
+    """Return the names of the cards that `Card.named` knows."""
     return tuple(_native.cuda_cards())
 
 

@@ -1,4 +1,4 @@
-"""The inputs of a decode step of fixed sizes, checked and laid out in one pinned buffer in one native call."""
+"""Check the inputs of a decode step of fixed sizes and pack them into one pinned buffer, in one native call."""
 
 from __future__ import annotations
 
@@ -16,29 +16,40 @@ Sizes = tuple[int, int, int, int]
 class StepStage:
     """One pinned buffer for steps of at most `batch` rows of `q_len` tokens in `pages` pages of `page_size` tokens.
 
-    Layout, T = batch * q_len: int64 [T] ids, slots and rope positions, then int32 [T] positions and int32
-    [batch, pages] page numbers. Rows that a step does not have are padding: token 0 at position -1, slot -1.
+    Layout, with T = batch * q_len: int64 [T] ids, slots and rope positions, then int32 [T] positions and int32
+    [batch, pages] page numbers. Missing rows are padding: token 0 at position -1, slot -1.
     """
 
     __slots__ = ("_native", "pinned")
 
     def __init__(self, sizes: Sizes) -> None:
-        """sizes: (batch, q_len, pages, page_size)."""
+        """Allocate the buffer for sizes (batch, q_len, pages, page_size)."""
         self.pinned = torch.zeros(self.bytes(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         self._native = _native.StepStage(self.pinned, sizes)
 
     @staticmethod
     def bytes(sizes: Sizes) -> int:
-        """Bytes of the buffer."""
+        """Return the bytes of the buffer for sizes (batch, q_len, pages, page_size)."""
         return int(_native.StepStage.bytes(sizes))
 
     def fill(self, ids: Tensor | None, past: Tensor, table: Tensor, limits: tuple[int, int, int]) -> bool:
-        """Lays out a step: int64 ids [b, q_len] (None: zeros), int32 tokens already stored [b], int32 page numbers
-        [b, n], contiguous and on the CPU. False, with the buffer as it was, when an id (-1 is allowed), a position or a
-        page number in use is not below its limit, or the step does not fit the sizes."""
+        """Pack a step into the buffer.
+
+        Args:
+            ids: int64 [b, q_len], contiguous, on the CPU, as are the others; None for zeros. -1 is allowed.
+            past: int32 [b], tokens already stored.
+            table: int32 [b, n], page numbers.
+            limits: exclusive upper bounds of ids, positions and page numbers.
+
+        Returns:
+            False, with the buffer unchanged, when an id, a position or a page number in use is out of range, or the
+            step does not fit the sizes.
+        """
         return bool(self._native.fill(ids, past, table, limits))
 
     def send(self, to: Tensor) -> None:
-        """Queues the copy to `to`, uint8 on a GPU and as long, on torch's current stream; the buffer must stay as it is
-        until the stream has passed it. Raises DeviceError."""
+        """Queue the copy to `to`, uint8 of the same size on a GPU, on torch's current stream.
+
+        The buffer must stay unchanged until the stream has passed the copy. Raises DeviceError.
+        """
         self._native.send(to, stream_of(to))

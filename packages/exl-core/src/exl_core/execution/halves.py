@@ -17,7 +17,7 @@ from torch import Tensor
 from exl_kernels.activation import activation as activate
 from exl_kernels.activation import gated_activation
 from exl_kernels.attention import paged_attention
-from exl_kernels.attention.cuda import HeadNorms, ProductInput, attend_own
+from exl_kernels.attention.cuda import HeadNorms, MatmulInput, attend_own
 from exl_kernels.device import row_invariant
 from exl_kernels.fused import add_post_norm, add_rms_norm, rope_store
 from exl_kernels.kv import store_kv
@@ -205,7 +205,7 @@ class AttentionHalf(_JoinedHalf):
         else:
             o(self.attend(qkv, step).view(rows, -1), out, residual=residual)
 
-    def attend(self, qkv: Tensor, step: Step, into: ProductInput | None = None) -> Tensor:
+    def attend(self, qkv: Tensor, step: Step, into: MatmulInput | None = None) -> Tensor:
         """Attention of rows that hold q, k and v side by side: [T, heads, head_dim]."""
         q, k, v = self._split(qkv)
         if step.q_len > 1 or self.head_norms is None:
@@ -434,7 +434,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     step: Step,
-    into: ProductInput | None = None,
+    into: MatmulInput | None = None,
     norms: HeadNorms | None = None,
 ) -> Tensor:
     """Rotation, storing and attention: one launch where a row is one token, which then applies `norms`."""

@@ -1,7 +1,7 @@
 """Attention over paged keys and values: causal, grouped heads, window, softcap, additive mask.
 
-A query token's result is the same to the bit whatever else is in the call, however the prompt was cut into calls,
-wherever its pages lie, and at any thread count.
+A query token's result is bitwise identical whatever else is in the call, however the prompt was cut into calls,
+wherever its pages are, and at any thread count.
 """
 
 from __future__ import annotations
@@ -36,20 +36,34 @@ def paged_attention(
     out: Tensor | None = None,
     max_keys: int | None = None,
 ) -> Tensor:
-    """softmax(mask(softcap(scale * q k^T))) v for T query tokens of any mix of sequences.
+    """Compute softmax(mask(softcap(scale * q k^T))) v for T query tokens of any mix of sequences.
 
-    q: float32 [T, Hq, D], Hq a multiple of the pages' heads. block_table: int32 [B, max_pages], page numbers in
-    logical order; entries beyond a sequence's last visible key are never read. rows: int32 [T], the token's row of
-    block_table. positions: int32 [T]: the token sees keys j <= positions[t] (store its own key first), and j >
-    positions[t] - window if window > 0; a negative position sees nothing. softcap s > 0: s * tanh(logit / s), before
-    masking. key_mask: float32 [B, S], S > every position, added to the logits; -inf takes the key out altogether.
-    Returns out, [T, Hq, D]; a token that sees no key gets zeros.
+    Keys and values enter as the exact values of their codes, without the half roundings of the codec's own decode
+    (`load_kv`). On a GPU all tensors are on the pages' device; `exl_kernels.attention.cuda` lists the differences.
 
-    Keys and values enter as their codes stand for, without the half roundings of the codec's own decode (`load_kv`).
-    On a GPU (all tensors on the pages' device) q and out may also be float16 or bfloat16; `attention_cuda` says what
-    differs. max_keys: every position is below it; it sizes the GPU's launch, which the block table's width does
-    otherwise, and changes no result.
-    Raises ShapeError (also for rows, positions or page numbers out of range), DTypeError, UnsupportedError.
+    Args:
+        q: [T, Hq, D], Hq a multiple of the pages' heads; float32, on a GPU also float16 or bfloat16.
+        pages: keys and values of one layer.
+        block_table: int32 [B, max_pages], page numbers in logical order. Entries beyond a sequence's last visible key
+            are never read.
+        rows: int32 [T], the token's row of block_table.
+        positions: int32 [T]. Token t sees keys j <= positions[t], so store its own key first. A negative position sees
+            no key.
+        scale: factor of the logits.
+        window: if > 0, the token sees only keys j > positions[t] - window.
+        softcap: if s > 0, logits become s * tanh(logit / s) before masking.
+        key_mask: float32 [B, S], S > every position, added to the logits; -inf removes the key.
+        out: like q, or None for a new tensor.
+        max_keys: exclusive upper bound of the positions. The bound sizes the launch on a GPU (default: the width of the
+            block table) and changes no result.
+
+    Returns:
+        [T, Hq, D]; zeros for a token that sees no key.
+
+    Raises:
+        ShapeError: shapes do not fit, or, on the CPU, a row, position or page number is out of range.
+        DTypeError: an element type or a device does not fit.
+        UnsupportedError: the pages are neither on the CPU nor on a CUDA device.
     """
     if pages.device.type == "cuda":
         _check(q, pages, block_table, rows, positions, window, softcap, key_mask)

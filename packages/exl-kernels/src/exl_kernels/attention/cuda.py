@@ -1,13 +1,13 @@
-"""Attention and cache pages on a GPU; `attention` and `kv` come here when their tensors are there.
+"""Attention and cache pages on a GPU; `attention` and `kv` call these functions for tensors on a GPU.
 
-Halves enter the matrix products (queries and softmax weights are rounded to half, Hadamard codes times their scale
-too), sums and softmax are float32. The order of arithmetic depends on a token's own position only
-(`attention_common.cuh`): a token's result is bitwise identical alone or in a batch, in any chunking and at any page
-placement, and the kernels (for few tokens, for many) give identical results, so that no setting is needed.
+The matrix multiplications take halves (queries, softmax weights and Hadamard codes times their scale are rounded to
+half); sums and softmax are float32. The order of arithmetic depends on a token's own position only
+(`attention_common.cuh`). So a token's result is bitwise identical alone or in a batch, in any chunking and at any page
+placement. The kernels for few and for many tokens give identical results, so no setting is needed.
 
-Nothing is read back from the GPU: what the CPU refuses (slots, rows, positions, page numbers out of range) is passed
-over here: such slots are not stored and load as zeros, such rows see nothing, such pages read as zeros. With
-EXL_CUDA_CHECKS=1 the doors look first, outside captures, and refuse them as the CPU does (`index_checks`).
+Nothing is read back from the GPU. Slots, rows, positions and page numbers out of range, which the CPU rejects, are
+ignored here: such slots are not stored and load as zeros, such rows see no keys, such pages read as zeros. With
+EXL_CUDA_CHECKS=1 the entry points reject them as the CPU does, outside captures (`index_checks`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ..linear.cuda import CudaQuantMatrix
 if TYPE_CHECKING:
     from ..kv import KVPages
 
-__all__ = ["HeadNorms", "ProductInput", "attend_own", "counters", "load_kv", "paged_attention", "store_kv"]
+__all__ = ["HeadNorms", "MatmulInput", "attend_own", "counters", "load_kv", "paged_attention", "store_kv"]
 
 attention_options = functools.lru_cache(maxsize=256)(_native.AttentionOptions)
-"""A layer's scale, window and softcap as the kernels take them: the same for every step."""
+"""Attention options by scale, window and softcap of a layer: the same for every step."""
 
 _by_stream: dict[tuple[torch.device, int], Tensor] = {}
 """Counters by device and stream: zero before and after every launch, so one tensor serves all launches of a stream."""
@@ -45,18 +45,18 @@ _current = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
-class ProductInput:
-    """Where a product of few rows wants its input, laid out as that product's own layout launch leaves it."""
+class MatmulInput:
+    """The packed input of a matmul of few rows, as the place of another kernel's results."""
 
     matrix: CudaQuantMatrix
-    """The product's, on the same GPU. Its layout must not pad K: where it does, ShapeError."""
+    """Matrix of the matmul, on the same GPU. ShapeError where its layout pads K."""
     columns: int
     """Rows of the matmul's input layout: 8 (`rows.cuh`) or 16, 32, 64 (`prepared.cuh`, wgmma), in `kernels/linear/`."""
     scratch: Tensor
-    """uint8, aligned to 16 bytes. From byte 0 on 512 x columns bytes for every 256 features are written; columns past
-    the tokens become zeros, features past K in the last 256 stay as they are."""
+    """uint8, aligned to 16 bytes. From byte 0 on 512 x columns bytes for every 256 features are written. Columns past
+    the tokens become zeros; features past K in the last 256 are not changed."""
     rows: int | None = None
-    """Rows for which a product's `input_of` gave this; its `from_input` takes no others."""
+    """Number of rows that `FusedLinear.input_of` was called with; `from_input` takes no other number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +64,18 @@ class HeadNorms:
     """RMS norms of each head of q and of k: x / sqrt(mean(x^2) + eps) * weight, rounded to the dtype of x."""
 
     q: Tensor
-    """float32 [head_dim], contiguous, on the GPU of q; `k` alike."""
+    """float32 [head_dim], contiguous, on the GPU of q; `k` likewise."""
     k: Tensor
     eps: float
 
 
 @contextlib.contextmanager
 def counters(device: torch.device | str) -> Iterator[Tensor]:
-    """Within it, launches of this thread on that GPU count in the tensor it gives; for capturing graphs.
+    """Provide a tensor of counters to the launches of this thread on a GPU, for capturing graphs.
 
-    Launches that share counters must not run at the same time. Without this, launches of one stream share a tensor, and
-    every captured launch fills its own with zeros first, which takes longer than what the counters save. Keep the
-    tensor as long as the graph.
+    Launches that share counters must not run at the same time. Outside this context launches of one stream share a
+    tensor, and every captured launch first fills a separate one with zeros, which costs more than the counters save.
+    Keep the tensor as long as the graph.
     """
     place = torch.device(device)
     blocks = 2 * torch.cuda.get_device_properties(place).multi_processor_count
@@ -90,7 +90,7 @@ def counters(device: torch.device | str) -> Iterator[Tensor]:
 
 
 def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """`kv.store_kv` on a GPU: k, v [T, H, D] of one float type, codes bit for bit those of the CPU."""
+    """Implement `kv.store_kv` on a GPU: k, v [T, H, D] of one float type; codes bitwise identical to the CPU's."""
     shape = (slots.shape[0], pages.heads, pages.head_dim)
     for name, tensor in (("k", k), ("v", v)):
         require_shape(f"store_kv: {name}", tensor, shape)
@@ -107,7 +107,7 @@ def store_kv(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
 
 
 def load_kv(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """`kv.load_kv` on a GPU: float32 [T, H, D] on the pages' device."""
+    """Implement `kv.load_kv` on a GPU: float32 [T, H, D] on the pages' device."""
     _one_device("load_kv", pages, slots)
     if checks_enabled():
         check_slots("load_kv", pages.key, slots)
@@ -132,7 +132,7 @@ def paged_attention(
     out: Tensor | None,
     max_keys: int | None,
 ) -> Tensor:
-    """`attention.paged_attention` on a GPU, its arguments checked but for devices; q float16, bfloat16 or float32."""
+    """Implement `attention.paged_attention` on a GPU for checked arguments; q float16, bfloat16 or float32."""
     require_dtype("paged_attention: q", q, torch.float16, torch.bfloat16, torch.float32)
     _one_device("paged_attention", pages, q, block_table, rows, positions, key_mask)
     out = require_out("paged_attention", out, q)
@@ -168,29 +168,53 @@ def attend_own(
     out: Tensor | None = None,
     max_keys: int | None = None,
     early: bool = False,
-    into: ProductInput | None = None,
+    into: MatmulInput | None = None,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """`apply_rope` on q and k, `store_kv` of k and v, `paged_attention` of q: one launch, the same bits; GPU only.
+    """Run `apply_rope` on q and k, `store_kv` of k and v, and `paged_attention` of q in one launch, on a GPU.
 
-    For steps of one token a row of the batch: no two tokens share a row of the block table. q [T, Hq, D], k and v
-    [T, H, D] are of one float type; each may be a view of wider rows (of one fused product of q, k and v), k and v with
-    the same stride between tokens; they are read, not rewritten. slots, rope_positions: int64 [T] as in `store_kv` and
-    `apply_rope` (slot -1: not stored; but the token sees its own key where `positions` says, whether stored or not);
-    cos, sin: float32 [S, R/2] with R <= D (R = 0: nothing is rotated); the rest, and the result [T, Hq, D], as in
-    `paged_attention`. Key of position p must belong in the slot that block_table says.
+    The result is bitwise identical to the three separate calls. The function serves steps of one token a row of the
+    batch: no two tokens share a row of the block table. The key of position p must belong in the slot that block_table
+    says.
+    Capturable: allocates only `out` (if not given) and a workspace, and reads nothing back.
 
-    early: everything but q, k, v (so: tables, positions, slots, stored keys of earlier positions) may be read before
-    the launches right before this one have ended. Only for callers that know all of it to be written before, such as
-    by work before the launch of the captured graph that this is part of.
-    norms: q and k are normed before they are rotated, as `rms_norm` would.
-    into: the results go there instead, of float16 and without `out`; its scratch is returned.
-    Capturable: allocates only `out` (if not given) and a workspace, reads nothing back. Raises ShapeError, DTypeError.
+    Args:
+        q: [T, Hq, D]; read, not rewritten. q, k and v are of one float type, and each may be a view of wider rows (of
+            one fused matmul of q, k and v).
+        k: [T, H, D], with the same stride between tokens as v.
+        v: [T, H, D].
+        pages: keys and values of the layer.
+        block_table: as for `paged_attention`.
+        rows: as for `paged_attention`.
+        positions: as for `paged_attention`.
+        slots: int64 [T], as for `store_kv`. A token with slot -1 is not stored, but sees its own key.
+        cos: float32 [S, R/2], R <= D; nothing is rotated if R = 0.
+        sin: like cos.
+        rope_positions: int64 [T], rows of cos and sin.
+        scale: as for `paged_attention`.
+        interleaved: as for `apply_rope`.
+        window: as for `paged_attention`.
+        softcap: as for `paged_attention`.
+        key_mask: as for `paged_attention`.
+        out: as for `paged_attention`.
+        max_keys: as for `paged_attention`.
+        early: the kernel may read all operands but q, k, v before the preceding launches have ended. Only for callers
+            that know these operands to be written before those launches began, such as by work before the launch of the
+            captured graph that contains this call.
+        into: the results go there instead of `out`, as float16; the function returns its scratch.
+        norms: norms of q and k before the rotation, as `rms_norm`.
+
+    Returns:
+        [T, Hq, D], or the scratch of `into`.
+
+    Raises:
+        ShapeError, DTypeError: an operand does not fit.
+        UnsupportedError: the pages are not on a GPU, or the matrix of `into` has no packed input.
     """
     what = "attend_own"
     require_dtype(f"{what}: q", q, torch.float16, torch.bfloat16, torch.float32)
     if pages.device.type != "cuda":
-        raise UnsupportedError(f"{what}: pages on {pages.device}; it runs on a GPU only, use the separate doors")
+        raise UnsupportedError(f"{what}: pages on {pages.device}; it runs on a GPU only, use the separate operators")
     _one_device(what, pages, q, k, v, block_table, rows, positions, slots, cos, sin, rope_positions, key_mask)
     if checks_enabled():
         check_slots(what, pages.key, slots)
@@ -201,7 +225,7 @@ def attend_own(
         require_dtype(f"{what}: {name}", tensor, q.dtype)
     if into is not None:
         _check_into(what, into, q, out)
-    # With `into` only its shape counts.
+    # With `into` only the shape of `out` is used.
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     require_shape(f"{what}: out", out, tuple(q.shape))
     if not q.shape[0]:
@@ -226,20 +250,20 @@ def _norms(norms: HeadNorms | None) -> tuple[Tensor, Tensor, float] | None:
     return None if norms is None else (norms.q, norms.k, norms.eps)
 
 
-def _check_into(what: str, into: ProductInput, q: Tensor, out: Tensor | None) -> None:
-    require_dtype(f"{what}: q, into a product", q, torch.float16)
+def _check_into(what: str, into: MatmulInput, q: Tensor, out: Tensor | None) -> None:
+    require_dtype(f"{what}: q, with into", q, torch.float16)
     require_dtype(f"{what}: scratch", into.scratch, torch.uint8)
     if not isinstance(into.matrix, CudaQuantMatrix):
-        raise UnsupportedError(f"{what}: into {into.matrix!r}, which has no such order; expected a CudaQuantMatrix")
+        raise UnsupportedError(f"{what}: into {into.matrix!r}, which has no packed input; expected a CudaQuantMatrix")
     if out is not None:
-        raise UnsupportedError(f"{what}: out and into; the results go to one of them")
+        raise UnsupportedError(f"{what}: out and into are both given; the results go to one of them")
     for name, device in (("matrix", into.matrix.device), ("scratch", into.scratch.device)):
         if device != q.device:
-            raise DTypeError(f"{what}: the product's {name} is on {device}, q on {q.device}; use one device")
+            raise DTypeError(f"{what}: the matmul's {name} is on {device}, q on {q.device}; use one device")
 
 
 def _flat(what: str, name: str, t: Tensor) -> tuple[Tensor, int]:
-    """Rows [T, H, D] as one dimension, and the elements between them."""
+    """Return rows [T, H, D] as one dimension, and the elements between them."""
     heads, dim = t.shape[1:]
     if t.stride(2) != 1 or (heads > 1 and t.stride(1) != dim):
         raise ShapeError(f"{what}: {name} has strides {t.stride()}; expected heads side by side")
@@ -256,7 +280,7 @@ def _launch(
     new_keys: _native.NewKeys | None,
     out: Tensor,
     max_keys: int | None,
-    into: ProductInput | None = None,
+    into: MatmulInput | None = None,
 ) -> None:
     native, stream = pages.native_cuda(), stream_of(out)
     block_table, rows, positions, key_mask = tables
@@ -283,7 +307,7 @@ def _launch(
 
 
 def _zeros(device: torch.device, stream: int, count: int) -> Tensor:
-    """At least `count` int32 zeros that only launches on this stream use."""
+    """Return at least `count` int32 zeros that only launches on this stream use."""
     current = getattr(_current, "counters", None)
     if current is not None and current.device == device and current.numel() >= count:
         return current  # type: ignore[no-any-return]

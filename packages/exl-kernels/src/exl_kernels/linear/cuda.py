@@ -1,14 +1,14 @@
-"""Matrices on a GPU: what `QuantMatrix.from_exl2`, `from_gptq` and `from_float` return for a CUDA device.
+"""Matrices on a GPU: the results of `QuantMatrix.from_exl2`, `from_gptq` and `from_float` for a CUDA device.
 
 Quantized weights are repacked on the CPU into tensor-core tiles (rust/exl-cuda/src/layout) at the bits per weight of
 the file. A matmul multiplies half activations with exact integer codes, accumulates in float32 and applies zero and
-scale to a group's sum: the second half rounding of the format's definition (of each weight) is left out; `dequantize`
+scale to a group's sum. The second half rounding of the format's definition (of each weight) is left out; `dequantize`
 has it. Sums have one order, so up to PACKED_ROWS rows are batch-invariant: a row's result does not depend on the number
 of rows or its place among them (for any number of rows with `device.set_row_invariant`). BF16 activations are carried
 as halves times a power of two of their row.
 
-`_native.CudaLinearGroup.plan` and `plan_alone` pick the kernel (rust/exl-cuda, `ops::linear::select`); this module
-allocates what the plan says and launches by it.
+`_native.CudaLinearGroup.plan` and `plan_alone` pick the kernel (rust/exl-cuda, `ops::linear::select`). This module
+allocates the memory that the plan lists and launches the kernel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x itself, or a copy where it does not begin at a multiple of 16 bytes."""
+    """Return x itself, or a copy where x does not begin at a multiple of 16 bytes."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
@@ -63,16 +63,18 @@ def launch_matmul(
 
     Args:
         group: the matrices.
-        plan: of `group`, for these rows and operands.
+        plan: a plan of `group` for these rows and operands.
         x: [m, K] float16 or bfloat16, contiguous; None where its rows are packed in `scratch` already.
         out: [m, N], or [2, m, N] where the plan has a separate gate; None where results go to `next_input` alone.
-        scratch: uint8 of the plan's size, where x is None; else it is allocated here.
+        scratch: uint8 of the plan's size, where x is None; otherwise it is allocated here.
         residual: like out, added to the result.
         norm: RMS norm of the input.
-        next_input: where results also, or only, go as the packed input of the next matmul.
-        chained: the matmul before packed the input.
+        next_input: packed input of the next matmul, which also, or only, gets the results.
+        chained: the preceding matmul packed the input.
 
-    Raises ValueError and TypeError (an operand does not fit the plan), DeviceError (the launch fails).
+    Raises:
+        ValueError, TypeError: an operand does not fit the plan.
+        DeviceError: the launch fails.
     """
     place = scratch if x is None else x
     assert place is not None
@@ -142,7 +144,7 @@ class CudaQuantMatrix(_CudaMatrix):
         compute: Compute,
         name: str,
     ) -> None:
-        """Not for callers: use `QuantMatrix.from_exl2` or `from_gptq` with a CUDA device."""
+        """Internal constructor; use `QuantMatrix.from_exl2` or `from_gptq` with a CUDA device."""
         image, units = layout.image.to(device), layout.units.to(device)
         maxima, features = layout.maxima.to(device), layout.features.to(device)
         row_of_feature = layout.row_of_feature.to(device)
@@ -165,11 +167,14 @@ class CudaQuantMatrix(_CudaMatrix):
         torch.cuda.current_stream(device).synchronize()
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32). Returns it.
+        """Multiply x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32).
 
-        Up to PACKED_ROWS rows run on the packed weights. More dequantize the matrix once and multiply with torch, or
-        run on the packed weights, PACKED_ROWS at a time, where `device.set_row_invariant` asks for it. Raises
-        ShapeError and DTypeError (wrong size, type or device).
+        Up to PACKED_ROWS rows run on the packed weights. For more rows the matrix is dequantized once and multiplied
+        with torch, or, where `device.set_row_invariant` asks for it, the packed weights take PACKED_ROWS rows at a
+        time.
+
+        Raises:
+            ShapeError, DTypeError: wrong size, type or device.
         """
         out = self._output(x, out)
         rows = x.numel() // self.in_features
@@ -187,8 +192,14 @@ class CudaQuantMatrix(_CudaMatrix):
         return out
 
     def add_matmul(self, x: Tensor, to: Tensor) -> None:
-        """to [T, N] += x [T, K] @ W, both contiguous halves. Bitwise identical to `to.add_(matmul(x))` where rows are
-        batch-invariant; elsewhere the sum is rounded once. Raises ShapeError and DTypeError as `matmul`."""
+        """Add x [T, K] @ W to `to` [T, N], both contiguous halves.
+
+        The result is bitwise identical to `to.add_(matmul(x))` where rows are batch-invariant; elsewhere the sum is
+        rounded once.
+
+        Raises:
+            ShapeError, DTypeError: as for `matmul`.
+        """
         once = x.shape[0] > PACKED_ROWS and not row_invariant() and self._plain
         if once and x.dtype == to.dtype == torch.float16:
             to.addmm_(x, self.dequantize())
@@ -204,7 +215,7 @@ class CudaQuantMatrix(_CudaMatrix):
         return torch.split(t.view(-1, width), PACKED_ROWS)
 
     def _on_packed_weights(self, x: Tensor, out: Tensor, rows: int) -> None:
-        """At most PACKED_ROWS rows of x, aligned to 16 bytes."""
+        """Multiply at most PACKED_ROWS rows of x, aligned to 16 bytes."""
         plan = self._plans.get((rows, x.dtype))
         if plan is None:
             plan = self._group.plan_alone(rows, bfloat16=x.dtype == torch.bfloat16)
@@ -212,7 +223,7 @@ class CudaQuantMatrix(_CudaMatrix):
         launch_matmul(self._group, plan, x, out)
 
     def in_layout(self, values: Tensor) -> Tensor:
-        """values [K] in the order of the layout's rows, with zeros in padding rows, up to whole units of 256 rows."""
+        """Return values [K] in the order of the layout's rows, zeros in padding rows, up to whole units of 256 rows."""
         features = self._features.long()
         ordered = torch.where(features >= 0, values[features.clamp(min=0)], torch.zeros((), device=values.device))
         return torch.nn.functional.pad(ordered, (0, -len(ordered) % 256)).contiguous()
@@ -225,7 +236,7 @@ class CudaQuantMatrix(_CudaMatrix):
         if x.dtype == torch.float16:
             product = x @ weight
         else:
-            # As halves: bfloat16 weights would lose three of their eleven bits, float32 ones would be slow.
+            # As halves: bfloat16 weights would lose three of their eleven bits, and float32 weights would be slow.
             largest = x.abs().amax(dim=1, keepdim=True).float()
             factor = torch.exp2(-torch.floor(torch.log2(largest.clamp(min=1e-30))))
             product = (x.float() * factor).half() @ weight
@@ -236,7 +247,7 @@ class CudaQuantMatrix(_CudaMatrix):
         out.view(-1, self.out_features).copy_(product)
 
     def dequantize(self) -> Tensor:
-        """W [K, N] float16 in file order on the GPU, bitwise identical to the format's definition."""
+        """Return W [K, N] float16 in file order on the GPU, bitwise identical to the format's definition."""
         out = torch.empty((self.in_features, self.out_features), dtype=torch.float16, device=self.device)
         self._cuda.dequantize(out, stream_of(out))
         return out
@@ -248,7 +259,7 @@ class CudaFloatMatrix(_CudaMatrix):
     __slots__ = ("_bias", "_prescale", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, prescale: float, compute: Compute, name: str) -> None:
-        """Not for callers: use `QuantMatrix.from_float` with a CUDA device."""
+        """Internal constructor; use `QuantMatrix.from_float` with a CUDA device."""
         self._weight = weight
         self._bias = bias
         self._prescale = prescale
@@ -261,12 +272,12 @@ class CudaFloatMatrix(_CudaMatrix):
         self.nbytes: int = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32). Returns it."""
+        """Multiply x [.., K] float16 or bfloat16 to [.., N] of that type, or into `out` (also float32)."""
         out = self._output(x, out)
         bare = self._bias is None and self._prescale == 1.0
         if bare and x.dtype == self._weight.dtype == out.dtype and out.is_contiguous():
             columns, rows = self._weight.shape
-            torch.mm(x.reshape(-1, rows), self._weight.t(), out=out.view(-1, columns))  # no second result beside `out`
+            torch.mm(x.reshape(-1, rows), self._weight.t(), out=out.view(-1, columns))  # no temporary result
             return out
         if x.dtype == self._weight.dtype:
             product = torch.nn.functional.linear(x, self._weight)
@@ -279,10 +290,10 @@ class CudaFloatMatrix(_CudaMatrix):
         return out.copy_(product)
 
     def matmul_precise(self, x: Tensor) -> Tensor:
-        """x [.., K] to float32 [.., N], summed in float64 and rounded once: for few columns that decide something.
+        """Multiply x [.., K] to float32 [.., N], summed in float64 and rounded once; for the few columns of a router.
 
         Products of halves are multiples of 2^-48, so sums that stay below 32 are exact, in any order and for any number
-        of rows; larger ones may differ in the last bit where float64's rounding meets float32's.
+        of rows. Larger sums may differ in the last bit where the rounding of float64 coincides with that of float32.
         """
         self._output(x, None)
         product = torch.nn.functional.linear(x.double(), self._weight.double())
@@ -291,16 +302,16 @@ class CudaFloatMatrix(_CudaMatrix):
         return (product * self._prescale).float()
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
-        """The weight [N, K] as it is held, float16 or bfloat16, and the bias float32 [N] or None."""
+        """Return the weight [N, K] as stored, float16 or bfloat16, and the bias float32 [N] or None."""
         return self._weight, self._bias
 
     @property
     def prescale(self) -> float:
-        """What (x @ W + bias) is multiplied by."""
+        """Factor of x @ W + bias."""
         return self._prescale
 
     def dequantize(self) -> Tensor:
-        """The transposed weight [K, N], rounded to float16."""
+        """Return the transposed weight [K, N], rounded to float16."""
         return self._weight.t().to(torch.float16).contiguous()
 
 
@@ -312,7 +323,7 @@ def exl2_matrix(
     device: torch.device | str,
     name: str,
 ) -> CudaQuantMatrix:
-    """`QuantMatrix.from_exl2` for a GPU; `parts` are its five checked CPU tensors."""
+    """Implement `QuantMatrix.from_exl2` for a GPU; `parts` are its five checked CPU tensors."""
     place = require_cuda(device)
     layout = _native.CudaLayout.from_exl2(name, parts, _threads())
     bits = _bits(parts, layout)
@@ -330,7 +341,7 @@ def gptq_matrix(
     device: torch.device | str,
     name: str,
 ) -> CudaQuantMatrix:
-    """`QuantMatrix.from_gptq` for a GPU; `parts` are qweight, qzeros, scales and g_idx or None, on the CPU."""
+    """Implement `QuantMatrix.from_gptq` for a GPU; `parts` are CPU tensors."""
     place = require_cuda(device)
     layout = _native.CudaLayout.from_gptq(name, parts, bits, zeros == "v2", group_size, _threads())
     stored = _bits((part for part in parts if part is not None), layout)
@@ -345,7 +356,10 @@ def float_matrix(
     device: torch.device | str,
     name: str,
 ) -> CudaFloatMatrix:
-    """`QuantMatrix.from_float` for a GPU. float32 weights become float16, or are refused where that overflows."""
+    """Implement `QuantMatrix.from_float` for a GPU.
+
+    float32 weights become float16; UnsupportedError where that overflows.
+    """
     place = require_cuda(device)
     if weight.dtype == torch.float32:
         half = weight.to(torch.float16)

@@ -1,6 +1,6 @@
 """Quantized linear layers with a fused norm prologue and activation or residual epilogue.
 
-An entry point for code that captures a decode step: it reads nothing back, takes scratch memory from torch's allocator
+Intended for code that captures a decode step: a call reads nothing back, takes scratch memory from torch's allocator
 only and launches on torch's current stream, so a call can be captured in a CUDA graph. Results are bitwise identical to
 the separate operators (`norm.rms_norm`, `QuantMatrix.matmul`, `cuda_ops.gated_activation`, `torch.add`), whichever
 kernels run. `_native.CudaLinearGroup.plan` picks them.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import _native
-from ..attention.cuda import ProductInput
+from ..attention.cuda import MatmulInput
 from ..cuda_ops import gated_activation, rms_norm
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..selection import FEW_ROWS, PACKED_ROWS
@@ -40,10 +40,10 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The input of a matmul in its kernel's layout, as the matmul before has left it, normed or not."""
+    """The input of a matmul in its kernel's layout, normed or not, as written by the preceding matmul."""
 
     scratch: Tensor
-    """uint8, aligned to 128 bytes: the scratch memory of the matmul that takes it, which begins with its input
+    """uint8, aligned to 128 bytes: the scratch memory of the consuming matmul, which begins with its input
     (`kernels/linear/rows.cuh`)."""
     rows: int
 
@@ -59,8 +59,20 @@ class FusedLinear:
     ``FusedLinear([o])``, ``residual=h``            [m, N]; may be h itself     h + x @ Wo
     ==============================================  ==========================  ===================================
 
-    Biases, prescales and input permutations are the matrices' own and always applied. Intermediate results are rounded
-    to the dtype of x exactly where the separate operators round.
+    Biases, prescales and input permutations belong to the matrices and are always applied. Intermediate results are
+    rounded to the dtype of x exactly where the separate operators round.
+
+    Args:
+        matrices: one to three matrices on one GPU with equal in_features.
+        norm: norm of the input, or None.
+        activation: activation of two matrices [gate, up], or None.
+        max_rows: upper bound of m.
+        dtype: of x and out, float16 or bfloat16.
+
+    Raises:
+        ShapeError: matrices or norm weight do not fit together.
+        DTypeError: the matrices are not on one GPU, or dtype is neither float16 nor bfloat16.
+        UnsupportedError: an activation without a pair of matrices.
     """
 
     def __init__(
@@ -72,11 +84,6 @@ class FusedLinear:
         max_rows: int = PACKED_ROWS,
         dtype: torch.dtype = torch.float16,
     ) -> None:
-        """`max_rows` bounds m; `dtype` of x and out, float16 or bfloat16.
-
-        Raises ShapeError (matrices or norm weight do not fit together), DTypeError (not on one GPU, or a dtype that
-        is no half) and UnsupportedError (an activation without a pair of matrices).
-        """
         if not 1 <= len(matrices) <= 3:
             raise ShapeError(f"{len(matrices)} matrices: one matmul takes 1 to 3")
         first = matrices[0]
@@ -120,7 +127,7 @@ class FusedLinear:
                 self._packed_norm = _native.NormPrologue(ordered, norm.eps, 0.0)
 
     def _native_group(self) -> _native.CudaLinearGroup | None:
-        """None where a matrix is not quantized."""
+        """Return the group of the native module, or None where a matrix is not quantized."""
         quantized = [matrix._cuda for matrix in self.matrices if isinstance(matrix, CudaQuantMatrix)]
         if len(quantized) < len(self.matrices):
             return None
@@ -129,7 +136,7 @@ class FusedLinear:
     def _plan(
         self, rows: int, residual: bool = False, aligned_input: bool = True, aligned_output: bool = True
     ) -> _native.MatmulPlan | None:
-        """None where separate operators do the work."""
+        """Return the launch plan, or None where separate operators do the work."""
         key = rows << 3 | residual << 2 | aligned_input << 1 | aligned_output
         if key not in self._plans:
             plan = None
@@ -146,18 +153,20 @@ class FusedLinear:
         return self._plans[key]
 
     def kernel(self, rows: int) -> str | None:
-        """The kernel that a call of `rows` aligned rows launches for all matrices, as `selection.Selection` names it;
-        None where the call is separate operators."""
+        """Return the kernel of one launch of all matrices for `rows` aligned rows, as `selection.Selection` names it.
+
+        None means that the call runs separate operators.
+        """
         plan = self._plan(rows)
         return None if plan is None else plan.kernel
 
     def takes_packed(self, rows: int) -> bool:
-        """Whether a call of `rows` rows can have its input packed by the matmul before (`chained`)."""
+        """Return whether the preceding matmul can pack the input of a call of `rows` rows (`chained`)."""
         plan = self._plan(rows)
         return plan is not None and plan.takes_packed
 
     def chains_to(self, following: FusedLinear, rows: int) -> bool:
-        """Whether `chained` calls of `rows` rows can leave their results packed as the input of `following`."""
+        """Return whether `chained` calls of `rows` rows can write their results as the packed input of `following`."""
         return self._chains_to(self._plan(rows), following, following._plan(rows))
 
     def _chains_to(
@@ -168,8 +177,11 @@ class FusedLinear:
         return self._group.chains_to(plan, following._group, next_plan)
 
     def scratch(self, rows: int) -> Tensor:
-        """Scratch memory of a call of `rows` rows, for `Packed`: uint8. Raises UnsupportedError where `kernel` is
-        None."""
+        """Allocate scratch memory (uint8) of a call of `rows` rows, for `Packed`.
+
+        Raises:
+            UnsupportedError: `kernel` is None.
+        """
         plan = self._plan(rows)
         if plan is None:
             raise UnsupportedError(f"{rows} rows of {self.matrices[0].name or 'these matrices'} are no single matmul")
@@ -178,8 +190,13 @@ class FusedLinear:
     def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply x [m, K] to `out` [m, N], both contiguous and of this `dtype`; m at most `max_rows`. Returns out.
 
-        residual: like out, added to the result; may be out itself. None with an activation. Raises ShapeError,
-        DTypeError and UnsupportedError (an operand does not fit).
+        Args:
+            x: [m, K].
+            out: [m, N].
+            residual: like out, added to the result; may be out itself. None with an activation.
+
+        Raises:
+            ShapeError, DTypeError, UnsupportedError: an operand does not fit.
         """
         m = self._check(x, out, residual)
         if not m:
@@ -204,18 +221,19 @@ class FusedLinear:
         launch_matmul(self._group, plan, x, both, norm=self._norm)
         gated_activation(gate, up, self.activation, out=out)
 
-    def input_of(self, m: int) -> ProductInput | None:
-        """Where another launch may pack m rows of float16 for `from_input`; None where it may not."""
+    def input_of(self, m: int) -> MatmulInput | None:
+        """Return the input that another launch may pack m float16 rows into for `from_input`, or None."""
         matrix, plan = self.matrices[0], self._plan(m)
         if plan is None or plan.input_columns is None:
             return None
         assert isinstance(matrix, CudaQuantMatrix)
-        return ProductInput(matrix, plan.input_columns, self.scratch(m), rows=m)
+        return MatmulInput(matrix, plan.input_columns, self.scratch(m), rows=m)
 
-    def from_input(self, given: ProductInput, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiply the rows that are packed in `given`, of this matmul's `input_of` the rows of out, as `__call__`.
+    def from_input(self, given: MatmulInput, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply the rows packed in `given`, which `input_of` returned for the rows of out; else as `__call__`.
 
-        Raises ShapeError (`given` is of another matmul, or of another number of rows) and as `__call__`.
+        Raises:
+            ShapeError: `given` belongs to another matmul or another number of rows.
         """
         m = out.shape[0]
         plan = self._plan(m)
@@ -234,7 +252,7 @@ class FusedLinear:
         return out
 
     def then(self, following: FusedLinear, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`following(self(x), out, residual)`, bitwise, without storing the result between where the two can chain."""
+        """Compute `following(self(x), out, residual)`, bitwise, without storing the intermediate where both chain."""
         m = x.shape[0]
         if following.norm is None and m <= self.max_rows:
             aligned = residual is None or _stores_pairs(out, residual)
@@ -258,12 +276,19 @@ class FusedLinear:
         residual: Tensor | None = None,
         following: FusedLinear | None = None,
     ) -> Packed | None:
-        """`self(x, out, residual)`, whose results also, or only, are packed as the input of `following`. Returns that
-        input.
+        """Compute `self(x, out, residual)` and pack the results, also or only, as the input of `following`.
 
-        x [m, K] float16 and aligned to 16 bytes, or what the call before returned; out and residual [m, N] float16
-        (out float32, too, where there is neither residual nor following). The caller sees to it that sizes fit, that
-        `chains_to` holds for `following` and `takes_packed` where x is packed. A norm of `following` is applied there.
+        The caller checks that sizes fit, that `chains_to` holds for `following`, and `takes_packed` where x is packed.
+        A norm of `following` is applied by `following`.
+
+        Args:
+            x: [m, K] float16, aligned to 16 bytes, or the result of the preceding call.
+            out: [m, N] float16 (float32, too, where there is neither residual nor following), or None.
+            residual: like out, or None.
+            following: the next matmul, or None.
+
+        Returns:
+            The packed input of `following`.
         """
         packed = isinstance(x, Packed)
         rows = x.rows if isinstance(x, Packed) else x.shape[0]
@@ -307,7 +332,7 @@ class FusedLinear:
             raise DTypeError(f"{name} is {t.dtype} on {t.device}: expected {self.dtype} on {self.device}")
 
     def _separate(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
-        """The matmul as separate operators; x is already normed."""
+        """Run the matmul as separate operators; x is already normed."""
         if len(self.matrices) == 1 and residual is None:
             self.matrices[0].matmul(x, out=out)
             return
@@ -326,5 +351,5 @@ class FusedLinear:
 
 
 def _stores_pairs(out: Tensor, residual: Tensor) -> bool:
-    """Whether results can be stored in pairs: out is aligned to 8 bytes, the residual to 4."""
+    """Return whether results can be stored in pairs: out is aligned to 8 bytes, the residual to 4."""
     return out.data_ptr() % 8 == 0 and residual.data_ptr() % 4 == 0

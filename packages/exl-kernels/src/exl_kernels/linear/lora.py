@@ -1,4 +1,4 @@
-"""Low-rank adapters on a GPU: y += (x A) B, with an adapter of its own, or none, for each row."""
+"""Low-rank adapters on a GPU: y += (x A) B, where each row has a different adapter or none."""
 
 from __future__ import annotations
 
@@ -31,8 +31,12 @@ class LoraEntry:
 
     @staticmethod
     def of(a: Tensor, b: Tensor, bias: Tensor | None, scaling: float, device: torch.device) -> LoraEntry | None:
-        """From A [rank, in] and B [out, rank] as files hold them. None where the kernels do not take them: a value that
-        half precision does not hold, inputs that are no multiple of 8, an odd number of outputs."""
+        """Make an entry from A [rank, in] and B [out, rank] as files hold them.
+
+        None where the kernels do not take them: a value that half precision cannot hold, inputs that are no multiple of
+            8, or
+        an odd number of outputs.
+        """
         half_a, half_b = (t.to(device).half() for t in (a, b))
         if a.shape[1] % 8 or b.shape[0] % 2 or not (half_a.isfinite().all() and half_b.isfinite().all()):
             return None
@@ -55,21 +59,24 @@ class LoraEntry:
 
 
 class LoraTable:
-    """The adapters that rows of a pass may have for one matrix: entry i for rows of slot i, None: nothing is added.
+    """The adapters that rows of a pass may have for one matrix: rows of slot i use entry i; None adds nothing.
 
     A row's result depends on that row and its entry alone.
+
+    Raises:
+        ShapeError: there is no entry, or the entries have different sizes.
     """
 
     def __init__(self, entries: Sequence[LoraEntry | None]) -> None:
         present = [entry for entry in entries if entry is not None]
         if not present:
             raise ShapeError("a table of adapters needs an entry")
-        self._entries = present  # the table holds their addresses
+        self._entries = present  # keeps the tensors alive: the table holds their addresses
         first = present[0]
         self.in_features, self.out_features = first.a.shape[1], first.b.shape[1]
         self.most_rank = max(entry.rank for entry in present)
         if any((e.a.shape[1], e.b.shape[1]) != (self.in_features, self.out_features) for e in present):
-            raise ShapeError("the adapters of a table are for one matrix: their inputs and outputs must be alike")
+            raise ShapeError("the adapters of a table are for one matrix: their inputs and outputs must be equal")
         rows = [
             (0, 0, 0, 0, 0)
             if e is None
@@ -79,10 +86,13 @@ class LoraTable:
         self._table = torch.tensor(rows, dtype=torch.int64, device=first.a.device)
 
     def add(self, x: Tensor, y: Tensor, slots: Tensor | None = None) -> None:
-        """Adds to y, float16 [T, out], what the adapters make of x, float16 [T, in].
+        """Add the adapters' results to y.
 
-        slots: int32 [T], smaller than the number of entries, negative for a row without an adapter; they are not
-        checked, since that would read them back. None: every row has entry 0.
+        Args:
+            x: float16 [T, in].
+            y: float16 [T, out], changed in place.
+            slots: int32 [T], smaller than the number of entries, negative for a row without an adapter. They are not
+                checked, since a check would read them back. None: every row has entry 0.
 
         Raises:
             DTypeError, ShapeError: an operand does not fit.

@@ -33,14 +33,24 @@ class QuantMatrix:
     """A weight matrix W [K, N] = [in, out], repacked for this machine's kernels at the bits per weight of its file.
 
     `compute="exact"` multiplies float32 activations with the exact half weights and accumulates in float32: the oracle.
-    `compute="int8"` rounds activations to int8 with one float32 scale per 32 values (in the matrix's row order) and
-    forms exact integer dot products with (code - zero point), scaled without the last rounding of weights to half (at
-    most 2^-11 of a weight; the activations' rounding costs twenty times that). Float weights are always computed
-    exactly. A row's result is the same bits for any number of rows in the call, of threads, and on every instruction
-    set. NaN and infinite activations make that row's outputs NaN (int8) or what float32 arithmetic gives (exact).
 
-    Attributes: in_features K, out_features N (as stored: EXL2 pads to a multiple of 32), format, compute,
-    bits_per_weight (of the file's form, all tensors but the bias), nbytes (in memory), device, name (for messages).
+    `compute="int8"` rounds activations to int8 with one float32 scale per 32 values (in the matrix's row order).
+    Integer dot products with (code - zero point) are exact. They are scaled without the last rounding of weights to
+    half: an error of at most 2^-11 of a weight, a twentieth of that of the activations' rounding.
+
+    Float weights are always computed exactly. A row's result is bitwise identical for any number of rows in the call,
+    any number of threads, and every instruction set. NaN and infinite activations make that row's outputs NaN (int8) or
+    give the result of float32 arithmetic (exact).
+
+    Attributes:
+        in_features: K.
+        out_features: N as stored: EXL2 pads to a multiple of 32.
+        format: "exl2", "gptq" or the float type.
+        compute: "exact" or "int8".
+        bits_per_weight: of the file's form, all tensors but the bias.
+        nbytes: bytes in memory.
+        device: device of the matrix.
+        name: name for messages.
     """
 
     __slots__ = (
@@ -56,7 +66,7 @@ class QuantMatrix:
     )
 
     def __init__(self, native: _native.Matrix, format: Format, compute: Compute, name: str) -> None:
-        """Not for callers: use `from_exl2`, `from_gptq` or `from_float`."""
+        """Internal constructor; use `from_exl2`, `from_gptq` or `from_float`."""
         self._native = native
         self.format: Format = format
         self.compute: Compute = compute
@@ -77,11 +87,20 @@ class QuantMatrix:
         device: torch.device | str = "cpu",
         name: str = "",
     ) -> QuantMatrix:
-        """From q_weight, q_scale, q_scale_max, q_groups, q_invperm and, optionally, bias [N] (formats 2.1). Copies.
+        """Copy an EXL2 matrix.
 
-        device: "cpu", or a CUDA device: the matrix then takes half activations on that GPU (see `linear.cuda`), and
-        `compute` says nothing. Raises FormatError naming the matrix if the tensors do not fit the format, DeviceError
-        if CUDA cannot be used.
+        Args:
+            tensors: q_weight, q_scale, q_scale_max, q_groups, q_invperm as for `formats.exl2_check`, and optionally
+                bias [N].
+            prescale: factor of x @ W + bias.
+            compute: arithmetic on the CPU; ignored on a GPU.
+            device: "cpu" or a CUDA device, where the matrix takes half activations (see `linear.cuda`).
+            name: name of the matrix in messages.
+
+        Raises:
+            FormatError: the tensors do not fit the format; the message names the matrix.
+            UnsupportedError: an option is unknown.
+            DeviceError: CUDA cannot be used.
         """
         _check_options("from_exl2", compute, device, prescale)
         parts = Exl2Parts(**{key: _part(tensors, key, dtype, name) for key, dtype in _EXL2_DTYPES.items()})
@@ -107,10 +126,24 @@ class QuantMatrix:
         device: torch.device | str = "cpu",
         name: str = "",
     ) -> QuantMatrix:
-        """From qweight, qzeros, scales and, optionally, g_idx and bias (formats 3). Scales are read as float16.
+        """Copy a GPTQ matrix.
 
-        bits: 2, 3, 4 or 8. zeros: "classic" (zero point = stored + 1) or "v2". group_size: rows of a group; None or -1
-        infers it as the reference does. Errors as `from_exl2`.
+        Args:
+            tensors: qweight, qzeros, scales (read as float16) and optionally g_idx and bias [N], as for
+                `formats.gptq_dequantize`.
+            bits: 2, 3, 4 or 8.
+            zeros: "classic" (zero point = stored + 1) or "v2".
+            group_size: rows of a group; None or -1 infers the smallest power of two that gives the file's number of
+                groups.
+            prescale: factor of x @ W + bias.
+            compute: arithmetic on the CPU; ignored on a GPU.
+            device: "cpu" or a CUDA device.
+            name: name of the matrix in messages.
+
+        Raises:
+            FormatError: the tensors do not fit the format; the message names the matrix.
+            UnsupportedError: an option is unknown.
+            DeviceError: CUDA cannot be used.
         """
         _check_options("from_gptq", compute, device, prescale)
         if zeros not in ("classic", "v2"):
@@ -146,7 +179,21 @@ class QuantMatrix:
         device: torch.device | str = "cpu",
         name: str = "",
     ) -> QuantMatrix:
-        """From weight [out, in] in float16, bfloat16 or float32, kept in that type and computed exactly; bias [out]."""
+        """Copy a float matrix, kept in its dtype and computed exactly.
+
+        Args:
+            weight: [out, in] in float16, bfloat16 or float32.
+            bias: [out], or None.
+            prescale: factor of x @ W + bias.
+            compute: kept for information.
+            device: "cpu" or a CUDA device.
+            name: name of the matrix in messages.
+
+        Raises:
+            FormatError: weight or bias has a wrong shape or dtype, or the bias is not finite.
+            UnsupportedError: an option is unknown, or float32 weights exceed float16 on a GPU.
+            DeviceError: CUDA cannot be used.
+        """
         _check_options("from_float", compute, device, prescale)
         label = name or "matrix"
         if weight.dtype not in _FLOATS:
@@ -162,9 +209,17 @@ class QuantMatrix:
         return cls(native, "float", compute, name)
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x float32 [..., K] to float32 [..., N], in `out` (contiguous, not overlapping x) if given. Returns it.
+        """Compute (x @ W + bias) * prescale.
 
-        Raises ShapeError and DTypeError (wrong size, type or device).
+        Args:
+            x: float32 [..., K] on the CPU; float16 or bfloat16 on a GPU.
+            out: [..., N], contiguous, not overlapping x; None for a new tensor.
+
+        Returns:
+            `out`, or a new tensor of x's dtype.
+
+        Raises:
+            ShapeError, DTypeError: wrong size, type or device.
         """
         if x.dtype is not torch.float32 or x.device.type != "cpu":
             raise DTypeError(
@@ -187,9 +242,9 @@ class QuantMatrix:
         return out
 
     def dequantize(self) -> Tensor:
-        """W [K, N] float16 in file order, computed from the repacked form; bit-exact to formats 2.4 and 3.2.
+        """Return W [K, N] float16 in file order, from the repacked form, exactly as the format defines it.
 
-        Float matrices: the transposed weight, rounded to float16.
+        Float matrices give the transposed weight, rounded to float16.
         """
         out = torch.empty((self.in_features, self.out_features), dtype=torch.float16)
         self._native.dequantize(out)

@@ -1,10 +1,10 @@
 """Workspace for inter-block reductions of matmuls of 9 to 64 rows.
 
-Before and after every launch all bytes are ones, counters excepted. Only the blocks of the launch write there, and
-the block that takes a word puts ones back (`Batch::take` in `kernels/linear/batch.cuh`); counters keep counting. So a
-launch of any size can follow any other. The next launch on the stream reads the workspace after its programmatic wait,
-so it may begin at any time. No block waits for a block that may not be resident: a block that does not see the others
-leaves its part to the last one (`Batch::agree`).
+Before and after every launch all bytes are ones, except counters. Only the blocks of the launch write to the workspace,
+and the block that takes a word restores the ones (`Batch::take` in `kernels/linear/batch.cuh`); counters keep counting.
+So a launch of any size can follow any other. The next launch on the stream reads the workspace after its programmatic
+wait, so it may begin at any time. No block waits for a block that may not be resident: a block that does not see the
+others leaves its part to the last block (`Batch::agree`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 __all__ = ["block_workspace", "forget_workspaces", "workspaces_in"]
 
 _by_stream: dict[tuple[torch.device, int], Tensor] = {}
-"""By device and stream, whose launches follow one another; captured launches never use it. Each is allocated on its
-stream."""
+"""Workspace by device and stream, allocated on that stream. Launches of one stream are ordered; captured launches never
+use these tensors."""
 
 _current = threading.local()
 
 
 @contextlib.contextmanager
 def workspaces_in(held: list[Tensor]) -> Iterator[None]:
-    """Within it, launches of this thread take their workspace from `held`, to which larger tensors are added.
+    """Take the workspaces of this thread's launches from `held`, to which larger tensors are added.
 
     For capturing, after a run of the same launches that was not captured. Launches that share memory must not run at
-    the same time. Keep the tensors as long as the graph. Without this, every captured launch fills memory of its own
-    first.
+    the same time. Keep the tensors as long as the graph. Outside this context, every captured launch first fills
+    separate memory.
     """
     before = getattr(_current, "held", None)
     _current.held = held
@@ -42,12 +42,12 @@ def workspaces_in(held: list[Tensor]) -> Iterator[None]:
 
 
 def block_workspace(device: torch.device, stream: int, size: int) -> Tensor | None:
-    """At least `size` bytes, uint8, all ones, that only launches on this stream use; None where size is 0."""
+    """Return at least `size` bytes (uint8, all ones) that only launches on this stream use; None where size is 0."""
     if size == 0:
         return None
     held: list[Tensor] | None = getattr(_current, "held", None)
     capturing = torch.cuda.is_current_stream_capturing()
-    known = None if capturing else _by_stream.get((device, stream))  # another thread may be forgetting it
+    known = None if capturing else _by_stream.get((device, stream))  # another thread may be removing it
     for memory in [known] if held is None else held:
         if memory is not None and memory.device == device and memory.numel() >= size:
             return memory
@@ -63,10 +63,10 @@ def block_workspace(device: torch.device, stream: int, size: int) -> Tensor | No
 def forget_workspaces(device: torch.device | str) -> None:
     """Free the workspaces of this device's streams; the next launches allocate new ones.
 
-    Captured launches keep theirs. Launches that are still queued may use it: torch gives freed memory to the stream
-    that it was allocated on, behind them, and to others only when the device has come to rest.
+    Captured launches keep theirs. Queued launches may still use the memory: torch reuses freed memory at once only on
+    the stream that it was allocated on, in order, and elsewhere after the device is idle.
     """
     place = torch.device(device)
-    for key in list(_by_stream):  # a copy: another thread may be making some
+    for key in list(_by_stream):  # a copy: another thread may be adding keys
         if key[0] == place:
             _by_stream.pop(key, None)

@@ -1,9 +1,9 @@
-"""A float model folder in, an EXL2 or GPTQ folder out, by round to nearest: no data, no calibration (formats.md 2.8 to
-2.11, 3).
+"""Convert a float model folder to an EXL2 or GPTQ folder by round to nearest, without data or calibration.
 
-Quantized: the attention and MLP projections of every layer, each expert's matrices, and for EXL2 the head, which a
-model with tied embeddings gets of its own. Embeddings, norms, routers and biases become F16; vision towers and
-projectors stay as they are. Which tensors those are is said by a layout (`quantize_layout`).
+Quantized are the attention and MLP projections of every layer and each expert's matrices. For EXL2 the head is
+quantized too; a model with tied embeddings gets a separate head. Embeddings, norms, routers and biases become F16.
+Vision towers and projectors are copied unchanged. A layout (`exl_kernels.quantize.layout`) says which tensors these
+are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,15 @@ _GPTQ_BITS = (2, 3, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class QuantizeReport:
-    """What was written: the plan of each matrix ("4b_128g" for GPTQ) and the bits it took."""
+    """The result of `quantize_folder`.
+
+    Attributes:
+        plans: the plan of each matrix ("4b_128g" for GPTQ).
+        bits_per_weight: average over the layers' matrices.
+        head_bits_per_weight: of the head.
+        files: the files written.
+        nbytes: their size in bytes.
+    """
 
     plans: dict[str, str]
     bits_per_weight: float
@@ -60,15 +68,26 @@ def quantize_folder(
 ) -> QuantizeReport:
     """Quantize the Hugging Face folder `source` into the new or empty folder `target`.
 
-    bits: for EXL2 the average over the layers' matrices, everything stored counted, between about 2.2 and 8.1; for GPTQ
-    2, 3, 4 or 8 in groups of group_size rows (-1: one group). head_bits: 2, 3, 4, 5, 6 (the default) or 8, or 16 for a
-    float head, which is what GPTQ has. fast: skip the search for each group's best scale (EXL2). reorder: sort input
-    features by weight norm, so that the widest codes, or groups of their own, go to the largest. shard_bytes: start
-    another file beyond this size. progress(done, total, key) is called after each matrix. layout: the matrices, if
-    they have other names than llama-like models give them (`exl_core.convert` knows them).
+    After an error the target's files are removed.
 
-    Raises FormatError (broken or already quantized source, target not empty, bits out of reach, NaN in weights) and
-    UnsupportedError (no known projections). On an error the target's files are removed again.
+    Args:
+        source: folder with config.json and float .safetensors files.
+        target: new or empty folder.
+        bits: for EXL2 the average over the layers' matrices, everything stored counted, between about 2.2 and 8.1; for
+            GPTQ 2, 3, 4 or 8.
+        head_bits: 2, 3, 4, 5, 6 (the default), 8, or 16 for a float head. GPTQ has float heads only.
+        fast: skip the search for each group's best scale (EXL2).
+        reorder: sort input features by weight norm, so that the largest get the widest codes or separate groups.
+        shard_bytes: start another file beyond this size.
+        progress: called as progress(done, total, key) after each matrix.
+        format: "exl2" or "gptq".
+        group_size: rows of a GPTQ group; -1 for one group.
+        layout: the matrices, if their names are not those of llama-like models (see `exl_core.convert`).
+
+    Raises:
+        FormatError: the source is broken or already quantized, the target is not empty, the bits are out of reach, or a
+            weight is NaN.
+        UnsupportedError: no known projections.
     """
     source, target = Path(source), Path(target)
     head_bits = _check_options(format, bits, head_bits)
@@ -114,7 +133,7 @@ def quantize_folder(
 
 
 def _check_options(format: str, bits: float, head_bits: int | None) -> int:
-    """head_bits with its default. Raises FormatError for what the format does not have."""
+    """Return head_bits or its default. Raises FormatError for options that the format does not have."""
     if format == "gptq":
         if bits not in _GPTQ_BITS or head_bits not in (None, 16):
             raise FormatError(
@@ -156,7 +175,7 @@ def _check_layout(source: FolderSource, layout: Iterable[FolderMatrix]) -> list[
 
 
 def _slots(matrices: Iterable[FolderMatrix], columns: int) -> list[Slot]:
-    """Attention and MLP of every layer, in their order; one that the format cannot hold whole stays float (1.5)."""
+    """Return attention and MLP of every layer, in order. A slot with a size that the format cannot hold stays float."""
     found: dict[str, list[FolderMatrix]] = {}
     for matrix in matrices:
         if matrix.slot:
@@ -242,7 +261,7 @@ class _Writer:
         self._pending, self._pending_bytes = {}, 0
 
     def finish(self, source: Path, config: dict[str, Any]) -> None:
-        """Final names, index, config and the other files of the folder (2.11)."""
+        """Give the files their final names and write index, config and the other files of the folder."""
         if self._pending:
             self._flush()
         count = len(self.files)
@@ -258,7 +277,7 @@ class _Writer:
         _write_json(self.target / "config.json", config)
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the files written so far."""
         for path in list(self.target.iterdir()):
             if path.is_file():
                 path.unlink()

@@ -1,7 +1,7 @@
-"""Which matrices a float model folder holds, and where: what `quantize_folder` works from.
+"""The matrices of a float model folder and the tensors that hold them, as `quantize_folder` needs them.
 
-`layout_by_names` knows the names that most llama-like models use. `exl_core.convert` makes the list for every
-architecture that the package runs, from the same tables that load it.
+`layout_by_names` knows the names that most llama-like models use. `exl_core.convert` makes the list for every supported
+architecture, from the tables that load it.
 """
 
 from __future__ import annotations
@@ -38,18 +38,27 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 _LAYER = re.compile(r"^(?P<block>(?:.*\.)?layers\.\d+)\.(?P<module>.+)\.weight$")
 _EMBEDDING = re.compile(r"^(?P<prefix>.*?)(?:model\.)?(?:language_model\.)?embed_tokens\.weight$")
 FOREIGN = re.compile(r"(^|\.)(vision|visual|multi_modal|audio)")
-"""Tensors of towers and projectors, which stay as they are."""
+"""Prefixes of tensors of towers and projectors, which are copied unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderMatrix:
-    """One linear of a model folder: W [out_features, in_features], the name it is written under, and where it is.
+    """One linear of a model folder: W [out_features, in_features].
 
-    slot: matrices of one slot (a layer's attention or MLP) take their widths together; "" is the head. tensor: its name
-    in the files, of which `rows` are this matrix (None: all), counted after a third dimension is folded into the first
-    and `transposed` turned the tensor around ([in, out] in the file). rows_are_inputs: those rows are [in, out]. bias:
-    the name of its bias, of which the same rows are this matrix's. unit_rows: the model scales its rows to unit
-    vectors. kept: the tensor has another use and stays beside the quantized one (an embedding that is also the head).
+    Attributes:
+        key: name that the quantized tensors are written under.
+        slot: matrices of one slot (a layer's attention or MLP) get their bit widths together; "" is the head.
+        role: part of the matrix in its layer, such as "q_proj".
+        tensor: name of the tensor in the files.
+        in_features: inputs K.
+        out_features: outputs N.
+        rows: ranges of rows of the tensor that form this matrix, counted after a third dimension is folded into the
+            first and after the transposition; None for all rows.
+        bias: name of the bias tensor; the same rows belong to this matrix.
+        transposed: the tensor in the file is [in, out].
+        rows_are_inputs: the selected rows are [in, out].
+        unit_rows: the model scales the rows to unit vectors.
+        kept: the tensor has another use (an embedding that is also the head) and stays in the folder.
     """
 
     key: str
@@ -67,21 +76,25 @@ class FolderMatrix:
 
 
 class FolderSource:
-    """The float tensors of a folder. The last one read is kept, since parts of a fused one follow each other."""
+    """The float tensors of a folder. The last tensor is cached, since the parts of a fused tensor follow each other."""
 
     def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
         self.entries = entries
         self._last: tuple[str, Tensor] | None = None
 
     def read(self, name: str) -> Tensor:
-        """A tensor of the files; not to be written to."""
+        """Return a tensor of the files, which the caller must not modify."""
         if self._last is None or self._last[0] != name:
             self._last = None  # free it before another is read
             self._last = (name, read_tensor(self.entries[name]))
         return self._last[1]
 
     def weight(self, matrix: FolderMatrix) -> Tensor:
-        """[out_features, in_features], of the files' type. Raises FormatError where the tensor has another size."""
+        """Return the weight [out_features, in_features] in the dtype of the files.
+
+        Raises:
+            FormatError: the tensor has another size.
+        """
         tensor = self.read(matrix.tensor)
         if matrix.rows is not None and tensor.dim() == 3:
             tensor = tensor.flatten(0, 1)
@@ -101,7 +114,7 @@ class FolderSource:
         return tensor.contiguous()
 
     def bias(self, matrix: FolderMatrix) -> Tensor | None:
-        """[out_features], or None."""
+        """Return the bias [out_features], or None."""
         if matrix.bias is None:
             return None
         whole = self.read(matrix.bias)
@@ -112,9 +125,15 @@ class FolderSource:
 
 
 def layout_by_names(source: FolderSource, config: Mapping[str, Any]) -> list[FolderMatrix]:
-    """The matrices of a folder whose tensors have llama-like names, the head last.
+    """Return the matrices of a folder with llama-like tensor names, the head last.
 
-    Raises FormatError (a matrix of a shape that is none) and UnsupportedError (names that are not known).
+    Args:
+        source: the tensors of the folder.
+        config: the contents of config.json.
+
+    Raises:
+        FormatError: a tensor does not have the shape of a matrix.
+        UnsupportedError: the names are not known.
     """
     found = [matrix for name in source for matrix in _matrices(source, name, config)]
     if not found:
@@ -126,7 +145,7 @@ def layout_by_names(source: FolderSource, config: Mapping[str, Any]) -> list[Fol
 
 
 def _natural(text: str) -> tuple[Any, ...]:
-    """Texts and numbers in turn, so that layer 10 follows layer 9."""
+    """Return alternating texts and numbers as a sort key, so that layer 10 follows layer 9."""
     return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text))
 
 
@@ -171,7 +190,7 @@ def _fused_rows(module: str, entry: TensorEntry, config: Mapping[str, Any]) -> t
 
 
 def _head(source: FolderSource) -> FolderMatrix:
-    """The head's own tensor, or the tied embedding (2.9.4)."""
+    """Return the head: its own tensor, or the tied embedding."""
     heads = [name for name in source if name.endswith("lm_head.weight")]
     if heads:
         return _head_of(source, heads[0].removesuffix(".weight"), heads[0], kept=False)

@@ -1,8 +1,8 @@
-"""Which matrix of a model gets which widths: the option tables of formats.md 6.5 and a deterministic allocation (6.7).
+"""Bit widths of each matrix: tables of options per slot, and a deterministic allocation of a budget.
 
 A slot is one layer's attention or MLP. Without calibration data the error of an option is estimated from its widths
-alone: a bit more quarters the squared error, small groups save a little. The allocation walks the convex hull of every
-slot's (bits, error) points, best gain per bit first, so no random search is needed.
+alone: one more bit quarters the squared error, and small groups reduce it slightly. The allocation walks the convex
+hull of the (bits, error) points of every slot, best gain per bit first, so no random search is needed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ OPTIONS = {"attention": _table(_ATTENTION, ATTENTION_ROLES), "mlp": _table(_MLP,
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One linear of a model: its key, its part in the layer, and its size."""
+    """One linear of a model: its key, its role in the layer, and its size."""
 
     key: str
     role: str
@@ -91,18 +91,20 @@ class Matrix:
 
     @property
     def weights(self) -> int:
+        """Number of weights."""
         return self.in_features * self.out_features
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A layer's attention or MLP, whose matrices take one row of an option table together."""
+    """A layer's attention or MLP, whose matrices together take one row of an option table."""
 
     name: str
     matrices: tuple[Matrix, ...]
 
     @property
     def options(self) -> tuple[dict[str, str], ...]:
+        """Rows of the option table for this slot: a plan for each role."""
         return OPTIONS["attention" if self.matrices[0].role in ATTENTION_ROLES else "mlp"]
 
 
@@ -114,10 +116,19 @@ class _Point:
 
 
 def allocate(slots: Sequence[Slot], bits: float) -> dict[str, str]:
-    """A plan for every matrix, all five tensors of all matrices taking at most `bits` per weight together.
+    """Choose a plan for every matrix within a budget of bits per weight.
 
-    Deterministic; monotone in `bits` up to the last few matrices. Raises FormatError if even the narrowest plans need
-    more, naming what they need.
+    The choice is deterministic and monotone in `bits`, except for the last few matrices.
+
+    Args:
+        slots: attention and MLP of each layer, in order.
+        bits: average bits per weight, all five tensors of each matrix counted.
+
+    Returns:
+        The plan of each matrix by its key.
+
+    Raises:
+        FormatError: even the narrowest plans need more bits; the message says how many.
     """
     weights = sum(m.weights for slot in slots for m in slot.matrices)
     budget = int(bits * weights)
@@ -130,7 +141,7 @@ def allocate(slots: Sequence[Slot], bits: float) -> dict[str, str]:
             f"{(budget - left) / weights:.3f}"
         )
     steps = [((a.error - b.error) / (b.bits - a.bits), i, b) for i, p in enumerate(points) for a, b in _edges(_hull(p))]
-    # Best gain per bit first; among equals the outer layers, which hurt most.
+    # Best gain per bit first; ties go to the outer layers, which are the most sensitive.
     middle = (len(slots) - 1) / 2
     for _, i, point in sorted(steps, key=lambda step: (-step[0], -abs(step[1] - middle), step[1])):
         if 0 <= point.bits - chosen[i].bits <= left:
@@ -157,16 +168,16 @@ def _point(slot: Slot, option: int) -> _Point:
 
 
 def _row_error(plan: str, in_features: int) -> float:
-    """Expected squared error of one output's row, in units of its weights' variance times 4^-bits."""
+    """Return the expected squared error of one output row, in units of the variance of its weights times 4^-bits."""
     error = 0.0
     for bits, rows in exl2_groups(plan, in_features):
-        # The largest of n normal weights grows about as sqrt(ln n), and the step with it.
+        # The largest of n normal weights grows about as sqrt(ln n), and so does the quantization step.
         error += rows * 4.0**-bits * (1.0 + 0.08 * (rows.bit_length() - 6))
     return error
 
 
 def _hull(points: list[_Point]) -> list[_Point]:
-    """Lower convex hull: fewer bits for more error, steepest first."""
+    """Return the lower convex hull: fewer bits for more error, steepest edge first."""
     hull: list[_Point] = []
     for point in sorted(points, key=lambda p: (p.bits, p.error)):
         if hull and point.error >= hull[-1].error:

@@ -11,7 +11,7 @@ __all__ = ["activation", "gated_activation"]
 
 
 def activation(x: Tensor, kind: str) -> Tensor:
-    """The function called `kind` of x, in x's precision."""
+    """Apply the function called `kind` to x, in x's precision."""
     if kind == "silu":
         return x * torch.sigmoid(x)
     if kind == "gelu":
@@ -31,5 +31,5 @@ def activation(x: Tensor, kind: str) -> Tensor:
 
 
 def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """activation(gate) * up, in gate's precision."""
+    """Compute activation(gate) * up, in gate's precision."""
     return activation(gate, kind) * up

@@ -16,7 +16,7 @@ __all__ = ["decode_exact", "paged_attention"]
 
 
 def decode_exact(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of `slots` [n] as float64 [n, H, D], without the half roundings of the codec's own decode."""
+    """Return keys and values of `slots` [n] as exact float64 [n, H, D], without half roundings."""
     page, offset = slots // pages.page_size, slots % pages.page_size
     parts = []
     for data, scales, bits in (
@@ -46,7 +46,7 @@ def paged_attention(
     softcap: float = 0.0,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """See `exl_kernels.attention.paged_attention`; returns a new tensor of q's dtype."""
+    """Compute `exl_kernels.attention.paged_attention`; returns a new tensor of q's dtype."""
     out = torch.zeros_like(q)
     groups = q.shape[1] // pages.heads
     for t in range(q.shape[0]):

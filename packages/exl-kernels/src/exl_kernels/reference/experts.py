@@ -13,8 +13,10 @@ __all__ = ["choose", "choose_sparse", "expert_sum"]
 
 
 def choose(logits: Tensor, chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """(weights, expert numbers) [T, chosen] of router logits [T, experts]: the likeliest by softmax, of equally likely
-    ones that with the lower number first."""
+    """Choose the likeliest experts of router logits [T, experts] by softmax; ties go to the lower number.
+
+    Returns weights and expert numbers, both [T, chosen].
+    """
     probabilities = logits.softmax(-1)
     weights, ids = probabilities.sort(dim=-1, descending=True, stable=True)
     weights, ids = weights[:, :chosen], ids[:, :chosen]
@@ -22,7 +24,10 @@ def choose(logits: Tensor, chosen: int, normalize: bool) -> tuple[Tensor, Tensor
 
 
 def choose_sparse(logits: Tensor, chosen: int, jitter: float) -> tuple[Tensor, Tensor]:
-    """The same where each next expert is weighted by a softmax over those within a relative distance of 2 * jitter."""
+    """Choose as `choose`, with sparse weights.
+
+    Each next expert is weighted by a softmax over those within a relative distance of 2 * jitter.
+    """
     left, weights, ids = logits.clone(), [], []
     for _ in range(chosen):
         highest, index = left.max(-1, keepdim=True)
@@ -36,7 +41,10 @@ def choose_sparse(logits: Tensor, chosen: int, jitter: float) -> tuple[Tensor, T
 def expert_sum(
     h: Tensor, weights: Tensor, ids: Tensor, experts: Sequence[tuple[Tensor, Tensor, Tensor]], activation: str
 ) -> Tensor:
-    """sum over c of weights[:, c] * expert ids[:, c] of h [T, hidden]; experts are (gate, up, down), each [in, out]."""
+    """Return the sum over c of weights[:, c] * expert ids[:, c] of h [T, hidden].
+
+    `experts` are (gate, up, down), each [in, out].
+    """
     out = torch.zeros_like(h)
     for row in range(h.shape[0]):
         for weight, number in zip(weights[row], ids[row].tolist(), strict=True):

@@ -1,6 +1,6 @@
-"""The oracle of `exl_kernels.formats`: the same formats in plain numpy, written from formats.md alone, slow and short.
+"""Oracle of `exl_kernels.formats`: the same formats in plain numpy, written from their definition alone.
 
-Shapes and meanings are those of `exl_kernels.formats`; arrays instead of tensors, no checks.
+Shapes and meanings are those of `exl_kernels.formats`, with arrays instead of tensors and without checks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = [
 Array = NDArray[Any]
 
 
-# Packing (2.3.1): a column of words, taken downwards, is a little-endian stream of bits; a row of words too (2.4.1).
+# Packing: a column of words, read downwards, is a little-endian stream of bits; so is a row of words.
 
 
 def pack_columns(codes: Array, bits: int) -> Array:
-    """Codes [rows, N] to int32 words [rows * bits / 32, N]."""
+    """Pack codes [rows, N] to int32 words [rows * bits / 32, N]."""
     stream = (codes[:, None, :].astype(np.int64) >> np.arange(bits)[None, :, None]) & 1
     stream = stream.reshape(-1, 32, codes.shape[1])
     words: Array = (stream << np.arange(32)[None, :, None]).sum(axis=1).astype(np.uint32)
@@ -40,7 +40,7 @@ def pack_columns(codes: Array, bits: int) -> Array:
 
 
 def unpack_columns(words: Array, bits: int) -> Array:
-    """The inverse of `pack_columns`, as int64."""
+    """Invert `pack_columns`; returns int64."""
     stream = (words.view(np.uint32)[:, None, :].astype(np.int64) >> np.arange(32)[None, :, None]) & 1
     stream = stream.reshape(-1, bits, words.shape[1])
     codes: Array = (stream << np.arange(bits)[None, :, None]).sum(axis=1)
@@ -48,12 +48,12 @@ def unpack_columns(words: Array, bits: int) -> Array:
 
 
 def pack_rows(codes: Array, bits: int) -> Array:
-    """Codes [G, N] to int32 words [G, N * bits / 32]."""
+    """Pack codes [G, N] to int32 words [G, N * bits / 32]."""
     return np.ascontiguousarray(pack_columns(codes.T, bits).T)
 
 
 def unpack_rows(words: Array, bits: int) -> Array:
-    """The inverse of `pack_rows`, as int64."""
+    """Invert `pack_rows`; returns int64."""
     return np.ascontiguousarray(unpack_columns(np.ascontiguousarray(words.T), bits).T)
 
 
@@ -61,14 +61,14 @@ def unpack_rows(words: Array, bits: int) -> Array:
 
 
 def exl2_scales(q_scale: Array, q_scale_max: Array) -> Array:
-    """s(g, n) [G, N] float16 with both roundings (2.4.3, 2.4.4), prescale 1."""
+    """Return the scales s(g, n) [G, N] float16 with both roundings, prescale 1."""
     smax = (q_scale_max.astype(np.float32) / np.float32(256)).astype(np.float16)
     steps = (unpack_rows(q_scale, 4) + 1) ** 2
     return (steps.astype(np.float32) * smax.astype(np.float32)[:, None]).astype(np.float16)
 
 
 def exl2_dequantize(tensors: Mapping[str, Array]) -> Array:
-    """W [K, N] float16 (2.2 to 2.5)."""
+    """Return W [K, N] float16."""
     words, table = tensors["q_weight"], tensors["q_groups"].view(np.uint16).astype(np.int64)
     scales = exl2_scales(tensors["q_scale"], tensors["q_scale_max"]).astype(np.float32)
     starts = [*table[1::2].tolist(), words.shape[0]]
@@ -77,7 +77,7 @@ def exl2_dequantize(tensors: Mapping[str, Array]) -> Array:
         codes = unpack_columns(words[starts[g] : starts[g + 1]], bits)
         rows.append(((codes - 2 ** (bits - 1)).astype(np.float32) * scales[g]).astype(np.float16))
     packed = np.concatenate(rows)
-    result: Array = packed[tensors["q_invperm"]]  # input feature i lives in packed row q_invperm[i]
+    result: Array = packed[tensors["q_invperm"]]  # input feature i is packed row q_invperm[i]
     return result
 
 
@@ -88,7 +88,7 @@ def exl2_pack(
     groups: Sequence[tuple[int, int]],
     perm: Array | None = None,
 ) -> dict[str, Array]:
-    """File tensors of codes [K, N] and stored scale codes [G, N] (2.1)."""
+    """Pack codes [K, N] and stored scale codes [G, N] into file tensors."""
     words: list[Array] = []
     table: list[int] = []
     row = 0
@@ -109,7 +109,7 @@ def exl2_pack(
 def exl2_quantize(
     weight: Array, groups: Sequence[tuple[int, int]], perm: Array | None = None, factors: Array | None = None
 ) -> dict[str, Array]:
-    """Round to nearest (6.8 step 3) of float32 [out, in]; `factors` [G] is the p of each group, 1 without."""
+    """Quantize float32 [out, in] by round to nearest; `factors` [G] scale each group's largest scale, 1 by default."""
     out_features, in_features = weight.shape
     order = np.arange(in_features) if perm is None else perm
     packed = np.zeros((in_features, -(-out_features // 32) * 32), np.float32)
@@ -132,7 +132,7 @@ def exl2_quantize(
 
 
 def exl2_scale_costs(block: Array, bits: int) -> tuple[Array, Array]:
-    """The 97 factors of a group's largest scale and the sum of |error|^3.5 of each, in float64. block: [rows, N]."""
+    """Return factors of a group's largest scale and the sum of |error|^3.5 of each, float64, for a block [rows, N]."""
     widest, scale_codes = _column_scales(block, bits)
     trial = (scale_codes.astype(np.float64) / 16) ** 2 * widest
     zero, factors, costs = 2 ** (bits - 1), np.linspace(0.70, 1.20, 97), []
@@ -143,7 +143,7 @@ def exl2_scale_costs(block: Array, bits: int) -> tuple[Array, Array]:
 
 
 def _column_scales(block: Array, bits: int) -> tuple[Any, Array]:
-    """Widest column scale and the codes c1 (1..16) of all columns."""
+    """Return the largest column scale and the codes c1 (1..16) of all columns."""
     base = (np.abs(block).max(axis=0) + np.float32(1e-12)) / np.float32((2**bits - 1) / 2)
     widest = base.max()
     return widest, np.clip(np.rint(np.float32(16) * np.sqrt(base / widest)), 1, 16)
@@ -153,7 +153,7 @@ def _column_scales(block: Array, bits: int) -> tuple[Any, Array]:
 
 
 def gptq_dequantize(tensors: Mapping[str, Array], bits: int, v2: bool = False, group_size: int | None = None) -> Array:
-    """W [K, N] float16 (3.2 to 3.4)."""
+    """Return W [K, N] float16."""
     codes, scales = unpack_columns(tensors["qweight"], bits), tensors["scales"]
     zeros = unpack_rows(tensors["qzeros"], bits) + (0 if v2 else 1)
     rows, groups = codes.shape[0], scales.shape[0]
@@ -173,7 +173,7 @@ def gptq_dequantize(tensors: Mapping[str, Array], bits: int, v2: bool = False, g
 def gptq_quantize(
     weight: Array, bits: int, group_size: int, symmetric: bool, v2: bool, perm: Array | None = None
 ) -> dict[str, Array]:
-    """Round to nearest of float32 [out, in]; with `perm`, rows perm[0:group_size] make group 0 and so on."""
+    """Quantize float32 [out, in] by round to nearest; with `perm`, rows perm[0:group_size] make group 0 and so on."""
     w, largest = weight.T, np.float32(2**bits - 1)
     order = np.arange(w.shape[0]) if perm is None else perm
     g_idx = np.argsort(order) // group_size

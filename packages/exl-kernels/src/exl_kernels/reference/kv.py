@@ -28,19 +28,22 @@ RUN = 32
 
 
 def round_to_half(x: Tensor) -> Tensor:
-    """x as float16, rounded to nearest even; finite values beyond the range saturate, infinities and NaN stay."""
+    """Round x to float16, to nearest even. Finite values beyond the range saturate; infinities and NaN are kept."""
     clamped = x.clamp(-65504.0, 65504.0)
     return torch.where(x.isfinite(), clamped, x).to(torch.float16)
 
 
 def pad_to_block(x: Tensor) -> Tensor:
-    """x [..., D] padded with zeros to a multiple of 64 in the last dimension."""
+    """Pad x [..., D] with zeros to a multiple of 64 in the last dimension."""
     missing = -x.shape[-1] % BLOCK
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def fp8_encode(x: Tensor, *, truncate: bool = False) -> Tensor:
-    """float16 -> E5M2 bytes (uint8), to nearest even, saturating at +-57344; `truncate`: the original's rule."""
+    """Convert float16 to E5M2 bytes (uint8), to nearest even, saturating at +-57344.
+
+    `truncate`: drop the low byte instead, as exllamav2's cache does.
+    """
     bits = x.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
     if truncate:
         return (bits >> 8).to(torch.uint8)
@@ -53,13 +56,13 @@ def fp8_encode(x: Tensor, *, truncate: bool = False) -> Tensor:
 
 
 def fp8_decode(codes: Tensor) -> Tensor:
-    """E5M2 bytes -> float16: the byte is the upper half of the half."""
+    """Convert E5M2 bytes to float16: the byte is the upper half of the float16."""
     bits = codes.to(torch.int32) << 8
     return torch.where(bits >= 0x8000, bits - 0x10000, bits).to(torch.int16).view(torch.float16)
 
 
 def _butterflies(x: Tensor) -> Tensor:
-    """Unnormalised Sylvester transform of the even and of the odd elements of each block of 64, in x's precision."""
+    """Return the unnormalised Sylvester transform of the even and of the odd elements of each block of 64."""
     shape = x.shape
     v = x.reshape(-1, BLOCK // 2, 2)
     for stride in (1, 2, 4, 8, 16):
@@ -73,13 +76,13 @@ def _butterflies(x: Tensor) -> Tensor:
 
 
 def _saturate(result: Tensor, *operands: Tensor) -> Tensor:
-    """Half sums of finite numbers that overflow become the largest half instead of infinity."""
+    """Replace infinite half sums of finite numbers by the largest half."""
     finite = operands[0].isfinite() & operands[1].isfinite()
     return torch.where(finite, result.clamp(-65504.0, 65504.0), result)
 
 
 def hadamard_encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """float16 [..., n], 64 | n -> (codes uint8 [..., n * bits / 8], scales float16 [..., n / 32]); spec formats 5.4."""
+    """Encode float16 [..., n], 64 | n, to codes uint8 [..., n * bits / 8] and scales float16 [..., n / 32]."""
     m = 1 << (bits - 1)
     transformed = _butterflies(x)
     runs = transformed.reshape(*x.shape[:-1], -1, RUN)
@@ -100,13 +103,13 @@ def _centred_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def hadamard_decode(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The codec's own decode, float16 [..., n], with its half roundings."""
+    """Decode to float16 [..., n] with the codec's half roundings."""
     runs = _centred_codes(codes, bits).reshape(*scales.shape, RUN)
     v = (runs.float() * scales.float()[..., None]).to(torch.float16).flatten(-2)
     return _butterflies(v) * torch.tensor(1.0 / 32.0, dtype=torch.float16)
 
 
 def hadamard_decode_exact(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """What the codes stand for without any rounding, float64 [..., n]; attention works on this, in float32."""
+    """Decode to the exact values of the codes, float64 [..., n]; attention uses them in float32."""
     runs = _centred_codes(codes, bits).reshape(*scales.shape, RUN)
     return _butterflies((runs.double() * scales.double()[..., None]).flatten(-2)) / 32.0

@@ -1,4 +1,4 @@
-"""`linear` in plain numpy, as its oracle: the exact product in float64, the int8 product block by block. Slow."""
+"""Twins of `linear` in plain numpy: the exact matmul in float64, the int8 matmul block by block. Slow."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 
 from .formats import exl2_scales, unpack_columns, unpack_rows
 
-__all__ = ["Block", "exl2_blocks", "gptq_blocks", "product", "product_int8", "quantize_activations"]
+__all__ = ["Block", "exl2_blocks", "gptq_blocks", "matmul", "matmul_int8", "quantize_activations"]
 
 Array = npt.NDArray[Any]
-# (input features of up to 32 rows, code - zero point [rows, N], column scales [N] float32)
+# A block: input features of up to 32 rows, code - zero point [rows, N], column scales [N] float32.
 Block = tuple[Array, Array, Array]
 BLOCK = 32
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, prescale: float = 1.0) -> Tensor:
-    """(x @ W + bias) * prescale in float64; x [..., K], W [K, N] as `QuantMatrix.dequantize` gives it."""
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, prescale: float = 1.0) -> Tensor:
+    """Compute (x @ W + bias) * prescale in float64; x [..., K], W [K, N] as `QuantMatrix.dequantize` returns it."""
     y = x.double() @ weight.double()
     return (y if bias is None else y + bias.double()) * prescale
 
 
 def exl2_blocks(tensors: Mapping[str, Tensor]) -> Iterator[Block]:
-    """The blocks of 32 packed rows of an EXL2 matrix, in order."""
+    """Yield the blocks of 32 packed rows of an EXL2 matrix, in order."""
     words = tensors["q_weight"].numpy()
     scales = exl2_scales(tensors["q_scale"].numpy(), tensors["q_scale_max"].numpy()).astype(np.float32)
     table = tensors["q_groups"].numpy().view(np.uint16).astype(np.int64)
@@ -42,9 +42,9 @@ def exl2_blocks(tensors: Mapping[str, Tensor]) -> Iterator[Block]:
 
 
 def gptq_blocks(tensors: Mapping[str, Tensor], bits: int, v2: bool, group_of: Array) -> Iterator[Block]:
-    """The blocks of a GPTQ matrix: rows by group, in file order within a group, the last block of a group short.
+    """Yield the blocks of a GPTQ matrix: rows by group, in file order within a group.
 
-    group_of: [K], the group of each row.
+    group_of: [K], the group of each row. The last block of a group may be short.
     """
     codes = unpack_columns(tensors["qweight"].numpy(), bits)
     zeros = unpack_rows(tensors["qzeros"].numpy(), bits) + (0 if v2 else 1)
@@ -57,9 +57,9 @@ def gptq_blocks(tensors: Mapping[str, Tensor], bits: int, v2: bool, group_of: Ar
 
 
 def quantize_activations(x: Array) -> tuple[Array, Array]:
-    """One block of activations, float32 [T, rows], as int8 values and a float32 scale a token (performance 6.2).
+    """Quantize one block of activations, float32 [T, rows], to int8 values and a float32 scale a token.
 
-    scale = max |x| / 127, q = round to nearest even of x * (127 / max |x|). Below 1e-36 everything counts as zero; a
+    scale = max |x| / 127, q = round to nearest even of x * (127 / max |x|). A maximum below 1e-36 counts as zero; a
     value that is not finite makes the scale NaN.
     """
     largest = np.abs(x).max(axis=1, initial=np.float32(0)).astype(np.float32)
@@ -73,12 +73,12 @@ def quantize_activations(x: Array) -> tuple[Array, Array]:
     return q, np.where(finite, scale, np.float32(np.nan))
 
 
-def product_int8(
+def matmul_int8(
     x: Tensor, blocks: Iterator[Block], out_features: int, bias: Tensor | None = None, prescale: float = 1.0
 ) -> Tensor:
-    """The int8 path of `QuantMatrix.matmul`: exact integers in a block, float32 over the blocks in order.
+    """Compute the int8 path of `QuantMatrix.matmul`: exact integers in a block, float32 over the blocks in order.
 
-    The fused multiply-add is formed in float64 and rounded once more, so a result may differ in its last bit.
+    The fused multiply-add is computed in float64 and rounded again, so a result may differ in its last bit.
     """
     total = np.zeros((x.shape[0], out_features), dtype=np.float32)
     activations = x.numpy().astype(np.float32)

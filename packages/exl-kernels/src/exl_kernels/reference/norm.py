@@ -9,13 +9,13 @@ __all__ = ["layer_norm", "rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
-    """x * (weight + weight_offset) / sqrt(mean(x^2) + eps) over the last dimension, in x's precision."""
+    """Compute x * (weight + weight_offset) / sqrt(mean(x^2) + eps) over the last dimension, in x's precision."""
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x * scale * (weight.to(x.dtype) + weight_offset)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) * weight / sqrt(var + eps) + bias over the last dimension, in x's precision."""
+    """Compute (x - mean) * weight / sqrt(var + eps) + bias over the last dimension, in x's precision."""
     centred = x - x.mean(-1, keepdim=True)
     scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     y = centred * scale * weight.to(x.dtype)

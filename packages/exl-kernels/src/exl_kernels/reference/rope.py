@@ -9,7 +9,7 @@ __all__ = ["apply_rope"]
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotates the first R dimensions of each head of x [T, H, D] by table rows `positions` [T]; a new tensor."""
+    """Rotate the first R dimensions of each head of x [T, H, D] by table rows `positions` [T]; returns a new tensor."""
     half = cos.shape[1]
     c = cos[positions].to(x.dtype)[:, None, :]
     s = sin[positions].to(x.dtype)[:, None, :]

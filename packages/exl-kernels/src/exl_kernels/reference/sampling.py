@@ -1,7 +1,7 @@
-"""`exl_kernels.sampling` in plain numpy: sorts where the kernels select, loops where they use tables; the same tokens.
+"""The algorithm of `exl_kernels.sampling` in plain numpy: sorts where the kernels select, loops where they use tables.
 
 Arithmetic is that of the kernels: float32 with separate multiplications and additions for weights, uint64 sums, float64
-for single numbers.
+for single numbers. The tokens are identical.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _f = np.float32
 
 
 def weight(log_weight: F32) -> F32:
-    """e^l by the kernels' polynomial."""
+    """Return e^l by the kernels' polynomial."""
     held = np.where(log_weight > _f(-40), log_weight, _f(-40)).astype(np.float32)
     rounder = _f(12582912.0)
     n = (held * _f(math.log2(math.e)) + rounder) - rounder
@@ -37,13 +37,13 @@ def weight(log_weight: F32) -> F32:
 
 
 def fixed(w: F32) -> U64:
-    """floor(w * 2^44)."""
+    """Return floor(w * 2^44)."""
     return np.floor(w.astype(np.float64) * 2.0**44).astype(np.uint64)
 
 
 def shaped(row: Row) -> F32:
-    """Steps 1 to 8, one token at a time."""
-    with np.errstate(over="ignore", invalid="ignore"):  # what overflows or is NaN stays so, and is told
+    """Apply the transforms of the logits (mix, penalties, bias, DRY, bans, masks), one token at a time."""
+    with np.errstate(over="ignore", invalid="ignore"):  # overflows and NaN are kept and reported
         return _shaped(row)
 
 
@@ -82,7 +82,7 @@ def _mix(a: F32, b: F32, scale: float) -> F32:
 
 
 def _log_sum(x: F32) -> float:
-    """NaN where one is NaN or +inf, or none is above -inf."""
+    """Return the log of the sum of exponentials; NaN where a value is NaN or +inf, or no value is above -inf."""
     if not np.isfinite(x.max()):
         return math.nan
     return float(x.max()) + _ln(float(fixed(weight(x - x.max())).sum()) / 2.0**44)
@@ -139,7 +139,7 @@ def _prefix(q: U64, target: int) -> int:
 
 
 def candidates(row: Row) -> tuple[Ids, F32, U64] | Failure:
-    """Ids by rising number, logits and final weights of what steps 9 to 19 leave."""
+    """Apply the cuts and return ids by rising number, logits and final weights of the candidates."""
     plan, x = row.plan, shaped(row)
     if np.isnan(x).any() or (x == np.inf).any():
         return Failure(not_finite=True)
@@ -252,7 +252,7 @@ def _xtc(plan: Plan, ids: Ids, x: F32, q: U64) -> U64:
 
 
 def sample(row: Row) -> Sampled | Failure:
-    """The draw and the report."""
+    """Draw a token and report the first candidates."""
     found = candidates(row)
     if isinstance(found, Failure):
         return found
@@ -263,11 +263,11 @@ def sample(row: Row) -> Sampled | Failure:
     target = min(int(row.uniform * float(total)), total - 1)
     chosen = walk[int(np.searchsorted(np.cumsum(q[walk]), np.uint64(target), side="right"))]
     top = order[: row.top_n]
-    whole = float(total)  # beyond 2^53 rounded before the division, as the kernels do
+    whole = float(total)  # sums beyond 2^53 are rounded before the division, as in the kernels
     return Sampled(int(ids[chosen]), float(q[chosen]) / whole, ids[top].tolist(), [float(v) / whole for v in q[top]])
 
 
-# The kernels' own logarithm and exponential: sums and products only, so that every machine agrees.
+# The kernels' own logarithm and exponential: additions and multiplications only, so that every machine agrees.
 
 
 def _ln(x: float) -> float:

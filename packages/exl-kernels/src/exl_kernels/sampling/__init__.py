@@ -1,10 +1,10 @@
 """From rows of logits to tokens: all transforms in one native call for a batch of rows.
 
-A `Plan` holds what stays the same over a request, a `Row` what one step adds; `launch` queues the sampling
-of a token for each row, `Launched.collect` waits for the tokens, and `sample` does both.
+A `Plan` holds the constants of a request, a `Row` the inputs of one step. `launch` queues the sampling of a token for
+each row, `Launched.collect` waits for the tokens, and `sample` does both.
 
-The token is a function of (logits, plan, row) alone: whatever else is in the call, on every instruction set, on CPU and
-GPU. `exl_kernels.reference.sampling` is the same algorithm in plain numpy, to the bit.
+The token is a function of (logits, plan, row) alone: independent of the other rows, and identical on every instruction
+set, on CPU and GPU. `exl_kernels.reference.sampling` is the same algorithm in plain numpy, with identical tokens.
 
 Weights are fixed-point: floor(e^l * 2^44), so sums are exact and have no order. A candidate below 2^-44 of the most
 probable one weighs nothing until a later temperature gives it weight.
@@ -44,12 +44,12 @@ __all__ = [
 #: Widest row of logits: 2^19 weights of 2^44 fit an unsigned 64-bit sum.
 MAX_WIDTH = 1 << 19
 _LEFT_TO_CPU = -3
-_REFUSED = (AttributeError, TypeError, ValueError, BufferError)  # by native calls, for an operand
+_REFUSED = (AttributeError, TypeError, ValueError, BufferError)  # raised by native calls for a wrong operand
 
 Mask = NDArray[np.int32]
 Ids = NDArray[np.int64]
 Answer = tuple[int, float, tuple[list[int], list[float]] | None]
-"""Token, or a negative number that says why there is none, its probability and the first candidates with theirs."""
+"""Token, or a negative number as the reason why there is none; its probability; the first candidates and theirs."""
 _UNANSWERED: Answer = (_LEFT_TO_CPU, 0.0, None)
 Request = tuple[
     _native.SamplingPlan,
@@ -68,7 +68,7 @@ Request = tuple[
 
 
 def pack_ids(ids: Iterable[int], size: int) -> Mask:
-    """Ids below `size` as packed words: bit i & 31 of word i >> 5."""
+    """Pack ids below `size` into words: bit i & 31 of word i >> 5."""
     bits = np.zeros(-(-max(size, 1) // 32) * 32, dtype=np.uint8)
     wanted = np.fromiter(ids, dtype=np.int64)
     bits[wanted[(wanted >= 0) & (wanted < size)]] = 1
@@ -77,14 +77,30 @@ def pack_ids(ids: Iterable[int], size: int) -> Mask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The transforms of a request, as numbers. 0 switches a cut off. Values are taken as they are: callers validate.
+    """The transforms of a request, as numbers. 0 switches a cut off. Callers validate; values are taken as they are.
 
-    `size`: ids of the vocabulary; higher ones are padding and never chosen. `temperature` below 0.01 or `top_k` 1:
-    greedy. `late` = (low, high, exponent): temperature by entropy behind the cuts (P-17), a fixed one if low == high
-    (P-16). `penalties` = (repetition, presence, frequency, range, decay) (P-4). `dry` = (multiplier, base,
-    allowed_length, max_ngram, range, packed breakers) (P-5). `xtc_ignored`: packed ids. `bias`: float32, added to the
-    first ids. `descending`: draw over falling probabilities instead of rising ids, as a skew needs it. `cfg_scale`:
-    weight of the logits against the row's `negative` (P-1).
+    Attributes:
+        size: ids of the vocabulary; higher ones are padding and never chosen.
+        temperature: divisor of the logits; below 0.01 the sampling is greedy.
+        smoothing: factor of quadratic smoothing; 0 is off.
+        top_k: keep the most probable candidates; 1 is greedy.
+        top_p: keep the most probable candidates up to this sum.
+        top_a: drop candidates below top_a * p_max^2.
+        min_p: drop candidates below min_p * p_max.
+        tfs: tail-free cut.
+        typical: locally typical cut.
+        late: (low, high, exponent): temperature by entropy after the cuts; a fixed temperature after the cuts if
+            low == high.
+        xtc: (probability, threshold).
+        xtc_ignored: packed ids that XTC keeps.
+        descending: draw over falling probabilities instead of rising ids, as a skew needs.
+        greedy: choose the largest logit.
+        penalties: (repetition, presence, frequency, range, decay).
+        dry: (multiplier, base, allowed_length, max_ngram, range, packed breakers).
+        bias: float32, added to the logits of the first ids.
+        cfg_scale: weight of the logits against the row's `negative` in classifier-free guidance.
+        native: the plan of the native module.
+        on_devices: constants on each GPU that has sampled with this plan.
     """
 
     size: int
@@ -106,7 +122,6 @@ class Plan:
     bias: Tensor | None = None
     cfg_scale: float | None = None
     native: _native.SamplingPlan = field(init=False, repr=False)
-    #: constants on each GPU that has sampled with this plan
     on_devices: dict[torch.device, tuple[Tensor | None, Tensor | None]] = field(
         init=False, repr=False, default_factory=dict
     )
@@ -140,7 +155,7 @@ class Plan:
 
     @property
     def scale(self) -> float:
-        """What a distance from the largest logit, or its square with smoothing, is multiplied by."""
+        """Factor of the distance from the largest logit, or of its square with smoothing."""
         scale = (self.smoothing if self.smoothing > 0 else 1.0) / max(self.temperature, 1e-30)
         return min(scale, 3e38)
 
@@ -149,10 +164,18 @@ class Plan:
 class Row:
     """One row of a call.
 
-    `logits`, `negative`: float32 [V], contiguous. `context`: int64 ids so far, contiguous; only penalties and DRY read
-    it. `uniform`: a number in [0, 1), already skewed. `mirostat`: 2^-mu, 0 = off. `mask`: packed int32 words, ids
-    beyond them are not allowed. `banned` ids are never chosen, `discouraged` ones only if nothing else is left; `only`
-    these (int64). `top_n`: candidates to report.
+    Attributes:
+        plan: transforms of the request.
+        logits: float32 [V], contiguous.
+        uniform: a number in [0, 1), already skewed.
+        negative: logits of the negative prompt, like `logits`.
+        context: int64 ids so far, contiguous; only penalties and DRY read it.
+        mirostat: 2^-mu; 0 is off.
+        mask: packed int32 words of allowed ids; ids beyond them are not allowed.
+        banned: ids that are never chosen.
+        discouraged: ids that are chosen only if no others are left.
+        only: int64 ids; no others are chosen.
+        top_n: candidates to report.
     """
 
     plan: Plan
@@ -168,7 +191,7 @@ class Row:
     top_n: int = 0
 
     def request(self) -> Request:
-        """As the native functions take it."""
+        """Return the row as the native functions take it."""
         return (
             self.plan.native,
             self.logits,
@@ -185,15 +208,16 @@ class Row:
 
 
 class NextInputs(NamedTuple):
-    """The inputs of the next step, which the launches that sample its tokens fill in."""
+    """The inputs of the next step, which the sampling launches fill in."""
 
     ids: Tensor
-    """int64 [rows] on the rows' GPU, contiguous: gets the tokens."""
+    """int64 [rows] on the rows' GPU, contiguous: receives the tokens."""
     limit: int
-    """Tokens are cut to ids below it."""
+    """Tokens are clamped to ids below it."""
     copied: tuple[Tensor, Tensor] | None = None
-    """Before that, the first is copied to the second: uint8 of one size, a multiple of 4, in pinned memory, which must
-    stay as it is until the stream has passed the call's launches, and on the GPU."""
+    """Before the tokens are written, the first tensor is copied to the second: uint8 of one size, a multiple of 4. The
+    first is pinned memory and must not change until the stream has passed the call's launches. The second is on the
+    GPU."""
 
 
 @dataclass(slots=True)
@@ -208,14 +232,16 @@ class Sampled:
 
 @dataclass(slots=True)
 class Failure:
-    """No token: everything is excluded, or (`not_finite`) an allowed logit is NaN or +inf; of a pair of prompts (CFG)
-    any logit, allowed or not: the mix sums over all of them."""
+    """No token: everything is excluded, or (`not_finite`) an allowed logit is NaN or +inf.
+
+    With a pair of prompts (CFG) `not_finite` covers every logit, allowed or not, since the mix sums over all of them.
+    """
 
     not_finite: bool
 
 
 class Launched:
-    """The sampling of rows that `launch` has queued; `collect` waits for it."""
+    """The queued sampling of rows; `collect` waits for it."""
 
     __slots__ = ("_on_gpus", "_results", "_rows", "written")
 
@@ -223,7 +249,7 @@ class Launched:
         self._rows = rows
         self._results: list[Sampled | Failure] | None = None
         self._on_gpus: list[tuple[list[int], sampling_cuda.Launched]] = []
-        #: Whether `into` gets the rows' tokens. `collect` takes it back where a row was left to the CPU.
+        #: Whether `into` gets the rows' tokens. `collect` resets it where a row was left to the CPU.
         self.written = False
         devices: dict[torch.device, list[int]] = {}
         for i, row in enumerate(rows):
@@ -236,8 +262,10 @@ class Launched:
             self.written = writes
 
     def collect(self) -> list[Sampled | Failure]:
-        """Wait for the GPUs, sample what is left on the CPU, and return the result of each row. Errors as of `launch`;
-        a second call returns the same results."""
+        """Wait for the GPUs, sample the remaining rows on the CPU, and return the result of each row.
+
+        A second call returns the same results. Raises the same errors as `launch`.
+        """
         if self._results is None:
             try:
                 self._results = [_result(*answer) for answer in self._answers()]
@@ -266,15 +294,24 @@ def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
     """Queue the sampling of one token a row. Rows may differ in width, settings and device.
 
     Rows on a GPU are sampled there, in one set of launches on torch's current stream, and only the answers are read
-    back. `collect` samples rows on the CPU, rows that report more than 64 candidates, and rows whose tail-free cut has
-    more than 2,048 candidates or follows a typical cut, on the CPU, to the token that the GPU would give. Logits must
-    stay as they are until then, those of plans that are `never_left_to_cpu` until the stream has passed the launches.
+    back. `collect` samples the other rows on the CPU, with the same token as the GPU would give: rows on the CPU, rows
+    that report more than 64 candidates, and rows whose tail-free cut has more than 2,048 candidates or follows a
+    typical cut.
 
-    `into` gets the tokens if all rows are on one GPU (`Launched.written`): a step that is queued after this call, on
-    the same stream, reads them before the host has seen them. A row without a token (`Failure`) gives it any id.
+    Logits must not change until `collect`; those of plans that are `never_left_to_cpu` until the stream has passed the
+    launches.
 
-    Raises, here or from `collect`: ShapeError, DTypeError for logits that are not contiguous float32 [V],
-    UnsupportedError for V beyond `MAX_WIDTH`, ValueError for a `uniform` outside [0, 1), DeviceError if a launch fails.
+    Args:
+        rows: the rows.
+        into: gets the tokens if all rows are on one GPU (`Launched.written`). A step that is queued after this call on
+            the same stream reads them before the host has seen them. A row without a token (`Failure`) writes any id.
+
+    Raises:
+        ShapeError: logits are not contiguous [V]. `launch` or `collect` raises these errors.
+        DTypeError: logits are not float32.
+        UnsupportedError: V exceeds `MAX_WIDTH`.
+        ValueError: a `uniform` is outside [0, 1).
+        DeviceError: a launch fails.
     """
     try:
         return Launched(rows, into)
@@ -284,7 +321,7 @@ def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
 
 
 def sample(rows: Sequence[Row]) -> list[Sampled | Failure]:
-    """One token a row: `launch` and `collect` in one call, with the same errors."""
+    """Sample one token a row: `launch` and `collect` in one call, with the same errors."""
     return launch(rows).collect()
 
 
@@ -302,7 +339,10 @@ def _result(token: int, probability: float, top: tuple[list[int], list[float]] |
 
 
 def distribution(row: Row) -> tuple[Ids, NDArray[np.uint64]] | None:
-    """Ids of the final candidates, ascending, and their weights (probability times a common factor); None: none."""
+    """Return the ids of the final candidates, ascending, and their weights; None if there is no candidate.
+
+    A weight is the probability times a common factor.
+    """
     try:
         ids, weights = _native.sampling_distribution(_on_cpu(row).request())
     except LookupError:
@@ -311,14 +351,14 @@ def distribution(row: Row) -> tuple[Ids, NDArray[np.uint64]] | None:
 
 
 def shaped(row: Row) -> NDArray[np.float32]:
-    """The logits that the row is sampled from: after penalties, bans, bias, DRY and masks, cut to the vocabulary."""
+    """Return the logits after penalties, bans, bias, DRY and masks, cut to the vocabulary."""
     out = torch.empty(min(row.plan.size, row.logits.numel()))
     _native.sampling_shaped(_on_cpu(row).request(), out)
     return out.numpy()
 
 
 def _check_all(rows: Sequence[Row]) -> None:
-    """Name the operand that is wrong, after a native call has refused its arguments."""
+    """Raise an error that names the wrong operand, after a native call has rejected its arguments."""
     for row in rows:
         _check(row)
 

@@ -1,8 +1,8 @@
-"""The CUDA side of `sampling`: rows whose logits are on a GPU, one set of launches for all, only answers read back.
+"""The CUDA side of `sampling`: one set of launches samples all rows on a GPU; only answers are read back.
 
-What the rows bring beside logits is written to pinned memory and copied in one piece; the answers are written to pinned
-memory by the kernels. Buffers grow to the largest call and stay; one launch at a time uses those of a GPU: the next one
-waits for its answers and keeps them for whoever collects them.
+The other inputs of the rows are written to pinned memory and copied in one piece; the kernels write the answers to
+pinned memory. Buffers grow to the largest call and are kept. One launch at a time uses the buffers of a GPU: the next
+launch waits for the answers of the previous one and stores them for its `Launched`.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class _Place:
 
     @torch.inference_mode(False)
     def grow(self, size: int) -> None:
-        """New staging memory, here and there."""
+        """Replace the staging memory on the host and on the GPU."""
         staging = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
         copy = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._workspace = None
-        self.staging, self.copy = staging, copy  # both or, without memory for the second, none
-        self._beside.wait_stream(self.stream())  # what had this memory before
+        self.staging, self.copy = staging, copy  # both, or none if the second allocation fails
+        self._beside.wait_stream(self.stream())  # earlier users of this memory
 
     def reserve(self, rows: int, width: int) -> None:
-        """Room for this many rows of this width."""
+        """Make room for `rows` rows of `width` logits."""
         have_rows, have_width = self.shaped.shape
         if rows <= have_rows and width <= have_width:
             return
@@ -73,7 +73,7 @@ class _Place:
         self.shaped, self.maxima, self.sums, self.wide = shaped, maxima, sums, wide  # all or none
 
     def workspace(self) -> _native.SamplingWorkspace:
-        """The buffers as the native functions take them: made anew when one of them has grown."""
+        """Return the buffers as the native functions take them, made again when one of them has grown."""
         if self._workspace is None:
             self._workspace = _native.SamplingWorkspace(
                 self.staging, self.copy, self.shaped, self.maxima, self.sums, self.wide
@@ -81,8 +81,11 @@ class _Place:
         return self._workspace
 
     def launch(self, rows: Sequence[Row], into: NextInputs | None = None, beside: bool = False) -> None:
-        """Fill the staging memory, copy it and launch. `beside`: the copy is made on a stream of its own, while the
-        current one is still busy with what was queued before; for calls whose launches have all been waited for."""
+        """Fill the staging memory, copy it and launch.
+
+        `beside`: copy on a separate stream while the current stream is still busy with earlier work. Only for calls
+        whose preceding launches have all been waited for.
+        """
         self.reserve(len(rows), max(row.logits.shape[0] for row in rows))
         requests = [row.request() for row in rows]
         constants = [_constants(row.plan, self.device) for row in rows]
@@ -98,7 +101,7 @@ class _Place:
         _native.cuda_sample_launch(self.workspace(), len(rows), needs, launch_of(stream), into)
 
     def stream(self) -> torch.cuda.Stream:
-        """Torch's current stream; its object is kept, since making one costs 4 to 8 us."""
+        """Return torch's current stream. The object is cached, since making one is slow."""
         number = stream_of(self.shaped)
         found = self._streams.get(number)
         if found is None:
@@ -106,12 +109,12 @@ class _Place:
         return found
 
     def answers(self, count: int) -> list[Answer]:
-        """What the last launch answered; its stream must have passed it."""
+        """Return the answers of the last launch, which its stream must have passed."""
         return _native.cuda_sample_answers(self.workspace(), count)
 
 
 def _constants(plan: Plan, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """A plan's bias and XTC set on the GPU, made once."""
+    """Return a plan's bias and XTC set on the GPU, cached in the plan."""
     if plan.bias is None and plan.xtc_ignored is None:
         return None, None
     found = plan.on_devices.get(device)
@@ -131,8 +134,11 @@ def _place(device: torch.device) -> _Place:
 
 
 def queue(rows: Sequence[Row]) -> _Place:
-    """Launches on torch's current stream and returns at once; nothing is allocated once a call as large has been made,
-    so that a capture may hold it. The answers are at the returned place after the stream has passed."""
+    """Launch on torch's current stream and return at once.
+
+    Nothing is allocated after a call of the same size, so a capture may contain the launches. The answers are in the
+    returned place after the stream has passed.
+    """
     place = _place(rows[0].logits.device)
     if place.pending is not None:
         place.pending.answers()
@@ -142,7 +148,7 @@ def queue(rows: Sequence[Row]) -> _Place:
 
 
 class Launched:
-    """Queued sampling of rows on one GPU. Keeps alive what its launches read and write."""
+    """Queued sampling of rows on one GPU. Keeps the operands of its launches alive."""
 
     __slots__ = ("_answers", "_into", "_place", "_rows")
 
@@ -151,13 +157,15 @@ class Launched:
         self._answers: list[Answer] | None = None
 
     def answers(self) -> list[Answer]:
-        """Wait for the launches, not for what was queued after them, and return (token, probability, top) of each row,
-        as `_native.sample_rows` does; token -3: the row needs the CPU."""
+        """Wait for this launch, not for later ones, and return (token, probability, top) of each row.
+
+        Token -3: the row needs the CPU. The format is that of `_native.sample_rows`.
+        """
         with self._place.lock:
             return self.finish()
 
     def finish(self) -> list[Answer]:
-        """`answers`, for a caller that holds the place's lock."""
+        """Return `answers`, for a caller that holds the place's lock."""
         if self._answers is None:
             self._place.sampled.synchronize()
             self._answers = self._place.answers(len(self._rows))
@@ -169,7 +177,7 @@ def launch(rows: Sequence[Row], into: NextInputs | None = None) -> Launched:
     """Queue the sampling of rows of one GPU on torch's current stream; `into` gets their tokens."""
     place = _place(rows[0].logits.device)
     with place.lock:
-        if place.pending is not None:  # another thread's, or one that an interrupt kept from being collected
+        if place.pending is not None:  # of another thread, or not collected because of an interrupt
             place.pending.finish()
         elif place.under_way:  # an interrupt or a failure came before the launches were complete
             torch.cuda.synchronize(place.device)
