@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         GeneratorSnapshot,
         StepColumns,
     )
-    from exl_generate.errors import CapacityError, JobStateError, NoCandidatesError, RequestError
+    from exl_generate.errors import CapacityError, JobStateError, NoCandidatesError, RequestError, ResumeError
     from exl_generate.sampling import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult, ExLlamaV2Sampler
     from exl_generate.static import ExLlamaV2BaseGenerator, ExLlamaV2StreamingGenerator
 
@@ -41,6 +41,7 @@ __all__ = [
     "JobStateError",
     "NoCandidatesError",
     "RequestError",
+    "ResumeError",
     "StepColumns",
 ]
 __version__ = "0.1.0"
@@ -64,6 +65,7 @@ _HOME = {
     "JobStateError": "errors",
     "NoCandidatesError": "errors",
     "RequestError": "errors",
+    "ResumeError": "errors",
 }
 
 

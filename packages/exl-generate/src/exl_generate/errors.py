@@ -6,13 +6,19 @@ from typing import ClassVar
 
 from exl_kernels.errors import ExlError
 
-__all__ = ["CapacityError", "JobStateError", "NoCandidatesError", "RequestError", "UserCodeError"]
+__all__ = ["CapacityError", "JobStateError", "NoCandidatesError", "RequestError", "ResumeError", "UserCodeError"]
 
 
 class RequestError(ExlError, ValueError):
     """A parameter of a generator, job or sampler setting is out of its range or of the wrong form."""
 
     code: ClassVar[str] = "request"
+
+
+class ResumeError(RequestError):
+    """A job cannot resume from the given ids: it would not have produced them, or has ended before the last one."""
+
+    code: ClassVar[str] = "resume"
 
 
 class CapacityError(ExlError, ValueError):

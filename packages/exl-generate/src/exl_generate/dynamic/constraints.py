@@ -58,6 +58,10 @@ class TokenConstraints:
             prefix=self._healing_candidates() if heal else None,
         )
 
+    def heals(self, generated: int, token: int) -> bool:
+        """Whether token healing allows `token` behind `generated` others."""
+        return generated >= self._request.healing or token in self._healing_candidates()
+
     def prefetch(self, pool: Callable[[], Executor]) -> None:
         """Compute the filters' next masks in `pool` while the model runs."""
         if self._filters is not None and self._begun:
@@ -65,10 +69,11 @@ class TokenConstraints:
                 self._filters.prefetch(pool())
 
     def feed(self, record: Record) -> bool:
-        """Show a sampled token to the filters; True if they say that it was the last."""
+        """Show a token to the filters; True if they say that it was the last."""
         if self._filters is None or not record.fed:
             return False
         with interruptible():
+            self._begin(self._filters)
             return self._filters.feed(record.token)
 
     def rewind(self, gone: list[Record], generated: int) -> None:
@@ -94,11 +99,14 @@ class TokenConstraints:
 
     def _mask(self, filters: FilterStack) -> NDArray[np.int32] | None:
         with interruptible():
-            if not self._begun:
-                healed = self._request.healed_id
-                filters.begin("" if healed is None else self._pieces[healed])
-                self._begun = True
+            self._begin(filters)
             return filters.next_mask()
+
+    def _begin(self, filters: FilterStack) -> None:
+        if not self._begun:
+            healed = self._request.healed_id
+            filters.begin("" if healed is None else self._pieces[healed])
+            self._begun = True
 
     def _healing_candidates(self) -> NDArray[np.int64]:
         """Ids whose bytes begin with the removed token's; a token without text can only be itself."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from exl_filters import FilterStack
 from exl_generate.dynamic.constraints import TokenConstraints
 from exl_generate.dynamic.detokenize import PieceTable
-from exl_generate.dynamic.output import Record, TextStream
+from exl_generate.dynamic.output import Match, Record, TextStream
 from exl_generate.dynamic.stopping import automaton_of
 from exl_generate.errors import RequestError
 from exl_generate.interrupts import interruptible
@@ -28,7 +28,19 @@ if TYPE_CHECKING:
     from exl_generate.dynamic.runner import Window
     from exl_generate.dynamic.sequence import Sequence
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "Outcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Effect of a token after which a job does not simply go on: the job has ended for `reason`, as in its last result,
+    or a banned string is to be withdrawn ("banned")."""
+
+    reason: str
+    #: the stop token
+    token: Record | None = None
+    #: the stop string or banned string
+    match: Match | None = None
 
 
 class Decoder:
@@ -113,6 +125,20 @@ class Decoder:
         if self._request.return_hidden_state and window.state is not None:
             record.state = window.state[at].cpu().clone()
         return record
+
+    def take(self, record: Record, generated: int) -> Outcome | None:
+        """Append a token to the output; None if the job simply goes on. Stop tokens come first, then text, then the end
+        of the filters, then the limit. `generated`: tokens so far with this one, a healed one counted."""
+        request = self._request
+        filter_ended = self.constraints.feed(record)
+        if record.token in request.stop_tokens:
+            return Outcome("stop_token", token=record)
+        match = self.output.push(record)
+        if match is not None:
+            return Outcome("banned" if match.kind == "ban" else "stop_string", match=match)
+        if filter_ended:
+            return Outcome("end_filter")
+        return Outcome("max_new_tokens") if generated - request.healing >= request.max_new_tokens else None
 
     def piece(self, token: int, special: bool) -> str:
         """Text of one token by itself; `special`: special tokens have their text, too."""

@@ -501,7 +501,7 @@ class ExLlamaV2DynamicGenerator:
         if highest >= known:
             raise RequestError(f"stop_conditions holds token id {highest}; the vocabulary has ids 0 to {known - 1}")
         for sequence in job.sequences:
-            ids = sequence.ids
+            ids = sequence.ids[: sequence.prompt_length]
             bad = ids[(ids < 0) | ((ids >= vocab) & (ids < EMBEDDING_INDEX))]
             if len(bad):
                 raise RequestError(f"input_ids holds token id {int(bad[0])}; the vocabulary has ids 0 to {vocab - 1}")

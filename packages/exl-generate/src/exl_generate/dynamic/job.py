@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exl_filters import FilterDeadEnd, FilterError
-from exl_generate.dynamic.decoder import Decoder
+from exl_generate.dynamic.decoder import Decoder, Outcome
 from exl_generate.dynamic.draft_length import JobDrafts
 from exl_generate.dynamic.events import FIRST, HELD, STARTED, Event, Events, aborted, ended
 from exl_generate.dynamic.job_pages import JobPages
 from exl_generate.dynamic.output import Match, Record, Released
 from exl_generate.dynamic.request import request_of
+from exl_generate.dynamic.resuming import Replay, advance
 from exl_generate.dynamic.times import JobTimes
 from exl_generate.errors import NoCandidatesError
 from exl_generate.sampling import Draw, Sample, Settings
@@ -69,6 +70,12 @@ class ExLlamaV2DynamicJob:
         return_hidden_state: report the last hidden state that each token's logits come from.
         cache_salt: at most 256 bytes. Jobs with different salts share no cached pages, so that nobody learns from
             timing what another user has asked.
+        resume_from: ids that an earlier run of the same request has handed out (`token_ids` of its results so far, a
+            healed token included; a list, or int64 [1, n]). The job continues behind them, with the tokens, text and
+            probabilities that the earlier run would have continued with: limits, penalties, random numbers, stop
+            strings and filters count them, and results do not repeat them. Filters see all of them. If the last id
+            ended the job, the first result is the last one. With mirostat, whose state is more than the ids, the job
+            samples them again and fails if they differ.
 
     Raises:
         RequestError: a parameter is malformed or out of its range. `enqueue` raises further errors for a request that
@@ -134,6 +141,7 @@ class ExLlamaV2DynamicJob:
         max_rq_tokens: int | None = None,
         return_hidden_state: bool = False,
         cache_salt: bytes = b"",
+        resume_from: SequenceOf[int] | torch.Tensor | None = None,
     ) -> None:
         self.request = request_of(
             input_ids=input_ids,
@@ -157,6 +165,7 @@ class ExLlamaV2DynamicJob:
             loras=loras,
             max_rq_tokens=max_rq_tokens,
             cache_salt=cache_salt,
+            resume_from=resume_from,
         )
         self.pages = JobPages(self.request)
         self.sequences, self.sequence = self.pages.sequences, self.pages.sequence
@@ -165,6 +174,9 @@ class ExLlamaV2DynamicJob:
         self.is_finished = self.has_failed = self.discarded = self.paused = False
         self.times, self.drafts = JobTimes(), JobDrafts()
         self._decoder: Decoder | None = None
+        self._replay = Replay(self.request.replayed) if self.request.replayed else None
+        #: how the job ended in the run that it resumes
+        self._ended_before: Outcome | None = None
 
     # ---- the request -----------------------------------------------------------------------------------------------
 
@@ -345,7 +357,7 @@ class ExLlamaV2DynamicJob:
     def attach(self, context: JobContext, serial: int) -> None:
         """Prepare the job for a generator's queue. After an error call `undo_attach`.
 
-        Raises `RequestError` for settings or adapters that do not fit the model, and `FilterError`.
+        Raises `RequestError` for settings or adapters that do not fit the model, `ResumeError`, and `FilterError`.
         """
         loras = tuple(context.current_loras) if self.request.loras is None else self.request.loras
         for lora in loras:
@@ -353,6 +365,7 @@ class ExLlamaV2DynamicJob:
         self.pages.name(context, loras)
         self.drafts = JobDrafts(context.new_acceptance(), enabled=context.num_draft_tokens > 0)
         self._decoder = Decoder(self.request, context)
+        self._ended_before = advance(self._decoder, self.request.resumed, context.model.config.vocab_size)
         self.serial_number = serial
         self.times.mark_enqueued()
 
@@ -408,11 +421,13 @@ class ExLlamaV2DynamicJob:
         self.pages.publish(self._held_tokens)
 
     def start(self) -> Events:
-        """The events of a job that leaves the queue: none if it is resumed; a request for no tokens ends at once."""
+        """The events of a job that leaves the queue: none if it went back to the queue before. A request for no tokens,
+        and one that resumes from its end, end at once."""
         if self.resumed:
             return []
         started = Event(self, "started", flags=STARTED)
-        return [started] if self.max_new_tokens > 0 else [started, self._end(self._decoding, "max_new_tokens")]
+        outcome = self._ended_before if self.max_new_tokens > 0 else Outcome("max_new_tokens")
+        return [started] if outcome is None else [started, self._end(self._decoding, outcome)]
 
     def progress(self) -> Event:
         """How far the prompt has come."""
@@ -451,36 +466,34 @@ class ExLlamaV2DynamicJob:
         return None if self._decoder is None else self._decoder.output.flush_held()
 
     def _accept(self, decoder: Decoder, record: Record) -> Event:
-        """Append a token and decide what may be shown: stop token, then text, then filter end, then the limit."""
-        request = self.request
-        filter_ended = decoder.constraints.feed(record)
+        """Append a token and decide what may be shown."""
+        outcome = decoder.take(record, self.sequence.generated + 1)
         self.pages.append(record.token)
         flags = FIRST if self.times.mark_token() else 0
-        if record.token in request.stop_tokens:
-            return self._end(decoder, "stop_token", token=record, flags=flags)
-        match = decoder.output.push(record)
-        if match is not None and match.kind == "ban":
-            return self._rewind(decoder, match, flags)
-        if match is not None:
-            return self._end(decoder, "stop_string", match=match, flags=flags)
-        if filter_ended:
-            return self._end(decoder, "end_filter", flags=flags)
-        if self.pages.new_tokens >= request.max_new_tokens:
-            return self._end(decoder, "max_new_tokens", flags=flags)
-        return self._streaming(decoder, flags)
+        if outcome is None:
+            return self._streaming(decoder, flags)
+        if outcome.reason == "banned":
+            assert outcome.match is not None
+            return self._rewind(decoder, outcome.match, flags)
+        return self._end(decoder, outcome, flags)
 
     def _streaming(self, decoder: Decoder, flags: int) -> Event:
-        released = decoder.output.release()
+        released = self._new(decoder.output.release())
         return Event(self, "streaming", released, flags | HELD if decoder.output.holds else flags)
 
-    def _end(
-        self, decoder: Decoder, reason: str, token: Record | None = None, match: Match | None = None, flags: int = 0
-    ) -> Event:
+    def _end(self, decoder: Decoder, outcome: Outcome, flags: int = 0) -> Event:
+        match = outcome.match
+        released, held_text = (decoder.output.flush(), "") if match is None else decoder.output.stop_at(match)
+        released = self._new(released, ended=True)
         self.is_finished = True
-        if match is not None:
-            released, held_text = decoder.output.stop_at(match)
-            return ended(self, reason, released, held_text=held_text, string=match.string, flags=flags)
-        return ended(self, reason, decoder.output.flush(), token=token, flags=flags)
+        string = None if match is None else match.string
+        return ended(
+            self, outcome.reason, released, token=outcome.token, held_text=held_text, string=string, flags=flags
+        )
+
+    def _new(self, released: Released, *, ended: bool = False) -> Released:
+        """Without what the run that the job resumes has handed out."""
+        return released if self._replay is None else self._replay.strip(released, ended=ended)
 
     def _rewind(self, decoder: Decoder, match: Match, flags: int) -> Event:
         """Withdraw a banned string, exclude the token it began with at that position, and go on from there."""

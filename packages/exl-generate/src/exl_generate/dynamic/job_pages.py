@@ -26,7 +26,9 @@ class JobPages:
     def __init__(self, request: Request) -> None:
         self._request = request
         #: one sequence, or the positive and the negative prompt of a CFG pair
-        self.sequences = [Sequence(p.ids, request.embeddings, p.keys, p.pictures) for p in request.prompts]
+        self.sequences = [
+            Sequence(p.ids, request.embeddings, p.keys, p.pictures, request.resumed) for p in request.prompts
+        ]
         #: the sequence that is decoded: the only one, or the positive prompt
         self.sequence = self.sequences[0]
         #: pages under all sequences when the job started last, reserved pages included
@@ -156,7 +158,7 @@ class JobPages:
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens found in the cache, per sequence."""
-        return sum(s.cached_tokens for s in self.sequences) // len(self.sequences)
+        return sum(min(s.cached_tokens, s.prompt_length) for s in self.sequences) // len(self.sequences)
 
     @property
     def non_sequential(self) -> int:

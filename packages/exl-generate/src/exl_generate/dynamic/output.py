@@ -142,12 +142,17 @@ class TextStream:
         text, _ = decode_incremental(self._scan.pending, b"", final=True)
         return Released(self._text + text, list(self._held))
 
+    def hand_out(self) -> None:
+        """Treat all tokens so far as handed out, with their text: an earlier run of the job has done so."""
+        self._take(len(self._held), self._scan.length)
+
     def stop_at(self, match: Match) -> tuple[Released, str]:
         """Hand out the text before a stop string with all tokens; also returns the text that is kept back, from the
-        string on."""
-        held = self._text[match.start - self._start :]
-        self._text = self._text[: match.start - self._start]
-        return self._take(len(self._held), match.start), held
+        string on. (After `hand_out` the string may begin in text that was handed out.)"""
+        held = (self.full_text + self._text)[match.start :]
+        released = self._take(len(self._held), max(match.start, self._start))
+        self.full_text, self._text = self.full_text[: match.start], ""
+        return released, held
 
     def withdraw(self, match: Match) -> tuple[list[Record], str]:
         """Take back the tokens that spelled a banned string, from the token its first character is in. Their text is

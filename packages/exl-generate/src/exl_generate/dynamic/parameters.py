@@ -29,6 +29,7 @@ __all__ = [
     "listed",
     "optional_count_of",
     "pictures_of",
+    "resumed_of",
     "salt_of",
     "seed_of",
     "sequences_of",
@@ -72,6 +73,16 @@ def salt_of(salt: object) -> bytes:
     if not isinstance(salt, bytes) or len(salt) > MAX_SALT:
         raise RequestError(f"cache_salt is {salt!r:.80}; pass at most {MAX_SALT} bytes")
     return salt
+
+
+def resumed_of(ids: object) -> tuple[int, ...]:
+    """Ids of at least 0 from a list or an int64 tensor [n] or [1, n]; none for None."""
+    if isinstance(ids, torch.Tensor):
+        numbers = ids.numel() == 0 or not (ids.is_floating_point() or ids.dtype == torch.bool)
+        if not numbers or ids.shape[:-1] not in ((), (1,)):
+            raise RequestError(f"resume_from is {ids.dtype} {list(ids.shape)}; pass int64 ids of shape [n] or [1, n]")
+    values: Any = ids.reshape(-1).tolist() if isinstance(ids, torch.Tensor) else ids
+    return tuple(count_of("an id in resume_from", token) for token in listed("resume_from", values))
 
 
 def seed_of(seed: object) -> int | None:

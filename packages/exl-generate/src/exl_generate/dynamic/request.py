@@ -20,6 +20,7 @@ from exl_generate.dynamic.parameters import (
     listed,
     optional_count_of,
     pictures_of,
+    resumed_of,
     salt_of,
     seed_of,
     sequences_of,
@@ -28,7 +29,7 @@ from exl_generate.dynamic.parameters import (
     strings_of,
 )
 from exl_generate.dynamic.sequence import EMBEDDING_INDEX, Pictures
-from exl_generate.errors import RequestError
+from exl_generate.errors import RequestError, ResumeError
 from exl_generate.sampling import Settings
 
 __all__ = ["Prompt", "Request", "request_of"]
@@ -78,6 +79,10 @@ class Request:
     loras: tuple[Any, ...] | None
     max_rq_tokens: int | None
     cache_salt: bytes
+    #: ids that an earlier run has handed out, behind which the job continues
+    resumed: tuple[int, ...]
+    #: ids that an earlier run has handed out, which the job samples again
+    replayed: tuple[int, ...]
 
     @property
     def reports_more(self) -> bool:
@@ -108,6 +113,7 @@ def request_of(
     loras: object,
     max_rq_tokens: int | None,
     cache_salt: bytes,
+    resume_from: object,
 ) -> Request:
     """Check the parameters of `ExLlamaV2DynamicJob` and return them as a request.
 
@@ -118,6 +124,8 @@ def request_of(
     stop_tokens, stop_strings = stop_conditions_of(stop_conditions)
     images = embeddings_of(embeddings)
     prompts, healed_id = _prompts(input_ids, images, flag_of("token_healing", token_healing), settings.cfg_scale)
+    healing = int(healed_id is not None)
+    resumed = _resumed(resume_from, limits[0] + healing if limits[0] else 0)
     return Request(
         prompts=prompts,
         max_new_tokens=limits[0],
@@ -136,12 +144,14 @@ def request_of(
         filters=tuple(listed("filters", filters)),
         filter_prefer_eos=flag_of("filter_prefer_eos", filter_prefer_eos),
         healed_id=healed_id,
-        healing=int(healed_id is not None),
+        healing=healing,
         identifier=identifier,
         embeddings=images,
         loras=adapters_of(loras),
         max_rq_tokens=_reservation(max_rq_tokens),
         cache_salt=salt_of(cache_salt),
+        resumed=() if settings.mirostat else resumed,
+        replayed=resumed if settings.mirostat else (),
     )
 
 
@@ -150,6 +160,13 @@ def _limits(max_new_tokens: object, min_new_tokens: object) -> tuple[int, int]:
     if least > most:
         raise RequestError(f"min_new_tokens is {least}, more than max_new_tokens {most}; lower it")
     return most, least
+
+
+def _resumed(resume_from: object, most: int) -> tuple[int, ...]:
+    resumed = resumed_of(resume_from)
+    if len(resumed) > most:
+        raise ResumeError(f"resume_from holds {len(resumed)} ids, more than the {most} that the job may generate")
+    return resumed
 
 
 def _reservation(max_rq_tokens: object) -> int | None:

@@ -63,7 +63,7 @@ class Scheduler:
         """Raise `CapacityError` for a job that could never run."""
         if len(job.sequences) > self.max_batch_size:
             raise CapacityError(f"the job has {len(job.sequences)} sequences, the batch holds {self.max_batch_size}")
-        longest = max(len(sequence) for sequence in job.sequences) + job.request.healing
+        longest = max(sequence.prompt_length for sequence in job.sequences) + job.request.healing
         wanted = longest + job.max_new_tokens
         asked = f"the prompt has {longest} tokens and max_new_tokens is {job.max_new_tokens}, together {wanted}"
         if wanted > self.max_seq_len:

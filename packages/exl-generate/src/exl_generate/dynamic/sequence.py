@@ -56,7 +56,8 @@ class Sequence:
 
     The last id of the context is never prefilled: it is the first input of the generation step, so prefill is done when
     `kv_position` reaches `prefill_end`. Pages are told apart by `keys`: the ids, with rows of embeddings named by their
-    content, so that the same image is found again under other ids.
+    content, so that the same image is found again under other ids. `generated`: ids that are generated already; they
+    are computed with the prompt.
     """
 
     def __init__(
@@ -65,15 +66,17 @@ class Sequence:
         embeddings: SequenceOf[Any] = (),
         keys: Ids | None = None,
         pictures: Pictures = NO_PICTURES,
+        generated: SequenceOf[int] = (),
     ) -> None:
         self.prompt_length = len(input_ids)
         self.embeddings = tuple(embeddings)
         self.pictures = pictures
         #: adapters that are active for this sequence; set when the job is queued
         self.loras: tuple[Any, ...] = ()
-        self._buffer = np.array(input_ids, dtype=np.int64)
-        self._keys = self._buffer if keys is None else np.array(keys, dtype=np.int64)
-        self._length = len(input_ids)
+        known = np.array(generated, dtype=np.int64)
+        self._buffer = np.concatenate([np.asarray(input_ids, dtype=np.int64), known])
+        self._keys = self._buffer if keys is None else np.concatenate([keys, known])
+        self._length = len(self._buffer)
         #: ids before this one are prefilled, the rest is generated
         self.prefill_end = self._length - 1
         self.kv_position = 0
