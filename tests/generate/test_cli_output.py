@@ -168,9 +168,42 @@ def test_the_bundled_model_is_named_once(exl, command: tuple[str, ...]) -> None:
     assert exl(command[0], *command[1:], "--json", "-m", BUNDLED)[2] == ""
 
 
+NAMES = {"folder", "architecture", "kind", "format", "device"}
+
+
+def texts(value: object, name: str = "") -> set[str]:
+    """Names of the values in JSON data that are texts."""
+    if isinstance(value, dict):
+        return set().union(*(texts(inner, key) for key, inner in value.items()))
+    if isinstance(value, list):
+        return set().union(*(texts(inner, name) for inner in value))
+    return {name} if isinstance(value, str) else set()
+
+
 def test_the_facts_of_a_model_are_numbers(exl) -> None:  # type: ignore[no-untyped-def]
-    facts = json.loads(exl("info", MODEL, "--json")[1])["model"]
-    texts = {name for name, value in facts.items() if not isinstance(value, (int, float))}
-    assert texts == {"folder", "architecture"}
-    assert (facts["query_heads"], facts["key_value_heads"], facts["parameters"]) == (4, 2, 4_196_608)
+    facts = json.loads(exl("info", MODEL, "--plan", "--json")[1])
+    assert texts(facts) == NAMES
+    model, matrices = facts["model"], facts["matrices"]
+    assert (model["query_heads"], model["key_value_heads"], model["parameters"]) == (4, 2, 4_196_608)
+    assert model["bytes"] == sum(row["bytes"] for row in matrices)
+    assert all(0 < row["bits_per_weight"] <= 32 for row in matrices)
     assert "4,196,608" in exl("info", MODEL)[1]
+
+
+def test_the_bits_of_gptq_codes_are_a_number(exl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    source, folder = str(Path(MODEL).parent / "pylib-4m-fp16"), str(tmp_path / "gptq")
+    assert exl("convert", source, folder, "--format", "gptq", "--bits", "4")[0] == 0
+    rows = json.loads(exl("info", folder, "--json")[1])["matrices"]
+    assert {(row["format"], row["code_bits"]) for row in rows} == {("gptq", 4), ("f16", None)}
+    assert "gptq 4" in exl("info", folder)[1]
+
+
+def test_every_key_of_info_is_documented(exl) -> None:  # type: ignore[no-untyped-def]
+    def keys(value: object) -> set[str]:
+        if isinstance(value, dict):
+            return set(value).union(*(keys(inner) for inner in value.values()))
+        return set().union(*(keys(inner) for inner in value)) if isinstance(value, list) else set()
+
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "command-line.md").read_text(encoding="utf-8")
+    missing = {key for key in keys(json.loads(exl("info", MODEL, "--plan", "--json")[1])) if f"`{key}`" not in guide}
+    assert not missing

@@ -16,6 +16,7 @@ from exl_filters.grammar_source import grammar_text, plain_source, the_one_sourc
 from exl_filters.llg import Matcher, compile_matcher, llguidance
 from exl_filters.masking import masked
 from exl_filters.plain import is_plain
+from exl_filters.reasons import source_reason
 from exl_filters.tokens import as_prefix, as_token
 from exl_filters.trial import convert_ebnf
 from exl_filters.vocabulary import Vocabulary, vocabulary_of
@@ -293,7 +294,11 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             leading_space=options["leading_space"],
             convert_ebnf=None if plain else lambda text: convert_ebnf(text, budget),
         )
-        return compile_matcher(text, self.vocabulary, options["limits"], trial=None if plain else budget)
+        ((kind, value),) = source.items()
+        try:
+            return compile_matcher(text, self.vocabulary, options["limits"], trial=None if plain else budget)
+        except FilterCompileError as error:
+            raise FilterCompileError(source_reason(kind, value, str(error))) from error.__cause__
 
     def _refuse_empty(self) -> None:
         """Raise `FilterCompileError` for a grammar of no text, rather than fail at the first token."""
@@ -303,7 +308,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         try:
             self.fill_bitmask(words)
         except FilterFailed as error:
-            raise FilterCompileError(f"{self.describe()}: nothing can begin it: {error}") from error
+            raise FilterCompileError(f"{self.describe()}: no text can begin it ({error})") from error
         if bits.is_empty(words):
             raise FilterCompileError(f"{self.describe()}: no token of the vocabulary can begin it")
 

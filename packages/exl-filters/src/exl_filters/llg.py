@@ -15,6 +15,7 @@ from exl_filters import bits
 from exl_filters.bits import Words
 from exl_filters.compiling import CompileBudget
 from exl_filters.errors import FilterCompileError, FilterFailed, MissingExtra
+from exl_filters.reasons import stop_reason
 from exl_filters.vocabulary import Vocabulary
 
 __all__ = ["Matcher", "compile_matcher", "llguidance", "tokenizer_for"]
@@ -194,7 +195,7 @@ class Matcher:
 
     def check(self) -> None:
         if self.raw.is_error():
-            raise FilterFailed(f"llguidance: {self.raw.get_error()}")
+            raise FilterFailed(f"llguidance: {stop_reason(str(self.raw.get_error()))}")
 
 
 def compile_matcher(

@@ -18,7 +18,6 @@ app = typer.Typer(
     cls=CommandGroup,
     help="Run EXL2, GPTQ and float language models on this machine.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

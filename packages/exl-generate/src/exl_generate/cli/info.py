@@ -42,10 +42,10 @@ def run(folder: Path | None, as_json: bool, planned_cache: KVKind | None = None,
             [
                 m["kind"],
                 str(m["count"]),
-                m["format"],
+                m["format"] if m["code_bits"] is None else f"{m['format']} {m['code_bits']}",
                 f"{m['parameters']:,}",
                 f"{m['bytes'] / 1e6:.1f}",
-                f"{m['bpw']:.2f}",
+                f"{m['bits_per_weight']:.2f}",
             ]
             for m in facts["matrices"]
         ],
@@ -61,8 +61,8 @@ def run(folder: Path | None, as_json: bool, planned_cache: KVKind | None = None,
 
 
 def _shown(name: str, value: Any) -> str:
-    """A fact for people: large counts with separators."""
-    return f"{value:,}" if name == "parameters" else str(value)
+    """A fact for people: large numbers with separators."""
+    return f"{value:,}" if name in ("parameters", "bytes") else str(value)
 
 
 def _plan_facts(found: LoadPlan) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def describe(folder: Path) -> dict[str, Any]:
             "vocabulary": config.vocab_size,
             "context": config.max_seq_len,
             "parameters": parameters,
-            "size_mb": round(nbytes / 1e6, 1),
+            "bytes": nbytes,
             "bits_per_weight": round(sum(m["bytes"] for m in inner) * 8 / weights, 3) if weights else None,
         },
         "matrices": matrices,
@@ -117,32 +117,34 @@ def _matrices(config: ExLlamaV2Config) -> list[dict[str, Any]]:
     for name, entry in tensors.items():
         key, _, part = name.rpartition(".")
         modules[key][part] = entry
-    kinds: dict[tuple[str, str], dict[str, Any]] = {}
+    kinds: dict[tuple[str, str, int | None], dict[str, Any]] = {}
     for key, parts in modules.items():
-        format_, count = _parameters(parts, config.gptq_bits)
+        format_, bits, count = _parameters(parts, config.gptq_bits)
         kind = key.rpartition(".")[2] if key and "norm" not in key else "other"
         row = kinds.setdefault(
-            (kind, format_), {"kind": kind, "count": 0, "format": format_, "parameters": 0, "bytes": 0}
+            (kind, format_, bits),
+            {"kind": kind, "count": 0, "format": format_, "code_bits": bits, "parameters": 0, "bytes": 0},
         )
         row["count"] += 1
         row["parameters"] += count
         row["bytes"] += sum(entry.nbytes for entry in parts.values())
     for row in kinds.values():
-        row["bpw"] = row["bytes"] * 8 / max(1, row["parameters"])
+        row["bits_per_weight"] = row["bytes"] * 8 / max(1, row["parameters"])
     return list(kinds.values())
 
 
-def _parameters(parts: dict[str, Any], gptq_bits: int) -> tuple[str, int]:
-    """Format and number of weights of one module, from the shapes of its tensors."""
+def _parameters(parts: dict[str, Any], gptq_bits: int) -> tuple[str, int | None, int]:
+    """Format, bits of a code (None: float, or EXL2, which mixes widths) and number of weights of one module, from the
+    shapes of its tensors."""
     if "q_weight" in parts:
-        return "exl2", int(parts["q_invperm"].shape[0] * parts["q_weight"].shape[1])
+        return "exl2", None, int(parts["q_invperm"].shape[0] * parts["q_weight"].shape[1])
     if "qweight" in parts:
         rows, columns = parts["qweight"].shape
-        return f"gptq {gptq_bits}", int(rows * 32 // gptq_bits * columns)
+        return "gptq", gptq_bits, int(rows * 32 // gptq_bits * columns)
     total = 0
     for entry in parts.values():
         size = 1
         for dimension in entry.shape:
             size *= dimension
         total += size
-    return next(iter(parts.values())).dtype.lower(), total
+    return next(iter(parts.values())).dtype.lower(), None, total
