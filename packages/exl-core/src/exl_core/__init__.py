@@ -1,6 +1,6 @@
 """Load and run EXL2, GPTQ and float language models: config, architectures, cache, tokenizer.
 
-Names are loaded on first use: a process that only tokenizes text (`exl_core.tokenizer.TextTokenizer`) never imports
+Names are imported on first use: a process that only tokenizes text (`exl_core.tokenizer.TextTokenizer`) never imports
 torch.
 """
 

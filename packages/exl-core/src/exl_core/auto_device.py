@@ -1,4 +1,4 @@
-"""Which devices "auto" means: the GPUs that the kernels of this build and torch run on, else the CPU."""
+"""The meaning of the device "auto": the GPUs that the kernels of this build and torch run on, else the CPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ __all__ = ["AutoDevices", "choose_devices"]
 
 PCI = Path("/sys/bus/pci/devices")
 DRIVER_FILES = (Path("/proc/driver/nvidia"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last one: WSL 2
-NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor, and the class that graphics and compute cards begin with
+NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor, and the first byte of the class of graphics and compute cards
 
 
 @dataclass(frozen=True, slots=True)
 class AutoDevices:
-    """Names of devices in the order in which they are filled, and one line that says so and what was skipped.
+    """The devices of "auto".
 
-    `unused_card`: models run on the CPU although an NVIDIA card may be here.
+    Attributes:
+        names: devices in the order in which they are filled.
+        line: one line for people that names the devices and the skipped cards.
+        unused_card: models run on the CPU although an NVIDIA card may be present.
     """
 
     names: tuple[str, ...]
@@ -32,10 +35,10 @@ class AutoDevices:
 
 
 def choose_devices() -> AutoDevices:
-    """Choose anew. Opens the driver at the first call; never raises."""
+    """Choose the devices of "auto" again. The first call opens the driver; never raises."""
     status = cuda_status()
     coded = any(d.reason is None for d in status.devices)
-    # Cards that the kernels have no code for are listed one by one; everything else is true of all of them.
+    # Cards without kernel code are listed one by one; every other reason applies to all cards.
     why = None if status.devices and not coded else status.reason or _torch_reason(status)
     if why is not None:
         card = _may_have_gpu(status)
@@ -56,7 +59,7 @@ def _described(device: CudaDevice) -> str:
 
 
 def _torch_reason(status: CudaStatus) -> str | None:
-    """Why torch cannot use any GPU although the kernels can."""
+    """Return why torch cannot use any GPU although the kernels can, or None."""
     with warnings.catch_warnings():  # torch warns of an old driver in several lines
         warnings.simplefilter("ignore")
         available = torch.cuda.is_available()
@@ -69,7 +72,7 @@ def _torch_reason(status: CudaStatus) -> str | None:
 
 
 def _torch_skips(device: CudaDevice) -> str | None:
-    """Why torch does not run on this GPU."""
+    """Return why torch does not run on this GPU, or None."""
     if device.index >= torch.cuda.device_count():
         return f"torch sees {torch.cuda.device_count()} GPU(s) only"
     archs = torch.cuda.get_arch_list()
@@ -80,8 +83,11 @@ def _torch_skips(device: CudaDevice) -> str | None:
 
 
 def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether code for `arch` ("sm_90", "compute_120") runs on a card: binaries on its major version from their minor
-    version on, PTX on every newer card. Names of another form count as code for it."""
+    """Return whether code for `arch` ("sm_90", "compute_120") runs on a card.
+
+    Binaries run on their major version from their minor version on, PTX on every newer card. Unknown forms of names
+    count as runnable.
+    """
     match = re.fullmatch(r"(sm|compute)_(\d+)(\d)", arch)
     if match is None:
         return True
@@ -90,7 +96,7 @@ def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def _may_have_gpu(status: CudaStatus) -> bool:
-    """Whether an NVIDIA card may be here: only then is it of use to say why CUDA cannot be used."""
+    """Return whether an NVIDIA card may be present, so that the reason why CUDA cannot be used is of interest."""
     if status.devices or not sys.platform.startswith("linux") or any(file.exists() for file in DRIVER_FILES):
         return True
     return any(_read(card / "vendor") == NVIDIA and _read(card / "class").startswith(DISPLAY) for card in PCI.glob("*"))

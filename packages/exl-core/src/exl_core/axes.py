@@ -1,8 +1,8 @@
-"""Where the rows of an image stand: positions on three axes, and rows that see each other.
+"""Positions of image rows on three axes, and images whose rows attend to each other.
 
-A text token has one position on all axes. The rows of an image that lies on a grid share the position where the image
-begins, moved by their place in time, height and width; behind it positions go on after the largest one used. So from
-there on positions differ from places in the cache by an offset, which is a function of the ids before.
+A text token has one position on all axes. The rows of an image on a grid have the position where the image begins plus
+their place in time, height and width. After the image positions continue after the largest one used. So later positions
+differ from places in the cache by an offset, which is a function of the preceding ids.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Mark = tuple[int, int]
 
 
 def grid_axes(grid: tuple[int, int, int], time_step: float) -> Ids:
-    """int64 [3, T * H * W]: (t, h, w) of each row of a picture, from where it begins.
+    """Return int64 [3, T * H * W]: (t, h, w) of each row of an image, relative to its begin.
 
-    A step in time is `time_step` positions, rounded down where it falls between two.
+    A step in time is `time_step` positions; fractions are rounded down.
     """
     t, h, w = np.indices(grid).reshape(3, -1)
     return np.stack([(t * time_step).astype(np.int64), h, w]).astype(np.int64)
@@ -49,7 +49,7 @@ def grid_axes(grid: tuple[int, int, int], time_step: float) -> Ids:
 
 @dataclass(frozen=True)
 class Run:
-    """ids[start:end] are the rows from `first` on of the picture inside an embedding (without framing rows)."""
+    """ids[start:end] are the rows from `first` on of the image inside an embedding (without framing rows)."""
 
     embedding: ExLlamaV2MMEmbedding
     start: int
@@ -58,15 +58,16 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether its last row is the picture's last."""
+        """Whether the run ends with the last row of the image."""
         low, high = self.embedding.get_vision_token_range()
         return self.first + self.end - self.start == high - low
 
 
 def runs_of(ids: Ids, embeddings: Sequence[Any]) -> list[Run]:
-    """The pictures on a grid among `ids` [n], in order. The first may begin, the last may end inside one.
+    """Return the images on a grid among `ids` [n], in order. The first may begin, the last may end inside an image.
 
-    Raises InputError for a picture of which rows are missing between others.
+    Raises:
+        InputError: rows of an image are missing between others.
     """
     found: list[Run] = []
     for embedding in embeddings:
@@ -91,8 +92,11 @@ def runs_of(ids: Ids, embeddings: Sequence[Any]) -> list[Run]:
 
 
 def marks_of(ids: Ids, embeddings: Sequence[Any], first: int = 0, offset: int = 0) -> list[Mark]:
-    """Where offsets change: behind each picture with positions on three axes. ids stand at places `first` on, behind
-    which (or, if they begin inside a picture, before which) the offset is `offset`."""
+    """Return the places where offsets change: after each image with positions on three axes.
+
+    `first` is the place of ids[0]. `offset` is the offset of the preceding tokens, or, if the ids begin inside an
+    image, of the tokens before that image.
+    """
     marks = []
     for run in runs_of(ids, embeddings):
         if run.embedding.axes is not None and run.complete:
@@ -104,8 +108,10 @@ def marks_of(ids: Ids, embeddings: Sequence[Any], first: int = 0, offset: int = 
 def positions_on_axes(
     ids: Ids, embeddings: Sequence[Any], first: int, offset: int
 ) -> tuple[NDArray[np.int64] | None, list[Mark]]:
-    """(positions int64 [3, n] of ids at places `first` on, where offsets change), None where all axes agree and the
-    offset holds for all ids."""
+    """Return (positions int64 [3, n] of ids at places `first` on, marks where offsets change).
+
+    Positions are None where all axes agree and the offset holds for all ids.
+    """
     runs = [run for run in runs_of(ids, embeddings) if run.embedding.axes is not None]
     if not runs:
         return None, []
@@ -125,10 +131,17 @@ def positions_on_axes(
 
 
 def gather_axes(cos: Tensor, sin: Tensor, positions: Tensor, section: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """One row of cos and sin for each token: the first section[0] frequencies from the table row of its position in
-    time, the next by height, the last by width. positions int64 [3, T]; cos, sin float32 [S, R / 2].
+    """Return one row of cos and sin for each token, each frequency from the table row of its axis.
 
-    Raises ConfigError where the sections do not make up the frequencies.
+    Args:
+        cos: float32 [S, R / 2].
+        sin: like cos.
+        positions: int64 [3, T], by time, height and width.
+        section: number of frequencies of each axis: the first section[0] by time, the next by height, the last by
+            width.
+
+    Raises:
+        ConfigError: the sections do not add up to the number of frequencies.
     """
     if len(section) != 3 or sum(section) != cos.shape[1]:
         raise ConfigError(
@@ -140,8 +153,10 @@ def gather_axes(cos: Tensor, sin: Tensor, positions: Tensor, section: Sequence[i
 
 
 def chunk_end(rows: Sequence[Ids], begin: int, end: int, embeddings: Sequence[Any]) -> int:
-    """`end`, moved so that no picture whose rows see each other is cut: back to the picture's first row, or to behind
-    its last one if there is nothing before it."""
+    """Move `end` so that no image whose rows see each other is cut.
+
+    `end` moves back to the first row of the image, or behind its last row if nothing precedes it.
+    """
     spans = [(run.start, run.end) for ids in rows for run in runs_of(ids, embeddings) if run.embedding.sees_itself]
     cut = end
     while any(a < cut < b for a, b in spans):
@@ -154,39 +169,41 @@ def chunk_end(rows: Sequence[Ids], begin: int, end: int, embeddings: Sequence[An
 
 
 class RopeOffsets:
-    """What a contiguous cache remembers of the pictures in it: for each row, where its offsets change.
+    """The places where offsets change in each row of a contiguous cache.
 
-    So a caller who goes on token by token, or sets `current_seq_len` back over a picture, need not know of it.
+    With these a caller can continue token by token, or set `current_seq_len` back over an image, without knowing of it.
     """
 
     def __init__(self, rows: int) -> None:
         self._marks: list[list[Mark]] = [[] for _ in range(rows)]
 
     def at(self, row: int, place: int) -> int:
-        """The offset of the token at `place`, or, inside a picture, the one before it."""
+        """Return the offset of the token at `place`, or, inside an image, the offset before it."""
         marks = self._marks[row]
         found = bisect_right(marks, place, key=lambda mark: mark[0])
         return marks[found - 1][1] if found else 0
 
     def write(self, row: int, place: int, marks: Sequence[Mark]) -> None:
-        """Tokens from `place` on were replaced by others, behind which these offsets hold."""
+        """Replace the marks from `place` on, after tokens there were replaced."""
         kept = self._marks[row]
         del kept[bisect_right(kept, place, key=lambda mark: mark[0]) :]
         kept.extend(marks)
 
     def within(self, row: int, place: int, count: int) -> list[Mark]:
-        """Those of `count` tokens from `place` on."""
+        """Return the marks of `count` tokens from `place` on."""
         return [mark for mark in self._marks[row] if place < mark[0] <= place + count]
 
     def roll_left(self) -> None:
-        """The oldest token of each row is gone; offsets hold where they held."""
+        """Shift places by one after the oldest token of each row was dropped."""
         self._marks = [[(max(place - 1, 0), offset) for place, offset in marks] for marks in self._marks]
 
     def clear(self) -> None:
+        """Drop all marks."""
         for marks in self._marks:
             marks.clear()
 
     def copy(self) -> RopeOffsets:
+        """Return an independent copy."""
         made = RopeOffsets(0)
         made._marks = [list(marks) for marks in self._marks]
         return made

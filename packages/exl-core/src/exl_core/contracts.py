@@ -1,4 +1,4 @@
-"""Protocols of what layers are handed, so that their files need not import those that make it."""
+"""Protocols of the objects that layers receive, so that layers need not import the modules that make these objects."""
 
 from __future__ import annotations
 
@@ -21,53 +21,66 @@ class AdapterPair(Protocol):
     """The factors and scale that an adapter adds to one matrix."""
 
     def add_to(self, x: Tensor, y: Tensor) -> None:
-        """Adds to the matrix's results y [T, out] of x [T, in]."""
+        """Add the adapter's results for x [T, in] to the matrix's results y [T, out]."""
         ...
 
 
 class Adapter(Protocol):
-    """A LoRA adapter: what it adds to which matrix, by the matrix's key."""
+    """A LoRA adapter: its changes to each matrix, by the matrix's key."""
 
     @property
     def touched(self) -> Collection[str]:
-        """Keys of all matrices that it changes."""
+        """Keys of all matrices that the adapter changes."""
         ...
 
     @property
-    def pairs(self) -> Mapping[str, AdapterPair]: ...
+    def pairs(self) -> Mapping[str, AdapterPair]:
+        """Low-rank pairs by the key of their matrix."""
+
     @property
-    def replacements(self) -> Mapping[str, QuantMatrix]: ...
+    def replacements(self) -> Mapping[str, QuantMatrix]:
+        """Whole matrices that replace the model's, by key."""
+
     @property
     def embedding(self) -> Tensor | None:
         """[vocabulary, hidden], in place of the model's table."""
         ...
 
     @property
-    def embedding_pair(self) -> EmbeddingPair | None: ...
+    def embedding_pair(self) -> EmbeddingPair | None:
+        """Low-rank pair for the embedding, or None."""
 
 
 class EmbeddedRows(Protocol):
-    """Hidden states that have token ids of their own."""
+    """Hidden states with token ids."""
 
     def select(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(bool [T]: which of `ids` [T] are rows of this object; those rows float32 [n, hidden], on their device)."""
+        """Find the rows of this object among ids.
+
+        Args:
+            ids: int64 [T].
+
+        Returns:
+            bool [T], True where the id is a row of this object; and these rows, float32 [n, hidden], on their device.
+        """
         ...
 
 
 class PagedCache(Protocol):
-    """Keys and values of every layer, or of the heads that one device has."""
+    """Keys and values of every layer, or of the heads on one device."""
 
     @property
-    def num_key_value_heads(self) -> int: ...
+    def num_key_value_heads(self) -> int:
+        """Number of key/value heads."""
 
     def shards(self) -> Sequence[PagedCache]:
-        """One cache for each device with heads; the cache itself where heads are not cut."""
+        """Return one cache for each device with heads; the cache itself where heads are not sharded."""
         ...
 
     def device_of(self, layer_idx: int) -> torch.device:
-        """Where a layer is."""
+        """Return the device of a layer."""
         ...
 
     def pages(self, layer_idx: int, page_size: int) -> KVPages:
-        """One layer as pages of `page_size` tokens."""
+        """View a layer as pages of `page_size` tokens."""
         ...

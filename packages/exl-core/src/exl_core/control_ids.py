@@ -1,4 +1,4 @@
-"""The control tokens that the files of a model name: what begins, ends and pads a text."""
+"""The control tokens in the files of a model: begin, end and padding of a text."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ MAX_VOCAB = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class ControlIds:
-    """None where a model has no such token."""
+    """Control ids of a model; None where the model has no such token."""
 
     bos_token_id: int | None
     pad_token_id: int | None
     #: every id that ends a text, those of config.json first
     eos_token_ids: tuple[int, ...]
-    #: those that generation_config.json names; None where there is no such file
+    #: the ids in generation_config.json; None where there is no such file
     generation_eos_ids: tuple[int, ...] | None
-    #: the first of config.json's
+    #: the first of config.json's ids
     eos_token_id: int | None
 
 
 def read_control_ids(read: JsonReader, folder: Path) -> ControlIds:
-    """From a folder's config.json, which `read` reads, and its generation_config.json. Raises ConfigError."""
+    """Read the control ids of a folder's config.json (`read`) and generation_config.json. Raises ConfigError."""
     bos = read.integer("bos_token_id", default=None, text=True)
     eos = _id_list(read, "eos_token_id")
     file = folder / "generation_config.json"
     said = _id_list(JsonReader(read_json_file(file), file), "eos_token_id") if file.exists() else None
     return ControlIds(
-        bos_token_id=None if bos is None or bos < 0 else bos,  # -1 in files: there is none
+        bos_token_id=None if bos is None or bos < 0 else bos,  # files write -1 for none
         pad_token_id=read.integer("pad_token_id", default=None, text=True),
         eos_token_ids=tuple(dict.fromkeys([*eos, *(said or ())])),
         generation_eos_ids=None if said is None else tuple(said),
@@ -43,7 +43,7 @@ def read_control_ids(read: JsonReader, folder: Path) -> ControlIds:
 
 
 def _id_list(read: JsonReader, key: str) -> list[int]:
-    """A token id, or a list of them, as a list without repetitions and without the -1 of files that have none."""
+    """Return a token id, or a list of ids, as a list without repetitions and without -1."""
     found = read.raw(key, text=True)
     if found is None:
         return []

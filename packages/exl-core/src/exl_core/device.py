@@ -1,4 +1,4 @@
-"""Where a model runs: the one place that decides, so that CUDA execution is switched on here and nowhere else."""
+"""The devices of a model. No other module decides where models run."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ __all__ = [
 
 DEVICE_VARIABLE = "EXL_DEVICE"
 """Devices of a model, in the order of its layers: "auto" (the default), "cpu", "cuda:<index>", "cuda" (every GPU), or a
-list of them. "auto" means every GPU that the kernels run on, or for the CPU if there is none. A device may be
-capped: "cuda:0=20" uses at most 20 GiB of it. "cpu:<index>" are logical devices of the one CPU."""
+list of them. "auto" means every GPU that the kernels run on, or the CPU if there is none. A device may have a memory
+limit: "cuda:0=20" uses at most 20 GiB of it. "cpu:<index>" are logical devices of the one CPU."""
 
 GIB = 1024**3
 AUTO = "auto"
@@ -48,32 +48,33 @@ _ENTRY = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<index>\d{1,4}))?(?:=(?P<cap>\d{1
 
 @dataclass(frozen=True)
 class Device:
-    """A device by the name that maps carry. `cap`: bytes of it that may be used, None = all that is free."""
+    """A device by its name in device maps. `cap`: limit of its memory in bytes; None for all free memory."""
 
     name: str
     cap: int | None = None
 
     @property
     def torch_device(self) -> torch.device:
-        """torch's name for it: all logical CPUs are one to torch."""
+        """torch's device: all logical CPUs are the same device to torch."""
         return torch_device(self.name)
 
     @property
     def is_cuda(self) -> bool:
+        """Whether the device is a GPU."""
         return self.name.startswith("cuda")
 
 
 def torch_device(name: str | torch.device | int) -> torch.device:
-    """The torch device behind a name of a device map ("cpu:1" is the CPU)."""
+    """Return the torch device of a name in a device map ("cpu:1" is the CPU)."""
     device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
     return torch.device("cpu") if device.type == "cpu" else device
 
 
 @contextmanager
 def using_devices(value: str | None, option: str = "device") -> Iterator[None]:
-    """Let `value` decide instead of EXL_DEVICE, in this thread and inside this block; None changes nothing.
+    """Let `value` override EXL_DEVICE in this thread and inside this block; None changes nothing.
 
-    `option`: the name by which errors call the value.
+    `option`: the name of the setting in error messages.
     """
     if value is None:
         yield
@@ -86,12 +87,13 @@ def using_devices(value: str | None, option: str = "device") -> Iterator[None]:
 
 
 def devices() -> list[Device]:
-    """The devices of EXL_DEVICE, in order; those of "auto" if it is not set.
+    """Return the devices of EXL_DEVICE in order; those of "auto" if the variable is not set.
 
     The choice of "auto" is logged once, unless `device_line` has returned it: as INFO, or as WARNING if models run on
-    the CPU although an NVIDIA card may be here. Python prints a warning even for programs that configure no logging.
+    the CPU although an NVIDIA card may be present. Python prints a warning even for programs that configure no logging.
 
-    Raises DeviceError for a value that names no device of this machine, or one that our kernels cannot run on.
+    Raises:
+        DeviceError: the value names no device of this machine, or a device that the kernels cannot run on.
     """
     option, text = _setting()
     if text != AUTO:
@@ -104,7 +106,9 @@ def devices() -> list[Device]:
 
 
 def device_line() -> str | None:
-    """One line that says what "auto" chose, and why a GPU was skipped; None where the caller named the devices.
+    """Return one line that names the choice of "auto" and why a GPU was skipped.
+
+    None where the caller named the devices.
 
     The caller shows the line, so `devices` no longer logs it.
     """
@@ -116,7 +120,7 @@ def device_line() -> str | None:
 
 
 def _setting() -> tuple[str, str]:
-    """Name and value of what decides now."""
+    """Return name and value of the setting in effect."""
     option, text = _chosen.get() or (DEVICE_VARIABLE, os.environ.get(DEVICE_VARIABLE, ""))
     return option, text.strip().lower() or AUTO
 
@@ -128,7 +132,7 @@ def _listed(option: str, text: str) -> list[Device]:
         if match is None:
             raise DeviceError(
                 f'{option} is {text!r}, must be "auto", "cpu", "cuda:<index>", "cuda", or a list of the last three '
-                'with commas; "=<GiB>" behind a device of a list caps its memory'
+                'with commas; "=<GiB>" after a device of a list limits its memory'
             )
         cap = None if match["cap"] is None else int(float(match["cap"]) * GIB)
         found += [Device(name, cap) for name in _names(option, match["kind"], match["index"], text)]
@@ -139,7 +143,7 @@ def _listed(option: str, text: str) -> list[Device]:
 
 
 def default_device() -> torch.device:
-    """The first device: where everything goes unless a split says otherwise. Raises DeviceError."""
+    """Return the first device, which holds everything unless a split says otherwise. Raises DeviceError."""
     return devices()[0].torch_device
 
 
@@ -156,13 +160,13 @@ def _names(option: str, kind: str, index: str | None, text: str) -> list[str]:
 
 
 def activation_dtype(device: torch.device) -> torch.dtype:
-    """Element type of hidden states: float32 on the CPU, float16 on a GPU."""
+    """Return the dtype of hidden states: float32 on the CPU, float16 on a GPU."""
     return torch.float16 if device.type == "cuda" else torch.float32
 
 
 @contextmanager
 def out_of_memory_as_error(task: str) -> Iterator[None]:
-    """Turns torch's errors of a GPU into DeviceError: out of memory (what was freed goes back to the GPU), lost."""
+    """Convert torch's GPU errors into DeviceError: out of memory (freed memory is returned), or a lost device."""
     try:
         yield
     except RuntimeError as error:
@@ -173,7 +177,7 @@ def out_of_memory_as_error(task: str) -> Iterator[None]:
 
 
 def device_error(task: str, error: RuntimeError) -> DeviceError | None:
-    """What torch's `error` says about the GPU; None when it is about something else."""
+    """Return torch's `error` as a DeviceError; None when it does not concern the GPU."""
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return DeviceError(

@@ -1,4 +1,4 @@
-"""Rows of hidden states that stand for token ids: images, or whatever the caller embeds."""
+"""Rows of hidden states that token ids refer to: images, or other embeddings of the caller."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 __all__ = ["EMBEDDING_INDEX", "ExLlamaV2MMEmbedding", "check_embeddings"]
 
 EMBEDDING_INDEX = 1_000_000_000
-"""Ids from here on are no tokens but rows of `ExLlamaV2MMEmbedding` objects."""
+"""Ids from here on are not tokens but rows of `ExLlamaV2MMEmbedding` objects."""
 
 _lock = threading.Lock()
 _next_index = EMBEDDING_INDEX
 
 
 def _take_ids(count: int) -> int:
-    """The first of `count` ids that no other embedding of this process has."""
+    """Reserve `count` ids that no other embedding of this process has, and return the first."""
     global _next_index
     with _lock:
         first = _next_index
@@ -34,15 +34,30 @@ def _take_ids(count: int) -> int:
 
 
 class ExLlamaV2MMEmbedding:
-    """Hidden states [n, hidden] with token ids of their own: put `get_ids()` into the input, or `text_alias` into a
-    text that `tokenizer.encode(..., embeddings=[...])` turns into ids, and pass the object as `indexed_embeddings`.
+    """Hidden states [n, hidden] with token ids.
 
-    The rows enter the first layer as they are (no scaling or normalisation). pre_tokens, post_tokens: how many rows at
-    either end frame the rest. thw_grid: patches in time, height and width, of which the rows inside the frame are those
-    merged (`config.vision_spatial_merge_size` a side). In models with positions on three axes it places them, in models
-    whose pictures are not causal it says that they see each other; other models only keep it. time_step: positions from
-    one patch of time to the next. metadata: free for callers ("original_size", "preprocessed_size", "patches_size").
-    Raises InputError for rows that do not fit the model.
+    Put `get_ids()` into the input, or `text_alias` into a text that `tokenizer.encode(..., embeddings=[...])` converts
+    to ids, and pass the object as `indexed_embeddings`. The rows enter the first layer without scaling or
+    normalisation.
+
+    In models with positions on three axes the grid gives the positions. In models with non-causal images it says that
+    the rows attend to each other. Other models ignore it.
+
+    Args:
+        model: the language model.
+        embeddings: float [n, hidden].
+        text_alias: text that stands for the rows; default a generated one.
+        thw_grid: patches in time, height and width. The rows inside the frame are these patches, merged by
+            `config.vision_spatial_merge_size` a side.
+        pre_tokens: number of framing rows before the others.
+        post_tokens: number of framing rows after the others.
+        time_step: positions from one patch of time to the next.
+
+    Attributes:
+        metadata: free for callers ("original_size", "preprocessed_size", "patches_size").
+
+    Raises:
+        InputError: the rows do not fit the model.
     """
 
     def __init__(
@@ -84,34 +99,35 @@ class ExLlamaV2MMEmbedding:
         config = model.config
         on_axes = self.grid is not None and config.mrope_section is not None
         self.axes = grid_axes(self.grid, time_step) if on_axes and self.grid is not None else None
-        """int64 [3, rows inside the frame]: their places on the axes, in models that have three."""
+        """int64 [3, rows inside the frame]: their places on the axes, in models with three axes."""
         self.sees_itself = self.grid is not None and config.arch.pictures_see_themselves
         """Whether the rows inside the frame attend to each other in both directions."""
         self.positions_taken = self.length
-        """Positions from the first row to what follows the last one: fewer than rows where they lie on axes."""
+        """Positions from the first row to the next token: fewer than rows where the rows are on axes."""
         if self.axes is not None:
             self.positions_taken = pre_tokens + int(self.axes.max()) + 1 + post_tokens
 
     def get_ids(self) -> list[int]:
-        """The ids of all rows, in order."""
+        """Return the ids of all rows, in order."""
         return list(range(self.first_index, self.first_index + self.length))
 
     def get_ids_tensor(self) -> Tensor:
-        """int64 [1, length]."""
+        """Return the ids of all rows as int64 [1, length]."""
         return torch.tensor([self.get_ids()], dtype=torch.int64)
 
     def get_vision_token_range(self) -> tuple[int, int]:
-        """(first, last + 1) of the ids without the framing rows."""
+        """Return (first, last + 1) of the ids without the framing rows."""
         return self.first_index + self.pre_tokens, self.first_index + self.length - self.post_tokens
 
     def get_size_in_bytes(self) -> int:
-        """Bytes of the rows."""
+        """Return the size of the rows in bytes."""
         return self.embeddings.nbytes
 
     def _merged_grid(self) -> tuple[int, int, int] | None:
-        """Rows inside the frame in time, height and width, where the model asks.
+        """Return the rows inside the frame in time, height and width, for models that need the grid.
 
-        Raises InputError where there are not as many.
+        Raises:
+            InputError: the number of rows differs.
         """
         config = self.model.config
         if self.thw_grid is None or (config.mrope_section is None and not config.arch.pictures_see_themselves):
@@ -123,13 +139,20 @@ class ExLlamaV2MMEmbedding:
         t, h, w = grid[0], grid[1] // merge, grid[2] // merge
         inside = self.length - self.pre_tokens - self.post_tokens
         if t * h * w != inside:
-            raise InputError(f"thw_grid {grid} makes {t} x {h} x {w} rows, {inside} stand inside the frame")
+            raise InputError(f"thw_grid {grid} makes {t} x {h} x {w} rows, {inside} are inside the frame")
         if not 0 <= self.time_step < 1 << 20:
             raise InputError(f"time_step is {self.time_step}, must be from 0 to {1 << 20}")
         return t, h, w
 
     def select(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(bool [T]: which of `ids` [T] are rows of this object; those rows float32 [n, hidden], on their device)."""
+        """Find the rows of this object among ids.
+
+        Args:
+            ids: int64 [T].
+
+        Returns:
+            bool [T], True where the id is a row of this object; and these rows, float32 [n, hidden], on their device.
+        """
         mine = (ids >= self.first_index) & (ids < self.first_index + self.length)
         rows = ids[mine] - self.first_index
         return mine, self.embeddings[rows.to(self.embeddings.device)].to(ids.device, torch.float32)
@@ -138,9 +161,11 @@ class ExLlamaV2MMEmbedding:
 def check_embeddings(
     ids: Tensor, embeddings: Sequence[ExLlamaV2MMEmbedding] | None, hidden_size: int
 ) -> tuple[ExLlamaV2MMEmbedding, ...]:
-    """The embeddings as a tuple, if they fit a model of `hidden_size` and hold every id from EMBEDDING_INDEX on.
+    """Return the embeddings as a tuple, checked for a model of `hidden_size` and for every id from EMBEDDING_INDEX on.
 
-    Raises InputError for objects that do not fit, TokenIdError for an id that no embedding has.
+    Raises:
+        InputError: an object is no embedding or does not fit.
+        TokenIdError: no embedding has an id.
     """
     if embeddings is not None and not isinstance(embeddings, (list, tuple)):
         raise InputError(f"indexed_embeddings is a {type(embeddings).__name__}, must be a list of ExLlamaV2MMEmbedding")
@@ -154,7 +179,5 @@ def check_embeddings(
     for e in found:
         wanted &= (ids < e.first_index) | (ids >= e.first_index + e.length)
     if wanted.any():
-        raise TokenIdError(
-            f"id {int(ids[wanted][0])} stands for a row of an embedding that indexed_embeddings does not hold"
-        )
+        raise TokenIdError(f"id {int(ids[wanted][0])} is a row of an embedding that indexed_embeddings does not hold")
     return found

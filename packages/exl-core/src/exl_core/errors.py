@@ -1,6 +1,6 @@
-"""The error catalogue of exl_core: every class derives from `exl_kernels.errors.ExlError` and carries a stable `code`.
+"""The errors of exl_core: every class derives from `exl_kernels.errors.ExlError` and has a stable `code`.
 
-Where users of exllamav2 may already catch a built-in exception, the class derives from that as well.
+Where users of exllamav2 may catch a built-in exception, the class also derives from it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ __all__ = [
 
 
 class ConfigError(ExlError, ValueError):
-    """config.json, or a value set on the config, does not describe a model: names file, key and what was expected."""
+    """config.json, or a value set on the config, does not describe a model.
+
+    The message names file, key and expected value.
+    """
 
     code = "config"
 
 
 class ConfigFileError(ConfigError, FileNotFoundError):
-    """The model folder, or a file it must hold, is not there or cannot be read."""
+    """The model folder, or a file that it must hold, is missing or cannot be read."""
 
     code = "config_file"
 
@@ -57,13 +60,13 @@ class ConfigKeyError(ConfigError, KeyError):
 
 
 class ConfigTypeError(ConfigError, TypeError):
-    """A key of config.json holds a value of the wrong JSON type."""
+    """A key of config.json has a value of the wrong JSON type."""
 
     code = "config_type"
 
 
 class UnsupportedArchitectureError(ConfigError, UnsupportedError):
-    """`architectures[0]` names a model family that this version does not run; lists those it does."""
+    """`architectures[0]` names an unsupported model family. The message lists the supported ones."""
 
     code = "architecture"
 
@@ -75,7 +78,7 @@ class MissingTensorError(FormatError):
 
 
 class AdapterError(FormatError):
-    """A LoRA adapter is damaged, made for another model, or of a layout that is not known: names file and tensor."""
+    """A LoRA adapter is damaged, made for another model, or of an unknown layout. The message names file and tensor."""
 
     code = "adapter"
 
@@ -111,13 +114,13 @@ class TokenIdError(InputError, IndexError):
 
 
 class TokenizerError(ExlError, ValueError):
-    """The tokenizer cannot be built, or was asked for something that it cannot do."""
+    """The tokenizer cannot be built, or a request is impossible."""
 
     code = "tokenizer"
 
 
 class TokenizerFileError(TokenizerError, FileNotFoundError):
-    """No tokenizer file that this version reads."""
+    """The folder has no tokenizer file that this version reads."""
 
     code = "tokenizer_file"
 
@@ -126,6 +129,6 @@ class TokenizerFileError(TokenizerError, FileNotFoundError):
 
 
 class ChatTemplateError(TokenizerError):
-    """The model has no chat template, or the template refused the conversation."""
+    """The model has no chat template, or the template rejected the conversation."""
 
     code = "chat_template"

@@ -1,4 +1,4 @@
-"""The table of model families. A new family is one small file here and one line in `SUPPORTED`."""
+"""The table of model families. A new family is one small file in this package and one line in `SUPPORTED`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ SUPPORTED: dict[str, Architecture] = {
     )
 }
 
-# Families that differ from Llama and have no file here: refused by name even where the caller asks for another family's
-# code, so that nobody runs them silently wrong.
+# Families that differ from Llama and are not supported. They are rejected even where the caller asks for another
+# family's code, so that nobody runs them silently wrong.
 KNOWN_TO_DIFFER = frozenset(
     {
         "ChatGLMModel",
@@ -60,14 +60,20 @@ KNOWN_TO_DIFFER = frozenset(
 
 
 def supported_architectures() -> list[str]:
-    """Every string accepted in `architectures[0]` of config.json, sorted."""
+    """Return every string accepted in `architectures[0]` of config.json, sorted."""
     return sorted(SUPPORTED)
 
 
 def find_architecture(name: str, override: str | None = None) -> Architecture:
-    """The family called `name`, or, where that is unknown and the caller insists, the one called `override`.
+    """Return the family called `name`, or the family called `override` where `name` is unknown.
 
-    Raises UnsupportedArchitectureError otherwise: a model is never loaded as something that it does not say it is.
+    Args:
+        name: `architectures[0]` of config.json.
+        override: the caller's `allow_unknown_architecture`, or None.
+
+    Raises:
+        UnsupportedArchitectureError: the family is not supported. A model is never loaded as another family than its
+            files or the caller name.
     """
     if name in SUPPORTED:
         return SUPPORTED[name]

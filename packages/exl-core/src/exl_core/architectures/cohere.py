@@ -1,4 +1,4 @@
-"""Cohere: attention and MLP side by side behind one LayerNorm, GPT-J rotation, a logit scale."""
+"""Cohere: attention and MLP in parallel after one LayerNorm, GPT-J rotation, a logit scale."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ COHERE = Architecture(
 
 
 def cohere2_rope(read: JsonReader, windows: list[int]) -> list[LayerRope]:
-    """Layers that see everything have no positions."""
+    """Return no positions for layers with full attention."""
     return ["main" if window else "none" for window in windows]
 
 

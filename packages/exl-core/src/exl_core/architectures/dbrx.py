@@ -1,4 +1,4 @@
-"""DBRX: experts stored one below the other, LayerNorm without bias, clamped q, k and v."""
+"""DBRX: stacked experts, LayerNorm without bias, clamped q, k and v."""
 
 from ..config.json_reader import JsonReader
 from ..errors import UnsupportedError
@@ -6,7 +6,10 @@ from .base import Architecture, Experts, FusedLinear
 
 
 def normalize(read: JsonReader) -> bool:
-    """`moe_normalize_expert_weights` is the order of a norm: 1 means that the probabilities sum to one, null none."""
+    """Return whether the probabilities are scaled to sum 1.
+
+    `moe_normalize_expert_weights` is the order of a norm: 1 means a sum of 1, null no scaling.
+    """
     if read.explicit_null("ffn_config->moe_normalize_expert_weights"):
         return False
     order = read.number("ffn_config->moe_normalize_expert_weights", default=1.0)
@@ -16,7 +19,10 @@ def normalize(read: JsonReader) -> bool:
 
 
 def kv_heads(read: JsonReader) -> int | None:
-    """What `attn_config` says; transformers writes the number at the top too, and does not read it there."""
+    """Return the number in `attn_config`.
+
+    transformers also writes it at the top level, but does not read it from there.
+    """
     heads: int | None = read.integer("attn_config->kv_n_heads", default=None, minimum=1)
     return heads
 

@@ -1,4 +1,4 @@
-"""Gemma: norm weights count from 1, scaled embeddings, GELU; from 2 on sandwich norms, windows, softcaps."""
+"""Gemma: norm weights stored minus 1, scaled embeddings, GELU; from Gemma 2 on sandwich norms, windows, softcaps."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from .windows import LayerRope, alternating_windows
 GEMMA = Architecture(
     name="GemmaForCausalLM",
     defaults={"head_dim": 256, "rms_norm_eps": 1e-6, "num_attention_heads": 16, "num_key_value_heads": 16},
-    # GELU in its tanh form, which old files call "gelu"; versions of transformers differ in which key they read.
+    # GELU in its tanh form, which old files call "gelu"; versions of transformers differ in the key that they read.
     fixed={
         "use_bidirectional_attention": False,
         "hidden_act": ("gelu", "gelu_pytorch_tanh"),
@@ -55,7 +55,7 @@ GEMMA2 = replace(
 
 
 def gemma3_rope(read: JsonReader, windows: list[int]) -> list[LayerRope]:
-    """Sliding layers have a theta of their own and no scaling."""
+    """Return the second table, with a separate theta and no scaling, for sliding layers."""
     return ["alt" if window else "main" for window in windows]
 
 
@@ -74,7 +74,7 @@ GEMMA3 = replace(
         "query_pre_attn_scalar": 256,
         "max_position_embeddings": 131072,
     },
-    # transformers reads the former and does nothing with it: no file is known that has it.
+    # transformers reads the first key and ignores its value; no published file has it.
     fixed={"attn_logit_softcapping": None, "use_bidirectional_attention": False},
     head_norm="rms",
     windows=alternating_windows(4096, 6),

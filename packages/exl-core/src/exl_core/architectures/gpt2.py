@@ -7,20 +7,20 @@ from .base import Architecture, FusedLinear
 
 
 def a_head_each(read: JsonReader) -> int | None:
-    """As many key/value heads as attention heads: GPT-2 has no key for another number, and transformers reads none."""
+    """Return the number of attention heads: GPT-2 has no key for another number of key/value heads."""
     heads: int | None = read.integer("num_attention_heads", "n_heads", "n_head", default=None, minimum=1)
     return heads
 
 
 def bigcode_kv_heads(read: JsonReader) -> int | None:
-    """One key/value head for all, or with `multi_query` false one each. A number of them in the file has no effect."""
+    """Return one key/value head, or with `multi_query` false one per head. Other keys have no effect."""
     if read.boolean("multi_query", default=True):
         return 1
     return a_head_each(read)
 
 
 def fused(packing: str) -> tuple[FusedLinear, ...]:
-    """`c_attn` in one of its packings."""
+    """Return `c_attn` in one of its packings."""
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return (FusedLinear("self_attn.c_attn", parts, "grouped" if packing == "grouped" else "rows"),)
 
@@ -62,7 +62,7 @@ GPT_BIGCODE = replace(
     GPT2,
     name="GPTBigCodeForCausalLM",
     kv_heads=bigcode_kv_heads,
-    # With one key/value head, "query heads, then the key, then the value" is the plain order of rows as well.
+    # With one key/value head, "query heads, then the key, then the value" is also the plain order of rows.
     fused=fused("grouped"),
     transposed=False,
     keymap=(

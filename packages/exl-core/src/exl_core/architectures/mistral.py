@@ -3,7 +3,7 @@
 from .base import Architecture, Experts, FusedLinear
 from .windows import one_window
 
-DEFAULT_WINDOW = 4096  # what transformers' MistralConfig assumes when config.json has no `sliding_window` at all
+DEFAULT_WINDOW = 4096  # transformers' MistralConfig default when config.json has no `sliding_window`
 MISTRAL_WINDOWS = one_window(DEFAULT_WINDOW)
 
 MISTRAL = Architecture(name="MistralForCausalLM", attention_bias="none", mlp_bias="none", windows=MISTRAL_WINDOWS)

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms only behind the sub-layers, and one over all heads of q and of k; 3 slides. OLMoE: experts."""
+"""OLMo 2 and 3: norms only after the sub-layers, and over all heads of q and of k; OLMo 3 slides. OLMoE: experts."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ OLMO2 = Architecture(
 
 
 def olmo3_rope(read: JsonReader, windows: list[int]) -> list[LayerRope]:
-    """The scaling of the file applies to layers that see everything; sliding ones have theta alone."""
+    """Return the second table, without the file's scaling, for sliding layers."""
     return ["alt" if window else "main" for window in windows]
 
 

@@ -1,4 +1,4 @@
-"""Families one line away from Llama: Seed-OSS, ERNIE 4.5, Arcee, Helium, EXAONE 4."""
+"""Families that differ from Llama by one line: Seed-OSS, ERNIE 4.5, Arcee, Helium, EXAONE 4."""
 
 from ..config.json_reader import JsonReader
 from .base import Architecture
@@ -35,7 +35,7 @@ ARCEE = Architecture(name="ArceeForCausalLM", mlp_gated=False, activation="relu2
 
 
 def exaone4_rope(read: JsonReader, windows: list[int]) -> list[LayerRope]:
-    """Where the file has a window, layers that do not slide have no positions."""
+    """Return no positions for layers with full attention where the file has a window."""
     hybrid = read_window(read, DEFAULT_WINDOW) > 0
     return ["none" if hybrid and not window else "main" for window in windows]
 

@@ -1,6 +1,9 @@
-"""Phi-1 and Phi-2: attention and a plain MLP side by side behind one LayerNorm, biases everywhere. Phi-3, Phi-3.5 and
-Phi-4: Llama with fused matrices, partial rotation and longrope. Phi-3.5-MoE: LayerNorm, two experts chosen one after
-the other, and longrope with a factor of its own for short and for long contexts."""
+"""Phi-1 to Phi-4 and Phi-3.5-MoE.
+
+Phi-1 and Phi-2: attention and a plain MLP in parallel after one LayerNorm, biases everywhere. Phi-3, Phi-3.5 and Phi-4:
+Llama with fused matrices, partial rotation and longrope. Phi-3.5-MoE: LayerNorm, two experts chosen one after the
+other, and longrope with separate factors for short and for long contexts.
+"""
 
 from dataclasses import replace
 
@@ -31,7 +34,7 @@ PHI = Architecture(
 
 PHI3 = Architecture(
     name="Phi3ForCausalLM",
-    # The second is at the top of the file, where it counts before one in the rope block.
+    # The second key is at the top level of the file, where it has priority over the rope block.
     defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     attention_bias="none",
     mlp_bias="none",
@@ -52,4 +55,4 @@ PHI_MOE = replace(
     experts=replace(MIXTRAL.experts, mixer_keys=("router_jitter_noise",), chosen_fixed=2),
     keymap=((".mlp.router.", ".block_sparse_moe.gate."), *MIXTRAL.keymap),
 )
-PHIMOE = replace(PHI_MOE, name="PhimoeForCausalLM")  # as transformers calls it
+PHIMOE = replace(PHI_MOE, name="PhimoeForCausalLM")  # the name in transformers

@@ -7,14 +7,14 @@ from .mistral import MISTRAL, MISTRAL_WINDOWS
 
 
 def windows(read: JsonReader, num_layers: int) -> list[int]:
-    """Mistral's rule if the text part is a Mistral; Llama has no windows."""
+    """Return Mistral's windows if the text part is a Mistral; Llama has no windows."""
     if read.string("text_config->model_type", default="llama") == "mistral":
         return MISTRAL_WINDOWS(read, num_layers)
     return [0] * num_layers
 
 
 def kv_heads(read: JsonReader) -> int | None:
-    """A Mistral's default where the file leaves it out; a Llama's is as many as there are heads."""
+    """Return the file's number; default: Mistral's default, or as many as heads for Llama."""
     mistral = read.string("text_config->model_type", default="llama") == "mistral"
     said = read.integer("num_key_value_heads", default=8 if mistral else None, text=True, minimum=1, maximum=1 << 22)
     return None if said is None else int(said)
@@ -23,7 +23,7 @@ def kv_heads(read: JsonReader) -> int | None:
 LLAVA = replace(
     MISTRAL,
     name="LlavaForConditionalGeneration",
-    # What transformers assumes of a Mistral inside: nested configurations are saved without what is at its default.
+    # transformers' defaults for an inner Mistral: nested configurations are saved without default values.
     defaults={
         "vocab_size": 32000,
         "hidden_size": 4096,

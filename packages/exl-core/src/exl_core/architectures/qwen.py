@@ -1,4 +1,4 @@
-"""Qwen2: biases on q, k, v. Qwen3: a norm on every head of q and k. Both: a window on upper layers if switched on."""
+"""Qwen2: biases on q, k, v. Qwen3: a norm on every head of q and k. Both: an optional window on upper layers."""
 
 from dataclasses import replace
 
@@ -6,13 +6,13 @@ from ..config.json_reader import JsonReader
 from .base import Architecture, Experts
 from .windows import layer_types, read_window
 
-# What transformers' configuration classes assume for keys that config.json leaves out.
+# Defaults of transformers' configuration classes for keys that config.json omits.
 DEFAULT_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28
 
 
 def qwen2_windows(read: JsonReader, num_layers: int) -> list[int]:
-    """transformers' rule: if switched on, `layer_types` decides, else layers from `max_window_layers` on slide."""
+    """Return transformers' windows: if enabled, by `layer_types`, else on layers from `max_window_layers` on."""
     if not read.boolean("use_sliding_window", default=False, text=True):
         return [0] * num_layers
     window = read_window(read, DEFAULT_WINDOW)
@@ -24,20 +24,20 @@ def qwen2_windows(read: JsonReader, num_layers: int) -> list[int]:
 
 
 def qwen3_moe_windows(read: JsonReader, num_layers: int) -> list[int]:
-    """One window on all layers, if switched on."""
+    """Return one window on all layers, if enabled."""
     on = read.boolean("use_sliding_window", default=False, text=True)
     return [read_window(read, DEFAULT_WINDOW) if on else 0] * num_layers
 
 
 def sparse_layers(read: JsonReader, num_layers: int) -> list[bool]:
-    """Experts on each `decoder_sparse_step`th layer that is not in `mlp_only_layers`."""
+    """Return experts on each `decoder_sparse_step`th layer that is not in `mlp_only_layers`."""
     step = read.integer("decoder_sparse_step", default=1, text=True, minimum=1)
     dense = read.listing("mlp_only_layers", default=None, text=True) or []
     return [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
 
 
 def norm_topk_prob(read: JsonReader) -> bool:
-    """transformers' default is False; the published files say what they want."""
+    """Return `norm_topk_prob`; transformers' default is False, and published files set the key."""
     normalize: bool = read.boolean("norm_topk_prob", default=False, text=True)
     return normalize
 
@@ -66,7 +66,7 @@ QWEN3 = Architecture(
     name="Qwen3ForCausalLM",
     defaults={"head_dim": 128},
     mlp_bias="none",
-    head_norm="rms",  # spec core.md 3.6 item 1
+    head_norm="rms",
     windows=qwen2_windows,
 )
 

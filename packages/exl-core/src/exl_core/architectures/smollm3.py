@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with every fourth layer left without positions."""
+"""SmolLM3: Llama with every fourth layer without positions."""
 
 from ..config.json_reader import JsonReader
 from ..errors import ConfigError
@@ -9,7 +9,7 @@ DEFAULT_INTERVAL = 4
 
 
 def smollm3_windows(read: JsonReader, num_layers: int) -> list[int]:
-    """`layer_types`; without it the layers without positions slide, if `use_sliding_window` is set."""
+    """Return the windows by `layer_types`; default: with `use_sliding_window` layers without positions."""
     window = read_window(read, 0)
     kinds = layer_types(read, num_layers)
     if kinds is not None:
@@ -20,7 +20,7 @@ def smollm3_windows(read: JsonReader, num_layers: int) -> list[int]:
 
 
 def smollm3_rope(read: JsonReader, windows: list[int]) -> list[LayerRope]:
-    """`no_rope_layers` holds a 1 for each layer that *has* positions; else each `no_rope_layer_interval`th has none."""
+    """Return the layers with positions: 1 in `no_rope_layers`; else all but each `no_rope_layer_interval`th."""
     flags = read.listing("no_rope_layers", default=None)
     if flags is None:
         interval = read.integer("no_rope_layer_interval", default=DEFAULT_INTERVAL, minimum=1)

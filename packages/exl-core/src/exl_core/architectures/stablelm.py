@@ -1,11 +1,11 @@
-"""StableLM: Llama with LayerNorm, a quarter of each head rotated, and biases of q, k, v by a key of its own."""
+"""StableLM: Llama with LayerNorm, a quarter of each head rotated, and a separate key for biases of q, k, v."""
 
 from .base import Architecture
 
 STABLELM = Architecture(
     name="StableLmForCausalLM",
     defaults={"layer_norm_eps": 1e-5},
-    # The 12B model's: a norm with weights of its own for each head, and attention and MLP behind one norm.
+    # The 12B model: a norm with separate weights for each head, and attention and MLP after one norm.
     fixed={"qk_layernorm": False, "use_parallel_residual": False},
     norm="layer",
     norm_bias=True,

@@ -1,4 +1,4 @@
-"""StarCoder2: LayerNorm, plain biased MLP, a window when the file defines one."""
+"""StarCoder2: LayerNorm, plain MLP with biases, a window when the file defines one."""
 
 from .base import Architecture
 from .windows import one_window

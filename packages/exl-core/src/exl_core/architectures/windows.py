@@ -1,4 +1,4 @@
-"""Which layers slide and which are rotated: the rules that families share."""
+"""Rules that families share: which layers have sliding windows, and which are rotated."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..errors import ConfigError
 
 __all__ = ["LayerRope", "alternating_windows", "main_rope", "no_windows", "one_window", "typed_windows"]
 
-# Which RoPE table a layer uses: the main one, the second one (its own theta), or none.
+# The RoPE table of a layer: the main one, the second one (with its own theta), or none.
 LayerRope = Literal["main", "alt", "none"]
 
 KNOWN_TYPES = ("full_attention", "sliding_attention")
 
 
 def no_windows(read: JsonReader, num_layers: int) -> list[int]:
-    """Full causal attention on every layer."""
+    """Return full causal attention on every layer."""
     return [0] * num_layers
 
 
 def one_window(default: int = 0) -> Callable[[JsonReader, int], list[int]]:
-    """`sliding_window` on all layers; `default` where config.json leaves it out, none where it says null."""
+    """Return a rule: `sliding_window` on all layers; `default` if absent, no window if null."""
 
     def windows(read: JsonReader, num_layers: int) -> list[int]:
         return [read_window(read, default)] * num_layers
@@ -31,7 +31,7 @@ def one_window(default: int = 0) -> Callable[[JsonReader, int], list[int]]:
 
 
 def alternating_windows(default: int, pattern: int | None) -> Callable[[JsonReader, int], list[int]]:
-    """`layer_types` decides; else every layer slides but each `sliding_window_pattern`th (`pattern` if absent)."""
+    """Return a rule: by `layer_types`, else all but each `sliding_window_pattern`th layer slide (default `pattern`)."""
 
     def windows(read: JsonReader, num_layers: int) -> list[int]:
         window = read_window(read, default)
@@ -47,7 +47,10 @@ def alternating_windows(default: int, pattern: int | None) -> Callable[[JsonRead
 
 
 def _pattern(read: JsonReader, default: int | None) -> int:
-    """`sliding_window_pattern`: each how manyth layer sees everything; EXAONE writes "LLLG", L for those that slide."""
+    """Return `sliding_window_pattern`, the interval of layers with full attention.
+
+    EXAONE writes "LLLG", with L for layers that slide.
+    """
     found = read.raw("sliding_window_pattern", text=True)
     if found is not None and isinstance(found[1], str) and found[1].lstrip("L") == "G":
         return len(found[1])
@@ -56,7 +59,7 @@ def _pattern(read: JsonReader, default: int | None) -> int:
 
 
 def typed_windows(default: int = 0) -> Callable[[JsonReader, int], list[int]]:
-    """`layer_types` decides; without it every layer attends to everything."""
+    """Return a rule: by `layer_types`; without that key every layer has full attention."""
 
     def windows(read: JsonReader, num_layers: int) -> list[int]:
         kinds = layer_types(read, num_layers)
@@ -69,7 +72,7 @@ def typed_windows(default: int = 0) -> Callable[[JsonReader, int], list[int]]:
 
 
 def read_window(read: JsonReader, default: int) -> int:
-    """`sliding_window`, where an explicit null means full attention."""
+    """Return `sliding_window`; an explicit null means full attention."""
     if read.explicit_null("sliding_window", text=True):
         return 0
     window: int = read.integer("sliding_window", "sliding_window_size", default=default, text=True, minimum=0)
@@ -77,7 +80,7 @@ def read_window(read: JsonReader, default: int) -> int:
 
 
 def layer_types(read: JsonReader, num_layers: int) -> list[str] | None:
-    """`layer_types` of config.json, checked, or None."""
+    """Return `layer_types` of config.json, checked, or None. Raises ConfigError."""
     kinds = read.listing("layer_types", default=None, text=True)
     if kinds is None:
         return None
@@ -90,5 +93,5 @@ def layer_types(read: JsonReader, num_layers: int) -> list[str] | None:
 
 
 def main_rope(read: JsonReader, windows: list[int]) -> list[LayerRope]:
-    """Every layer rotated by the main table."""
+    """Rotate every layer by the main table."""
     return ["main"] * len(windows)

@@ -1,4 +1,4 @@
-"""What all caches share: allocation beside the model's layers, page views, copying and accounting."""
+"""The base of all caches: allocation beside the model's layers, page views, copying and accounting."""
 
 from __future__ import annotations
 
@@ -24,10 +24,22 @@ __all__ = ["ExLlamaV2CacheBase"]
 class ExLlamaV2CacheBase:
     """Keys and values of `batch_size` sequences of up to `max_seq_len` tokens, one pair of tensors a layer.
 
-    Use a subclass. Storage of a layer is [batch_size, max_seq_len, kv_heads, stored elements]; the same memory is read
-    as pages by the paged generator. Tokens are stored one by one: appending never re-encodes what is already there.
-    An eager cache needs a loaded model (ModelStateError otherwise), because its tensors live beside the layers; a lazy
-    one gets its tensors from `update_cache_tensors()`, which `load_autosplit` calls.
+    Use a subclass. The storage of a layer is [batch_size, max_seq_len, kv_heads, stored elements]; the paged generator
+    reads the same memory as pages. Tokens are stored one by one: appending never re-encodes stored tokens.
+
+    Args:
+        model: the model. An eager cache needs a loaded model, because its tensors are beside the layers.
+        batch_size: number of rows.
+        max_seq_len: tokens of a row; -1 takes the model's `config.max_seq_len`.
+        copy_from: a cache of the same format and shape whose content is cloned.
+        lazy: allocate nothing until `update_cache_tensors`, which `load_autosplit` calls.
+        num_key_value_heads: heads to store; default all of the model.
+        fixed_device: device of all layers; default beside each layer.
+
+    Raises:
+        ModelStateError: the model is not loaded and `lazy` is False.
+        CacheError: an argument is invalid, or `copy_from` does not fit.
+        DeviceError: a device has too little memory.
     """
 
     kind: ClassVar[KVKind]
@@ -60,8 +72,8 @@ class ExLlamaV2CacheBase:
         self._layers: list[KVPages | None] = [None] * self.num_hidden_layers
         self._places = ["cpu"] * self.num_hidden_layers  # device of each layer, by the name in the model's cache_map
         self._views: dict[tuple[int, int], KVPages] = {}
-        self._temp: dict[str, tuple[Tensor, Tensor]] = {}  # by device: what get_kv_state decodes into
-        self.rope_offsets = RopeOffsets(batch_size)  # of images in it, in contiguous use
+        self._temp: dict[str, tuple[Tensor, Tensor]] = {}  # by device: targets of get_kv_state's decoding
+        self.rope_offsets = RopeOffsets(batch_size)  # of stored images, in contiguous use
         self.create_state_tensors(copy_from, lazy)
 
     def __repr__(self) -> str:
@@ -76,7 +88,7 @@ class ExLlamaV2CacheBase:
     # ------------------------------------------------------------------------------------------------------- storage
 
     def create_state_tensors(self, copy_from: ExLlamaV2CacheBase | None, lazy: bool = False) -> None:
-        """Zeroed tensors on each layer's device, or clones of `copy_from`'s, or nothing yet if `lazy`."""
+        """Create zeroed tensors on each layer's device, or clones of those of `copy_from`, or none if `lazy`."""
         if copy_from is not None:
             if lazy:
                 raise CacheError("a cache cannot be lazy and copy_from another one at the same time")
@@ -95,7 +107,7 @@ class ExLlamaV2CacheBase:
         self._views.clear()
 
     def update_cache_tensors(self) -> None:
-        """Give every layer of `model.cache_map` zeroed tensors on its device, unless it has them there already."""
+        """Give every layer of `model.cache_map` zeroed tensors on its device, unless they exist there already."""
         context = self.model.tp_context
         if context is not None and len(context.heads) > 1 and self.fixed_device is None:
             raise CacheError(
@@ -128,7 +140,7 @@ class ExLlamaV2CacheBase:
             ) from e
 
     def check_model(self, config: ExLlamaV2Config) -> None:
-        """CacheError unless the layers, heads and head_dim are those of `config`."""
+        """Raise CacheError unless the layers, heads and head_dim are those of `config`."""
         mine = (self.num_hidden_layers, self.num_key_value_heads, self.head_dim)
         theirs = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
         if mine != theirs:
@@ -137,15 +149,15 @@ class ExLlamaV2CacheBase:
             )
 
     def shards(self) -> Sequence[ExLlamaV2CacheBase]:
-        """The caches that hold the heads, in their order: this one, unless heads are cut over devices."""
+        """Return the caches that hold the heads, in order: this cache, unless heads are sharded over devices."""
         return (self,)
 
     def device_of(self, layer_idx: int) -> torch.device:
-        """torch's device of a layer's tensors. Raises ModelStateError while a lazy cache has none."""
+        """Return torch's device of a layer's tensors. Raises ModelStateError while a lazy cache has none."""
         return self._storage(layer_idx).device
 
     def pages(self, layer_idx: int, page_size: int) -> KVPages:
-        """Layer `layer_idx` as pages of `page_size` tokens: the same memory, [batch * max_seq_len / page_size, ...]."""
+        """View layer `layer_idx` as [batch * max_seq_len / page_size, ...] pages of the same memory."""
         view = self._views.get((layer_idx, page_size))
         if view is None:
             view = self._views[layer_idx, page_size] = self._storage(layer_idx).repaged(page_size)
@@ -158,26 +170,26 @@ class ExLlamaV2CacheBase:
 
     @property
     def value_states(self) -> list[Tensor | None]:
-        """Stored values of each layer."""
+        """Stored values of each layer; None where a lazy cache has no tensors yet."""
         return [None if p is None else p.value for p in self._layers]
 
     @property
     def key_scales(self) -> list[Tensor | None]:
-        """Scales of the keys of each layer; None for formats without."""
+        """Scales of the keys of each layer; None for formats without scales."""
         return [None if p is None else p.key_scales for p in self._layers]
 
     @property
     def value_scales(self) -> list[Tensor | None]:
-        """Scales of the values of each layer; None for formats without."""
+        """Scales of the values of each layer; None for formats without scales."""
         return [None if p is None else p.value_scales for p in self._layers]
 
     def all_tensors(self) -> list[Tensor]:
-        """Every storage tensor: keys of all layers, values, then scales."""
+        """Return every storage tensor: keys of all layers, values, then scales."""
         columns = (self.key_states, self.value_states, self.key_scales, self.value_scales)
         return [t for column in columns for t in column if t is not None]
 
     def footprint(self) -> list[int]:
-        """Bytes on each device: index i is device i (cuda:i or cpu:i; the CPU counts as device 0)."""
+        """Return the bytes on each device: index i is device i (cuda:i or cpu:i; the CPU counts as device 0)."""
         held = [(place, p.nbytes) for place, p in zip(self._places, self._layers, strict=True) if p is not None]
         held += [(place, t.nbytes) for place, pair in self._temp.items() for t in pair]
         totals: list[int] = []
@@ -190,12 +202,12 @@ class ExLlamaV2CacheBase:
     # ------------------------------------------------------------------------------------------------------- content
 
     def reset(self) -> None:
-        """Forget the content: the next forward starts at position 0."""
+        """Forget the content: the next forward pass starts at position 0."""
         self.current_seq_len = 0
         self.rope_offsets.clear()
 
     def roll_left(self) -> None:
-        """Drop the oldest token of every row: all others move one place to the left, as they are stored.
+        """Drop the oldest token of every row and move the stored tokens one place to the left.
 
         Keys keep the rotation of the position at which they were computed.
         """
@@ -205,7 +217,7 @@ class ExLlamaV2CacheBase:
         self.rope_offsets.roll_left()
 
     def clone(self) -> Self:
-        """A new cache of the same class with copies of all tensors and the same length."""
+        """Return a new cache of the same class with copies of all tensors and the same length."""
         return type(self)(
             self.model,
             self.batch_size,
@@ -227,7 +239,22 @@ class ExLlamaV2CacheBase:
         to_row: int,
         to_rows: int,
     ) -> None:
-        """Copy tokens [from_column, +from_columns) of one row into `to_rows` rows of `target`, as stored."""
+        """Copy stored tokens of one row into rows of another cache of the same class, without decoding.
+
+        Args:
+            target: cache with the same layers, heads and head_dim.
+            from_column: first token to copy.
+            from_columns: number of tokens.
+            to_column: first token to overwrite.
+            to_columns: equal to from_columns.
+            from_row: row to copy.
+            from_rows: 1.
+            to_row: first row to overwrite.
+            to_rows: number of rows that get the copy.
+
+        Raises:
+            CacheError: the ranges or the caches do not fit.
+        """
         if from_rows != 1:
             raise CacheError(f"copy_states: from_rows is {from_rows}, must be 1")
         if from_columns != to_columns:
@@ -265,11 +292,25 @@ class ExLlamaV2CacheBase:
         cache_seqlens: Tensor | None = None,
         block_table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Half tensors [batch, max_seq_len, kv_heads, head_dim] of a layer's keys and values.
+        """Return a layer's keys and values as half tensors [batch, max_seq_len, kv_heads, head_dim].
 
-        FP16 gives the storage itself. Other formats decode tokens [offset, offset + width) of the first `batch_size`
-        rows, or with `page_size` the stored tokens of every sequence in `block_table`, into a pair of tensors that all
-        layers share.
+        FP16 returns the storage. Other formats decode tokens [offset, offset + width) of the first `batch_size` rows,
+        or with `page_size` the stored tokens of every sequence in `block_table`, into a pair of tensors that all layers
+        share.
+
+        Args:
+            layer_idx: layer.
+            batch_size: rows, or sequences in paged terms.
+            offset: first token, in contiguous terms.
+            width: number of tokens.
+            page_size: tokens of a page; 0 for contiguous terms.
+            cache_seqlens: int32 [batch], tokens stored for each sequence.
+            block_table: int32 [batch, max_pages], page numbers.
+
+        Raises:
+            CacheError: the region is outside the cache.
+            InputError: page_size without cache_seqlens or block_table.
+            ModelStateError: a lazy cache has no tensors yet.
         """
         storage = self._storage(layer_idx)
         if self.kind == "fp16":
@@ -294,9 +335,10 @@ class ExLlamaV2CacheBase:
         cache_seqlens: Tensor | None = None,
         block_table: Tensor | None = None,
     ) -> None:
-        """Encode the region from the pair that `get_kv_state` gave. Nothing to do for FP16.
+        """Encode the region from the pair that `get_kv_state` returned. FP16 needs no work.
 
-        With `page_size` the region is the `width` tokens after `cache_seqlens` of every sequence.
+        With `page_size` the region is the `width` tokens after `cache_seqlens` of every sequence. Arguments and errors
+        as for `get_kv_state`.
         """
         storage = self._storage(layer_idx)
         if self.kind == "fp16":
@@ -317,7 +359,7 @@ class ExLlamaV2CacheBase:
 
     @property
     def temp_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """device -> (keys, values) that `get_kv_state` decodes into; empty until it is first used."""
+        """device -> (keys, values) that `get_kv_state` decodes into; empty until its first use."""
         return dict(self._temp)
 
     # ------------------------------------------------------------------------------------------------------ internals
@@ -334,7 +376,7 @@ class ExLlamaV2CacheBase:
     def _flat(self, layer_idx: int) -> KVPages:
         return self.pages(layer_idx, self.max_seq_len)
 
-    @torch.inference_mode(False)  # made once, written to in place by callers of every mode
+    @torch.inference_mode(False)  # made once; callers of every mode write to the tensors in place
     def _temp_pair(self, device: torch.device) -> tuple[Tensor, Tensor]:
         pair = self._temp.get(str(device))
         if pair is None:
@@ -356,7 +398,7 @@ class ExLlamaV2CacheBase:
         *,
         new_tokens: bool,
     ) -> Tensor:
-        """Token numbers (row * max_seq_len + column) of a region, in contiguous or paged terms."""
+        """Return token numbers (row * max_seq_len + column) of a region, in contiguous or paged terms."""
         if not page_size:
             if batch_size > self.batch_size or offset < 0 or width < 0 or offset + width > self.max_seq_len:
                 raise CacheError(

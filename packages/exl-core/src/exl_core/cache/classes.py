@@ -23,7 +23,7 @@ class ExLlamaV2Cache(ExLlamaV2CacheBase):
 
 
 class ExLlamaV2Cache_8bit(ExLlamaV2CacheBase):
-    """FP8 E5M2, 1 byte an element. Q8 is about as small and far more exact."""
+    """FP8 E5M2, 1 byte an element. Q8 is nearly as small and far more exact."""
 
     kind = "fp8"
 
@@ -39,7 +39,7 @@ class ExLlamaV2Cache_Q4(ExLlamaV2CacheBase):
 
 
 class ExLlamaV2Cache_Q6(ExLlamaV2CacheBase):
-    """8-bit keys and 4-bit values, 0.8125 bytes an element; the name is the original's."""
+    """8-bit keys and 4-bit values, 0.8125 bytes an element; exllamav2 calls this format Q6."""
 
     kind = "q6"
     wbits = 6

@@ -1,4 +1,4 @@
-"""The cache of a model whose heads are cut over devices: one ordinary cache for the heads of each."""
+"""The cache of a model whose heads are sharded over devices: one ordinary cache for the heads of each device."""
 
 from __future__ import annotations
 
@@ -22,12 +22,22 @@ __all__ = ["ExLlamaV2Cache_TP"]
 
 
 class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
-    """Keys and values of a model loaded with `load_tp`, stored as `base` stores them.
+    """Keys and values of a model loaded with `load_tp`, stored in the format of `base`.
 
-    `caches` has one cache of class `base` for every device with heads, in the order of the heads. What an ordinary
-    cache gives as one tensor (`key_states` and the like, `get_kv_state`), this one gives as a list of one for each of
-    them; everything else is as with `base`. For a model on one device there is one cache. Needs a loaded model: there
-    is no lazy mode.
+    `caches` has one cache of class `base` for every device with heads, in the order of the heads. Where an ordinary
+    cache returns a tensor (`key_states` and the like, `get_kv_state`), this class returns a list with one tensor for
+    each of `caches`. Everything else is as for `base`. A model on one device has one cache. There is no lazy mode.
+
+    Args:
+        model: a loaded model.
+        base: cache class of each device.
+        batch_size: number of rows.
+        max_seq_len: tokens of a row; -1 takes the model's `config.max_seq_len`.
+        copy_from: a cache of the same format and shape whose content is cloned.
+
+    Raises:
+        ModelStateError: the model is not loaded.
+        CacheError: `base` is no cache class, or `copy_from` does not fit.
     """
 
     kind = "fp16"
@@ -50,6 +60,10 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
         super().__init__(model, batch_size, max_seq_len, copy_from=copy_from)
 
     def create_state_tensors(self, copy_from: ExLlamaV2CacheBase | None, lazy: bool = False) -> None:
+        """Create one cache for each device with heads, or clones of those of `copy_from`.
+
+        Raises CacheError if `lazy`.
+        """
         if lazy:
             raise CacheError("an ExLlamaV2Cache_TP has no lazy mode: make it after load_tp")
         context = self.model.tp_context
@@ -76,21 +90,23 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
         ]
 
     def update_cache_tensors(self) -> None:
-        """As `base`, of every cache."""
+        """Update the tensors of every cache, as `base` does."""
         for cache in self.caches:
             cache.update_cache_tensors()
 
     def shards(self) -> Sequence[ExLlamaV2CacheBase]:
+        """Return `caches` as a tuple."""
         return tuple(self.caches)
 
     def device_of(self, layer_idx: int) -> torch.device:
+        """Return the device of a layer's tensors in the first cache."""
         return self.caches[0].device_of(layer_idx)
 
     def pages(self, layer_idx: int, page_size: int) -> KVPages:
-        """Of a model on one device. Raises CacheError where there are several caches: `shards` has them."""
+        """View a layer of the only cache as pages. Raises CacheError if there are several caches: use `shards`."""
         if len(self.caches) != 1:
             raise CacheError(
-                "this cache was made for a model cut over devices by load_tp: make a new one for this model"
+                "this cache was made for a model sharded over devices by load_tp: make a new one for this model"
             )
         return self.caches[0].pages(layer_idx, page_size)
 
@@ -98,43 +114,43 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
 
     @property
     def key_states(self) -> list[Any]:
-        """Stored keys of each layer: a list, a tensor for each of `caches`."""
+        """Stored keys of each layer: a list with one tensor for each of `caches`."""
         return self._by_layer(lambda cache: cache.key_states)
 
     @property
     def value_states(self) -> list[Any]:
-        """Stored values of each layer, likewise."""
+        """Stored values of each layer: a list with one tensor for each of `caches`."""
         return self._by_layer(lambda cache: cache.value_states)
 
     @property
     def key_scales(self) -> list[Any]:
-        """Scales of the keys of each layer, likewise; lists of None for formats without."""
+        """Scales of the keys of each layer, as lists; lists of None for formats without scales."""
         return self._by_layer(lambda cache: cache.key_scales)
 
     @property
     def value_scales(self) -> list[Any]:
-        """Scales of the values of each layer, likewise."""
+        """Scales of the values of each layer, as lists; lists of None for formats without scales."""
         return self._by_layer(lambda cache: cache.value_scales)
 
     def _by_layer(self, column: Callable[[ExLlamaV2CacheBase], list[Tensor | None]]) -> list[Any]:
         return [list(parts) for parts in zip(*(column(cache) for cache in self.caches), strict=True)]
 
     def all_tensors(self) -> list[Tensor]:
-        """Every storage tensor, cache after cache."""
+        """Return every storage tensor, cache after cache."""
         return [tensor for cache in self.caches for tensor in cache.all_tensors()]
 
     def footprint(self) -> list[int]:
-        """Bytes on each device, as `base` counts them, over all caches."""
+        """Return the bytes on each device, as `base` counts them, over all caches."""
         held = [cache.footprint() for cache in self.caches]
         return [sum(part[i] for part in held if i < len(part)) for i in range(max(map(len, held)))]
 
     def get_kv_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As `base`, with a list of keys and a list of values, one of each cache."""
+        """Return a list of keys and a list of values, one of each cache; arguments as for `base`."""
         pairs = [cache.get_kv_state(*args, **kwargs) for cache in self.caches]
         return [keys for keys, _ in pairs], [values for _, values in pairs]
 
     def store_kv_state(self, *args: Any, **kwargs: Any) -> None:
-        """As `base`, from the pairs that `get_kv_state` gave."""
+        """Encode the pairs that `get_kv_state` returned; arguments as for `base`."""
         for cache in self.caches:
             cache.store_kv_state(*args, **kwargs)
 
@@ -149,7 +165,7 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
 
     @property
     def temp_tensors(self) -> dict[str, Any]:
-        """device -> list of the pairs there that `get_kv_state` decodes into."""
+        """device -> list of the pairs on it that `get_kv_state` decodes into."""
         found: dict[str, Any] = {}
         for cache in self.caches:
             for device, pair in cache.temp_tensors.items():
@@ -157,4 +173,5 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):
         return found
 
     def clone(self) -> Self:
+        """Return a new cache with copies of all tensors and the same length."""
         return type(self)(self.model, self.base, self.batch_size, self.max_seq_len, copy_from=self)

@@ -1,5 +1,7 @@
-"""Model configuration: what config.json and its companions say. `ExLlamaV2Config` is loaded on first use, because the
-tokenizer reads JSON files without torch."""
+"""Model configuration: config.json and the other JSON files of a model folder.
+
+`ExLlamaV2Config` is imported on first use, because the tokenizer reads JSON files without torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ExLlamaV2Config: what a model folder says about its model, and what the caller wants of it."""
+"""ExLlamaV2Config: the settings in a model folder, and the caller's overrides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["CPU_MATMUL_MODES", "ExLlamaV2Config"]
 log = logging.getLogger(__name__)
 
 SCALES = ("scale_emb", "embedding_multiplier", "scale_depth", "residual_multiplier", "logit_scale", "logits_scaling")
-# The MLP as some files of the Llama kind hold it: gate above up, and down.
+# The MLP in some files of the Llama kind: gate above up, and down.
 SWIGLU = ((".mlp.swiglu.w12.", ".mlp.gate_up_proj."), (".mlp.swiglu.w3.", ".mlp.down_proj."))
 # `vision_model_type` by the name of an architecture's image tower.
 VISION_TYPES = {
@@ -36,8 +36,8 @@ VISION_TYPES = {
     "SigLIP": "siglip_vision_model",
 }
 CPU_MATMUL_MODES = ("int8", "exact")
-VOCAB_PADDING = 32  # logits have this many columns' granularity
-# Far beyond any published model; a file that asks for more is damaged or hostile, and costs no memory.
+VOCAB_PADDING = 32  # the number of logits is a multiple of this
+# Far beyond any published model; a file that asks for more is damaged or hostile.
 MAX_LAYERS, MAX_WIDTH, MAX_EXPERTS = 4096, 1 << 22, 1 << 14
 
 
@@ -46,10 +46,19 @@ def _env(name: str) -> bool:
 
 
 class ExLlamaV2Config:
-    """Reads `model_dir` at construction if given, else when `prepare()` is called. Set overrides before the model.
+    """Configuration of a model folder.
 
-    Raises ConfigError and its subclasses for whatever is wrong with config.json, UnsupportedArchitectureError for a
-    family without code here, FormatError for a broken weight file, MissingTensorError for an incomplete one.
+    The folder is read at construction if `model_dir` is given, else by `prepare()`. Set overrides before building the
+    model.
+
+    Args:
+        model_dir: folder with config.json, weights and tokenizer.
+
+    Raises:
+        ConfigError: config.json is invalid (also the subclasses of this error).
+        UnsupportedArchitectureError: the model family is not supported.
+        FormatError: a weight file is broken.
+        MissingTensorError: the weights are incomplete.
     """
 
     # Settable by the user
@@ -67,7 +76,7 @@ class ExLlamaV2Config:
     no_xformers: bool = False
     no_sdpa: bool = False
     no_graphs: bool = False
-    load_in_q4: bool = False  # refused: UnsupportedError at load
+    load_in_q4: bool = False  # UnsupportedError at load
     max_dq_size: int = 512 * 1024**2
     fasttensors: bool = False  # deprecated, ignored
     allow_unknown_architecture: str | None = None  # load an unknown `architectures[0]` as this supported one
@@ -110,7 +119,7 @@ class ExLlamaV2Config:
     shared_expert_intermediate_size: int = 0
     router_jitter: float | None = None  # sparse mixing of two experts; None: a softmax
     head_bias: bool = False
-    norm_topk_prob: bool = True  # chosen experts' probabilities are made to sum to 1
+    norm_topk_prob: bool = True  # chosen experts' probabilities are scaled to sum 1
     moe_intermediate_size: int = 0
     max_position_embeddings: int = 2048  # as in the file; max_seq_len is the caller's copy
     original_max_seq_len: int = 2048
@@ -139,12 +148,12 @@ class ExLlamaV2Config:
     scale_short_factor: list[float] | None = None
     su_rope_factor: float | None = None
     su_rope_attention_factor: float | None = None
-    su_rope_mscales: tuple[float, float] | None = None  # factors of short and of long contexts instead
+    su_rope_mscales: tuple[float, float] | None = None  # factors for short and for long contexts instead
     dynamic_rope_factor: float | None = None
     mrope_section: list[int] | None = None
     vision_model_type: str | None = None  # "pixtral", "qwen2", "qwen2.5", "siglip_vision_model"; None: text only
     vision_spatial_merge_size: int = 1  # patches of a side that make one row of an image on a grid
-    quant_method: str | None = None  # quantization_config.quant_method: informative, the tensors decide
+    quant_method: str | None = None  # quantization_config.quant_method; informative, since the tensors decide
     gptq_bits: int = 4
     gptq_group_size: int | None = None
     checkpoint_offset_qzeros: bool = False
@@ -159,7 +168,7 @@ class ExLlamaV2Config:
         self.cpu_matmul = os.environ.get("EXL_CPU_MATMUL") or "int8"
         self.eos_token_ids: list[int] = []
         self.layer_windows: list[int] = []  # sliding window of each layer, 0 = full attention
-        self.layer_rope: list[LayerRope] = []  # which table rotates each layer
+        self.layer_rope: list[LayerRope] = []  # the RoPE table of each layer
         self.layer_sparse: list[bool] = []  # whether the layer has experts
         self.generation_config: dict[str, Any] | None = None
         self.tensor_file_map: dict[str, str] = {}  # tensor name -> file
@@ -169,7 +178,10 @@ class ExLlamaV2Config:
             self.prepare()
 
     def prepare(self, no_tensors: bool = False) -> None:
-        """Read config.json, generation_config.json and, unless `no_tensors`, the headers of all weight files."""
+        """Read config.json, generation_config.json and, unless `no_tensors`, the headers of all weight files.
+
+        Raises the errors of the class.
+        """
         if self.model_dir is None:
             raise ConfigError("No model_dir specified in ExLlamaV2Config: set config.model_dir first")
         folder = check_model_folder(self.model_dir)
@@ -190,37 +202,37 @@ class ExLlamaV2Config:
             self._scan_tensors(folder)
 
     def set_low_mem(self) -> None:
-        """Smaller chunks and head buffers: slower prompts, less memory."""
+        """Use smaller chunks and head buffers: slower prompts, less memory."""
         self.max_input_len = 1024
         self.max_attention_size = 1024**2
         if self.max_output_len is not None:
             self.max_output_len = min(self.max_output_len, 1024)
 
     def arch_compat_overrides(self, quiet: bool = False, warn_only: bool = False) -> None:
-        """Switch off attention back ends that the model cannot use. Ours runs every supported model: nothing to do."""
+        """Do nothing: exllamav2 disables attention back ends here that a model cannot use."""
 
     @property
     def padded_vocab_size(self) -> int:
-        """Columns of the logits: vocab_size rounded up to a multiple of 32."""
+        """Number of logits: vocab_size rounded up to a multiple of 32."""
         return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
 
     @property
     def attention_scale(self) -> float:
-        """Factor on q.k before the softmax."""
+        """Factor of q.k before the softmax."""
         if self.attention_multiplier is not None:
             return self.attention_multiplier
         return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
     def rope_settings(self) -> RopeSettings:
-        """The rotation this configuration asks for, overrides of the caller included (the main table)."""
+        """Return the rotation of the main table, the caller's overrides included."""
         return main_rope(self)
 
     def rope_settings_alt(self) -> RopeSettings | None:
-        """The rotation of layers whose `layer_rope` is "alt", in families that have a second table."""
+        """Return the rotation of layers whose `layer_rope` is "alt", in families with a second table; else None."""
         return alternative_rope(self)
 
     def check_for_load(self) -> None:
-        """Refuse settings that no code here can honour, before anything is allocated."""
+        """Raise UnsupportedError or ConfigError for unsupported settings, before anything is allocated."""
         if self.load_in_q4:
             raise UnsupportedError("load_in_q4 is not built in this version: convert the model to EXL2 instead")
         if self.cpu_matmul not in CPU_MATMUL_MODES:
@@ -260,7 +272,7 @@ class ExLlamaV2Config:
             log.warning("architecture %s is loaded as %s on request", self.architecture, self.arch.name)
 
     def _check_fixed(self, read: JsonReader) -> None:
-        """Switches of the family that would change the model in a way that no code here follows."""
+        """Raise UnsupportedError for switches of the family that would change the model in an unsupported way."""
         for key, expected in self.arch.fixed.items():
             found = read.raw(key, text=True)
             allowed = expected if isinstance(expected, tuple) else (expected,)
@@ -313,7 +325,7 @@ class ExLlamaV2Config:
     def _read_switches(self, read: JsonReader) -> None:
         arch = self.arch
         self.tie_word_embeddings = read.boolean("tie_word_embeddings", default=arch.tied_head, text=True)
-        if arch.vision is not None:  # older files say it inside only, and the opposite by default outside
+        if arch.vision is not None:  # older files have the key only inside, with the opposite default outside
             self.tie_word_embeddings |= read.boolean("text_config->tie_word_embeddings", default=False)
         from_file = arch.attention_bias == "file" and read.boolean(*arch.bias_keys, default=False, text=True)
         self.qkv_bias = arch.attention_bias in ("qkv", "all") or from_file
@@ -431,7 +443,7 @@ class ExLlamaV2Config:
             )
 
     def _older_gptq_file(self) -> JsonReader | None:
-        """quantize_config.json, where GPTQ tools kept these fields before config.json had a place for them."""
+        """Return quantize_config.json, where older GPTQ tools wrote these fields."""
         file = Path(self.model_dir or "") / "quantize_config.json"
         if not file.exists():
             return None
@@ -453,7 +465,7 @@ class ExLlamaV2Config:
                 raise MissingTensorError(f"{folder}: Could not find {alternatives[0]}.* in model{lost}")
 
     def _map_key(self, name: str) -> str:
-        """The name under which a tensor of the files is looked up."""
+        """Return the name under which a tensor of the files is looked up."""
         for old, new in SWIGLU:
             if old in name:
                 self.checkpoint_fused_mlp = True
@@ -461,7 +473,7 @@ class ExLlamaV2Config:
         return self.arch.map_key(name)
 
     def _expected_keys(self) -> Iterator[list[str]]:
-        """Alternatives for each module that must be there; one by one, since a hostile file may ask for millions."""
+        """Yield alternative keys of each required module, one by one, since a hostile file may ask for millions."""
         arch = self.arch
         head = [arch.lm_head, *([arch.embed_tokens] if self.tie_word_embeddings else [])]
         yield from ([arch.embed_tokens], [arch.final_norm], head)
@@ -498,7 +510,7 @@ def _activation(read: JsonReader, arch: Architecture) -> Activation:
 
 
 def _softcap(read: JsonReader, key: str) -> float | None:
-    """s in s * tanh(x / s); an explicit null switches it off."""
+    """Return s of s * tanh(x / s); an explicit null disables the softcap."""
     if read.explicit_null(key, text=True):
         return None
     value: float | None = read.number(key, default=None, text=True)

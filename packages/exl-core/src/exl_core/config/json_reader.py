@@ -1,4 +1,4 @@
-"""Typed reading of config.json: first present key wins, `a->b` descends, and complaints name file, key and type."""
+"""Typed reading of config.json: the first present key wins, `a->b` descends, and errors name file, key and type."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..errors import ConfigError, ConfigFileError, ConfigKeyError, ConfigTypeErr
 
 __all__ = ["REQUIRED", "JsonReader", "read_json_file", "regular_size"]
 
-MAX_JSON_BYTES = 16 << 20  # a config is kilobytes; this stops a hostile file before it is parsed
+MAX_JSON_BYTES = 16 << 20  # a config has kilobytes; larger files are rejected before parsing
 MAX_INTEGER = (1 << 63) - 1
 INSIDE = "text_config->"  # where multimodal models keep the language model's fields
-OF_THE_WHOLE = {  # what a multimodal model says at the top first, for all of its parts
+OF_THE_WHOLE = {  # keys that a multimodal model has at the top level first, for all of its parts
     *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config"),
 }
 
@@ -30,7 +30,11 @@ REQUIRED = _Required()
 
 
 def regular_size(path: Path) -> int:
-    """Bytes of a file. Raises OSError, also for what is none: a pipe in a folder would be waited for without an end."""
+    """Return the size of a file in bytes.
+
+    Raises:
+        OSError: the file cannot be accessed or is not regular: reading a named pipe would block.
+    """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
@@ -38,7 +42,7 @@ def regular_size(path: Path) -> int:
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
-    """Parse `path` as one JSON object. Raises ConfigFileError or ConfigError; never anything else for a bad file."""
+    """Parse `path` as one JSON object. Raises ConfigFileError or ConfigError, never another error, for a bad file."""
     try:
         size = regular_size(path)
         if size > MAX_JSON_BYTES:
@@ -60,9 +64,16 @@ def read_json_file(path: Path) -> dict[str, Any]:
 class JsonReader:
     """Reads typed values out of one parsed JSON object.
 
-    Keys are tried in order and null counts as absent; `defaults` come last. `text=True` also looks under
-    `text_config->`, where multimodal models keep the language model's fields, after the top level. An int is accepted
-    for a float and an integral float for an int.
+    Keys are tried in order. null counts as absent; `defaults` come last. `text=True` also looks under `text_config->`,
+    where multimodal models keep the language model's fields, after the top level. An int is accepted for a float and an
+    integral float for an int.
+
+    Args:
+        data: the object.
+        file: name of the file for messages.
+        defaults: values of keys that are absent or null in the file.
+        multimodal: with `text=True` a text_config is the only place for keys of the language model, if the file has
+            one.
     """
 
     def __init__(
@@ -72,15 +83,13 @@ class JsonReader:
         defaults: Mapping[str, Any] | None = None,
         multimodal: bool = False,
     ) -> None:
-        """defaults: values of keys that the file leaves out or holds null for. multimodal: with `text=True`, a file
-        that has a text_config is read there only, but for what is said of the whole model."""
         self.data = data
         self.file = str(file)
         self.defaults = defaults or {}
         self.inside_only = multimodal and isinstance(data.get("text_config"), Mapping)
 
     def raw(self, *keys: str, text: bool = False) -> tuple[str, Any] | None:
-        """(key, value) of the first present non-null key, or None."""
+        """Return (key, value) of the first present non-null key, or None."""
         for key in self._places(keys, text):
             node: Any = self.data
             for part in key.split("->"):
@@ -90,7 +99,7 @@ class JsonReader:
         return next(((key, self.defaults[key]) for key in keys if self.defaults.get(key) is not None), None)
 
     def explicit_null(self, key: str, text: bool = False) -> bool:
-        """Whether the file has `key` and holds null for it, rather than leaving it out."""
+        """Return whether the file has `key` with the value null."""
         for path in self._places((key,), text):
             node: Any = self.data
             *way, last = path.split("->")
@@ -101,7 +110,7 @@ class JsonReader:
         return False
 
     def _places(self, keys: tuple[str, ...], text: bool) -> tuple[str, ...]:
-        """Where to look for `keys`, in order."""
+        """Return the full keys to try, in order."""
         if not text:
             return keys
         inside = tuple(INSIDE + key for key in keys)
@@ -117,6 +126,13 @@ class JsonReader:
         minimum: int = -MAX_INTEGER,
         maximum: int = MAX_INTEGER,
     ) -> Any:
+        """Return an int within [minimum, maximum], or `default` if all keys are absent.
+
+        Raises:
+            ConfigKeyError: no key is present and there is no default.
+            ConfigTypeError: the value has another type.
+            ConfigError: the value is out of range.
+        """
         found = self._find(keys, default, text)
         if found is None:
             return default
@@ -132,6 +148,7 @@ class JsonReader:
         return value
 
     def number(self, *keys: str, default: Any = REQUIRED, text: bool = False) -> Any:
+        """Return a finite float, or `default` if all keys are absent. Errors as for `integer`."""
         found = self._find(keys, default, text)
         if found is None:
             return default
@@ -143,16 +160,19 @@ class JsonReader:
         return float(value)
 
     def boolean(self, *keys: str, default: Any = REQUIRED, text: bool = False) -> Any:
+        """Return a bool, or `default` if all keys are absent. Errors as for `integer`."""
         return self._typed(keys, default, text, bool, "bool")
 
     def string(self, *keys: str, default: Any = REQUIRED, text: bool = False) -> Any:
+        """Return a str, or `default` if all keys are absent. Errors as for `integer`."""
         return self._typed(keys, default, text, str, "str")
 
     def listing(self, *keys: str, default: Any = REQUIRED, text: bool = False) -> Any:
+        """Return a list, or `default` if all keys are absent. Errors as for `integer`."""
         return self._typed(keys, default, text, list, "list")
 
     def section(self, *keys: str, text: bool = False) -> JsonReader | None:
-        """The JSON object under the first present key, as a reader of its own."""
+        """Return a reader of the JSON object under the first present key, or None."""
         value = self._typed(keys, None, text, dict, "object")
         return None if value is None else JsonReader(value, f"{self.file}: {keys[0]}")
 
@@ -176,13 +196,13 @@ class JsonReader:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of a JSON file is a finite number: also false of whole ones that no float can hold."""
+    """Return whether a JSON value is a finite number that a float can hold."""
     known = isinstance(value, (int, float)) and not isinstance(value, bool)
     return known and abs(value) <= sys.float_info.max  # type: ignore[arg-type]  # false of NaN
 
 
 def _shown(value: Any) -> str:
-    """`value` for a message: short, whatever a file holds."""
+    """Return `value` as a short text for a message."""
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         return "a number of more than 63 bits"
     text = repr(value)

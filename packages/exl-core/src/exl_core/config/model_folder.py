@@ -1,4 +1,4 @@
-"""What a path that should be a model folder is instead, and what to do then."""
+"""Check that a path is a model folder; otherwise say what it is and what to do."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ _NOT_GGUF = "GGUF is not read here: get the model as EXL2, GPTQ or float safeten
 
 
 def check_model_folder(given: str | os.PathLike[str]) -> Path:
-    """`given` as a path, once it is a folder with a config.json. Raises ConfigFileError that says what it is instead.
+    """Return `given` as a path if it is a folder with a config.json.
 
-    Nothing is downloaded: the name of a model on the Hugging Face hub gets the command that does so.
+    Nothing is downloaded; the message for the name of a model on the Hugging Face hub has the command that downloads
+    it.
+
+    Raises:
+        ConfigFileError: the path is something else; the message says what.
     """
     folder = Path(given)
     try:
         problem = _problem(folder, os.fspath(given))
-    except (OSError, ValueError) as e:  # a name that is too long or holds a null character, a folder that is not ours
+    except (OSError, ValueError) as e:  # the name is too long or has a null character, or access is denied
         reason = e.strerror if isinstance(e, OSError) else e
         raise ConfigFileError(f"Can't read the model folder {str(folder)!r:.200}: {reason}") from e
     if problem is not None:
@@ -47,7 +51,7 @@ def _of_file(file: Path) -> str:
 
 
 def _of_name(name: str) -> str:
-    """The remedy for what is not there."""
+    """Return the remedy for a path that does not exist."""
     if name.lower().endswith(".gguf"):
         return f"; {_NOT_GGUF}"
     if _HUB_NAME.fullmatch(name) is None or Path(name).parent.exists():
@@ -60,7 +64,7 @@ def _of_name(name: str) -> str:
 
 
 def _without_config(folder: Path) -> str:
-    """What the folder holds instead."""
+    """Describe a folder without config.json."""
     names = sorted(os.listdir(folder))
     inner = sorted(file.parent for pattern in ("*", "snapshots/*") for file in folder.glob(f"{pattern}/config.json"))
     gguf = [name for name in names if name.lower().endswith(".gguf")]

@@ -22,7 +22,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_rope(config: ExLlamaV2Config, read: JsonReader) -> None:
-    """Fill the rope fields of `config`. Methods without code here are refused by name."""
+    """Fill the rope fields of `config`. Raises UnsupportedError, which names the method, for unsupported methods."""
     arch = config.arch
     theta = read.number("rope_theta", "attn_config->rope_theta", default=arch.rope_theta, text=True)
     config.partial_rotary_factor = read.number("partial_rotary_factor", default=arch.partial_rotary_factor, text=True)
@@ -31,7 +31,7 @@ def read_rope(config: ExLlamaV2Config, read: JsonReader) -> None:
     config.scale_pos_emb_alt = None
     config.alt_rope_method = None
     config.mrope_section = None
-    if config.scale_pos_emb == config.scale_pos_emb_from_file:  # not the caller's, so forgotten on a second prepare()
+    if config.scale_pos_emb == config.scale_pos_emb_from_file:  # not set by the caller, so reset by a second prepare()
         config.scale_pos_emb = 1.0
     config.scale_pos_emb_from_file = None
     if arch.rope_theta_alt is not None:
@@ -59,7 +59,7 @@ def read_rope(config: ExLlamaV2Config, read: JsonReader) -> None:
 
 
 def _check_flat(config: ExLlamaV2Config, block: JsonReader) -> None:
-    """One block for all layers, of a family whose layers share one rotation."""
+    """Check one block for all layers, of a family whose layers share one rotation."""
     types = ", ".join(LAYER_TYPES)
     inner = [str(key) for key, value in block.data.items() if isinstance(value, dict)]
     if inner:
@@ -71,7 +71,7 @@ def _check_flat(config: ExLlamaV2Config, block: JsonReader) -> None:
 
 
 def _check_partial(config: ExLlamaV2Config, read: JsonReader) -> None:
-    """transformers rotates whole heads of most families, whatever the file says: no guess is made which is meant."""
+    """Raise UnsupportedError for a `partial_rotary_factor` that transformers ignores: the file's intent is unknown."""
     factor = config.partial_rotary_factor
     if factor != 1.0 and not config.arch.partial_rotary:
         raise UnsupportedError(
@@ -81,7 +81,7 @@ def _check_partial(config: ExLlamaV2Config, read: JsonReader) -> None:
 
 
 def _blocks_per_layer_type(config: ExLlamaV2Config, block: JsonReader) -> JsonReader | None:
-    """The block of the main table; that of a second one goes into the fields for it."""
+    """Return the block of the main table; the block of a second table goes into its fields."""
     unknown = [name for name in block.data if name not in LAYER_TYPES]
     if unknown:
         raise UnsupportedError(
@@ -119,7 +119,7 @@ def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -
     config.mrope_section = _mrope_section(block) or config.mrope_section
     if kind in ("default", "mrope"):
         return
-    # the first Phi-3 files call longrope "su" or "yarn"
+    # The first Phi-3 files call longrope "su" or "yarn".
     longrope = kind in ("su", "longrope") or (kind == "yarn" and "long_factor" in block.data)
     for key in MSCALES if config.arch.rope_mscales and not longrope else ():
         if block.raw(key) is not None:
@@ -128,7 +128,7 @@ def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -
         config.scale_pos_emb = config.scale_pos_emb_from_file = block.number("factor")
         return
     _check_length(read, block, kind, longrope)
-    # transformers gives the top-level key priority, and falls back to the model's own length
+    # transformers gives priority to the top-level key, and falls back to the model's length.
     outer = read.integer(ORIGINAL, default=None, text=True)
     inner = block.integer(ORIGINAL, default=None, minimum=1)
     if outer and outer == config.arch.defaults.get(ORIGINAL) and inner not in (None, outer):
@@ -170,7 +170,10 @@ def _read_method(config: ExLlamaV2Config, block: JsonReader, read: JsonReader) -
 
 
 def _check_length(read: JsonReader, block: JsonReader, kind: str, longrope: bool) -> None:
-    """Families differ in what transformers assumes of the model's length, which some rotations are made from."""
+    """Raise ConfigKeyError without `max_position_embeddings` for rotations that depend on the model's length.
+
+    Families differ in the default of transformers.
+    """
     if read.raw(*LENGTH_KEYS, text=True) is not None:
         return
     needed = longrope or kind == "dynamic"
@@ -183,7 +186,7 @@ def _check_length(read: JsonReader, block: JsonReader, kind: str, longrope: bool
 
 
 def _mrope_section(block: JsonReader) -> list[int] | None:
-    """Frequencies of each axis (time, height, width); text has the same position on all three."""
+    """Return the number of frequencies of each axis (time, height, width); text has the same position on all three."""
     section: list[Any] | None = block.listing("mrope_section", default=None)
     if section is not None and not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in section):
         raise ConfigTypeError(f"{block.file}: mrope_section must be a list of numbers of frequencies, not {section!r}")
@@ -217,7 +220,7 @@ def _divisors(block: JsonReader, key: str) -> list[float]:
 
 
 def main_rope(config: ExLlamaV2Config) -> RopeSettings:
-    """The main table, overrides of the caller included. Raises ConfigError, UnsupportedError."""
+    """Return the rotation of the main table, the caller's overrides included. Raises ConfigError, UnsupportedError."""
     for name in ("scale_pos_emb", "scale_alpha_value", "rotary_embedding_base"):
         _positive(name, getattr(config, name))
     common: dict[str, Any] = {
@@ -238,7 +241,7 @@ def main_rope(config: ExLlamaV2Config) -> RopeSettings:
 
 
 def alternative_rope(config: ExLlamaV2Config) -> RopeSettings | None:
-    """The second table of families that have one: its own theta and scale, no other method."""
+    """Return the rotation of the second table, with its own theta and scale, or None if the family has none."""
     if config.rotary_embedding_base_alt is None:
         return None
     scale = 1.0 if config.scale_pos_emb_alt is None else config.scale_pos_emb_alt
@@ -291,7 +294,7 @@ def _yarn_fields(c: ExLlamaV2Config, rotary_dim: int) -> dict[str, Any]:
 
 
 def _su_fields(c: ExLlamaV2Config, rotary_dim: int) -> dict[str, Any]:
-    """The long divisors if the configured length is beyond the original one, else the short ones."""
+    """Return longrope's fields: the long divisors if the length exceeds the original one, else the short ones."""
     if c.original_max_seq_len < 2:
         raise ConfigError(f"original_max_seq_len is {c.original_max_seq_len}, must be at least 2 for longrope")
     long = c.max_seq_len > c.original_max_seq_len

@@ -1,4 +1,4 @@
-"""Quantized folders from float ones, for every architecture: `python -m exl_core.convert SRC DST`."""
+"""Convert float model folders of every architecture: `python -m exl_core.convert SRC DST`."""
 
 from .quantize import folder_layout, quantize_model
 

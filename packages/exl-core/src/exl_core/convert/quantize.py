@@ -1,4 +1,4 @@
-"""The layout of a float folder by the tables that load it, for `exl_kernels.quantize.folder` to quantize."""
+"""The layout of a float folder for `exl_kernels.quantize.folder`, from the tables that load the model."""
 
 from __future__ import annotations
 
@@ -30,12 +30,20 @@ __all__ = ["folder_layout", "quantize_model"]
 
 
 def quantize_model(source: str | os.PathLike[str], target: str | os.PathLike[str], **options: Any) -> QuantizeReport:
-    """As `exl_kernels.quantize.folder.quantize_folder` (its options, its errors), for every architecture that loads.
+    """Quantize a float model folder of every supported architecture; otherwise as `quantize_folder`.
 
-    Quantized are the projections of attention, MLP and experts, and for EXL2 the head; routers stay float. Matrices
-    that the files keep fused, stacked or transposed are written split, under the names that this package's own tables
-    give them, and load with the same config.json. Raises ConfigError for a folder that would not load, FormatError for
-    one that is quantized.
+    The projections of attention, MLP and experts are quantized, for EXL2 also the head; routers stay float. Matrices
+    that the files keep fused, stacked or transposed are written split, under the names of this package's tables, and
+    load with the same config.json.
+
+    Args:
+        source: float model folder.
+        target: new or empty folder.
+        **options: options of `exl_kernels.quantize.folder.quantize_folder`.
+
+    Raises:
+        ConfigError: the folder cannot be loaded.
+        FormatError: the model is quantized already; also the errors of `quantize_folder`.
     """
     config = ExLlamaV2Config(source)
     names = config.checkpoint.tensors if config.checkpoint is not None else ()
@@ -46,9 +54,11 @@ def quantize_model(source: str | os.PathLike[str], target: str | os.PathLike[str
 
 
 def folder_layout(config: ExLlamaV2Config) -> list[FolderMatrix]:
-    """Every matrix of the model that can be quantized, layer by layer, the head last.
+    """Return every matrix of the model that can be quantized, layer by layer, the head last.
 
-    Raises MissingTensorError for a folder that lacks one, ModelStateError for a config prepared without tensors.
+    Raises:
+        MissingTensorError: the folder lacks a matrix.
+        ModelStateError: the config was prepared without tensors.
     """
     if config.checkpoint is None:
         raise ModelStateError("the config was prepared with no_tensors=True: call config.prepare() first")
@@ -61,7 +71,7 @@ def folder_layout(config: ExLlamaV2Config) -> list[FolderMatrix]:
 
 
 def _linears(module: Module) -> Iterator[tuple[Linear, str, str]]:
-    """(matrix, slot, role) of what a module holds, routers left out."""
+    """Yield (matrix, slot, role) of a module's linears except routers."""
     if isinstance(module, Attention):
         for linear, role in zip((module.q_proj, module.k_proj, module.v_proj, module.o_proj), "qkvo", strict=True):
             yield linear, f"{module.key}.self_attn", role
@@ -76,7 +86,7 @@ def _linears(module: Module) -> Iterator[tuple[Linear, str, str]]:
 
 def _feed_forward(module: FeedForward) -> Iterator[tuple[Linear, str]]:
     if isinstance(module, MoE):
-        for role in ("gate", "up", "down"):  # as a file stacks them: each tensor is read once
+        for role in ("gate", "up", "down"):  # in the order of stacked files, so that each tensor is read once
             yield from ((getattr(expert, role), role) for expert in module.experts)
         if module.shared is not None:
             yield from _feed_forward(module.shared)
