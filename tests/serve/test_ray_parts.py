@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_generate import ExLlamaV2DynamicJob, ExLlamaV2Sampler
@@ -27,9 +27,9 @@ from exl_serve.ray import app
 from exl_serve.ray.autoscale import CALM_SECONDS, policy, wanted
 from exl_serve.ray.client import RayEngine
 from exl_serve.ray.cost import Index, Load, rank
-from exl_serve.ray.replica import BATCHES, EngineReplica, decode_events
-from exl_serve.ray.resume import DivergedError, Replay
-from exl_serve.request.internal import EngineRequest, MediaRef, Sampling
+from exl_serve.ray.replica import BATCHES, EngineReplica, decode_events, encode_events
+from exl_serve.ray.resume import Completion
+from exl_serve.request.internal import Constraint, EngineRequest, MediaRef, Sampling
 from exl_serve.request.labels import LABEL_BYTES, page_labels, salted
 from exl_serve.testing.local import EngineThread
 from exl_serve.testing.waiting import HANG_SECONDS
@@ -286,60 +286,141 @@ def test_a_model_without_replicas_gets_one_for_a_request_alone() -> None:
 # ---- going on elsewhere ----------------------------------------------------------------------------------------------
 
 
-def cut(ids: list[int], texts: list[str], at: list[int], logprobs: bool = False) -> list[EngineEvent]:
-    """A run's events, its tokens in parts that end at `at`."""
-    bounds = [0, *sorted(set(at)), len(ids)]
-    parts: list[EngineEvent] = [Started(0, 3, 0), Progress(0, 3, 3)]
-    for begin, end in itertools.pairwise(bounds):
-        if end > begin:
-            parts.append(Tokens(0, tuple(ids[begin:end]), "".join(texts[begin:end])))
-    return [*parts, Finished(0, "stop_token", 2, USAGE)]
+def test_a_completion_continues_behind_what_the_client_has() -> None:
+    one = Completion()
+    first = [Started(0, 3, 0), Progress(0, 3, 3), Tokens(0, (1, 2), "ab")]
+    assert [one.feed(event) for event in first] == first
+    assert one.ids == np.array([1, 2], "<i4").tobytes()
+    assert one.feed(Started(0, 3, 0)) is None
+    assert one.feed(Progress(0, 5, 5)) is None
+    last: list[EngineEvent] = [Tokens(0, (3,), "c"), Finished(0, "stop_token", 2, USAGE)]
+    assert [one.feed(event) for event in last] == last
+    assert one.ended
+    assert one.feed(Tokens(0, (4,), "d")) is None
 
 
-@settings(max_examples=200)
-@given(st.data(), st.lists(st.tuples(st.integers(0, 9), st.text(max_size=3)), max_size=12))
-def test_what_was_sent_is_not_sent_again(data: st.DataObject, tokens: list[tuple[int, str]]) -> None:
-    ids, texts = [i for i, _ in tokens], [t for _, t in tokens]
-    places = st.lists(st.integers(0, len(ids)), max_size=4)
-    runs = [cut(ids, texts, data.draw(places)) for _ in range(3)]
-    replay = Replay()
-    got: list[EngineEvent] = []
-    for number, run in enumerate(runs):
-        if number:
-            replay.again()
-        end = len(run) if number == 2 else data.draw(st.integers(0, len(run) - 1))
-        got += [new for event in run[:end] if (new := replay.feed(event)) is not None]
-    told = [event for event in got if isinstance(event, Tokens)]
-    assert [i for event in told for i in event.ids] == ids
-    assert "".join(event.text for event in told) == "".join(texts)
-    assert sum(isinstance(event, Started) for event in got) == 1
-    assert [type(event) for event in got].count(Finished) == 1
-    assert replay.ended
-    assert replay.feed(runs[0][-1]) is None
+class Fragile:
+    """A deployment of replicas over one engine. The first one ends behind `at` events of a request."""
+
+    def __init__(self, engine: Any, folder: Path, at: int) -> None:
+        self._engine, self._folder, self._left = engine, folder, at
+        self.taken: list[EngineRequest] = []
+        self.generate = self.tell = self.describe = self
+
+    def options(self, **_: Any) -> Fragile:
+        return self
+
+    def remote(self, *given: Any, **named: Any) -> Any:
+        if given and isinstance(given[0], str):
+            return asyncio.sleep(0)
+        return self._stream(given[0], named["ingress"], named["tag"])
+
+    async def _stream(self, frame: bytes, ingress: str, tag: int) -> AsyncIterator[bytes]:
+        self.taken.append(msgspec.msgpack.decode(frame, type=EngineRequest))
+        stream = replica_of(self._engine, self._folder).generate(frame, ingress=ingress, tag=tag)
+        yield await anext(stream)
+        async for item in stream:
+            for event in decode_events(item):
+                if self._left == 0 and len(self.taken) == 1:
+                    await stream.aclose()  # type: ignore[attr-defined]
+                    raise RuntimeError("the actor has died")
+                self._left -= 1
+                yield encode_events([event])
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        [Tokens(0, (1, 9), "ab")],
-        [Tokens(0, (1, 2), "ax")],
-        [Tokens(0, (1,), "a"), Finished(0, "length", None, USAGE)],
-    ],
-)
-def test_another_answer_is_never_joined(second: list[EngineEvent]) -> None:
-    replay = Replay()
-    replay.feed(Started(0, 3, 0))
-    replay.feed(Tokens(0, (1, 2), "ab"))
-    replay.again()
-    with pytest.raises(DivergedError):
-        list(map(replay.feed, second))
+ARRAY = '{"type": "array", "items": {"type": "string", "maxLength": 6}, "minItems": 3, "maxItems": 5}'
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"logprobs": 1},
+    "three": {"seeds": (3, 4, 5)},
+    "schema": {"constraints": (Constraint(kind="json_schema", source=ARRAY),)},
+    "stop": {"stop_strings": (" the", "ing")},
+    "bans": {"banned_strings": ("a ", "s")},
+    "budget": {"max_tokens": 5, "min_tokens": 4},
+    "mirostat": {"sampling": Sampling(mirostat=True)},
+}
 
 
-def test_a_failure_ends_it() -> None:
-    replay = Replay()
-    failed = Failed(0, 500, "server_error", "filter_dead_end", "no way out")
-    assert replay.feed(failed) is failed
-    assert replay.ended
+def told(events: list[EngineEvent], n: int) -> list[tuple[Any, ...]]:
+    """Return what a client is told of each completion, tokens joined."""
+    found = []
+    for choice in range(n):
+        own = [event for event in events if event.choice == choice]
+        parts = [event for event in own if isinstance(event, Tokens)]
+        kinds = [type(event) for event in own if not isinstance(event, Progress | Tokens)]
+        last = own[-1]
+        assert isinstance(last, Finished), last
+        ids, text = sum((part.ids for part in parts), ()), "".join(part.text for part in parts)
+        numbers = sum((part.logprobs for part in parts), ())
+        found.append((kinds, ids, text, numbers, last.reason, last.stop, last.usage.completion_tokens))
+    return found
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_a_stream_continues_on_another_replica(fable: EngineThread, tmp_path: Path, case: str) -> None:
+    """Wherever the first one ends: the client is told what one replica would have told."""
+    asked = EngineRequest(
+        **{"id": "r", "prompt": np.array([1, 40, 50, 60], "<i4").tobytes(), "sampling": Sampling()}
+        | {"seeds": (3,), "max_tokens": 20}
+        | CASES[case]
+    )
+
+    async def ran(engine: Any) -> list[EngineEvent]:
+        events: list[EngineEvent] = []
+        left = set(range(asked.n))
+        ended = asyncio.Event()
+
+        def take(event: EngineEvent) -> None:
+            events.append(event)
+            if isinstance(event, Finished | Failed):
+                left.discard(event.choice)
+                if not left:
+                    ended.set()
+
+        await engine.submit(asked, take)
+        async with asyncio.timeout(HANG_SECONDS):
+            await ended.wait()
+        return events
+
+    async def steps() -> None:
+        local = await fable.connect()
+        try:
+            whole = await ran(local)
+            for at in range(0, len(whole), 1 if case == "stop" else 4):
+                handle = Fragile(local, tmp_path, at)
+                engine = RayEngine(handle, "i")
+                engine._card = local.card
+                assert told(await ran(engine), asked.n) == told(whole, asked.n), at
+                assert len(handle.taken) == 2
+                assert not any(handle.taken[0].resume)
+        finally:
+            await local.close()
+
+    asyncio.run(steps())
+
+
+def test_another_answer_is_never_joined(tmp_path: Path) -> None:
+    """The second replica would not have produced the first one's ids: the request ends with an error."""
+
+    async def steps() -> None:
+        fake = FakeEngine()
+        engine = RayEngine(Fragile(fake, tmp_path, 1), "i")
+        engine._card = SimpleNamespace(digest="d", namespace=b"n" * 16, page_size=256)  # type: ignore[assignment]
+        events: list[EngineEvent] = []
+        await engine.submit(msgspec.msgpack.decode(frame(), type=EngineRequest), events.append)
+        fake.sinks[0](Tokens(0, (7, 8), "ab"))
+        fake.sinks[0](Tokens(0, (9,), "c"))
+        async with asyncio.timeout(HANG_SECONDS):
+            while len(fake.requests) < 2:
+                await asyncio.sleep(0)
+            assert fake.requests[1].resume == (np.array([7, 8], "<i4").tobytes(),)
+            fake.sinks[1](Failed(0, 409, "conflict", "resume_refused", "resume_from[1] is 8"))
+            while len(events) < 2:
+                await asyncio.sleep(0)
+        assert isinstance(last := events[-1], Failed)
+        assert (last.status, last.code) == (503, "engine_restarting")
+        await engine.close()
+
+    asyncio.run(steps())
 
 
 # ---- a replica -------------------------------------------------------------------------------------------------------

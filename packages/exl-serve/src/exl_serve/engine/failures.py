@@ -25,6 +25,8 @@ BY_CODE: dict[str, tuple[int, str, str]] = {
     "ambiguous_plugin": (*_INVALID, "invalid_grammar"),
     "plugin": (*_INVALID, "invalid_grammar"),
     "no_candidates": (*_INVALID, "no_candidates"),
+    # Another run of it has produced other tokens, or filters that differ.
+    "resume": (409, "conflict", "resume_refused"),
     # What this installation or model does not offer.
     "unsupported": (501, "not_implemented", "unsupported"),
     "missing_extra": (501, "not_implemented", "unsupported"),

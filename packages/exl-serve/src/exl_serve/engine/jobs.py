@@ -174,17 +174,15 @@ def make_job(
         embeddings=list(embeddings),
         max_rq_tokens=PAGES_AT_ONCE,
         cache_salt=request.cache_salt,
+        resume_from=_produced(request, choice),
     )
 
 
 def _offered(request: EngineRequest) -> None:
     """Raises ServeError 501 for what requests can say and this engine cannot do."""
-    for name, given in (
-        ("resume", request.resume),
-        ("prompt_logprobs", request.prompt_logprobs is not None),
-    ):
-        if given:
-            raise ServeError(501, "not_implemented", "unsupported", f"this engine does not offer {name}", param=name)
+    if request.prompt_logprobs is not None:
+        name = "prompt_logprobs"
+        raise ServeError(501, "not_implemented", "unsupported", f"this engine does not offer {name}", param=name)
 
 
 def _what_fits(request: EngineRequest, length: int, max_seq_len: int) -> int:
@@ -201,9 +199,19 @@ def _what_fits(request: EngineRequest, length: int, max_seq_len: int) -> int:
     return room if request.fill else request.max_tokens
 
 
-def _ids(data: bytes) -> torch.Tensor:
+def _produced(request: EngineRequest, choice: int) -> torch.Tensor | None:
+    """Ids that an earlier run of this completion has handed out."""
+    if not request.resume:
+        return None
+    if len(request.resume) != request.n:
+        message = f"resume has {len(request.resume)} entries for {request.n} completions"
+        raise ServeError.invalid(message, "resume")
+    return _ids(request.resume[choice], "resume")
+
+
+def _ids(data: bytes, name: str = "prompt") -> torch.Tensor:
     if len(data) % 4:
-        raise ServeError.invalid(f"a prompt of {len(data)} bytes, which is no list of 4-byte token ids", "prompt")
+        raise ServeError.invalid(f"a {name} of {len(data)} bytes, which is no list of 4-byte token ids", name)
     return torch.from_numpy(np.frombuffer(data, dtype="<i4").astype(np.int64))[None]
 
 

@@ -18,7 +18,7 @@ from exl_serve.engine.client import EngineStatus, ModelCard, Sink
 from exl_serve.engine.events import EngineEvent, Failed
 from exl_serve.errors import ServeError
 from exl_serve.ray.replica import decode_events
-from exl_serve.ray.resume import DivergedError, Replay
+from exl_serve.ray.resume import Completion
 from exl_serve.request.internal import EngineRequest
 from exl_serve.request.labels import page_labels, salted
 
@@ -29,6 +29,7 @@ log = logging.getLogger("ray.serve")
 DEATHS = 2
 """A request on which so many replicas have died is not tried again: it may be what kills them."""
 LEASE_PERIOD, STATUS_PERIOD = 1.0, 2.0
+DIVERGED = "the replica that ran this request has ended, and another one gives another answer: try again"
 GONE = "the replica that ran this request has ended, and the request could not be finished on another: try again"
 
 
@@ -46,8 +47,7 @@ class _Call:
 
     def __init__(self, engine: RayEngine, tag: int, request: EngineRequest, sink: Sink) -> None:
         self._engine, self.tag, self._request, self._sink = engine, tag, request, sink
-        self._choices = [Replay() for _ in range(request.n)]
-        self._frame = msgspec.msgpack.encode(request)
+        self._choices = [Completion() for _ in range(request.n)]
         self._labels = engine.labels(request)
         self._dead: list[str] = []
         self._stream: Any = None
@@ -65,7 +65,7 @@ class _Call:
         engine = self._engine
         self._stream = stream = _called(
             engine.handle.options(stream=True).generate,
-            self._frame,
+            msgspec.msgpack.encode(self._behind()),
             ingress=engine.name,
             tag=self.tag,
             labels=self._labels,
@@ -86,6 +86,11 @@ class _Call:
         self.replica = said["replica"]
         return stream
 
+    def _behind(self) -> EngineRequest:
+        """The request, to continue behind what the client has received of it."""
+        resume = tuple(choice.ids for choice in self._choices)
+        return msgspec.structs.replace(self._request, resume=resume if any(resume) else ())
+
     async def _run(self, stream: Any) -> None:
         try:
             while not await self._relay(stream) and not self._cancelled:
@@ -94,13 +99,9 @@ class _Call:
                     self._fail("engine_error", 500, "two replicas ended while they ran this request")
                     return
                 log.warning("replica %s has ended: request %s goes on elsewhere", self.replica, self._request.id)
-                for choice in self._choices:
-                    choice.again()
                 stream = await self._open()
                 if self._paused:
                     self._tell("pause")
-        except DivergedError:
-            self._fail("engine_restarting", 503, "another replica gives another answer: nothing is joined; try again")
         except ServeError as error:
             self._fail(error.code, error.status, error.message)
         except Exception:
@@ -116,9 +117,9 @@ class _Call:
                 for event in decode_events(item):
                     if isinstance(event, Failed) and event.code == "engine_restarting":
                         return False
+                    if isinstance(event, Failed) and event.code == "resume_refused":
+                        event = Failed(event.choice, 503, "server_error", "engine_restarting", DIVERGED)
                     self._take(event)
-        except DivergedError:
-            raise
         except Exception as error:  # Ray has many for an actor that has died
             log.info("the stream of request %s broke: %s", self._request.id, type(error).__name__)
             return all(choice.ended for choice in self._choices)
