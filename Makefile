@@ -3,7 +3,7 @@
 UV ?= uv
 CARGO_DIR := rust
 
-.PHONY: help sync format lint types layers lock docs test test-full test-rust test-install test-ray test-cuda cuda-archs wheels bench ci
+.PHONY: help sync format lint types layers lock deny workflows docs test test-full test-rust fuzz test-install test-ray test-cuda cuda-archs wheels bench ci
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,6 +37,12 @@ lock:  ## the lock files agree with the manifests
 	$(UV) lock --check
 	cd $(CARGO_DIR) && cargo metadata --locked --format-version 1 >/dev/null
 
+deny:  ## licences, advisories and sources of the Rust crates (needs cargo-deny and, for advisories, the network)
+	cd $(CARGO_DIR) && cargo deny check
+
+workflows:  ## the GitHub workflows (needs actionlint)
+	actionlint
+
 docs:  ## the documentation site, into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(UV) run --isolated --locked --only-group docs mkdocs build --strict --quiet
 
@@ -48,6 +54,14 @@ test-full:  ## every test that needs no GPU; CI runs it once a day
 
 test-rust:  ## the Rust crates' own tests
 	cd $(CARGO_DIR) && cargo test --locked
+
+FUZZ_SECONDS ?= 60
+fuzz:  ## hostile files and matrices for FUZZ_SECONDS a target (needs cargo-fuzz and a nightly compiler)
+	cd $(CARGO_DIR)/exl-format && mkdir -p fuzz/corpus/safetensors
+	cd $(CARGO_DIR)/exl-format && cargo +nightly fuzz run safetensors fuzz/corpus/safetensors fuzz/seeds/safetensors -- \
+		-max_total_time=$(FUZZ_SECONDS) -dict=fuzz/safetensors.dict
+	cd $(CARGO_DIR)/exl-format && cargo +nightly fuzz run exl2 -- -max_total_time=$(FUZZ_SECONDS)
+	cd $(CARGO_DIR)/exl-format && cargo +nightly fuzz run gptq -- -max_total_time=$(FUZZ_SECONDS)
 
 test-install:  ## every package alone, in an environment that holds only it
 	$(UV) run --no-sync pytest -m install tests/install

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCKS = {"uv.lock", "rust/Cargo.lock"}
+LOCKS = {"uv.lock", "rust/Cargo.lock", "rust/exl-format/fuzz/Cargo.lock"}
 # Written in pieces, so that this file does not find itself.
 HOSTS = re.compile(
     "|".join(

@@ -226,7 +226,11 @@ fn check_shapes(t: &Exl2Tensors<'_>) -> Result<(), Problem> {
     let shapes: [(&'static str, Vec<usize>, Vec<usize>); 3] = [
         ("q_scale", t.q_scale_shape.to_vec(), vec![groups, n / 8]),
         ("q_scale_max", vec![t.q_scale_max.len()], vec![groups]),
-        ("q_groups", vec![t.q_groups.len()], vec![2 * groups]),
+        (
+            "q_groups",
+            vec![t.q_groups.len()],
+            vec![groups.saturating_mul(2)],
+        ),
     ];
     for (tensor, found, expected) in shapes {
         if found != expected {
