@@ -63,7 +63,7 @@ def test_they_are_refused_with_their_name(source):
     pytest.importorskip("llguidance", reason="extra `grammar`")
     from exl_filters import ExLlamaV2GrammarFilter
 
-    with pytest.raises(FilterCompileError, match=r"rule 'r0?' has no text that ends"):
+    with pytest.raises(FilterCompileError, match=r"rule 'r0?' has no finite text"):
         ExLlamaV2GrammarFilter(None, V, **source)
 
 

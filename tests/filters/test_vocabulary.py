@@ -135,9 +135,9 @@ def test_plain_lists_and_strangers():
     [
         (["a", 5], {}, "token 1 is 5"),
         (["a", "\ud800"], {}, "token 1 .* surrogate"),
-        (["a"], {"eos_token_id": "</s>"}, "'</s>' is among"),
-        (["a"], {"special_ids": [None]}, "None is among"),
-        (["a"], {"stop_ids": [0.0]}, "numbers of tokens"),
+        (["a"], {"eos_token_id": "</s>"}, "stop ids hold '</s>'"),
+        (["a"], {"special_ids": [None]}, "stop ids hold None"),
+        (["a"], {"stop_ids": [0.0]}, "must be token ids"),
     ],
 )
 def test_tokens_and_ids_of_other_types_are_refused(tokens, roles, words):

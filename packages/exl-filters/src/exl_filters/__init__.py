@@ -1,7 +1,6 @@
-"""Constrained decoding for any language model: filters, plugins, and the laws they must obey.
+"""Constrained decoding for any language model: filters, plugins, and the laws that filters must obey.
 
-Importing this package imports numpy and nothing else; libraries behind the extras are loaded by the filter that needs
-them.
+Importing this package imports numpy and nothing else. The filter that needs an optional library (an extra) imports it.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """The filters behind extras are imported when asked for."""
+    """Import the filters that need an extra when they are first asked for."""
     if name == "ExLlamaV2GrammarFilter":
         from exl_filters.grammar import ExLlamaV2GrammarFilter
 

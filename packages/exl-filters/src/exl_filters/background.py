@@ -1,9 +1,10 @@
-"""One thread at a time: whatever is asked of a filter waits for what runs in its background (spec FC-3).
+"""Background computations of a filter: every method waits for them, so only one thread uses a filter at a time.
 
-llguidance refuses a matcher that two threads use ("Already borrowed"), and a filter of plain Python would mix two
-states. So every method of the contract, in every subclass, begins by waiting for the pending computation, or by
-dropping it where the method changes the state. The computation itself passes: it is known by its thread. One that asks
-from threads of its own would wait for itself, so no method waits longer than `LONGEST_WAIT`.
+llguidance rejects a matcher that two threads use ("Already borrowed"), and a filter in plain Python would mix two
+states. So every method of the contract, in every subclass, first waits for the pending computation. A method that
+changes the state drops the computation instead. The computation itself may call its own filter: it is recognized by its
+thread. A computation that calls its filter from other threads would wait for itself, so no method waits longer than
+`LONGEST_WAIT`.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ __all__ = ["ATTRIBUTES", "LONGEST_WAIT", "Pending", "finish", "finish_soon", "gu
 
 T = TypeVar("T")
 
-# Attributes of a filter that say what is pending; no copy has them.
+# Attributes of a filter that say what is pending. They are not copied.
 ATTRIBUTES = ("background_result", "_background")
 
-# Seconds that a method of a filter waits for what runs in the filter's background. No mask of a filter that works takes
-# as long; hosts, which wait for nothing but the result, wait until it is there.
+# Seconds that a method of a filter waits for the filter's background computation. A mask of a working filter never
+# takes as long. Hosts call `get_next`, which waits without a limit.
 LONGEST_WAIT = 30.0
 
-# A result computed for the state before these must not be taken for the state after them.
+# Methods that change the state: a result computed before one of them must not be used after it.
 DROPPING = ("attach", "begin", "feed", "rewind")
 WAITING = (
     "captures",
@@ -47,7 +48,7 @@ WAITING = (
 
 
 class Pending:
-    """A computation of a filter on another thread: its kind, its future, and the thread it runs on, while it runs."""
+    """A computation of a filter on another thread: its kind, its future and, while it runs, its thread."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -55,6 +56,7 @@ class Pending:
         self._thread = 0
 
     def run(self, work: Callable[[], T]) -> T:
+        """Run `work` on the current thread, recorded as the computation's thread meanwhile; returns its result."""
         self._thread = threading.get_ident()
         try:
             return work()
@@ -63,15 +65,15 @@ class Pending:
 
     @property
     def here(self) -> bool:
-        """Whether it is this thread that runs it."""
+        """Whether the current thread runs this computation."""
         return self._thread == threading.get_ident()
 
 
 def finish(future: Future[Any], seconds: float | None = None) -> bool:
-    """Cancel `future` or wait until it is over, whatever came of it; whether it ran. Raises `StillRunning` when it is
-    not over in time.
+    """Cancel `future` or wait until it is over. Returns whether it ran; its result or exception is ignored.
 
-    What has not begun is never waited for: the thread it would run on may be the one that asks, or wait for it.
+    A future that has not begun is cancelled and never waited for: its thread may be the one that calls. Raises
+    `StillRunning` when the future is not over after `seconds` (None: no limit).
     """
     if future.cancel():
         return False
@@ -81,20 +83,20 @@ def finish(future: Future[Any], seconds: float | None = None) -> bool:
 
 
 def finish_soon(future: Future[Any], name: str) -> bool:
-    """`finish` for a method of the filter called `name`: `FilterBusy` beyond `LONGEST_WAIT`."""
+    """Call `finish` for a method of the filter called `name`. Raises `FilterBusy` after `LONGEST_WAIT` seconds."""
     try:
         return finish(future, LONGEST_WAIT)
     except StillRunning:
         raise FilterBusy(
-            f"{name} was asked while its background computation ran, which was not over after {LONGEST_WAIT:g} s: a "
-            "computation may ask its own filter only from its own thread, not from threads that it starts; where it is "
+            f"{name} was called while its background computation ran, which was not over after {LONGEST_WAIT:g} s: a "
+            "computation may call its own filter only from its own thread, not from threads that it starts; if it is "
             "just slow, let use_background_worker() return False"
         ) from None
 
 
 def guard(cls: type[Any], base: type[Any]) -> None:
-    """Make the methods of `cls` wait, also those it has from a class that is no filter."""
-    for names, quiet in ((DROPPING, "_forsake"), (WAITING, "_settle")):
+    """Make the contract's methods of `cls` wait, including those inherited from a class that is not a filter."""
+    for names, quiet in ((DROPPING, "_discard_pending"), (WAITING, "_wait_pending")):
         for name in names:
             method = inspect.getattr_static(cls, name, None)
             known = getattr(method, "_waits", None) is method or method is inspect.getattr_static(base, name, None)
@@ -107,16 +109,17 @@ def guard(cls: type[Any], base: type[Any]) -> None:
 
 
 def _is_method(value: Any) -> bool:
-    """Whether it is called with the filter, or in its name: compiled code, a cache around a function, ..."""
+    """Whether `value` is called with the filter as its first argument: compiled code, a cache around a function."""
     if isinstance(value, (staticmethod, classmethod)):
         return False
     return callable(value) or isinstance(value, (functools.partialmethod, functools.singledispatchmethod))
 
 
 def _waiting(method: Callable[..., Any], quiet: str) -> Callable[..., Any]:
-    """`method`, behind `self._forsake()` or `self._settle()` where something is pending.
+    """Wrap `method`: call the filter's method named `quiet` first where a computation is pending.
 
-    The methods of every token have wrappers of their own: a quarter of the cost of one for all arguments.
+    The methods that run for every token have wrappers with a fixed signature, which cost less than one for any
+    arguments.
     """
     parameters = inspect.signature(method).parameters.values()
     plain = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
@@ -156,8 +159,10 @@ def _waiting(method: Callable[..., Any], quiet: str) -> Callable[..., Any]:
 
 
 def _waiting_callable(method: Any, quiet: str) -> Callable[..., Any]:
-    """As `_waiting`, for what is no plain function. It is bound as Python would, and keeps what else it offers (the
-    `cache_clear` of a cache)."""
+    """Wrap a callable that is not a plain function, as `_waiting` does.
+
+    The wrapper binds it as Python would and keeps its other attributes (the `cache_clear` of a cache).
+    """
     bind = getattr(type(method), "__get__", None)
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:

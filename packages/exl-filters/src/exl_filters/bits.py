@@ -1,7 +1,7 @@
-"""Packed token masks: int32 words, token i is bit `i & 31` of word `i >> 5`, 1 = allowed.
+"""Packed token masks: int32 words; token i is bit `i & 31` of word `i >> 5`; 1 = allowed.
 
-The convention of llguidance, xgrammar, vLLM and SGLang (spec/filters.md 3.5). A mask that is narrower than what it is
-applied to counts as zero beyond its width; bits at and above the vocabulary size are always zero.
+llguidance, xgrammar, vLLM and SGLang use the same layout. A mask that is narrower than its operand counts as zero
+beyond its width. Bits at and above the vocabulary size are always zero.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _BITS = tuple(np.array([1 << i], dtype=np.uint32).view(np.int32)[0] for i in ran
 
 
 def word_count(size: int) -> int:
-    """Words needed for `size` tokens."""
+    """Return the number of words that `size` tokens need."""
     return (size + 31) >> 5
 
 
 def empty(size: int) -> Words:
-    """A mask for `size` tokens that allows none."""
+    """Return a mask for `size` tokens that allows none."""
     return np.zeros(word_count(size), dtype=np.int32)
 
 
 def full(size: int) -> Words:
-    """A mask that allows exactly ids 0..size-1 (tail bits stay zero)."""
+    """Return a mask that allows exactly the ids 0..size-1; the tail bits stay zero."""
     words = np.full(word_count(size), -1, dtype=np.int32)
     clear_from(words, size)
     return words
@@ -81,7 +81,9 @@ def from_ids(ids: Iterable[int] | npt.NDArray[np.integer], size: int) -> Words:
 
 
 def expand(words: Words, size: int | None = None) -> npt.NDArray[np.uint8]:
-    """One byte per token, 1 = allowed; `size` entries (default: every bit of the words), zero beyond their width."""
+    """Unpack to one byte per token, 1 = allowed: uint8 of `size` entries (default: every bit), zero beyond the mask's
+    width.
+    """
     flags = np.unpackbits(words.view(np.uint8), bitorder="little")
     if size is None or size == len(flags):
         return flags
@@ -91,7 +93,7 @@ def expand(words: Words, size: int | None = None) -> npt.NDArray[np.uint8]:
 
 
 def to_ids(words: Words) -> list[int]:
-    """The allowed ids, ascending."""
+    """Return the allowed ids in ascending order."""
     filled = np.flatnonzero(words)
     if len(filled) * 4 > len(words):
         dense: list[int] = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
@@ -109,7 +111,7 @@ def test(words: Words, token: int) -> bool:
 
 
 def put(words: Words, token: int, allowed: bool) -> None:
-    """Set or clear one bit; nothing outside the mask's width."""
+    """Set or clear the bit of one token. Tokens outside the mask's width are ignored."""
     word = token >> 5
     if 0 <= word < len(words):
         bit = _BITS[token & 31]
@@ -120,25 +122,25 @@ def put(words: Words, token: int, allowed: bool) -> None:
 
 
 def is_empty(words: Words) -> bool:
-    """Whether the mask allows nothing. Stops at the first byte that is not zero: a quarter of what `any()` takes."""
+    """Whether the mask allows nothing. Stops at the first nonzero byte, which is faster than `any()`."""
     octets = words.view(np.uint8)
     return not octets[octets.view(np.bool_).argmax()] if len(octets) else True
 
 
 def count(words: Words) -> int:
-    """How many ids are allowed."""
+    """Return the number of allowed ids."""
     return int(np.unpackbits(words.view(np.uint8)).sum(dtype=np.int64))
 
 
 def copy_into(source: Words, target: Words) -> None:
-    """Write `source` over `target` whatever their widths; what the source does not cover becomes zero."""
+    """Write `source` over `target`, whatever their widths. Words that the source does not cover become zero."""
     width = min(len(source), len(target))
     target[:width] = source[:width]
     target[width:] = 0
 
 
 def and_into(source: Words, target: Words) -> None:
-    """`target &= source`, where a narrower source counts as zero beyond its width."""
+    """Compute `target &= source`. A narrower source counts as zero beyond its width."""
     if len(source) == len(target):
         np.bitwise_and(target, source, out=target)
         return
@@ -150,8 +152,8 @@ def and_into(source: Words, target: Words) -> None:
 def apply(words: Words, logits: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
     """Set the logits of excluded ids to -inf, in place; returns `logits`.
 
-    `logits` is [..., W], any float dtype; entries beyond the mask's width are excluded, allowed ones keep their value.
-    About 50 us for 128k float32 on one core.
+    `logits` has shape [..., W] and any float dtype. Entries beyond the mask's width are excluded; allowed entries keep
+    their value.
     """
     width = logits.shape[-1]
     if logits.dtype.kind != "f" or logits.dtype.itemsize not in _INTS:
@@ -161,8 +163,8 @@ def apply(words: Words, logits: npt.NDArray[np.floating]) -> npt.NDArray[np.floa
     octets = np.zeros((width + 7) >> 3, dtype=np.uint8)
     given = words.view(np.uint8)[: len(octets)]
     octets[: len(given)] = given
-    # On the bit patterns: and with ones or zeros, then or with zeros or -inf. A masked assignment takes eight times as
-    # long.
+    # On the bit patterns: AND with ones or zeros, then OR with zeros or -inf. A masked assignment is several times
+    # slower.
     patterns = logits.view(_INTS[logits.dtype.itemsize])
     np.bitwise_and(patterns, np.take(keep, octets, axis=0, mode="clip").reshape(-1)[:width], out=patterns)
     np.bitwise_or(patterns, np.take(fill, octets, axis=0, mode="clip").reshape(-1)[:width], out=patterns)
@@ -174,7 +176,7 @@ _INTS: dict[int, type[np.signedinteger]] = {2: np.int16, 4: np.int32, 8: np.int6
 
 @cache
 def _tables(dtype: np.dtype[np.floating]) -> tuple[npt.NDArray[np.signedinteger], npt.NDArray[np.signedinteger]]:
-    """For each byte of a mask: the eight patterns to keep by, and the eight to fill with."""
+    """Return two tables indexed by a byte of a mask: the eight patterns to AND with, and the eight to OR with."""
     ints = _INTS[dtype.itemsize]
     allowed = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
     minus_infinity = np.array(-np.inf, dtype=dtype).view(ints)

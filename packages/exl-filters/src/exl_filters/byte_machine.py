@@ -17,17 +17,17 @@ from exl_filters.vocabulary import Vocabulary
 __all__ = ["DEAD", "ByteMachine", "Tokenized"]
 
 DEAD = -1
-# 100,000 states of options take about 0.3 s and 40 MB; more is a dictionary, not a choice.
+# A hundred thousand states take a fraction of a second and tens of megabytes; a million is the limit.
 MAX_STATES = 1_000_000
-# Masks kept per machine: 256 x 16 KB at 128k tokens.
+# Masks kept per machine. A mask of 128k tokens has 16 KB.
 MAX_CACHED = 256
 
 
 class ByteMachine:
-    """Immutable once built. State 0 is the start.
+    """A deterministic automaton over bytes, immutable once built. State 0 is the start.
 
-    edges[s]: byte -> state. accepting[s]: the bytes so far are a sentence. free[s]: anything may follow, the machine
-    has no say.
+    `edges[s]` maps a byte to the next state. `accepting[s]`: the bytes so far are a sentence. `free[s]`: anything may
+    follow.
     """
 
     shared_between_clones = True
@@ -39,7 +39,7 @@ class ByteMachine:
 
     @classmethod
     def of_strings(cls, strings: Sequence[str | bytes], *, then_free: bool = False) -> ByteMachine:
-        """Exactly these strings; with `then_free`, anything after one of them."""
+        """Build the machine of exactly these strings; with `then_free`, anything may follow one of them."""
         machine = cls()
         for text in strings:
             state = 0
@@ -51,10 +51,10 @@ class ByteMachine:
 
     @classmethod
     def of_strings_any_case(cls, strings: Sequence[str]) -> ByteMachine:
-        """Every text whose case folding equals that of one of the strings.
+        """Build the machine of every text whose case folding equals that of one of the strings.
 
-        Built by subset construction over "option i, folded up to character j", so letters whose folding is longer than
-        they are (the sharp s, the dotted capital I) match where their folding does.
+        Subset construction runs over pairs (option i, folded up to character j). So a letter whose folding is longer
+        than itself (the sharp s, the dotted capital I) matches where its folding does.
         """
         for text in strings:
             encoded("a text", text)
@@ -77,7 +77,7 @@ class ByteMachine:
         return machine
 
     def run(self, state: int, text: bytes) -> int:
-        """The state after `text`; stops reading in a free state; `DEAD` when the machine has no such edge."""
+        """Return the state after `text`, or `DEAD` when an edge is missing. Stops reading in a free state."""
         for byte in text:
             if state == DEAD or self.free[state]:
                 return state
@@ -85,11 +85,11 @@ class ByteMachine:
         return state
 
     def final(self, state: int) -> bool:
-        """A sentence that cannot be continued."""
+        """Whether `state` is a sentence that cannot be continued."""
         return self.accepting[state] and not self.edges[state] and not self.free[state]
 
     def token_states(self, vocabulary: Vocabulary) -> set[int]:
-        """States that sequences of tokens reach from the start: 0, and those at the end of a token."""
+        """Return the states that token sequences reach from the start: 0, and those at the end of a token."""
         trie = vocabulary.trie
         reached, todo = {0}, [0]
         while todo:
@@ -123,8 +123,9 @@ class ByteMachine:
 
 
 class Tokenized:
-    """A machine over one vocabulary: which ids every state allows. Shared by all clones of a filter; safe across
-    threads.
+    """The allowed ids of every state of a machine, over one vocabulary.
+
+    All clones of a filter share one instance; it is safe across threads.
     """
 
     shared_between_clones = True
@@ -135,10 +136,12 @@ class Tokenized:
         self._lock = threading.Lock()
 
     def choice(self, state: int, pending: bytes = b"") -> Choice:
-        """Ids allowed in `state`; with `pending` text to regenerate, those that start with it and whose surplus is
-        allowed.
+        """Return the ids allowed in `state`.
 
-        Where no single token starts with the pending text, tokens that spell a part of it are allowed instead.
+        Args:
+            state: A state of the machine.
+            pending: Text to write again (token healing). The ids then start with this text, and the machine takes their
+                surplus. Where no single token starts with it, tokens that spell a part of it are allowed instead.
         """
         found = self._choices.get((state, pending))
         if found is None:
@@ -182,7 +185,7 @@ class Tokenized:
         return Choice(bits.from_ids(ids, self.vocabulary.size), frozenset(ends))
 
     def _pieces_of(self, pending: bytes) -> list[tuple[int, int]]:
-        """Tokens that are proper beginnings of `pending`."""
+        """Return the tokens that are proper prefixes of `pending`, as ranges of the trie's order."""
         trie, node, ranges = self.vocabulary.trie, 0, []
         for byte in pending:
             node = trie.child(node, byte)
@@ -192,7 +195,7 @@ class Tokenized:
         return ranges
 
     def advance(self, state: int, pending: bytes, token: int) -> tuple[int, bytes]:
-        """State and pending text after an allowed token."""
+        """Return the state and the pending text after an allowed token."""
         raw = self.vocabulary.bytes_of(token)
         if len(raw) < len(pending):
             return state, pending[len(raw) :]
@@ -204,7 +207,7 @@ def _key(places: Iterable[tuple[int, int]]) -> frozenset[tuple[int, int]]:
 
 
 def _folded_steps(folded: Sequence[str], places: Iterable[tuple[int, int]]) -> dict[bytes, set[tuple[int, int]]]:
-    """From some places: the UTF-8 of every character that may follow, and the places it leads to."""
+    """Map the UTF-8 of every character that may follow the given places to the places that it leads to."""
     steps: dict[bytes, set[tuple[int, int]]] = {}
     for option, at in places:
         text = folded[option]
@@ -217,7 +220,7 @@ def _folded_steps(folded: Sequence[str], places: Iterable[tuple[int, int]]) -> d
 
 @cache
 def _foldings() -> dict[str, list[str]]:
-    """Folded text -> the characters that fold to it, where that changes them. All cased letters lie below U+1F000."""
+    """Map folded text to the characters that fold to it and differ from it. All cased letters lie below U+1F000."""
     table: dict[str, list[str]] = {}
     for code in range(0x41, 0x1F000):
         if 0xD800 <= code < 0xE000:
@@ -235,7 +238,7 @@ def _longest_folding() -> int:
 
 
 def _unfolded(text: str) -> list[str]:
-    """The characters whose case folding is `text`."""
+    """Return the characters whose case folding is `text`."""
     found = list(_foldings().get(text, ()))
     if len(text) == 1:
         found.append(text)

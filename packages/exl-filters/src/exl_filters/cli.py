@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 
 def _json(text: str) -> object:
-    """For argparse, whose message for a ValueError would name this function and not the fault."""
+    """Parse JSON for argparse, whose message for a ValueError would name this function instead of the fault."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -25,7 +25,7 @@ def _json(text: str) -> object:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0 fine, 1 a law is broken, 2 the call cannot be carried out."""
+    """Run the command line. Returns the exit status: 0 success, 1 a law is broken, 2 a usage or file error."""
     parser = argparse.ArgumentParser(prog="exl-filters", description="Filters for constrained decoding.")
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="names, distributions and values of all filters; imports nothing")
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(text: str) -> None:
-    """Print. When nobody reads on (`| head`), the work goes on in silence: the status is told all the same."""
+    """Print a line. When the reader has closed the pipe (`| head`), continue silently and keep the exit status."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -78,7 +78,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--language",
         metavar="JSON|MODULE:NAME",
-        help="list of all texts the filter may give, or a `Language`, a pattern, or a function that gives one",
+        help="list of all texts the filter may produce, or a `Language`, a pattern, or a function that returns one",
     )
     parser.add_argument("--laws", metavar="IDS", help="only these, such as LAW-07,LAW-12 or 7,12")
     parser.add_argument("--xfail", metavar="FILE", help="known failures: lines `LAW-07 reason`")
@@ -123,7 +123,7 @@ def _check(args: argparse.Namespace) -> int:
                 vocabulary=vocabulary,
             )
         except FilterError as error:
-            # One of several installed filters that cannot be made does not keep the others from being checked.
+            # A filter that cannot be built does not keep the other installed filters from being checked.
             print(f"exl-filters: {name}: {error}", file=sys.stderr)
             status = 2
             continue
@@ -141,7 +141,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _language(given: str | None) -> Any:
-    """`--language`: JSON, or the oracle that `module:name` stands for."""
+    """Parse `--language`: a JSON list of texts, or the oracle that `module:name` refers to."""
     from exl_filters.testing.targets import imported
 
     if given is None:

@@ -1,4 +1,4 @@
-"""Filters made of filters: all of, any of, one after another, and one that waits for its cue."""
+"""Filters made of filters: all of, any of, and a filter that starts at a trigger."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["AllOf", "AnyOf", "TriggeredFilter"]
 
 
 class _Composite(ExLlamaV2Filter, ABC):
-    """Drives private copies of other filters. Subclasses say how their masks make one, and which get a token."""
+    """Drive private copies of other filters. Subclasses combine the masks and choose which filters receive a token."""
 
     native: ClassVar[bool] = True
 
@@ -39,7 +39,7 @@ class _Composite(ExLlamaV2Filter, ABC):
     def _use(self, context: FilterContext) -> None:
         self.context = context
         self._drivers = [FilterDriver(f, context) for f in self._parts]
-        # Journal length at which the whole ended; tokens after it are counted and ignored.
+        # Journal length at which the composite ended. Later tokens are counted and ignored.
         self._length = 0
         self._done_at: int | None = None
         self._ended = False
@@ -47,15 +47,18 @@ class _Composite(ExLlamaV2Filter, ABC):
     # Contract.
 
     def attach(self, context: FilterContext) -> None:
+        """Receive the host's vocabulary size and stop ids, pass them on to every part, and begin."""
         self._use(context)
         self.begin("")
 
     def begin(self, prefix_str: Any = "") -> None:
+        """Reset the composite and every part; the parts share the healing prefix."""
         self._length, self._done_at, self._ended = 0, None, False
         for driver in self._drivers:
             driver.begin(as_prefix(prefix_str))
 
     def fill_bitmask(self, words: Words) -> bool:
+        """Write the combined mask, or the stop ids after the end. Returns False for no opinion."""
         if self._done_at is not None:
             bits.copy_into(bits.from_ids(self._stops, len(words) * 32), words)
             return True
@@ -66,6 +69,7 @@ class _Composite(ExLlamaV2Filter, ABC):
         return True
 
     def next(self) -> Allowed:
+        """Return the combined ids, and those of them at which the composite may end."""
         words = bits.empty(self._context.vocab_size)
         if not self.fill_bitmask(words):
             return None, set()
@@ -75,6 +79,7 @@ class _Composite(ExLlamaV2Filter, ABC):
         return ids, {token for token in self._end_ids() if bits.test(words, token)}
 
     def feed(self, token: Any) -> None:
+        """Pass a token on to the parts. Raises `FilterRejected` if the combined mask excludes it."""
         token = as_token(token)
         if self._done_at is None:
             combined = self._combined()
@@ -87,12 +92,15 @@ class _Composite(ExLlamaV2Filter, ABC):
         self._length += 1
 
     def ended(self) -> bool:
+        """Whether the last feed finished the composite."""
         return self._ended
 
     def is_complete(self) -> bool:
+        """Whether the text so far is a complete sentence of the composite, or the composite has ended."""
         return self._done_at is not None or self._complete()
 
     def rewind(self, n: int) -> None:
+        """Undo the last `n` feeds in every part. Raises `FilterUsageError` for more than were fed."""
         if not 0 <= n <= self._length:
             raise FilterUsageError(f"rewind({n}) after {self._length} tokens")
         before = self._reached()
@@ -102,23 +110,25 @@ class _Composite(ExLlamaV2Filter, ABC):
         self._undo(before - self._reached())
 
     def clone(self, c: Any = None) -> Any:
+        """Return a composite of copies of the parts, in the same state."""
         new = self._clone_sharing(c)
         new._drivers = [driver.copy() for driver in self._drivers]
         new._parts = [driver.filter for driver in new._drivers]
         return new
 
     def describe(self) -> str:
+        """Name the composite and its parts."""
         return f"{type(self).__name__}({', '.join(f.describe() for f in self._parts)})"
 
-    # What subclasses say.
+    # Methods that subclasses implement.
 
     @abstractmethod
     def _combined(self) -> Words | None:
-        """What is allowed now, stop ids with it; None: no opinion."""
+        """Return the combined mask, stop ids included, or None for no opinion."""
 
     @abstractmethod
     def _pass_on(self, token: int) -> bool:
-        """Give an allowed token to the parts; True when the whole has ended."""
+        """Give an allowed token to the parts. Returns True when the composite has ended."""
 
     @abstractmethod
     def _undo(self, n: int) -> None:
@@ -126,11 +136,11 @@ class _Composite(ExLlamaV2Filter, ABC):
 
     @abstractmethod
     def _complete(self) -> bool:
-        """Whether the text so far is a sentence of the whole."""
+        """Whether the text so far is a complete sentence of the composite."""
 
     @abstractmethod
     def _end_ids(self) -> Collection[int]:
-        """Tokens that may end the whole, allowed or not."""
+        """Return the ids that may end the composite, allowed or not."""
 
     # Inside.
 
@@ -144,7 +154,7 @@ class _Composite(ExLlamaV2Filter, ABC):
         return self._context.stop_ids
 
     def _reached(self) -> int:
-        """How many of the tokens fed have reached the parts: a stop token and what follows the end do not."""
+        """Return how many of the fed tokens have reached the parts. A stop token and tokens after the end do not."""
         if self._done_at is None:
             return self._length
         return self._done_at if self._ended_by_part() else self._done_at - 1
@@ -159,12 +169,20 @@ class _Composite(ExLlamaV2Filter, ABC):
 
 
 class AllOf(_Composite):
-    """What every one of `filters` allows, as one filter (in a host's list, filters are combined like this anyway).
+    """Allow the tokens that every one of `filters` allows. A host's list of filters is combined in the same way.
 
-    Whole where all with an opinion are whole; ended when the first of them ends.
+    The text is complete where it is complete for all filters with an opinion. The composite ends when the first of its
+    filters ends.
+
+    Args:
+        filters: At least one filter; each is cloned.
+
+    Raises:
+        FilterCompileError: `filters` is empty.
     """
 
     def spec(self) -> dict[str, Any]:
+        """Return `{"type": "all-of", "filters": [...]}`."""
         return {"type": "all-of", "filters": [f.spec() for f in self._parts]}
 
     def _combined(self) -> Words | None:
@@ -192,23 +210,32 @@ class AllOf(_Composite):
 
 
 class AnyOf(_Composite):
-    """What at least one of `filters` allows: each goes on as long as the text is its own.
+    """Allow the tokens that at least one of `filters` allows. A filter is left behind when it rejects a token.
 
-    Whole where one that is left is whole; ended when one ends and no other can go on. A filter without an opinion lets
-    all through.
+    The text is complete where it is complete for one of the remaining filters. The composite ends when every remaining
+    filter has ended. A filter without an opinion allows everything.
+
+    Args:
+        filters: At least one filter; each is cloned.
+
+    Raises:
+        FilterCompileError: `filters` is empty.
     """
 
     def begin(self, prefix_str: Any = "") -> None:
+        """Reset the composite; every part takes part again."""
         super().begin(prefix_str)
-        # For each part, the journal length at which it was left behind, or None while it is in the running.
+        # For each part, the journal length at which it was left behind, or None while it takes part.
         self._left: list[int | None] = [None] * len(self._drivers)
 
     def clone(self, c: Any = None) -> Any:
+        """Return a composite of copies of the parts, in the same state."""
         new = super().clone(c)
         new._left = list(self._left)
         return new
 
     def spec(self) -> dict[str, Any]:
+        """Return `{"type": "any-of", "filters": [...]}`."""
         return {"type": "any-of", "filters": [f.spec() for f in self._parts]}
 
     def _running(self) -> list[int]:
@@ -254,7 +281,7 @@ class AnyOf(_Composite):
         return any(self._drivers[i].complete for i in self._running())
 
     def _end_ids(self) -> Collection[int]:
-        """Ids that every part that would take them ends at."""
+        """Return the ids at which every remaining part that takes them ends."""
         running = [self._drivers[i] for i in self._running() if not self._drivers[i].done]
         ids = {token for driver in running for token in driver.ends()}
         masks = [(driver.mask(), driver.ends()) for driver in running]
@@ -264,16 +291,23 @@ class AnyOf(_Composite):
 
 
 class TriggeredFilter(ReplayedFilter):
-    """No opinion until `on` appears; from then on `inner`'s (spec FC-37): a schema that holds after the thinking is
-    over.
+    """Constrain the text by `inner` once `on` has appeared; no opinion before. Use it for a schema after thinking.
 
-    on: a token id, or a text; the constraint begins with the token after the one that completes it (what else that one
-    holds behind the text, line breaks say, is before the constraint). after: when the inner filter has ended,
-    "stop" ends the job, "release" has no opinion any more, "rearm" waits for the next cue.
+    Args:
+        inner: The filter that constrains the text after the trigger; it is cloned.
+        on: The trigger: a token id, or a non-empty text. The constraint begins with the token after the one that
+            completes it. Further text in that token (line breaks, for example) comes before the constraint.
+        after: What happens when the inner filter has ended: "stop" ends the job, "release" allows everything, "rearm"
+            waits
+            for the next trigger.
+        tokenizer: Tokenizer for a text trigger. Default: the inner filter's.
+
+    Raises:
+        FilterCompileError: `on` or `after` is not one of these values.
     """
 
     native: ClassVar[bool] = True
-    # Where the constraint begins depends on the token that holds the cue.
+    # The place where the constraint begins depends on the token that holds the trigger.
     capabilities: ClassVar[tuple[str, ...]] = ("token_level",)
 
     def __init__(
@@ -294,20 +328,23 @@ class TriggeredFilter(ReplayedFilter):
         self.begin("")
 
     def attach(self, context: FilterContext) -> None:
+        """Receive the host's vocabulary size and stop ids, pass them on to the inner filter, and begin."""
         super().attach(context)
         self._driver = FilterDriver(self.inner, context)
         self.begin("")
 
     def begin(self, prefix_str: Any = "") -> None:
+        """Wait for the trigger again. A trigger inside the healing prefix does not count."""
         self._prefix = as_prefix(prefix_str)
         self._fed = []
         self._active = self._released = self._done = self._ended = False
         self._tail = b""
-        # Text before the constraint that is written again (token healing); a cue in it is none.
+        # Text before the constraint that is written again (token healing). A trigger in it does not count.
         self._pending = self._prefix
         self._driver.begin("")
 
     def fill_bitmask(self, words: Words) -> bool:
+        """Write the inner filter's mask while it is active, or the stop ids after the end. False: no opinion."""
         if self._done:
             bits.copy_into(bits.from_ids(self._stops, len(words) * 32), words)
             return True
@@ -318,6 +355,7 @@ class TriggeredFilter(ReplayedFilter):
         return True
 
     def next(self) -> Allowed:
+        """Return the inner filter's ids and end tokens while it is active; `(None, set())` otherwise."""
         words = bits.empty(self._driver.context.vocab_size)
         if not self.fill_bitmask(words):
             return None, set()
@@ -327,6 +365,7 @@ class TriggeredFilter(ReplayedFilter):
         return bits.to_ids(words), set(ends)
 
     def feed(self, token: Any) -> None:
+        """Give the token to the inner filter while it is active; otherwise look for the trigger in it."""
         token = as_token(token)
         if not self._done:
             if self._active:
@@ -338,12 +377,15 @@ class TriggeredFilter(ReplayedFilter):
         self._fed.append(token)
 
     def is_complete(self) -> bool:
+        """Whether the text may end here: always outside the constraint, else as the inner filter says."""
         return self._done or not self._active or self._driver.complete
 
     def ended(self) -> bool:
+        """Whether the last feed finished the constraint."""
         return self._ended
 
     def clone(self, c: Any = None) -> Any:
+        """Return a filter with a copy of the inner filter, in the same state."""
         new = self._clone_sharing(c)
         new._driver = self._driver.copy()
         new.inner = new._driver.filter
@@ -351,9 +393,11 @@ class TriggeredFilter(ReplayedFilter):
         return new
 
     def describe(self) -> str:
+        """Name the trigger and the inner filter."""
         return f"Triggered(on={self.on!r}, {self.inner.describe()})"
 
     def spec(self) -> dict[str, Any]:
+        """Return `{"type": "triggered", "inner": ..., "on": ..., "after": ...}`."""
         return {"type": "triggered", "inner": self.inner.spec(), "on": self.on, "after": self.after}
 
     @property
@@ -372,7 +416,7 @@ class TriggeredFilter(ReplayedFilter):
             self._released = self.after == "release"
 
     def _watch(self, token: int) -> None:
-        """Look for the cue."""
+        """Look for the trigger in the text that ends with `token`."""
         if isinstance(self.on, int):
             cue = token == self.on
         else:

@@ -1,5 +1,4 @@
-"""The import paths of exllamav2's filters, for third-party filters that import them, where exllamav2 itself is not
-installed.
+"""Import paths of exllamav2's filters, for third-party filters, where exllamav2 itself is not installed.
 
 ```python
 with exl_filters.compat.namespace(tokenizer_class, model_class):
@@ -35,16 +34,20 @@ _installed: list[str] = []
 
 
 def install(tokenizer_class: type | None = None, model_class: type | None = None) -> None:
-    """Register `exllamav2` and the submodules that hold filters, until `uninstall`.
+    """Register `exllamav2` and its submodules that hold filters, until `uninstall`.
 
-    tokenizer_class, model_class: what `exllamav2.ExLlamaV2Tokenizer` and `exllamav2.ExLlamaV2` shall be (third parties
-    use them in `isinstance` and annotations); default: empty classes. Raises `FilterUsageError` when a real exllamav2
-    can be imported.
+    Args:
+        tokenizer_class: Class that `exllamav2.ExLlamaV2Tokenizer` names. Third parties use it in `isinstance` and
+            annotations. Default: an empty class.
+        model_class: Class that `exllamav2.ExLlamaV2` names. Default: an empty class.
+
+    Raises:
+        FilterUsageError: a real exllamav2 can be imported.
     """
     if _installed:
         return
     if "exllamav2" in sys.modules or importlib.util.find_spec("exllamav2") is not None:
-        raise FilterUsageError("exllamav2 is installed: it is left as it is")
+        raise FilterUsageError("exllamav2 is installed: its own import paths are used")
     only_base = {"ExLlamaV2Filter": ExLlamaV2Filter}
     contents: dict[str, dict[str, Any]] = {
         "exllamav2": {
@@ -72,15 +75,15 @@ def install(tokenizer_class: type | None = None, model_class: type | None = None
 
 
 def uninstall() -> None:
-    """Take back what `install` registered."""
+    """Remove the modules that `install` registered."""
     while _installed:
         sys.modules.pop(_installed.pop(), None)
 
 
 def restore_pydantic_names() -> None:
-    """Give `pydantic.typing` back the names that formatron 0.5.0 imports and pydantic 2.12 dropped (spec FX-6).
+    """Give `pydantic.typing` back the names that formatron 0.5.0 imports and pydantic 2.12 removed.
 
-    Call it before importing formatron. Does nothing where pydantic is not installed or has them.
+    Call it before importing formatron. It does nothing where pydantic is not installed or has the names.
     """
     try:
         module = importlib.import_module("pydantic.typing")
@@ -93,7 +96,7 @@ def restore_pydantic_names() -> None:
 
 @contextmanager
 def namespace(tokenizer_class: type | None = None, model_class: type | None = None) -> Iterator[None]:
-    """`install` for the length of a `with` block."""
+    """Call `install` for the duration of a `with` block."""
     install(tokenizer_class, model_class)
     try:
         yield

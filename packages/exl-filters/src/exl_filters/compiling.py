@@ -1,4 +1,4 @@
-"""Budgets for compiling grammars: how long, how much memory, and off the caller's thread."""
+"""Budgets for compiling grammars: limits of time and memory, and compiling off the caller's thread."""
 
 from __future__ import annotations
 
@@ -19,15 +19,23 @@ __all__ = ["CompileBudget", "Deadline", "compile_in_background", "compile_within
 
 F = TypeVar("F")
 
-# Compilations at work at once; more wait for their turn.
+# Compilations that run at once; further ones wait for a slot.
 MOST_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
 class CompileBudget:
-    """What compiling one grammar may take: `seconds` of time and `megabytes` of memory, enforced by a process that is
-    killed. `trust`: compile here at once, with llguidance's own limits only (a bad grammar may then take all memory or
-    end the process).
+    """Limits for compiling one grammar. A separate process compiles it first and is killed beyond a limit.
+
+    Args:
+        seconds: Time limit in seconds, above 0.
+        megabytes: Memory limit in megabytes, a whole number above 0.
+        trust: Compile in this process at once, with llguidance's own limits only. A bad grammar may then use all memory
+            or
+            end the process.
+
+    Raises:
+        FilterUsageError: a limit is not above 0.
     """
 
     seconds: float = 10.0
@@ -43,7 +51,7 @@ class CompileBudget:
 
 
 class Deadline:
-    """When a compilation must be over, whatever its budget; None: never. Cancelling is a deadline of now."""
+    """The time at which a compilation must be over, whatever its budget; None: no limit. Cancelling sets it to now."""
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
@@ -53,15 +61,17 @@ class Deadline:
         self._process: Popen[bytes] | None = None
 
     def left(self) -> float:
-        """Seconds left; a day where there is no end."""
+        """Return the seconds left; a day where there is no limit."""
         if self._cancelled:
             return 0.0
         return 86400.0 if self._end is None else max(0.0, self._end - time.monotonic())
 
     def over(self) -> bool:
+        """Whether the time has passed or the compilation was cancelled."""
         return self.left() <= 0
 
     def cancel(self) -> None:
+        """Set the deadline to now, and kill the process that compiles."""
         with self._lock:
             self._cancelled = True
             if self._process is not None:
@@ -69,7 +79,7 @@ class Deadline:
 
     @contextlib.contextmanager
     def killing(self, process: Popen[bytes]) -> Iterator[None]:
-        """For the while, cancelling kills `process`."""
+        """Let `cancel` kill `process` for the duration of a `with` block."""
         with self._lock:
             self._process = process
             if self._cancelled:
@@ -81,6 +91,7 @@ class Deadline:
                 self._process = None
 
     def error(self) -> FilterCompileError:
+        """Return the error to raise when the deadline has passed."""
         if self._cancelled:
             return FilterCompileError("cancelled")
         return FilterCompileError(f"not compiled within {self.seconds:g} s: simplify it, or allow more time")
@@ -91,18 +102,19 @@ _slots = threading.BoundedSemaphore(MOST_AT_ONCE)
 
 
 def deadline() -> Deadline | None:
-    """The deadline of the compilation that this thread is in, set by `compile_within` and `compile_in_background`."""
+    """Return the deadline of the current thread's compilation, set by `compile_within` and `compile_in_background`."""
     return _deadline.get()
 
 
 class _Compilation(Future[F]):
-    """`cancel()` works while it runs, too: the process that tries the grammar is killed."""
+    """A future whose `cancel()` also works while it runs: it kills the process that compiles the grammar."""
 
     def __init__(self, limit: Deadline) -> None:
         super().__init__()
         self._limit = limit
 
     def cancel(self) -> bool:
+        """Cancel the compilation; a running process is killed. Returns whether it was cancelled."""
         cancelled = super().cancel()
         if cancelled:
             self._limit.cancel()
@@ -110,11 +122,14 @@ class _Compilation(Future[F]):
 
 
 def compile_in_background(make: Callable[..., F], *args: Any, within: float | None = None, **kwargs: Any) -> Future[F]:
-    """Call `make` (a filter class, say) on a thread of its own; the future gives the filter or raises what it raised.
+    """Call `make` (a filter class, for example) on a new thread. The future gives the filter or raises its error.
 
-    within: seconds after which a grammar that is being tried is given up with `FilterCompileError`; `cancel()` does so
-    at once. At most MOST_AT_ONCE are at work together. A `make` that is no grammar of ours cannot be stopped: its
-    thread goes on, its result is dropped.
+    At most MOST_AT_ONCE compilations run at once. `cancel()` on the future stops the compilation at once. A `make` that
+    compiles no grammar cannot be stopped: its thread goes on, and its result is dropped.
+
+    Args:
+        make: Called with `args` and `kwargs`.
+        within: Seconds after which a compilation is stopped with `FilterCompileError`. None: no limit.
     """
     limit = Deadline(within)
     future: _Compilation[F] = _Compilation(limit)
@@ -142,9 +157,9 @@ def compile_in_background(make: Callable[..., F], *args: Any, within: float | No
 
 
 def compile_within(seconds: float, make: Callable[..., F], *args: Any, **kwargs: Any) -> F:
-    """The filter `make` gives, or `FilterCompileError` when it takes longer than `seconds`.
+    """Return the filter that `make` builds. Raises `FilterCompileError` when it takes longer than `seconds`.
 
-    A grammar that is being tried is killed then, and its thread ends; see `compile_in_background`.
+    A compilation that takes too long is killed, and its thread ends; see `compile_in_background`.
     """
     future = compile_in_background(make, *args, within=seconds, **kwargs)
     try:
@@ -157,7 +172,7 @@ def compile_within(seconds: float, make: Callable[..., F], *args: Any, **kwargs:
 
 
 def _forget() -> None:
-    """In a forked child: whoever held the places stayed with the parent."""
+    """Make the slots new in a forked child: the threads that hold them exist only in the parent."""
     global _slots
     _slots = threading.BoundedSemaphore(MOST_AT_ONCE)
 

@@ -1,4 +1,4 @@
-"""What a host tells its filters before they begin."""
+"""`FilterContext`: the facts that a host gives its filters before they begin."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ __all__ = ["FilterContext"]
 
 @dataclass(frozen=True)
 class FilterContext:
-    """Facts of one generation (spec FC-38).
+    """Facts of one generation.
 
-    vocab_size: ids are [0, vocab_size). stop_ids: every id on which this host stops (tokenizer EOS, generation_config,
-    the job's own); a filter offers all of them once its text is whole and none before. special_ids: control tokens,
-    never matched by spelling.
+    Args:
+        vocab_size: Token ids are in [0, vocab_size).
+        stop_ids: Every id at which this host stops: the tokenizer's EOS, generation_config's and the job's. A filter
+            offers
+            all of them once its text is complete, and none before.
+        special_ids: Control tokens. They are never matched by their spelling.
+        logits_width: Entries of a row of logits, at least `vocab_size`.
     """
 
     vocab_size: int
@@ -32,9 +36,10 @@ class FilterContext:
         special_ids: Collection[int] = (),
         logits_width: int | None = None,
     ) -> FilterContext:
-        """Checked construction: None and ids outside the vocabulary are left out of the stop set.
+        """Build a context from checked arguments. None and ids outside the vocabulary are left out of the stop ids.
 
-        Raises `FilterUsageError` when `vocab_size` is below 1 or `logits_width` below `vocab_size`.
+        Raises:
+            FilterUsageError: `vocab_size` is below 1, or `logits_width` is below `vocab_size`.
         """
         if vocab_size < 1:
             raise FilterUsageError(f"vocab_size is {vocab_size}; it must be at least 1")

@@ -1,9 +1,8 @@
-"""Copying a filter's own state without copying the world it points to.
+"""Copy a filter's state without the objects that it refers to.
 
-`ExLlamaV2Filter.clone` must give an independent filter for classes it knows nothing about. Containers are state and are
-copied; values are shared; the model, the tokenizer and anything that says so are shared; an object of any other kind
-could be either, so it is refused rather than guessed (a shared parser is a silent mix-up of two jobs, a deep copy of a
-generator is gigabytes).
+`ExLlamaV2Filter.clone` must give an independent filter for classes that it does not know. Containers are state and are
+copied. Values, the model, the tokenizer and objects that declare it are shared. An object of any other kind is
+rejected: a shared parser would mix up two jobs, and a deep copy of a generator would take gigabytes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _UNKNOWN = object()
 
 
 def copy_state(value: Any, shared: dict[int, Any], where: str) -> Any:
-    """A private copy of `value`; what is in `shared` stays shared. Raises `FilterUsageError` naming `where`."""
+    """Return a private copy of `value`; objects in `shared` stay shared. Raises `FilterUsageError` naming `where`."""
     if id(value) in shared:
         return shared[id(value)]
     if isinstance(value, _VALUES) or getattr(type(value), "shared_between_clones", False):

@@ -1,4 +1,4 @@
-"""`FilterDriver`: one private filter, run by the rules. Hosts and combining filters drive filters only through this."""
+"""`FilterDriver`: runs one private filter by the contract. Hosts and combining filters use filters only through it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["FilterDriver"]
 
 
 class FilterDriver:
-    """Owns a filter, its token journal, its mask buffer and its first failure.
+    """Own a filter, its token journal, its mask buffer and its first failure.
 
-    The filter must be native (see `as_filter`) and nobody else's. Masks are computed once per state. After a failure
-    every call answers with that failure until `begin`.
+    The filter must be native (see `as_filter`) and used by nobody else. Masks are computed once per state. After a
+    failure, every call raises that failure until `begin`.
     """
 
     def __init__(self, filter_: ExLlamaV2Filter, context: FilterContext) -> None:
@@ -39,7 +39,7 @@ class FilterDriver:
         self._guard("attach", lambda: filter_.attach(context))
 
     def copy(self) -> FilterDriver:
-        """A driver of a clone, in the same state."""
+        """Return a driver of a clone, in the same state."""
         new = object.__new__(FilterDriver)
         new.__dict__.update(vars(self))
         new.filter = self.filter.clone()
@@ -50,25 +50,26 @@ class FilterDriver:
 
     @property
     def done(self) -> bool:
-        """A stop token or an end token has been fed."""
+        """Whether a stop token or an end token has been fed."""
         return self._done_at is not None
 
     @property
     def ended(self) -> bool:
-        """The constraint itself has ended (as against: a stop token was fed)."""
+        """Whether the constraint itself has ended, as opposed to a stop token outside a constraint."""
         return self._ended_at is not None
 
     @property
     def complete(self) -> bool:
-        """The text so far is a whole sentence of this filter."""
+        """Whether the text so far is a complete sentence of this filter."""
         return self.done or bool(self._guard("is_complete", self.filter.is_complete))
 
     @property
     def length(self) -> int:
+        """Number of tokens in the journal."""
         return len(self._journal)
 
     def begin(self, prefix: str | bytes | None = "") -> None:
-        """Start over; clears a failure."""
+        """Start a new generation; clears a failure."""
         self.failure = None
         self._journal.clear()
         self._done_at = self._ended_at = None
@@ -78,9 +79,9 @@ class FilterDriver:
         self._guard("begin", lambda: self.filter.begin(prefix or ""))
 
     def mask(self) -> Words | None:
-        """The packed mask of the current state; None = no opinion. Owned by the driver, valid until the next call.
+        """Return the packed mask of the current state, or None for no opinion.
 
-        Once the constraint has ended there is no opinion any more.
+        The driver owns the mask; it is valid until the next call. There is no opinion once the constraint has ended.
         """
         if self.failure is not None:
             raise self.failure
@@ -97,14 +98,16 @@ class FilterDriver:
         return self._words if self._has_opinion else None
 
     def ends(self) -> frozenset[int]:
-        """The end tokens of the current state, so far as the filter lists them."""
+        """Return the end tokens of the current state that the filter lists."""
         if self.done:
             return frozenset()
         allowed, ends = self._guard("next", self.filter.next)
         return frozenset() if allowed is None else frozenset(int(e) for e in ends)
 
     def feed(self, token: int) -> bool:
-        """Accept a token; True when the constraint has ended. Raises `FilterRejected`, state unchanged."""
+        """Accept a token. Returns True when the constraint has ended. Raises `FilterRejected`; the state is then
+        unchanged.
+        """
         if self.failure is not None:
             raise self.failure
         if self._done_at is None:
@@ -124,7 +127,7 @@ class FilterDriver:
         return self.ended
 
     def _stop(self, token: int) -> None:
-        """A stop token finishes the filter without reaching it: many filters raise on their own EOS (spec FD-11)."""
+        """Finish the filter at a stop token without feeding it: many filters raise on their own EOS."""
         words = self.mask()
         if words is not None and not bits.test(words, token):
             raise FilterRejected(f"stop token {token}: {self.filter.describe()} is not complete", token)
@@ -133,8 +136,9 @@ class FilterDriver:
             self._ended_at = self._done_at
 
     def rewind(self, n: int) -> None:
-        """Undo the last `n` feeds, also across the end. Raises `FilterUsageError` for more than were fed, state
-        unchanged.
+        """Undo the last `n` feeds, also across the end.
+
+        Raises `FilterUsageError` for more than were fed; the state is then unchanged.
         """
         if not 0 <= n <= len(self._journal):
             raise FilterUsageError(f"rewind({n}) after {len(self._journal)} tokens")
@@ -152,7 +156,7 @@ class FilterDriver:
             self._replay()
 
     def _seen(self) -> int:
-        """How many tokens of the journal have reached the filter."""
+        """Return how many tokens of the journal have reached the filter."""
         if self._done_at is None:
             return len(self._journal)
         last_is_stop = self._journal[self._done_at - 1] in self.context.stop_ids
@@ -161,12 +165,12 @@ class FilterDriver:
     def _replay(self) -> None:
         self._guard("begin", lambda: self.filter.begin(self._prefix or ""))
         for token in self._journal[: self._seen()]:
-            # Asked before each feed: lm-format-enforcer restarts silently when fed twice in a row (spec FC-4).
+            # `next` is called before each feed: lm-format-enforcer restarts silently when fed twice without it.
             self._guard("next", self.filter.next)
             self._guard("feed", lambda token=token: self.filter.feed(token))
 
     def validate(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens` may follow in order; state unchanged."""
+        """Return how many of `tokens` may follow in order; the state is unchanged."""
         if self.done:
             return len(tokens)
         if overrides(self.filter, "validate"):
@@ -182,7 +186,7 @@ class FilterDriver:
         return accepted
 
     def _guard(self, what: str, call):  # type: ignore[no-untyped-def]
-        """Run `call`; park anything it raises but a rejection, as a `FilterError`."""
+        """Run `call`; keep any failure but a rejection, and raise it as a `FilterError`."""
         try:
             return call()
         except BaseException as error:
@@ -191,7 +195,7 @@ class FilterDriver:
     def _park(self, what: str, error: BaseException) -> NoReturn:
         """Keep a failure for later calls and raise it as a `FilterError`; called while `error` is being handled.
 
-        BaseException, because a panic in a Rust library arrives as one. A rejection is no failure.
+        Takes BaseException, because a panic in a Rust library arrives as one. A rejection is not a failure.
         """
         if isinstance(error, FilterRejected | KeyboardInterrupt | SystemExit | GeneratorExit):
             raise error

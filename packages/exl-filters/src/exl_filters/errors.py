@@ -1,6 +1,6 @@
-"""Everything a filter or its host can refuse, under one base class with stable codes."""
+"""All errors of filters and their hosts, under one base class with stable codes."""
 
-# ruff: noqa: N818 - the names are the specification's: they say what happened, not that it is an error
+# ruff: noqa: N818 - a name says what happened, not that it is an error
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FilterError(Exception):
 
 
 class FilterUsageError(FilterError, ValueError):
-    """An argument or a call order that no filter can make sense of."""
+    """An argument or an order of calls that no filter accepts."""
 
     code = "filter_usage"
 
@@ -60,13 +60,13 @@ class FilterCompileError(FilterError, ValueError):
 
 
 class FilterFailed(FilterError, RuntimeError):
-    """A filter raised something of its own. The original exception is `__cause__`."""
+    """A filter raised an exception that is not a `FilterError`. The original exception is `__cause__`."""
 
     code = "filter_failed"
 
 
 class MissingExtra(FilterError, ImportError):
-    """An optional library is not installed; `extra` names the extra that brings it."""
+    """An optional library is not installed; `extra` names the extra that installs it."""
 
     code = "missing_extra"
 
@@ -77,13 +77,13 @@ class MissingExtra(FilterError, ImportError):
 
 
 class PluginError(FilterError, RuntimeError):
-    """A plugin could not be loaded; names its distribution. The original exception is `__cause__`."""
+    """A plugin could not be loaded; the message names its distribution. The original exception is `__cause__`."""
 
     code = "plugin"
 
 
 class UnknownFilter(PluginError, LookupError):
-    """No filter of that name is registered, or the allow-list keeps it out."""
+    """No filter of that name is registered, or the allow-list excludes it."""
 
     code = "unknown_filter"
 
@@ -96,7 +96,7 @@ class AmbiguousPlugin(PluginError):
 
 @dataclass(frozen=True)
 class Opinion:
-    """What one filter said in the state that ended in nothing: how many ids it allows, and a few of them as text."""
+    """One filter's answer in a dead end: how many ids it allows (None: no opinion), and a few of them as text."""
 
     filter: str
     allowed: int | None
@@ -106,7 +106,7 @@ class Opinion:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why nothing may follow: every filter's opinion, and the text so far."""
+    """Why nothing may follow: every filter's opinion, the text so far and its number of tokens."""
 
     opinions: Sequence[Opinion] = field(default_factory=tuple)
     text: str = ""
@@ -121,7 +121,7 @@ class Diagnosis:
 
 
 class FilterDeadEnd(FilterError, RuntimeError):
-    """No token is allowed by all filters together. `diagnosis` says what each of them wanted."""
+    """No token is allowed by all filters together. `diagnosis` holds the opinion of each."""
 
     code = "filter_dead_end"
 

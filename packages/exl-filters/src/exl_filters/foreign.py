@@ -1,7 +1,7 @@
-"""`as_filter`: any object with begin, feed and next, made to obey the native contract.
+"""`as_filter`: adapts any object with begin, feed and next to the native contract.
 
-This is how lm-format-enforcer's own class (not a subclass, no background methods), formatron's (a subclass whose clone
-shares its engine) and every filter written for exllamav2 run unmodified.
+So lm-format-enforcer's own class (no subclass, no background methods), formatron's (its clone shares an engine) and
+every filter written for exllamav2 run unmodified.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ __all__ = ["ForeignFilter", "as_filter"]
 
 
 def as_filter(obj: Any) -> ExLlamaV2Filter:
-    """`obj` itself if it is a native filter, else a `ForeignFilter` around it.
+    """Return `obj` itself if it is a native filter, else a `ForeignFilter` that wraps it.
 
-    Raises `FilterUsageError` when it lacks `begin`, `feed` or `next` (or a mask method in its place).
+    Raises:
+        FilterUsageError: `obj` lacks `begin`, `feed` or `next` (or a mask method in place of `next`).
     """
     if isinstance(obj, ExLlamaV2Filter) and obj.native:
         return obj
@@ -35,11 +36,18 @@ def as_filter(obj: Any) -> ExLlamaV2Filter:
 
 
 class ForeignFilter(ExLlamaV2Filter):
-    """Drives one object that knows only begin, feed and next, and supplies the rest of the contract.
+    """Drive one object that implements only begin, feed and next, and supply the rest of the contract.
 
-    Adds: int feeds (the object sees something that is also its (1, 1) tensor), `FilterRejected` before the object sees
-    a token it does not allow, `next` between any two feeds, sorted unique ids inside the vocabulary, the host's stop
-    set, healing, and its exceptions as `FilterFailed`.
+    The wrapper feeds ints that also answer like the (1, 1) tensor that exllamav2 passes. It raises `FilterRejected`
+    before the object receives a token that it does not allow. It calls `next` between any two feeds. It returns sorted
+    unique ids inside the vocabulary. It applies the host's stop ids and token healing. It raises the object's
+    exceptions as `FilterFailed`.
+
+    Args:
+        inner: The object to drive.
+
+    Raises:
+        FilterUsageError: `inner` lacks a required method.
     """
 
     native = True
@@ -64,19 +72,22 @@ class ForeignFilter(ExLlamaV2Filter):
     # Contract.
 
     def begin(self, prefix_str: Any = "") -> None:
+        """Reset the wrapper and the object. The wrapper matches the healing prefix; the object gets ""."""
         self._reset(as_prefix(prefix_str))
         drop = getattr(self.inner, "background_drop", None)
         if callable(drop):
             self._call(drop)
-        # The object gets "": what must be regenerated is matched here, since most foreign filters ignore the argument.
+        # The object gets "": the wrapper matches the healing prefix, since most foreign filters ignore the argument.
         self._call(self.inner.begin, "")
         self._begun = True
 
     def next(self) -> Allowed:
+        """Return the object's ids and end tokens, with stop ids and healing applied."""
         ids, ends = self._ask()
         return (None if ids is None else ids.tolist()), set(ends)
 
     def fill_bitmask(self, words: Words) -> bool:
+        """Write the object's ids as a packed mask. Returns False where the object has no opinion."""
         ids, _ = self._ask()
         if ids is None:
             return False
@@ -84,6 +95,7 @@ class ForeignFilter(ExLlamaV2Filter):
         return True
 
     def feed(self, token: Any) -> None:
+        """Check a token against the current answer, then feed it to the object. Raises `FilterRejected`."""
         token = as_token(token)
         if self._done:
             return
@@ -99,15 +111,17 @@ class ForeignFilter(ExLlamaV2Filter):
             self._call(self.inner.feed, FedToken(part))
             self._answer = None
         if self._prefix:
-            # What a token that is a mere beginning of it leaves is still to be regenerated.
+            # A token that is a proper prefix of it leaves the rest to be written again.
             self._prefix = self._prefix[len(self._vocabulary().bytes_of(token)) :]
         self._answer = None
         self._ended = token in ends
 
     def ended(self) -> bool:
+        """Whether the last feed finished the constraint."""
         return self._ended
 
     def is_complete(self) -> bool:
+        """Whether the object offers a stop id or has ended."""
         ids, _ = self._ask()
         stops = set(self.context.stop_ids if self.context else ())
         eos = getattr(self.tokenizer, "eos_token_id", None)
@@ -116,18 +130,19 @@ class ForeignFilter(ExLlamaV2Filter):
         return self._ended or (ids is not None and any(_contains(ids, stop) for stop in stops))
 
     def use_background_worker(self) -> bool:
+        """Return the object's own answer; False where it has none."""
         own = getattr(self.inner, "use_background_worker", None)
         return bool(own()) if callable(own) else False
 
     @property
     def masks_logits(self) -> bool:
-        """Whether the object prefers to mask logits itself; it is asked for its ids all the same."""
+        """Whether the object prefers to mask logits itself. It is asked for its ids all the same."""
         own = getattr(self.inner, "can_mask_logits", None)
         return callable(own) and bool(self._call(own))
 
     def clone(self, c: Any = None) -> Any:
-        """A wrapper around a copy of the object; `FilterUsageError` when the object's own clone cannot be trusted."""
-        self._settle()
+        """Return a wrapper of a copy of the object. Raises `FilterUsageError` when its own clone cannot be trusted."""
+        self._wait_pending()
         new = ForeignFilter(copy_of_foreign(self.inner))
         for name, value in vars(self).items():
             if name != "inner" and name not in ATTRIBUTES:
@@ -135,6 +150,7 @@ class ForeignFilter(ExLlamaV2Filter):
         return new
 
     def describe(self) -> str:
+        """Return the name of the object's class."""
         return type(self.inner).__name__
 
     # Inside.
@@ -149,7 +165,7 @@ class ForeignFilter(ExLlamaV2Filter):
             raise FilterFailed(f"{self.describe()}.{name} raised {type(error).__name__}: {error}") from error
 
     def _ask(self) -> tuple[npt.NDArray[np.int64] | None, frozenset[int]]:
-        """The answer for the current state, asked once per state, with stop set and healing applied."""
+        """Return the answer for the current state, computed once per state, with stop ids and healing applied."""
         if self._done:
             stops = self.context.stop_ids if self.context else frozenset()
             return np.array(sorted(stops), dtype=np.int64), stops
@@ -175,7 +191,7 @@ class ForeignFilter(ExLlamaV2Filter):
         return ids, frozenset(ended[np.isin(ended, ids)].tolist())
 
     def _ask_mask(self) -> npt.NDArray[np.int64]:
-        """Ids of a filter that can only mask: what stays finite in a row of zeros."""
+        """Return the ids of a filter that can only mask: those that stay finite in a row of zeros."""
         if self.context is None:
             raise FilterUsageError(f"{self.describe()} only masks logits: attach a context with the logits width first")
         zeros: Any = np.zeros(self.context.logits_width, dtype=np.float32)
@@ -194,8 +210,9 @@ class ForeignFilter(ExLlamaV2Filter):
     def _with_stops(
         self, ids: npt.NDArray[np.int64] | None, ends: frozenset[int]
     ) -> tuple[npt.NDArray[np.int64] | None, frozenset[int]]:
-        """Spec FC-24 for a filter that knows one EOS: all stop ids once it offers its EOS (or nothing else), none
-        before.
+        """Apply the host's stop ids to the answer of a filter that knows one EOS.
+
+        All stop ids are offered once the filter offers its EOS (or nothing else), and none before.
         """
         stops = self.context.stop_ids if self.context else frozenset()
         eos = getattr(self.tokenizer, "eos_token_id", None)
@@ -210,9 +227,9 @@ class ForeignFilter(ExLlamaV2Filter):
     def _with_prefix(
         self, ids: npt.NDArray[np.int64] | None, ends: frozenset[int]
     ) -> tuple[npt.NDArray[np.int64] | None, frozenset[int]]:
-        """Spec FC-34: tokens that start with the text to be regenerated and whose surplus, as one token, is allowed.
+        """Keep the tokens that start with the healing prefix and whose surplus, as one token, is allowed.
 
-        Where there is none, tokens that are beginnings of that text, as with native filters.
+        Where there is none, keep the tokens that are proper prefixes of that text, as native filters do.
         """
         if not self._prefix:
             return ids, ends
@@ -228,7 +245,9 @@ class ForeignFilter(ExLlamaV2Filter):
         return np.array(sorted(allowed), dtype=np.int64), frozenset(ended)
 
     def _healed(self, token: int) -> tuple[int, ...]:
-        """What the object sees of a token: nothing of the healing prefix, the surplus as a token of its own."""
+        """Return the tokens that the object receives for `token`: nothing of the healing prefix, and the surplus as one
+        token.
+        """
         if not self._prefix:
             return (token,)
         surplus = self._vocabulary().bytes_of(token)[len(self._prefix) :]
@@ -252,15 +271,13 @@ class ForeignFilter(ExLlamaV2Filter):
 
 
 def copy_of_foreign(inner: Any) -> Any:
-    """A copy of a foreign filter for one job, where that is safe: a subclass with the base class's own `clone`, of
-    plain state.
+    """Copy a foreign filter for one job: a subclass with the base class's own `clone` and plain state.
 
-    Raises `FilterUsageError` otherwise: lm-format-enforcer's clone returns itself, formatron's shares its engine (spec
-    FX-4).
+    Raises `FilterUsageError` otherwise: lm-format-enforcer's clone returns itself, and formatron's shares its engine.
     """
     if not isinstance(inner, ExLlamaV2Filter) or overrides(inner, "clone"):
         raise FilterUsageError(f"clone() of {type(inner).__name__} cannot be trusted")
-    inner._settle()
+    inner._wait_pending()
     shared = {id(x): x for x in (inner.model, inner.tokenizer) if x is not None}
     new = type(inner).__new__(type(inner))
     for name, value in vars(inner).items():

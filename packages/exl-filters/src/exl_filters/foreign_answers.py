@@ -1,4 +1,4 @@
-"""What a foreign `next()` may return, read as token ids: nothing that is no list of ids is taken for one."""
+"""Read the answer of a foreign `next()` as token ids. Anything that is not a list of ids is rejected."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ACCEPTED = "a list, set, tuple, array or tensor of integer ids, or a bool array 
 
 
 def token_ids(given: Any, context: FilterContext | None, what: str) -> npt.NDArray[np.int64]:
-    """The ids in `given`, ascending and unique; those outside the vocabulary are left out.
+    """Return the ids in `given`, ascending and unique; ids outside the vocabulary are left out.
 
-    given: a container of integers; or a numpy array or torch tensor of one row, of integers, or of bool with
-    vocab_size or logits_width entries (a mask). The contract of `next()` (spec 1.4) has no packed words and no additive
-    rows. Raises `FilterFailed`, naming `what`, for floats, strings, other lengths of a mask, ids out of range in an
-    array, and integer arrays that may be packed words.
+    `given` is a container of integers, or a numpy array or torch tensor of one row. An array holds integers, or bools
+    with vocab_size or logits_width entries (a mask). The contract of `next()` has no packed words and no additive rows.
+    Raises `FilterFailed`, naming `what`, for floats, strings, masks of other lengths, ids out of range in an array, and
+    integer arrays that may be packed words.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(given, torch.Tensor):
@@ -65,7 +65,7 @@ def _ids_of_mask(mask: npt.NDArray[Any], context: FilterContext | None, what: st
 
 
 def _check_array(array: npt.NDArray[Any], context: FilterContext, what: str) -> None:
-    """Refuse an integer array that is no array of ids, packed words above all: some of their values look like ids."""
+    """Reject an integer array that holds no ids, above all packed words: some of their values look like ids."""
     low, high = int(array.min()), int(array.max())
     if low < 0 or high >= context.logits_width:
         raise FilterFailed(
@@ -81,15 +81,15 @@ def _check_array(array: npt.NDArray[Any], context: FilterContext, what: str) -> 
 
 
 def _check_repeats(array: npt.NDArray[Any], context: FilterContext, what: str) -> None:
-    """Refuse as many values as a mask or packed words have when some come twice: zeros and ones for bools, say."""
+    """Reject repeated values in a container as long as a mask or packed words (zeros and ones for bools)."""
     widths = (context.vocab_size, context.logits_width)
     if len(array) in {*widths, *map(bits.word_count, widths)} and len(array) > 1 and len(np.unique(array)) < len(array):
         raise FilterFailed(
-            f"{what}: {len(array)} integers, of which some come twice, as many as a mask has entries; accepted is "
+            f"{what}: {len(array)} integers, some of them repeated, as many as a mask has entries; accepted is "
             f"{ACCEPTED}"
         )
 
 
 def _refused(what: str, given: Any) -> FilterFailed:
     kind = f"{type(given).__name__} of {given.dtype}" if isinstance(given, np.ndarray) else type(given).__name__
-    return FilterFailed(f"{what}: {kind} {given!r:.60}, which are no token ids; accepted is {ACCEPTED}")
+    return FilterFailed(f"{what}: {kind} {given!r:.60}, which is not a list of token ids; accepted is {ACCEPTED}")

@@ -26,11 +26,11 @@ __all__ = ["ExLlamaV2GrammarFilter"]
 
 AnyMatcher = Matcher | XgrammarMatcher
 
-# Probing an id for being an end costs about 10 us; beyond this many the step would cost more than the model's.
+# Probing whether an id ends the text takes time for each id; beyond this many the probes would dominate a step.
 MAX_PROBED = 64
 
 
-# Before each feed, for rewinding: tokens the matcher had consumed, done, ended, and the prefix still to come.
+# Before each feed, for rewinding: tokens the matcher had consumed, done, ended, and the pending prefix.
 _Step = tuple[int, bool, bool, bytes]
 
 
@@ -44,28 +44,43 @@ class _Template:
         self._lock = threading.Lock()
 
     def start(self) -> AnyMatcher:
+        """Return a matcher at the start of the grammar."""
         with self._lock:
             return self._matcher.copy()
 
 
 class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
-    """The output is a sentence of a grammar. Exactly one source:
+    """Constrain the output to a sentence of a grammar. Give exactly one source.
 
-    json_schema: a JSON schema (object, boolean, JSON text, `{"name", "schema"}` wrapper or pydantic model class);
-    keywords that cannot be enforced raise. regex: a pattern for the whole output (Rust syntax). lark: a Lark grammar
-    with rule `start`. gbnf or ebnf: a grammar in llama.cpp's EBNF. choice: a list of strings. llg: llguidance's own
-    form.
+    Args:
+        model: Kept for exllamav2's API; may be None.
+        tokenizer: A `Vocabulary` or any tokenizer that `vocabulary_of` takes.
+        json_schema: A JSON schema: object, boolean, JSON text, `{"name", "schema"}` wrapper or pydantic model class.
+            Keywords that cannot be enforced raise.
+        regex: A pattern for the whole output, in the syntax of Rust's regex crate.
+        lark: A Lark grammar with a rule `start`.
+        gbnf: A grammar in llama.cpp's EBNF. `ebnf` is another name for it.
+        ebnf: See `gbnf`.
+        choice: A list of strings.
+        llg: A grammar in llguidance's own form.
+        whitespace: Whitespace in JSON: "bounded" (one space, or a newline and indentation), "compact", "any", or a
+            pattern.
+        on_complete: "end" finishes the job at the token after which nothing can follow. "eos" offers only the stop ids
+            there instead.
+        no_forcing: Allow every tokenization of forced text, as lark, ebnf and llg always do. Without it, the mask of
+            the other sources has the canonical tokens only; `feed` takes any tokenization.
+        leading_space: Allow one space before the text.
+        limits: llguidance's parser limits by name, such as `max_grammar_size` or `step_max_items`.
+        backend: "llguidance", or "xgrammar" (extra `xgrammar`), which is faster where one grammar serves many requests.
+            It
+            compiles more slowly, takes fewer schemas and never forces a tokenization.
+        budget: Limits for compiling; default 10 s and 1 GB. A grammar that is not small and plain is compiled first in
+            a
+            separate process, which is killed beyond the limits.
 
-    whitespace (JSON): "bounded" (default; one space, or newline and indentation), "compact", "any", or a pattern.
-    on_complete: "end" finishes the job at the token after which nothing can follow; "eos" offers only stop ids there
-    instead. no_forcing: allow every spelling of forced text, as lark, ebnf and llg always do; without it the mask of
-    the others has the canonical tokens only, and `feed` takes all the same. leading_space: one space
-    may come first. limits: llguidance's parser limits by name, such as `max_grammar_size` or `step_max_items`. backend:
-    "xgrammar" (extra `xgrammar`) is quicker where a grammar is used again and again, slower to compile, and takes fewer
-    schemas; it never forces a tokenization. budget: what compiling may take, 10 s and 1 GB; what is not small and plain
-    is tried in a process of its own first, which is killed beyond that.
-
-    Raises `FilterCompileError` at construction, `MissingExtra` without llguidance.
+    Raises:
+        FilterCompileError: the source cannot be enforced, or exceeds the budget.
+        MissingExtra: llguidance (or xgrammar) is not installed.
     """
 
     native: ClassVar[bool] = True
@@ -115,7 +130,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             "backend": backend,
         }
         self._ends = on_complete == "end"
-        # What the law kit is told: forced text is allowed in one tokenization only, though feed() takes any. Nothing is
+        # For the law kit: the mask allows forced text in one tokenization only, though feed() takes any. Nothing is
         # forced in Lark and EBNF, see `grammar_source`.
         given = {name for name, value in sources.items() if value is not None}
         forced = backend == "llguidance" and not no_forcing and not {"json_schema", "regex", "choice"}.isdisjoint(given)
@@ -136,7 +151,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self._healing: Words | None = None
         self._keep = bits.from_ids(self.vocabulary.defined, self.vocabulary.size)
         self._all_defined = bool((self._keep == -1).all())
-        # llguidance's mask is right as it is where every id stands for something and it knows the one stop id there is.
+        # llguidance's mask needs no correction where every id is defined and the host's only stop id is its own.
         self._every_id = len(self.vocabulary.defined) == self.vocabulary.size
         exact = self._every_id and isinstance(compiled, Matcher) and compiled.width == self.vocabulary.size
         self._only_stop = frozenset({compiled.eos}) if exact and isinstance(compiled, Matcher) else None
@@ -147,11 +162,13 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
     # Contract.
 
     def attach(self, context: FilterContext) -> None:
+        """Receive the host's stop ids."""
         super().attach(context)
         self._set_stops(context.stop_ids)
         self._changed()
 
     def begin(self, prefix_str: Any = "") -> None:
+        """Reset the matcher to the start of the grammar."""
         self._matcher = self._template.start()
         self._pending = as_prefix(prefix_str)
         self._done = self._ended = False
@@ -159,6 +176,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self._changed()
 
     def fill_bitmask(self, words: Words) -> bool:
+        """Write the packed mask of the current state. Always returns True."""
         if self._verbatim and not self._done and not self._pending and not self._matcher.mask_into(words):
             return True
         whole = True
@@ -172,7 +190,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             whole = self._matcher.accepting
         else:
             self._matcher.mask_into(words)
-            # llguidance takes an id without text for its placeholder, and knows one stop id.
+            # llguidance takes an id without text for its placeholder, and supports one stop id.
             if not self._all_defined or len(words) != len(self._keep):
                 bits.and_into(self._keep, words)
             whole = self._matcher.accepting
@@ -181,12 +199,16 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         return True
 
     def next(self) -> Allowed:
+        """Return the allowed ids, and those of them that end the text, probed where at most MAX_PROBED are allowed."""
         words = bits.empty(self.vocabulary.size)
         self.fill_bitmask(words)
         ids = bits.to_ids(words)
         return ids, self._probed_ends(ids)
 
     def feed(self, token: Any) -> None:
+        """Accept a token in any tokenization of the grammar's text. Raises `FilterRejected`; the state is then
+        unchanged.
+        """
         token = as_token(token)
         matcher = self._matcher
         before = (matcher.consumed, self._done, self._ended, self._pending)
@@ -203,12 +225,15 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self._steps.append(before)
 
     def is_complete(self) -> bool:
+        """Whether the text so far is a sentence of the grammar."""
         return self._done or (not self._pending and self._matcher.accepting)
 
     def ended(self) -> bool:
+        """Whether the last feed finished the constraint."""
         return self._ended
 
     def rewind(self, n: int) -> None:
+        """Undo the last `n` feeds. Raises `FilterUsageError` for more than were fed."""
         if not 0 <= n <= len(self._steps):
             raise FilterUsageError(f"rewind({n}) after {len(self._steps)} tokens")
         if n == 0:
@@ -219,6 +244,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self._changed()
 
     def validate(self, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens` may follow in order; the state is unchanged."""
         if self._done:
             return 0
         if self._pending:
@@ -237,26 +263,30 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         return accepted
 
     def forced(self) -> bytes:
+        """Return the bytes that every continuation begins with; b"" where the filter forces nothing."""
         if self._done or self._pending or self._matcher.stopped or not self._forces:
             return b""
         return self._matcher.forced()
 
     def clone(self, c: Any = None) -> Any:
+        """Return a filter with a copy of the matcher, in the same state."""
         new = self._clone_sharing(c)
         new._matcher = self._matcher.copy()
         new._steps = list(self._steps)
         return new
 
     def captures(self) -> list[tuple[str, bytes]]:
-        """Named captures of a Lark grammar so far."""
+        """Return the named captures of a Lark grammar so far, as (name, bytes)."""
         return self._matcher.captures()
 
-    # Hosts that know only exllamav2's calls.
+    # For hosts that use only exllamav2's methods.
 
     def use_background_worker(self) -> bool:
+        """Return True: masks may be computed on another thread."""
         return True
 
     def prepare_logit_mask(self) -> bool:
+        """Compute the mask of the current state. Returns True."""
         if self._prepared is None:
             words = bits.empty(self.vocabulary.size)
             self.fill_bitmask(words)
@@ -264,16 +294,18 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         return True
 
     def mask_logits(self, logits: Any) -> Any:
-        """`logits` (W,), numpy or torch, with excluded entries at -inf; the input is not changed."""
+        """Return a copy of `logits` (W,), numpy or torch, with the excluded entries at -inf."""
         self.prepare_logit_mask()
         assert self._prepared is not None
         return masked(logits, self._prepared)
 
     def describe(self) -> str:
+        """Return the source's kind and its first characters."""
         ((kind, value),) = self._source.items()
         return f"Grammar({kind}={value!r:.60})"
 
     def spec(self) -> dict[str, Any]:
+        """Return `{"type": "grammar", ...}` with the source and the options."""
         return {"type": "grammar", **self._source, **self._options}
 
     # Inside.
@@ -283,7 +315,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self._verbatim = stops == self._only_stop
 
     def _compiled(self, budget: CompileBudget) -> Matcher:
-        """The grammar compiled by llguidance, within the budget."""
+        """Compile the grammar with llguidance, within the budget."""
         llguidance()
         options, source = self._options, plain_source(self._source)
         plain = budget.trust or is_plain(source, options["whitespace"], options["limits"])
@@ -301,7 +333,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             raise FilterCompileError(source_reason(kind, value, str(error))) from error.__cause__
 
     def _refuse_empty(self) -> None:
-        """Raise `FilterCompileError` for a grammar of no text, rather than fail at the first token."""
+        """Raise `FilterCompileError` for a grammar that has no text, rather than fail at the first token."""
         if self._matcher.accepting:
             return
         words = bits.empty(self.vocabulary.size)
@@ -316,11 +348,11 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self._prepared = self._healing = None
 
     def _may_be(self, token: int) -> bool:
-        """Whether an id stands for something; the rest the matcher would take for its placeholder."""
+        """Whether `token` is defined. The matcher would take an undefined id for its placeholder."""
         return 0 <= token < self.vocabulary.size if self._every_id else bits.test(self._keep, token)
 
     def _canonical(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens, all of the grammar, the masks would have allowed."""
+        """Return how many of these tokens, all accepted by the grammar, the masks would have allowed."""
         trial, words = self._matcher.copy(), bits.empty(self.vocabulary.size)
         for count, token in enumerate(tokens):
             trial.mask_into(words)
@@ -346,7 +378,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         self._pending = b""
 
     def _spelled(self, text: bytes) -> list[int]:
-        """Tokens that spell `text`, by longest match."""
+        """Return tokens that spell `text`, by longest match."""
         ids, position = [], 0
         while position < len(text):
             length, token = self.vocabulary.trie.longest(text, position)
@@ -357,8 +389,9 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         return ids
 
     def _healing_words(self) -> Words:
-        """Tokens that start with the pending text and whose surplus the grammar takes; where none starts with it, its
-        beginnings.
+        """Return the mask of tokens that start with the pending text and whose surplus the grammar accepts.
+
+        Where no token starts with the pending text, the tokens that are its proper prefixes are allowed.
         """
         if self._healing is None:
             trie = self.vocabulary.trie
@@ -373,7 +406,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
         return self._healing
 
     def _walk_surplus(self, node: int, found: list[int]) -> None:
-        """Depth first over the tokens below `node`, leaving a branch as soon as the grammar refuses its bytes."""
+        """Search the tokens below `node` depth first. A branch ends where the grammar rejects its bytes."""
         trie = self.vocabulary.trie
         todo = [(child, bytes([byte])) for byte, child in trie.children(node)]
         while todo:
@@ -381,7 +414,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             try:
                 spelled = self._spelled(text)
             except FilterRejected:
-                # Half a character that no token spells: its continuation may be one.
+                # Part of a character that no token spells; a longer token may complete it.
                 todo.extend((child, text + bytes([byte])) for byte, child in trie.children(at))
                 continue
             if self._matcher.accepts(spelled) < len(spelled):
@@ -390,7 +423,7 @@ class ExLlamaV2GrammarFilter(ExLlamaV2Filter):
             todo.extend((child, text + bytes([byte])) for byte, child in trie.children(at))
 
     def _probed_ends(self, ids: list[int]) -> set[int]:
-        """Which of a few allowed ids finish the constraint, for hosts that ask beforehand."""
+        """Return which of a few allowed ids finish the constraint, for hosts that read end tokens beforehand."""
         ends = {i for i in ids if i in self._stops}
         if self._done or self._pending or not self._ends or len(ids) > MAX_PROBED:
             return ends

@@ -1,4 +1,4 @@
-"""From what the caller gives (schema, pattern, grammar, options) to llguidance's grammar text."""
+"""Translate the caller's source (schema, pattern, grammar, options) to llguidance's grammar text."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from exl_filters.schema_checks import allowed_escapes, check_schema
 __all__ = ["BOUNDED_WHITESPACE", "grammar_text", "plain_source", "the_one_source"]
 
 BOUNDED_WHITESPACE = r"[ ]|\n[ \t]{0,20}"
-"""At most one space, or a newline and indentation, at each place where JSON allows whitespace. Unbounded whitespace is
-what models
-run away into (spec FG-8); this still takes compact, single-spaced and indented JSON."""
+"""Whitespace of JSON by default: at most one space, or a newline and indentation, wherever JSON allows whitespace.
+
+Models run away into unbounded whitespace. This pattern still takes compact, single-spaced and indented JSON.
+"""
 
 
-# Source text of grammars and schemas. The largest schema of JSONSchemaBench is about 0.5 MB.
+# Characters of a grammar or schema. The largest schema of JSONSchemaBench has about half as many.
 MAX_SOURCE = 1_000_000
-# llguidance takes JSON nested 127 deep.
+# llguidance accepts JSON nested 127 deep.
 MAX_DEPTH = 120
 MAX_WHITESPACE = 1000
 
 
 def the_one_source(sources: Mapping[str, Any]) -> dict[str, Any]:
-    """The one entry that is not None; `FilterCompileError` when there is not exactly one."""
+    """Return the one entry that is not None. Raises `FilterCompileError` when there is not exactly one."""
     given = {name: value for name, value in sources.items() if value is not None}
     if len(given) != 1:
         raise FilterCompileError(f"give exactly one of {', '.join(sources)}; got {', '.join(given) or 'none'}")
@@ -36,7 +37,7 @@ def the_one_source(sources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_source(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry checked and as plain data: a schema unwrapped, options without repeats."""
+    """Check the entry and return it as plain data: a schema unwrapped, options without repeats."""
     ((kind, value),) = source.items()
     if kind == "json_schema":
         return {kind: _schema(value)}
@@ -51,9 +52,9 @@ def grammar_text(
     leading_space: bool,
     convert_ebnf: Callable[[str], str] | None = None,
 ) -> str:
-    """llguidance's grammar for the one entry of `source`, as `plain_source` gives it.
+    """Return llguidance's grammar for the one entry of `source`, as `plain_source` returns it.
 
-    convert_ebnf: what makes Lark of llama.cpp's EBNF; default: llguidance's converter, here and now.
+    `convert_ebnf` translates llama.cpp's EBNF to Lark; default: llguidance's converter, in this process.
     """
     ((kind, value),) = source.items()
     if kind == "llg":
@@ -81,7 +82,7 @@ def _options_line(no_forcing: bool) -> str:
 
 
 def _string(kind: str, value: Any) -> str:
-    # A blank is a pattern, but no grammar.
+    # A blank is a valid pattern, but not a valid grammar.
     if not isinstance(value, str) or not (value if kind == "regex" else value.strip()):
         raise FilterCompileError(f"{kind} must be a non-empty string; got {value!r:.60}")
     return _of_size(kind, value)
@@ -91,7 +92,7 @@ def _of_size(kind: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise FilterCompileError(f"{kind} has half of a surrogate pair at {error.start}, which is no text") from error
+        raise FilterCompileError(f"{kind} has an unpaired surrogate at {error.start}, which has no UTF-8") from error
     if len(text) > MAX_SOURCE:
         raise FilterCompileError(f"{kind} has {len(text)} characters; the limit is {MAX_SOURCE}: make it smaller")
     return text
@@ -113,7 +114,7 @@ def _check_depth(value: Any) -> None:
 
 
 def _schema(value: Any) -> dict[str, Any]:
-    """The schema as JSON data of our own, unwrapped from `{"name": ..., "schema": ...}`."""
+    """Return the schema as a private copy of JSON data, unwrapped from `{"name": ..., "schema": ...}`."""
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     try:
@@ -122,7 +123,7 @@ def _schema(value: Any) -> dict[str, Any]:
     except FilterCompileError:
         raise
     except (TypeError, ValueError, RecursionError) as error:
-        raise FilterCompileError(f"json_schema is no JSON: {error}") from error
+        raise FilterCompileError(f"json_schema is not JSON: {error}") from error
     if isinstance(schema, dict) and isinstance(schema.get("schema"), dict | bool) and "name" in schema:
         schema = schema["schema"]
     if schema is True:
@@ -136,7 +137,7 @@ def _schema(value: Any) -> dict[str, Any]:
 
 
 def _with_whitespace(schema: dict[str, Any], whitespace: str) -> dict[str, Any]:
-    """The schema with llguidance's options in it; the schema's author has no say in them."""
+    """Add llguidance's options to the schema; they replace any that the schema holds."""
     check_schema(schema)
     options = {**_whitespace(whitespace), "json_allowed_escapes": allowed_escapes(schema), "lenient": False}
     return {**schema, "x-guidance": options}
@@ -170,11 +171,11 @@ def _options(value: Any) -> list[str]:
 
 
 def _slashes_escaped(pattern: str) -> str:
-    """A pattern for use between slashes: unescaped slashes and line breaks written as escapes."""
+    """Escape unescaped slashes and line breaks, for a pattern between slashes."""
     breaks = {"\n": r"\n", "\r": r"\r", "/": r"\/"}
 
     def escaped(found: re.Match[str]) -> str:
-        # A line break after a backslash is that line break.
+        # A backslash before a line break means that line break.
         return breaks.get(found[0]) or breaks.get(found[0][1:] if found[0] != r"\/" else "") or found[0]
 
     return re.sub(r"\\.|[/\n\r]", escaped, pattern, flags=re.DOTALL)
@@ -197,23 +198,23 @@ def _lark(kind: str, text: str, leading_space: bool) -> Any:
 
 
 def _checked_lark(text: str) -> str:
-    """The grammar with nothing forced in it; `FilterCompileError` where a rule has no text.
+    """Return the grammar with forcing off. Raises `FilterCompileError` where a rule has no finite text.
 
-    llguidance follows forced text to its end, and for ever where there is none: with `r: /x*/ r`, and with `A B` where
-    `A: /a+/` takes every a there is and `B: /ab/` wants one more. It never returns then, from a mask that may come
-    late. JSON schemas, single patterns and choices cannot come to that.
+    llguidance follows forced text to its end, and never returns where there is no end: with `r: /x*/ r`; or with `A B`
+    where `A: /a+/` takes every a and `B: /ab/` wants one more. The mask that hangs may come late in a text. JSON
+    schemas, single patterns and choices have no such case.
     """
     endless = endless_rules(text)
     if endless:
         raise FilterCompileError(
-            f"the rule {endless[0]!r} has no text that ends: every way it can go needs such a rule again; give it one "
-            "that does not"
+            f"the rule {endless[0]!r} has no finite text: each of its alternatives needs such a rule again; add an "
+            "alternative that does not"
         )
     return _with_no_forcing(text)
 
 
 def _checked_llg(text: str) -> str:
-    """llguidance's own form: JSON that may hold Lark, or Lark."""
+    """Check llguidance's own form: JSON that may hold Lark, or Lark."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -225,7 +226,7 @@ def _checked_llg(text: str) -> str:
 
 
 def _with_no_forcing(text: str) -> str:
-    """The grammar with the option set, in the `%llguidance` line it has (llguidance takes one only) or in a new one."""
+    """Set the option in the grammar's `%llguidance` line (llguidance takes one such line), or in a new one."""
     found = re.search(r"^%llguidance[ \t]*(\{.*\})?[ \t]*$", text, re.MULTILINE)
     if found is None:
         if "%llguidance" in text:
@@ -236,5 +237,5 @@ def _with_no_forcing(text: str) -> str:
     try:
         options = {**json.loads(found[1] or "{}"), "no_forcing": True}
     except ValueError as error:
-        raise FilterCompileError(f"the grammar's %llguidance line is no JSON: {error}") from error
+        raise FilterCompileError(f"the grammar's %llguidance line is not JSON: {error}") from error
     return f"{text[: found.start()]}%llguidance {json.dumps(options)}{text[found.end() :]}"

@@ -1,4 +1,4 @@
-"""`FilterStack`: all filters of one job, as one constraint. The door that generators and adapters use."""
+"""`FilterStack`: all filters of one job, as one constraint. Generators and adapters use filters through it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ from exl_filters.tokens import as_token
 
 __all__ = ["FilterStack", "Status"]
 
-# A hand-over to a pool and back costs about 120 us; what is computed sooner than this is computed where it is asked
-# for.
+# Seconds. Handing a mask to a pool and back takes almost as long; a faster mask is computed on the calling thread.
 WORTH_A_THREAD = 150e-6
 
 
 class Status(Enum):
-    """Where a constraint stands."""
+    """State of a constraint."""
 
     OPEN = "open"
     COMPLETE = "complete"
@@ -48,18 +47,29 @@ class Status(Enum):
 
 
 class FilterStack:
-    """One job's filters, combined by intersection of their masks.
+    """One job's filters, combined by the intersection of their masks.
 
-    filters: templates; native ones are cloned, so one list may serve many jobs. Foreign objects that cannot be copied
-    are used in place, and `FilterBusy` is raised when they already belong to a live stack: `close()` gives them back.
-    vocab_size: masks cover ids [0, vocab_size). stop_ids: every id this host stops on. end_policy: the constraint has
-    ended when "any" filter (exllamav2) or "all" of those with an opinion have ended. dead_end: when nothing is allowed,
-    "error" raises `FilterDeadEnd`; "eos" offers the stop ids if some filter is complete, and the one that is fed ends
-    the stack as `cut`. prefer_eos: True narrows the mask to the stop ids as soon as one is allowed; "end" to the end
-    tokens the filters list. It has no effect, as in exllamav2, where every filter masks logits itself
-    (`can_mask_logits`): such a filter ends by allowing EOS alone, and an EOS among others may be mere text to it.
+    All exceptions are `FilterError`s. One thread at a time uses a stack.
 
-    All exceptions are `FilterError`s. One stack is used by one thread at a time.
+    Args:
+        filters: Templates. Native filters are cloned, so one list may serve many jobs. Foreign objects that cannot be
+            copied are used in place until `close()`.
+        vocab_size: Masks cover the ids in [0, vocab_size).
+        stop_ids: Every id on which this host stops. None entries are ignored.
+        special_ids: Control tokens, never matched by their spelling.
+        logits_width: Entries of a row of logits; default: `vocab_size`.
+        end_policy: The constraint has ended when "any" filter has ended (as in exllamav2), or when "all" filters with
+            an
+            opinion have.
+        dead_end: When nothing is allowed, "error" raises `FilterDeadEnd`. "eos" offers the stop ids if some filter is
+            complete; the one that is fed ends the stack as `cut`.
+        prefer_eos: True narrows the mask to the stop ids as soon as one is allowed; "end" narrows it to the end tokens
+            that the filters list. As in exllamav2, it has no effect where every filter masks logits itself
+            (`can_mask_logits`): such a filter ends by allowing EOS alone, and an EOS among other ids may be text to it.
+
+    Raises:
+        FilterBusy: a foreign object that is used in place belongs to another live stack.
+        FilterUsageError: `end_policy`, `dead_end` or a filter is not valid.
     """
 
     def __init__(
@@ -84,21 +94,22 @@ class FilterStack:
         self._stop_words = bits.from_ids(self.context.stop_ids, vocab_size)
         self._fresh = False
         self._unrestricted = True
-        # The filters that had a say at the last step (under the "all" end policy), and before each token fed.
+        # The filters with an opinion at the last step (under the "all" end policy), and before each token fed.
         self._spoke: frozenset[int] = frozenset()
         self._spoke_before: list[frozenset[int]] = []
         self._tokens: list[int] = []
-        # Number of tokens at which a stop id offered in a dead end cut the text off; no filter sees it or what follows.
+        # Number of tokens at which a stop id offered in a dead end cut the text off. No filter receives it or later
+        # tokens.
         self._cut_at: int | None = None
         self._claims: list[int] = []
         self._drivers: list[FilterDriver] = []
         self._begun = False
         self._closed = False
         self._pending: Future[None] | None = None
-        # Seconds a mask takes of late: measured the first time, and every time for a host that asks for `prefetch`.
+        # Seconds that recent masks took: measured the first time, and every time for a host that calls `prefetch`.
         self._cost: float | None = None
         self._clocked = False
-        # A word of the mask that was not zero at the last look: most masks are told from empty ones by it.
+        # Index of a word that was not zero in the last mask: usually it shows at once that a mask is not empty.
         self._hint = 0
         try:
             for index, given in enumerate(filters):
@@ -115,11 +126,11 @@ class FilterStack:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # The four calls of a generation.
+    # The four methods of a generation.
 
     def begin(self, prefix: str | bytes | None = "") -> None:
-        """Reset every filter. `prefix` is the text to be regenerated by the first token (healing)."""
-        self._settle()
+        """Reset every filter. `prefix` is the text that the first token writes again (token healing)."""
+        self._wait_pending()
         self._tokens.clear()
         self._spoke_before.clear()
         self._spoke, self._cut_at = frozenset(), None
@@ -129,10 +140,10 @@ class FilterStack:
             driver.begin(prefix)
 
     def next_mask(self) -> Words | None:
-        """The packed mask of the current state: int32 [ceil(vocab_size/32)], 1 = allowed; None = unrestricted.
+        """Return the packed mask of the current state: int32 [ceil(vocab_size/32)], 1 = allowed; None = unrestricted.
 
         The array belongs to the stack and is valid until the next call of any method. Raises `FilterDeadEnd` when
-        nothing is allowed, or what a filter raised.
+        nothing is allowed, or the error of a filter.
         """
         if self._pending is not None or self._closed or not self._begun:
             self._compute()
@@ -141,16 +152,16 @@ class FilterStack:
         if self._unrestricted:
             return None
         if not self._mask.item(self._hint) and self._empty():
-            # A copy beside the mask, so that the state stays what it is: dead.
+            # A copy beside the mask, so that the state of the stack stays dead.
             return self._dead_end_offer()
         return self._mask
 
     def prefetch(self, pool: Executor) -> bool:
-        """Compute the next mask on `pool`, if that pays; `next_mask` collects it. Call it right after `feed`.
+        """Compute the next mask on `pool` if that saves time; `next_mask` returns it. Call it right after `feed`.
 
-        False, and nothing is started, when recent masks took less than the hand-over, when the constraint is over, or
-        when the mask is there already. At most one computation runs; every other method waits for it. Its failure is
-        raised by the next call that needs the mask.
+        Returns False, and starts nothing, in three cases: recent masks took less time than the hand-over, the
+        constraint is over, or the mask exists already. At most one computation runs; every other method waits for it.
+        The next call that needs the mask raises its failure.
         """
         if self._fresh or self._pending is not None or not self._begun or self.ended:
             return False
@@ -160,22 +171,22 @@ class FilterStack:
                 return False
         elif self._cost < WORTH_A_THREAD:
             return False
-        self._pending = self._lend(pool)
+        self._pending = self._submit(pool)
         return True
 
-    def _lend(self, pool: Executor) -> Future[None]:
-        """Compute on `pool`; until that is over, whoever asks one of the filters themselves waits for it, too."""
+    def _submit(self, pool: Executor) -> Future[None]:
+        """Compute the mask on `pool`. Until it is over, calls on the filters themselves wait for it, too."""
         pending = Pending("")
-        lent = [driver.filter for driver in self._drivers if driver.filter.background_result is None]
-        for filter_ in lent:
+        submitted = [driver.filter for driver in self._drivers if driver.filter.background_result is None]
+        for filter_ in submitted:
             filter_._background = pending
         pending.future = future = pool.submit(pending.run, self._compute_now)
-        for filter_ in lent:
+        for filter_ in submitted:
             filter_.background_result = future
         return future
 
     def feed(self, token: Any) -> bool:
-        """Accept a token in every filter. True when the constraint has ended (`end_filter`).
+        """Accept a token in every filter. Returns True when the constraint has ended (`end_filter`).
 
         Raises `FilterRejected`, with every filter's state unchanged, for a token that is not allowed. After a stop
         token or the end, further tokens are recorded and ignored. A stop id that `next_mask` offers in a dead end is
@@ -183,7 +194,7 @@ class FilterStack:
         """
         token = as_token(token)
         if self._pending is not None:
-            self._settle()
+            self._wait_pending()
         if not self._begun:
             self.begin("")
         spoke = self._speaking() if self._end_policy == "all" else self._spoke
@@ -198,7 +209,7 @@ class FilterStack:
         return self.ended
 
     def _feed_all(self, token: int) -> None:
-        """Give a token to every filter, or to none."""
+        """Give a token to every filter, or to none of them."""
         if len(self._drivers) == 1:
             self._drivers[0].feed(token)
             return
@@ -213,9 +224,13 @@ class FilterStack:
             raise
 
     def accept_text(self, text: str | bytes, vocabulary: Any = None) -> bool:
-        """Feed tokens that spell `text`, where some tokenization of it is permitted; False changes nothing.
+        """Feed tokens that spell `text`, where some tokenization of it is permitted. False changes nothing.
 
-        `status` then says whether it is whole. vocabulary: a `Vocabulary` or tokenizer; default: the filters'.
+        `status` then says whether the text is complete.
+
+        Args:
+            text: Text, or its bytes.
+            vocabulary: A `Vocabulary` or tokenizer; default: the filters' own.
         """
         from exl_filters.texts import accept_text
         from exl_filters.vocabulary import vocabulary_of
@@ -231,7 +246,7 @@ class FilterStack:
             raise FilterUsageError(f"rewind({n}) after {len(self._tokens)} tokens")
         if n == 0:
             return
-        self._settle()
+        self._wait_pending()
         kept, seen = len(self._tokens) - n, self._seen()
         del self._tokens[kept:]
         self._spoke = self._spoke_before[kept]
@@ -243,10 +258,8 @@ class FilterStack:
             driver.rewind(seen - self._seen())
 
     def close(self) -> None:
-        """Drop pending work and give foreign filters back. Safe to call twice. A mask asked for afterwards is a
-        `FilterUsageError`.
-        """
-        self._settle()
+        """Drop pending work and release foreign filters. Safe to call twice; later masks raise `FilterUsageError`."""
+        self._wait_pending()
         self._closed, self._fresh = True, False
         for driver in self._drivers:
             driver.filter.background_drop()
@@ -255,12 +268,13 @@ class FilterStack:
         self._claims = []
 
     def copy(self) -> FilterStack:
-        """Another stack in the same state (a beam, say). Raises `FilterBusy` when a filter of this one is used in
-        place.
+        """Return another stack in the same state, for example for a beam.
+
+        Raises `FilterBusy` when this stack uses a filter in place.
         """
         if self._claims:
             raise FilterBusy("a stack with filters that cannot be copied cannot be copied either")
-        self._settle()
+        self._wait_pending()
         new = object.__new__(FilterStack)
         new.__dict__.update(vars(self))
         new._drivers = [driver.copy() for driver in self._drivers]
@@ -269,7 +283,7 @@ class FilterStack:
         new._claims, new._fresh = [], False
         return new
 
-    # Questions.
+    # Properties and questions.
 
     @property
     def ended(self) -> bool:
@@ -287,19 +301,19 @@ class FilterStack:
 
     @property
     def cut(self) -> bool:
-        """Whether a stop id was accepted in a dead end (`dead_end="eos"`): ended, though not every filter is whole."""
+        """Whether a stop id was accepted in a dead end (`dead_end="eos"`): ended without every filter complete."""
         return self._cut_at is not None
 
     @property
     def complete(self) -> bool:
-        """Whether every filter with an opinion calls the text so far a whole sentence."""
+        """Whether the text so far is a complete sentence of every filter with an opinion."""
         if self._pending is not None:
-            self._settle()
+            self._wait_pending()
         return all(driver.complete for driver in self._drivers if driver.done or driver.mask() is not None)
 
     @property
     def status(self) -> Status:
-        """Where the constraint stands. Never raises."""
+        """Return the state of the constraint. Never raises."""
         try:
             self._compute()
             if self.ended or (self._drivers and all(driver.done for driver in self._drivers)):
@@ -316,7 +330,7 @@ class FilterStack:
         return mask is None or bits.test(mask, token)
 
     def validate(self, tokens: Iterable[int]) -> int:
-        """How many of `tokens` (a draft, say) may follow in order; the state is unchanged."""
+        """Return how many of `tokens` (a draft, for example) may follow in order; the state is unchanged."""
         accepted = 0
         try:
             for token in tokens:
@@ -325,7 +339,7 @@ class FilterStack:
                 self.feed(token)
                 accepted += 1
         except FilterDeadEnd:
-            # The draft has run into it; what came before may follow.
+            # The draft ran into a dead end; the tokens before it may follow.
             pass
         finally:
             self.rewind(accepted)
@@ -333,9 +347,10 @@ class FilterStack:
 
     @property
     def filters(self) -> list[ExLlamaV2Filter]:
-        """The filters this job runs (clones, or adapters around foreign objects), in the order given.
+        """The filters of this job (clones, or adapters of foreign objects), in the order given.
 
-        To look at: what moves one of them is unknown to the stack. One that is at work on a pool makes its caller wait.
+        For inspection: the stack does not notice a call that changes one of them. A call waits for a filter that works
+        on a pool.
         """
         return [driver.filter for driver in self._drivers]
 
@@ -344,17 +359,17 @@ class FilterStack:
     def _compute(self) -> None:
         """Bring the combined mask up to date with the state."""
         if self._pending is not None:
-            self._settle()
+            self._wait_pending()
         if not self._fresh:
             if self._closed:
-                # Without its filters it would allow everything.
+                # A closed stack has no filters and would allow everything.
                 raise FilterUsageError("this FilterStack is closed: it has no filters any more; make a new one")
             if not self._begun:
                 self.begin("")
             self._compute_now()
 
-    def _settle(self) -> None:
-        """Wait for a computation in the background, or cancel it; what it raised is raised again where it is needed."""
+    def _wait_pending(self) -> None:
+        """Wait for a background computation, or cancel it. The next call that needs the mask raises its failure."""
         if self._pending is not None:
             background.finish(self._pending)
             self._pending = None
@@ -375,7 +390,7 @@ class FilterStack:
             self._cost = taken if self._cost is None else 0.75 * self._cost + 0.25 * taken
 
     def _combine(self) -> None:
-        """The intersection of all opinions, narrowed where an end is preferred."""
+        """Combine all opinions by intersection, narrowed where an end is preferred."""
         masks = [words for driver in self._drivers if (words := driver.mask()) is not None]
         self._unrestricted = not masks or self._cut_at is not None
         if len(masks) == 1 and not self._prefer_eos:
@@ -389,7 +404,7 @@ class FilterStack:
             self._narrow()
 
     def _empty(self) -> bool:
-        """Whether the mask allows nothing; finds the word by which the next one will be told sooner."""
+        """Whether the mask allows nothing. Remembers the nonzero word, so that the next check is faster."""
         if not len(self._mask):
             return True
         octets = self._mask.view(np.uint8)
@@ -398,7 +413,7 @@ class FilterStack:
         return not octets[at]
 
     def _narrow(self) -> None:
-        """Prefer ending over going on, where ending is allowed (spec FC-12)."""
+        """Prefer ending over continuing, where ending is allowed."""
         words = self._stop_words
         if self._prefer_eos == "end":
             ends = [token for driver in self._drivers for token in driver.ends()]
@@ -408,15 +423,15 @@ class FilterStack:
             self._combined[:] = narrowed
 
     def _speaking(self) -> frozenset[int]:
-        """Which filters have a say at this step; the "all" end policy counts only those."""
+        """Return the indices of the filters with an opinion at this step; the "all" end policy counts only those."""
         return frozenset(i for i, driver in enumerate(self._drivers) if not driver.done and driver.mask() is not None)
 
     def _seen(self) -> int:
-        """How many of the tokens fed have reached the filters."""
+        """Return how many of the fed tokens have reached the filters."""
         return len(self._tokens) if self._cut_at is None else self._cut_at - 1
 
     def _offers_stop(self) -> bool:
-        """Whether a dead end is answered with the stop ids."""
+        """Whether a dead end offers the stop ids."""
         return (
             self._dead_end == "eos" and bool(self.context.stop_ids) and any(driver.complete for driver in self._drivers)
         )
@@ -434,9 +449,9 @@ class FilterStack:
         return not self._unrestricted and self._empty() and self._offers_stop()
 
     def diagnose(self) -> Diagnosis:
-        """Every filter's opinion in the current state, with sample pieces, and the text so far."""
+        """Return every filter's opinion in the current state, with sample pieces, and the text so far."""
         if self._pending is not None:
-            self._settle()
+            self._wait_pending()
         vocabulary = self._vocabulary()
         opinions = []
         for driver in self._drivers:
@@ -461,7 +476,7 @@ class FilterStack:
         return None
 
     def _take(self, given: object, index: int) -> ExLlamaV2Filter:
-        """This stack's own instance of a filter the user gave."""
+        """Return this stack's own instance of a filter that the caller gave."""
         if isinstance(given, ExLlamaV2Filter) and given.native and not isinstance(given, ForeignFilter):
             clone = given.clone()
             if clone is given:
@@ -477,7 +492,7 @@ class FilterStack:
 
 
 class _Owners:
-    """Which live stack uses which foreign object."""
+    """Records which live stack uses which foreign object."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
-"""Rules of a Lark grammar that have no text: each of their alternatives needs such a rule again.
+"""Find rules of a Lark grammar without a finite text: each of their alternatives needs such a rule again.
 
-llguidance follows text that is forced to its end, and where there is none it may never return, from a mask that comes
-only after many tokens. So such grammars are refused before they are compiled.
+llguidance follows forced text to its end, and may never return where there is none. The mask that hangs may come late
+in a text. So such grammars are rejected before they are compiled.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _TOKEN = re.compile(
 
 MOST_PASSES = 50
 
-# What an expression may be: its alternatives, each the names and groups that it cannot do without.
+# The alternatives of an expression; each lists the names and groups that it requires.
 _Ways = list[list["str | _Ways"]]
 
 
 class _Unknown(Exception):  # noqa: N818 - not an error: the text is not understood here
-    """The grammar is written in a way that this does not read."""
+    """The grammar uses syntax that this parser does not read."""
 
 
 def endless_rules(text: str) -> list[str] | None:
-    """The rules without a finite text, in order; None where the grammar is not understood here, or too tangled."""
+    """Return the rules without a finite text, in order. None: not understood, or too many passes."""
     try:
         rules = _rules(text)
     except (_Unknown, RecursionError):
@@ -42,7 +42,7 @@ def endless_rules(text: str) -> list[str] | None:
     ends: set[str] = set()
     left = list(rules)
     for _ in range(MOST_PASSES):
-        # Back and forth: a chain of rules in either order is settled in two passes.
+        # Passes alternate in direction: a chain of rules in either order is then settled in two passes.
         left.reverse()
         kept = []
         for name in left:
@@ -57,14 +57,14 @@ def endless_rules(text: str) -> list[str] | None:
 
 
 def _ends(ways: _Ways, ends: set[str], rules: dict[str, _Ways]) -> bool:
-    """Whether one of the ways needs nothing but rules that are known to end, or that are defined elsewhere."""
+    """Whether one alternative needs only rules that are known to end, or that are defined elsewhere."""
     return any(
         all(n in ends or n not in rules if isinstance(n, str) else _ends(n, ends, rules) for n in way) for way in ways
     )
 
 
 def _rules(text: str) -> dict[str, _Ways]:
-    """What every rule may be."""
+    """Return the alternatives of every rule."""
     rules: dict[str, _Ways] = {}
     tokens = list(_tokens(text))
     at = 0
@@ -81,7 +81,7 @@ def _rules(text: str) -> dict[str, _Ways]:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str]]:
-    """(kind, value): head, name, text, repeat (value: "0" or "1", the least number), sign, line (a whole directive)."""
+    """Yield (kind, value): head, name, text, repeat (value: "0" or "1", the least number), sign, line (a directive)."""
     at = 0
     while at < len(text):
         found = _TOKEN.match(text, at)
@@ -110,7 +110,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _behind_braces(text: str, at: int) -> int:
-    """The place behind the JSON object that follows."""
+    """Return the position after the JSON object that follows."""
     start = re.compile(r"[ \t\r\n]*").match(text, at)
     assert start is not None
     try:
@@ -120,7 +120,7 @@ def _behind_braces(text: str, at: int) -> int:
 
 
 def _expression(tokens: list[tuple[str, str]], at: int) -> tuple[_Ways, int]:
-    """The alternatives from `at` on, up to a closing bracket, the next rule or directive, or the end."""
+    """Parse the alternatives from `at` on, up to a closing bracket, the next rule or directive, or the end."""
     ways: _Ways = [[]]
     while at < len(tokens):
         kind, value = tokens[at]
@@ -148,7 +148,7 @@ def _expression(tokens: list[tuple[str, str]], at: int) -> tuple[_Ways, int]:
 
 
 def _optional(tokens: list[tuple[str, str]], at: int) -> tuple[bool, int]:
-    """Whether the operators that follow an atom let it be left out."""
+    """Whether the operators after an atom make it optional; and the position after them."""
     optional = False
     while at < len(tokens) and tokens[at][0] == "repeat":
         optional = optional or tokens[at][1] == "0"

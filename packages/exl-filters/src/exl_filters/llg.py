@@ -1,7 +1,7 @@
-"""llguidance behind one door: its tokenizer made from a `Vocabulary` once, its matcher with errors that are raised.
+"""Typed access to llguidance: its tokenizer, built once from a `Vocabulary`, and its matcher with raised errors.
 
-llguidance never raises for a bad grammar or an illegal token; the matcher parks in an error state whose mask is "EOS
-only" (spec FG-1, FG-2). Everything here checks after every call.
+llguidance never raises for a bad grammar or an illegal token: the matcher enters an error state whose mask is "EOS
+only". Every method here checks for that state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _lock = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """In a forked child: whoever held it stayed with the parent."""
+    """Make the lock new in a forked child: the thread that holds it exists only in the parent."""
     global _lock
     _lock = threading.Lock()
 
@@ -34,7 +34,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def llguidance() -> Any:
-    """The module, or `MissingExtra`."""
+    """Import llguidance. Raises `MissingExtra` where it is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -43,9 +43,10 @@ def llguidance() -> Any:
 
 
 class _Wrapper:
-    """What `LLTokenizer` wants of a tokenizer that is not a tokenizer.json. Ids that are no text are listed as special:
-    else
-    they would match their placeholder."""
+    """The interface that `LLTokenizer` requires of a tokenizer without a tokenizer.json.
+
+    Ids without text are listed as special; otherwise they would match their placeholder.
+    """
 
     is_tokenizer_wrapper = True
 
@@ -60,7 +61,8 @@ class _Wrapper:
         self.special_token_ids = special
         self.eos_token_id = eos
         self.bos_token_id = vocabulary.bos_token_id
-        # Not the vocabulary, which holds the tokenizer made of this: the collector does not see through llguidance.
+        # Does not hold the vocabulary, which holds the tokenizer made of this object: the garbage collector cannot
+        # follow references through llguidance.
         self._trie = vocabulary.trie
 
     def __call__(self, text: bytes | str) -> list[int]:
@@ -77,11 +79,11 @@ class _Wrapper:
 
 
 def tokenizer_for(vocabulary: Vocabulary) -> tuple[Any, int]:
-    """The `LLTokenizer` of a vocabulary and the width of its masks in tokens; built once, about a second at 128k
-    tokens.
+    """Return the `LLTokenizer` of a vocabulary and the width of its masks in tokens; built once.
 
-    From the tokenizer's own JSON where there is one and it stands for the same bytes, which makes forced text
-    canonical; else from the bytes, with longest-match tokenization.
+    Built from the tokenizer's own JSON where there is one and it gives the same bytes, which makes forced text
+    canonical. Otherwise built from the bytes, with longest-match tokenization. Building takes about a second for 128k
+    tokens.
     """
     with _lock:
         held = vocabulary.__dict__.get("_llg")
@@ -100,7 +102,7 @@ def _build(vocabulary: Vocabulary) -> tuple[Any, int]:
                 return built, vocabulary.size
         except (KeyboardInterrupt, SystemExit):
             raise
-        # Anything else, a Rust panic included, means only that this way is closed.
+        # Any other failure, a Rust panic included, means that the JSON cannot be used.
         except BaseException:
             pass
     eos = vocabulary.size if eos is None else eos
@@ -118,26 +120,27 @@ def _same_bytes(built: Any, vocabulary: Vocabulary) -> bool:
 
 
 class Matcher:
-    """One `LLMatcher`: masks into its own buffer, counts what it consumed, raises `FilterFailed` when it fails."""
+    """One `LLMatcher`: writes masks, counts the tokens it consumed, raises `FilterFailed` when it fails."""
 
     def __init__(self, raw: Any, width: int, eos: int) -> None:
         self.raw, self.width, self.eos = raw, width, eos
         self.consumed = 0
-        # Where the last mask went, and what llguidance wrote to: that buffer, or one of its own width.
+        # The target of the last mask, and the buffer that llguidance wrote: the target, or one of the matcher's width.
         self._target: Words | None = None
         self._buffer: Words | None = None
         self._address = self._octets = 0
 
     def copy(self) -> Matcher:
+        """Return an independent matcher in the same state."""
         new = Matcher(self.raw.deep_copy(), self.width, self.eos)
         new.consumed = self.consumed
         return new
 
     def mask_into(self, target: Words) -> bool:
-        """Write the mask of the state over `target`, of any width. True: the matcher is stopped and allows the EOS
-        alone. A failed one is always stopped.
+        """Write the mask of the state over `target`, of any width.
 
-        A target of the matcher's own width is written in place, with nothing copied; its address is looked up once.
+        Returns True when the matcher is stopped and allows the EOS alone; a failed matcher is always stopped. A target
+        of the matcher's own width is written in place, and its address is looked up once.
         """
         if target is not self._target:
             fits = len(target) == bits.word_count(self.width) and target.flags.c_contiguous
@@ -153,7 +156,7 @@ class Matcher:
         return stopped
 
     def consume(self, tokens: list[int]) -> bool:
-        """All of them, or none and False."""
+        """Consume all of the tokens, or none of them. Returns False for none."""
         taken = self.raw.try_consume_tokens(tokens)
         self.check()
         if taken < len(tokens):
@@ -165,13 +168,13 @@ class Matcher:
         return True
 
     def accepts(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens may follow in order."""
+        """Return how many of the tokens may follow in order."""
         count = int(self.raw.validate_tokens(list(tokens)))
         self.check()
         return count
 
     def rollback(self, n: int) -> None:
-        """Undo `n` consumed tokens; more than were consumed would wreck the matcher for good."""
+        """Undo `n` consumed tokens. Raises `FilterFailed` for more: that would break the matcher."""
         if n > self.consumed:
             raise FilterFailed(f"rollback of {n} tokens after {self.consumed}")
         if n:
@@ -180,20 +183,25 @@ class Matcher:
             self.consumed -= n
 
     def forced(self) -> bytes:
+        """Return the bytes that every continuation begins with."""
         return bytes(self.raw.compute_ff_bytes())
 
     def captures(self) -> list[tuple[str, bytes]]:
+        """Return the named captures so far, as (name, bytes)."""
         return list(self.raw.get_captures())
 
     @property
     def accepting(self) -> bool:
+        """Whether the text so far is a sentence of the grammar."""
         return bool(self.raw.is_accepting())
 
     @property
     def stopped(self) -> bool:
+        """Whether nothing may follow."""
         return bool(self.raw.is_stopped())
 
     def check(self) -> None:
+        """Raise `FilterFailed` if the matcher is in its error state."""
         if self.raw.is_error():
             raise FilterFailed(f"llguidance: {stop_reason(str(self.raw.get_error()))}")
 
@@ -205,10 +213,16 @@ def compile_matcher(
     *,
     trial: CompileBudget | None = None,
 ) -> Matcher:
-    """A matcher at the start of `grammar` (llguidance's serialized form).
+    """Compile `grammar` (llguidance's serialized form) and return a matcher at its start.
 
-    trial: the budget within which another process must have compiled it first; None: compile it here at once. Raises
-    `FilterCompileError` with llguidance's reason and position, also when a limit is exceeded.
+    Args:
+        grammar: The grammar.
+        vocabulary: The vocabulary that masks cover.
+        limits: llguidance's parser limits by name; each an integer of 0 or more.
+        trial: Budget within which another process must have compiled the grammar first. None: compile it here at once.
+
+    Raises:
+        FilterCompileError: with llguidance's reason and position, also when a limit is exceeded.
     """
     module = llguidance()
     for name, limit in (limits or {}).items():
@@ -234,7 +248,7 @@ def compile_matcher(
 
 
 def _control_tokens(grammar: str, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Size and control tokens of the vocabulary, where the grammar may name them: `<|name|>`, `<[id]>`."""
+    """Return size and control tokens of the vocabulary, where the grammar may name them: `<|name|>`, `<[id]>`."""
     texts = {i: vocabulary.special_texts.get(i, "") for i in sorted(vocabulary.special_ids)} if "<" in grammar else {}
     if "<[" in grammar:
         return {"width": vocabulary.size, "control": texts}

@@ -1,4 +1,4 @@
-"""`LoggedFilter`: a filter that tells what it is asked and what it answers."""
+"""`LoggedFilter`: a filter that logs its calls and answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ __all__ = ["LoggedFilter"]
 
 
 class LoggedFilter(AllOf):
-    """`inner`, with every begin, answer, feed and rewind told to `logger` (default: `exl_filters`, level DEBUG).
+    """Log every begin, answer, feed and rewind of `inner`, to find out why a constraint acts as it does.
 
-    For finding out why a constraint does what it does. The answer is `inner`'s; nothing is told unless the logger
-    listens.
+    The answers are those of `inner`. Nothing is formatted unless the logger is enabled for the level.
+
+    Args:
+        inner: The filter to log; it is cloned.
+        logger: Default: the logger `exl_filters`.
+        level: Level of the messages; default DEBUG.
     """
 
     def __init__(self, inner: Any, *, logger: logging.Logger | None = None, level: int = logging.DEBUG) -> None:
@@ -26,10 +30,12 @@ class LoggedFilter(AllOf):
         super().__init__([inner])
 
     def begin(self, prefix_str: Any = "") -> None:
+        """Log the prefix and reset the filter."""
         self._tell("begin(%r)", prefix_str)
         super().begin(prefix_str)
 
     def feed(self, token: Any) -> None:
+        """Log a token, its text and the error that it raises; feed it."""
         token = as_token(token)
         try:
             super().feed(token)
@@ -39,24 +45,29 @@ class LoggedFilter(AllOf):
         self._tell("feed(%s) %r%s", token, self.vocabulary.piece(token), ", ended" if self.ended() else "")
 
     def next(self) -> Allowed:
+        """Return the filter's answer, and log it."""
         allowed, ends = super().next()
         self._tell("next() allows %s, ends at %s", self._shown(allowed), self._shown(ends))
         return allowed, ends
 
     def fill_bitmask(self, words: Words) -> bool:
+        """Write the filter's mask, and log it."""
         spoke = super().fill_bitmask(words)
         if self._logger.isEnabledFor(self._level):
             self._tell("mask of %s", self._shown(bits.to_ids(words)) if spoke else "no opinion")
         return spoke
 
     def rewind(self, n: int) -> None:
+        """Log the number of tokens and undo them."""
         self._tell("rewind(%d)", n)
         super().rewind(n)
 
     def describe(self) -> str:
+        """Return `Logged(...)` with the inner filter's description."""
         return f"Logged({self._parts[0].describe()})"
 
     def spec(self) -> dict[str, Any]:
+        """Return `{"type": "logged", "inner": ...}`."""
         return {"type": "logged", "inner": self._parts[0].spec()}
 
     def _tell(self, message: str, *values: Any) -> None:
@@ -64,7 +75,7 @@ class LoggedFilter(AllOf):
             self._logger.log(self._level, f"%s: {message}", self._parts[0].describe(), *values)
 
     def _shown(self, ids: Any) -> str:
-        """How many ids, and the first few as text."""
+        """Format the number of ids, and the first few as text."""
         if ids is None:
             return "anything"
         some = sorted(ids)[:5]

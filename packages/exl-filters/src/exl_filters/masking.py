@@ -1,4 +1,4 @@
-"""Applying packed masks to logits: numpy arrays in place or copied, torch tensors on any device, nothing imported."""
+"""Apply packed masks to logits: numpy arrays, and torch tensors on any device. Imports no torch of its own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ __all__ = ["apply_mask", "masked"]
 def apply_mask(logits: Any, words: Words | None) -> Any:
     """Set excluded entries of `logits` [..., W] to -inf in place and return it; `words` None changes nothing.
 
-    Entries beyond the width of the mask are excluded; allowed ones keep their value, -inf included. Takes numpy arrays
-    and torch tensors of a float dtype.
+    Args:
+        logits: A numpy array or torch tensor of a float dtype. Allowed entries keep their value, -inf included.
+        words: A packed mask, int32. Entries of `logits` beyond its width are excluded.
+
+    Raises:
+        FilterUsageError: `logits` is neither an array nor a tensor.
     """
     if words is None:
         return logits
@@ -28,7 +32,7 @@ def apply_mask(logits: Any, words: Words | None) -> Any:
 
 
 def masked(logits: Any, words: Words) -> Any:
-    """As `apply_mask`, on a copy."""
+    """Apply a mask as `apply_mask` does, to a copy of `logits`."""
     if isinstance(logits, np.ndarray):
         return bits.apply(words, logits.copy())
     return logits.masked_fill(_excluded(logits, words), float("-inf"))

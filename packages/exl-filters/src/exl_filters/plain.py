@@ -1,7 +1,7 @@
-"""Which grammars are small and plain enough to be compiled at once, without a trial (see `trial.py`).
+"""Decide which grammars are small and plain enough to be compiled at once, without a trial (see `trial.py`).
 
-What is let through here takes less than about a second and 150 MB whatever is in it: the size is small, so that chains
-of references are short, and nothing intersects patterns, which is what grows without bound.
+A grammar that passes compiles in about a second and 150 MB at most, whatever its content. Its size is small, so chains
+of references are short. Nothing intersects patterns, which is what grows without bound.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WHITESPACE_CHARACTERS = 64
 ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id"}
 )
-# Keywords that describe one value; side by side they are intersected two or three at a time.
+# Keywords that describe one value; two or three of them are intersected at a time.
 SINGLE = frozenset(
     {
         "type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems",
@@ -29,7 +29,7 @@ SINGLE = frozenset(
         "exclusiveMaximum", "multipleOf", "minProperties", "$defs", "definitions",
     }
 )  # fmt: skip
-# Keywords that bring other schemas in: plain where they stand alone.
+# Keywords that refer to other schemas: plain where no other keyword is beside them.
 JOINING = frozenset({"$ref", "anyOf"})
 
 
@@ -44,7 +44,7 @@ def is_plain(source: Mapping[str, Any], whitespace: str = "bounded", limits: Map
         return _plain_schema(value)
     if len(value) > MOST_CHARACTERS:
         return False
-    # Intersections, complements, other grammars inside: written with these in Lark. In a string they do no harm.
+    # Lark writes intersections, complements and inner grammars with these characters. In a string they are harmless.
     return kind == "regex" or not any(sign in value for sign in ("&", "~", "%json", "%regex", "@"))
 
 

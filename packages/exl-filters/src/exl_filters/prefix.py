@@ -16,11 +16,19 @@ _State = tuple[int, bytes, bytes]
 
 
 class ExLlamaV2PrefixFilter(StateFilter[_State]):
-    """Forces the output to begin with one of `prefix_strings`, then lets anything through.
+    """Force the output to begin with one of `prefix_strings`, then allow everything. Never ends the job.
 
-    Works on bytes, so text that tokens split inside a character is reached. A token may go past the end of a prefix as
-    long as it spells it first; `overshoot=False` allows only exact arrival. The shorter of two nested prefixes decides.
-    Never ends the job.
+    It works on bytes, so it reaches text whose characters are split across tokens. The shorter of two nested prefixes
+    decides.
+
+    Args:
+        model: Kept for exllamav2's API; may be None.
+        tokenizer: A `Vocabulary` or any tokenizer that `vocabulary_of` takes.
+        prefix_strings: One string, or a list of at least one.
+        overshoot: Whether a token may go past the end of a prefix after spelling it. False allows only an exact end.
+
+    Raises:
+        FilterCompileError: `prefix_strings` holds no string.
     """
 
     def __init__(self, model: Any, tokenizer: Any, prefix_strings: str | list[str], *, overshoot: bool = True) -> None:
@@ -37,21 +45,23 @@ class ExLlamaV2PrefixFilter(StateFilter[_State]):
 
     @property
     def current_prefixes(self) -> set[str]:
-        """The strings the text so far can still become, or has begun with."""
+        """The strings that the text so far can still become, or has begun with."""
         text = self.current_str
         return {s for s in self.prefix_strings if s.startswith(text) or text.startswith(s)}
 
     @property
     def current_str(self) -> str:
-        """The constrained text so far (only as far as it matters)."""
+        """The constrained text so far, up to the end of the prefix."""
         return self._now().state[2].decode("utf-8", "replace")
 
     def describe(self) -> str:
+        """Name the first prefixes."""
         return (
             f"Prefix({', '.join(repr(s) for s in self.prefix_strings[:3])}{', ...' * (len(self.prefix_strings) > 3)})"
         )
 
     def spec(self) -> dict[str, Any]:
+        """Return `{"type": "prefix", "prefix_strings": [...], "overshoot": ...}`."""
         return {"type": "prefix", "prefix_strings": list(self.prefix_strings), "overshoot": self.overshoot}
 
     def _start(self, prefix: bytes) -> _State:

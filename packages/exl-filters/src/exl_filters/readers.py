@@ -1,5 +1,6 @@
-"""Reading the bytes of every id out of other people's tokenizers. Nothing is imported: shapes are recognised by their
-methods.
+"""Read the bytes of every id out of other libraries' tokenizers.
+
+No library is imported: a tokenizer is recognized by its methods.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ __all__ = ["from_tokenizer_json", "read_tokenizer"]
 
 _EOS_NAMES = ("</s>", "<|endoftext|>", "<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<eos>")
 _UNDEFINED = "_undefined_token_"
-# Far beyond any vocabulary: an id takes some 100 bytes of tables, whether it stands for something or not.
+# Far above any real vocabulary. The tables take about 100 bytes an id, defined or not.
 MOST_TOKENS = 1 << 24
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 def read_tokenizer(tokenizer: Any) -> Vocabulary:
-    """A `Vocabulary` from a tokenizer object or list of pieces; see `vocabulary_of`."""
+    """Build a `Vocabulary` from a tokenizer object or list of pieces; see `vocabulary_of`."""
     if isinstance(tokenizer, list | tuple):
         return Vocabulary(list(tokenizer))
     if callable(getattr(tokenizer, "get_id_to_bytes_list", None)):
@@ -43,8 +44,15 @@ def read_tokenizer(tokenizer: Any) -> Vocabulary:
 
 
 def from_tokenizer_json(path: str, eos_token: str | None = None) -> Vocabulary:
-    """The vocabulary of a `tokenizer.json` file. `eos_token`: its spelling; default: the usual names among the added
-    tokens. Raises `FilterUsageError` for a file that is none, OSError where it cannot be read.
+    """Build the vocabulary of a `tokenizer.json` file.
+
+    Args:
+        path: The file.
+        eos_token: Spelling of the EOS token; default: the usual names among the added tokens.
+
+    Raises:
+        FilterUsageError: the file is not a tokenizer.json.
+        OSError: the file cannot be read.
     """
     with open(path, encoding="utf-8") as file:
         try:
@@ -110,7 +118,7 @@ def _assemble(
 
 
 def _size_of(ids: Iterable[int]) -> int:
-    """Of the vocabulary that has these ids."""
+    """Return the size of the vocabulary that has these ids."""
     highest = 0
     for token in ids:
         if not 0 <= token < MOST_TOKENS:
@@ -120,7 +128,7 @@ def _size_of(ids: Iterable[int]) -> int:
 
 
 def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
-    """Names of the decoders in a tokenizer.json decoder tree."""
+    """Return the names of the decoders in a tokenizer.json decoder tree."""
     if not decoder:
         return set()
     kinds = {str(decoder.get("type"))}
@@ -151,7 +159,7 @@ def _from_sentencepiece(piece: str) -> bytes:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """The byte-level BPE alphabet: printable Latin-1 for itself, the other bytes from U+0100 on, in order."""
+    """Return the byte-level BPE alphabet: printable Latin-1 as itself, the other bytes from U+0100 on, in order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(b): b for b in plain}
     others = (b for b in range(256) if b not in set(plain))
@@ -160,7 +168,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def _from_exllama(tokenizer: Any, tokens: list[bytes | str | None]) -> Vocabulary:
-    """A tokenizer with exllamav2's names: control ids are those of its extended map and its four roles."""
+    """Read a tokenizer with exllamav2's names: control ids are those of its extended map and its four roles."""
     roles: dict[str, Any] = {name: _one_id(getattr(tokenizer, name, None)) for name in _ROLES}
     extended = getattr(tokenizer, "extended_id_to_piece", None) or {}
     plain = getattr(tokenizer, "unspecial_id_to_piece", None) or {}
@@ -184,7 +192,7 @@ def _from_exllama(tokenizer: Any, tokens: list[bytes | str | None]) -> Vocabular
 
 
 def _bytes_from_pieces(tokenizer: Any) -> list[bytes | str | None]:
-    """Pieces as text, with the bytes of those that are no whole characters read from the raw pieces underneath."""
+    """Return the pieces as text; pieces that are no complete characters are read as bytes from the raw pieces."""
     pieces: list[bytes | str | None] = list(tokenizer.get_id_to_piece_list())
     broken = [
         i for i, piece in enumerate(pieces) if isinstance(piece, str) and "�" in piece and _UNDEFINED not in piece
@@ -221,7 +229,7 @@ def _from_slow(tokenizer: Any) -> Vocabulary:
 
 
 def _one_id(value: Any) -> int | None:
-    """An id in [0, ...), or None: some tokenizers say -1 or a list."""
+    """Return an id in [0, ...), or None: some tokenizers return -1 or a list."""
     if isinstance(value, list | tuple):
         value = value[0] if value else None
     return int(value) if isinstance(value, int) and value >= 0 else None

@@ -1,8 +1,8 @@
 """Filters by name: the built-ins, and plugins found by the entry-point group `exl_filters.filters`.
 
-Discovery reads names only. A plugin is imported when it is first asked for, and what goes wrong then is kept and told
-to whoever asks for that name; nothing else is affected. Importing runs the plugin's code, so a server should allow
-names, not `all`: `EXL_FILTERS_PLUGINS=all|none|name,name` or the `allow` argument.
+Discovery reads names only. A plugin is imported when it is first requested. A failure is kept and raised for requests
+of that name; nothing else is affected. Importing runs the plugin's code, so a server should allow names, not `all`:
+`EXL_FILTERS_PLUGINS=all|none|name,name` or the `allow` argument.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 GROUP = "exl_filters.filters"
 API = (1, 0)
-"""Version of the plugin contract. A plugin that states another major in `__exl_filters_api__` is refused."""
+"""Version of the plugin contract. A plugin that states another major version in `__exl_filters_api__` is rejected."""
 
 _BUILT_IN = {
     "prefix": "exl_filters.prefix:ExLlamaV2PrefixFilter",
@@ -63,9 +63,9 @@ _BUILT_IN = {
     "triggered": "exl_filters.composed:triggered",
     "logged": "exl_filters.composed:logged",
 }
-# Of these, the parameters `filters` and `inner` are specs themselves.
+# The parameters `filters` and `inner` of these are specs themselves.
 _COMPOSED = ("all-of", "any-of", "sequence", "triggered", "logged")
-# Of these in one another in a spec, which may come from a client: 16 take 0.1 s to make, 40 would take 3 s.
+# Nesting limit of these in a spec, which may come from a client: the time to build them grows fast with the depth.
 MOST_NESTED = 16
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -73,7 +73,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """What is known of a registered name. `params` is a JSON schema of its keyword parameters (empty until loaded)."""
+    """Facts of a registered name. `params` is a JSON schema of its keyword parameters (empty until loaded)."""
 
     name: str
     dist: str
@@ -133,7 +133,9 @@ class _Registry:
                 self._own[name] = _Entry(name, "exl-filters", "", _BUILT_IN[name], _loader(_BUILT_IN[name]))
 
     def entry(self, name: str, allow: Collection[str] | None = None) -> _Entry:
-        """The one entry a name stands for: own registrations first, then plugins, `dist:name` for one of several."""
+        """Return the one entry of a name: this process's registrations first, then plugins; `dist:name` picks one of
+        several.
+        """
         if name in self._own:
             return self._own[name]
         plugins = [e for e in self.found() if name in (e.name, f"{e.dist}:{e.name}")]
@@ -193,10 +195,9 @@ def register(name: str, obj: _F, *, replace: bool = False) -> _F: ...
 @overload
 def register(name: str, obj: None = None, *, replace: bool = False) -> Callable[[_F], _F]: ...
 def register(name: str, obj: Any = None, *, replace: bool = False) -> Any:
-    """Register a filter class or a factory `f(vocab, **params)` in this process; also as a decorator. Returns the
-    object.
+    """Register a filter class or a factory `f(vocab, **params)` in this process; also as a decorator.
 
-    Raises `PluginError` when the name is taken (by a built-in, say), unless `replace`.
+    Returns the object. Raises `PluginError` when the name is taken (by a built-in, for example), unless `replace`.
     """
 
     def add(target: Any) -> Any:
@@ -209,20 +210,31 @@ def register(name: str, obj: Any = None, *, replace: bool = False) -> Any:
 
 
 def unregister(name: str) -> None:
-    """Take back a `register`; a replaced built-in returns."""
+    """Undo a `register`; a replaced built-in returns. Raises `UnknownFilter` for a name that is not registered."""
     _registry.remove(name)
 
 
 def get(name: str, *, allow: Collection[str] | None = None) -> Any:
-    """The class or factory behind a name, imported on first use. `allow` overrides EXL_FILTERS_PLUGINS."""
+    """Return the class or factory of a name, imported on first use. `allow` overrides EXL_FILTERS_PLUGINS.
+
+    Raises `UnknownFilter`, `AmbiguousPlugin`, or `PluginError` for a plugin that cannot be loaded.
+    """
     return _registry.load(_registry.entry(name, allow))
 
 
 def create(name: str, vocab: Any, *, allow: Collection[str] | None = None, **params: Any) -> ExLlamaV2Filter:
-    """A filter by name. `vocab`: a `Vocabulary` or any tokenizer `vocabulary_of` takes; `params` go to the class or
-    factory.
+    """Build a filter by name.
 
-    Raises `FilterUsageError` when they do not fit its signature.
+    Args:
+        name: A registered name, or `dist:name`.
+        vocab: A `Vocabulary` or any tokenizer that `vocabulary_of` takes.
+        allow: Names of plugins that may be loaded; default: EXL_FILTERS_PLUGINS.
+        **params: Parameters of the class or factory.
+
+    Raises:
+        FilterUsageError: `params` do not fit the signature.
+        FilterCompileError: the class or factory rejects them.
+        PluginError: the filter is unknown, ambiguous, or cannot be loaded.
     """
     return build(get(name, allow=allow), vocab, name, params)
 
@@ -239,14 +251,16 @@ def build(factory: Any, vocab: Any, name: str, params: Mapping[str, Any]) -> ExL
     except FilterError:
         raise
     except (TypeError, ValueError, OverflowError) as error:
-        # Parameters may come from a client; what a class makes of a wrong type is its own affair.
+        # Parameters may come from a client; a class may raise anything for a wrong type.
         raise FilterCompileError(f"filter {name!r} cannot be made of these parameters: {error}") from error
     return as_filter(made)
 
 
 def from_spec(spec: Mapping[str, Any], vocab: Any, *, allow: Collection[str] | None = None) -> ExLlamaV2Filter:
-    """The filter a `spec()` describes: `{"type": name, **params}`; filters made of filters hold specs of these, up to
-    MOST_NESTED of them in one another."""
+    """Build the filter that a `spec()` describes: `{"type": name, **params}`.
+
+    Filters made of filters hold specs, nested up to MOST_NESTED deep. Raises the errors of `create`.
+    """
     return _from_spec(spec, vocab, allow, 1)
 
 
@@ -257,7 +271,7 @@ def _from_spec(spec: Any, vocab: Any, allow: Collection[str] | None, depth: int)
     if spec["type"] in _COMPOSED:
         if depth > MOST_NESTED:
             raise FilterCompileError(
-                f"a filter spec holds more than {MOST_NESTED} filters in one another, the innermost {spec['type']!r}: "
+                f"a filter spec nests more than {MOST_NESTED} filters, the innermost {spec['type']!r}: "
                 "put parts side by side, or write them as one grammar"
             )
 
@@ -272,17 +286,17 @@ def _from_spec(spec: Any, vocab: Any, allow: Collection[str] | None, depth: int)
 
 
 def names() -> list[str]:
-    """All names that `get` takes, allowed or not; imports nothing."""
+    """Return all names that `get` takes, allowed or not; imports nothing."""
     return _registry.names()
 
 
 def names_of(kind: type) -> list[str]:
-    """The names under which a class is registered; imports nothing."""
+    """Return the names under which a class is registered; imports nothing."""
     return _registry.names_of(f"{kind.__module__}:{kind.__qualname__}")
 
 
 def info(name: str, *, load: bool = False) -> PluginInfo:
-    """What is known of a name; with `load`, after importing it (an error is reported, not raised)."""
+    """Return the facts of a name; with `load`, after importing it (an error is reported, not raised)."""
     entry = _registry.entry(name, allow=(name,))
     error: FilterError | None = entry.error
     if load:
@@ -298,13 +312,13 @@ def info(name: str, *, load: bool = False) -> PluginInfo:
 
 
 def refresh() -> None:
-    """Look for installed plugins again."""
+    """Search for installed plugins again."""
     importlib.invalidate_caches()
     _registry.refresh()
 
 
 def takes_model(factory: Any) -> bool:
-    """Whether it is called (model, tokenizer, ...), as exllamav2's filters are."""
+    """Whether a factory is called with (model, tokenizer, ...), as exllamav2's filters are."""
     try:
         first = next(iter(inspect.signature(factory).parameters), "")
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""`ReplayedFilter`: filters that go back by beginning anew."""
+"""`ReplayedFilter`: filters that rewind by replaying their tokens."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ __all__ = ["ReplayedFilter"]
 
 
 class ReplayedFilter(ExLlamaV2Filter):
-    """Rewinds by a new begin with the same prefix and all tokens that are kept.
+    """Rewind by a new `begin` with the same prefix and a feed of all tokens that are kept.
 
-    Subclasses set both in `begin`, the list empty, and append every token to it in `feed`.
+    In `begin`, subclasses set `_prefix` and an empty `_fed`. In `feed`, they append every token to `_fed`.
     """
 
     _prefix: bytes
     _fed: list[int]
 
     def rewind(self, n: int) -> None:
+        """Undo the last `n` feeds. Raises `FilterUsageError` for more than were fed."""
         if not 0 <= n <= len(self._fed):
             raise FilterUsageError(f"rewind({n}) after {len(self._fed)} tokens")
         if n:

@@ -1,7 +1,7 @@
-"""Which parts of a JSON schema may describe the same value: `allOf`, `$ref` and the chosen branch of `anyOf` do, and so
-do the members of one name, and the items, of parts that do.
+"""Find the parts of a JSON schema that may describe the same value.
 
-llguidance intersects such parts, and what it enforces of two numbers' bounds or divisors depends on both.
+`allOf`, `$ref` and the chosen branch of `anyOf` describe the same value. So do the members of one name, and the items,
+of parts that do. llguidance intersects such parts; for bounds and divisors of numbers, the result depends on both.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from urllib.parse import unquote
 __all__ = ["parts_of_values"]
 
 Part = dict[str, Any]
-# A place in a schema, and parts there that hold for one value.
+# A place in a schema, and parts there that constrain one value together.
 _Together = tuple[str, list[Part]]
 
-# Ways to choose branches that are told apart at one value; beyond, all branches count as chosen.
+# Combinations of branches distinguished at one value; beyond, all branches count as chosen.
 MOST_WAYS = 64
-# Values told apart; beyond, nothing is said.
+# Values distinguished; beyond, the answer is unknown.
 MOST_VALUES = 5_000
 MOST_PARTS = 500_000
 
@@ -29,9 +29,9 @@ class _Unknown(Exception):  # noqa: N818 - no error: nothing can be told
 
 
 def parts_of_values(schema: Part, parts: list[Part]) -> list[_Together] | None:
-    """For each value a schema speaks of, the parts that may hold for it together; None when that cannot be told.
+    """For each value that a schema describes, return the parts that may constrain it together; None for unknown.
 
-    parts: all there are. Errs on the side of too many parts together.
+    `parts` are all parts of the schema. Errs on the side of too many parts together.
     """
     try:
         return list(_values(schema, _anchors(schema, parts)))
@@ -58,7 +58,7 @@ def _values(schema: Part, names: dict[str, Part]) -> Iterator[_Together]:
 
 
 def _ways(schema: Part, names: dict[str, Part], start: list[Part]) -> Iterator[list[Part]]:
-    """The parts that hold for a value beside `start`, for each way to choose branches."""
+    """Yield the parts that constrain a value together with `start`, for each choice of branches."""
     todo: list[tuple[list[Part], list[Part], frozenset[int]]] = [(list(start), [], frozenset())]
     ways = 1
     while todo:
@@ -89,7 +89,7 @@ def _ways(schema: Part, names: dict[str, Part], start: list[Part]) -> Iterator[l
 
 
 def _some_type(together: list[Part]) -> bool:
-    """Whether a value may be of the types of all these parts."""
+    """Whether a value may have the types of all these parts."""
     left: set[str] | None = None
     for part in together:
         given = part.get("type")
@@ -101,7 +101,7 @@ def _some_type(together: list[Part]) -> bool:
 
 
 def _inner(together: list[Part]) -> Iterator[tuple[str, list[Part]]]:
-    """The values inside a value of these parts, each with what holds for it."""
+    """Yield the values inside a value of these parts, each with the parts that constrain it."""
     named = {name for part in together for name in _members(part, "properties")}
     patterns = [sub for part in together for sub in _members(part, "patternProperties").values()]
     others = [(part, part["additionalProperties"]) for part in together if _is(part.get("additionalProperties"))]
@@ -120,7 +120,7 @@ def _inner(together: list[Part]) -> Iterator[tuple[str, list[Part]]]:
 
 
 def _row(part: Part) -> tuple[list[Any], Any]:
-    """Schemas of the first items, and of the rest."""
+    """Return the schemas of the first items, and the schema of the rest."""
     items = part.get("items")
     if isinstance(items, list):
         return items, part.get("additionalItems")
@@ -142,7 +142,7 @@ def _is(value: Any) -> bool:
 
 
 def _referred(schema: Part, names: dict[str, Part], part: Part) -> list[Part]:
-    """What a part refers to."""
+    """Return the parts that a part refers to."""
     if "$dynamicRef" in part or "$recursiveRef" in part:
         raise _Unknown
     target = part.get("$ref")
@@ -167,7 +167,9 @@ def _referred(schema: Part, names: dict[str, Part], part: Part) -> list[Part]:
 
 
 def _anchors(schema: Part, parts: list[Part]) -> dict[str, Part]:
-    """Parts by their `$anchor`. Two of one name, or a part with an `$id`, under which paths begin anew: unknown."""
+    """Return the parts by their `$anchor`. A repeated name, or a part with an `$id` (paths then start anew), is
+    unknown.
+    """
     found: dict[str, Part] = {}
     for part in parts:
         name = part.get("$anchor")

@@ -1,4 +1,4 @@
-"""What llguidance would enforce in part, or at too high a price, found in a schema before it is compiled."""
+"""Find schema parts that llguidance would enforce only in part, or at too high a cost, before compiling."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from exl_filters.same_value import parts_of_values
 
 __all__ = ["allowed_escapes", "check_schema", "divisor_of", "schemas_in"]
 
-# Keywords whose value is data, and those whose value has names of the author's choice for keys.
+# Keywords whose value is data, and those whose value has names of the author's choice as keys.
 DATA = frozenset({"const", "enum", "default", "examples"})
 NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
-# A divisor is a state machine of as many states: 99,991 compile in half a second, 999,983 in 22 s and 400 MB.
+# A divisor compiles to a state machine with as many states: compile time and memory grow with it.
 LARGEST_DIVISOR = 100_000
-# What is written with these has no other spelling with them.
+# Characters that these escapes write have no other spelling when the escapes are allowed.
 ESCAPES = 'nrbtf\\"'
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-# What gives a schema a name that a reference other than a path may call it by.
+# Keywords that name a schema, so that a reference other than a path may refer to it.
 ANCHORS = frozenset({"$id", "id", "$anchor", "$dynamicAnchor"})
 
 
 def check_schema(schema: Any) -> None:
-    """Raise `FilterCompileError` for llguidance's own options and for what it would not enforce.
+    """Raise `FilterCompileError` for llguidance's own options and for parts that it would not enforce.
 
-    minProperties: members are counted, and a name may come twice. Names that are required come once each, so one
-    member more than those can be told apart.
+    minProperties: llguidance counts members, and a name may come twice. Required names come once each, so one more
+    member than those can be distinguished.
     """
     anchored = _has_anchored_data(schema, data=False)
     parts: list[dict[str, Any]] = []
@@ -46,7 +46,7 @@ def check_schema(schema: Any) -> None:
     try:
         _check_numbers("#", parts)
     except FilterCompileError:
-        # If all parts held for one number. Which of them do is asked only now.
+        # First assume that all parts hold for one number. Only on failure, find out which of them do.
         values = parts_of_values(schema, parts)
         if values is None:
             raise
@@ -55,9 +55,9 @@ def check_schema(schema: Any) -> None:
 
 
 def _check_numbers(at: str, parts: list[dict[str, Any]]) -> None:
-    """Bounds and divisors of one number."""
+    """Check the bounds and divisors of one number."""
     _check_bounds(at, _joined([_bounds_of(part) for part in parts]))
-    # Divisors become their least common multiple.
+    # Divisors combine to their least common multiple.
     divisor = math.lcm(*(divisor_of(part) for part in parts))
     if divisor > LARGEST_DIVISOR:
         raise FilterCompileError(
@@ -67,11 +67,10 @@ def _check_numbers(at: str, parts: list[dict[str, Any]]) -> None:
 
 
 def allowed_escapes(schema: Any) -> str:
-    r"""The escapes for strings, as llguidance's `json_allowed_escapes`.
+    r"""Return the escapes for strings, as llguidance's `json_allowed_escapes`.
 
-    Without \u: with it, a member `{"\u0061": ...}` of an open object would pass for one that `properties` does not
-    name, or be counted beside the required one it repeats. A schema without names may have it, which strings with
-    control characters need.
+    Without \u: with it, an open object could hold a member `{"\u0061": ...}` under a name of `properties` or a required
+    name without being checked. A schema without names may use it; strings with control characters need it.
     """
     found = list(schemas_in(schema, "#"))
     if not any(_names_members(sub) for _, sub in found):
@@ -81,13 +80,13 @@ def allowed_escapes(schema: Any) -> str:
             if keyword in sub and _needs_u(sub[keyword]):
                 raise FilterCompileError(
                     rf"{at}/{keyword}: {sub[keyword]!r:.60} has control characters, written \u00XX; beside properties "
-                    "that escape is kept out, for names could be written with it; leave these characters out"
+                    "that escape is disabled, because names could be written with it; leave these characters out"
                 )
     return ESCAPES
 
 
 def schemas_in(schema: Any, at: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All objects in a schema that may be read as schemas, with their places; unknown keywords are looked into."""
+    """Yield all objects in a schema that may be read as schemas, with their places, also under unknown keywords."""
     if isinstance(schema, list):
         for index, value in enumerate(schema):
             yield from schemas_in(value, f"{at}/{index}")
@@ -108,7 +107,7 @@ def _names_members(sub: dict[str, Any]) -> bool:
 
 
 def _check_references(anchored: bool, at: str, sub: dict[str, Any]) -> None:
-    """References lead to what is looked into here: never into data. anchored: something in data has a name."""
+    """Reject references into data, which is not checked here. anchored: a part of the data has a name."""
     for keyword in REFERENCES:
         target = sub.get(keyword)
         if not isinstance(target, str):
@@ -136,7 +135,7 @@ def _passes_through_data(parts: list[str]) -> bool:
 
 
 def _has_anchored_data(value: Any, data: bool) -> bool:
-    """Whether something among the data could be referred to by a name of its own."""
+    """Whether a reference by name could lead into the data."""
     if isinstance(value, list):
         return any(_has_anchored_data(item, data) for item in value)
     if not isinstance(value, dict):
@@ -146,7 +145,7 @@ def _has_anchored_data(value: Any, data: bool) -> bool:
     return any(_has_anchored_data(sub, data or key in DATA) for key, sub in value.items())
 
 
-# Lower bounds and upper bounds of a number, each with whether it is itself left out.
+# Lower bounds and upper bounds of a number, each with whether the bound itself is excluded.
 _Bounds = tuple[list[tuple[float, bool]], list[tuple[float, bool]]]
 
 
@@ -163,13 +162,16 @@ def _joined(bounds: list[_Bounds]) -> _Bounds:
 
 
 def _check_bounds(at: str, bounds: _Bounds) -> None:
-    """llguidance lets a whole number that is left out through where the other bound has the same whole part."""
+    """Reject a bound that llguidance does not enforce.
+
+    It lets an excluded whole number through where the other bound has the same whole part.
+    """
     lower, upper = bounds
     lows, highs = sorted({low for low, _ in lower}), sorted({high for high, _ in upper})
     for low, out in lower:
         if out and low >= 0 and low == int(low):
             _check_next(at, "exclusiveMinimum", low, highs, low + 1)
-    # The same, seen from zero.
+    # The same check, mirrored at zero.
     mirrored = [-low for low in reversed(lows)]
     for high, out in upper:
         if out and high <= 0 and high == int(high):
@@ -177,7 +179,7 @@ def _check_bounds(at: str, bounds: _Bounds) -> None:
 
 
 def _check_next(at: str, keyword: str, value: float, others: list[float], end: float) -> None:
-    """Refuse when one of the ascending `others` lies between |value| and `end`."""
+    """Raise when one of the ascending `others` lies between |value| and `end`."""
     place = bisect_right(others, abs(value))
     if place < len(others) and others[place] < end:
         other = others[place] if keyword == "exclusiveMinimum" else -others[place]
@@ -200,7 +202,7 @@ def _check_least_members(at: str, sub: dict[str, Any]) -> None:
 
 
 def divisor_of(sub: dict[str, Any]) -> int:
-    """The part of `multipleOf` that costs states: its digits without factors 2 and 5."""
+    """Return the part of `multipleOf` that determines the number of states: its digits without factors 2 and 5."""
     value = sub.get("multipleOf", 1)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 1
@@ -212,7 +214,7 @@ def divisor_of(sub: dict[str, Any]) -> int:
 
 
 def _needs_u(value: Any) -> bool:
-    r"""Whether a string in the value has a character that llguidance writes as \u00XX only."""
+    r"""Whether a string in the value has a character that llguidance writes only as \u00XX."""
     if isinstance(value, dict):
         return any(_needs_u(member) for member in value.values())
     if isinstance(value, list):

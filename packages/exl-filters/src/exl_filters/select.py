@@ -17,14 +17,21 @@ _State = tuple[int, bytes, bytes]
 
 
 class ExLlamaV2SelectFilter(StateFilter[_State]):
-    """Forces the output to be exactly one of `options`; the token that finishes one ends the job.
+    """Force the output to be exactly one of `options`. The token that finishes an option ends the job.
 
-    Works on bytes, so emoji and other text that tokens split inside a character are reached. `case_insensitive` matches
-    by Unicode case folding; a healing prefix is always matched exactly. `policy` decides about an option that begins
-    another one: "longest" lets the longer one go on (the shorter is offered the stop ids), "first" ends at the shorter,
-    as exllamav2 does.
+    It works on bytes, so it reaches emoji and other text whose characters are split across tokens.
 
-    Raises `FilterCompileError` for an option that no sequence of the tokenizer's tokens spells.
+    Args:
+        model: Kept for exllamav2's API; may be None.
+        tokenizer: A `Vocabulary` or any tokenizer that `vocabulary_of` takes.
+        options: At least one string.
+        case_insensitive: Match by Unicode case folding. A healing prefix is always matched exactly.
+        policy: How to treat an option that begins another one. "longest" lets the longer one continue and offers the
+            stop
+            ids at the shorter. "first" ends at the shorter, as exllamav2 does.
+
+    Raises:
+        FilterCompileError: no sequence of the tokenizer's tokens spells an option, or an argument is not valid.
     """
 
     def __init__(
@@ -61,7 +68,7 @@ class ExLlamaV2SelectFilter(StateFilter[_State]):
 
     @sequence_str.setter
     def sequence_str(self, text: str) -> None:
-        """The base class resets it; here it follows from the state."""
+        """Ignore the value: the base class resets it, and here the text follows from the state."""
 
     def _check_spelling(self, build: Callable[[Sequence[str]], ByteMachine]) -> None:
         """Raise for an option that tokens cannot spell: it could never be chosen."""
@@ -79,9 +86,11 @@ class ExLlamaV2SelectFilter(StateFilter[_State]):
                 )
 
     def describe(self) -> str:
+        """Name the first options."""
         return f"Select({', '.join(repr(o) for o in self.options[:3])}{', ...' * (len(self.options) > 3)})"
 
     def spec(self) -> dict[str, Any]:
+        """Return `{"type": "select", ...}` with the parameters."""
         return {
             "type": "select",
             "options": list(self.options),

@@ -19,9 +19,10 @@ from exl_filters.vocabulary import Vocabulary, vocabulary_of
 
 __all__ = ["SequenceFilter"]
 
-# Beyond so many ids a part is inside free text, and looking for its ends in each would cost more than a step.
+# A part that allows more ids is inside free text; a search for its end after each id would dominate a step.
 MAX_PROBED = 64
-# Places in its parts that a text may be at. Each is a state of its own; they grow with the text where parts overlap.
+# Limit of places in the parts that a text may be at. Each is a separate state; overlapping parts add more with the
+# text.
 MAX_PLACES = 256
 
 # (which part, its driver)
@@ -29,12 +30,18 @@ _Place = tuple[int, FilterDriver]
 
 
 class SequenceFilter(ReplayedFilter):
-    """A sentence of each of `filters`, one after another: `SequenceFilter([select, grammar])`.
+    """Constrain the text to a sentence of each of `filters`, one after another: `SequenceFilter([select, grammar])`.
 
-    Where a part is whole and could also go on, both ways stay open. Parts meet between two tokens, or inside a token
-    whose beginning is itself a token that makes the part whole (looked for where the part allows at most 64 ids); other
-    tokens that would span a border are not allowed, so the text is of the language, but not in every tokenization. Ends
-    when the last part does.
+    Where a part is complete and could also continue, both ways stay open. Parts meet between two tokens, or inside a
+    token whose beginning is a token that completes the part (searched where the part allows at most 64 ids). Other
+    tokens across a border are not allowed: the text is in the language, but not in every tokenization. Ends when the
+    last part ends.
+
+    Args:
+        filters: At least one filter; each is cloned.
+
+    Raises:
+        FilterCompileError: `filters` is empty.
     """
 
     native: ClassVar[bool] = True
@@ -53,12 +60,13 @@ class SequenceFilter(ReplayedFilter):
     # Contract.
 
     def attach(self, context: FilterContext) -> None:
+        """Receive the host's stop ids for the last part, and begin. The other parts get none."""
         super().attach(context)
-        # Only the last part may stop: the others know of no stop ids, and offer none.
+        # Only the last part may stop: the others have no stop ids, and offer none.
         inner = FilterContext.make(context.vocab_size, (), context.special_ids, context.logits_width)
         last = len(self._parts) - 1
-        # At their beginning, copied wherever a part begins, and shared by all clones: with copies of their own, a
-        # sequence in a sequence in a sequence would cost twice as much for each.
+        # Drivers at the start of each part, copied wherever a part begins and shared by all clones. With one copy for
+        # each clone, every level of nested sequences would double the cost.
         self._parts = [f.clone() for f in self._parts]
         self._starting = threading.Lock()
         self._starts = [FilterDriver(f, context if i == last else inner) for i, f in enumerate(self._parts)]
@@ -66,12 +74,14 @@ class SequenceFilter(ReplayedFilter):
         self.begin("")
 
     def begin(self, prefix_str: Any = "") -> None:
+        """Start at the first part."""
         self._prefix = as_prefix(prefix_str)
         self._fed = []
         self._done = self._ended = False
         self._settle_places([(0, self._started(0, self._prefix))])
 
     def fill_bitmask(self, words: Words) -> bool:
+        """Write the union of what the open places allow, or the stop ids after the end. False: no opinion."""
         if self._done:
             bits.copy_into(self._stop_words, words)
             return True
@@ -82,6 +92,7 @@ class SequenceFilter(ReplayedFilter):
         return True
 
     def next(self) -> Allowed:
+        """Return the union of what the open places allow, and the ids that end the last part."""
         words = bits.empty(self._context.vocab_size)
         if not self.fill_bitmask(words):
             return None, set()
@@ -90,6 +101,7 @@ class SequenceFilter(ReplayedFilter):
         return ids, {i for i in ids if i in stops} | (set() if self._done else self._last_ends(words))
 
     def feed(self, token: Any) -> None:
+        """Advance every open place that allows the token. Raises `FilterRejected` if none does."""
         token = as_token(token)
         if not self._done:
             combined = self._combined()
@@ -102,12 +114,15 @@ class SequenceFilter(ReplayedFilter):
         self._fed.append(token)
 
     def is_complete(self) -> bool:
+        """Whether the last part is complete at an open place."""
         return self._done or any(self._is_last(i) and driver.complete for i, driver in self._places)
 
     def ended(self) -> bool:
+        """Whether the last feed finished the sequence."""
         return self._ended
 
     def clone(self, c: Any = None) -> Any:
+        """Return a sequence with copies of the open places, in the same state."""
         new = self._clone_sharing(c)
         new._fed = list(self._fed)
         new._places = [(i, driver.copy()) for i, driver in self._places]
@@ -115,9 +130,11 @@ class SequenceFilter(ReplayedFilter):
         return new
 
     def describe(self) -> str:
+        """Name the parts."""
         return f"Sequence({', '.join(f.describe() for f in self._parts)})"
 
     def spec(self) -> dict[str, Any]:
+        """Return `{"type": "sequence", "filters": [...]}`."""
         return {"type": "sequence", "filters": [f.spec() for f in self._parts]}
 
     # Inside.
@@ -137,7 +154,7 @@ class SequenceFilter(ReplayedFilter):
         return driver
 
     def _settle_places(self, places: list[_Place]) -> None:
-        """Add the next part behind every part that is whole; leave behind the parts that have ended."""
+        """Open the next part after every complete part; drop the places of parts that have ended."""
         kept: list[_Place] = []
         while places:
             index, driver = places.pop(0)
@@ -156,7 +173,7 @@ class SequenceFilter(ReplayedFilter):
         self._spanning: list[tuple[bytes, _Place]] | None = None
 
     def _open(self, index: int, driver: FilterDriver) -> Words | None:
-        """What a part allows, without stop ids unless it is the last."""
+        """Return the mask of a part, without stop ids unless it is the last."""
         words = driver.mask()
         return words if words is None or self._is_last(index) else words & ~self._stop_words
 
@@ -174,7 +191,9 @@ class SequenceFilter(ReplayedFilter):
         return combined
 
     def _spans(self) -> list[tuple[bytes, _Place]]:
-        """The next part, begun with the text of a token that makes this one whole: tokens over the border heal it."""
+        """Return starts of the next part for tokens across the border: begun with the text of a token that completes a
+        part.
+        """
         if self._spanning is None:
             self._spanning = []
             for index, driver in self._places:
@@ -184,7 +203,7 @@ class SequenceFilter(ReplayedFilter):
         return self._spanning
 
     def _finishing(self, index: int, driver: FilterDriver) -> set[bytes]:
-        """Texts of the tokens after which the part is whole."""
+        """Return the texts of the tokens after which the part is complete."""
         words = self._open(index, driver)
         if words is None or bits.count(words) > MAX_PROBED:
             return set()
@@ -199,7 +218,7 @@ class SequenceFilter(ReplayedFilter):
         return found
 
     def _after(self, token: int) -> Iterator[_Place]:
-        """Where an allowed token leads."""
+        """Yield the places that an allowed token leads to."""
         spans = self._spans()
         for index, driver in self._places:
             words = self._open(index, driver)
@@ -214,7 +233,7 @@ class SequenceFilter(ReplayedFilter):
                 yield index, driver
 
     def _last_ends(self, words: Words) -> set[int]:
-        """Ids after which nothing but the end is left."""
+        """Return the ids after which only the end is left."""
         if not any(self._is_last(index) for index, _ in self._places) or bits.count(words) > MAX_PROBED:
             return set()
         ends: set[int] = set()

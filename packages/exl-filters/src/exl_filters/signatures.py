@@ -22,7 +22,9 @@ _SIMPLE = {
 
 
 def params_schema(factory: Any, *, skip: int) -> dict[str, Any]:
-    """An object schema of the parameters after the first `skip`; what an annotation does not say stays open."""
+    """Return an object schema of the parameters after the first `skip`; parameters without a usable annotation stay
+    open.
+    """
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
@@ -30,7 +32,7 @@ def params_schema(factory: Any, *, skip: int) -> dict[str, Any]:
     target = factory.__init__ if inspect.isclass(factory) else factory
     try:
         hints = typing.get_type_hints(target)
-    except Exception:  # annotations of strangers may name anything
+    except Exception:  # annotations of plugins may name anything
         hints = {}
     properties: dict[str, Any] = {}
     required = []

@@ -1,5 +1,6 @@
-"""`StateFilter`: filters whose state is an immutable value. Rewind, clone, healing bookkeeping and stop handling live
-here once.
+"""`StateFilter`: filters whose state is an immutable value.
+
+It implements rewind, clone, healing and stop handling once for all of them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Choice:
-    """What a state allows, stop ids aside: a packed mask over the vocabulary, and the ids in it that end the
-    constraint.
+    """The ids that a state allows, stop ids aside.
+
+    `words` is a packed mask over the vocabulary. `ends` are the ids in it that end the constraint.
     """
 
     words: Words
@@ -35,7 +37,7 @@ class Choice:
 
     @cached_property
     def ids(self) -> list[int]:
-        """The allowed ids, ascending. Not to be changed."""
+        """The allowed ids, ascending. Do not change the list."""
         return bits.to_ids(self.words)
 
 
@@ -47,11 +49,17 @@ class _Step(Generic[S]):
 
 
 class StateFilter(ExLlamaV2Filter, ABC, Generic[S]):
-    """A native filter described by four pure functions of an immutable state.
+    """A native filter defined by four pure functions of an immutable state.
 
-    `_start(prefix)`, `_choice(state)` (None = no opinion), `_advance(state, token)` for an allowed token,
-    `_whole(state)`: the text so far is a sentence. Once whole, the stop ids are offered beside the choice; before,
-    never. After an end token or a stop token the filter is done: it offers the stop ids and ignores what is fed.
+    Subclasses implement `_start(prefix)`; `_choice(state)`, None for no opinion; `_advance(state, token)` for an
+    allowed token; and `_whole(state)`: whether the text so far is a complete sentence. The stop ids are offered beside
+    the choice where the text is complete, and nowhere else. After an end token or a stop token the filter is done: it
+    offers the stop ids and ignores further tokens.
+
+    Args:
+        model: Kept for exllamav2's API; may be None.
+        tokenizer: A `Vocabulary` or any tokenizer that `vocabulary_of` takes.
+        vocabulary: The vocabulary; default: that of `tokenizer`.
     """
 
     native: ClassVar[bool] = True
@@ -77,13 +85,18 @@ class StateFilter(ExLlamaV2Filter, ABC, Generic[S]):
     # Contract.
 
     def attach(self, context: FilterContext) -> None:
+        """Receive the host's stop ids."""
         super().attach(context)
         self._stops = context.stop_ids
 
     def begin(self, prefix_str: Any = "") -> None:
+        """Reset to the start state for a healing prefix."""
         self._steps = [_Step(self._start(as_prefix(prefix_str)))]
 
     def feed(self, token: Any) -> None:
+        """Advance the state by a token. Raises `FilterRejected` for a token that is not allowed; the state is
+        unchanged.
+        """
         token = as_token(token)
         now = self._now()
         if now.done:
@@ -101,6 +114,7 @@ class StateFilter(ExLlamaV2Filter, ABC, Generic[S]):
         self._steps.append(_Step(self._advance(now.state, token), done=ended, ended=ended))
 
     def next(self) -> Allowed:
+        """Return the allowed ids with the stop ids where the text is complete, and the ids that end the constraint."""
         now = self._now()
         if now.done:
             return sorted(self._stops), set(self._stops)
@@ -118,6 +132,7 @@ class StateFilter(ExLlamaV2Filter, ABC, Generic[S]):
         return ids, ends
 
     def fill_bitmask(self, words: Words) -> bool:
+        """Write the mask of the state, with the stop ids. Returns False for no opinion."""
         now = self._now()
         if now.done:
             bits.copy_into(bits.from_ids(self._stops, len(words) * 32), words)
@@ -130,19 +145,23 @@ class StateFilter(ExLlamaV2Filter, ABC, Generic[S]):
         return True
 
     def is_complete(self) -> bool:
+        """Whether the text so far is a complete sentence."""
         now = self._now()
         return now.done or self._whole(now.state)
 
     def ended(self) -> bool:
+        """Whether the last feed finished the constraint."""
         return self._now().ended
 
     def rewind(self, n: int) -> None:
+        """Undo the last `n` feeds. Raises `FilterUsageError` for more than were fed."""
         if not 0 <= n < max(1, len(self._steps)):
             raise FilterUsageError(f"rewind({n}) after {max(0, len(self._steps) - 1)} tokens")
         if n:
             del self._steps[-n:]
 
     def validate(self, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens` may follow in order; the state is unchanged."""
         accepted = 0
         try:
             for token in tokens:
@@ -156,19 +175,19 @@ class StateFilter(ExLlamaV2Filter, ABC, Generic[S]):
         return accepted
 
     def clone(self, c: Any = None) -> Any:
-        """States are immutable, so a copy of the list of them is an independent filter."""
+        """Return an independent filter: states are immutable, so copying their list suffices."""
         new = self._clone_sharing(c)
         new._steps = list(self._steps)
         return new
 
-    # Mask mode, for hosts that know only exllamav2's calls.
+    # Mask mode, for hosts that use only exllamav2's methods.
 
     def prepare_logit_mask(self) -> bool:
-        """Nothing to prepare: the mask of a state is cached with it."""
+        """Return True. The mask of a state is cached with the state."""
         return True
 
     def mask_logits(self, logits: Any) -> Any:
-        """`logits` (W,), numpy or torch, with excluded entries at -inf; the input is not changed."""
+        """Return a copy of `logits` (W,), numpy or torch, with the excluded entries at -inf."""
         words = bits.empty(logits.shape[-1])
         if not self.fill_bitmask(words):
             return logits
@@ -183,7 +202,7 @@ class StateFilter(ExLlamaV2Filter, ABC, Generic[S]):
         return self._steps[-1]
 
     def _with_stops(self, words: Words, whole: bool) -> Words:
-        """Set the stop bits where the text is whole, clear them where it is not (spec FC-23, FC-24)."""
+        """Set the stop bits where the text is complete, and clear them where it is not."""
         for stop in self._stops:
             bits.put(words, stop, whole)
         return words

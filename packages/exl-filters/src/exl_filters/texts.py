@@ -1,4 +1,4 @@
-"""Texts instead of tokens: whether filters take a text, without a model (spec FA-8). For the CI of grammars."""
+"""Test whether filters accept a text, without a model. For the CI of grammars."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["accept_text"]
 
 
 def accept_text(stack: FilterStack, vocabulary: Vocabulary, text: str | bytes) -> bool:
-    """Feed `stack` tokens that spell `text`; True if some tokenization is permitted. False leaves the state unchanged.
+    """Feed `stack` tokens that spell `text`. Returns True if some tokenization is permitted; False changes no state.
 
-    Longer tokens are tried first. A place in the text from which the rest was refused once is not tried again by other
-    tokens: for filters over text they lead to the same state (LAW-28).
+    Longer tokens are tried first. A position whose rest was rejected once is not tried again with other tokens: for
+    filters over text, equal text leads to the same state (LAW-28).
     """
     raw = as_prefix(text)
     refused: set[int] = set()
@@ -49,7 +49,7 @@ def accept_text(stack: FilterStack, vocabulary: Vocabulary, text: str | bytes) -
 
 
 def _spellings(vocabulary: Vocabulary, text: bytes, position: int) -> Iterator[int]:
-    """Ids whose bytes `text` continues with at `position`, longest first."""
+    """Yield the ids whose bytes `text` continues with at `position`, longest first."""
     trie, node = vocabulary.trie, 0
     found: list[int] = []
     for byte in text[position:]:

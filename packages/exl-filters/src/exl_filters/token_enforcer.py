@@ -28,9 +28,11 @@ class _Cache:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> Choice | None:
+        """Return the choice of a key, or None."""
         return self._choices.get(key)
 
     def put(self, key: Hashable, choice: Choice) -> None:
+        """Store a choice; the oldest one is dropped at the limit."""
         with self._lock:
             if len(self._choices) >= MAX_CACHED:
                 self._choices.pop(next(iter(self._choices)))
@@ -42,12 +44,21 @@ _State = tuple[Any, bytes]
 
 
 class ExLlamaV2TokenEnforcerFilter(StateFilter[_State]):
-    """The output is a text of a `CharacterLevelParser` (JsonSchemaParser, RegexParser, UnionParser, ...).
+    """Constrain the output to a text of a `CharacterLevelParser` (JsonSchemaParser, RegexParser, UnionParser, ...).
 
-    Unlike the class of the same name in lm-format-enforcer it is cloned per job, takes int feeds, rewinds, does not
-    grow with what was generated, and reports a failing parser instead of ending the text. Works on characters, as the
-    library does: a character that the vocabulary spells only in pieces cannot be produced; `ExLlamaV2GrammarFilter` has
-    no such limit.
+    Unlike the class of the same name in lm-format-enforcer, it is cloned per job, takes int feeds and rewinds. It does
+    not grow with the generated text, and it reports a failing parser instead of ending the text. It works on
+    characters, as the library does: it cannot produce a character that the vocabulary spells only in pieces.
+    `ExLlamaV2GrammarFilter` can.
+
+    Args:
+        model: Kept for exllamav2's API; may be None.
+        tokenizer: A `Vocabulary` or any tokenizer that `vocabulary_of` takes.
+        character_level_parser: A parser of lm-format-enforcer; it is copied.
+
+    Raises:
+        FilterCompileError: `character_level_parser` is not such a parser.
+        MissingExtra: lm-format-enforcer is not installed.
     """
 
     def __init__(self, model: Any, tokenizer: Any, character_level_parser: Any) -> None:
@@ -58,16 +69,18 @@ class ExLlamaV2TokenEnforcerFilter(StateFilter[_State]):
             )
         self._data = _tokenizer_data(self.vocabulary)
         self._control = frozenset(i for i, text, _ in self._data.regular_tokens if min(text) < " ")
-        # Its own copy: the alphabet of this vocabulary is written into the parser's configuration.
+        # A private copy: the alphabet of this vocabulary is written into the parser's configuration.
         self._root = copy.deepcopy(character_level_parser)
         self._root.config = _parser_config(character_level_parser, self._data.tokenizer_alphabet)
         self._cache = _Cache()
         self.begin("")
 
     def use_background_worker(self) -> bool:
+        """Return True: masks may be computed on another thread."""
         return True
 
     def describe(self) -> str:
+        """Name the parser's class."""
         return f"TokenEnforcer({type(self._root).__name__})"
 
     def _start(self, prefix: bytes) -> _State:
@@ -97,9 +110,9 @@ class ExLlamaV2TokenEnforcerFilter(StateFilter[_State]):
         return not state[1] and bool(state[0].can_end())
 
     def _collect(self, parser: Any) -> list[int]:
-        """Ids whose characters the parser takes: parser and prefix tree walked together.
+        """Return the ids whose characters the parser takes, by walking the parser and the prefix tree together.
 
-        Inside free JSON text the library has lists ready, but for what follows a quote.
+        Inside free JSON text, the library's ready-made lists are used, except after a quote.
         """
         ids: list[int] = []
         shortcut = parser.shortcut_key()
@@ -124,7 +137,7 @@ class ExLlamaV2TokenEnforcerFilter(StateFilter[_State]):
         return ids
 
     def _healing(self, parser: Any, pending: bytes) -> list[int]:
-        """Ids that start with the text to be regenerated and whose surplus the parser takes."""
+        """Return the ids that start with the text to write again and whose surplus the parser takes."""
         found = [i for i, surplus in self.vocabulary.tokens_starting_with(pending) if _takes(parser, surplus)]
         if not found:
             found = [i for n in range(1, len(pending)) for i in self.vocabulary.ids_of(pending[:n])]
@@ -147,7 +160,7 @@ _data_lock = threading.Lock()
 
 
 def _tokenizer_data(vocabulary: Vocabulary) -> Any:
-    """lm-format-enforcer's tables for a vocabulary, built once (seconds at 128k tokens)."""
+    """Return lm-format-enforcer's tables for a vocabulary, built once (seconds at 128k tokens)."""
     try:
         from lmformatenforcer import TokenEnforcerTokenizerData
     except ImportError as error:

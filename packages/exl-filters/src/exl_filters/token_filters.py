@@ -1,4 +1,4 @@
-"""Filters over ids and amounts rather than languages: token slots, banned ids and texts, length limits."""
+"""Filters over ids and amounts instead of languages: token slots, banned ids and texts, length limits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ __all__ = ["BanFilter", "LengthFilter", "TokenSetFilter"]
 
 
 class TokenSetFilter(StateFilter[int]):
-    """Each position takes ids of its own slot: audio codecs that rotate through id ranges, for one.
+    """Allow at each position the ids of its own slot, for audio codecs that rotate through id ranges, for example.
 
-    slots: one collection of ids, or a sequence of collections, one per position. With `cycle` they start over after the
-    last and the text is whole between rounds; else the last slot's token ends the job. Ids may be control ids: they are
-    named here.
+    Args:
+        model: Kept for exllamav2's API; may be None.
+        tokenizer: A `Vocabulary` or any tokenizer that `vocabulary_of` takes.
+        slots: One collection of ids, or a sequence of collections, one for each position. Control ids are permitted.
+        cycle: Start again after the last slot; the text is complete between cycles. False: the last slot's token ends
+            the
+            job.
+
+    Raises:
+        FilterCompileError: a slot is empty or holds an id outside the vocabulary.
     """
 
     capabilities: ClassVar[tuple[str, ...]] = ("token_level", "names_specials")
@@ -50,6 +57,7 @@ class TokenSetFilter(StateFilter[int]):
         self.begin("")
 
     def spec(self) -> dict[str, Any]:
+        """Return `{"type": "token-set", "slots": [...], "cycle": ...}`."""
         return {"type": "token-set", "slots": [list(slot) for slot in self.slots], "cycle": self.cycle}
 
     def _start(self, prefix: bytes) -> int:
@@ -72,8 +80,16 @@ _Tail = tuple[bytes, bytes]
 
 
 class BanFilter(StateFilter[_Tail]):
-    """Everything but some ids and texts. A text is kept out also where it arises from several tokens. May stop
-    anywhere.
+    """Ban ids and texts. A text is also banned where several tokens spell it. The text may stop anywhere.
+
+    Args:
+        model: Kept for exllamav2's API; may be None.
+        tokenizer: A `Vocabulary` or any tokenizer that `vocabulary_of` takes.
+        ids: Banned token ids. Stop ids are not accepted.
+        texts: Banned texts, or their bytes.
+
+    Raises:
+        FilterCompileError: there is nothing to ban, or an id is a stop id.
     """
 
     def __init__(self, model: Any, tokenizer: Any, ids: Iterable[int] = (), texts: Iterable[str | bytes] = ()) -> None:
@@ -96,6 +112,7 @@ class BanFilter(StateFilter[_Tail]):
         self.begin("")
 
     def spec(self) -> dict[str, Any]:
+        """Return `{"type": "ban", "ids": [...], "texts": [...]}`."""
         return {
             "type": "ban",
             "ids": list(self.ids),
@@ -119,7 +136,7 @@ class BanFilter(StateFilter[_Tail]):
         return Choice(words)
 
     def _healing(self, pending: bytes) -> Choice:
-        """Tokens that start with the pending text and whose surplus is free of what is banned."""
+        """Return the tokens that start with the pending text and whose surplus holds nothing banned."""
         v = self.vocabulary
         found = [i for i, surplus in v.tokens_starting_with(pending) if not any(t in surplus for t in self.texts)]
         if not found:
@@ -144,11 +161,22 @@ _Amount = tuple[int, int, int, bytes]
 
 
 class LengthFilter(StateFilter[_Amount]):
-    """At least `min_tokens` and `min_chars`, at most `max_tokens` and `max_chars` before the stop token.
+    """Require at least `min_tokens` and `min_chars`, at most `max_tokens` and `max_chars` before the stop token.
 
-    No opinion where no limit is near. A healing prefix does not count, nor do tokens that do not go beyond it.
-    Characters are code points of the UTF-8 text; of bytes that are none, those that continue no character do not count.
-    Beside a grammar that is not whole at the limit, that is a dead end, reported as such: the text is cut, not bent.
+    There is no opinion where no limit is near. A healing prefix does not count, nor do tokens that end inside it.
+    Characters are code points of the UTF-8 text; a stray continuation byte does not count. Beside a grammar that is not
+    complete at the limit, the result is a dead end, reported as such: the text is cut, not changed.
+
+    Args:
+        model: Kept for exllamav2's API; may be None.
+        tokenizer: A `Vocabulary` or any tokenizer that `vocabulary_of` takes.
+        min_tokens: Least number of tokens.
+        max_tokens: Largest number of tokens, at least 1; None: no limit.
+        min_chars: Least number of characters.
+        max_chars: Largest number of characters, at least 1; None: no limit.
+
+    Raises:
+        FilterCompileError: a limit is below its minimum.
     """
 
     capabilities: ClassVar[tuple[str, ...]] = ("token_level", "names_specials")
@@ -175,6 +203,7 @@ class LengthFilter(StateFilter[_Amount]):
         self.begin("")
 
     def spec(self) -> dict[str, Any]:
+        """Return `{"type": "length", ...}` with the limits."""
         return {
             "type": "length",
             "min_tokens": self.min_tokens,
@@ -212,7 +241,7 @@ class LengthFilter(StateFilter[_Amount]):
 
 
 class _Fitting:
-    """Which ids hold at most so many characters; tables made when first asked for, shared by clones."""
+    """The ids that hold at most a number of characters; tables are built on first use and shared by clones."""
 
     shared_between_clones = True
 
@@ -221,23 +250,26 @@ class _Fitting:
 
     @cached_property
     def _counts(self) -> npt.NDArray[np.int64]:
-        """Characters that begin in each id's bytes."""
+        """Characters that begin in each id's bytes, int64 [vocab_size]."""
         v = self._vocabulary
         return np.array([sum(b & 0xC0 != 0x80 for b in v.bytes_of(i)) for i in range(v.size)], dtype=np.int64)
 
     @cached_property
     def longest(self) -> int:
+        """Largest number of characters that begin in one token."""
         return int(self._counts.max(initial=0))
 
     def healing(self, pending: bytes, left: int) -> Choice:
-        """Ids that write the pending text again, whole or a part of it, with at most `left` characters behind it."""
+        """Return ids that write the pending text again, all or part of it, with at most `left` characters after it."""
         v = self._vocabulary
         ids = [i for i, surplus in v.tokens_starting_with(pending) if sum(b & 0xC0 != 0x80 for b in surplus) <= left]
         parts = [i for n in range(1, len(pending)) for i in v.ids_of(pending[:n])]
         return Choice(bits.from_ids([*ids, *parts], v.size))
 
     def choice(self, left: int, lacking: int) -> Choice:
-        """Text ids that fit into `left` characters; what only continues a character, as far as that one lacks bytes."""
+        """Return text ids that fit into `left` characters. Continuation bytes fit as far as the last character lacks
+        bytes.
+        """
         v = self._vocabulary
         ids = np.flatnonzero((self._counts > 0) & (self._counts <= left)) if left > 0 else np.empty(0, dtype=np.int64)
         rest = [i for i in np.flatnonzero(self._counts == 0).tolist() if 0 < len(v.bytes_of(i)) <= lacking]

@@ -1,4 +1,4 @@
-"""What crosses the door: tokens as ints or one-element tensors, prefixes as None, str, bytes or a list of pieces."""
+"""Conversion of public arguments: tokens as ints or one-element tensors; prefixes as None, str, bytes or a list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["FedToken", "as_prefix", "as_token", "encoded"]
 
 
 class FedToken(int):
-    """An int that also answers like the (1, 1) tensor that filters written for exllamav2 expect (spec FC-1).
+    """An int that also answers like the (1, 1) tensor that filters written for exllamav2 expect.
 
     `int(t)`, `t.item()`, `t[0][0]` and use as an index all give the id.
     """
@@ -19,9 +19,11 @@ class FedToken(int):
     shape = (1, 1)
 
     def item(self) -> int:
+        """Return the id."""
         return int(self)
 
     def tolist(self) -> list[list[int]]:
+        """Return the id as a nested list, `[[id]]`."""
         return [[int(self)]]
 
     def __getitem__(self, index: Any) -> FedToken:
@@ -32,7 +34,7 @@ class FedToken(int):
 
 
 def as_token(token: Any) -> int:
-    """The id in an int, a numpy integer or a tensor of one element.
+    """Return the id in an int, a numpy integer or a tensor of one element.
 
     Raises `FilterUsageError` for anything else.
     """
@@ -51,20 +53,18 @@ def as_token(token: Any) -> int:
 
 
 def encoded(what: str, text: str) -> bytes:
-    """UTF-8 of a text that a filter is made of; a byte that is none may stand as its surrogate escape.
+    """Return the UTF-8 of a filter's text parameter; a surrogate escape means a byte that is not UTF-8.
 
-    Raises `FilterCompileError` for any other half of a surrogate pair.
+    Raises `FilterCompileError` for any other unpaired surrogate.
     """
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
-        raise FilterCompileError(f"{what} has half of a surrogate pair at {error.start}, which is no text") from error
+        raise FilterCompileError(f"{what} has an unpaired surrogate at {error.start}, which has no UTF-8") from error
 
 
 def as_prefix(prefix: Any) -> bytes:
-    """The bytes of a healing prefix: None and "" are empty, a list of one piece per row (base generator) is its one
-    row.
-    """
+    """The bytes of a healing prefix. None and "" are empty; a list of one piece (base generator) is that piece."""
     if prefix is None:
         return b""
     if isinstance(prefix, str):

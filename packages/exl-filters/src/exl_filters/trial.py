@@ -1,11 +1,11 @@
-"""Trying a grammar in a process that can be killed, before it is compiled here.
+"""Compile a grammar in a process that can be killed, before it is compiled in this process.
 
-llguidance counts its work ("fuel"), but a single step of it may be exponential: a terminal that is the intersection of
-20 patterns, or a schema of 1.2 kB with an `allOf` of 30, takes gigabytes and minutes whatever the fuel, and a chain of
-4000 references overflows the stack, which ends the whole process. Nothing inside a process can bound that. So whatever
-is not small and plain (`plain.py`) is compiled in a process of our own first, under limits of memory and time; what
-passes there is compiled here, at about the cost seen there. The process is started at the first need (about 0.2 s),
-used again, and costs a plain grammar nothing. xgrammar has no limits at all; what it compiled there is handed over.
+llguidance counts its work ("fuel"), but a single step may be exponential. A terminal that is the intersection of 20
+patterns, or a schema of 1.2 kB with an `allOf` of 30, takes gigabytes and minutes whatever the fuel. A chain of 4000
+references overflows the stack, which ends the process. Nothing inside a process can bound that. So a grammar that is
+not small and plain (`plain.py`) is compiled in a separate process first, under limits of memory and time. A grammar
+that passes is then compiled here, at about the same cost. The process is started when it is first needed and kept;
+plain grammars do not need it. xgrammar has no limits at all; the process sends back its compiled grammar.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from exl_filters.trial_worker import receive, send
 
 __all__ = ["compile_elsewhere", "convert_ebnf", "try_grammar"]
 
-# Processes at work at once, kept for the next grammar.
+# Processes that work at once, kept for the next grammar.
 MOST_WORKERS = 2
 REMEMBERED = 512
 START_SECONDS = 60.0
@@ -47,7 +47,7 @@ _OUT_OF_TIME = -getattr(signal, "SIGXCPU", 1 << 16)
 
 
 def convert_ebnf(text: str, budget: CompileBudget) -> str:
-    """The Lark grammar for one in llama.cpp's EBNF, converted in the other process."""
+    """Return the Lark grammar for one in llama.cpp's EBNF, converted in the other process."""
     return str(_ask({"ebnf": text}, budget)["lark"])
 
 
@@ -60,8 +60,15 @@ def try_grammar(
 ) -> None:
     """Return when llguidance compiles `grammar` within the budget.
 
-    width and control: the vocabulary's size and control tokens, where the grammar may name such. Raises
-    `FilterCompileError` with the reason when it does not compile, takes too long or too much, or ends the process.
+    Args:
+        grammar: llguidance's serialized form.
+        limits: llguidance's parser limits by name.
+        budget: Limits of time and memory.
+        width: Size of the vocabulary, where the grammar may name control tokens.
+        control: Texts of control tokens by id, where the grammar may name them.
+
+    Raises:
+        FilterCompileError: the grammar does not compile, exceeds the budget, or ends the process.
     """
     request = {"grammar": grammar, "limits": dict(limits), "width": width, "control": dict(control or {})}
     key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
@@ -80,7 +87,7 @@ def try_grammar(
             while len(_passed) > REMEMBERED:
                 _passed.popitem(last=False)
         if taken > budget.seconds:
-            # The clock that kills was late, on a busy machine.
+            # On a busy machine, the timer that kills may fire late.
             raise _too_slow(budget)
     limit = deadline()
     if limit is not None and limit.left() < taken:
@@ -95,9 +102,9 @@ def compile_elsewhere(
     tokens: Callable[[], list[bytes]],
     budget: CompileBudget,
 ) -> str:
-    """What xgrammar's compiler makes of `text` by its method `call`, as xgrammar writes it out.
+    """Return the result of xgrammar's compiler method `call` for `text`, in xgrammar's serialized form.
 
-    vocabulary: a key of `tokens()`, which are sent to a process that does not have them yet.
+    `vocabulary` is the key of `tokens()`; the tokens are sent to a process that does not have them yet.
     """
     request = {"call": call, "text": text, "options": dict(options), "vocabulary": vocabulary}
     reply = _ask(request, budget, "xgrammar")
@@ -107,7 +114,7 @@ def compile_elsewhere(
 
 
 class _Worker:
-    """One process, asked by one thread at a time."""
+    """One process; one thread at a time uses it."""
 
     def __init__(self, library: str) -> None:
         self.library = library
@@ -115,7 +122,7 @@ class _Worker:
         if place is None or place.origin is None:
             raise FilterError(f"{CANNOT_START}: {library} is not found")
         directory = str(Path(place.origin).parents[1])
-        # In a frozen program sys.executable is that program.
+        # In a frozen program, sys.executable is that program.
         if not sys.executable or getattr(sys, "frozen", False):
             raise FilterError(f"{CANNOT_START}: this program is not run by a Python interpreter")
         try:
@@ -130,13 +137,14 @@ class _Worker:
             raise FilterError(f"{CANNOT_START}: {error}") from error
         if self._within(START_SECONDS, None) is None:
             self.kill()
-            raise FilterError(f"{CANNOT_START}: {sys.executable} gave no sign for {START_SECONDS:g} s or died")
+            raise FilterError(f"{CANNOT_START}: {sys.executable} did not answer within {START_SECONDS:g} s or ended")
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """The answer, or None when there was none within the time or the process has died."""
+        """Return the answer; None when there was none in time or the process has died."""
         return self._within(seconds, request)
 
     def kill(self) -> None:
+        """End the process and close its pipes."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -160,7 +168,7 @@ class _Worker:
 
 
 class _Places:
-    """As many as may be at work at once."""
+    """Slots for the processes that work at once."""
 
     def __init__(self, count: int) -> None:
         self._free: SimpleQueue[Any] = SimpleQueue()
@@ -168,13 +176,16 @@ class _Places:
             self._free.put(None)
 
     def one(self, seconds: float) -> _Place:
-        """For a `with`, which raises `queue.Empty` when none has become free within these seconds."""
+        """Return a context manager that takes a slot. It raises `queue.Empty` when none is free within `seconds`."""
         return _Place(self._free, seconds)
 
 
 class _Place:
-    """`with` takes a place and gives it back in C, which no Ctrl-C breaks into. One that comes to the main thread
-    inside a Semaphore, which is Python, leaves that locked for good: no grammar would be tried any more."""
+    """Take a slot and return it in C code, which Ctrl-C does not interrupt.
+
+    A Ctrl-C in the main thread inside a Semaphore, which is Python code, would leave it locked: no grammar could be
+    tried any more.
+    """
 
     def __init__(self, free: SimpleQueue[Any], seconds: float) -> None:
         self._free, self._seconds = free, seconds
@@ -185,20 +196,20 @@ class _Place:
 
     @property
     def __exit__(self) -> Callable[[Any, Any, Any], None]:
-        return self._free.put  # what it is given is put there: one entry, whichever
+        return self._free.put  # `with` passes an argument, which becomes the returned entry
 
 
 _lock = threading.Lock()
 _places = _Places(MOST_WORKERS)
 _idle: list[_Worker] = []
-# Seconds taken and megabytes allowed, of what has passed.
+# Seconds taken and megabytes allowed, by grammar that passed.
 _passed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
 
 
 def _ask(request: dict[str, Any], budget: CompileBudget, library: str = "llguidance") -> dict[str, Any]:
-    """The worker's answer; `FilterCompileError` when the budget is used up or the worker died of the request."""
+    """Return the worker's answer. Raises `FilterCompileError` when the budget is used up or the worker died."""
     limit = deadline() or Deadline(None)
-    # Each of those who hold the places has a budget, so the wait has an end too.
+    # Every holder of a slot has a budget, so the wait has an end.
     longest = 10 * budget.seconds
     try:
         with _places.one(min(limit.left(), longest)):
@@ -246,7 +257,7 @@ def _take(library: str) -> _Worker:
 
 
 def _cause(worker: _Worker, budget: CompileBudget, limit: Deadline, late: bool) -> FilterCompileError:
-    """Why the worker gave no answer."""
+    """Return the error for a worker that gave no answer."""
     if limit.over():
         return limit.error()
     if late or worker.process.returncode == _OUT_OF_TIME:
@@ -266,7 +277,9 @@ def _too_slow(budget: CompileBudget) -> FilterCompileError:
 
 
 def _stack() -> int:
-    """Stack for a trial, in bytes: half of what any thread here has, so that what passes there fits here."""
+    """Return the stack for a trial in bytes: half of a thread's stack here, so that a grammar that passes also fits
+    here.
+    """
     try:
         import resource
 
@@ -285,7 +298,7 @@ def _stop() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: the workers are the parent's."""
+    """Forget the workers in a forked child: they are the parent's."""
     global _lock, _places
     _lock, _places = threading.Lock(), _Places(MOST_WORKERS)
     _idle.clear()

@@ -1,7 +1,7 @@
-"""The process in which grammars are tried: `python -I -S trial_worker.py LIBRARY DIRECTORY STACK`, spoken to in JSON.
+"""Process in which grammars are tried: `python -I -S trial_worker.py LIBRARY DIRECTORY STACK`, JSON over pipes.
 
-The standard library and one other, llguidance or xgrammar, which lies in DIRECTORY: it brings nothing of its parent's
-along. The memory and CPU time it may take are set here, for each request, and hold when the parent is gone.
+It uses the standard library and llguidance or xgrammar, imported from DIRECTORY, and nothing else of its parent's
+environment. It sets its limits of memory and CPU time for each request; they hold also when the parent is gone.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import threading
 import time
 from typing import IO, Any
 
-# Address space beside what is there at the start: arenas of threads, buffers.
+# Address space beyond the use at the start, for arenas of threads and buffers.
 HEADROOM = 128 << 20
 # xgrammar's compilers by vocabulary.
 _compilers: dict[str, Any] = {}
 
 
 class _Bytes:
-    """A tokenizer of the 256 bytes and the control tokens a grammar may name: compiling asks for no more.
+    """A tokenizer of the 256 bytes and the control tokens that a grammar may name, which is enough to compile.
 
-    control: texts of control tokens by id. width: ids there are; those that are neither have no text.
+    Args:
+        width: Number of ids; ids that are neither bytes nor control tokens have no text.
+        control: Texts of control tokens by id.
     """
 
     is_tokenizer_wrapper = True
@@ -46,9 +48,11 @@ class _Bytes:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """`{"lark": text}` for an EBNF text; `{"error": reason, "warnings": [...]}` for a grammar; for one of xgrammar's
-    `{"compiled": text}`, or `{"unknown": True}` where its vocabulary is not here yet; `{"refused": reason}` for what
-    raises.
+    """Answer one request.
+
+    Returns `{"lark": text}` for an EBNF text; `{"error": reason, "warnings": [...]}` for a grammar; `{"compiled":
+    text}` for a grammar of xgrammar, or `{"unknown": True}` where its vocabulary has not arrived; `{"refused": reason}`
+    for an exception.
     """
     try:
         if "call" in request:
@@ -66,14 +70,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if not matcher.is_error():
             matcher.compute_bitmask()
         return {"error": matcher.get_error().strip(), "warnings": list(matcher.get_grammar_warnings())}
-    except BaseException as error:  # a Rust panic is no Exception
+    except BaseException as error:  # a Rust panic is a BaseException
         if isinstance(error, MemoryError) or "bad_alloc" in str(error):
             sys.exit("out of memory")
         return {"refused": str(error)}
 
 
 def compiled_by_xgrammar(request: dict[str, Any]) -> dict[str, Any]:
-    """The grammar compiled and written out. tokens: the vocabulary as Latin-1, the stop token last."""
+    """Compile and serialize a grammar. tokens: the vocabulary as Latin-1, the stop token last."""
     import xgrammar
 
     key = request["vocabulary"]
@@ -89,7 +93,7 @@ def compiled_by_xgrammar(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def restrict(megabytes: int, seconds: float) -> None:
-    """Address space and CPU time of this process from here on, where the system knows such limits."""
+    """Limit address space and CPU time of this process from here on, where the system supports such limits."""
     try:
         import resource
     except ImportError:
@@ -105,7 +109,7 @@ def restrict(megabytes: int, seconds: float) -> None:
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer until the pipe is closed. The first frame, sent unasked, says that the libraries are here."""
+    """Answer requests until the pipe is closed. The first frame, sent unasked, says that the libraries are loaded."""
     send(answers, {"ready": True})
     while (request := receive(requests)) is not None:
         restrict(request["megabytes"], request["seconds"])
@@ -114,7 +118,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def address_space() -> int:
-    """Bytes of address space in use; a guess where the system does not say."""
+    """Return the bytes of address space in use; a guess where the system does not report them."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * 4096
@@ -123,14 +127,14 @@ def address_space() -> int:
 
 
 def send(stream: IO[bytes], message: dict[str, Any]) -> None:
-    """One frame: its length as a little-endian u32, then JSON."""
+    """Write one frame: its length as a little-endian u32, then JSON."""
     raw = json.dumps(message).encode()
     stream.write(struct.pack("<I", len(raw)) + raw)
     stream.flush()
 
 
 def receive(stream: IO[bytes]) -> dict[str, Any] | None:
-    """The next frame, or None at the end of the stream, also in the middle of a frame: its writer was ended there."""
+    """Return the next frame; None at the end of the stream, also inside a frame whose writer was ended."""
     head = stream.read(4)
     if len(head) < 4:
         return None
@@ -147,7 +151,7 @@ _base = HEADROOM
 if __name__ == "__main__":
     library, directory, stack = sys.argv[1:]
     sys.path.insert(0, directory)
-    # Before the limits, and before anything is asked.
+    # Runs before the limits are set and before the first request.
     importlib.import_module(library)
     _base = HEADROOM + address_space()
 

@@ -1,8 +1,8 @@
 """A trie over token bytes, as flat arrays.
 
-Tokens are sorted by their bytes, so the tokens under a node are one contiguous range of the sorted order, those that
-end exactly at the node first. Nodes are numbered level by level; the children of a node are contiguous and ascending by
-byte.
+Tokens are sorted by their bytes. So the tokens under a node are one contiguous range of the sorted order, beginning
+with those that end exactly at the node. Nodes are numbered level by level; the children of a node are contiguous and
+ascending by byte.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Ints = npt.NDArray[np.int64]
 
 
 class ByteTrie:
-    """Node 0 is the root. Tokens with no bytes are left out."""
+    """A trie over token bytes. Node 0 is the root. Tokens without bytes are left out."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         ids = sorted((i for i, raw in enumerate(tokens) if raw), key=tokens.__getitem__)
@@ -31,7 +31,9 @@ class ByteTrie:
         self._build(lengths, blob, starts)
 
     def _build(self, lengths: _Ints, blob: npt.NDArray[np.uint8], starts: _Ints) -> None:
-        """Level by level: among tokens sorted by bytes, a new node begins where the parent or the next byte changes."""
+        """Build level by level: among tokens sorted by bytes, a new node begins where the parent or the next byte
+        changes.
+        """
         count = len(lengths)
         node_of = np.zeros(count, dtype=np.int64)
         node_bytes, parents, los, his = [np.zeros(1, np.uint8)], [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], []
@@ -57,7 +59,7 @@ class ByteTrie:
         parent_all = np.concatenate(parents)
         counts = np.bincount(parent_all[1:], minlength=nodes)
         first_child = 1 + np.concatenate([[0], np.cumsum(counts)])
-        # Tokens ending exactly at a node come first in its range, up to where its first child's range begins.
+        # Tokens that end exactly at a node come first in its range, up to the start of its first child's range.
         lo, hi = np.concatenate(los), np.concatenate(his)
         exact_hi = hi.copy()
         has_child = np.flatnonzero(counts)
@@ -69,16 +71,16 @@ class ByteTrie:
         self.node_count = nodes
 
     def child(self, node: int, byte: int) -> int:
-        """The child of `node` along `byte`, or -1."""
+        """Return the child of `node` along `byte`, or -1."""
         return self._bytes.find(byte, self._first[node], self._first[node + 1])
 
     def children(self, node: int) -> Iterable[tuple[int, int]]:
-        """`(byte, child)` pairs, ascending."""
+        """Yield `(byte, child)` pairs, ascending."""
         first, end = self._first[node], self._first[node + 1]
         return zip(self._bytes[first:end], range(first, end), strict=True)
 
     def find(self, text: bytes, node: int = ROOT) -> int:
-        """The node reached from `node` along `text`, or -1."""
+        """Return the node reached from `node` along `text`, or -1."""
         for byte in text:
             node = self.child(node, byte)
             if node < 0:
@@ -86,23 +88,25 @@ class ByteTrie:
         return node
 
     def exact(self, node: int) -> tuple[int, ...]:
-        """The ids of tokens that end at `node` (several when texts repeat)."""
+        """Return the ids of tokens that end at `node` (several when texts repeat)."""
         return tuple(self.order[self._lo[node] : self._exact_hi[node]].tolist())
 
     def exact_range(self, node: int) -> tuple[int, int]:
-        """The range of `order` holding the tokens that end at `node`."""
+        """Return the range of `order` with the tokens that end at `node`."""
         return self._lo[node], self._exact_hi[node]
 
     def range(self, node: int) -> tuple[int, int]:
-        """The range of `order` holding the tokens at and under `node`."""
+        """Return the range of `order` with the tokens at and under `node`."""
         return self._lo[node], self._hi[node]
 
     def under(self, node: int) -> npt.NDArray[np.int64]:
-        """The ids of all tokens at and under `node`, in byte order."""
+        """Return the ids of all tokens at and under `node`, in byte order."""
         return self.order[self._lo[node] : self._hi[node]]
 
     def longest(self, text: bytes, position: int = 0) -> tuple[int, int]:
-        """`(length, id)` of the longest token that `text` continues with at `position`; (0, -1) when there is none."""
+        """Return `(length, id)` of the longest token that `text` continues with at `position`; (0, -1) when there is
+        none.
+        """
         node, best, found = ROOT, 0, -1
         for index in range(position, len(text)):
             node = self.child(node, text[index])

@@ -1,7 +1,6 @@
-"""`Vocabulary`: what a filter needs to know of a tokenizer, whoever made it: the bytes each id stands for, and which
-ids are control.
+"""`Vocabulary`: the bytes of each token id and the control ids, independent of the tokenizer's library.
 
-Built once per tokenizer and shared by all filters (`vocabulary_of`); the table that costs time, the byte trie, on first
+Built once per tokenizer and shared by all filters (`vocabulary_of`). The byte trie, which takes time, is built on first
 use.
 """
 
@@ -28,13 +27,21 @@ __all__ = ["Vocabulary", "vocabulary_of"]
 
 
 class Vocabulary:
-    """Bytes and roles of the ids [0, size).
+    """Bytes and roles of the ids [0, size). It also serves as a filter's `tokenizer`, with exllamav2's names.
 
-    tokens: the bytes of each id; None for an id that is no text (undefined, or control). str entries are encoded as
-    UTF-8. eos_token_id, stop_ids: ids that end a text (`stop_ids` includes the EOS). special_ids: control ids, never
-    matched by spelling; their spelling may be given in `special_texts`. pad_token_id: may be None.
+    Args:
+        tokens: The bytes of each id; None for an id without text (undefined, or control). str entries become UTF-8.
+        eos_token_id: The EOS id; None for a tokenizer without one.
+        stop_ids: Ids that end a text. The attribute `stop_ids` includes the EOS.
+        special_ids: Control ids, never matched by their spelling.
+        special_texts: Spelling of control ids, for people.
+        pad_token_id: Padding id, or None.
+        bos_token_id: BOS id, or None.
+        unk_token_id: Id for unknown text, or None.
+        canonical_json: Returns the tokenizer.json text of these tokens. Grammars use it for canonical tokenization.
 
-    It also answers as the `tokenizer` of a filter, with the names exllamav2's tokenizer has.
+    Raises:
+        FilterUsageError: `tokens` is empty, an entry has no bytes, or an id is outside the vocabulary.
     """
 
     shared_between_clones = True
@@ -53,7 +60,7 @@ class Vocabulary:
         canonical_json: Callable[[], str] | None = None,
     ) -> None:
         self.size = len(tokens)
-        # The tokenizer.json text behind these tokens, where there is one: grammars want its canonical tokenization.
+        # Returns the tokenizer.json text of these tokens, where there is one: grammars use its canonical tokenization.
         self.canonical_json = canonical_json
         if self.size == 0:
             raise FilterUsageError("a vocabulary needs at least one token")
@@ -66,7 +73,7 @@ class Vocabulary:
         given: set[Any] = special | stops
         for i in given:
             if isinstance(i, bool) or not isinstance(i, int | np.integer):
-                raise FilterUsageError(f"{i!r:.80} is among the special and stop ids; these are numbers of tokens")
+                raise FilterUsageError(f"the special and stop ids hold {i!r:.80}; they must be token ids")
         outside = [i for i in special | stops if not 0 <= i < self.size]
         if outside:
             raise FilterUsageError(f"ids {outside[:5]} are outside the vocabulary of {self.size} tokens")
@@ -84,32 +91,33 @@ class Vocabulary:
         self.special_texts = texts
 
     def __getstate__(self) -> dict[str, Any]:
-        """Tables are built again where they are wanted; the tokenizer behind the tokens does not travel."""
+        """Leave out the tables, which are rebuilt on use, and the tokenizer of `canonical_json`."""
         kept = ("trie", "defined", "text_words", "_llg", "_lmfe", "_xgrammar")
         return {k: v for k, v in vars(self).items() if k not in kept} | {"canonical_json": None}
 
     # Questions about ids.
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes an id stands for; b"" for control and undefined ids and outside the vocabulary."""
+        """Return the bytes of an id; b"" for control and undefined ids and outside the vocabulary."""
         return (self._bytes[token] or b"") if 0 <= token < self.size else b""
 
     def is_defined(self, token: int) -> bool:
-        """Whether the id stands for something: text or control."""
+        """Whether the id is text or control."""
         return 0 <= token < self.size and (self._bytes[token] is not None or self.is_control(token))
 
     def is_control(self, token: int) -> bool:
+        """Whether the id is a control or stop id."""
         return token in self.special_ids or token in self.stop_ids
 
     def piece(self, token: int) -> str:
-        """The id as text, for people: control ids by their spelling, bytes that are no whole character as U+FFFD."""
+        """Return the id as text for people: control ids by their spelling, incomplete characters as U+FFFD."""
         if token in self.special_texts:
             return self.special_texts[token]
         return self.bytes_of(token).decode("utf-8", "replace") if self.is_defined(token) else f"<{token}>"
 
     @cached_property
     def defined(self) -> npt.NDArray[np.int64]:
-        """All defined ids, ascending."""
+        """All defined ids, ascending: int64 [n]."""
         return np.array([i for i in range(self.size) if self.is_defined(i)], dtype=np.int64)
 
     @cached_property
@@ -119,16 +127,16 @@ class Vocabulary:
 
     @cached_property
     def trie(self) -> ByteTrie:
-        """All ordinary tokens by their bytes. About a second for 128k tokens, once."""
+        """All ordinary tokens by their bytes. Building it takes about a second for 128k tokens."""
         return ByteTrie([raw or b"" for raw in self._bytes])
 
     def ids_of(self, text: bytes) -> tuple[int, ...]:
-        """Every ordinary id whose bytes are exactly `text`."""
+        """Return every ordinary id whose bytes are exactly `text`."""
         node = self.trie.find(text)
         return () if node < 0 or not text else self.trie.exact(node)
 
     def tokens_starting_with(self, prefix: bytes) -> Iterator[tuple[int, bytes]]:
-        """`(id, surplus)` of every ordinary token whose bytes start with `prefix`."""
+        """Yield `(id, surplus)` of every ordinary token whose bytes start with `prefix`."""
         node = self.trie.find(prefix)
         if node < 0:
             return
@@ -137,23 +145,28 @@ class Vocabulary:
             if raw:
                 yield token, raw[len(prefix) :]
 
-    # As a tokenizer.
+    # Methods of exllamav2's tokenizer.
 
     def vocab_size(self) -> int:
+        """Return the number of ids."""
         return self.size
 
     def __len__(self) -> int:
         return self.size
 
     def get_id_to_bytes_list(self) -> list[bytes | None]:
+        """Return the bytes of each id; None for ids without text."""
         return list(self._bytes)
 
     def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
-        """Text of each id; control ids are "" unless asked for."""
+        """Return the text of each id; control ids are "" unless `include_special_tokens`."""
         return [self.piece(i) if include_special_tokens or i not in self.special_ids else "" for i in range(self.size)]
 
     def encode(self, text: str | bytes, add_bos: bool = False, **_: Any) -> npt.NDArray[np.int64]:
-        """Greedy longest-match token ids, shape (1, n). Not the model's canonical tokenization."""
+        """Return greedy longest-match token ids, int64 (1, n). Not the model's canonical tokenization.
+
+        Raises `FilterUsageError` where no token begins the rest of the text.
+        """
         raw = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         ids = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         position = 0
@@ -166,23 +179,24 @@ class Vocabulary:
         return np.array([ids], dtype=np.int64)
 
     def decode(self, ids: Any) -> str:
-        """The text of ids (any nesting); control ids contribute nothing."""
+        """Return the text of ids (any nesting); control ids contribute nothing."""
         flat = np.asarray(ids).reshape(-1).tolist()
         return b"".join(self.bytes_of(i) for i in flat).decode("utf-8", "replace")
 
     def describe(self) -> str:
+        """Return one line for logs."""
         return f"Vocabulary of {self.size} tokens"
 
 
 _cache: dict[int, tuple[Callable[[], Any], Vocabulary]] = {}
 _strong: deque[int] = deque()
-# Tokenizers that take no weak reference (the tokenizers library's own) are held themselves, this many.
+# Number of tokenizers kept that support no weak reference (those of the tokenizers library).
 MAX_STRONG = 4
 _lock = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """In a forked child: whoever held it stayed with the parent."""
+    """Make the lock new in a forked child: the thread that holds it exists only in the parent."""
     global _lock
     _lock = threading.Lock()
 
@@ -192,24 +206,28 @@ if hasattr(os, "register_at_fork"):
 
 
 def _raw(token: int, text: object) -> bytes | None:
-    """A token's bytes. Raises `FilterUsageError` for what has none."""
+    """Return a token's bytes. Raises `FilterUsageError` for an entry without bytes."""
     if text is None or isinstance(text, bytes):
         return text
     if isinstance(text, bytearray | memoryview):
         return bytes(text)
     if not isinstance(text, str):
-        raise FilterUsageError(f"token {token} is {text!r:.80}; tokens are bytes, text, or None for what has no text")
+        raise FilterUsageError(f"token {token} is {text!r:.80}; tokens are bytes, text, or None for an id without text")
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
-        raise FilterUsageError(f"token {token} is {text!r:.80}, half of a surrogate pair: give its bytes") from error
+        raise FilterUsageError(f"token {token} is {text!r:.80}, an unpaired surrogate: give its bytes") from error
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """The `Vocabulary` of a tokenizer, built once and kept as long as the tokenizer lives.
+    """Return the `Vocabulary` of a tokenizer, built once and kept as long as the tokenizer lives.
 
-    Takes a `Vocabulary`, exllamav2's tokenizer or anything with its `get_id_to_piece_list`, a tokenizer of transformers
-    or of the tokenizers library, or a plain list of pieces. Raises `FilterUsageError` for anything else.
+    Args:
+        tokenizer: A `Vocabulary`, exllamav2's tokenizer or any object with its `get_id_to_piece_list`, a tokenizer of
+            transformers or of the tokenizers library, or a plain list of pieces.
+
+    Raises:
+        FilterUsageError: `tokenizer` is none of these.
     """
     if isinstance(tokenizer, Vocabulary):
         return tokenizer
@@ -236,7 +254,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
 
 
 def _forget(key: int, cache: dict[int, Any], _: object) -> None:
-    """Given the cache, not looking it up: it may run when the module is gone."""
+    """Remove an entry. The cache is passed in, because this may run after the module's globals are gone."""
     cache.pop(key, None)
 
 

@@ -1,9 +1,9 @@
-"""xgrammar behind the same door as llguidance (extra `xgrammar`; brings torch and transformers).
+"""xgrammar with the interface of `llg` (extra `xgrammar`; installs torch and transformers).
 
-It ignores schema keywords that it cannot enforce, so only schemas made of keywords that it does enforce are let
-through: none may be constrained in part (spec FC-29). Which these are was settled by the JSON-Schema-Test-Suite and by
-random generations. Inside strings it takes the three bytes of a lone surrogate (ED A0 80 and on), which is no UTF-8;
-these are kept out here.
+xgrammar ignores schema keywords that it cannot enforce. So only schemas made of keywords that it enforces are accepted:
+none may be enforced in part. The list was checked with the JSON-Schema-Test-Suite and random generations. Inside
+strings, xgrammar allows the three bytes of a lone surrogate (ED A0 80 and up), which are not UTF-8; they are excluded
+here.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from exl_filters.vocabulary import Vocabulary
 __all__ = ["XgrammarMatcher", "compile_xgrammar"]
 
 _lock = threading.Lock()
-# Enforced by xgrammar 0.2.8. Not here, though it takes them: minLength, maxLength and pattern let control characters
-# into strings, allOf and others are ignored.
+# Enforced by xgrammar 0.2.8. Excluded, though it accepts them: minLength, maxLength and pattern let control characters
+# into strings; it ignores allOf and others.
 ENFORCED = frozenset(
     """type properties required additionalProperties items enum const anyOf minItems maxItems
     minimum maximum exclusiveMinimum exclusiveMaximum""".split()  # noqa: SIM905 - read as words
 )
-# Say nothing about which instances are valid.
+# Keywords that do not restrict the valid instances.
 ANNOTATIONS = frozenset(
     "$schema title description default examples $comment deprecated readOnly writeOnly".split()  # noqa: SIM905
 )
-# Most white space at one place: a line break and 20 columns, as the bounded rule of llguidance has it.
+# Most white space at one place: a line break and 20 columns, like llguidance's bounded rule.
 MOST_WHITESPACE = 21
-# Characters of a grammar that is compiled at once.
+# Characters of a grammar that is compiled in this process at once.
 SMALL = 256
 
 
 class _Tables:
-    """xgrammar's compiler over a vocabulary, and which of its ids would spell a surrogate, at all or behind an ED."""
+    """xgrammar's compiler over a vocabulary, and the ids that would spell a surrogate, alone or after an ED."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.module = _module()
@@ -60,18 +60,18 @@ class _Tables:
         self.keep_behind_ed = self.keep & ~bits.from_ids(continued, vocabulary.size)
 
     def tokens(self) -> list[bytes]:
-        """The bytes of every id, and one id more for xgrammar to stop at."""
+        """Return the bytes of every id, and one more id for xgrammar's stop token."""
         return [*(self.vocabulary.bytes_of(i) for i in range(self.vocabulary.size)), b""]
 
     def compiled(self, call: str, text: str, options: Mapping[str, Any]) -> Any:
-        """The grammar compiled here, which nothing bounds."""
+        """Compile the grammar in this process, without limits."""
         try:
             return getattr(self.compiler, call)(text, **options)
         except RuntimeError as error:
             raise FilterCompileError(f"xgrammar: {error}") from error
 
     def kept(self, before: list[int]) -> Words:
-        """The ids that spell no surrogate behind these tokens."""
+        """Return the ids that spell no surrogate after these tokens."""
         behind = bool(before) and self.vocabulary.bytes_of(before[-1]).endswith(b"\xed")
         return self.keep_behind_ed if behind else self.keep
 
@@ -83,19 +83,21 @@ class XgrammarMatcher:
         self._raw, self._tables, self._size = raw, tables, tables.vocabulary.size
         size = self._size
         self._fed = fed
-        # One id more than the vocabulary has: xgrammar's stop token, which is no token of anybody's.
+        # One id more than the vocabulary has: xgrammar's stop token, which is outside the vocabulary.
         self._words = np.zeros((1, bits.word_count(size + 1)), dtype=np.int32)
         self._stopped: tuple[int, bool] = (-1, False)
 
     def copy(self) -> XgrammarMatcher:
+        """Return an independent matcher in the same state."""
         return XgrammarMatcher(self._raw.fork(), self._tables, list(self._fed))
 
     @property
     def consumed(self) -> int:
+        """Number of tokens consumed."""
         return len(self._fed)
 
     def mask_into(self, target: Words) -> bool:
-        """Write the mask of the state over `target`. Never says that nothing may follow; `stopped` does."""
+        """Write the mask of the state over `target`. Always returns False; `stopped` says that nothing may follow."""
         self._raw.fill_next_token_bitmask(self._words)
         words = self._words[0]
         bits.put(words, self._size, False)
@@ -104,6 +106,7 @@ class XgrammarMatcher:
         return False
 
     def consume(self, tokens: list[int]) -> bool:
+        """Consume all of the tokens, or none of them. Returns False for none."""
         for count, token in enumerate(tokens):
             if not bits.test(self._tables.kept(self._fed), token) or not self._raw.accept_token(token):
                 self.rollback(count)
@@ -113,10 +116,12 @@ class XgrammarMatcher:
         return True
 
     def accepts(self, tokens: Sequence[int]) -> int:
+        """Return how many of the tokens may follow in order."""
         trial = self.copy()
         return next((count for count, token in enumerate(tokens) if not trial.consume([token])), len(tokens))
 
     def rollback(self, n: int) -> None:
+        """Undo `n` consumed tokens. Raises `FilterFailed` for more than were consumed."""
         if n > self.consumed:
             raise FilterFailed(f"rollback of {n} tokens after {self.consumed}")
         if n:
@@ -126,11 +131,12 @@ class XgrammarMatcher:
 
     @property
     def accepting(self) -> bool:
+        """Whether the text so far is a sentence of the grammar."""
         return bool(self._raw.is_completed())
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing may follow a text that is whole."""
+        """Whether the text is complete and nothing may follow."""
         if not self.accepting:
             return False
         if self._stopped[0] != self.consumed:
@@ -140,12 +146,14 @@ class XgrammarMatcher:
         return self._stopped[1]
 
     def forced(self) -> bytes:
+        """Return the bytes that every continuation begins with."""
         try:
             return str(self._raw.find_jump_forward_string()).encode()
         except UnicodeDecodeError:
             return b""  # inside a character
 
     def captures(self) -> list[tuple[str, bytes]]:
+        """Return the named captures so far, as (name, bytes)."""
         return list(self._raw.get_captures())
 
 
@@ -156,10 +164,11 @@ def compile_xgrammar(
     limits: Mapping[str, int] | None,
     budget: CompileBudget,
 ) -> XgrammarMatcher:
-    """A matcher at the start of the one grammar in `source` (a name of `grammar_text`'s sources and its value).
+    """Return a matcher at the start of the one grammar in `source` (a source of `grammar_text` and its value).
 
-    Compiled in another process, within the budget; what is very small, or trusted, here. Raises `FilterCompileError`
-    for what xgrammar refuses or would not enforce, `MissingExtra` without it.
+    The grammar is compiled in another process, within the budget; a very small or trusted one in this process. Raises
+    `FilterCompileError` for a grammar that xgrammar rejects or would not enforce, `MissingExtra` where it is not
+    installed.
     """
     if limits:
         raise FilterCompileError("limits are llguidance's; xgrammar takes none")
@@ -188,7 +197,7 @@ def compile_xgrammar(
 
 
 def _is_small(kind: str, text: str) -> bool:
-    """Whether compiling cannot take long: few states, and no counted repeats, which are written out."""
+    """Whether compiling is fast: few states, and no counted repeats, which are written out."""
     if len(text) > SMALL or re.search(r"\d{3}", text) is not None:
         return False
     return kind in ("json_schema", "choice") or "{" not in text
@@ -209,7 +218,7 @@ def refuse_unenforced(schema: Any) -> None:
 
 
 def _refuse_combinations(at: str, sub: dict[str, Any]) -> None:
-    """Keywords that xgrammar enforces alone and drops beside others; types must be said."""
+    """Reject keywords that xgrammar enforces alone and drops beside others, and missing types."""
     exclusive = sub.keys() & {"enum", "const", "anyOf"}
     if exclusive and sub.keys() - ANNOTATIONS - exclusive - {"type"}:
         raise FilterCompileError(f"xgrammar back end: {at} has {sorted(exclusive)} beside other keywords")
@@ -224,7 +233,7 @@ def _refuse_combinations(at: str, sub: dict[str, Any]) -> None:
 
 
 def _refuse_names(at: str, sub: dict[str, Any]) -> None:
-    """Names that xgrammar drops, and names that escapes would get around."""
+    """Reject names that xgrammar drops, and names that escapes would bypass."""
     properties, required = sub.get("properties", {}), sub.get("required", [])
     if isinstance(required, list) and isinstance(properties, dict):
         dropped = [name for name in required if name not in properties]
@@ -241,7 +250,7 @@ def _refuse_names(at: str, sub: dict[str, Any]) -> None:
 
 
 def subschemas(schema: Any, at: str) -> Iterator[tuple[str, Any]]:
-    """A schema and all schemas in it, with their places."""
+    """Yield a schema and all schemas in it, with their places."""
     yield at, schema
     if not isinstance(schema, dict):
         return
@@ -276,7 +285,7 @@ def _module() -> Any:
 
 
 def _tables(vocabulary: Vocabulary) -> _Tables:
-    """The tables of a vocabulary, made once."""
+    """Return the tables of a vocabulary, built once."""
     with _lock:
         held = vocabulary.__dict__.get("_xgrammar")
         if held is None:

@@ -1,1 +1,1 @@
-"""The same filters in other engines. Each module is imported where it is used, its engine when it must be."""
+"""The same filters in other engines. Each module imports its engine only when needed."""

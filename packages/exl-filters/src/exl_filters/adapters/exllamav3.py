@@ -1,4 +1,4 @@
-"""exllamav3: filters as its `Filter`, by its published protocol (spec FA-6).
+"""exllamav3: filters that implement its published `Filter` protocol.
 
 ```python
 job = Job(input_ids=ids, filters=[ExLlamaV3Filter(tokenizer, [ExLlamaV2SelectFilter(None, tokenizer, ["yes", "no"])])])
@@ -20,7 +20,7 @@ __all__ = ["ExLlamaV3Filter"]
 
 
 def _base() -> Any:
-    """exllamav3's class where it is installed; the protocol is the same without it."""
+    """Return exllamav3's class where it is installed, else `object`; the protocol is the same."""
     try:
         return importlib.import_module("exllamav3").Filter
     except (ImportError, AttributeError):
@@ -31,7 +31,17 @@ _Base: Any = _base()
 
 
 class ExLlamaV3Filter(_Base):  # type: ignore[misc]
-    """One job's filters. stop_ids: every id the engine stops on; default: the tokenizer's."""
+    """One job's filters, as one exllamav3 filter.
+
+    Args:
+        tokenizer: exllamav3's tokenizer, or any that `vocabulary_of` takes.
+        filters: Templates, as for `FilterStack`.
+        stop_ids: Every id on which the engine stops; default: the tokenizer's.
+        trigger_token, prefix_str, eos_after_completed: Passed on to exllamav3's class, where it is installed.
+
+    Raises:
+        FilterUsageError: no stop id is known.
+    """
 
     def __init__(
         self,
@@ -59,11 +69,11 @@ class ExLlamaV3Filter(_Base):  # type: ignore[misc]
         self._stack.begin("")
 
     def accept_token(self, token: int) -> None:
-        """One sampled token. Raises `FilterRejected` for one that was not allowed."""
+        """Accept one sampled token. Raises `FilterRejected` for a token that was not allowed."""
         self._stack.feed(int(token))
 
     def get_next_logit_mask(self) -> Any:
-        """Packed mask, int32 [1, ceil(vocabulary / 32)], 1 = allowed: a torch tensor of its own."""
+        """Return a new packed mask, a torch int32 tensor [1, ceil(vocabulary / 32)], 1 = allowed."""
         torch = importlib.import_module("torch")
         words = self._stop_words if self.is_completed() else self._stack.next_mask()
         return torch.from_numpy((self._all if words is None else words).copy()).reshape(1, -1)
@@ -73,11 +83,11 @@ class ExLlamaV3Filter(_Base):  # type: ignore[misc]
         return self._stack.ended or self._stack.status is Status.DONE
 
     def use_background_worker(self) -> bool:
-        """Whether a filter is worth another thread."""
+        """Whether a filter should be computed on another thread."""
         return any(f.use_background_worker() for f in self._stack.filters)
 
     def rollback_tokens(self, n: int) -> bool:
-        """Undo the last `n` tokens; False, and nothing is undone, where that cannot be."""
+        """Undo the last `n` tokens. Returns False, and undoes nothing, where that is impossible."""
         try:
             self._stack.rewind(n)
         except FilterUsageError:

@@ -1,8 +1,8 @@
-"""Which constraint belongs to which row of a batch, found from the rows' ids alone.
+"""Assign constraints to the rows of a batch, by the rows' ids alone.
 
-Engines that hand over `(ids so far, logits)` reorder rows without notice (beam search) and go on calling for finished
-rows. So a row's state is looked up by the ids it generated: a stack that has seen all but the last of them takes that
-one; where two rows share a past, the second gets a copy; where nothing fits, the ids are fed from the start.
+Engines that pass `(ids so far, logits)` reorder rows without notice (beam search) and go on calling for finished rows.
+So the state of a row is looked up by its generated ids. A stack that has seen all but the last id takes that id. Where
+two rows share a past, the second gets a copy. Where no stack fits, the ids are fed from the start.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ __all__ = ["RowTracker"]
 class RowTracker:
     """The masks of a batch, call after call.
 
-    filters: templates, as for `FilterStack`. stop_ids: every id the engine stops on; default: the vocabulary's.
-    may_guess: rows may hold a guess that was not allowed, and is taken back later; they get the stop ids meanwhile.
+    Args:
+        filters: Templates, as for `FilterStack`.
+        vocabulary: The vocabulary that masks cover.
+        stop_ids: Every id on which the engine stops; default: the vocabulary's.
+        may_guess: Rows may hold a token that was not allowed and is undone later. Such rows get the stop ids meanwhile.
+
+    Raises:
+        FilterUsageError: no stop id is known.
     """
 
     def __init__(
@@ -49,7 +55,7 @@ class RowTracker:
         self._known = {}
 
     def masks(self, rows: Sequence[Sequence[int]]) -> list[Words | None]:
-        """For each row of generated ids the mask of the next one; None where the row is finished or free.
+        """Return for each row of generated ids the mask of the next id; None where the row is finished or unrestricted.
 
         A row whose constraint has ended without a stop token may only stop.
         """
@@ -99,7 +105,7 @@ class RowTracker:
         return stack
 
     def is_finished(self, generated: Sequence[int]) -> bool:
-        """Whether the row has come to a stop token."""
+        """Whether the row ends with a stop token."""
         return any(token in self.stop_ids for token in generated)
 
     def _mask(self, stack: FilterStack, generated: tuple[int, ...]) -> Words | None:

@@ -19,15 +19,24 @@ __all__ = ["FilterLogitsProcessor"]
 
 
 class FilterLogitsProcessor:
-    """Called with `(input_ids [rows, length], scores [rows, width])`; returns scores with what is not allowed at -inf.
+    """Filters as a logits processor for `generate`.
 
-    The ids of the first call are the prompt. Works with batches, beams (rows may change places), padded finished rows,
-    and candidates that are taken back (assisted generation). Rows that do not continue those of the call before by one
-    token, or that had all come to a stop token, start anew, their ids being the prompt, so one processor serves one
-    `generate` after another, also where a prompt is the conversation so far; where a prompt is the last text and one
-    token more, call `reset()` first. A row with a token that was not allowed (a candidate, or what another processor
-    forced) gets the stop tokens only. filters must be copyable for more than one row. Raises `FilterDeadEnd` when a row
-    is left without a token.
+    It is called with `(input_ids [rows, length], scores [rows, width])` and returns scores with excluded entries at
+    -inf. It works with batches, beams (rows may change places), padded finished rows, and candidates that are undone
+    (assisted generation).
+
+    The ids of the first call are the prompt. Rows start anew, with their ids as the prompt, if they do not continue the
+    previous call by one token, or if all rows of that call had stopped. So one processor serves one `generate` after
+    another, also where a prompt is the conversation so far. Call `reset()` first where a prompt is the last text and
+    exactly one more token. A row with a token that was not allowed gets the stop tokens only.
+
+    Args:
+        filters: Templates, as for `FilterStack`; they must be copyable for more than one row.
+        tokenizer: The model's tokenizer, or a `Vocabulary`.
+        stop_ids: Every id on which `generate` stops; default: the tokenizer's.
+
+    Raises:
+        FilterDeadEnd: on a call, when no token is left for a row.
     """
 
     def __init__(self, filters: Sequence[object], tokenizer: Any, stop_ids: Collection[int] | None = None) -> None:
@@ -38,11 +47,12 @@ class FilterLogitsProcessor:
         self._length = 0
 
     def reset(self) -> None:
-        """Make ready for another `generate`, whatever its prompt."""
+        """Prepare for another `generate`, whatever its prompt."""
         self._rows.reset()
         self._before = []
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Return a copy of `scores` with the excluded entries of every row at -inf."""
         rows = input_ids.tolist()
         if not self._continues(rows):
             self._begin(rows)
@@ -59,8 +69,9 @@ class FilterLogitsProcessor:
         self._length = len(rows[0])
 
     def _continues(self, rows: list[list[int]]) -> bool:
-        """Whether every row is one of the call before, as far as that is kept, and one token more; not if all of these
-        have stopped: nobody asks for more of them.
+        """Whether every row is a row of the previous call, as far as that is kept, and one more token.
+
+        False if all of those rows have stopped: no engine asks for more of them.
         """
         length = len(rows[0])
         if not self._before or not self._length < length <= len(self._before[0]) + 1:

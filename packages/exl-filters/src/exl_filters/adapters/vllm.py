@@ -1,8 +1,8 @@
-"""vLLM (V1 engine): filters as a logits processor, by its published protocol.
+"""vLLM (V1 engine): filters as a logits processor that implements its published protocol.
 
-Load it with `--logits-processors exl_filters.adapters.vllm:VllmFilterProcessor`; a request asks for a filter with
-`SamplingParams(extra_args={"exl_filter": {"type": "select", "options": ["yes", "no"]}})`. Only filters on the server's
-allow-list (EXL_FILTERS_PLUGINS) and the built-ins can be asked for. vLLM refuses custom processors together with
+Load it with `--logits-processors exl_filters.adapters.vllm:VllmFilterProcessor`. A request asks for a filter with
+`SamplingParams(extra_args={"exl_filter": {"type": "select", "options": ["yes", "no"]}})`. Only built-in filters and
+those on the server's allow-list (EXL_FILTERS_PLUGINS) are available. vLLM rejects custom processors together with
 speculative decoding.
 """
 
@@ -26,7 +26,7 @@ KEY = "exl_filter"
 
 
 def _base() -> Any:
-    """vLLM's abstract class where vLLM is installed; the protocol is the same without it."""
+    """Return vLLM's abstract class where vLLM is installed, else `object`; the protocol is the same."""
     try:
         return importlib.import_module("vllm.v1.sample.logits_processor").LogitsProcessor
     except ImportError:
@@ -37,7 +37,9 @@ _Base: Any = _base()
 
 
 class _Request:
-    """One request of the batch: its filters' rows, or why there are none, and the live list of its output ids."""
+    """One request of the batch: its filters' rows, or the reason that there are none, and the live list of its output
+    ids.
+    """
 
     def __init__(self, make: Callable[[], RowTracker], stop_words: Words, output: list[int]) -> None:
         self.stop_words, self.output = stop_words, output
@@ -47,11 +49,11 @@ class _Request:
             self.tracker = make()
         except FilterError as error:
             self.failure = error
-        except Exception as error:  # a plugin's own
+        except Exception as error:  # a plugin may raise anything
             self.failure = FilterFailed(f"no filter can be made: {type(error).__name__}: {error}")
 
     def mask(self) -> Words | None:
-        """What may come next; after a failure the stop tokens alone, for good."""
+        """Return the mask of the next token; after a failure, the stop tokens alone."""
         if self.failure is None and self.tracker is not None:
             try:
                 return self.tracker.masks([self.output])[0]
@@ -60,13 +62,20 @@ class _Request:
         return self.stop_words
 
     def close(self) -> None:
+        """Release the filters."""
         if self.tracker is not None:
             self.tracker.reset()
 
 
 class VllmFilterProcessor(_Base):  # type: ignore[misc]
-    """One per engine. Rows without a filter are left alone; a filter that cannot be made, fails or leaves nothing ends
-    its own row only, by allowing that row its stop tokens.
+    """The filters of all requests of one engine. Rows without a filter are left alone.
+
+    A filter that cannot be built, fails or leaves no token ends only its own row, by allowing the stop tokens alone.
+
+    Args:
+        vllm_config: vLLM's configuration; names the tokenizer.
+        device: Device of the logits.
+        is_pin_memory: Not used.
     """
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
@@ -76,22 +85,24 @@ class VllmFilterProcessor(_Base):  # type: ignore[misc]
 
     @property
     def failures(self) -> dict[int, FilterError]:
-        """Row -> why its filter ended it, for the server's logs."""
+        """Row numbers and the reason that the filter ended the row, for the server's logs."""
         return {index: r.failure for index, r in self._requests.items() if r.failure is not None}
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Refuse a request whose filter spec is no spec; vLLM answers the client with the `ValueError`."""
+        """Reject a request whose filter spec is not a mapping with "type"; vLLM answers the client with the
+        `ValueError`.
+        """
         spec = _spec_of(sampling_params)
         if spec is not None and (not isinstance(spec, dict) or not isinstance(spec.get("type"), str)):
             raise FilterUsageError(f'extra_args["{KEY}"] must be a mapping with "type"; got {spec!r:.80}')
 
     def is_argmax_invariant(self) -> bool:
-        """Filters change which token is the most likely."""
+        """Return False: filters change which token is the most likely."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Follow the batch: removed, then added, then moved rows."""
+        """Apply the changes of the batch: removed, then added, then moved rows."""
         if batch_update is None:
             return
         for index in batch_update.removed:
@@ -109,7 +120,7 @@ class VllmFilterProcessor(_Base):  # type: ignore[misc]
                 self._requests[source] = there
 
     def apply(self, logits: Any) -> Any:
-        """Mask the rows that have a filter, in place."""
+        """Mask the rows that have a filter, in place: `logits` has shape [rows, width]."""
         for index, request in self._requests.items():
             apply_mask(logits[index], request.mask())
         return logits
@@ -117,7 +128,7 @@ class VllmFilterProcessor(_Base):  # type: ignore[misc]
     def _request(self, spec: Any, params: Any, output: list[int]) -> _Request:
         vocabulary = self._vocabulary_of_model()
         stops = self._stops(params, vocabulary)
-        # Without any stop id a failed row says id 0 until its length ends it: no row may be left without a token.
+        # Without any stop id, a failed row repeats id 0 until its length ends it: every row needs a token.
         words = bits.from_ids(stops or {0}, vocabulary.size)
         return _Request(lambda: RowTracker([from_spec(spec, vocabulary)], vocabulary, stops), words, output)
 

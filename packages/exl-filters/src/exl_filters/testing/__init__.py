@@ -1,8 +1,8 @@
-"""The law kit: what every filter must obey, as properties that find the smallest counterexample (extra `testing`).
+"""The law kit: property tests of every rule that a filter must obey (extra `testing`).
 
-Three doors over one set of laws: the decorator `filter_laws` (or the mixin `FilterContract`) in a pytest file,
-`check_filter` for a report, and `exl-filters check MODULE:FACTORY` or `pytest --filter-contract MODULE:FACTORY` from
-outside.
+Each law searches for a counterexample and shrinks it. There are three entry points: the decorator `filter_laws` (or the
+mixin `FilterContract`) in a pytest file; `check_filter` for a report; `exl-filters check MODULE:FACTORY` or `pytest
+--filter-contract MODULE:FACTORY` from the shell.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """The doors that are pytest's are opened when asked for: the rest of the kit does without pytest."""
+    """Import the entry points that need pytest when they are first used: the rest of the kit works without it."""
     if name in ("FilterContract", "filter_laws"):
-        from exl_filters.testing import doors
+        from exl_filters.testing import entry_points
 
-        return getattr(doors, name)
+        return getattr(entry_points, name)
     raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""`Case`: one run of one law, with a record of what was done from which a reproduction is printed."""
+"""`Case`: one run of one law. It records the calls, from which it prints a reproduction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from exl_filters.vocabulary import Vocabulary
 
 __all__ = ["Broken", "Case", "Observed", "shown_context"]
 
-# One walk in so many goes deep, up to so many tokens.
+# One walk in DEEP is longer, up to MOST_DEEP tokens.
 DEEP = 6
 MOST_DEEP = 48
 
@@ -24,8 +24,8 @@ Factory = Callable[[Vocabulary], Any]
 Observed = tuple[frozenset[int] | None, frozenset[int]]
 
 
-class Broken(AssertionError):  # noqa: N818 - said of a law
-    """A law does not hold; carries the law and what was done."""
+class Broken(AssertionError):  # noqa: N818 - named as the statement about a law
+    """A law does not hold; carries the law's case with the recorded calls."""
 
     def __init__(self, message: str, case: Case | None = None) -> None:
         super().__init__(message)
@@ -33,10 +33,17 @@ class Broken(AssertionError):  # noqa: N818 - said of a law
 
 
 class Case:
-    """A vocabulary, the factory under test, and hypothesis' choices.
+    """One run of one law: a vocabulary, the factory under test, and hypothesis' choices.
 
-    deep: whether walks may be long. Filters are made attached (if they can be) and begun. Every call through this
-    object is recorded.
+    Filters are attached (if they can be) and begun. Every call through this object is recorded.
+
+    Args:
+        data: hypothesis' source of choices.
+        factory: Builds the filter under test from a vocabulary.
+        vocabulary: The vocabulary, which also serves as the filter's tokenizer.
+        language: Oracle of the filter's texts, or None.
+        capabilities: Claims of the filter, see `Subject`.
+        deep: Whether walks may be long.
     """
 
     def __init__(
@@ -60,7 +67,7 @@ class Case:
         # Whether the last walk came to an end.
         self.over = False
 
-    # Doing.
+    # Calls on the filter.
 
     def make(
         self,
@@ -69,7 +76,7 @@ class Case:
         vocabulary: Vocabulary | None = None,
         context: FilterContext | None = None,
     ) -> Any:
-        """A fresh filter, attached and begun."""
+        """Return a new filter, attached and begun with `prefix`."""
         vocabulary = vocabulary or self.vocabulary
         f = self.factory(vocabulary)
         self.name(f, f"make({'vocab' if vocabulary is self.vocabulary else 'other_vocab'})")
@@ -85,33 +92,38 @@ class Case:
         return f
 
     def begin(self, f: Any, prefix: Any = "") -> None:
+        """Call `begin`."""
         self.note(f"{self.of(f)}.begin({prefix!r})")
         f.begin(prefix)
 
     def next(self, f: Any) -> Observed:
-        """What the filter allows and ends at, as sets."""
+        """Return the allowed ids and the end ids of `next()` as sets."""
         self.note(f"{self.of(f)}.next()")
         answer = f.next()
         allowed, ends = answer
         return (None if allowed is None else frozenset(allowed)), frozenset(ends)
 
     def feed(self, f: Any, token: int, *, wrapped: bool | None = None) -> None:
-        """`wrapped`: as the (1, 1) tensor stand-in; None: as filters of the native kind get it, an int."""
+        """Feed a token.
+
+        `wrapped` feeds the stand-in of a (1, 1) tensor; None: an int for `ExLlamaV2Filter`s, the stand-in for others.
+        """
         self.note(f"{self.of(f)}.feed({token})  # {self.vocabulary.bytes_of(token)!r}")
         if wrapped is None:
             wrapped = not isinstance(f, ExLlamaV2Filter)
         f.feed(FedToken(token) if wrapped else token)
 
     def clone(self, f: Any) -> Any:
+        """Return a clone, named in the record."""
         copy = f.clone()
         self.name(copy, f"{self.of(f)}.clone()")
         return copy
 
     def walk(self, f: Any, most: int = 8, *, least: int = 0, deep: int = DEEP) -> list[int]:
-        """Feed up to `most` permitted tokens, ending early where the filter or the text ends; the tokens fed.
+        """Feed up to `most` permitted tokens; returns them. Ends early where the filter or the text ends.
 
-        One walk in `deep` is longer, and along a sentence of the language: what goes wrong deep in texts, or near the
-        end of long ones, is found there.
+        One walk in `deep` is longer and follows a sentence of the language: it finds faults deep in texts, or near
+        their end.
         """
         path: list[int] = []
         if self.deep and self.draw(st.integers(1, deep)) == deep:
@@ -132,17 +144,17 @@ class Case:
     def stride(
         self, f: Any, *, to_the_end: bool = False, seen: Callable[[bytes, Observed], None] | None = None
     ) -> list[int]:
-        """Feed up to MOST_DEEP permitted tokens: some spelling of a sentence, then what comes; the tokens fed.
+        """Feed up to MOST_DEEP permitted tokens: some spelling of a sentence, then others; returns them.
 
-        Two in three stop at most a few bytes before the end of the sentence; all at it, if so told. seen: called with
-        every text on the way and the answer there.
+        Two walks in three stop at most a few bytes before the end of the sentence; all stop at its end with
+        `to_the_end`. `seen` is called with every text on the way and the answer there.
         """
         path: list[int] = []
         self.over = False
         rng = random.Random(self.draw(st.integers(0, 255)))
         sentence: bytes = self.draw(self.language.sentences) if self.language is not None else b""
         length, done = rng.randint(1, MOST_DEEP), 0
-        # Every other one takes the shortest tokens, and so many of them.
+        # Every other walk takes the shortest tokens, and as many of them.
         short = rng.random() < 0.5
         until = -1
         if sentence and (to_the_end or rng.random() < 2 / 3):
@@ -172,7 +184,7 @@ class Case:
         return path
 
     def spellings(self, text: bytes, position: int) -> frozenset[int]:
-        """Ids whose bytes `text` continues with at `position`."""
+        """Return the ids whose bytes `text` continues with at `position`."""
         found: list[int] = []
         trie, node = self.vocabulary.trie, 0
         for byte in text[position : position + 400]:
@@ -183,7 +195,7 @@ class Case:
         return frozenset(found)
 
     def choose(self, f: Any, *, stops: bool = False) -> int | None:
-        """A permitted token, ordinary unless `stops`; None when there is none."""
+        """Return a permitted token, ordinary unless `stops`; None when there is none."""
         allowed, _ = self.next(f)
         tokens = self.ordinary() if allowed is None else sorted(allowed)
         tokens = [t for t in tokens if stops or t not in self.stops]
@@ -194,15 +206,18 @@ class Case:
         return token in self.stops or token in self.next(f)[1]
 
     def ordinary(self) -> list[int]:
+        """Return the ids with text."""
         return [i for i in range(self.vocabulary.size) if self.vocabulary.bytes_of(i)]
 
     def text(self, path: Collection[int]) -> bytes:
+        """Return the bytes of a path of ids."""
         return b"".join(self.vocabulary.bytes_of(t) for t in path)
 
     def draw(self, strategy: st.SearchStrategy[Any]) -> Any:
+        """Draw a value from a strategy."""
         return self.data.draw(strategy)
 
-    # Asking.
+    # Questions and expectations.
 
     def ended(self, f: Any) -> bool:
         """Whether the filter says that it has ended."""
@@ -210,35 +225,41 @@ class Case:
         return bool(callable(ended) and ended())
 
     def can(self, f: Any, capability: str) -> bool:
+        """Whether the filter claims a capability, or overrides the method of that name."""
         return capability in self.capabilities or overrides(f, capability)
 
     def expect(self, holds: bool, message: str) -> None:
+        """Raise `Broken` with `message` unless `holds`."""
         if not holds:
             raise Broken(message, self)
 
     def equal(self, one: Any, other: Any, message: str) -> None:
+        """Raise `Broken` with `message` and both values unless they are equal."""
         if one != other:
             raise Broken(f"{message}: {self.show(one)} against {self.show(other)}", self)
 
-    # Telling.
+    # The record.
 
     def note(self, line: str) -> None:
+        """Add a line to the record."""
         self.record.append(line)
 
     def name(self, f: Any, how: str) -> None:
+        """Name a filter in the record; `how` is the expression that made it."""
         self._kept.append(f)
         self._names[id(f)] = f"f{len(self._names) or ''}"
         self.note(f"{self._names[id(f)]} = {how}")
 
     def keep(self, f: Any) -> None:
-        """Keep a filter alive as long as the case, so that its `id` stays its own."""
+        """Keep a filter alive as long as the case, so that its `id` is not reused."""
         self._kept.append(f)
 
     def of(self, f: Any) -> str:
+        """Return the name of a filter in the record."""
         return self._names.get(id(f), "f")
 
     def show(self, value: Any) -> str:
-        """Sets of ids with their bytes; anything else as it is."""
+        """Format a value: sets of ids with their bytes, anything else by `repr`."""
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], frozenset):
             return f"(allowed {self.show(value[0])}, ends {self.show(value[1])})"
         if isinstance(value, frozenset | set):
@@ -248,13 +269,14 @@ class Case:
         return repr(value)
 
     def show_id(self, token: Any) -> str:
+        """Format an id with its role or bytes."""
         if not isinstance(token, int):
             return repr(token)
         role = "stop" if token in self.stops else "special" if token in self.vocabulary.special_ids else ""
         return f"{token}:{role or self.vocabulary.bytes_of(token)!r}"
 
     def reproduction(self) -> str:
-        """Python that repeats what was done, without hypothesis."""
+        """Return Python source that repeats the recorded calls, without hypothesis."""
         v = self.vocabulary
         tokens = [None if i in v.special_ids or not v.is_defined(i) else v.bytes_of(i) for i in range(v.size)]
         lines = [
@@ -269,6 +291,7 @@ class Case:
 
 
 def shown_context(context: FilterContext) -> str:
+    """Return the source of a `FilterContext`."""
     stops, specials = sorted(context.stop_ids), sorted(context.special_ids)
     return f"FilterContext.make({context.vocab_size}, {stops}, {specials})"
 

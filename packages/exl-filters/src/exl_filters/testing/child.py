@@ -1,7 +1,7 @@
-"""Another process with another hash seed, for LAW-06: what a filter answers must not hang on the order of a set.
+"""Another process with another hash seed, for LAW-06: answers must not depend on the order of a set.
 
-What travels is the factory where it can be pickled (functions and classes of importable modules), else the filter where
-it can (by its `spec`). Anything else stays at home: a lambda without a spec is compared inside one process only.
+The process receives the pickled factory (functions and classes of importable modules), else the pickled filter (by its
+`spec`). Anything else is not sent: a lambda without a spec is compared inside one process only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _child: subprocess.Popen[bytes] | None = None
 
 
 def traveller(factory: Any, vocabulary: Any, sample: Any) -> bytes | None:
-    """Something another process makes the filter from; None when nothing of it can be pickled."""
+    """Return bytes from which another process can make the filter; None when neither can be pickled."""
     # The class before the sample: importing its module may register the name that the sample is pickled by.
     for way in ((factory, vocabulary), [type(sample), sample], [None, sample]):
         try:
@@ -40,7 +40,7 @@ def traveller(factory: Any, vocabulary: Any, sample: Any) -> bytes | None:
 
 
 def answers_elsewhere(packed: bytes, context: FilterContext, path: Sequence[int]) -> Answers | None:
-    """The filter's answers along `path`, given by the other process; None if it cannot make the filter there."""
+    """Return the filter's answers along `path` in the other process; None if it cannot make the filter there."""
     with _lock:
         child = _started()
         assert child.stdin is not None
@@ -91,7 +91,7 @@ def _read(stream: IO[bytes]) -> Any:
 
 
 def serve() -> None:
-    """Answer requests until the pipe is closed. What filters print must not get between the answers."""
+    """Answer requests until the pipe is closed. Output that filters print must not get between the answers."""
     answers = sys.stdout.buffer
     sys.stdout = sys.stderr
     while True:

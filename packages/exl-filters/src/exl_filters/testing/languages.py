@@ -1,4 +1,4 @@
-"""Oracles: what a filter's texts may be, told by something simpler than the filter."""
+"""Oracles: the texts that a filter may produce, decided by code simpler than the filter."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ Answer = bool | None
 
 @dataclass(frozen=True)
 class Language:
-    """A set of byte strings. `prefix` and `whole` answer True, False, or None for "I do not know".
+    """A set of byte strings.
 
-    sentences: a strategy of whole texts. samples: a few texts, to cut vocabulary tokens from. final: whether nothing
-    may follow a whole text that is not the beginning of another (False for `starts_with`: there the filter has no
-    opinion afterwards).
+    Args:
+        name: Name in messages.
+        prefix: Whether bytes begin a text of the language: True, False, or None for unknown.
+        whole: Whether bytes are a text of the language: True, False, or None for unknown.
+        sentences: A strategy of texts of the language.
+        samples: A few texts, from which vocabulary tokens are cut.
+        opinion_ends: The filter may have no opinion after a text of the language (`starts_with`).
     """
 
     name: str
@@ -35,7 +39,7 @@ class Language:
 
 
 def finite(options: Iterable[str | bytes]) -> Language:
-    """Exactly these texts."""
+    """Build the language of exactly these texts. Raises `FilterUsageError` for none."""
     texts = [_bytes(option) for option in options]
     if not texts:
         raise FilterUsageError("a finite language needs at least one text")
@@ -47,7 +51,7 @@ def finite(options: Iterable[str | bytes]) -> Language:
 
 
 def starts_with(prefixes: Iterable[str | bytes]) -> Language:
-    """Anything that begins with one of these; the filter may have no opinion from there on."""
+    """Build the language of texts that begin with one of these; the filter may have no opinion afterwards."""
     texts = [_bytes(prefix) for prefix in prefixes]
 
     def reached(text: bytes) -> bool:
@@ -61,8 +65,9 @@ def starts_with(prefixes: Iterable[str | bytes]) -> Language:
 
 
 def regex(pattern: str | re.Pattern[str]) -> Language:
-    """Texts that a pattern matches from end to end. Prefixes are decided for patterns without look-around and
-    references.
+    """Build the language of texts that a pattern matches from end to end.
+
+    Prefixes are decided for patterns without look-around and references.
     """
     compiled = re.compile(pattern) if isinstance(pattern, str) else pattern
     partial = PartialRegex(compiled)
@@ -78,7 +83,10 @@ def regex(pattern: str | re.Pattern[str]) -> Language:
 
 
 def json_schema(schema: Any, sentences: Iterable[str | bytes] = ()) -> Language:
-    """JSON texts that validate against a schema (needs jsonschema). Only beginnings of `sentences` are known."""
+    """Build the language of JSON texts that validate against a schema (needs jsonschema).
+
+    Prefixes are known only for those of `sentences`.
+    """
     import json
 
     import jsonschema
@@ -99,12 +107,12 @@ def json_schema(schema: Any, sentences: Iterable[str | bytes] = ()) -> Language:
 
 
 def anything() -> Language:
-    """Every text."""
+    """Build the language of every text."""
     return Language("anything", lambda _: True, lambda _: True, st.binary(max_size=6), (b"the cat", "é😀".encode()))
 
 
 def as_language(given: Any) -> Language | None:
-    """A `Language`, a list of strings (finite), a compiled pattern, a function that gives one of these, or None."""
+    """Convert to a `Language`: a list of strings (finite), a compiled pattern, a function that returns one, or None."""
     if given is None or isinstance(given, Language):
         return given
     if callable(given):

@@ -1,7 +1,6 @@
 """A state machine of filters: long mixed histories of feeds, clones, rewinds and background work.
 
-The model is the journal of accepted tokens: whatever was done, a fresh filter that is fed the journal must answer
-alike.
+The model is the journal of accepted tokens: a new filter that is fed the journal must give the same answer.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ class _Held:
 def filter_machine(
     factory: Factory, language: Any = None, capabilities: Iterable[str] = ()
 ) -> type[RuleBasedStateMachine]:
-    """A `RuleBasedStateMachine` class over what `factory(vocabulary)` makes; run it as `Machine.TestCase` or
-    `check_machine`.
+    """Return a `RuleBasedStateMachine` class over the filters of `factory(vocabulary)`.
+
+    Run it as `Machine.TestCase`, or by `check_machine`.
     """
     oracle = as_language(language)
     claims = frozenset(capabilities)
@@ -102,7 +102,7 @@ def filter_machine(
 
         @rule(held=filters)
         def abort(self, held: _Held) -> None:
-            """A job cancelled with work pending, and the filter used for another."""
+            """Cancel a job with work pending, and use the filter for another."""
             if held.filter.background_result is None:
                 held.filter.background_next(self.pool)
             held.filter.background_drop()
@@ -190,7 +190,17 @@ def check_machine(
     steps: int = 30,
     shrink: bool = True,
 ) -> None:
-    """Run the state machine; raises what hypothesis raises. Shrinking a history of a slow filter may take minutes."""
+    """Run the state machine; raises hypothesis' errors. Shrinking the history of a slow filter may take minutes.
+
+    Args:
+        factory: Builds the filter from a `Vocabulary`.
+        language: Oracle of the filter's texts, see `as_language`.
+        capabilities: Claims of the filter, see `Subject`.
+        profile: "quick", "ci" or "deep".
+        examples: Number of histories, instead of the profile's.
+        steps: Steps of a history.
+        shrink: Whether to look for the smallest failing history.
+    """
     options: dict[str, Any] = dict(PROFILES[profile])
     if examples:
         options["max_examples"] = examples

@@ -1,4 +1,4 @@
-"""The pytest items behind `--filter-contract`."""
+"""The pytest items of `--filter-contract`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from exl_filters.testing.targets import targets
 __all__ = ["items_for"]
 
 
-class _Failed(Exception):  # noqa: N818 - said of a law
-    """A law that does not hold, as pytest sees it."""
+class _Failed(Exception):  # noqa: N818 - named as the statement about a law
+    """A broken law, as an exception for pytest."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(str(outcome))
@@ -30,6 +30,7 @@ class LawItem(pytest.Item):
         self.subject, self.law, self.known = subject, law, known
 
     def runtest(self) -> None:
+        """Run the law; a known failure is an xfail."""
         outcome = self.subject.outcome(self.law, self.known)
         if outcome.status == "known":
             pytest.xfail(outcome.message)
@@ -37,16 +38,18 @@ class LawItem(pytest.Item):
             raise _Failed(outcome)
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
+        """Format a broken law by its outcome, without a traceback."""
         if isinstance(excinfo.value, _Failed):
             return str(excinfo.value.outcome)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
+        """Return the item's place and name."""
         return self.path, None, self.name
 
 
 def items_for(session: pytest.Session, target: str) -> Iterator[LawItem]:
-    """One item for every law that applies to the target."""
+    """Yield one item for every law that applies to the target."""
     option = session.config.getoption
     known = read_xfail(option("--filter-xfail"))
     for name, factory in targets(target):

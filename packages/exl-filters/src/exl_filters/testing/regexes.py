@@ -1,4 +1,4 @@
-"""Which byte strings begin a match of a Python pattern: the pattern's parse tree as an automaton over characters."""
+"""Decide which byte strings begin a match of a Python pattern: its parse tree as an automaton over characters."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 __all__ = ["PartialRegex"]
 
-# Repeats are unrolled; a pattern that would need more states is answered with "unknown".
+# Repeats are unrolled; the answer for a pattern that would need more states is "unknown".
 MAX_STATES = 5000
 
 
-class _Unsupported(Exception):  # noqa: N818 - ends a construction, is no error
+class _Unsupported(Exception):  # noqa: N818 - ends a construction; not an error
     """A construct whose prefixes this automaton cannot decide."""
 
 
 class PartialRegex:
-    """Thompson automaton of a pattern. `prefix` answers None where the pattern uses what automata cannot do."""
+    """Thompson automaton of a pattern, without look-around and references."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
         self._pattern = pattern
@@ -33,6 +33,7 @@ class PartialRegex:
             self._supported = False
 
     def prefix(self, text: bytes) -> bool | None:
+        """Whether `text` begins a match; None where the pattern has constructs that automata cannot express."""
         if not self._supported:
             return None
         whole, cut = _split(text)
@@ -46,7 +47,7 @@ class PartialRegex:
         return any(self._step(states, c) for c in _characters_beginning(cut, self._interesting()))
 
     def samples(self) -> list[bytes]:
-        """Literal characters of the pattern, to cut tokens from."""
+        """Return literal characters of the pattern, from which tokens are cut."""
         return ["".join(sorted(self._interesting())).encode()] if self._supported else []
 
     def _interesting(self) -> set[str]:
@@ -133,7 +134,7 @@ class _Test:
 
 
 def _split(text: bytes) -> tuple[str | None, bytes]:
-    """Whole characters, and the bytes of one that is cut off at the end; None when it is no UTF-8 at all."""
+    """Split into complete characters and the bytes of a cut-off last one; None for text that is not UTF-8."""
     for cut in range(min(4, len(text) + 1)):
         head, tail = text[: len(text) - cut], text[len(text) - cut :]
         try:
@@ -150,7 +151,7 @@ def _may_begin(tail: bytes) -> bool:
 
 
 def _characters_beginning(cut: bytes, interesting: set[str]) -> Any:
-    """Characters whose UTF-8 starts with `cut`: the interesting ones, then one of each block of continuations."""
+    """Yield characters whose UTF-8 starts with `cut`: the interesting ones, then one of each block of continuations."""
     for character in sorted(interesting):
         raw = character.encode("utf-8", "surrogatepass")
         if len(raw) > len(cut) and raw.startswith(cut):

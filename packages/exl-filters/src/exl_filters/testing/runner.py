@@ -1,4 +1,4 @@
-"""Running laws: one law under hypothesis, all laws of a filter, and what is reported."""
+"""Run laws: one law under hypothesis, or all laws of a filter; and report the outcomes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
     "ci": {"max_examples": 60, "derandomize": True, "database": None},
     "deep": {"max_examples": 1000},
 }
-"""Examples per law. `quick` and `ci` repeat themselves exactly; `deep` draws anew and keeps what it found."""
+"""Examples per law. `quick` and `ci` repeat exactly the same cases; `deep` draws new ones and keeps failures."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one law. `detail`: the failure and how to repeat it, or why the law does not apply."""
+    """The outcome of one law. `message` is the failure, or the reason that the law does not apply.
+
+    `reproduction` is Python source that repeats a failure.
+    """
 
     law: Law
     status: Literal["holds", "broken", "known", "unexpected", "not applicable"]
@@ -48,6 +51,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
+        """Whether the law holds, does not apply, or fails as listed."""
         return self.status not in ("broken", "unexpected")
 
     def __str__(self) -> str:
@@ -67,6 +71,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Whether every outcome is as expected."""
         return all(outcome.ok for outcome in self.outcomes)
 
     @property
@@ -84,12 +89,19 @@ class Report:
 
 @dataclass
 class Subject:
-    """A filter under test and how hard to test it.
+    """A filter under test, and the effort of the tests.
 
-    factory: takes a `Vocabulary` (which serves as the filter's tokenizer) and returns a filter. language: an oracle of
-    its texts. capabilities: claims beyond what overridden methods show: "canonical_only" (spells forced text in one
-    way), "token_level" (constrains ids, not text), "names_specials" (allows control ids by number), or the name of a
-    method.
+    Args:
+        factory: Takes a `Vocabulary` (which serves as the filter's tokenizer) and returns a filter.
+        language: Oracle of its texts, or None.
+        capabilities: Claims beyond the overridden methods: "canonical_only" (spells forced text in one way),
+            "token_level"
+            (constrains ids, not text), "names_specials" (allows control ids by number), or the name of a method.
+        profile: "quick", "ci" or "deep".
+        examples: Examples per law, instead of the profile's number.
+        seed: Seed of hypothesis.
+        vocabulary: The vocabulary to test on; None: generated ones.
+        shrink: Whether to look for the smallest counterexample.
     """
 
     factory: Factory
@@ -104,6 +116,7 @@ class Subject:
 
     @classmethod
     def of(cls, factory: Factory, *, language: Any = None, capabilities: Iterable[str] = (), **options: Any) -> Subject:
+        """Build a subject; language and capabilities default to the factory's. Raises `FilterUsageError`."""
         if not callable(factory):
             raise FilterUsageError(f"the factory must take a vocabulary and return a filter; got {factory!r:.60}")
         if options.get("profile", "ci") not in PROFILES:
@@ -113,8 +126,9 @@ class Subject:
         return cls(factory, language, claims, **options)
 
     def require_filter(self) -> None:
-        """Make one filter before any law runs. Raises `FilterUsageError` with the cause when the factory gives none: a
-        call that cannot be carried out is not a broken law.
+        """Build one filter before any law runs, so that a factory error is not reported as a broken law.
+
+        Raises `FilterUsageError` with the cause when the factory returns no filter.
         """
         try:
             made = self.factory(self.vocabulary or standard_vocabulary(self.language))
@@ -129,7 +143,7 @@ class Subject:
             )
 
     def sample(self) -> Any:
-        """One filter, to see what it overrides."""
+        """Return one filter, built once, to inspect which methods it overrides."""
         if self._sample is None:
             v = self.vocabulary or standard_vocabulary(self.language)
             self._sample = self.factory(v)
@@ -138,14 +152,14 @@ class Subject:
         return self._sample
 
     def claims(self) -> frozenset[str]:
-        """Capabilities claimed for the filter, by the caller and by its class."""
+        """Return the capabilities claimed for the filter, by the caller and by its class."""
         try:
             return self.capabilities | frozenset(getattr(self.sample(), "capabilities", ()))
-        except Exception:  # no filter can be made: the laws will say so
+        except Exception:  # no filter can be built: the laws report it
             return self.capabilities
 
     def not_applicable(self, law: Law) -> str:
-        """Why a law does not apply; "" if it does, or if no filter can be made to find out."""
+        """Return the reason that a law does not apply; "" if it does, or if no filter can be built to find out."""
         try:
             sample = self.sample()
         except Exception:
@@ -153,9 +167,9 @@ class Subject:
         return applicable(law, sample, self.language, self.claims())
 
     def run(self, law: Law) -> None:
-        """Raise `Broken`, or what the filter itself raised, if the law does not hold.
+        """Raise `Broken`, or the filter's own error, if the law does not hold.
 
-        Where shrinking is wanted and short walks break the law as well, it is one of those that is told.
+        With `shrink`, the report prefers a counterexample with a short walk.
         """
         try:
             return self._run(law, deep=True)
@@ -175,7 +189,7 @@ class Subject:
             suppress_health_check=list(hypothesis.HealthCheck),
             print_blob=False,
             report_multiple_bugs=False,
-            # Laws of few examples are the slow ones: their counterexamples are shown as found.
+            # Laws with few examples are the slow ones: their counterexamples are shown as found.
             phases=[
                 hypothesis.Phase.generate,
                 *([hypothesis.Phase.shrink] if self.shrink and law.examples >= 0.1 else []),
@@ -194,7 +208,7 @@ class Subject:
         if self.seed is not None:
             test = hypothesis.seed(self.seed)(test)
         try:
-            # Hypothesis prints the failing draw; the report says it better.
+            # hypothesis prints the failing draw; the report replaces it.
             with contextlib.redirect_stdout(io.StringIO()):
                 test()
         except Broken:
@@ -205,7 +219,7 @@ class Subject:
             raise Broken(_own_failure(error), last[0] if last else None) from error
 
     def outcome(self, law: Law, xfail: Mapping[str, str]) -> Outcome:
-        """Run a law and judge the result against the known failures."""
+        """Run a law and compare the result with the known failures."""
         reason = self.not_applicable(law)
         if reason:
             return Outcome(law, "not applicable", reason)
@@ -237,12 +251,24 @@ def check_filter(
     shrink: bool = True,
     raise_on_failure: bool = False,
 ) -> Report:
-    """Run the laws on what `factory(vocabulary)` makes.
+    """Run the laws on the filters of `factory(vocabulary)` and return a report.
 
-    shrink: look for the smallest counterexample, not the first.
-    xfail: law numbers with reasons, or a file of them; strict: a listed law that holds is a failure. With
-    `raise_on_failure` an `AssertionError` carries the report. Raises a `FilterError` with the cause, before any law
-    runs, when the factory raises or returns no filter.
+    Args:
+        factory: Builds the filter from a `Vocabulary`, which serves as its tokenizer.
+        language: Oracle of the filter's texts, see `as_language`; None: laws about languages do not apply.
+        laws: Law numbers ("LAW-07" or "7"); None: all.
+        xfail: Known failures: law numbers with reasons, or a file of them. Strict: a listed law that holds is a
+            failure.
+        capabilities: Claims of the filter, see `Subject`.
+        profile: "quick" (20 examples), "ci" (60) or "deep" (1000).
+        examples: Examples per law, instead of the profile's number.
+        seed: Seed of hypothesis.
+        vocabulary: The vocabulary to test on; None: generated ones.
+        shrink: Look for the smallest counterexample instead of the first.
+        raise_on_failure: Raise an `AssertionError` with the report when a law is broken.
+
+    Raises:
+        FilterError: before any law runs, when the factory raises or returns no filter.
     """
     options = {"profile": profile, "examples": examples, "seed": seed, "vocabulary": vocabulary, "shrink": shrink}
     subject = Subject.of(factory, language=language, capabilities=capabilities, **options)
@@ -255,7 +281,10 @@ def check_filter(
 
 
 def next_times(factory: Factory, vocabulary: Vocabulary, calls: int = 300, seed: int = 0) -> tuple[float, float]:
-    """Median and 99th percentile of `next()` in microseconds on random permitted paths (LAW-36: told, not judged)."""
+    """Return median and 99th percentile of the time of `next()` in microseconds, on random permitted paths.
+
+    They are reported with LAW-36, not judged.
+    """
     rng = random.Random(seed)
     taken: list[float] = []
     f = factory(vocabulary)
@@ -280,7 +309,7 @@ def next_times(factory: Factory, vocabulary: Vocabulary, calls: int = 300, seed:
 
 
 def select_laws(names: Collection[str] | None) -> list[Law]:
-    """The laws of these numbers ("LAW-07" or "7"), or all, in order."""
+    """Return the laws of these numbers ("LAW-07" or "7"), or all, in order. Raises `FilterUsageError` for others."""
     if names is None:
         return [LAWS[name] for name in sorted(LAWS)]
     chosen = [f"LAW-{int(n):02d}" if str(n).isdigit() else str(n).upper() for n in names]
@@ -291,7 +320,10 @@ def select_laws(names: Collection[str] | None) -> list[Law]:
 
 
 def read_xfail(given: Mapping[str, str] | str | os.PathLike[str] | None) -> dict[str, str]:
-    """Known failures: a mapping, or a file with `LAW-07 reason` lines, blank lines and # comments."""
+    """Read known failures: a mapping, or a file with `LAW-07 reason` lines, blank lines and # comments.
+
+    Raises `FilterUsageError` for an unknown law or a missing reason.
+    """
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -310,15 +342,14 @@ def read_xfail(given: Mapping[str, str] | str | os.PathLike[str] | None) -> dict
 
 
 def _not_again(error: hypothesis.errors.FlakyFailure) -> str:
-    """What was seen once and, when the same was done again, not: the filter, or what it rests on, is not the same
-    from one time to the next."""
+    """Describe a failure that the same calls did not reproduce: the filter, or its surroundings, changed meanwhile."""
     first = next((e for e in error.exceptions if isinstance(e, Exception)), error)
     seen = str(first) if isinstance(first, Broken) else _own_failure(first)
     return f"{seen} (not every time: the same calls did not show it again)"
 
 
 def _own_failure(error: BaseException, whose: str = "filter") -> str:
-    """An exception of the filter's, with the lines it came from."""
+    """Describe an exception of the filter, with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     outside = [f for f in frames if "hypothesis" not in f.filename and f"testing{os.sep}" not in f.filename]
     where = f" at {Path(outside[-1].filename).name}:{outside[-1].lineno} {outside[-1].line}" if outside else ""

@@ -1,4 +1,4 @@
-"""What the doors from outside are pointed at: `module:factory`, a registered name, or all installed plugins."""
+"""Targets of the shell entry points: `module:factory`, a registered name, or all installed plugins."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from exl_filters.errors import FilterUsageError, PluginError
 __all__ = ["LANGUAGES", "imported", "targets"]
 
 LANGUAGES = "exl_filters.languages"
-"""Entry-point group of oracles: a filter's name -> `Language`, list of texts, pattern, or a function that gives one."""
+"""Entry-point group of oracles: filter name to `Language`, list of texts, pattern, or a function that returns one."""
 
 
 def targets(target: str, params: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """`(name, factory)` pairs. `params` go to a registered filter.
+    """Yield `(name, factory)` pairs. `params` are the parameters of a registered filter.
 
-    Raises `FilterUsageError` for a module or attribute that is not there, `PluginError` for a name.
+    Raises `FilterUsageError` for a missing module or attribute, `PluginError` for an unknown name.
     """
     if target == "installed":
         for name in registry.names():
@@ -40,7 +40,7 @@ def _is_registered(name: str) -> bool:
 
 
 def imported(target: str) -> Any:
-    """What `module:name` stands for. Raises `FilterUsageError` for a module or name that is not there."""
+    """Import the object of `module:name`. Raises `FilterUsageError` for a missing module or name."""
     module_name, _, attribute = target.partition(":")
     # As `python -m` does: the author's project is usually the current directory.
     if "" not in sys.path:
@@ -57,7 +57,7 @@ def imported(target: str) -> Any:
 
 
 def _made(factory: Any, name: str, params: Mapping[str, Any]) -> Any:
-    """A class or factory as a factory of one argument; `contract_params` of it where none are given."""
+    """Convert a class or factory to a factory of one argument; default parameters: its `contract_params`."""
     given = dict(params) or dict(getattr(factory, "contract_params", {}))
 
     def make(vocabulary: Any) -> Any:
@@ -70,7 +70,7 @@ def _made(factory: Any, name: str, params: Mapping[str, Any]) -> Any:
 
 
 def _entry_point_language(name: str) -> Any:
-    """The oracle that a distribution registers for its filter under the same name, made when it is a function."""
+    """Return the oracle that a distribution registers for its filter under the same name; a function is called."""
     for point in importlib.metadata.entry_points(group=LANGUAGES):
         if point.name == name.rpartition(":")[2]:
             try:

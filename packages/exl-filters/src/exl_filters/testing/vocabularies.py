@@ -1,5 +1,6 @@
-"""Vocabularies that bring out what filters get wrong: split characters, duplicates, holes, specials that spell like
-text.
+"""Vocabularies that reveal common faults of filters.
+
+They hold split characters, duplicates, holes, and control tokens that spell like text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _BYTES = [bytes([i]) for i in range(256)]
 
 
 def real_vocabulary(name: Literal["bpe", "unigram"]) -> Vocabulary:
-    """A trained vocabulary of 2000 tokens: byte-level BPE, or unigram with word-start marks and byte fallback."""
+    """Return a vocabulary of 2000 tokens: byte-level BPE, or unigram with word-start marks and byte fallback."""
     from exl_filters.readers import from_tokenizer_json
 
     with resources.as_file(resources.files("exl_filters.testing") / "data" / f"{name}.json") as path:
@@ -28,7 +29,9 @@ def real_vocabulary(name: Literal["bpe", "unigram"]) -> Vocabulary:
 
 
 def standard_vocabulary(language: Language | None = None) -> Vocabulary:
-    """One fixed vocabulary with all bytes, words, cuts of the language's samples, a hole, specials and two stop ids."""
+    """Return a fixed vocabulary with all bytes, words, cuts of the language's samples, a hole, specials and two stop
+    ids.
+    """
     words = [*_WORDS, *_cuts(list(language.samples if language else ())[:4])[:40]]
     tokens: list[bytes | None] = [*_BYTES, *words, None, None, None, None]
     n = len(tokens)
@@ -45,22 +48,22 @@ def standard_vocabulary(language: Language | None = None) -> Vocabulary:
 def vocabularies(
     draw: st.DrawFn, language: Language | None = None, *, all_bytes: bool = True, max_words: int = 16
 ) -> Vocabulary:
-    """Vocabularies of about 300 ids over `language`.
+    """Draw a vocabulary of about 300 ids over `language`.
 
-    Holds the 256 bytes (unless told not to), words, pieces of the language's texts cut anywhere (inside characters
-    too), repeated texts, tokens without text, holes, tokens longer than 300 bytes, specials that spell like content;
-    the stop ids lie at the end, at 0, or in between; there are one or two.
+    It holds the 256 bytes (unless `all_bytes` is False), words, repeated texts, tokens without text, holes, tokens
+    longer than 300 bytes, and control tokens that spell like content. It also holds pieces of the language's texts cut
+    anywhere, inside characters too. One or two stop ids are at the end, at 0, or in between.
     """
     samples = list(language.samples if language else ())
     if language is not None:
         samples.append(draw(language.sentences))
     cuts = _cuts(samples) or [b"x"]
-    # Texts cut out of the language, and the same with something after them: what goes past an end must be seen to.
+    # Texts cut out of the language, and the same with a suffix: a filter must handle tokens that go past an end.
     cut = st.sampled_from(cuts)
     past = st.tuples(st.sampled_from([*samples, *cuts]), st.sampled_from([b"x", b" ", b"\n", b'"'])).map(b"".join)
     words = draw(st.lists(st.one_of(cut, cut, past, st.sampled_from(_WORDS)), max_size=max_words))
     words += [s + b"x" for s in samples[: draw(st.integers(0, 4))]]
-    # How the texts begin in one token, and second ids for texts that exist already.
+    # Beginnings of the texts in one token, and second ids for existing texts.
     head = draw(st.integers(1, 6))
     words += [s[:head] for s in samples if len(s) > 1]
     words += draw(st.lists(st.sampled_from([*words, *(s[:1] for s in samples if s), b"a"]), min_size=1, max_size=3))
@@ -89,7 +92,7 @@ def vocabularies(
 
 
 def _cuts(samples: Sequence[bytes]) -> list[bytes]:
-    """Substrings of the samples, short ones first, no more than some hundreds."""
+    """Return substrings of the samples, short ones first, at most some hundreds."""
     found: dict[bytes, None] = {}
     for text in samples:
         text = text[:24]

@@ -1,4 +1,4 @@
-"""The laws every filter must obey (spec/filters.md 5.2), by the number the specification gives them."""
+"""The laws that every filter must obey, by number."""
 
 from exl_filters.testing.laws.law import LAWS, Law, applicable
 

@@ -1,4 +1,4 @@
-"""LAW-01 to LAW-04, LAW-19, LAW-21: what an answer of next() looks like."""
+"""LAW-01 to LAW-04, LAW-19, LAW-21: the form of an answer of next()."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from exl_filters.testing.case import Case
 from exl_filters.testing.laws.law import law
 
+__all__: list[str] = []
+
 
 def _raw(case: Case) -> tuple[Any, Any, Any]:
-    """A filter somewhere on a permitted path, and its raw answer."""
+    """Return a filter somewhere on a permitted path, and its raw answer."""
     f = case.make()
     case.walk(f)
     answer = f.next()

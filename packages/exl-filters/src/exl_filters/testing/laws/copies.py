@@ -16,6 +16,8 @@ from exl_filters.registry import from_spec
 from exl_filters.testing.case import Case, Observed
 from exl_filters.testing.laws.law import law
 
+__all__: list[str] = []
+
 
 @law(12, "a clone is another object in the same state")
 def clone_equal(case: Case) -> None:
@@ -137,7 +139,7 @@ def spec_round_trip(case: Case) -> None:
 
 @contextlib.contextmanager
 def _known(f: Any) -> Iterator[None]:
-    """A class that no distribution has registered (a plugin checked before it is installed) is, for the while."""
+    """Register the class for the duration of a `with` block, unless a distribution registers it."""
     name, kind = f.spec()["type"], type(f)
     if name in registry.names() or registry.names_of(kind):
         yield
@@ -164,7 +166,7 @@ def threads(case: Case) -> None:
     with ThreadPoolExecutor(len(paths)) as pool:
         results = list(pool.map(work, range(len(paths))))
     case.equal(results, expected, "clones on threads answer differently")
-    # One instance, each call on another thread: nothing may be thread-local.
+    # One instance, each call on another thread: no state may be thread-local.
     handed = f.clone()
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
         for step, token in enumerate(paths[0]):

@@ -1,4 +1,4 @@
-"""LAW-22 to LAW-28, LAW-32, LAW-35: the filter against an oracle, and against itself in other tokens."""
+"""LAW-22 to LAW-28, LAW-32, LAW-35: the filter against an oracle, and against itself with other tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from exl_filters.testing.languages import Language
 from exl_filters.testing.laws.law import law
 from exl_filters.vocabulary import Vocabulary
 
-# How far LAW-27 looks for an end; what it has not found by then it leaves undecided.
+__all__: list[str] = []
+
+# Limits of LAW-27's search for an end; beyond them the law is undecided.
 MAX_EXPANDED = 90
 MAX_CHAIN = 60
 MAX_DIVE = 1000
-# First bytes of tokens that are likely to bring an end nearer.
+# First bytes of tokens that are likely to lead to an end.
 CLOSERS = b'"}])0a'
 
 
@@ -113,7 +115,7 @@ def stop_only_when_whole(case: Case) -> None:
                 language.whole(end) is not False, f"{case.show_id(token)} ends at {end!r}, not whole in {language.name}"
             )
 
-    # All the way along a sentence, or at one place.
+    # Along the whole sentence, or at one place.
     along = case.deep and case.draw(st.integers(0, 4)) == 4
     path = case.stride(f, to_the_end=True, seen=check) if along else case.walk(f, 8)
     check(case.text(path), case.next(f))
@@ -149,9 +151,9 @@ def termination(case: Case) -> None:
     case.walk(f, 5)
     if case.ended(f):
         return
-    # By turns the shallowest state and the narrowest one: an end nearby is found by the first, the end of a long forced
-    # text by the second. A closed set of states without an end is a trap, and so is a chain of MAX_CHAIN tokens from
-    # which none of several long dives comes to an end.
+    # Expand the shallowest state and the narrowest one in turn: the first finds an end nearby, the second the end of a
+    # long forced text. A closed set of states without an end is a trap. So is a chain of MAX_CHAIN tokens from which
+    # none of several long dives reaches an end.
     queue: deque[tuple[int, Any]] = deque([(0, f)])
     heap: list[tuple[int, int, int, Any]] = [(0, 0, 0, f)]
     seen: set[int] = set()
@@ -186,8 +188,10 @@ def termination(case: Case) -> None:
 
 
 def _dive(case: Case, start: Any, turn: int) -> bool:
-    """Follow one way on from `start`; whether it comes to an end, or to where there is no saying. In the first turn it
-    is that of the longest tokens and likely closers, in the others one at random."""
+    """Follow one path from `start`; returns whether it reaches an end, or a state where the outcome is unknown.
+
+    The first turn prefers the longest tokens and likely closers; the others choose at random.
+    """
     at = start.clone()
     rng = random.Random(turn)
     for _ in range(MAX_DIVE if turn == 0 else MAX_DIVE // 10):
@@ -327,7 +331,7 @@ def _permitted(case: Case, text: bytes) -> bool | None:
 
 
 def _different(case: Case, allowed: frozenset[int]) -> list[int]:
-    """Up to 24 allowed tokens: for each first byte the shortest and the longest, likely closers first."""
+    """Return up to 24 allowed tokens: for each first byte the shortest and the longest, likely closers first."""
     found: dict[int, tuple[int, int]] = {}
     for token in sorted(allowed - case.stops):
         raw = case.vocabulary.bytes_of(token)

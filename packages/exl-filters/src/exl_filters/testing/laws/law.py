@@ -1,4 +1,4 @@
-"""A law: its number, its level, what it asks of a filter before it applies, and its check."""
+"""A law: its number, its level, the condition under which it applies, and its check."""
 
 from __future__ import annotations
 
@@ -17,11 +17,17 @@ Level = Literal["must", "should", "capability"]
 
 @dataclass(frozen=True)
 class Law:
-    """`check` raises when the law does not hold for the case.
+    """A property of filters.
 
-    needs: methods of which one must be overridden for the law to apply. oracle: applies only with a language. unless:
-    claims that exempt a filter (`canonical_only`: it narrows to canonical tokenizations). examples: share of the
-    profile's examples.
+    Args:
+        id: "LAW-" and two digits.
+        title: The property in one sentence.
+        level: "must", "should", or "capability" for a law of an optional method.
+        check: Raises when the law does not hold for the case.
+        needs: Methods of which one must be overridden for the law to apply.
+        oracle: Whether the law applies only with a language.
+        unless: A claim that exempts a filter (`canonical_only`: it narrows to canonical tokenizations).
+        examples: Share of the profile's examples.
     """
 
     id: str
@@ -47,7 +53,7 @@ def law(
     unless: str = "",
     examples: float = 1.0,
 ) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
-    """Enter a check in LAWS."""
+    """Register a check in LAWS under its number."""
 
     def add(check: Callable[[Case], None]) -> Callable[[Case], None]:
         name = f"LAW-{number:02d}"
@@ -58,7 +64,7 @@ def law(
 
 
 def applicable(entry: Law, sample: Any, language: Language | None, capabilities: Collection[str]) -> str:
-    """ "" if the law applies to a filter like `sample`, else why not."""
+    """Return "" if the law applies to a filter like `sample`, else the reason that it does not."""
     if entry.oracle and language is None:
         return "needs a language"
     if entry.unless and entry.unless in capabilities:

@@ -1,4 +1,4 @@
-"""LAW-16 to LAW-18, LAW-20: masks say what next() says, and combine."""
+"""LAW-16 to LAW-18, LAW-20: masks agree with next(), and combine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from exl_filters.foreign import copy_of_foreign
 from exl_filters.host import FilterStack
 from exl_filters.testing.case import Case
 from exl_filters.testing.laws.law import law
+
+__all__: list[str] = []
 
 
 def _width(case: Case) -> int:
@@ -48,7 +50,7 @@ def mask_equal(case: Case) -> None:
 
 
 def _elsewhere(case: Case, f: Any) -> Any:
-    """Prepare a mask here, and leave it behind: in another state, or in a clone."""
+    """Prepare a mask, then change the state: rewind, or continue with a clone."""
     f.prepare_logit_mask()
     how = case.draw(st.sampled_from(["stay", "rewind", "begin", "clone", "feed"]))
     if how == "clone":
@@ -125,7 +127,7 @@ def intersection(case: Case) -> None:
     third = _Only(case.draw(st.frozensets(st.integers(0, case.vocabulary.size - 1), min_size=1)) | {*path, token or 0})
     three = _allowed(case, [one, other, third], path)
     case.equal(_allowed(case, [third, one, other], path), three, "f AND g AND h depends on the order")
-    # An ended filter ends the AllOf it is part of, while its neighbours in a stack still have their say.
+    # An ended filter ends the AllOf that it is part of, while the other filters of a stack keep their opinion.
     if plain is not None and isinstance(one, ExLlamaV2Filter) and one.native and one.tokenizer is not None:
         other.tokenizer = third.tokenizer = one.tokenizer
         left, right = AllOf([AllOf([one, other]), third]), AllOf([one, AllOf([other, third])])
@@ -145,7 +147,7 @@ class _Silent(ExLlamaV2Filter):
 
 
 class _Only(_Silent):
-    """Always the same ids."""
+    """Always allows the same ids."""
 
     def __init__(self, ids: frozenset[int]) -> None:
         super().__init__()
@@ -156,7 +158,7 @@ class _Only(_Silent):
 
 
 def _template(f: Any) -> Any:
-    """What a host would take: the object, or a copy where one is in use already."""
+    """Return the filter as a host would take it: the object, or a copy where the object is in use."""
     if isinstance(f, ExLlamaV2Filter) and not f.native:
         try:
             return copy_of_foreign(f)

@@ -1,4 +1,4 @@
-"""LAW-36, LAW-37: what a filter does to its surroundings."""
+"""LAW-36, LAW-37: the effects of a filter outside itself."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from hypothesis import strategies as st
 from exl_filters.testing.case import Case
 from exl_filters.testing.laws.law import law
 
-# Growth per generation that counts as a leak: one kept object, less what the interpreter itself lets go meanwhile.
+__all__: list[str] = []
+
+# Growth per generation that counts as a leak: one kept object, less the objects that the interpreter releases
+# meanwhile.
 KEPT_PER_CYCLE = 0.7
 
-# Rounds of generations in which growth may stop. A bounded cache fills (numpy's of small arrays in some five rounds of
-# 30, measured with a filter that `ForeignFilter` wraps); a leak grows in every one.
+# Iterations of generations in which growth may stop. A bounded cache fills up (numpy's cache of small arrays in a few
+# iterations); a leak grows in every iteration.
 ROUNDS = 15
 
 
@@ -30,11 +33,11 @@ ROUNDS = 15
 def resources(case: Case) -> None:
     with _collections_see_what_is_new():
         kept = _kept_by_a_generation(case)
-    case.expect(kept < KEPT_PER_CYCLE, f"{kept:.1f} objects more with every generation, {ROUNDS} rounds of 30 long")
+    case.expect(kept < KEPT_PER_CYCLE, f"{kept:.1f} objects more with every generation, {ROUNDS} iterations of 30")
 
 
 def _kept_by_a_generation(case: Case) -> float:
-    """Python objects, at the least of up to ROUNDS rounds."""
+    """Return the least growth in Python objects per generation, over up to ROUNDS iterations."""
     f = case.make()
     seed = case.draw(st.integers(0, 2**32 - 1))
 
@@ -53,14 +56,14 @@ def _kept_by_a_generation(case: Case) -> float:
                     break
 
     def rate(count: int) -> float:
-        """Python objects kept by each of `count` generations."""
+        """Return the Python objects kept by each of `count` generations."""
         gc.collect()
         before = sys.getallocatedblocks()
         cycles(count)
         gc.collect()
         return (sys.getallocatedblocks() - before) / count
 
-    # The same generations again and again: caches are full at some time, what leaks grows every time.
+    # Repeat the same generations: caches fill up at some time, a leak grows every time.
     cycles(30)
     kept = rate(30)
     for _ in range(ROUNDS - 1):
@@ -72,8 +75,10 @@ def _kept_by_a_generation(case: Case) -> float:
 
 @contextlib.contextmanager
 def _collections_see_what_is_new() -> Iterator[None]:
-    """What is there already is not looked through: in a process of many objects that takes half a second each time. A
-    program that has frozen objects itself is left alone."""
+    """Exclude the existing objects from garbage collection, which takes half a second in a large process.
+
+    A program that has frozen objects itself is left alone.
+    """
     free = gc.get_freeze_count() == 0
     if free:
         gc.freeze()
@@ -117,7 +122,7 @@ def _surroundings() -> dict[str, Any]:
 
 
 def _given_to(factory: Any) -> list[Any]:
-    """The mutable values a factory function closes over or defaults to: schemas, options."""
+    """Return the mutable values that a factory closes over or defaults to: schemas, options."""
     cells = [cell.cell_contents for cell in getattr(factory, "__closure__", None) or ()]
     values = [*cells, *(getattr(factory, "__defaults__", None) or ()), *getattr(factory, "args", ())]
     values += list((getattr(factory, "keywords", None) or {}).values())

@@ -1,4 +1,4 @@
-"""LAW-05 to LAW-11, LAW-31, LAW-33, LAW-34: state changes only when it should, and as it should."""
+"""LAW-05 to LAW-11, LAW-31, LAW-33, LAW-34: the state changes only in defined calls, and in the defined way."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from exl_filters.testing.case import Case, shown_context
 from exl_filters.testing.child import answers_elsewhere, traveller
 from exl_filters.testing.laws.law import law
 from exl_filters.tokens import FedToken
+
+__all__: list[str] = []
 
 PREFIXES = st.sampled_from(["", "a", "th", " "])
 
@@ -70,7 +72,7 @@ def begin_resets(case: Case) -> None:
     _mask(used, case)
     context = None
     if callable(getattr(used, "attach", None)) and case.draw(st.booleans()):
-        # As when it is used again by another host, which stops on other ids.
+        # As when another host uses the filter again and stops on other ids.
         v = case.vocabulary
         others = {frozenset({min(v.special_ids)}), frozenset({max(v.special_ids)}), v.special_ids} - {v.stop_ids}
         stops = case.draw(st.sampled_from(sorted(others, key=sorted)))
@@ -134,7 +136,7 @@ def feed_rejects(case: Case) -> None:
     except Exception as error:
         case.expect(False, f"refusing {case.show_id(token)} raised {type(error).__name__}, not FilterRejected")
     else:
-        # Masks narrowed to the canonical tokens: another spelling may be taken, which the filter documents.
+        # For masks narrowed to the canonical tokens, the filter documents that it takes another spelling.
         tolerated = "canonical_only" in case.capabilities
         case.expect(tolerated, f"{case.show_id(token)} is not allowed and was accepted")
         return
@@ -179,7 +181,7 @@ def rewind(case: Case) -> None:
     _mask(f, case)
     _rewind(case, f, n + extra)
     if case.draw(st.booleans()):
-        # Asked first, so that it is not next() that brings the mask up to date.
+        # Compared first, so that the mask is not brought up to date by next().
         case.equal(_mask(f, case), _mask(_at(case, path[: len(path) - n]), case), f"the mask after rewind({n + extra})")
     case.equal(case.next(f), trace[len(path) - n], f"after rewind({n + extra})")
     case.equal(_claims(f), claims[len(path) - n], f"ended() and is_complete() after rewind({n + extra})")
@@ -195,7 +197,7 @@ def rewind(case: Case) -> None:
 
 
 def _mask(f: Any, case: Case) -> tuple[bool, frozenset[int]] | None:
-    """What fill_bitmask() writes; None where the filter has none of its own."""
+    """Return the mask of fill_bitmask(), or None where the filter does not override it."""
     if not case.can(f, "fill_bitmask"):
         return None
     words = np.full(bits.word_count(case.vocabulary.size), -1, dtype=np.int32)
@@ -205,7 +207,7 @@ def _mask(f: Any, case: Case) -> tuple[bool, frozenset[int]] | None:
 
 
 def _at(case: Case, path: list[int]) -> Any:
-    """A fresh filter behind these tokens."""
+    """Return a new filter that was fed these tokens."""
     f = case.make()
     for token in path:
         case.next(f)
@@ -214,7 +216,7 @@ def _at(case: Case, path: list[int]) -> Any:
 
 
 def _claims(f: Any) -> list[bool | None]:
-    """What the filter says of its own end; None where it has no such method."""
+    """Return the answers of ended() and is_complete(); None where the filter has no such method."""
     asked = (getattr(f, name, None) for name in ("ended", "is_complete"))
     return [bool(ask()) if callable(ask) else None for ask in asked]
 
@@ -291,7 +293,7 @@ def _over(case: Case, f: Any, path: list[int]) -> bool:
 
 
 def _tolerant_feed(case: Case, f: Any, token: int) -> None:
-    """Put the filter in whatever state a token may bring it to, a refusal included."""
+    """Feed a token and ignore a rejection."""
     try:
         case.feed(f, token)
     except Exception:

@@ -1,12 +1,12 @@
-"""Broken filters, each breaking one law: the proof that the kit bites.
+"""Broken filters that each break one law, to test that the kit detects them.
 
-`Plain` is a correct filter written the simplest way (every token tried against every option). Every mutant changes one
-thing of it that some real filter got wrong.
+`Plain` is a correct filter, written in the simplest way (every token tried against every option). Every mutant changes
+one detail that some real filter got wrong.
 """
 
 from exl_filters.testing.zoo.plain import LONG, OPTIONS, ZOO, Mutant, Plain, mutants
 
-# Importing the modules enters their mutants in ZOO.
+# Importing the modules registers their mutants in ZOO.
 from exl_filters.testing.zoo import copies, deep, states, texts  # isort: skip  # noqa: F401
 
 __all__ = ["LONG", "OPTIONS", "ZOO", "Mutant", "Plain", "mutants"]

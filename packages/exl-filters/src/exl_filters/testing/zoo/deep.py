@@ -1,4 +1,4 @@
-"""Filters that are right for a dozen tokens, at the first host, and until they are rewound."""
+"""Filters that are correct for a dozen tokens, at the first host, or until they are rewound."""
 
 from __future__ import annotations
 

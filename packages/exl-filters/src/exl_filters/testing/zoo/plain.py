@@ -1,4 +1,4 @@
-"""`Plain`, a correct filter written the simplest way, and the register of its broken relatives."""
+"""`Plain`, a correct filter written in the simplest way, and the list of its broken variants."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LONG = ["the quick brown fox jumps over the lazy dog", "the cat", "the quick bro
 
 
 class Plain(ExLlamaV2Filter):
-    """One of some texts: right in every respect, quick in none."""
+    """Allow one of some texts: correct in every respect, and slow."""
 
     native: ClassVar[bool] = True
-    # What was computed last, with what it was computed from.
+    # The last computed values, with their inputs.
     _text: tuple[list[int], bytes] = ([], b"")
     _targets: tuple[tuple[Any, ...], list[bytes]] = ((), [])
 
@@ -36,53 +36,64 @@ class Plain(ExLlamaV2Filter):
         self.begin("")
 
     def attach(self, context: FilterContext) -> None:
+        """Receive the host's stop ids."""
         super().attach(context)
         self.stops = context.stop_ids
 
     def begin(self, prefix_str: Any = "") -> None:
+        """Reset the text; `prefix_str` is the text to write again."""
         self.head = as_prefix(prefix_str)
         self.fed: list[int] = []
         self.done_at: int | None = None
 
     @property
     def done(self) -> bool:
+        """Whether the filter has ended."""
         return self.done_at is not None
 
     def text(self) -> bytes:
+        """Return the bytes of the fed tokens up to the end."""
         fed = self.fed if self.done_at is None else self.fed[: self.done_at]
         if self._text[0] != fed:
             self._text = (list(fed), b"".join(self.tokenizer.bytes_of(t) for t in fed))
         return self._text[1]
 
     def targets(self) -> list[bytes]:
+        """Return the options with the healing prefix in front."""
         key = (self.head, *self.options)
         if self._targets[0] != key:
             self._targets = (key, [self.head + option.encode() for option in self.options])
         return self._targets[1]
 
     def reachable(self, text: bytes) -> bool:
+        """Whether `text` begins an option."""
         return any(target.startswith(text) for target in self.targets())
 
     def fits(self, token: int) -> bool:
+        """Whether a token may follow the text."""
         raw = self.tokenizer.bytes_of(token)
         if not raw or not self.reachable(self.text() + raw):
             return False
-        # The healing rule: where a token spells all of the head, the first one must.
+        # Token healing: where one token spells all of the head, the first token must.
         return bool(self.fed) or len(raw) >= len(self.head) or not self.spelled_at_once()
 
     def spelled_at_once(self) -> bool:
+        """Whether one token spells all of the head and begins an option."""
         return any(
             self.tokenizer.bytes_of(i).startswith(self.head) and self.reachable(self.tokenizer.bytes_of(i))
             for i in range(self.tokenizer.size)
         )
 
     def whole(self, text: bytes) -> bool:
+        """Whether `text` is an option."""
         return text in self.targets()
 
     def final(self, text: bytes) -> bool:
+        """Whether `text` is an option that begins no other one."""
         return self.whole(text) and not any(t != text and t.startswith(text) for t in self.targets())
 
     def next(self) -> Allowed:
+        """Try every token. Returns the allowed ids and the ids that end the text."""
         if self.done:
             return sorted(self.stops), set(self.stops)
         allowed = {t for t in range(self.tokenizer.size) if t not in self.stops and self.fits(t)}
@@ -93,6 +104,7 @@ class Plain(ExLlamaV2Filter):
         return sorted(allowed), ends
 
     def feed(self, token: Any) -> None:
+        """Accept an allowed token; later tokens are recorded and ignored."""
         token = as_token(token)
         if not self.done:
             allowed, ends = self.next()
@@ -103,12 +115,15 @@ class Plain(ExLlamaV2Filter):
         self.fed.append(token)
 
     def is_complete(self) -> bool:
+        """Whether the text is an option."""
         return self.done or self.whole(self.text())
 
     def ended(self) -> bool:
+        """Whether the filter has ended."""
         return self.done
 
     def rewind(self, n: int) -> None:
+        """Undo the last `n` feeds, also across the end."""
         if not 0 <= n <= len(self.fed):
             raise FilterUsageError(f"rewind({n}) after {len(self.fed)}")
         del self.fed[len(self.fed) - n :]
@@ -116,6 +131,7 @@ class Plain(ExLlamaV2Filter):
             self.done_at = None
 
     def validate(self, tokens: Any) -> int:
+        """Feed a clone; returns how many of `tokens` may follow."""
         trial = self.clone()
         for count, token in enumerate(tokens):
             if token not in (trial.next()[0] or ()):
@@ -126,6 +142,7 @@ class Plain(ExLlamaV2Filter):
         return len(tokens)
 
     def forced(self) -> bytes:
+        """Return the longest common beginning of what may follow."""
         if self.done or self.whole(self.text()) or self.head:
             return b""
         rest = [t[len(self.text()) :] for t in self.targets() if t.startswith(self.text())]
@@ -135,32 +152,37 @@ class Plain(ExLlamaV2Filter):
         return common
 
     def fill_bitmask(self, words: Words) -> bool:
+        """Write the answer of `next` as a mask."""
         allowed, _ = self.next()
         bits.copy_into(bits.from_ids(allowed or (), self.tokenizer.size), words)
         return True
 
     def prepare_logit_mask(self) -> bool:
+        """Return True: nothing is prepared."""
         return True
 
     def mask_logits(self, logits: Any) -> Any:
+        """Return a copy of `logits` with the excluded entries at -inf."""
         words = bits.empty(len(logits))
         self.fill_bitmask(words)
         return bits.apply(words, logits.copy())
 
     def clone(self, c: Any = None) -> Any:
-        self._settle()
+        """Return an independent copy."""
+        self._wait_pending()
         new = type(self).__new__(type(self))
         new.__dict__.update(vars(self))
         new.fed, new.background_result = list(self.fed), None
         return new
 
     def spec(self) -> dict[str, Any]:
+        """Return `{"type": class name, "options": [...]}`."""
         return {"type": type(self).__name__, "options": list(self.options)}
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A broken filter, the law that must catch it, and what it does wrong."""
+    """A broken filter, the law that must detect it, and its fault in one sentence."""
 
     law: str
     kind: type[Plain]
@@ -168,10 +190,12 @@ class Mutant:
     options: tuple[str, ...] = tuple(OPTIONS)
 
     def __call__(self, vocabulary: Vocabulary) -> Plain:
+        """Build the filter over a vocabulary."""
         return self.kind(None, vocabulary, list(self.options))
 
     @property
     def name(self) -> str:
+        """Name of the class."""
         return self.kind.__name__
 
 
@@ -180,7 +204,7 @@ _K = type[Plain]
 
 
 def mutants(number: int, fault: str, options: Sequence[str] = OPTIONS) -> Callable[[_K], _K]:
-    """Enter a broken filter under the law that catches it; registered by name, so that `spec` works."""
+    """Register a broken filter under the law that detects it, also by name, so that `spec` works."""
 
     def add(kind: _K) -> _K:
         ZOO.append(Mutant(f"LAW-{number:02d}", kind, fault, tuple(options)))

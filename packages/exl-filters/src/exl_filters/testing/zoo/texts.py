@@ -1,4 +1,4 @@
-"""Broken languages, rewinds, drafts and manners: LAW-21 to LAW-37."""
+"""Broken languages, rewinds, drafts and side effects: LAW-21 to LAW-37."""
 
 from __future__ import annotations
 

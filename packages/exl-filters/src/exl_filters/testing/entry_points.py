@@ -33,7 +33,17 @@ def filter_laws(
         law()
     ```
 
-    Laws that do not apply (no language given, a method not overridden) make no item. Known failures are strict xfails.
+    Laws that do not apply (no language given, a method not overridden) make no item.
+
+    Args:
+        factory: Builds the filter from a `Vocabulary`, which serves as its tokenizer.
+        language: Oracle of the filter's texts, see `as_language`; None: laws about languages do not apply.
+        laws: Law numbers ("LAW-07" or "7"); None: all.
+        xfail: Known failures, law numbers with reasons, or a file of them. They are strict: a law that holds fails.
+        capabilities: Claims of the filter, see `Subject`.
+        profile: "quick", "ci" or "deep".
+        examples: Examples per law, instead of the profile's number.
+        seed: Seed of hypothesis.
     """
     subject = Subject.of(
         factory, language=language, capabilities=capabilities, profile=profile, examples=examples, seed=seed
@@ -76,7 +86,9 @@ def run_law(subject: Subject, law_id: str) -> None:
 
 
 class FilterContract:
-    """A test class of all laws: subclass it, name it Test..., set `make_filter`.
+    """A test class of all laws. Subclass it with a name `Test...` and set `make_filter`.
+
+    The class attributes have the meaning of `filter_laws`' parameters.
 
     ```python
     class TestMine(FilterContract):
@@ -96,9 +108,10 @@ class FilterContract:
 
     @pytest.mark.parametrize("law_id", sorted(LAWS), ids=lambda name: f"{name} {LAWS[name].title}")
     def test_law(self, law_id: str) -> None:
+        """Check one law; skipped where it does not apply."""
         __tracebackhide__ = True
         cls = type(self)
-        # A function stored on the class is bound to the instance; what is wanted is the plain factory.
+        # A function stored on the class is bound to the instance; take the plain factory.
         factory = cls.__dict__.get("make_filter", cls.make_filter)
         factory = getattr(factory, "__func__", factory)
         subject = Subject.of(
