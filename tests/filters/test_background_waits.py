@@ -137,7 +137,7 @@ def test_a_feed_that_cannot_wait_any_longer_changes_nothing(pool, monkeypatch):
     f.begin("")
     f.background_next(pool)
     assert begun.wait(250)
-    with pytest.raises(FilterBusy, match=r"Slow was asked .* after 0.05 s"):
+    with pytest.raises(FilterBusy, match=r"Slow was called .* after 0.05 s"):
         f.feed(0)
     go_on.set()
     assert f.get_next() == ([0], set())
