@@ -135,7 +135,7 @@ def test_divisors_below_it_are_not():
 
 @pytest.mark.parametrize("source", [{"regex": r"[^\s\S]"}, {"json_schema": {"$ref": "#"}}])
 def test_a_grammar_of_no_text_is_refused_at_construction(source):
-    with pytest.raises(FilterCompileError, match="begin it|no text satisfies it"):
+    with pytest.raises(FilterCompileError, match="begin it"):
         ExLlamaV2GrammarFilter(None, BYTES, **source)
 
 
