@@ -128,8 +128,10 @@ def compile_in_background(make: Callable[..., F], *args: Any, within: float | No
     compiles no grammar cannot be stopped: its thread goes on, and its result is dropped.
 
     Args:
-        make: Called with `args` and `kwargs`.
+        make: The function or class to call.
+        *args: Positional arguments of `make`.
         within: Seconds after which a compilation is stopped with `FilterCompileError`. None: no limit.
+        **kwargs: Keyword arguments of `make`.
     """
     limit = Deadline(within)
     future: _Compilation[F] = _Compilation(limit)
